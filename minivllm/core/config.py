@@ -1,0 +1,451 @@
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from math import gcd
+from typing import Any, Literal, get_args
+
+AttentionKind = Literal["full", "sliding_window", "chunked_local"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """How one layer keeps its keys and values.
+
+    Attributes:
+        kind: `full`, `sliding_window` (the last `window` tokens) or `chunked_local` (the current chunk of `window` tokens).
+        block_size: tokens per block.
+        num_kv_heads: key-value heads.
+        head_dim: size of one head.
+        window: tokens, for the two local kinds; None for `full`.
+        dtype_bytes: bytes per stored number.
+    """
+
+    kind: AttentionKind
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    dtype_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(AttentionKind):
+            raise ValueError(f"KVCacheSpec.kind must be one of {get_args(AttentionKind)}, got {self.kind!r}")
+        if (self.window is None) != (self.kind == "full"):
+            raise ValueError(f"KVCacheSpec of kind {self.kind!r} with window={self.window}: full has none, the others need one")
+        for name in ("block_size", "num_kv_heads", "head_dim", "dtype_bytes", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"KVCacheSpec.{name} must be at least 1, got {value}")
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in one layer, keys and values together."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers that share a block table.
+
+    Attributes:
+        spec: how each of them keeps its cache.
+        layers: their numbers in the model; `layers[i]` uses cache tensor `i`.
+    """
+
+    spec: KVCacheSpec
+    layers: tuple[int, ...]
+
+
+def make_kv_cache_groups(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
+    """Group layers of equal kind into groups of equally many layers.
+
+    Args:
+        specs: one per layer, in model order. All must need equally many bytes per block.
+
+    Raises:
+        ValueError: no layers, or layers whose blocks differ in size.
+    """
+    if not specs:
+        raise ValueError("make_kv_cache_groups: the model has no attention layer")
+    sizes = {spec.bytes_per_block for spec in specs}
+    if len(sizes) > 1:
+        raise ValueError(f"make_kv_cache_groups: layers need blocks of different sizes, {sorted(sizes)} bytes; one pool cannot hold both")
+    by_spec: dict[KVCacheSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        by_spec.setdefault(spec, []).append(layer)
+    size = gcd(*(len(layers) for layers in by_spec.values()))
+    return tuple(
+        KVCacheGroup(spec, tuple(layers[i : i + size]))
+        for spec, layers in by_spec.items()
+        for i in range(0, len(layers), size)
+    )
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """The pool and the groups that share it.
+
+    Attributes:
+        num_blocks: physical blocks, the null block 0 among them.
+        block_size: tokens per block.
+        groups: at least one.
+        num_cpu_blocks: blocks of the swap pool, 0 for none.
+    """
+
+    num_blocks: int
+    block_size: int
+    groups: tuple[KVCacheGroup, ...]
+    num_cpu_blocks: int = 0
+
+    @property
+    def num_tensors(self) -> int:
+        """Cache tensors to allocate: layers per group."""
+        return len(self.groups[0].layers)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one physical block over all tensors."""
+        return self.num_tensors * self.groups[0].spec.bytes_per_block
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """What the KV cache manager reads.
+
+    Attributes:
+        block_size: tokens per block.
+        num_gpu_blocks: physical blocks on the device that computes (also when that is a CPU), null block included.
+        num_cpu_blocks: blocks of the swap pool.
+        enable_prefix_caching: keep and reuse full blocks by content.
+        prefix_cache_index: `hash` (chained block hashes) or `radix` (a tree of blocks); equal hits.
+        watermark: share of the blocks kept free when a waiting request is admitted.
+    """
+
+    block_size: int = 16
+    num_gpu_blocks: int = 1024
+    num_cpu_blocks: int = 0
+    enable_prefix_caching: bool = True
+    prefix_cache_index: str = "hash"
+    watermark: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        _at_least("num_gpu_blocks", self.num_gpu_blocks, 2, "block 0 is the null block")
+        _at_least("num_cpu_blocks", self.num_cpu_blocks, 0)
+        _one_of("prefix_cache_index", self.prefix_cache_index, ("hash", "radix"))
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What the scheduler reads. Names and defaults are vLLM's.
+
+    Attributes:
+        max_num_seqs: most requests running at once.
+        max_num_batched_tokens: token budget of a step, prefill and decode together.
+        max_model_len: most tokens of a request, prompt and output together.
+        enable_chunked_prefill: a prompt may be computed in pieces.
+        long_prefill_token_threshold: no request gets more tokens than this in a step; 0 for no cap.
+        max_num_partial_prefills: most requests in the middle of a prompt at once; None for no cap.
+        policy: `fcfs` or `priority`, when no policy object is given.
+        scheduler_reserve_full_isl: admit a request only if its whole prompt fits into the free blocks, not just its first chunk.
+    """
+
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 8192
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_num_partial_prefills: int | None = None
+    policy: str = "fcfs"
+    scheduler_reserve_full_isl: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        if self.max_num_partial_prefills is not None:
+            _at_least("max_num_partial_prefills", self.max_num_partial_prefills, 1)
+        _one_of("policy", self.policy, ("fcfs", "priority"))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
+                f" ({self.max_num_seqs}), or not every running request could decode in a step"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len"
+                f" ({self.max_model_len}) when enable_chunked_prefill=False, or long prompts could never run"
+            )
+
+
+def _at_least(name: str, value: int, least: int, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}{f' ({why})' if why else ''}, got {value}")
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the engine needs to know of a model, without the model.
+
+    Attributes:
+        name: as the user gave it.
+        path: folder that it was loaded from.
+        vocab_size: rows of the output layer.
+        num_layers: attention layers.
+        max_position_embeddings: longest sequence that the model was made for.
+        kv_specs: one per layer, for the block size and dtype in use.
+        weight_bytes: size of the weights in the dtype in use.
+        checkpoint_dtype: dtype named by the model's own configuration.
+    """
+
+    name: str
+    path: str
+    vocab_size: int
+    num_layers: int
+    max_position_embeddings: int
+    kv_specs: tuple[KVCacheSpec, ...]
+    weight_bytes: int
+    checkpoint_dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What the engine needs to know of the machine.
+
+    Attributes:
+        device: `cpu` or `cuda`, the one that would be chosen for "auto".
+        free_memory_bytes: free memory of that device, before the weights are loaded.
+        total_memory_bytes: all memory of that device.
+        has_bf16: the device multiplies bfloat16 natively.
+        num_cores: physical cores.
+        attention_backend: the backend chosen for "auto" (or the one asked for).
+        attention_backend_why: the reason for it.
+    """
+
+    device: str
+    free_memory_bytes: int
+    total_memory_bytes: int
+    has_bf16: bool
+    num_cores: int
+    attention_backend: str
+    attention_backend_why: str
+
+def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """What a user may say of an engine. None and "auto" mean "choose"."""
+
+    model: str = _arg("smollm2", "alias, folder, .gguf file or hub id")
+    tokenizer: str | None = _arg(None, "folder or hub id of the tokenizer; default: the model's own")
+    revision: str | None = _arg(None, "branch, tag or commit of a hub id")
+    download_dir: str | None = _arg(None, "where downloaded models are kept")
+    load_format: str = _arg("auto", "where weights come from", ("auto", "safetensors", "gguf", "dummy"))
+    dtype: str = _arg("auto", "of weights and activations", ("auto", "float32", "bfloat16", "float16"))
+    device: str = _arg("auto", "where to compute", ("auto", "cpu", "cuda"))
+    seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
+    max_model_len: int | None = _arg(None, "most tokens of a request, prompt and output together")
+    block_size: int = _arg(16, "tokens per KV block")
+    num_gpu_blocks: int | None = _arg(None, "physical KV blocks, the null block included (also on a CPU); default: from memory")
+    num_cpu_blocks: int = _arg(0, "KV blocks of the swap pool")
+    kv_cache_memory_bytes: int | None = _arg(None, "memory for the KV cache; default: from gpu_memory_utilization")
+    gpu_memory_utilization: float = _arg(0.9, "share of a GPU's memory that the engine may use (of free memory on a CPU: half of this)")
+    enable_prefix_caching: bool = _arg(True, "reuse KV blocks of equal prefixes")
+    prefix_cache_index: str = _arg("hash", "how cached prefixes are found", ("hash", "radix"))
+    watermark: float = _arg(0.0, "share of KV blocks kept free when a request is admitted")
+    max_num_seqs: int | None = _arg(None, "most requests running at once")
+    max_num_batched_tokens: int | None = _arg(None, "token budget of a step")
+    enable_chunked_prefill: bool = _arg(True, "compute long prompts in pieces")
+    long_prefill_token_threshold: int = _arg(0, "most tokens of one request in a step; 0: no cap")
+    max_num_partial_prefills: int | None = _arg(None, "most requests in the middle of a prompt at once")
+    scheduler_reserve_full_isl: bool = _arg(True, "admit a request only if its whole prompt fits the free blocks")
+    scheduling_policy: str = _arg("fcfs", "order of the waiting queue", ("fcfs", "priority"))
+    preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
+    attention_backend: str = _arg("auto", "name of an attention backend, or auto")
+    enforce_eager: bool = _arg(False, "no CUDA graphs")
+    max_logprobs: int = _arg(20, "most log-probabilities a request may ask for per token; -1: the whole vocabulary")
+    logprobs_mode: str = _arg(
+        "raw_logprobs",
+        "what `logprobs` reports",
+        ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
+    )
+    generation_config: str = _arg("auto", "sampling defaults: auto (the model's), or vllm (neutral)", ("auto", "vllm"))
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, choices = getattr(self, f.name), f.metadata["choices"]
+            if choices:
+                _one_of(f.name, value, choices)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs must be -1 or at least 0, got {self.max_logprobs}")
+        if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
+            raise ValueError('preemption_mode="swap" needs num_cpu_blocks of at least 1, got 0')
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
+        """Make from keywords.
+
+        Raises:
+            TypeError: for an unknown keyword; names the nearest known one.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+                raise TypeError(f"unknown engine argument {name!r}{hint}")
+        return cls(**kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One setting, its value, and why it has it."""
+
+    setting: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that an engine runs by. Made by `resolve`, written by nobody afterwards."""
+
+    args: EngineArgs
+    model: ModelFacts
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    kv_cache: KVCacheConfig
+    dtype: str
+    device: str
+    attention_backend: str
+    seed: int
+    decisions: tuple[Decision, ...]
+
+    def explain(self) -> str:
+        """A table of every setting that was chosen, and why. One line each."""
+        rows = [(d.setting, str(d.value), d.why) for d in self.decisions]
+        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}" for a, b, c in rows)
+
+def choose_dtype(asked: str, checkpoint_dtype: str, device: str, has_bf16: bool) -> Decision:
+    """The dtype to compute in: the one asked for, or the checkpoint's if the device is good at it."""
+    if asked != "auto":
+        return Decision("dtype", asked, "asked for")
+    if device == "cpu" and not has_bf16:
+        return Decision("dtype", "float32", "this CPU has no native bfloat16")
+    if device == "cpu" and checkpoint_dtype in ("float16", "float32"):
+        return Decision("dtype", "bfloat16", f"half the bytes to read of {checkpoint_dtype}, and this CPU computes it natively")
+    if checkpoint_dtype == "float32":
+        return Decision("dtype", "bfloat16", "half the bytes to read of float32")
+    return Decision("dtype", checkpoint_dtype, "the checkpoint's own")
+
+def choose_num_blocks(args: EngineArgs, model: ModelFacts, machine: MachineFacts, cache_bytes: int, useful: int) -> Decision:
+    """How many physical blocks to allocate.
+
+    Args:
+        cache_bytes: bytes of one block over all tensors.
+        useful: blocks beyond which no request could use more.
+
+    Raises:
+        ValueError: the memory does not hold two blocks.
+    """
+    if args.num_gpu_blocks is not None:
+        return Decision("num_gpu_blocks", args.num_gpu_blocks, "asked for")
+    if args.kv_cache_memory_bytes is not None:
+        room, why = args.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    elif machine.device == "cpu":
+        room = int(machine.free_memory_bytes * args.gpu_memory_utilization / 2) - model.weight_bytes
+        why = f"half of gpu_memory_utilization={args.gpu_memory_utilization:g} of the free memory, less the weights"
+    else:
+        room = int(machine.total_memory_bytes * args.gpu_memory_utilization) - model.weight_bytes
+        room -= machine.total_memory_bytes - machine.free_memory_bytes
+        why = f"gpu_memory_utilization={args.gpu_memory_utilization:g}, less the weights and what others use"
+    blocks = room // cache_bytes
+    if blocks < 2:
+        raise ValueError(
+            f"no room for the KV cache: {room:,} bytes ({why}) hold {max(blocks, 0)} blocks of {cache_bytes:,} bytes, at least 2 are needed."
+            " Lower max_model_len or block_size, or give kv_cache_memory_bytes or num_gpu_blocks"
+        )
+    if blocks > useful:
+        return Decision("num_gpu_blocks", useful, "all that max_num_seqs requests of max_model_len can fill")
+    return Decision("num_gpu_blocks", blocks, why)
+
+_CPU_MAX_NUM_SEQS, _GPU_MAX_NUM_SEQS = 128, 256
+_DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: Decision) -> EngineConfig:
+    """Choose every setting that the user left open. Pure: same input, same configuration.
+
+    Raises:
+        ValueError: a setting is out of range for this model or machine; the message names value and range.
+    """
+    decisions = [dtype, Decision("device", machine.device, "asked for" if args.device != "auto" else "the best one found")]
+
+    def choose(setting: str, asked: Any, default: Any, why: str) -> Any:
+        decisions.append(Decision(setting, default if asked is None else asked, why if asked is None else "asked for"))
+        return decisions[-1].value
+
+    longest = model.max_position_embeddings
+    if args.max_model_len is not None and args.max_model_len > longest:
+        raise ValueError(f"max_model_len={args.max_model_len} is longer than the model was made for ({longest})")
+    max_model_len = choose("max_model_len", args.max_model_len, longest, "the model's own limit")
+    default_seqs = _CPU_MAX_NUM_SEQS if machine.device == "cpu" else _GPU_MAX_NUM_SEQS
+    max_num_seqs = choose("max_num_seqs", args.max_num_seqs, default_seqs, f"default on {machine.device}")
+    budget = max(_DEFAULT_BATCHED_TOKENS[machine.device], max_num_seqs)
+    why = f"default on {machine.device}"
+    if not args.enable_chunked_prefill and budget < max_model_len:
+        budget, why = max_model_len, "max_model_len, since prompts may not be cut"
+    budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
+    decisions.append(Decision("attention_backend", machine.attention_backend, machine.attention_backend_why))
+    groups = make_kv_cache_groups(model.kv_specs)
+    bytes_per_block = len(groups[0].layers) * groups[0].spec.bytes_per_block
+    useful = max_num_seqs * len(groups) * -(-max_model_len // args.block_size) + 1
+    blocks = choose_num_blocks(args, model, machine, bytes_per_block, useful)
+    decisions.append(blocks)
+    cache = CacheConfig(
+        block_size=args.block_size,
+        num_gpu_blocks=blocks.value,
+        num_cpu_blocks=args.num_cpu_blocks,
+        enable_prefix_caching=args.enable_prefix_caching,
+        prefix_cache_index=args.prefix_cache_index,
+        watermark=args.watermark,
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        max_num_partial_prefills=args.max_num_partial_prefills,
+        policy=args.scheduling_policy,
+        scheduler_reserve_full_isl=args.scheduler_reserve_full_isl,
+    )
+    mentioned = {d.setting for d in decisions}
+    for f in fields(args):
+        if f.name not in mentioned and getattr(args, f.name) not in (None, "auto"):
+            value = getattr(args, f.name)
+            decisions.append(Decision(f.name, value, "default" if value == f.default else "asked for"))
+    return EngineConfig(
+        args=args,
+        model=model,
+        cache=cache,
+        scheduler=scheduler,
+        kv_cache=KVCacheConfig(blocks.value, args.block_size, groups, args.num_cpu_blocks),
+        dtype=dtype.value,
+        device=machine.device,
+        attention_backend=machine.attention_backend,
+        seed=args.seed,
+        decisions=tuple(decisions),
+    )

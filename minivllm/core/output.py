@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from minivllm.core.request import FinishReason
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that the runner does not hold yet, with all that it needs to make a row.
+
+    Attributes:
+        request_id: the row's name.
+        prompt_token_ids: the prompt.
+        output_token_ids: tokens sampled before a preemption; empty for a fresh request.
+        sampling_params: as the caller gave them.
+        block_ids: one block table per KV cache group.
+        num_computed_tokens: tokens already in the cache: a prefix hit, or a swapped-in history.
+        lora_name: adapter, or None.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    sampling_params: Any
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+    lora_name: str | None = None
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What to run in one step.
+
+    Attributes:
+        step: counts from 0.
+        num_scheduled_tokens: how many tokens of which request, in scheduling order.
+        total_num_scheduled_tokens: the sum; at most the token budget. It can be 0, when there are only rows to drop.
+        new_requests: rows to add.
+        new_block_ids: blocks appended to rows that the runner already holds, one list per KV cache group.
+        preempted: rows to drop; they come back as `new_requests`.
+        finished: rows to drop for good, finished or aborted since the last step.
+        swap_out: `(gpu block, cpu block)` copies to make before the step, and before `swap_in`.
+        swap_in: `(cpu block, gpu block)` copies to make before the step.
+    """
+
+    step: int
+    num_scheduled_tokens: dict[str, int]
+    total_num_scheduled_tokens: int
+    new_requests: tuple[NewRequest, ...] = ()
+    new_block_ids: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
+    preempted: tuple[str, ...] = ()
+    finished: tuple[str, ...] = ()
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """What one step of the model produced.
+
+    Attributes:
+        sampled_token_ids: new tokens of the requests that sampled.
+        logprobs: per request, one entry per sampled token.
+        prompt_logprobs: per request, entries for prompt positions that were computed in this step.
+        errors: requests that failed alone, with the reason; they are finished with `FinishReason.ERROR`.
+    """
+
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+@dataclass(slots=True)
+class EngineCoreOutput:
+    """What one request gained in one step, on its way to the output processor.
+
+    Attributes:
+        request_id: whose.
+        new_token_ids: tokens sampled in this step.
+        finish_reason: set in the request's last output.
+        stop_reason: the stop token that ended it, if one did.
+        logprobs: one entry per new token, or None.
+        prompt_logprobs: entries for prompt positions, or None.
+        num_cached_tokens: prompt tokens that came from the prefix cache.
+        error: why it failed, when `finish_reason` is `error`.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[Any] | None = None
+    prompt_logprobs: list[Any] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
