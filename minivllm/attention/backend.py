@@ -1,0 +1,225 @@
+"""What an attention backend must do: the values that go in, the plan of a step, the protocol.
+
+A backend works on a *paged* KV cache: the keys and values of a request lie in fixed-size blocks anywhere in one big
+tensor, and a block table says where. The idea is PagedAttention (Kwon et al., 2023); the names are vLLM's.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What one attention layer computes, and how its cache is cut.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key-value heads; each serves `num_heads // num_kv_heads` consecutive query heads (GQA).
+        head_dim: size of one head.
+        scale: factor on the scores before the softmax, usually `head_dim ** -0.5`.
+        block_size: tokens per KV block.
+        dtype: of queries, keys, values and the result.
+        sliding_window: a query sees itself and the `sliding_window - 1` tokens before it; None for all of them.
+        chunk: a query sees the tokens of its own chunk of `chunk` positions only (chunked local attention).
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax (Gemma 2).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    block_size: int
+    dtype: torch.dtype
+    sliding_window: int | None = None
+    chunk: int | None = None
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "sliding_window", "chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"AttentionSpec.{name} must be at least 1, got {value}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"AttentionSpec: num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.sliding_window is not None and self.chunk is not None:
+            raise ValueError(
+                f"AttentionSpec: sliding_window ({self.sliding_window}) and chunk ({self.chunk}) exclude each other"
+            )
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ValueError(f"AttentionSpec.soft_cap must be above 0, got {self.soft_cap}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def first_key(self, positions: np.ndarray) -> np.ndarray:
+        """The first position that a query at each of `positions` sees. It sees everything from there to itself.
+
+        Full, sliding-window and chunked attention differ in nothing but this number.
+        """
+        if self.sliding_window is not None:
+            return np.maximum(positions - (self.sliding_window - 1), 0)
+        if self.chunk is not None:
+            return positions // self.chunk * self.chunk
+        return np.zeros_like(positions)
+
+
+@dataclass
+class AttentionBatch:
+    """One step of one KV cache group, on the host. Requests are laid end to end along the token axis.
+
+    Attributes:
+        query_start_loc: int32 [B + 1]; request `r` owns the tokens `query_start_loc[r] : query_start_loc[r + 1]`.
+        seq_lens: int32 [B]; tokens of each request after this step. Its queries are the last ones of them.
+        block_table: int32 [B, max_blocks]; block `j` of a row holds the positions `j * block_size` and on.
+        slot_mapping: int64 [T]; where the key and value of each token go: `block * block_size + offset`.
+    """
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+    slot_mapping: np.ndarray
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slot_mapping)
+
+    @property
+    def query_lens(self) -> np.ndarray:
+        return np.diff(self.query_start_loc)
+
+    @property
+    def max_query_len(self) -> int:
+        return int(self.query_lens.max(initial=0))
+
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.seq_lens.max(initial=0))
+
+    def check(self, block_size: int) -> None:
+        """Refuse a batch that does not add up.
+
+        Raises:
+            ValueError: names the first thing that is wrong.
+        """
+        b, t = self.num_reqs, self.num_tokens
+        lens = self.query_lens
+        if self.query_start_loc.shape != (b + 1,) or self.query_start_loc[0] != 0 or self.query_start_loc[-1] != t:
+            raise ValueError(
+                f"AttentionBatch.query_start_loc must be {b + 1} offsets from 0 to {t}, got {self.query_start_loc}"
+            )
+        if b and lens.min() < 1:
+            raise ValueError(f"AttentionBatch: every request needs at least one query, got query lengths {lens}")
+        if (self.seq_lens < lens).any():
+            raise ValueError(f"AttentionBatch: seq_lens {self.seq_lens} are shorter than the query lengths {lens}")
+        if self.block_table.ndim != 2 or len(self.block_table) != b:
+            raise ValueError(f"AttentionBatch.block_table must be [{b}, max_blocks], got shape {self.block_table.shape}")
+        if self.max_seq_len > self.block_table.shape[1] * block_size:
+            raise ValueError(
+                f"AttentionBatch.block_table has {self.block_table.shape[1]} blocks of {block_size} tokens a request,"
+                f" too few for a sequence of {self.max_seq_len}"
+            )
+
+
+@dataclass
+class Plan:
+    """What a backend works out once a step and group, and uses in every layer of the group.
+
+    Attributes:
+        spec: of the group's layers.
+        slot_mapping: int64 [T] on the device of the cache.
+    """
+
+    spec: AttentionSpec
+    slot_mapping: Tensor
+
+class AttentionBackend(ABC):
+    """Attention over a paged KV cache. A backend keeps no state between calls.
+
+    Attributes:
+        name: what users call it.
+        batch_invariant: the result for a token is bit-identical whatever else is in the batch.
+    """
+
+    name: ClassVar[str]
+    batch_invariant: ClassVar[bool] = False
+
+    @abstractmethod
+    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        """Why this backend cannot do `spec` on `device`, or None if it can."""
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> Plan:
+        """Prepare a step of one group of layers.
+
+        Raises:
+            ValueError: the batch does not add up.
+        """
+
+    @abstractmethod
+    def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
+        """Causal attention of every token to its own request's cache.
+
+        Args:
+            q: [T, num_heads, head_dim]; prefill chunks and single decode tokens alike.
+            kv_cache: the layer's cache; the step's own keys and values have been written.
+            plan: of this step, from this backend.
+
+        Returns:
+            [T, num_heads, head_dim] in the dtype of `q`. Slots past the end of a request are never read into it.
+        """
+
+    def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
+        """Shape of one layer's cache. Dimension 1 is the block in every layout; inside a block a backend may differ."""
+        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+    def kv_cache_dtype(self, spec: AttentionSpec) -> torch.dtype:
+        """Dtype of the cache."""
+        return spec.dtype
+
+    def new_kv_cache(self, num_blocks: int, spec: AttentionSpec, device: torch.device) -> Tensor:
+        """An empty cache of one layer."""
+        return torch.zeros(self.kv_cache_shape(num_blocks, spec), dtype=self.kv_cache_dtype(spec), device=device)
+
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Store the step's keys and values.
+
+        Args:
+            k, v: [T, num_kv_heads, head_dim].
+            kv_cache: the layer's cache, changed in place.
+            slot_mapping: int64 [T], one slot a token.
+        """
+        kv_cache[0].flatten(0, 1).index_copy_(0, slot_mapping, k)
+        kv_cache[1].flatten(0, 1).index_copy_(0, slot_mapping, v)
+
+    def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, between two caches (swapping) or within one. All are read before any is written.
+
+        Args:
+            src_cache, dst_cache: of one layer, in this backend's layout; may be the same tensor, or on two devices.
+            pairs: (block in `src_cache`, block in `dst_cache`).
+
+        Raises:
+            ValueError: two pairs write the same block.
+        """
+        if not pairs:
+            return
+        src, dst = zip(*pairs, strict=True)
+        if len(set(dst)) != len(dst):
+            raise ValueError(f"copy_blocks: a block is written twice: {list(pairs)}")
+        blocks = src_cache.index_select(1, torch.tensor(src, device=src_cache.device)).to(dst_cache.device)
+        dst_cache.index_copy_(1, torch.tensor(dst, device=dst_cache.device), blocks)
+

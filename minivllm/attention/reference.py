@@ -1,0 +1,95 @@
+"""Paged attention in plain torch, one token at a time: the one to read, and the oracle for the others."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+
+def attend_one(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+    """Attention of one token to the keys that it sees.
+
+    Args:
+        q: [num_heads, head_dim].
+        keys, values: [n, num_kv_heads, head_dim]; every one of them is seen.
+        spec: for the scale, the soft cap and the grouping of heads.
+
+    Returns:
+        [num_heads, head_dim].
+    """
+    grouped = q.view(spec.num_kv_heads, spec.group_size, spec.head_dim)
+    scores = torch.einsum("hgd,nhd->hgn", grouped, keys) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    weights = torch.softmax(scores, dim=-1)
+    return torch.einsum("hgn,nhd->hgd", weights, values).reshape(q.shape)
+
+def gather(kv_cache: Tensor, block_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The first `length` keys and values of one request, in order.
+
+    Args:
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim].
+        block_ids: int64 [at least length / block_size].
+
+    Returns:
+        Two tensors [length, num_kv_heads, head_dim].
+    """
+    num_blocks = -(-length // kv_cache.shape[2])
+    keys, values = kv_cache[:, block_ids[:num_blocks]].flatten(1, 2)[:, :length]
+    return keys, values
+
+@dataclass
+class ReferencePlan(Plan):
+    """The batch as it came, the block table on the device."""
+
+    batch: AttentionBatch
+    block_table: Tensor
+
+class ReferenceBackend(AttentionBackend):
+    """Attention as its definition says it, request by request, token by token.
+
+    A token's result depends on its own query and its own keys only, through operations whose shapes depend on nothing
+    but its position: bit-identical in any batch, any chunking and any placement of blocks.
+
+    Args:
+        compute_dtype: float32, or float64 when the result serves as the truth.
+    """
+
+    name: ClassVar[str] = "reference"
+    batch_invariant: ClassVar[bool] = True
+
+    def __init__(self, compute_dtype: torch.dtype = torch.float32) -> None:
+        if compute_dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"ReferenceBackend computes in torch.float32 or torch.float64, got {compute_dtype}")
+        self.compute_dtype = compute_dtype
+
+    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        """None: the definition has no limits."""
+        return None
+
+    def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> ReferencePlan:
+        """See `AttentionBackend.plan`."""
+        batch.check(spec.block_size)
+        return ReferencePlan(
+            spec=spec,
+            slot_mapping=torch.as_tensor(batch.slot_mapping, device=device),
+            batch=batch,
+            block_table=torch.as_tensor(batch.block_table, device=device).long(),
+        )
+
+    def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        assert isinstance(plan, ReferencePlan)
+        spec, batch, out = plan.spec, plan.batch, torch.empty_like(q)
+        for r in range(batch.num_reqs):
+            start, end, length = int(batch.query_start_loc[r]), int(batch.query_start_loc[r + 1]), int(batch.seq_lens[r])
+            keys, values = (x.to(self.compute_dtype) for x in gather(kv_cache, plan.block_table[r], length))
+            for row in range(start, end):
+                position = length - end + row
+                seen = slice(int(spec.first_key(np.asarray(position))), position + 1)
+                out[row] = attend_one(q[row].to(self.compute_dtype), keys[seen], values[seen], spec)
+        return out
+

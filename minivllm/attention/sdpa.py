@@ -1,0 +1,170 @@
+"""Paged attention by gathering the pages and calling torch's `scaled_dot_product_attention`.
+
+Single-token rows are padded to rectangles and done in a few calls; prefill chunks are done one by one.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+
+@dataclass
+class DecodeCall:
+    """Rows with one query each whose visible lengths are alike, as one rectangle.
+
+    Attributes:
+        rows: int64 [n], token rows of the batch; None if they are all of them, in order.
+        slots: int64 [n * width], the cache slots to read, row by row. Padding repeats the row's own last slot.
+        mask: bool [n, 1, 1, width], False on the padding; None if there is none.
+        width: keys a row.
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    mask: Tensor | None
+    width: int
+
+
+@dataclass
+class PrefillCall:
+    """One request with several queries.
+
+    Attributes:
+        start, end: its token rows.
+        slots: int64 [n], the cache slots of the keys that any of the queries sees.
+        mask: bool [end - start, n]; None if plain causal masking of a square does it.
+    """
+
+    start: int
+    end: int
+    slots: Tensor
+    mask: Tensor | None
+
+
+@dataclass
+class SDPAPlan(Plan):
+    """The calls of a step."""
+
+    decodes: list[DecodeCall]
+    prefills: list[PrefillCall]
+
+def slots_of(block_table: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Cache slots of `positions` [n, width] in the requests whose rows are `block_table` [n, max_blocks]: int64."""
+    blocks = np.take_along_axis(block_table, positions // block_size, axis=1).astype(np.int64)
+    return blocks * block_size + positions % block_size
+
+def plan_decode(batch: AttentionBatch, rows: np.ndarray, spec: AttentionSpec, device: torch.device) -> DecodeCall:
+    """One call for the requests `rows` [n], all with a single query."""
+    last = batch.seq_lens[rows].astype(np.int64) - 1
+    first = spec.first_key(last)
+    width = int((last - first).max()) + 1
+    positions = first[:, None] + np.arange(width)
+    valid = positions <= last[:, None]
+    slots = slots_of(batch.block_table[rows], np.minimum(positions, last[:, None]), spec.block_size)
+    tokens = batch.query_start_loc[rows].astype(np.int64)
+    return DecodeCall(
+        rows=None if len(rows) == batch.num_tokens else torch.as_tensor(tokens, device=device),
+        slots=torch.as_tensor(slots.reshape(-1), device=device),
+        mask=None if valid.all() else torch.as_tensor(valid[:, None, None, :], device=device),
+        width=width,
+    )
+
+def plan_prefill(batch: AttentionBatch, r: int, spec: AttentionSpec, device: torch.device) -> PrefillCall:
+    """The call for request `r`."""
+    start, end, length = int(batch.query_start_loc[r]), int(batch.query_start_loc[r + 1]), int(batch.seq_lens[r])
+    queries = np.arange(length - (end - start), length)
+    first = spec.first_key(queries)
+    keys = np.arange(first[0], length)
+    slots = slots_of(batch.block_table[r : r + 1], keys[None], spec.block_size)[0]
+    mask = None
+    if first[-1] > first[0] or len(keys) > len(queries):
+        mask = torch.as_tensor((keys >= first[:, None]) & (keys <= queries[:, None]), device=device)
+    return PrefillCall(start, end, torch.as_tensor(slots, device=device), mask)
+
+def alike(lengths: np.ndarray, ratio: float = 1.5, least: int = 64) -> list[np.ndarray]:
+    """Split rows so that in each part the longest is at most `ratio` times the shortest (or `least` more).
+
+    Args:
+        lengths: int [n].
+
+    Returns:
+        Index arrays, each in ascending order, that together hold 0 .. n - 1. One part if all are alike.
+    """
+    order = np.argsort(lengths, kind="stable")
+    parts, begin = [], 0
+    for i in range(1, len(order) + 1):
+        shortest = lengths[order[begin]] if begin < len(order) else 0
+        if i == len(order) or lengths[order[i]] > max(ratio * shortest, shortest + least):
+            parts.append(np.sort(order[begin:i]))
+            begin = i
+    return [part for part in parts if len(part)]
+
+class SDPABackend(AttentionBackend):
+    """Attention by `torch.nn.functional.scaled_dot_product_attention` over gathered pages."""
+
+    name: ClassVar[str] = "sdpa"
+
+    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        """A soft cap is the one thing that torch's kernel has no room for."""
+        if spec.soft_cap is not None:
+            return f"scaled_dot_product_attention has no soft cap on the scores (soft_cap={spec.soft_cap})"
+        return None
+
+    def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> SDPAPlan:
+        """See `AttentionBackend.plan`."""
+        batch.check(spec.block_size)
+        single = batch.query_lens == 1
+        rows = np.flatnonzero(single)
+        last = batch.seq_lens[rows].astype(np.int64) - 1
+        return SDPAPlan(
+            spec=spec,
+            slot_mapping=torch.as_tensor(batch.slot_mapping, device=device),
+            decodes=[plan_decode(batch, rows[p], spec, device) for p in alike(last - spec.first_key(last) + 1)],
+            prefills=[plan_prefill(batch, int(r), spec, device) for r in np.flatnonzero(~single)],
+        )
+
+    def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        assert isinstance(plan, SDPAPlan)
+        spec = plan.spec
+        keys, values = kv_cache.view(2, -1, spec.num_kv_heads * spec.head_dim)
+        if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
+            return _decode(q, keys, values, plan.decodes[0], spec)
+        out = torch.empty_like(q)
+        for decode in plan.decodes:
+            out[decode.rows] = _decode(q[decode.rows], keys, values, decode, spec)
+        for prefill in plan.prefills:
+            out[prefill.start : prefill.end] = _prefill(q[prefill.start : prefill.end], keys, values, prefill, spec)
+        return out
+
+
+def _decode(q: Tensor, keys: Tensor, values: Tensor, call: DecodeCall, spec: AttentionSpec) -> Tensor:
+    """The query heads that share a key-value head become its queries, so nothing is repeated. q: [n, H, D]."""
+    n, heads, dim = q.shape
+    shape = (n, call.width, spec.num_kv_heads, dim)
+    k = keys.index_select(0, call.slots).view(shape).transpose(1, 2)
+    v = values.index_select(0, call.slots).view(shape).transpose(1, 2)
+    grouped = q.reshape(n, spec.num_kv_heads, spec.group_size, dim)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=call.mask, scale=spec.scale).reshape(n, heads, dim)
+
+
+def _prefill(q: Tensor, keys: Tensor, values: Tensor, call: PrefillCall, spec: AttentionSpec) -> Tensor:
+    """One request, q: [n, H, D]."""
+    shape = (1, len(call.slots), spec.num_kv_heads, spec.head_dim)
+    k = keys.index_select(0, call.slots).view(shape).transpose(1, 2)
+    v = values.index_select(0, call.slots).view(shape).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        q[None].transpose(1, 2),
+        k,
+        v,
+        attn_mask=call.mask,
+        is_causal=call.mask is None,
+        scale=spec.scale,
+        enable_gqa=spec.group_size > 1,
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,89 @@
+"""Which attention backends there are, and which one to use."""
+
+import importlib
+from collections.abc import Callable, Iterable
+
+import torch
+
+from minivllm.attention.backend import AttentionBackend, AttentionSpec
+
+_BACKENDS: dict[str, str | Callable[[], AttentionBackend]] = {
+    "reference": "minivllm.attention.reference:ReferenceBackend",
+    "sdpa": "minivllm.attention.sdpa:SDPABackend",
+}
+_AUTO_ORDER: list[str] = ["sdpa", "reference"]
+
+
+def backend_names() -> tuple[str, ...]:
+    """Names that `select_backend` knows, besides `auto`."""
+    return tuple(_BACKENDS)
+
+def register_backend(name: str, make: str | Callable[[], AttentionBackend], *, auto_before: str | None = None) -> None:
+    """Make a backend known.
+
+    Args:
+        name: what users will call it.
+        make: `"module:Class"`, imported when it is first wanted, or a function that makes the backend.
+        auto_before: name of the backend before which `auto` tries this one; None if `auto` never does.
+
+    Raises:
+        ValueError: the name is taken, or `auto_before` is unknown.
+    """
+    if name in _BACKENDS or name == "auto":
+        raise ValueError(f"attention backend {name!r} exists already")
+    if auto_before is not None:
+        if auto_before not in _AUTO_ORDER:
+            raise ValueError(f"auto_before={auto_before!r} must be one of {', '.join(_AUTO_ORDER)}")
+        _AUTO_ORDER.insert(_AUTO_ORDER.index(auto_before), name)
+    _BACKENDS[name] = make
+
+def make_backend(name: str) -> AttentionBackend:
+    """The backend of this name.
+
+    Raises:
+        ValueError: no such name.
+        ImportError: what it stands on is not installed.
+    """
+    if name not in _BACKENDS:
+        raise ValueError(f"no attention backend {name!r}; known: auto, {', '.join(_BACKENDS)}")
+    make = _BACKENDS[name]
+    if callable(make):
+        return make()
+    module, _, attribute = make.partition(":")
+    return getattr(importlib.import_module(module), attribute)()
+
+def select_backend(
+    name: str, spec: AttentionSpec | Iterable[AttentionSpec], device: torch.device
+) -> tuple[AttentionBackend, str]:
+    """The backend to use, and why.
+
+    Args:
+        name: a backend's name, or `auto` for the fastest that can do it.
+        spec: what it must be able to do; one for each layer, or one for all.
+        device: where.
+
+    Returns:
+        The backend and the reason in a few words.
+
+    Raises:
+        ValueError: the name is unknown, or the backend asked for cannot do it; says why.
+    """
+    specs = {spec} if isinstance(spec, AttentionSpec) else set(spec)
+    if name != "auto":
+        backend = make_backend(name)
+        for one in specs:
+            if reason := backend.unsupported(one, device):
+                raise ValueError(f"attention backend {name!r} cannot run this model on {device}: {reason}")
+        return backend, "asked for"
+    refused: list[str] = []
+    for candidate in _AUTO_ORDER:
+        try:
+            backend = make_backend(candidate)
+        except ImportError as error:
+            refused.append(f"{candidate} cannot be loaded: {error}")
+            continue
+        reasons = [reason for one in specs if (reason := backend.unsupported(one, device))]
+        if not reasons:
+            return backend, "; ".join([*refused, f"fastest that runs this model on {device.type}"])
+        refused.append(f"{candidate} cannot: {reasons[0]}")
+    raise ValueError(f"no attention backend runs this model on {device}: {'; '.join(refused)}")
