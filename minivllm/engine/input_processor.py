@@ -1,0 +1,246 @@
+"""What may come in, and what must be refused?
+
+The scheduler trusts its requests: token ids that exist, a prompt that fits, a pool that is big
+enough.
+"""
+
+# Generated from nbs/5_engine/04_input_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=92abedc5923c module=fbeecd4b5f3b
+
+import difflib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+from minivllm.core.config import EngineConfig
+from minivllm.core.request import Request
+from minivllm.sampling.params import SamplingParams
+
+__all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "parse_prompt", "random_request_id"]
+
+
+# %% nbs/5_engine/04_input_processor.ipynb #Prompt
+PromptType = str | Sequence[int] | dict[str, Any]
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in one form: ``text``, or ``token_ids`` (then ``text`` is only for showing), or both None never."""
+
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    cache_salt: str | None = None
+
+
+def parse_prompt(prompt: PromptType) -> Prompt:
+    """Bring any form of a prompt into one.
+
+    Raises:
+        TypeError: it is none of the forms. ValueError: a dictionary with unknown fields or without a prompt.
+    """
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    if isinstance(prompt, dict):
+        return _parse_dict(prompt)
+    if _is_token_list(prompt):
+        return Prompt(token_ids=prompt)
+    raise TypeError(
+        f"a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'; got {_brief(prompt)}"
+    )
+
+
+def _parse_dict(prompt: dict[str, Any]) -> Prompt:
+    for name in prompt:
+        if name not in _PROMPT_FIELDS:
+            near = difflib.get_close_matches(str(name), _PROMPT_FIELDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_PROMPT_FIELDS)}"
+            raise ValueError(f"unknown field {name!r} in a prompt; {hint}")
+    text, token_ids, salt = (prompt.get(name) for name in _PROMPT_FIELDS)
+    if text is None and token_ids is None:
+        raise ValueError("a prompt dict needs 'prompt' (a string) or 'prompt_token_ids' (a list of token ids)")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"'prompt' must be a string, got {_brief(text)}")
+    if token_ids is not None and not _is_token_list(token_ids):
+        raise TypeError(f"'prompt_token_ids' must be a list of token ids, got {_brief(token_ids)}")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise TypeError(f"'cache_salt' must be a non-empty string, got {_brief(salt)}")
+    return Prompt(text, token_ids, salt)
+
+
+def _is_token_list(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and (np.issubdtype(value.dtype, np.integer) or value.size == 0)
+    return isinstance(value, (list, tuple, range)) and all(
+        isinstance(x, Integral) and not isinstance(x, bool) for x in value
+    )
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+# %% nbs/5_engine/04_input_processor.ipynb #ProcessedInput
+@dataclass(frozen=True, slots=True)
+class ProcessedInput:
+    """A checked request. ``children``: the core's requests, at least one; each has its own parameters."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    children: list[Request]
+
+
+class InputProcessor:
+    """Checks and tokenises what callers give, and makes the requests of the engine core.
+
+    ``tokenizer`` may be None: then prompts must be token ids. ``generation_config``: the model's own sampling defaults.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Any | None,
+        generation_config: dict[str, Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.generation_config = generation_config or {}
+        self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
+        self._seeds = np.random.default_rng(config.seed)
+
+    # %% nbs/5_engine/04_input_processor.ipynb #InputProcessor-tokenize
+    def tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Token ids of a prompt, shortened if ``truncate_prompt_tokens`` says so. Raises ValueError if a limit is broken."""
+        if prompt.token_ids is not None:
+            token_ids = [int(token) for token in prompt.token_ids]
+        elif self.tokenizer is None:
+            raise ValueError("this engine has no tokenizer: give the prompt as a list of token ids")
+        else:
+            token_ids = list(self.tokenizer(prompt.text).input_ids)
+        if params.truncate_prompt_tokens is not None:
+            limit = self.config.scheduler.max_model_len - 1
+            keep = limit if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+            token_ids = token_ids[-keep:]
+        self._check_tokens(token_ids)
+        return token_ids
+
+    def _check_tokens(self, token_ids: list[int]) -> None:
+        max_model_len, vocab_size = self.config.scheduler.max_model_len, self.config.model.vocab_size
+        if not token_ids:
+            raise ValueError("the prompt is empty; at least one token is needed")
+        if len(token_ids) >= max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; with max_model_len={max_model_len} it may have at most"
+                f" {max_model_len - 1}, since one token must be generated. Set truncate_prompt_tokens to shorten it"
+            )
+        for i, token in enumerate(token_ids):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"prompt_token_ids[{i}] is {token}; token ids of this model are 0..{vocab_size - 1}")
+
+    # %% nbs/5_engine/04_input_processor.ipynb #InputProcessor-max_tokens
+    def max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        """How many tokens to generate at most. Raises ValueError if the pool can never hold them.
+
+        ``max_tokens=None`` means as many as fit; a number is cut at ``max_model_len``.
+        """
+        room = self.config.scheduler.max_model_len - prompt_len
+        fits = self._pool_tokens() + 1 - prompt_len
+        if fits < 1 or (params.max_tokens is not None and min(params.max_tokens, room) > fits):
+            asked = "" if params.max_tokens is None else f" and max_tokens={min(params.max_tokens, room)}"
+            cache = self.config.cache
+            raise ValueError(
+                f"a prompt of {prompt_len} tokens{asked} can never run: the KV pool holds {self._pool_tokens()} tokens"
+                f" ({cache.num_gpu_blocks - 1} blocks of {cache.block_size} for {len(self.config.kv_cache.groups)} group(s))."
+                " Raise num_gpu_blocks, or shorten the request"
+            )
+        return min(room, fits, params.max_tokens or room)
+
+    def _pool_tokens(self) -> int:
+        """Tokens that one request can have in the cache when it has the whole pool for itself (block 0 is never owned)."""
+        cache = self.config.cache
+        return (cache.num_gpu_blocks - 1) // len(self.config.kv_cache.groups) * cache.block_size
+
+    # %% nbs/5_engine/04_input_processor.ipynb #InputProcessor-process
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        user: str | None = None,
+    ) -> ProcessedInput:
+        """Check everything and make the core's requests; nothing is queued yet.
+
+        Raises:
+            TypeError, ValueError: says what was given and what is allowed.
+        """
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {_brief(request_id)}")
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {_brief(params)}")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority must be a whole number (smaller is more urgent), got {_brief(priority)}")
+        parsed = parse_prompt(prompt)
+        params = self._complete(params)
+        token_ids = self.tokenize(parsed, params)
+        max_tokens = self.max_tokens(len(token_ids), params)
+        if params.min_tokens > max_tokens:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but after {len(token_ids)} prompt tokens only {max_tokens} fit"
+            )
+        children = [
+            Request(
+                child_id,
+                token_ids,
+                max_tokens=max_tokens,
+                min_tokens=child.min_tokens,
+                eos_token_id=child.eos_token_id,
+                stop_token_ids=frozenset(child.stop_token_ids or ()),
+                ignore_eos=child.ignore_eos,
+                sampling_params=child,
+                arrival_time=arrival_time,
+                priority=priority,
+                user=user,
+                cache_salt=parsed.cache_salt,
+                skip_reading_prefix_cache=child.prompt_logprobs is not None,
+            )
+            for child_id, child in self._children(request_id, params)
+        ]
+        return ProcessedInput(parsed.text, token_ids, params, children)
+
+    # %% nbs/5_engine/04_input_processor.ipynb #InputProcessor-_complete
+    def _complete(self, params: SamplingParams) -> SamplingParams:
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError("bad_words needs a tokenizer, and this engine has none")
+        params = params.clone()
+        params.update_from_generation_config(self.generation_config, self.eos_token_id)
+        if params.bad_words:
+            params.update_from_tokenizer(self.tokenizer)
+        params.verify(self.config.model.vocab_size, self.config.args.max_logprobs)
+        return params
+
+    def _children(self, request_id: str, params: SamplingParams) -> list[tuple[str, SamplingParams]]:
+        if params.num_children == 1:
+            children = [(request_id, params)]
+        else:
+            children = [(f"{i}_{request_id}", params.child(i)) for i in range(params.num_children)]
+        for i, (_, child) in enumerate(children):
+            if child.seed is None:
+                child.seed = int(self._seeds.integers(2**63))
+            if i > 0:
+                child.prompt_logprobs = None
+        return children
+
+
+# %% nbs/5_engine/04_input_processor.ipynb #random_request_id
+def random_request_id(prefix: str = "") -> str:
+    """A request id that nobody has: the prefix and 16 random hexadecimal digits."""
+    return prefix + secrets.token_hex(8)

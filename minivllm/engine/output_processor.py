@@ -1,0 +1,302 @@
+"""From sampled tokens to the answer that the caller sees.
+
+The engine core speaks token ids.
+"""
+
+# Generated from nbs/5_engine/08_output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=7d933ec86e1e module=f86c6e39f0e8
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from minivllm.core.output import EngineCoreOutput
+from minivllm.core.request import FinishReason
+from minivllm.engine.detokenizer import Detokenizer, DetokenizerFactory
+from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minivllm.engine.stop_strings import StopMatch, StopStrings
+from minivllm.sampling.params import RequestOutputKind, SamplingParams, best_indices
+
+__all__ = ["CompletionState", "OutputProcessor", "ProcessedOutputs", "RequestState"]
+
+
+# %% nbs/5_engine/08_output_processor.ipynb #CompletionState
+class CompletionState:
+    """One answer while it is generated: one request of the engine core.
+
+    ``detokenizer`` is None when the caller wants no text; then ``text`` stays empty.
+    """
+
+    def __init__(self, index: int, params: SamplingParams, detokenizer: Detokenizer | None) -> None:
+        self.index = index
+        self.params = params
+        self.detokenizer = detokenizer
+        self.stops = StopStrings(params.stop) if params.stop else None
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Any]] | None = None if params.logprobs is None else []
+        self.text_offsets: list[int] | None = None if params.logprobs is None else []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._sent_text = 0
+        self._sent_tokens = 0
+
+    # %% nbs/5_engine/08_output_processor.ipynb #CompletionState-update
+    def update(self, output: EngineCoreOutput) -> bool:
+        """Take one step's tokens. Returns whether the engine core must be told that this request has ended."""
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if self.detokenizer is None:
+            self.token_ids += output.new_token_ids
+            self._take_logprobs(output, len(output.new_token_ids))
+            return False
+        before = len(self.token_ids)
+        match = self._add_tokens(output) or self._flush()
+        self._take_logprobs(output, len(self.token_ids) - before)
+        if match is None:
+            return False
+        core_runs_on = output.finish_reason is None
+        self.text = self.text[: match.end if self.params.include_stop_str_in_output else match.start]
+        self.finish_reason, self.stop_reason = FinishReason.STOP, match.stop
+        return core_runs_on
+
+    def _add_tokens(self, output: EngineCoreOutput) -> StopMatch | None:
+        hidden_at = self._hidden_token(output)
+        for i, token_id in enumerate(output.new_token_ids):
+            self.token_ids.append(token_id)
+            start = len(self.text)
+            if self.text_offsets is not None:
+                self.text_offsets.append(start)
+            if i == hidden_at:
+                continue
+            self.text += self.detokenizer.push(token_id)
+            if match := self._find_stop(start):
+                return match
+        return None
+
+    def _hidden_token(self, output: EngineCoreOutput) -> int | None:
+        """Place of the token that ended the request and is not part of the text: an end-of-sequence or stop token."""
+        if output.finish_reason is FinishReason.STOP and not self.params.include_stop_str_in_output:
+            return len(output.new_token_ids) - 1
+        return None
+
+    def _flush(self) -> StopMatch | None:
+        if self.finish_reason is None:
+            return None
+        start = len(self.text)
+        self.text += self.detokenizer.flush()
+        return self._find_stop(start)
+
+    def _find_stop(self, start: int) -> StopMatch | None:
+        if self.stops is None or len(self.text) == start or len(self.token_ids) <= self.params.min_tokens:
+            return None
+        return self.stops.find(self.text, start)
+
+    def _take_logprobs(self, output: EngineCoreOutput, count: int) -> None:
+        if self.logprobs is None or not output.logprobs:
+            return
+        for token_id, entry in zip(output.new_token_ids[:count], output.logprobs, strict=False):
+            self.logprobs.append(entry)
+            self.cumulative_logprob += entry[token_id].logprob
+
+    # %% nbs/5_engine/08_output_processor.ipynb #CompletionState-completion
+    def completion(self, delta: bool) -> CompletionOutput:
+        """The answer so far, or with ``delta`` what was not sent before."""
+        end = len(self.text)
+        if self.stops is not None and self.finish_reason is None and not self.params.include_stop_str_in_output:
+            end -= self.stops.held_back(self.text)
+        from_text, from_token = (self._sent_text, self._sent_tokens) if delta else (0, 0)
+        self._sent_text, self._sent_tokens = end, len(self.token_ids)
+        return CompletionOutput(
+            index=self.index,
+            text=self.text[from_text:end],
+            token_ids=self.token_ids[from_token:],
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[from_token:],
+            finish_reason=None if self.finish_reason is None else self.finish_reason.value,
+            stop_reason=self.stop_reason,
+            text_offsets=None if self.text_offsets is None else self.text_offsets[from_token:],
+        )
+
+
+# %% nbs/5_engine/08_output_processor.ipynb #RequestState
+@dataclass(slots=True)
+class RequestState:
+    """One request as the caller sees it, with its children: {id in the engine core: the child's state}."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    children: dict[str, CompletionState]
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Any] | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    changed: set[int] = field(default_factory=set)
+
+    @property
+    def finished(self) -> bool:
+        return all(child.finish_reason is not None for child in self.children.values())
+
+    # %% nbs/5_engine/08_output_processor.ipynb #RequestState-output
+    def output(self) -> RequestOutput | None:
+        """What the caller gets now, or None if it waits for the end."""
+        kind, finished = self.params.output_kind, self.finished
+        if not finished and (kind is RequestOutputKind.FINAL_ONLY or self.params.ranks_children):
+            return None
+        delta = kind is RequestOutputKind.DELTA
+        children = [c for c in self.children.values() if not delta or c.index in self.changed]
+        self.changed.clear()
+        outputs = [child.completion(delta) for child in children]
+        if self.params.ranks_children:
+            outputs = self._best(outputs)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=finished,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=replace(self.metrics),
+            error=self.error,
+        )
+
+    def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
+        """The ``n`` best of ``best_of``, renumbered; children that failed come last."""
+        sound = [o for o in outputs if o.finish_reason != FinishReason.ERROR.value]
+        totals = [o.cumulative_logprob or 0.0 for o in sound]
+        order = [sound[i] for i in best_indices(totals, [len(o.token_ids) for o in sound], len(sound))]
+        order += [o for o in outputs if o.finish_reason == FinishReason.ERROR.value]
+        hidden = (
+            {} if self.params.logprobs is not None else dict(logprobs=None, cumulative_logprob=None, text_offsets=None)
+        )
+        return [replace(o, index=i, **hidden) for i, o in enumerate(order[: self.params.n])]
+
+
+# %% nbs/5_engine/08_output_processor.ipynb #ProcessedOutputs
+@dataclass(slots=True)
+class ProcessedOutputs:
+    """``request_outputs`` for callers, and ``reqs_to_abort``: ids in the engine core that a stop string ended."""
+
+    request_outputs: list[RequestOutput]
+    reqs_to_abort: list[str]
+
+
+class OutputProcessor:
+    """Turns the outputs of the engine core into outputs for callers.
+
+    ``tokenizer`` may be None: then only requests with ``detokenize=False`` are possible.
+    """
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self.requests: dict[str, RequestState] = {}
+        self.parent_of: dict[str, RequestState] = {}
+        self.detokenizers = None if tokenizer is None else DetokenizerFactory(tokenizer)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    # %% nbs/5_engine/08_output_processor.ipynb #OutputProcessor-add_request
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        children: dict[str, SamplingParams],
+        arrival_time: float,
+    ) -> None:
+        """Expect outputs for a request. ``children``: {id in the engine core: its parameters}, at least one.
+
+        Raises:
+            ValueError: an id is in use, or text is wanted and there is no tokenizer.
+        """
+        for name in (request_id, *children):
+            if name in self.requests or name in self.parent_of:
+                raise ValueError(f"request id {name!r} is in use by an unfinished request")
+        states = {
+            child_id: CompletionState(index, child, self._detokenizer(prompt_token_ids, child))
+            for index, (child_id, child) in enumerate(children.items())
+        }
+        metrics = RequestMetrics(arrival_time)
+        prompt_logprobs = None if params.prompt_logprobs is None else [None]  # nothing predicts the first token
+        state = RequestState(request_id, prompt, prompt_token_ids, params, states, metrics, prompt_logprobs)
+        self.requests[request_id] = state
+        self.parent_of.update(dict.fromkeys(children, state))
+
+    def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer | None:
+        if not params.detokenize:
+            return None
+        if self.detokenizers is None:
+            raise ValueError("detokenize=True needs a tokenizer, and the engine has none")
+        return self.detokenizers(
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+
+    # %% nbs/5_engine/08_output_processor.ipynb #OutputProcessor-process_outputs
+    def process_outputs(self, core_outputs: Sequence[EngineCoreOutput], now: float) -> ProcessedOutputs:
+        """Take the outputs of one step. ``now``: the engine's clock. Outputs of requests that are no longer known are dropped."""
+        touched: dict[str, RequestState] = {}
+        to_abort: list[str] = []
+        for output in core_outputs:
+            state = self.parent_of.get(output.request_id)
+            if state is None:
+                continue
+            touched[state.request_id] = state
+            if self._update(state, output, now):
+                to_abort.append(output.request_id)
+        results = [result for state in touched.values() if (result := self._emit(state, now)) is not None]
+        return ProcessedOutputs(results, to_abort)
+
+    def _update(self, state: RequestState, output: EngineCoreOutput, now: float) -> bool:
+        child = state.children[output.request_id]
+        if output.new_token_ids:
+            state.metrics.first_token_time = state.metrics.first_token_time or now
+            state.metrics.last_token_time = now
+            state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        if output.error is not None:
+            state.error = output.error
+        self._name_tokens(output)
+        if output.prompt_logprobs:
+            state.prompt_logprobs = [*(state.prompt_logprobs or ()), *output.prompt_logprobs]
+        core_must_stop = child.update(output)
+        state.changed.add(child.index)
+        if child.finish_reason is not None:
+            del self.parent_of[output.request_id]
+        return core_must_stop
+
+    def _emit(self, state: RequestState, now: float) -> RequestOutput | None:
+        if state.finished:
+            state.metrics.finished_time = now
+            del self.requests[state.request_id]
+        return state.output()
+
+    def _name_tokens(self, output: EngineCoreOutput) -> None:
+        """Write the text of each token into the log-probabilities."""
+        if self.detokenizers is None:
+            return
+        for entry in [*(output.logprobs or ()), *(output.prompt_logprobs or ())]:
+            for token_id, logprob in (entry or {}).items():
+                logprob.decoded_token = self.detokenizers.token_text(token_id)
+
+    # %% nbs/5_engine/08_output_processor.ipynb #OutputProcessor-abort_requests
+    def abort_requests(self, request_ids: Sequence[str], now: float) -> tuple[list[RequestOutput], list[str]]:
+        """Forget requests. Returns their last outputs and the ids to abort in the engine core; unknown ids are passed over."""
+        results: list[RequestOutput] = []
+        core_ids: list[str] = []
+        for request_id in request_ids:
+            state = self.requests.get(request_id)
+            if state is None:
+                continue
+            for child_id, child in state.children.items():
+                if child.finish_reason is None:
+                    core_ids.append(child_id)
+                    self._update(state, EngineCoreOutput(child_id, [], FinishReason.ABORT), now)
+            if (result := self._emit(state, now)) is not None:
+                results.append(result)
+        return results, core_ids

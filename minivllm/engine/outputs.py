@@ -1,0 +1,72 @@
+"""What does a request give back?
+
+Whoever calls the engine gets `RequestOutput` values: the prompt, and one `CompletionOutput` for
+each answer.
+"""
+
+# Generated from nbs/5_engine/07_outputs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=2aa509c1aeb8 module=2cde0da227f6
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["CompletionOutput", "RequestMetrics", "RequestOutput"]
+
+
+# %% nbs/5_engine/07_outputs.ipynb #CompletionOutput
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer to a prompt.
+
+    index: its number among the ``n`` answers. text, token_ids: the answer, or with ``RequestOutputKind.DELTA`` what is new of it.
+    cumulative_logprob: sum of the log-probabilities of the tokens, None unless ``logprobs`` was asked for.
+    logprobs: for each token ``{token id: Logprob}``, or None. text_offsets: for each token of ``logprobs`` the place in the
+    whole answer's text where its text begins (a piece of a character begins where the character does), or None.
+    finish_reason: None while it runs, then "stop", "length", "abort" or "error".
+    stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token and other reasons.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Any]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    text_offsets: list[int] | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+# %% nbs/5_engine/07_outputs.ipynb #RequestMetrics
+@dataclass(slots=True)
+class RequestMetrics:
+    """Moments of a request on the engine's clock, in seconds; None while they have not come."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+
+# %% nbs/5_engine/07_outputs.ipynb #RequestOutput
+@dataclass(slots=True)
+class RequestOutput:
+    """All that is known of a request at the end of a step.
+
+    prompt: the text, None if token ids were given. prompt_logprobs: for each prompt token ``{token id: Logprob}`` (None for
+    the first, which nothing predicts), or None. num_cached_tokens: prompt tokens found in the prefix cache.
+    error: why the request failed, if the finish reason is "error".
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Any] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    error: str | None = None

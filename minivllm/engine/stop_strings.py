@@ -1,0 +1,55 @@
+"""How is a stop string found that no token contains?
+
+A user asks to stop at `"\\nUser:"`.
+"""
+
+# Generated from nbs/5_engine/06_stop_strings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=8ef367b62381 module=c4f42edc2456
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["StopMatch", "StopStrings"]
+
+
+# %% nbs/5_engine/06_stop_strings.ipynb #StopMatch
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string found in the text at ``text[start:end]``."""
+
+    stop: str
+    start: int
+    end: int
+
+
+class StopStrings:
+    """Finds stop strings in a text that grows piece by piece.
+
+    Reading character by character, the first stop string that is complete wins, and of several that end at the same character the longest. So the
+    result does not depend on how the text is cut into tokens.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+
+    def find(self, text: str, new_from: int) -> StopMatch | None:
+        """The match that ends first within ``text[new_from:]``; the text before ``new_from`` was searched already."""
+        best: StopMatch | None = None
+        for stop in self.stops:
+            start = text.find(stop, max(new_from - len(stop) + 1, 0))
+            if start < 0:
+                continue
+            match = StopMatch(stop, start, start + len(stop))
+            if best is None or (match.end, match.start) < (best.end, best.start):
+                best = match
+        return best
+
+    def held_back(self, text: str) -> int:
+        """How many characters at the end of ``text`` may be the beginning of a stop string."""
+        longest = min(len(text), max(map(len, self.stops)) - 1)
+        for length in range(longest, 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self.stops):
+                return length
+        return 0

@@ -1,0 +1,171 @@
+"""How do requests of different length become one batch?
+
+A step may hold a chunk of one prompt, the whole of another, and one token each of forty running
+requests.
+"""
+
+# Generated from nbs/5_engine/01_input_batch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=f4a9e17d3e87 module=ed9e03def3f5
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from minivllm.attention.backend import AttentionBatch
+
+__all__ = ["BlockTable", "InputBatch", "Int32", "Int64", "StepInputs"]
+
+
+# %% nbs/5_engine/01_input_batch.ipynb #BlockTable
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+class BlockTable:
+    """Block ids of every row, for one KV cache group. ``ids``: int32 [max_num_rows, max_blocks]; unused entries are stale."""
+
+    def __init__(self, max_num_rows: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.ids = np.zeros((max_num_rows, -(-max_model_len // block_size)), np.int32)
+        self.num_blocks = np.zeros(max_num_rows, np.int32)
+
+    def append(self, row: int, block_ids: Sequence[int]) -> None:
+        """Add blocks behind those that the row has. Raises IndexError if they are more than the longest request may have."""
+        start = int(self.num_blocks[row])
+        end = start + len(block_ids)
+        if end > self.ids.shape[1]:
+            raise IndexError(f"row {row} has {start} blocks and gets {len(block_ids)}; at most {self.ids.shape[1]} fit")
+        self.ids[row, start:end] = block_ids
+        self.num_blocks[row] = end
+
+    def clear(self, row: int) -> None:
+        self.num_blocks[row] = 0
+
+    def slots(self, rows: Int64, positions: Int64) -> Int64:
+        """Cache slot of each (row, position) pair: int64, the shape of ``positions``."""
+        blocks = self.ids[rows, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
+
+
+# %% nbs/5_engine/01_input_batch.ipynb #StepInputs
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The arrays of one step, in scheduling order. ``B`` requests, ``T`` tokens.
+
+    request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step.
+    token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group.
+    samples: bool [B], whether the last scheduled token is the last known one, so that a new token is sampled.
+    """
+
+    request_ids: list[str]
+    rows: Int64
+    counts: Int64
+    token_ids: Int64
+    positions: Int64
+    attention: list[AttentionBatch]
+    samples: npt.NDArray[np.bool_]
+
+    @property
+    def last_token(self) -> Int64:
+        """Index into the T tokens of each request's last one: int64 [B]."""
+        return self.attention[0].query_start_loc[1:].astype(np.int64) - 1
+
+
+# %% nbs/5_engine/01_input_batch.ipynb #InputBatch
+class InputBatch:
+    """What the model runner remembers of every running request, as numpy rows that never move.
+
+    token_ids: int32 [max_num_seqs, max_model_len], all known tokens. num_tokens, num_computed: int64 [max_num_seqs].
+    block_tables: one for each KV cache group.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int]) -> None:
+        self.row_of: dict[str, int] = {}
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_computed = np.zeros(max_num_seqs, np.int64)
+        self.block_tables = [BlockTable(max_num_seqs, max_model_len, size) for size in block_sizes]
+        self._free_rows = list(range(max_num_seqs))[::-1]
+
+    def __len__(self) -> int:
+        return len(self.row_of)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.row_of
+
+    # %% nbs/5_engine/01_input_batch.ipynb #InputBatch-add
+    def add(
+        self, request_id: str, token_ids: Sequence[int], num_computed: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """Give a request a row. ``token_ids``: prompt and output so far; ``block_ids``: one list for each KV cache group."""
+        if request_id in self.row_of:
+            raise ValueError(f"request {request_id!r} already has a row")
+        row = self._free_rows.pop()
+        self.row_of[request_id] = row
+        self.token_ids[row, : len(token_ids)] = token_ids
+        self.num_tokens[row] = len(token_ids)
+        self.num_computed[row] = num_computed
+        self.append_blocks(request_id, block_ids)
+
+    def append_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        row = self.row_of[request_id]
+        for table, ids in zip(self.block_tables, block_ids, strict=True):
+            if ids:
+                table.append(row, ids)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Take the rows back. A request that never got a row (aborted while it waited) is no error."""
+        for request_id in request_ids:
+            row = self.row_of.pop(request_id, None)
+            if row is None:
+                continue
+            for table in self.block_tables:
+                table.clear(row)
+            self._free_rows.append(row)
+
+    # %% nbs/5_engine/01_input_batch.ipynb #InputBatch-prepare
+    def prepare(self, num_scheduled: dict[str, int]) -> StepInputs:
+        """Arrays for one step. ``num_scheduled``: {request_id: number of tokens}, in scheduling order; each at least 1."""
+        request_ids = list(num_scheduled)
+        num_reqs = len(request_ids)
+        rows = np.fromiter((self.row_of[r] for r in request_ids), np.int64, num_reqs)
+        counts = np.fromiter(num_scheduled.values(), np.int64, num_reqs)
+        starts = np.zeros(num_reqs + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        computed = self.num_computed[rows]
+        seq_lens = computed + counts
+
+        row_of_token = np.repeat(rows, counts)
+        positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts)
+        attention = [
+            AttentionBatch(
+                query_start_loc=starts,
+                seq_lens=seq_lens.astype(np.int32),
+                block_table=table.ids[rows, : max(1, int(table.num_blocks[rows].max()))],
+                slot_mapping=table.slots(row_of_token, positions),
+            )
+            for table in self.block_tables
+        ]
+        return StepInputs(
+            request_ids=request_ids,
+            rows=rows,
+            counts=counts,
+            token_ids=self.token_ids[row_of_token, positions].astype(np.int64),
+            positions=positions,
+            attention=attention,
+            samples=seq_lens == self.num_tokens[rows],
+        )
+
+    # %% nbs/5_engine/01_input_batch.ipynb #InputBatch-advance
+    def advance(self, step: StepInputs) -> None:
+        """The tokens of this step are computed."""
+        self.num_computed[step.rows] += step.counts
+
+    def append_tokens(self, rows: Int64, token_ids: Int64) -> None:
+        """Append one sampled token to each of ``rows``. A row that is full (``max_model_len``) keeps its tokens: its request ends now."""
+        at = self.num_tokens[rows]
+        fits = at < self.token_ids.shape[1]
+        self.token_ids[rows[fits], at[fits]] = token_ids[fits]
+        self.num_tokens[rows] = at + 1
