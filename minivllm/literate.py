@@ -6,13 +6,15 @@ and carries an edited module back into its notebook.
 
 # Generated from nbs/literate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fe21eb5fc537 module=273b40a74737
+# literate: notebook=02945cdf8abc module=dd4799f6f552
 
 import abc
 import argparse
 import ast
 import builtins
+import difflib
 import hashlib
+import io
 import json
 import os
 import re
@@ -20,66 +22,111 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
+import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 __all__ = [
     "BODY_ONLY",
+    "CHANGED",
     "DIRECTIVES",
     "FORMAT",
     "HEADER",
     "INDENT",
+    "MARKER",
+    "METADATA",
+    "PERSONAL",
     "REFUSED",
+    "VOLATILE_CELL",
+    "WIDGET_VIEW",
     "Book",
     "Cell",
+    "Edit",
     "Item",
     "LiterateError",
+    "Module",
     "Notebook",
+    "Part",
     "Piece",
+    "Watcher",
+    "apply_edit",
+    "as_cell_text",
+    "autoexport",
     "build",
+    "by_cell",
+    "cell_texts",
+    "check",
+    "clean",
     "cut",
+    "dedent",
+    "differing_cells",
     "digest",
     "docstring",
+    "edit_imports",
+    "edit_parts",
     "export",
+    "export_saved",
     "find_root",
     "fold",
     "formatted",
     "header",
+    "imports_of",
     "indent",
     "items_of",
     "joined",
     "lines_inside_strings",
+    "load_ipython_extension",
     "main",
     "make_packages",
     "marker",
     "method",
     "method_class",
+    "missing_packages",
     "module_digest",
+    "module_imports",
     "module_path",
-    "notebook_from",
+    "normal",
     "notebook_paths",
+    "orphans",
+    "output_errors",
+    "parse_notebook",
+    "post_save_hook",
+    "pre_save_hook",
     "public_names",
     "read_book",
     "read_notebook",
+    "rebuild_errors",
     "render",
     "seal",
+    "select",
     "source_digest",
+    "spell",
     "state",
+    "step_errors",
+    "strip",
+    "take_apart",
+    "unload_ipython_extension",
+    "verify",
+    "with_sources",
     "write",
+    "write_back",
 ]
 
 
 # %% nbs/literate.ipynb #LiterateError
 class LiterateError(Exception):
-    """A mistake in a notebook or a module. The message begins with its place: path, `#cell`, line within the cell."""
+    """A mistake in a notebook or a module. The message begins with its place: `path`, `#cell`, line within the cell."""
 
     def __init__(self, message: str, path: str, cell: str | None = None, line: int | None = None) -> None:
         place = path + (f" #{cell}" if cell else "") + (f" line {line}" if line else "")
         super().__init__(f"{place}: {message}")
+        self.path = path
 
 
 # %% nbs/literate.ipynb #Cell
@@ -169,10 +216,11 @@ def _docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
 # %% nbs/literate.ipynb #Notebook
 @dataclass(frozen=True)
 class Notebook:
-    """A notebook of the book: `name` is its path from the repository root, `data` the JSON that was read."""
+    """A notebook of the book: `name` is its path from the repository root, `text` the file, `data` the JSON in it."""
 
     path: Path
     name: str
+    text: str
     data: dict[str, Any]
     cells: tuple[Cell, ...]
 
@@ -211,16 +259,17 @@ def module_path(module: str) -> str:
 # %% nbs/literate.ipynb #read-notebook
 def read_notebook(path: Path, root: Path) -> Notebook:
     """Read a notebook (format 4.5 or newer: cells need ids). Raises LiterateError when it is not one."""
-    name = path.relative_to(root).as_posix()
+    return parse_notebook(path.read_text(encoding="utf-8"), path.relative_to(root).as_posix(), path)
+
+
+def parse_notebook(text: str, name: str, path: Path) -> Notebook:
+    """A Notebook from the text of its file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise LiterateError(f"not a notebook: {error.msg}", name, line=error.lineno) from error
-    return notebook_from(data, name, path)
-
-
-def notebook_from(data: dict[str, Any], name: str, path: Path) -> Notebook:
-    """A Notebook from its JSON form."""
+    if not isinstance(data, dict) or data.get("nbformat") != 4:
+        raise LiterateError("not a notebook of format 4", name)
     cells, seen = [], set()
     for index, raw in enumerate(data.get("cells", [])):
         if not raw.get("id"):
@@ -229,7 +278,7 @@ def notebook_from(data: dict[str, Any], name: str, path: Path) -> Notebook:
             raise LiterateError("two cells have this id", name, raw["id"])
         seen.add(raw["id"])
         cells.append(Cell(name, raw["id"], raw["cell_type"], joined(raw["source"])))
-    return Notebook(path, name, data, tuple(cells))
+    return Notebook(path, name, text, data, tuple(cells))
 
 
 def joined(text: str | list[str]) -> str:
@@ -579,8 +628,8 @@ def _is_type_variable(value: ast.expr | None) -> bool:
 
 
 # %% nbs/literate.ipynb #format
-def formatted(modules: dict[str, str], root: Path) -> dict[str, str]:
-    """Sort imports, drop unused ones, and format. `modules` maps a path from the root to its text, and so does the result.
+def formatted(modules: dict[str, str], root: Path, imports: bool = True) -> dict[str, str]:
+    """Sort imports, drop unused ones (both unless `imports` is False), and format. Maps paths to texts, as `modules` does.
 
     The settings are those of the root's `pyproject.toml`. Raises LiterateError when ruff is not installed or fails.
     """
@@ -588,7 +637,8 @@ def formatted(modules: dict[str, str], root: Path) -> dict[str, str]:
         for name, text in modules.items():
             write(Path(folder, name), text)
         settings = ["--no-cache", "--quiet", "--config", str(root / "pyproject.toml"), "."]
-        _ruff(["check", "--fix", "--exit-zero", "--select", "I,F401,RUF022", *settings], folder)
+        if imports:
+            _ruff(["check", "--fix", "--exit-zero", "--select", "I,F401,RUF022", *settings], folder)
         _ruff(["format", *settings], folder)
         return {name: Path(folder, name).read_text(encoding="utf-8") for name in modules}
 
@@ -681,14 +731,19 @@ def export(notebooks: Sequence[Notebook], root: Path, force: bool = False) -> tu
 
 
 def make_packages(root: Path, modules: Iterable[str]) -> list[str]:
-    """Make the empty `__init__.py` of every package that holds one of the modules. `kernels/` is a folder, no package."""
-    made = []
-    for package in sorted({parent for module in modules for parent in Path(module).parents}):
-        init = package / "__init__.py"
-        if package.as_posix() not in {".", "kernels"} and not (root / init).exists():
-            write(root / init, "")
-            made.append(init.as_posix())
-    return made
+    """Make the empty `__init__.py` of every package that holds one of the modules, where there is none."""
+    missing = missing_packages(root, modules)
+    for init in missing:
+        write(root / init, "")
+    return missing
+
+
+def missing_packages(root: Path, modules: Iterable[str]) -> list[str]:
+    """The `__init__.py` files that the packages of these modules lack. `kernels/` is a folder, not a package."""
+    packages = sorted({parent for module in modules for parent in Path(module).parents} - {Path("."), Path("kernels")})
+    return [
+        (package / "__init__.py").as_posix() for package in packages if not (root / package / "__init__.py").exists()
+    ]
 
 
 # %% nbs/literate.ipynb #book
@@ -720,27 +775,678 @@ def read_book(root: Path) -> Book:
     return book
 
 
+# %% nbs/literate.ipynb #Part
+MARKER = re.compile(r"\s*# %% (\S.*\.ipynb) #([A-Za-z0-9_-]{1,64})\s*")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A statement of a module (or comments alone: `node` None), the cell it belongs to, and the class it was folded into."""
+
+    cell: str
+    text: str
+    line: int
+    node: ast.stmt | None
+    cls: str | None = None
+
+
+@dataclass
+class Module:
+    """A module taken apart: what stands above the first marker, and the parts below it."""
+
+    path: str
+    preamble: list[ast.stmt]
+    comments: list[str]
+    parts: list[Part]
+
+
+def take_apart(text: str, path: str) -> Module:
+    """Read a module along its markers. Raises LiterateError when it does not parse or has code that belongs to no cell."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise LiterateError(error.msg, path, line=error.lineno) from error
+    lines = text.split("\n")
+    begin = next((number for number, line in enumerate(lines, 1) if MARKER.fullmatch(line)), len(lines) + 1)
+    preamble = [node for node in tree.body if node.lineno < begin]
+    for node in preamble[1 if ast.get_docstring(tree) is not None else 0 :]:
+        if not isinstance(node, ast.Import | ast.ImportFrom) and list(_bound([node])) != ["__all__"]:
+            raise LiterateError("this stands above the first marker, so it belongs to no cell", path, line=node.lineno)
+    head = [line.lstrip("# ") for line in lines[: begin - 1] if line.startswith("#") and "literate" not in line]
+    parts = list(_parts(lines, cut(lines, tree.body[len(preamble) :], begin, len(lines)), "", None))
+    return Module(path, preamble, head, parts)
+
+
+def _parts(lines: Sequence[str], pieces: Sequence[Piece], cell: str, cls: str | None) -> Iterator[Part]:
+    for piece in pieces:
+        first = piece.first
+        for number in range(first, (_start(piece.node) if piece.node else piece.last + 1)):
+            if found := MARKER.fullmatch(lines[number - 1]):
+                if any(line.strip() for line in lines[first - 1 : number - 1]):
+                    yield _part(lines, Piece(first, number - 1, None), cell, cls)
+                cell, first = found[2], number + 1
+        first = _skip_blank(lines, first)
+        if first > piece.last:
+            continue
+        inner = _inner_marker(lines, piece) if cls is None else None
+        if inner is None or not isinstance(piece.node, ast.ClassDef):
+            yield _part(lines, Piece(first, piece.last, piece.node), cell, cls)
+            continue
+        yield _part(lines, Piece(first, inner - 1, piece.node), cell, cls)
+        body = [node for node in piece.node.body if _start(node) > inner]
+        for part in _parts(lines, cut(lines, body, inner, piece.last), cell, piece.node.name):
+            cell = part.cell
+            yield part
+
+
+def _inner_marker(lines: Sequence[str], piece: Piece) -> int | None:
+    """The line of the first marker inside a class."""
+    if not isinstance(piece.node, ast.ClassDef):
+        return None
+    inside = range(_start(piece.node), piece.last + 1)
+    return next((number for number in inside if MARKER.fullmatch(lines[number - 1])), None)
+
+
+def _part(lines: Sequence[str], piece: Piece, cell: str, cls: str | None) -> Part:
+    text = "\n".join(lines[piece.first - 1 : _strip_blank(lines, piece.last)])
+    return Part(cell, dedent(text) if cls else text, piece.first, piece.node, cls)
+
+
+def dedent(text: str) -> str:
+    """Undo `indent`."""
+    kept = lines_inside_strings("if True:\n" + text, docstrings=False)
+    return "\n".join(
+        line if number in kept else line.removeprefix(INDENT) for number, line in enumerate(text.split("\n"), 2)
+    )
+
+
+# %% nbs/literate.ipynb #normal
+def normal(text: str) -> str:
+    """Code without its layout: the syntax tree and the comments."""
+    tree = ast.parse(text)
+    for node in _docstrings(tree):
+        node.value = "\n".join(line.strip() for line in str(node.value).strip().split("\n"))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [token.string.lstrip("#").strip() for token in tokens if token.type == tokenize.COMMENT]
+    return f"{ast.dump(tree)} {comments}"
+
+
+def imports_of(body: Iterable[ast.stmt]) -> dict[str, None]:
+    """The imports among statements, one name each, as source lines (an ordered set)."""
+    found: dict[str, None] = {}
+    for node in body:
+        if isinstance(node, ast.Import):
+            found.update((ast.unparse(ast.Import([alias])), None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.update((ast.unparse(ast.ImportFrom(node.module, [alias], node.level)), None) for alias in node.names)
+    return found
+
+
+def module_imports(module: Module) -> dict[str, None]:
+    return imports_of([*module.preamble, *(part.node for part in module.parts if part.node and not part.cls)])
+
+
+def by_cell(module: Module) -> dict[str, list[tuple[str | None, str]]]:
+    """Cell id -> its parts in order, each as class and normal form. Imports are left out: they move."""
+    found: dict[str, list[tuple[str | None, str]]] = defaultdict(list)
+    for part in module.parts:
+        if not isinstance(part.node, ast.Import | ast.ImportFrom):
+            found[part.cell].append((part.cls, normal(part.text)))
+    return found
+
+
+# %% nbs/literate.ipynb #differences
+def differing_cells(notebook: Notebook, text: str) -> list[str]:
+    """Ids of the cells whose code is not the same in the notebook and in the text of its module."""
+    ours, theirs = (by_cell(take_apart(side, notebook.target)) for side in (render(notebook), text))
+    return [cell for cell in {**ours, **theirs} if ours.get(cell) != theirs.get(cell)]
+
+
+CHANGED = {
+    "missing": "not exported yet: run export",
+    "notebook": "the notebook changed since the last export: run export",
+    "module": "the module was edited since the last export: run write-back",
+    "both": "notebook and module both changed since the last export: keep one side with export --force or write-back --force",
+    "foreign": "the module was not exported by this tool: move its code into the notebook, then export --force",
+}
+
+
+def step_errors(notebook: Notebook, root: Path) -> list[LiterateError]:
+    """How notebook and module are out of step, one error for each cell that differs; empty when they agree."""
+    found = state(notebook, root)
+    if found == "same":
+        return []
+    what = f"differs from {notebook.target} ({CHANGED[found]})"
+    if found in {"missing", "foreign"}:
+        return [LiterateError(what, notebook.name)]
+    cells = differing_cells(notebook, (root / notebook.target).read_text(encoding="utf-8"))
+    if not cells:
+        return [LiterateError(f"imports, layout or title: {what}", notebook.name)]
+    return [LiterateError(what, notebook.name, cell) for cell in cells]
+
+
+# %% nbs/literate.ipynb #machine-traces
+PERSONAL = re.compile(
+    r"(?<![\w.+/=])(?:/home/|/Users/|/root/|/tmp/ipykernel_|[A-Z]:\\Users\\)\w+|(?<= at )0x[0-9a-f]{6,}"
+)
+"""Paths of some user's machine, and memory addresses."""
+
+
+def output_errors(notebook: Notebook, root: Path) -> list[LiterateError]:
+    """One error for each cell with a stored output that holds an absolute path of a machine, or a memory address."""
+    here = [re.escape(str(folder)) for folder in (root.resolve(), Path.home()) if folder.parent != folder]
+    local = re.compile(r"(?<![\w.+/=])(?:" + "|".join(here) + r")\b")
+    errors = []
+    for raw in notebook.data["cells"]:
+        text = "\n".join(_output_texts(raw.get("outputs", [])))
+        found = PERSONAL.search(text) or local.search(text)
+        if found:
+            message = (
+                f"a stored output holds {found[0]!r}, which belongs to one machine: change the cell and run it again"
+            )
+            errors.append(LiterateError(message, notebook.name, raw["id"]))
+    return errors
+
+
+def _output_texts(outputs: Iterable[dict[str, Any]]) -> Iterator[str]:
+    for output in outputs:
+        yield joined(output.get("text", ""))
+        yield "\n".join(output.get("traceback", []))
+        for mime, value in output.get("data", {}).items():
+            if mime.startswith("text/"):
+                yield joined(value)
+
+
+# %% nbs/literate.ipynb #strip
+VOLATILE_CELL = frozenset(
+    {"execution", "ExecuteTime", "executionInfo", "collapsed", "scrolled", "trusted", "vscode", "outputId", "colab"}
+)
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def strip(data: dict[str, Any]) -> dict[str, Any]:
+    """A notebook's JSON without execution counts, timestamps, versions and widget state. Outputs stay; `data` is not changed."""
+    cells = []
+    for raw in data["cells"]:
+        cell = {**raw, "metadata": {k: v for k, v in raw["metadata"].items() if k not in VOLATILE_CELL}}
+        if raw["cell_type"] == "code":
+            cell |= {"execution_count": None, "outputs": [_strip_output(output) for output in raw.get("outputs", [])]}
+        cells.append(cell)
+    metadata = {
+        k: v for k, v in data.get("metadata", {}).items() if k not in {"widgets", "signature", "vscode", "colab"}
+    }
+    return {
+        "cells": cells,
+        "metadata": metadata | METADATA,
+        "nbformat": 4,
+        "nbformat_minor": max(5, data.get("nbformat_minor", 5)),
+    }
+
+
+def _strip_output(output: dict[str, Any]) -> dict[str, Any]:
+    output = dict(output)
+    if "execution_count" in output:
+        output["execution_count"] = None
+    if "data" in output:
+        output["data"] = {mime: value for mime, value in output["data"].items() if mime != WIDGET_VIEW}
+    return output
+
+
+# %% nbs/literate.ipynb #spell
+def spell(data: dict[str, Any]) -> str:
+    """The file text of a notebook: sorted keys, one blank of indentation, multi-line text as lists of lines."""
+    cells = []
+    for raw in data["cells"]:
+        cell = {**raw, "source": joined(raw["source"]).splitlines(keepends=True)}
+        if "outputs" in cell:
+            cell["outputs"] = [_spell_output(output) for output in cell["outputs"]]
+        cells.append(cell)
+    return json.dumps({**data, "cells": cells}, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
+
+
+def _spell_output(output: dict[str, Any]) -> dict[str, Any]:
+    output = dict(output)
+    if isinstance(output.get("text"), str):
+        output["text"] = output["text"].splitlines(keepends=True)
+    if "data" in output:
+        output["data"] = {mime: _spell_value(mime, value) for mime, value in output["data"].items()}
+    return output
+
+
+def _spell_value(mime: str, value: Any) -> Any:
+    lines = mime.startswith("text/") or mime in {"application/javascript", "image/svg+xml"}
+    return value.splitlines(keepends=True) if lines and isinstance(value, str) else value
+
+
+def clean(notebooks: Iterable[Notebook]) -> list[str]:
+    """Clean notebook files in place. Returns the names of those that changed."""
+    changed = []
+    for notebook in notebooks:
+        text = spell(strip(notebook.data))
+        if text != notebook.text:
+            write(notebook.path, text)
+            changed.append(notebook.name)
+    return changed
+
+
+# %% nbs/literate.ipynb #check
+def check(book: Book, rebuild: bool = False) -> list[LiterateError]:
+    """Everything that is out of step. `rebuild` exports again in memory, with ruff, and compares the text itself."""
+    errors = list(book.errors)
+    for notebook in (*book.chapters.values(), *book.plain):
+        try:
+            if notebook.module:
+                errors += step_errors(notebook, book.root)
+            errors += output_errors(notebook, book.root)
+            if spell(strip(notebook.data)) != notebook.text:
+                errors.append(LiterateError("holds metadata that changes from run to run: run clean", notebook.name))
+        except LiterateError as error:
+            errors.append(error)
+    errors += orphans(book)
+    return errors if errors or not rebuild else rebuild_errors(book)
+
+
+def orphans(book: Book) -> list[LiterateError]:
+    """Python files in the packages that no notebook exports. An empty `__init__.py` needs no notebook, but must be there."""
+    errors = []
+    for folder in ("minivllm", "kernels"):
+        for path in sorted((book.root / folder).glob("**/*.py")):
+            name = path.relative_to(book.root).as_posix()
+            if name not in book.chapters and not (path.name == "__init__.py" and not path.read_text().strip()):
+                errors.append(
+                    LiterateError("no notebook exports this file: write it as a notebook, or delete it", name)
+                )
+    for init in missing_packages(book.root, book.chapters):
+        errors.append(LiterateError("is missing, so its folder is no package: run export", init))
+    return errors
+
+
+def rebuild_errors(book: Book) -> list[LiterateError]:
+    errors = []
+    for name, text in build(list(book.chapters.values()), book.root).items():
+        if text != (book.root / name).read_text(encoding="utf-8"):
+            message = f"an export today writes another {name}: did the exporter or ruff change? run export --force"
+            errors.append(LiterateError(message, book.chapters[name].name))
+    return errors
+
+
+# %% nbs/literate.ipynb #Edit
+@dataclass
+class Edit:
+    """Changes to the lines of one cell, collected first and applied from the bottom up."""
+
+    lines: list[str]
+    changes: list[tuple[int, int, list[str]]] = field(default_factory=list)
+
+    def replace(self, piece: Piece, text: str) -> None:
+        self.changes.append((piece.first, piece.last, text.split("\n")))
+
+    def delete(self, piece: Piece) -> None:
+        self.changes.append((piece.first, _skip_blank(self.lines, piece.last + 1) - 1, []))
+
+    def insert(self, after: int, text: str, gap: int) -> None:
+        """Insert text below line `after` (0: at the top), `gap` blank lines away from it."""
+        before = [""] * gap if after and not self.lines[after - 1].startswith("#|") else []
+        self.changes.append((after + 1, after, before + text.split("\n")))
+
+    def result(self) -> str:
+        lines = list(self.lines)
+        for first, last, new in sorted(self.changes, key=lambda change: change[:2], reverse=True):
+            lines[first - 1 : last] = new
+        return "\n".join(lines).strip("\n")
+
+
+# %% nbs/literate.ipynb #edit-cell
+def edit_parts(edit: Edit, items: Sequence[Item], old: Sequence[Part], new: Sequence[tuple[Part, str]]) -> None:
+    """Turn the difference between `old` and `new` parts of one cell and class into changes of the cell's lines.
+
+    `items` are the cell's own statements, one for each part of `old`. Each part of `new` comes with the text for the notebook.
+    """
+    matcher = difflib.SequenceMatcher(None, [p.text for p in old], [p.text for p, _ in new], autojunk=False)
+    for kind, a1, a2, b1, b2 in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        for item, (_, text) in zip(items[a1:a2], new[b1:b2], strict=False):
+            edit.replace(item.piece, text)
+        for item in items[a1 + (b2 - b1) : a2]:
+            edit.delete(item.piece)
+        extra = new[b1 + (a2 - a1) : b2]
+        if extra:
+            after = items[a2 - 1].piece.last if a2 else items[0].piece.first - 1 if items else len(edit.lines)
+            wide = any(
+                isinstance(part.node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) for part, _ in extra
+            )
+            gap = 2 if wide else 0
+            text = ("\n" * (gap + 1)).join(text for _, text in extra)
+            edit.insert(after, text + ("\n" * gap if items and not a2 else ""), gap)
+
+
+def as_cell_text(part: Part, path: str) -> str:
+    """A part as it stands in a notebook: a folded method gets its `@method(Cls)` back. `path` is for errors."""
+    if part.cls is None or part.node is None:
+        return part.text
+    if not isinstance(part.node, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise LiterateError(f"only methods can stand below the marker of a method (#{part.cell})", path, line=part.line)
+    lines = part.text.split("\n")
+    top = next(number for number, line in enumerate(lines) if line.startswith(("@", "def ", "async ")))
+    lines = [re.sub(r"^@(\w+)\.(setter|getter|deleter)\b", rf"@{part.cls}.\1.\2", line) for line in lines]
+    return "\n".join([*lines[:top], f"@method({part.cls})", *lines[top:]])
+
+
+# %% nbs/literate.ipynb #edit-imports
+def edit_imports(edits: dict[str, Edit], items: Sequence[Item], old: Iterable[str], new: Iterable[str]) -> None:
+    """Carry added and removed imports (one name each, as source lines) into the cells.
+
+    A removed name goes from every exported cell; an added one takes the place of a removed one, or joins the first imports.
+    """
+    gone, added = set(old) - set(new), [line for line in new if line not in set(old)]
+    place: Item | None = None
+    imports = [item for item in items if item.is_import]
+    for item in imports:
+        names = imports_of([item.node] if item.node else [])
+        if gone & names.keys():
+            place = place or item
+            left = "\n".join(name for name in names if name not in gone)
+            edit = edits[item.cell.id]
+            edit.replace(item.piece, left) if left else edit.delete(item.piece)
+    if added:
+        place = place or (imports[0] if imports else None)
+        cell = place.cell if place else items[0].cell
+        edits[cell.id].insert(place.piece.last if place else len(cell.directives), "\n".join(added), gap=0)
+
+
+# %% nbs/literate.ipynb #write-back
+def write_back(notebook: Notebook, root: Path, force: bool = False) -> bool:
+    """Carry the edits of a module into its notebook, then export it. Returns False when the module was not edited.
+
+    `force` carries the module's side over even when the notebook was edited too. Raises LiterateError, and writes nothing, when
+    both sides changed or when the edit has no place in the notebook.
+    """
+    found = state(notebook, root)
+    if found == "both" and not force or found == "foreign":
+        raise LiterateError(f"{notebook.target} {REFUSED[found]}", notebook.name)
+    if found not in {"module", "both"}:
+        return False
+    text = (root / notebook.target).read_text(encoding="utf-8")
+    take_apart(text, notebook.target)
+    base, edited = (take_apart(side, notebook.target) for side in _pair(render(notebook), text, notebook.target, root))
+    carried = apply_edit(notebook, base, edited, root)
+    built = build([carried], root)[notebook.target]
+    verify(take_apart(built, notebook.target), base, edited)
+    write(notebook.path, carried.text)
+    write(root / notebook.target, built)
+    return True
+
+
+def _pair(base: str, edited: str, target: str, root: Path) -> Iterator[str]:
+    """Both texts through ruff at once."""
+    done = formatted({f"base/{target}": base, f"edited/{target}": edited}, root)
+    return iter(done.values())
+
+
+# %% nbs/literate.ipynb #apply-edit
+def apply_edit(notebook: Notebook, base: Module, edited: Module, root: Path) -> Notebook:
+    """The notebook with the differences between two forms of its module carried into its cells."""
+    items = {cell.id: items_of(cell) for cell in notebook.exports}
+    edits = {cell.id: Edit(cell.source.split("\n")) for cell in notebook.exports}
+    texts = cell_texts(edited, root)
+    for cell in notebook.exports:
+        for cls in {part.cls: None for part in (*base.parts, *edited.parts) if part.cell == cell.id}:
+            mine = [item for item in items[cell.id] if item.cls == cls and not item.is_import]
+            old = [part for part in base.parts if (part.cell, part.cls) == (cell.id, cls)]
+            new = [(part, text) for part, text in texts if (part.cell, part.cls) == (cell.id, cls)]
+            edit_parts(edits[cell.id], mine, old, new)
+    edit_imports(
+        edits,
+        [item for cell in notebook.exports for item in items[cell.id]],
+        module_imports(base),
+        module_imports(edited),
+    )
+    return with_sources(notebook, {cell: edit.result() for cell, edit in edits.items() if edit.changes}, texts)
+
+
+def cell_texts(module: Module, root: Path) -> list[tuple[Part, str]]:
+    """Each part with its text for the notebook, formatted for the left margin, where more fits on a line."""
+    parts = [part for part in module.parts if not _is_import(part)]
+    texts = {f"{number}.py": as_cell_text(part, module.path) + "\n" for number, part in enumerate(parts)}
+    done = formatted(texts, root, imports=False)
+    return [(part, text.strip("\n")) for part, text in zip(parts, done.values(), strict=True)]
+
+
+def _is_import(part: Part) -> bool:
+    return isinstance(part.node, ast.Import | ast.ImportFrom)
+
+
+def with_sources(notebook: Notebook, sources: dict[str, str], texts: Sequence[tuple[Part, str]]) -> Notebook:
+    """A copy of a notebook: cells in `sources` changed (their outputs dropped), emptied cells gone, cells new in `texts` added."""
+    known = {cell.id for cell in notebook.cells}
+    fresh: dict[str, list[str]] = defaultdict(list)
+    follows: dict[str, str] = {}
+    previous = ""
+    for part, text in texts:
+        if part.cell not in known:
+            fresh[part.cell].append(text)
+            follows.setdefault(part.cell, previous)
+        previous = part.cell
+    cells = []
+    for raw in notebook.data["cells"]:
+        source = sources.get(raw["id"])
+        if source is None:
+            cells.append(raw)
+        elif Cell(notebook.name, raw["id"], "code", source).code.strip():
+            cells.append({**raw, "source": source, "outputs": []})
+    for cell, pieces in fresh.items():
+        new: dict[str, Any] = {"cell_type": "code", "id": cell, "metadata": {}, "execution_count": None, "outputs": []}
+        at = next((n for n, raw in enumerate(cells, 1) if raw["id"] == follows[cell]), len(cells))
+        cells.insert(at, {**new, "source": "#| export\n" + "\n\n\n".join(pieces)})
+    return parse_notebook(spell({**notebook.data, "cells": cells}), notebook.name, notebook.path)
+
+
+# %% nbs/literate.ipynb #verify
+def verify(built: Module, base: Module, edited: Module) -> None:
+    """Raises LiterateError, naming the place, unless `built` says what `edited` says."""
+
+    def sides(module: Module) -> list[tuple[str, str | None, str]]:
+        return [(part.cell, part.cls, normal(part.text)) for part in module.parts if not _is_import(part)]
+
+    def doc_and_all(module: Module) -> list[str]:
+        return [ast.dump(node) for node in module.preamble if not isinstance(node, ast.Import | ast.ImportFrom)]
+
+    lines = [part.line for part in edited.parts if not _is_import(part)]
+    for ours, theirs, line in zip_longest(sides(built), sides(edited), lines):
+        if ours != theirs:
+            cell = (theirs or ours)[0]
+            raise LiterateError(f"this edit has no place in the notebook (near cell #{cell})", edited.path, line=line)
+    if doc_and_all(edited) not in (doc_and_all(base), doc_and_all(built)):
+        raise LiterateError(
+            "the docstring (the notebook's title) and __all__ are computed: edit the notebook", edited.path, line=1
+        )
+    if module_imports(built) != module_imports(edited) or built.comments != edited.comments:
+        raise LiterateError("imports or the comments above them have no place in the notebook", edited.path, line=1)
+
+
+# %% nbs/literate.ipynb #hooks
+def pre_save_hook(model: dict[str, Any], **_: Any) -> None:
+    """Jupyter server hook: clean the notebook that is about to be written."""
+    if model.get("type") == "notebook" and model.get("content"):
+        model["content"] = strip(model["content"])
+
+
+def post_save_hook(os_path: str, model: dict[str, Any], **_: Any) -> None:
+    """Jupyter server hook: export the notebook that was written. Raises LiterateError, which JupyterLab shows."""
+    if model.get("type") == "notebook":
+        export_saved(Path(os_path))
+
+
+def export_saved(path: Path) -> list[str]:
+    """Export one notebook of the book, if it exports anything. Returns the paths written; raises the first error."""
+    root = find_root(path.parent)
+    if (root / "nbs") not in path.resolve().parents:
+        return []
+    notebook = read_notebook(path.resolve(), root)
+    written, errors = export([notebook] if notebook.module else [], root)
+    if errors:
+        raise errors[0]
+    return written
+
+
+# %% nbs/literate.ipynb #Watcher
+class Watcher:
+    """Exports the notebooks under `nbs/` that change on disk: a thread that looks at their times twice a second."""
+
+    def __init__(self, root: Path, say: Callable[[str], None] = print) -> None:
+        self.root = root
+        self.say = say
+        self.seen = self._times()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _times(self) -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in notebook_paths(self.root)}
+
+    def look(self) -> None:
+        """Export what changed since the last look; say what was written or what is wrong."""
+        now = self._times()
+        changed = [path for path in now if now[path] != self.seen.get(path)]
+        self.seen = now
+        for path in changed:
+            try:
+                for name in export_saved(path):
+                    self.say(f"exported {name}")
+            except (LiterateError, OSError) as error:
+                self.say(str(error))
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.5):
+            self.look()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+# %% nbs/literate.ipynb #extension
+_watching: list[Watcher] = []
+
+
+def autoexport(line: str = "") -> None:
+    """The magic `%autoexport`: export notebooks as they are saved; `%autoexport off` ends it."""
+    if line.strip() not in {"", "on", "off"}:
+        raise ValueError(f"%autoexport takes nothing, 'on' or 'off', not {line.strip()!r}")
+    while _watching:
+        _watching.pop().stop()
+    if line.strip() != "off":
+        _watching.append(Watcher(find_root(Path.cwd())))
+        _watching[0].start()
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext minivllm.literate` defines the magic `%autoexport`."""
+    ipython.register_magic_function(autoexport, "line", "autoexport")
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    autoexport("off")
+
+
+# %% nbs/literate.ipynb #select
+def select(book: Book, paths: Sequence[str]) -> Book:
+    """The part of the book that the paths name: notebooks, modules or folders of either. No path: all of it."""
+    if not paths:
+        return book
+    chosen = Book(book.root)
+    for given in paths:
+        path = Path(given).resolve()
+        chapters = {
+            name: n for name, n in book.chapters.items() if _within(n.path, path) or _within(book.root / name, path)
+        }
+        plain = [notebook for notebook in book.plain if _within(notebook.path, path)]
+        errors = [error for error in book.errors if _within(book.root / error.path, path)]
+        if not (chapters or plain or errors):
+            raise LiterateError("neither a notebook of this book nor a module or folder of one", given)
+        chosen.chapters.update(chapters)
+        chosen.plain += plain
+        chosen.errors += errors
+    return chosen
+
+
+def _within(path: Path, folder: Path) -> bool:
+    return folder == path.resolve() or folder in path.resolve().parents
+
+
 # %% nbs/literate.ipynb #main
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m minivllm.literate", description="Notebooks to modules, and back.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    sub = commands.add_parser("export")
-    sub.add_argument("--force", action="store_true")
-    sub.add_argument("paths", nargs="*")
-    arguments = parser.parse_args(argv)
-    root = find_root(Path.cwd())
-    book = read_book(root)
-    chosen = [
-        n
-        for n in book.chapters.values()
-        if not arguments.paths or str(n.path) in {str(Path(p).resolve()) for p in arguments.paths}
-    ]
-    written, errors = export(chosen, root, arguments.force)
-    for name in written:
-        print("exported", name)
-    for error in errors + ([] if arguments.paths else book.errors):
+    """The command line. Returns 0, or 1 after printing what is wrong."""
+    arguments = _parser().parse_args(argv)
+    try:
+        book = select(read_book(find_root(Path.cwd())), arguments.paths)
+        done, errors = _COMMANDS[arguments.command](book, arguments)
+    except LiterateError as refused:
+        done, errors = [], [refused]
+    for line in done:
+        print(line)
+    for error in errors:
         print(error, file=sys.stderr)
     return 1 if errors else 0
+
+
+def _export(book: Book, arguments: argparse.Namespace) -> tuple[list[str], list[LiterateError]]:
+    written, errors = export(list(book.chapters.values()), book.root, arguments.force)
+    return [f"exported {name}" for name in written], book.errors + errors
+
+
+def _check(book: Book, arguments: argparse.Namespace) -> tuple[list[str], list[LiterateError]]:
+    errors = check(book, arguments.rebuild)
+    return [] if errors else [f"{len(book.chapters)} notebooks and their modules agree"], errors
+
+
+def _write_back(book: Book, arguments: argparse.Namespace) -> tuple[list[str], list[LiterateError]]:
+    done, errors = [], list(book.errors)
+    for notebook in book.chapters.values():
+        try:
+            if write_back(notebook, book.root, arguments.force):
+                done.append(f"wrote {notebook.target} back into {notebook.name}")
+        except LiterateError as refused:
+            errors.append(refused)
+    return done, errors
+
+
+def _clean(book: Book, arguments: argparse.Namespace) -> tuple[list[str], list[LiterateError]]:
+    return [f"cleaned {name}" for name in clean([*book.chapters.values(), *book.plain])], book.errors
+
+
+_COMMANDS = {"export": _export, "check": _check, "write-back": _write_back, "clean": _clean}
+
+
+# %% nbs/literate.ipynb #parser
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m minivllm.literate", description="Notebooks to modules, and back.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="export | check | write-back | clean")
+    helps = {
+        "export": "write the modules of notebooks that changed",
+        "check": "say which notebook and which cell differ from the module; exit code 1 if any does",
+        "write-back": "carry edits of modules into the cells that they belong to",
+        "clean": "drop execution counts, timestamps, versions and widget state from notebooks; keep outputs",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("paths", nargs="*", help="notebooks, modules or folders; default: the whole book")
+        if name == "export":
+            command.add_argument("--force", action="store_true", help="overwrite modules that were edited")
+        if name == "write-back":
+            command.add_argument("--force", action="store_true", help="overwrite notebooks that were edited too")
+        if name == "check":
+            command.add_argument(
+                "--rebuild", action="store_true", help="also export again in memory and compare the text"
+            )
+    return parser
 
 
 if __name__ == "__main__" and "get_ipython" not in globals():
