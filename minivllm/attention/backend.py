@@ -1,8 +1,8 @@
-"""What an attention backend must do: the values that go in, the plan of a step, the protocol.
+"""Attention over pages: the contract."""
 
-A backend works on a *paged* KV cache: the keys and values of a request lie in fixed-size blocks anywhere in one big
-tensor, and a block table says where. The idea is PagedAttention (Kwon et al., 2023); the names are vLLM's.
-"""
+# Generated from nbs/3_model/01_attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=f531aa697082 module=10d501162204
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,6 +12,16 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+
+__all__ = ["AttentionBackend", "AttentionBatch", "AttentionSpec", "Plan"]
+
+
+# %% nbs/3_model/01_attention.ipynb #AttentionSpec
+"""What an attention backend must do: the values that go in, the plan of a step, the protocol.
+
+A backend works on a *paged* KV cache: the keys and values of a request lie in fixed-size blocks anywhere in one big
+tensor, and a block table says where. The idea is PagedAttention (Kwon et al., 2023); the names are vLLM's.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +71,7 @@ class AttentionSpec:
         """Query heads per key-value head."""
         return self.num_heads // self.num_kv_heads
 
+    # %% nbs/3_model/01_attention.ipynb #AttentionSpec-first_key
     def first_key(self, positions: np.ndarray) -> np.ndarray:
         """The first position that a query at each of `positions` sees. It sees everything from there to itself.
 
@@ -73,6 +84,7 @@ class AttentionSpec:
         return np.zeros_like(positions)
 
 
+# %% nbs/3_model/01_attention.ipynb #AttentionBatch
 @dataclass
 class AttentionBatch:
     """One step of one KV cache group, on the host. Requests are laid end to end along the token axis.
@@ -109,6 +121,7 @@ class AttentionBatch:
     def max_seq_len(self) -> int:
         return int(self.seq_lens.max(initial=0))
 
+    # %% nbs/3_model/01_attention.ipynb #AttentionBatch-check
     def check(self, block_size: int) -> None:
         """Refuse a batch that does not add up.
 
@@ -126,7 +139,9 @@ class AttentionBatch:
         if (self.seq_lens < lens).any():
             raise ValueError(f"AttentionBatch: seq_lens {self.seq_lens} are shorter than the query lengths {lens}")
         if self.block_table.ndim != 2 or len(self.block_table) != b:
-            raise ValueError(f"AttentionBatch.block_table must be [{b}, max_blocks], got shape {self.block_table.shape}")
+            raise ValueError(
+                f"AttentionBatch.block_table must be [{b}, max_blocks], got shape {self.block_table.shape}"
+            )
         if self.max_seq_len > self.block_table.shape[1] * block_size:
             raise ValueError(
                 f"AttentionBatch.block_table has {self.block_table.shape[1]} blocks of {block_size} tokens a request,"
@@ -134,6 +149,7 @@ class AttentionBatch:
             )
 
 
+# %% nbs/3_model/01_attention.ipynb #Plan
 @dataclass
 class Plan:
     """What a backend works out once a step and group, and uses in every layer of the group.
@@ -146,6 +162,8 @@ class Plan:
     spec: AttentionSpec
     slot_mapping: Tensor
 
+
+# %% nbs/3_model/01_attention.ipynb #AttentionBackend
 class AttentionBackend(ABC):
     """Attention over a paged KV cache. A backend keeps no state between calls.
 
@@ -182,18 +200,22 @@ class AttentionBackend(ABC):
             [T, num_heads, head_dim] in the dtype of `q`. Slots past the end of a request are never read into it.
         """
 
+    # %% nbs/3_model/01_attention.ipynb #AttentionBackend-kv_cache_shape
     def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
         """Shape of one layer's cache. Dimension 1 is the block in every layout; inside a block a backend may differ."""
         return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
 
+    # %% nbs/3_model/01_attention.ipynb #AttentionBackend-kv_cache_dtype
     def kv_cache_dtype(self, spec: AttentionSpec) -> torch.dtype:
         """Dtype of the cache."""
         return spec.dtype
 
+    # %% nbs/3_model/01_attention.ipynb #AttentionBackend-new_kv_cache
     def new_kv_cache(self, num_blocks: int, spec: AttentionSpec, device: torch.device) -> Tensor:
         """An empty cache of one layer."""
         return torch.zeros(self.kv_cache_shape(num_blocks, spec), dtype=self.kv_cache_dtype(spec), device=device)
 
+    # %% nbs/3_model/01_attention.ipynb #AttentionBackend-write
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Store the step's keys and values.
 
@@ -205,6 +227,7 @@ class AttentionBackend(ABC):
         kv_cache[0].flatten(0, 1).index_copy_(0, slot_mapping, k)
         kv_cache[1].flatten(0, 1).index_copy_(0, slot_mapping, v)
 
+    # %% nbs/3_model/01_attention.ipynb #AttentionBackend-copy_blocks
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, between two caches (swapping) or within one. All are read before any is written.
 
@@ -222,4 +245,3 @@ class AttentionBackend(ABC):
             raise ValueError(f"copy_blocks: a block is written twice: {list(pairs)}")
         blocks = src_cache.index_select(1, torch.tensor(src, device=src_cache.device)).to(dst_cache.device)
         dst_cache.index_copy_(1, torch.tensor(dst, device=dst_cache.device), blocks)
-

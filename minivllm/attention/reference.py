@@ -1,14 +1,25 @@
-"""Paged attention in plain torch, one token at a time: the one to read, and the oracle for the others."""
+"""Reference attention."""
+
+# Generated from nbs/3_model/02_reference.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=b0ce32ef2585 module=6be616dcf150
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
+from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+__all__ = ["ReferenceBackend", "ReferencePlan", "attend_one", "gather"]
 
+
+# %% nbs/3_model/02_reference.ipynb #code-058060
+"""Paged attention in plain torch, one token at a time: the one to read, and the oracle for the others."""
+
+
+# %% nbs/3_model/02_reference.ipynb #attend_one
 def attend_one(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention of one token to the keys that it sees.
 
@@ -27,6 +38,8 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> 
     weights = torch.softmax(scores, dim=-1)
     return torch.einsum("hgn,nhd->hgd", weights, values).reshape(q.shape)
 
+
+# %% nbs/3_model/02_reference.ipynb #gather
 def gather(kv_cache: Tensor, block_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` keys and values of one request, in order.
 
@@ -41,6 +54,8 @@ def gather(kv_cache: Tensor, block_ids: Tensor, length: int) -> tuple[Tensor, Te
     keys, values = kv_cache[:, block_ids[:num_blocks]].flatten(1, 2)[:, :length]
     return keys, values
 
+
+# %% nbs/3_model/02_reference.ipynb #ReferencePlan
 @dataclass
 class ReferencePlan(Plan):
     """The batch as it came, the block table on the device."""
@@ -48,6 +63,8 @@ class ReferencePlan(Plan):
     batch: AttentionBatch
     block_table: Tensor
 
+
+# %% nbs/3_model/02_reference.ipynb #ReferenceBackend
 class ReferenceBackend(AttentionBackend):
     """Attention as its definition says it, request by request, token by token.
 
@@ -80,16 +97,20 @@ class ReferenceBackend(AttentionBackend):
             block_table=torch.as_tensor(batch.block_table, device=device).long(),
         )
 
+    # %% nbs/3_model/02_reference.ipynb #ReferenceBackend-attend
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert isinstance(plan, ReferencePlan)
         spec, batch, out = plan.spec, plan.batch, torch.empty_like(q)
         for r in range(batch.num_reqs):
-            start, end, length = int(batch.query_start_loc[r]), int(batch.query_start_loc[r + 1]), int(batch.seq_lens[r])
+            start, end, length = (
+                int(batch.query_start_loc[r]),
+                int(batch.query_start_loc[r + 1]),
+                int(batch.seq_lens[r]),
+            )
             keys, values = (x.to(self.compute_dtype) for x in gather(kv_cache, plan.block_table[r], length))
             for row in range(start, end):
                 position = length - end + row
                 seen = slice(int(spec.first_key(np.asarray(position))), position + 1)
                 out[row] = attend_one(q[row].to(self.compute_dtype), keys[seen], values[seen], spec)
         return out
-

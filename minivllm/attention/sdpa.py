@@ -1,7 +1,8 @@
-"""Paged attention by gathering the pages and calling torch's `scaled_dot_product_attention`.
+"""Attention by torch's fused kernel."""
 
-Single-token rows are padded to rectangles and done in a few calls; prefill chunks are done one by one.
-"""
+# Generated from nbs/3_model/03_sdpa.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=d2d12d1ee2f8 module=1b7702812913
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,10 +10,20 @@ from typing import ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+__all__ = ["DecodeCall", "PrefillCall", "SDPABackend", "SDPAPlan", "alike", "plan_decode", "plan_prefill", "slots_of"]
 
+
+# %% nbs/3_model/03_sdpa.ipynb #code-6e43eb
+"""Paged attention by gathering the pages and calling torch's `scaled_dot_product_attention`.
+
+Single-token rows are padded to rectangles and done in a few calls; prefill chunks are done one by one.
+"""
+
+
+# %% nbs/3_model/03_sdpa.ipynb #DecodeCall
 @dataclass
 class DecodeCall:
     """Rows with one query each whose visible lengths are alike, as one rectangle.
@@ -53,11 +64,15 @@ class SDPAPlan(Plan):
     decodes: list[DecodeCall]
     prefills: list[PrefillCall]
 
+
+# %% nbs/3_model/03_sdpa.ipynb #slots_of
 def slots_of(block_table: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
     """Cache slots of `positions` [n, width] in the requests whose rows are `block_table` [n, max_blocks]: int64."""
     blocks = np.take_along_axis(block_table, positions // block_size, axis=1).astype(np.int64)
     return blocks * block_size + positions % block_size
 
+
+# %% nbs/3_model/03_sdpa.ipynb #plan_decode
 def plan_decode(batch: AttentionBatch, rows: np.ndarray, spec: AttentionSpec, device: torch.device) -> DecodeCall:
     """One call for the requests `rows` [n], all with a single query."""
     last = batch.seq_lens[rows].astype(np.int64) - 1
@@ -74,6 +89,8 @@ def plan_decode(batch: AttentionBatch, rows: np.ndarray, spec: AttentionSpec, de
         width=width,
     )
 
+
+# %% nbs/3_model/03_sdpa.ipynb #plan_prefill
 def plan_prefill(batch: AttentionBatch, r: int, spec: AttentionSpec, device: torch.device) -> PrefillCall:
     """The call for request `r`."""
     start, end, length = int(batch.query_start_loc[r]), int(batch.query_start_loc[r + 1]), int(batch.seq_lens[r])
@@ -86,6 +103,8 @@ def plan_prefill(batch: AttentionBatch, r: int, spec: AttentionSpec, device: tor
         mask = torch.as_tensor((keys >= first[:, None]) & (keys <= queries[:, None]), device=device)
     return PrefillCall(start, end, torch.as_tensor(slots, device=device), mask)
 
+
+# %% nbs/3_model/03_sdpa.ipynb #alike
 def alike(lengths: np.ndarray, ratio: float = 1.5, least: int = 64) -> list[np.ndarray]:
     """Split rows so that in each part the longest is at most `ratio` times the shortest (or `least` more).
 
@@ -104,6 +123,8 @@ def alike(lengths: np.ndarray, ratio: float = 1.5, least: int = 64) -> list[np.n
             begin = i
     return [part for part in parts if len(part)]
 
+
+# %% nbs/3_model/03_sdpa.ipynb #SDPABackend
 class SDPABackend(AttentionBackend):
     """Attention by `torch.nn.functional.scaled_dot_product_attention` over gathered pages."""
 
@@ -128,6 +149,7 @@ class SDPABackend(AttentionBackend):
             prefills=[plan_prefill(batch, int(r), spec, device) for r in np.flatnonzero(~single)],
         )
 
+    # %% nbs/3_model/03_sdpa.ipynb #SDPABackend-attend
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert isinstance(plan, SDPAPlan)
@@ -143,6 +165,7 @@ class SDPABackend(AttentionBackend):
         return out
 
 
+# %% nbs/3_model/03_sdpa.ipynb #_decode
 def _decode(q: Tensor, keys: Tensor, values: Tensor, call: DecodeCall, spec: AttentionSpec) -> Tensor:
     """The query heads that share a key-value head become its queries, so nothing is repeated. q: [n, H, D]."""
     n, heads, dim = q.shape

@@ -1,12 +1,23 @@
-"""Which attention backends there are, and which one to use."""
+"""Choosing a backend."""
+
+# Generated from nbs/3_model/03b_select.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=cf65755417a7 module=fc0e42fc41f4
 
 import importlib
 from collections.abc import Callable, Iterable
 
 import torch
-
 from minivllm.attention.backend import AttentionBackend, AttentionSpec
 
+__all__ = ["backend_names", "make_backend", "register_backend", "select_backend"]
+
+
+# %% nbs/3_model/03b_select.ipynb #code-9c3eb5
+"""Which attention backends there are, and which one to use."""
+
+
+# %% nbs/3_model/03b_select.ipynb #backend_names
 _BACKENDS: dict[str, str | Callable[[], AttentionBackend]] = {
     "reference": "minivllm.attention.reference:ReferenceBackend",
     "sdpa": "minivllm.attention.sdpa:SDPABackend",
@@ -18,6 +29,8 @@ def backend_names() -> tuple[str, ...]:
     """Names that `select_backend` knows, besides `auto`."""
     return tuple(_BACKENDS)
 
+
+# %% nbs/3_model/03b_select.ipynb #register_backend
 def register_backend(name: str, make: str | Callable[[], AttentionBackend], *, auto_before: str | None = None) -> None:
     """Make a backend known.
 
@@ -37,6 +50,8 @@ def register_backend(name: str, make: str | Callable[[], AttentionBackend], *, a
         _AUTO_ORDER.insert(_AUTO_ORDER.index(auto_before), name)
     _BACKENDS[name] = make
 
+
+# %% nbs/3_model/03b_select.ipynb #make_backend
 def make_backend(name: str) -> AttentionBackend:
     """The backend of this name.
 
@@ -52,6 +67,8 @@ def make_backend(name: str) -> AttentionBackend:
     module, _, attribute = make.partition(":")
     return getattr(importlib.import_module(module), attribute)()
 
+
+# %% nbs/3_model/03b_select.ipynb #select_backend
 def select_backend(
     name: str, spec: AttentionSpec | Iterable[AttentionSpec], device: torch.device
 ) -> tuple[AttentionBackend, str]:

@@ -1,0 +1,129 @@
+"""Norm and MLP."""
+
+# Generated from nbs/3_model/04c_layers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=90a2086e46ba module=19503723008b
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from minivllm.models.linear import Linear
+from torch import Tensor
+
+__all__ = ["ACTIVATIONS", "GatedMLP", "QKNorm", "RMSNorm"]
+
+
+# %% nbs/3_model/04c_layers.ipynb #code-a4ce22
+"""The small layers between the large products: RMS norm, norm of query and key heads, gated MLP."""
+
+
+# %% nbs/3_model/04c_layers.ipynb #RMSNorm
+class RMSNorm:
+    """`x / rms(x) * weight`, in float32 inside (Zhang and Sennrich, 2019).
+
+    Args:
+        size: of the last dimension.
+        eps: added to the mean square.
+        dtype, device: of the weight. With `dtype=torch.float32` and a narrower input the product with the weight is
+            also in float32, before rounding (Gemma).
+    """
+
+    __slots__ = ("eps", "shape", "weight")
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.eps = (size,), eps
+        self.weight = torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., size] to the same shape and dtype."""
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
+
+    # %% nbs/3_model/04c_layers.ipynb #RMSNorm-add
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add `x` to the residual stream and norm the sum.
+
+        Args:
+            x: [T, size], a layer's output; or the embeddings, with no residual yet.
+            residual: [T, size], changed in place, or None.
+
+        Returns:
+            The normed stream and the stream.
+        """
+        residual = x if residual is None else residual.add_(x)
+        return self(residual), residual
+
+
+# %% nbs/3_model/04c_layers.ipynb #QKNorm
+class QKNorm:
+    """RMS norm of every query and key head by itself, both in one go.
+
+    Args:
+        num_heads, num_kv_heads: query heads, then key heads, along dimension 1.
+        head_dim, eps, dtype, device: as for `RMSNorm`.
+
+    Attributes:
+        q_weight, k_weight: [num_heads, head_dim] and [num_kv_heads, head_dim]: one weight for all heads of a kind, repeated.
+    """
+
+    __slots__ = ("eps", "k_weight", "q_weight", "shape", "weight")
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape, self.eps = (head_dim,), eps
+        self.weight = torch.empty(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.q_weight, self.k_weight = self.weight[:num_heads], self.weight[num_heads:]
+
+    def __call__(self, qk: Tensor) -> Tensor:
+        """[T, num_heads + num_kv_heads, head_dim] to the same shape and dtype."""
+        if qk.dtype == self.weight.dtype:
+            return F.rms_norm(qk, self.shape, None, self.eps).mul_(self.weight)
+        return F.rms_norm(qk.float(), self.shape, None, self.eps).mul_(self.weight).to(qk.dtype)
+
+
+# %% nbs/3_model/04c_layers.ipynb #code-0971c6
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+# %% nbs/3_model/04c_layers.ipynb #GatedMLP
+class GatedMLP:
+    """`down(activation(gate(x)) * up(x))`, gate and up as one product (Shazeer, 2020).
+
+    Args:
+        hidden_size, intermediate_size: outside and inside.
+        activation: a name in `ACTIVATIONS`.
+        bias: of all three products.
+        dtype, device: of the weights.
+    """
+
+    __slots__ = ("activation", "down", "gate_up")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        parts = {"gate": intermediate_size, "up": intermediate_size}
+        self.gate_up = Linear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
+        self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, dtype=dtype, device=device)
+        self.activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] to the same shape."""
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self.activation(gate).mul_(up))

@@ -1,0 +1,156 @@
+"""Linear layers."""
+
+# Generated from nbs/3_model/04a_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=769ecb98e048 module=a37baa2cc14f
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "KernelMaker",
+    "Linear",
+    "LinearKernel",
+    "batch_invariant_kernel",
+    "choose_kernel",
+    "kernel_names",
+    "register_kernel",
+    "torch_kernel",
+]
+
+
+# %% nbs/3_model/04a_linear.ipynb #code-86ed92
+"""Linear layers whose weights are fused at load and whose matrix product is chosen after loading."""
+LinearKernel = Callable[[Tensor], Tensor]
+"""From [T, in_features] to [T, out_features]."""
+KernelMaker = Callable[[Tensor, Tensor | None], LinearKernel]
+"""From weight [out_features, in_features] and bias [out_features] (or None) to a kernel; may repack the weight."""
+
+
+# %% nbs/3_model/04a_linear.ipynb #torch_kernel
+def torch_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
+    """torch's own product. Its rounding may depend on the number of rows."""
+    return partial(F.linear, weight=weight, bias=bias)
+
+
+# %% nbs/3_model/04a_linear.ipynb #batch_invariant_kernel
+_TILE = 16
+
+
+def batch_invariant_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
+    """The product in tiles of 16 rows, the last one padded: each row's result is the same in any batch.
+
+    A BLAS picks its loops by the shape of the whole product, so a row can round differently alone and in company.
+    Here every product has one shape. The price is up to 16 times the arithmetic for one row.
+    """
+
+    def kernel(x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        out = x.new_empty(rows, weight.shape[0])
+        for start in range(0, rows, _TILE):
+            tile = x[start : start + _TILE]
+            n = tile.shape[0]
+            padded = F.pad(tile, (0, 0, 0, _TILE - n)) if n < _TILE else tile.contiguous()
+            out[start : start + n] = F.linear(padded, weight, bias)[:n]
+        return out
+
+    return kernel
+
+
+# %% nbs/3_model/04a_linear.ipynb #kernel_names
+_KERNELS: dict[str, KernelMaker] = {"torch": torch_kernel, "batch_invariant": batch_invariant_kernel}
+
+
+def kernel_names() -> tuple[str, ...]:
+    """Names that `Linear.prepare` knows, besides `auto`."""
+    return tuple(_KERNELS)
+
+
+def register_kernel(name: str, make: KernelMaker) -> None:
+    """Make a kernel known under a new name.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _KERNELS or name == "auto":
+        raise ValueError(f"linear kernel {name!r} exists already")
+    _KERNELS[name] = make
+
+
+def choose_kernel(weight: Tensor) -> str:
+    """The kernel that `auto` stands for, by the weight's shape, dtype and device."""
+    return "torch"
+
+
+# %% nbs/3_model/04a_linear.ipynb #Linear
+class Linear:
+    """`x @ weight.T + bias`, for one or several output parts that share their input.
+
+    Parts lie below each other in one weight, so that one product computes them all (QKV, gate and up).
+
+    Args:
+        in_features: columns of the weight.
+        parts: rows of each part, by name, in order.
+        bias: whether there is one.
+        dtype, device: of the weight.
+
+    Attributes:
+        weight: [sum of rows, in_features], not initialised.
+        bias: [sum of rows] or None.
+        kernel: name of the kernel in use.
+    """
+
+    __slots__ = ("_rows", "_run", "bias", "kernel", "weight")
+
+    def __init__(
+        self, in_features: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._rows: dict[str, slice] = {}
+        end = 0
+        for name, rows in parts.items():
+            self._rows[name] = slice(end, end + rows)
+            end += rows
+        self.weight = torch.empty(end, in_features, dtype=dtype, device=device)
+        self.bias = torch.empty(end, dtype=dtype, device=device) if bias else None
+        self.prepare("torch")
+
+    @classmethod
+    def sharing(cls, weight: Tensor) -> "Linear":
+        """A layer without bias over a weight that somebody else owns (tied embeddings)."""
+        layer = cls.__new__(cls)
+        layer._rows, layer.weight, layer.bias = {}, weight, None
+        layer.prepare("torch")
+        return layer
+
+    # %% nbs/3_model/04a_linear.ipynb #Linear-part
+    def part(self, name: str, kind: str = "weight") -> Tensor:
+        """The rows of one part, as a view to load into. `kind` is `weight` or `bias`."""
+        tensor = self.weight if kind == "weight" else self.bias
+        if tensor is None:
+            raise ValueError(f"Linear part {name!r} has no {kind}")
+        return tensor[self._rows[name]]
+
+    # %% nbs/3_model/04a_linear.ipynb #Linear-prepare
+    def prepare(self, kernel: str = "auto") -> None:
+        """Choose the matrix product, once the weight is loaded.
+
+        Args:
+            kernel: a name from `kernel_names()`, or `auto`.
+
+        Raises:
+            ValueError: unknown name.
+        """
+        name = choose_kernel(self.weight) if kernel == "auto" else kernel
+        if name not in _KERNELS:
+            raise ValueError(f"no linear kernel {name!r}; known: auto, {', '.join(_KERNELS)}")
+        self.kernel = name
+        self._run = _KERNELS[name](self.weight, self.bias)
+
+    # %% nbs/3_model/04a_linear.ipynb #Linear-__call__
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in_features] to [T, out_features]; parts side by side."""
+        return self._run(x)

@@ -1,0 +1,249 @@
+"""Rotary positions."""
+
+# Generated from nbs/3_model/04b_rope.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=55a9374febed module=f59e17384969
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "ROPE_KINDS",
+    "Rope",
+    "RopeSpec",
+    "apply_rope",
+    "attention_factor",
+    "inverse_frequencies",
+    "rope_from_parameters",
+]
+
+
+# %% nbs/3_model/04b_rope.ipynb #code-4ce589
+"""Rotary position embeddings (RoFormer, Su et al., 2021) and the ways to stretch them, as transformers defines them."""
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+# %% nbs/3_model/04b_rope.ipynb #RopeSpec
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Which rotation belongs to which position.
+
+    Attributes:
+        kind: one of `ROPE_KINDS`.
+        theta: base of the frequencies.
+        dim: rotated dimensions of a head (all of them), even.
+        max_position: length that the configuration gives (`max_position_embeddings`).
+        factor: how far the context is stretched; all kinds but `default`.
+        original_max_position: length before stretching (`llama3`, `yarn`).
+        low_freq_factor, high_freq_factor: bounds of the blend, in turns per original length (`llama3`).
+        attention_factor: on cos and sin; None for the paper's rule (`yarn`).
+        beta_fast, beta_slow: bounds of the blend, in turns per original length (`yarn`).
+        mscale, mscale_all_dim: another rule for `attention_factor` (`yarn`, DeepSeek).
+        truncate: round the bounds to whole dimensions (`yarn`).
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    dim: int
+    max_position: int
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise ValueError(f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(f"RopeSpec.dim must be even and at least 2, got {self.dim}")
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that the stretched rotation was meant for, by vLLM's rule."""
+        if self.kind in ("linear", "dynamic"):
+            return int(self.max_position * self.factor)
+        return int(self.original_max_position * self.factor) if self.kind == "yarn" else self.max_position
+
+
+# %% nbs/3_model/04b_rope.ipynb #_plain
+def _plain(spec: RopeSpec, theta: float | Tensor) -> Tensor:
+    exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim
+    return 1.0 / (theta**exponents)
+
+
+def _llama3(spec: RopeSpec) -> Tensor:
+    """Turn slow dimensions `factor` times slower, leave fast ones, blend in between."""
+    inv_freq = _plain(spec, spec.theta)
+    turns = spec.original_max_position / (2 * math.pi / inv_freq)
+    blend = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * inv_freq / spec.factor + blend * inv_freq
+
+
+def _yarn(spec: RopeSpec) -> Tensor:
+    """As llama3, but the blend is linear in the dimension's number (Peng et al., 2023)."""
+
+    def dimension(turns: float) -> float:
+        """The (fractional) dimension that makes `turns` turns over the original length."""
+        return spec.dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    ramp = (torch.arange(spec.dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+    keep = 1 - ramp.clamp(0, 1)
+    slowed = 1.0 / (spec.factor / _plain(spec, spec.theta))
+    return slowed * (1 - keep) + _plain(spec, spec.theta) * keep
+
+
+# %% nbs/3_model/04b_rope.ipynb #inverse_frequencies
+def inverse_frequencies(spec: RopeSpec) -> Tensor:
+    """Angle per position of each pair of dimensions, float32 [dim / 2] (`dynamic`: of positions below `max_position`)."""
+    if spec.kind == "llama3":
+        return _llama3(spec)
+    if spec.kind == "yarn":
+        return _yarn(spec)
+    inv_freq = _plain(spec, spec.theta)
+    return inv_freq / spec.factor if spec.kind == "linear" else inv_freq
+
+
+def attention_factor(spec: RopeSpec) -> float:
+    """Factor on cos and sin: 1, but for `yarn`, which sharpens the softmax of stretched contexts."""
+    if spec.kind != "yarn":
+        return 1.0
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+
+    def rule(mscale: float) -> float:
+        return 1.0 if spec.factor <= 1 else 0.1 * mscale * math.log(spec.factor) + 1.0
+
+    if spec.mscale and spec.mscale_all_dim:
+        return rule(spec.mscale) / rule(spec.mscale_all_dim)
+    return rule(1.0)
+
+
+# %% nbs/3_model/04b_rope.ipynb #Rope
+class Rope:
+    """Cosines and sines of a step, for all layers that share a `RopeSpec`."""
+
+    def __init__(self, spec: RopeSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.inv_freq = inverse_frequencies(spec).to(device)
+        self.factor = attention_factor(spec)
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        if self.spec.kind != "dynamic":
+            return positions[:, None].float() * self.inv_freq
+        # transformers grows the base with the longest position of a call. Taken per position, as here, that is the
+        # same when tokens come one by one, and does not depend on chunking, on other requests or on cached prefixes.
+        s = self.spec
+        length = (positions + 1).clamp(min=s.max_position).float()
+        stretch = (s.factor * length / s.max_position - (s.factor - 1)) ** (s.dim / (s.dim - 2))
+        exponents = torch.arange(0, s.dim, 2, dtype=torch.int64, device=positions.device).float() / s.dim
+        return positions[:, None].float() * (1.0 / (s.theta * stretch[:, None]) ** exponents)
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tables for `apply_rope`.
+
+        Args:
+            positions: int64 [T].
+            dtype: of the result; the angles are float32 whatever it is.
+
+        Returns:
+            cos and sin, each [T, 1, dim]; the first half of sin is negated.
+        """
+        angles = self._angles(positions)
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
+
+
+# %% nbs/3_model/04b_rope.ipynb #apply_rope
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + dim / 2) of each head.
+
+    Args:
+        x: [T, heads, dim].
+        cos, sin: from `Rope`.
+
+    Returns:
+        A new tensor like `x`.
+    """
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
+
+
+# %% nbs/3_model/04b_rope.ipynb #rope_from_parameters
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_FIELDS = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_max_position",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_max_position",
+        "attention_factor": "attention_factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        "truncate": "truncate",
+    },
+}
+
+
+def rope_from_parameters(
+    parameters: dict[str, Any], *, theta: float, dim: int, max_position: int, original_max_position: int | None = None
+) -> RopeSpec:
+    """From a Hugging Face `rope_parameters` or `rope_scaling` dictionary.
+
+    Args:
+        parameters: the dictionary, flat.
+        theta: used if the dictionary has no `rope_theta`.
+        dim: of a head.
+        max_position: the configuration's `max_position_embeddings`.
+        original_max_position: the configuration's own field of that name, which has precedence, if it has one.
+
+    Raises:
+        ValueError: unknown rope type, unknown field, or a field missing; names it.
+    """
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in _FIELDS:
+        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    given = {name: value for name, value in parameters.items() if value is not None}
+    for name, value in given.items():
+        if name not in _COMMON and name not in _FIELDS[kind]:
+            raise ValueError(f"rope parameter {name}={value!r} is not supported with rope type {kind!r}")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"rope parameter partial_rotary_factor={given['partial_rotary_factor']!r} is not supported")
+    values = {field: given[name] for name, field in _FIELDS[kind].items() if name in given}
+    if "original_max_position_embeddings" in _FIELDS[kind]:
+        values["original_max_position"] = original_max_position or values.get("original_max_position", max_position)
+    if kind == "yarn" and "factor" not in values:
+        values["factor"] = max_position / values["original_max_position"]
+    required = {
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    }
+    for name in required.get(kind, ()):
+        if name not in values:
+            raise ValueError(f"rope type {kind!r} needs the rope parameter {name}, got {parameters}")
+    return RopeSpec(
+        kind=kind, theta=float(given.get("rope_theta", theta)), dim=dim, max_position=max_position, **values
+    )
