@@ -1,3 +1,9 @@
+"""What is inside a GGUF file?"""
+
+# Generated from nbs/3_model/07_gguf.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=b6e9204f384c module=0c1d5e213acc
+
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -8,10 +14,43 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+__all__ = [
+    "CONTROL",
+    "FAMILIES",
+    "LAYER_TENSORS",
+    "LLAMA3_SPLIT",
+    "MODEL_TENSORS",
+    "PRE_TOKENIZERS",
+    "QWEN2_SPLIT",
+    "ROPE_FACTORS",
+    "UNUSED",
+    "USER_DEFINED",
+    "Family",
+    "GGUFError",
+    "GGUFFile",
+    "PreTokenizer",
+    "config_from_gguf",
+    "convert_gguf",
+    "family_of",
+    "hf_name",
+    "iter_tensors",
+    "llama3_factors",
+    "merges_from_scores",
+    "read_gguf",
+    "rope_scaling",
+    "token_ids",
+    "tokenizer_from_gguf",
+    "unpermute",
+    "write_safetensors",
+]
 
+
+# %% nbs/3_model/07_gguf.ipynb #GGUFError
 class GGUFError(ValueError):
     """A GGUF file that we cannot turn into a Hugging Face folder; the message names the key or the tensor."""
 
+
+# %% nbs/3_model/07_gguf.ipynb #GGUFFile
 @dataclass(frozen=True)
 class GGUFFile:
     """One GGUF file, opened and memory-mapped.
@@ -39,6 +78,8 @@ class GGUFFile:
             raise GGUFError(f"{self.path}: the metadata key {self.architecture}.{key} is missing")
         return value
 
+
+# %% nbs/3_model/07_gguf.ipynb #read_gguf
 def read_gguf(path: str | Path) -> GGUFFile:
     """Open a GGUF file. Raises `GGUFError` when it is not one, or is one part of several."""
     from gguf import GGUFReader
@@ -65,6 +106,8 @@ def _plain(value: Any) -> Any:
         return float(str(np.float32(value)))
     return value
 
+
+# %% nbs/3_model/07_gguf.ipynb #Family
 @dataclass(frozen=True)
 class Family:
     """How one GGUF architecture maps to one Hugging Face model type."""
@@ -91,6 +134,8 @@ def family_of(gguf: GGUFFile) -> Family:
         raise GGUFError(f"{gguf.path}: mixtures of experts ({gguf.get('expert_count')} experts) are not implemented")
     return FAMILIES[gguf.architecture]
 
+
+# %% nbs/3_model/07_gguf.ipynb #hf_name
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -121,6 +166,8 @@ def hf_name(name: str) -> str:
         return f"model.layers.{parts[1]}.{LAYER_TENSORS[parts[2]]}.{parts[3]}"
     raise GGUFError(f"the GGUF tensor {name!r} has no place in a model that we know")
 
+
+# %% nbs/3_model/07_gguf.ipynb #unpermute
 def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """Undo llama.cpp's reordering of the rotary rows of a q or k projection (or bias).
 
@@ -154,6 +201,8 @@ def iter_tensors(gguf: GGUFFile) -> Iterator[tuple[str, np.ndarray]]:
 def _num_kv_heads(gguf: GGUFFile) -> int:
     return gguf.get("attention.head_count_kv") or gguf.need("attention.head_count")
 
+
+# %% nbs/3_model/07_gguf.ipynb #config_from_gguf
 def config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
     """The `config.json` of a Hugging Face folder, from a GGUF file's metadata and tensor names."""
     family = family_of(gguf)
@@ -204,6 +253,8 @@ def token_ids(gguf: GGUFFile) -> dict[str, Any]:
         ids["eos_token_id"] = ends
     return {name: value for name, value in ids.items() if value is not None}
 
+
+# %% nbs/3_model/07_gguf.ipynb #rope_scaling
 def rope_scaling(gguf: GGUFFile, head_dim: int) -> dict[str, Any] | None:
     """Hugging Face's `rope_scaling` from the metadata (linear, YaRN) or from the Llama 3 frequency factors."""
     if ROPE_FACTORS in gguf.tensors:
@@ -245,8 +296,9 @@ def _llama3_scaling(gguf: GGUFFile, head_dim: int) -> dict[str, Any]:
         "original_max_position_embeddings": original,
     }
 
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
+# %% nbs/3_model/07_gguf.ipynb #PreTokenizer
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -287,6 +339,8 @@ PRE_TOKENIZERS = {
     "qwen2": PreTokenizer(_regex_split(QWEN2_SPLIT), normalizer=normalizers.NFC),
 }
 
+
+# %% nbs/3_model/07_gguf.ipynb #tokenizer_from_gguf
 def tokenizer_from_gguf(gguf: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
     """Build the fast tokenizer and its `tokenizer_config.json` from the vocabulary stored in the file."""
     kind = gguf.get("tokenizer.ggml.model")
@@ -323,6 +377,8 @@ def _byte_level_bpe(gguf: GGUFFile) -> tuple[Tokenizer, bool]:
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, pre.add_bos
 
+
+# %% nbs/3_model/07_gguf.ipynb #_sentencepiece_bpe
 def _sentencepiece_bpe(gguf: GGUFFile) -> Tokenizer:
     vocab = _vocabulary(gguf)
     unknown = gguf.get("tokenizer.ggml.unknown_token_id")
@@ -334,8 +390,8 @@ def _sentencepiece_bpe(gguf: GGUFFile) -> Tokenizer:
         byte_fallback=True,
     )
     tokenizer = Tokenizer(model)
-    spaces = [normalizers.Replace(" ", "▁")]
-    decode = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces: list[Any] = [normalizers.Replace(" ", "▁")]
+    decode: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if gguf.get("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend("▁"))
         decode.append(decoders.Strip(" ", 1, 0))
@@ -352,6 +408,8 @@ def merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple
         found += [(-scores[i], i, vocab[a], vocab[b], (a, b)) for a, b in pairs if a in vocab and b in vocab]
     return [merge for *_, merge in sorted(found)]
 
+
+# %% nbs/3_model/07_gguf.ipynb #_add_special_tokens
 def _add_special_tokens(gguf: GGUFFile, tokenizer: Tokenizer) -> None:
     """Control tokens are special (hidden when decoding), user-defined ones are only kept whole."""
     tokens, types = gguf.need("tokenizer.ggml.tokens"), gguf.get("tokenizer.ggml.token_type") or []
@@ -369,7 +427,9 @@ def _add_ends(gguf: GGUFFile, tokenizer: Tokenizer, add_bos: bool) -> None:
     if not ids:
         return
     names = {end: gguf.need("tokenizer.ggml.tokens")[i] for end, i in ids.items()}
-    single = [names[end] for end in ("bos",) if end in names] + ["$A"] + [names[end] for end in ("eos",) if end in names]
+    single = (
+        [names[end] for end in ("bos",) if end in names] + ["$A"] + [names[end] for end in ("eos",) if end in names]
+    )
     pair = single + [piece.replace("$A", "$B") + ":1" for piece in single]
     special = [(names[end], ids[end]) for end in ids]
     tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
@@ -387,7 +447,11 @@ def _tokenizer_config(gguf: GGUFFile) -> dict[str, Any]:
         **{key: value for key in ("chat_template",) if (value := gguf.get(f"tokenizer.{key}"))},
     }
 
-def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+
+# %% nbs/3_model/07_gguf.ipynb #write_safetensors
+def write_safetensors(
+    path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[tuple[str, np.ndarray]]
+) -> None:
     """Write float32 tensors to a safetensors file, one at a time, so that only one is in memory.
 
     The format: 8 bytes with the length of a JSON header, the header (name -> dtype, shape, byte range), the raw bytes.
@@ -409,7 +473,11 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], tensors: I
         file.flush()
         os.fsync(file.fileno())
 
-def convert_gguf(path: str | Path, folder: str | Path, progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None) -> None:
+
+# %% nbs/3_model/07_gguf.ipynb #convert_gguf
+def convert_gguf(
+    path: str | Path, folder: str | Path, progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None
+) -> None:
     """Write a GGUF file as a Hugging Face folder: float32 `model.safetensors`, `config.json`, tokenizer, generation config.
 
     Every quantised value is exact in float32 (not in bfloat16), so a model loaded from the folder computes with the

