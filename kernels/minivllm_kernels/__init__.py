@@ -1,1 +1,18 @@
-"""numba kernels."""
+"""Kernels for a paged KV cache.
+
+Question: can Python keep up with the best CUDA there is?
+"""
+
+# Generated from nbs/4_kernels/00_ladder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=057b3e978060 module=b228b8aa10cb
+
+import numpy as np
+
+__all__ = []
+
+
+# %% nbs/4_kernels/00_ladder.ipynb #code-e71db1
+for _old, _new in (("row_stack", "vstack"), ("trapz", "trapezoid"), ("in1d", "isin")):
+    if not hasattr(np, _old):
+        setattr(np, _old, getattr(np, _new))

@@ -1,0 +1,248 @@
+"""Warp primitives, on a GPU and without one.
+
+Question: what is a warp, and how can one kernel source run both on a GPU and in plain Python?
+"""
+
+# Generated from nbs/4_kernels/01_warp.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=d61bfc1014e1 module=006cd3bd0925
+
+import threading
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "WAIT_SECONDS",
+    "Warp",
+    "atomic_inc",
+    "bf16_hi",
+    "bf16_lo",
+    "cp_async16",
+    "cp_commit",
+    "cp_wait",
+    "exchange",
+    "exp2",
+    "f16_hi",
+    "f16_lo",
+    "ldcg2",
+    "ldg128",
+    "ldg128_stream",
+    "ldmatrix_x4",
+    "ldmatrix_x4_trans",
+    "mma_bf16",
+    "mma_f16",
+    "movmatrix",
+    "pack_bf16",
+    "pack_f16",
+    "prmt",
+    "rsqrt",
+    "shfl_xor",
+    "smem_addr",
+    "stg128",
+]
+
+
+# %% nbs/4_kernels/01_warp.ipynb #Warp
+WAIT_SECONDS = 120.0  # a lane that never arrives (a divergent shuffle) becomes an error instead of a hang
+
+
+class Warp:
+    """A barrier for the lanes of one warp, and two boards on which each lane leaves a value."""
+
+    def __init__(self, lanes: int):
+        self.barrier = threading.Barrier(lanes)
+        self.boards = [[None] * lanes, [None] * lanes]
+        self.turn = [0] * lanes
+
+
+_lock = threading.Lock()
+
+
+def exchange(value: Any) -> tuple[list, int]:
+    """Leave `value` for the warp, wait for the others: (every lane's value, my lane)."""
+    thread: Any = threading.current_thread()
+    block = thread._manager
+    index, lane = divmod(thread.thread_id, 32)
+    with _lock:
+        warps = block.__dict__.setdefault("_warps", {})
+        if index not in warps:
+            threads = int(np.prod(block._block_dim))
+            warps[index] = Warp(min(32, threads - 32 * index))
+        warp = warps[index]
+    board = warp.boards[warp.turn[lane]]
+    warp.turn[lane] ^= 1
+    board[lane] = value
+    warp.barrier.wait(WAIT_SECONDS)
+    return board, lane
+
+
+# %% nbs/4_kernels/01_warp.ipynb #shfl_xor
+def shfl_xor(value, mask):
+    """float32 of lane `lane ^ mask`."""
+    board, lane = exchange(np.float32(value))
+    return board[lane ^ int(mask)]
+
+
+# %% nbs/4_kernels/01_warp.ipynb #_float_of_bits
+def _float_of_bits(bits: int) -> np.float32:
+    return np.uint32(bits).view(np.float32)
+
+
+def _bf16_bits(x) -> int:
+    bits = int(np.float32(x).view(np.uint32))
+    if (bits & 0x7F800000) == 0x7F800000 and bits & 0x7FFFFF:
+        return 0x7FFF  # NaN stays NaN
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+
+
+def bf16_lo(word):
+    """float32 of the low bfloat16 of a word."""
+    return _float_of_bits((int(word) << 16) & 0xFFFFFFFF)
+
+
+def bf16_hi(word):
+    """float32 of the high bfloat16 of a word."""
+    return _float_of_bits(int(word) & 0xFFFF0000)
+
+
+def pack_bf16(lo, hi):
+    """A word of two bfloat16, rounded to nearest even."""
+    return np.uint32(_bf16_bits(lo) | (_bf16_bits(hi) << 16))
+
+
+def f16_lo(word):
+    """float32 of the low float16 of a word."""
+    return np.float32(np.uint16(int(word) & 0xFFFF).view(np.float16))
+
+
+def f16_hi(word):
+    """float32 of the high float16 of a word."""
+    return np.float32(np.uint16(int(word) >> 16).view(np.float16))
+
+
+def pack_f16(lo, hi):
+    """A word of two float16, rounded to nearest even."""
+    low, high = (int(np.float16(x).view(np.uint16)) for x in (lo, hi))
+    return np.uint32(low | (high << 16))
+
+
+# %% nbs/4_kernels/01_warp.ipynb #_mma
+def _mma(unpack):
+    def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        board, lane = exchange((a0, a1, a2, a3, b0, b1))
+        a = np.zeros((16, 16), np.float32)
+        b = np.zeros((16, 8), np.float32)
+        for other, words in enumerate(board):
+            row, k = other // 4, (other % 4) * 2
+            for word, (dr, dk) in zip(words, ((0, 0), (8, 0), (0, 8), (8, 8))):
+                a[row + dr, k + dk : k + dk + 2] = unpack(word)
+            for half in range(2):
+                b[k + 8 * half : k + 8 * half + 2, row] = unpack(words[4 + half])
+        d = a @ b
+        g, t = lane // 4, (lane % 4) * 2
+        return c0 + d[g, t], c1 + d[g, t + 1], c2 + d[g + 8, t], c3 + d[g + 8, t + 1]
+
+    return mma
+
+
+mma_bf16 = _mma(lambda word: (bf16_lo(word), bf16_hi(word)))
+mma_f16 = _mma(lambda word: (f16_lo(word), f16_hi(word)))
+
+
+def movmatrix(word):
+    """Transpose an 8x8 matrix of 16-bit values that the warp holds one word a lane."""
+    board, lane = exchange(int(word))
+    row, column = lane // 4, (lane % 4) * 2
+
+    def element(r, c):
+        return (board[r * 4 + c // 2] >> (16 * (c & 1))) & 0xFFFF
+
+    return np.uint32(element(column, row) | (element(column + 1, row) << 16))
+
+
+def prmt(a, b, selector):
+    """Pick four bytes out of the eight of (a, b), one selector nibble a byte."""
+    source = [(int(a) >> (8 * i)) & 255 for i in range(4)] + [(int(b) >> (8 * i)) & 255 for i in range(4)]
+    return np.uint32(sum(source[(int(selector) >> (4 * i)) & 7] << (8 * i) for i in range(4)))
+
+
+# %% nbs/4_kernels/01_warp.ipynb #exp2
+def exp2(x):
+    """2 ** x in float32."""
+    return np.float32(np.exp2(np.float32(x)))
+
+
+def rsqrt(x):
+    """1 / sqrt(x) in float32."""
+    return np.float32(1 / np.sqrt(np.float32(x)))
+
+
+def ldg128(pointer, index):
+    """Four words from `pointer[index]`; on the GPU one 16-byte load through the read-only path."""
+    return tuple(pointer[index + k] for k in range(4))
+
+
+ldg128_stream = ldg128
+
+
+def stg128(pointer, index, words):
+    """Store four words at `pointer[index]`."""
+    for k in range(4):
+        pointer[index + k] = words[k]
+
+
+def ldcg2(pointer, index):
+    """Two float32 that another block may have written."""
+    return pointer[index], pointer[index + 1]
+
+
+def atomic_inc(pointer, index):
+    """Add one to `pointer[index]`; the value before."""
+    with _lock:
+        old = int(pointer[index])
+        pointer[index] = old + 1
+    return old
+
+
+def smem_addr(array):
+    """The address of a shared array, in whatever form `cp_async16` and `ldmatrix_x4` take."""
+    return array
+
+
+def cp_async16(base, offset, pointer, index):
+    """Start copying 16 bytes to byte `offset` of the shared array `base`."""
+    for k in range(4):
+        base[int(offset) // 4 + k] = pointer[index + k]
+
+
+def cp_commit():
+    """Close a group of started copies."""
+
+
+def cp_wait(groups):
+    """Wait until at most `groups` groups of copies are still running."""
+
+
+def _ldmatrix(transpose: bool):
+    def load(base, offset):
+        board, lane = exchange(int(offset))
+        rows = [np.asarray(base[at // 4 : at // 4 + 4], np.uint32).view(np.uint16) for at in list(board)]
+        row, column = lane // 4, (lane % 4) * 2
+        words = []
+        for m in range(4):
+            matrix = rows[8 * m : 8 * m + 8]
+            lo, hi = (
+                (matrix[column][row], matrix[column + 1][row])
+                if transpose
+                else (matrix[row][column], matrix[row][column + 1])
+            )
+            words.append(np.uint32(int(lo) | (int(hi) << 16)))
+        exchange(None)  # nobody overwrites the tile before all have read it
+        return tuple(words)
+
+    return load
+
+
+ldmatrix_x4 = _ldmatrix(False)
+ldmatrix_x4_trans = _ldmatrix(True)
