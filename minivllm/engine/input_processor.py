@@ -4,9 +4,9 @@ The scheduler trusts its requests: token ids that exist, a prompt that fits, a p
 enough.
 """
 
-# Generated from nbs/5_engine/04_input_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/5_engine/05_input_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=92abedc5923c module=fbeecd4b5f3b
+# literate: notebook=530982b89414 module=b37259e031cc
 
 import difflib
 import secrets
@@ -16,6 +16,7 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
+
 from minivllm.core.config import EngineConfig
 from minivllm.core.request import Request
 from minivllm.sampling.params import SamplingParams
@@ -23,7 +24,7 @@ from minivllm.sampling.params import SamplingParams
 __all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "parse_prompt", "random_request_id"]
 
 
-# %% nbs/5_engine/04_input_processor.ipynb #Prompt
+# %% nbs/5_engine/05_input_processor.ipynb #Prompt
 PromptType = str | Sequence[int] | dict[str, Any]
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -85,7 +86,7 @@ def _brief(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-# %% nbs/5_engine/04_input_processor.ipynb #ProcessedInput
+# %% nbs/5_engine/05_input_processor.ipynb #ProcessedInput
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
     """A checked request. ``children``: the core's requests, at least one; each has its own parameters."""
@@ -114,7 +115,7 @@ class InputProcessor:
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
         self._seeds = np.random.default_rng(config.seed)
 
-    # %% nbs/5_engine/04_input_processor.ipynb #InputProcessor-tokenize
+    # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-tokenize
     def tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a prompt, shortened if ``truncate_prompt_tokens`` says so. Raises ValueError if a limit is broken."""
         if prompt.token_ids is not None:
@@ -143,7 +144,7 @@ class InputProcessor:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"prompt_token_ids[{i}] is {token}; token ids of this model are 0..{vocab_size - 1}")
 
-    # %% nbs/5_engine/04_input_processor.ipynb #InputProcessor-max_tokens
+    # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-max_tokens
     def max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
         """How many tokens to generate at most. Raises ValueError if the pool can never hold them.
 
@@ -166,7 +167,7 @@ class InputProcessor:
         cache = self.config.cache
         return (cache.num_gpu_blocks - 1) // len(self.config.kv_cache.groups) * cache.block_size
 
-    # %% nbs/5_engine/04_input_processor.ipynb #InputProcessor-process
+    # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-process
     def process(
         self,
         request_id: str,
@@ -216,7 +217,7 @@ class InputProcessor:
         ]
         return ProcessedInput(parsed.text, token_ids, params, children)
 
-    # %% nbs/5_engine/04_input_processor.ipynb #InputProcessor-_complete
+    # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-_complete
     def _complete(self, params: SamplingParams) -> SamplingParams:
         if params.bad_words and self.tokenizer is None:
             raise ValueError("bad_words needs a tokenizer, and this engine has none")
@@ -240,7 +241,7 @@ class InputProcessor:
         return children
 
 
-# %% nbs/5_engine/04_input_processor.ipynb #random_request_id
+# %% nbs/5_engine/05_input_processor.ipynb #random_request_id
 def random_request_id(prefix: str = "") -> str:
     """A request id that nobody has: the prefix and 16 random hexadecimal digits."""
     return prefix + secrets.token_hex(8)

@@ -3,9 +3,9 @@
 The engine core speaks token ids.
 """
 
-# Generated from nbs/5_engine/08_output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/5_engine/09_output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7d933ec86e1e module=f86c6e39f0e8
+# literate: notebook=5a1941877541 module=0801538f4b52
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from minivllm.sampling.params import RequestOutputKind, SamplingParams, best_ind
 __all__ = ["CompletionState", "OutputProcessor", "ProcessedOutputs", "RequestState"]
 
 
-# %% nbs/5_engine/08_output_processor.ipynb #CompletionState
+# %% nbs/5_engine/09_output_processor.ipynb #CompletionState
 class CompletionState:
     """One answer while it is generated: one request of the engine core.
 
@@ -43,7 +43,7 @@ class CompletionState:
         self._sent_text = 0
         self._sent_tokens = 0
 
-    # %% nbs/5_engine/08_output_processor.ipynb #CompletionState-update
+    # %% nbs/5_engine/09_output_processor.ipynb #CompletionState-update
     def update(self, output: EngineCoreOutput) -> bool:
         """Take one step's tokens. Returns whether the engine core must be told that this request has ended."""
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
@@ -100,7 +100,7 @@ class CompletionState:
             self.logprobs.append(entry)
             self.cumulative_logprob += entry[token_id].logprob
 
-    # %% nbs/5_engine/08_output_processor.ipynb #CompletionState-completion
+    # %% nbs/5_engine/09_output_processor.ipynb #CompletionState-completion
     def completion(self, delta: bool) -> CompletionOutput:
         """The answer so far, or with ``delta`` what was not sent before."""
         end = len(self.text)
@@ -120,7 +120,7 @@ class CompletionState:
         )
 
 
-# %% nbs/5_engine/08_output_processor.ipynb #RequestState
+# %% nbs/5_engine/09_output_processor.ipynb #RequestState
 @dataclass(slots=True)
 class RequestState:
     """One request as the caller sees it, with its children: {id in the engine core: the child's state}."""
@@ -140,7 +140,7 @@ class RequestState:
     def finished(self) -> bool:
         return all(child.finish_reason is not None for child in self.children.values())
 
-    # %% nbs/5_engine/08_output_processor.ipynb #RequestState-output
+    # %% nbs/5_engine/09_output_processor.ipynb #RequestState-output
     def output(self) -> RequestOutput | None:
         """What the caller gets now, or None if it waits for the end."""
         kind, finished = self.params.output_kind, self.finished
@@ -176,7 +176,7 @@ class RequestState:
         return [replace(o, index=i, **hidden) for i, o in enumerate(order[: self.params.n])]
 
 
-# %% nbs/5_engine/08_output_processor.ipynb #ProcessedOutputs
+# %% nbs/5_engine/09_output_processor.ipynb #ProcessedOutputs
 @dataclass(slots=True)
 class ProcessedOutputs:
     """``request_outputs`` for callers, and ``reqs_to_abort``: ids in the engine core that a stop string ended."""
@@ -199,7 +199,7 @@ class OutputProcessor:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    # %% nbs/5_engine/08_output_processor.ipynb #OutputProcessor-add_request
+    # %% nbs/5_engine/09_output_processor.ipynb #OutputProcessor-add_request
     def add_request(
         self,
         request_id: str,
@@ -238,7 +238,7 @@ class OutputProcessor:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
 
-    # %% nbs/5_engine/08_output_processor.ipynb #OutputProcessor-process_outputs
+    # %% nbs/5_engine/09_output_processor.ipynb #OutputProcessor-process_outputs
     def process_outputs(self, core_outputs: Sequence[EngineCoreOutput], now: float) -> ProcessedOutputs:
         """Take the outputs of one step. ``now``: the engine's clock. Outputs of requests that are no longer known are dropped."""
         touched: dict[str, RequestState] = {}
@@ -284,7 +284,7 @@ class OutputProcessor:
             for token_id, logprob in (entry or {}).items():
                 logprob.decoded_token = self.detokenizers.token_text(token_id)
 
-    # %% nbs/5_engine/08_output_processor.ipynb #OutputProcessor-abort_requests
+    # %% nbs/5_engine/09_output_processor.ipynb #OutputProcessor-abort_requests
     def abort_requests(self, request_ids: Sequence[str], now: float) -> tuple[list[RequestOutput], list[str]]:
         """Forget requests. Returns their last outputs and the ids to abort in the engine core; unknown ids are passed over."""
         results: list[RequestOutput] = []

@@ -4,9 +4,9 @@ Whoever calls the engine gets `RequestOutput` values: the prompt, and one `Compl
 each answer.
 """
 
-# Generated from nbs/5_engine/07_outputs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/5_engine/08_outputs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2aa509c1aeb8 module=2cde0da227f6
+# literate: notebook=951d5ecf987c module=c303b77f0799
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["CompletionOutput", "RequestMetrics", "RequestOutput"]
 
 
-# %% nbs/5_engine/07_outputs.ipynb #CompletionOutput
+# %% nbs/5_engine/08_outputs.ipynb #CompletionOutput
 @dataclass(slots=True)
 class CompletionOutput:
     """One answer to a prompt.
@@ -40,7 +40,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-# %% nbs/5_engine/07_outputs.ipynb #RequestMetrics
+# %% nbs/5_engine/08_outputs.ipynb #RequestMetrics
 @dataclass(slots=True)
 class RequestMetrics:
     """Moments of a request on the engine's clock, in seconds; None while they have not come."""
@@ -51,7 +51,7 @@ class RequestMetrics:
     finished_time: float | None = None
 
 
-# %% nbs/5_engine/07_outputs.ipynb #RequestOutput
+# %% nbs/5_engine/08_outputs.ipynb #RequestOutput
 @dataclass(slots=True)
 class RequestOutput:
     """All that is known of a request at the end of a step.

@@ -3,9 +3,9 @@
 A user asks to stop at `"\\nUser:"`.
 """
 
-# Generated from nbs/5_engine/06_stop_strings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/5_engine/07_stop_strings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8ef367b62381 module=c4f42edc2456
+# literate: notebook=410c8b9f2569 module=cb3b21cff20c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 __all__ = ["StopMatch", "StopStrings"]
 
 
-# %% nbs/5_engine/06_stop_strings.ipynb #StopMatch
+# %% nbs/5_engine/07_stop_strings.ipynb #StopMatch
 @dataclass(frozen=True, slots=True)
 class StopMatch:
     """A stop string found in the text at ``text[start:end]``."""

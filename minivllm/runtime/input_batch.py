@@ -6,13 +6,14 @@ requests.
 
 # Generated from nbs/5_engine/01_input_batch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f4a9e17d3e87 module=ed9e03def3f5
+# literate: notebook=e9fd02c1a9ec module=c7e5d0826310
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from minivllm.attention.backend import AttentionBatch
 
 __all__ = ["BlockTable", "InputBatch", "Int32", "Int64", "StepInputs"]
@@ -115,15 +116,14 @@ class InputBatch:
             if ids:
                 table.append(row, ids)
 
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Take the rows back. A request that never got a row (aborted while it waited) is no error."""
-        for request_id in request_ids:
-            row = self.row_of.pop(request_id, None)
-            if row is None:
-                continue
-            for table in self.block_tables:
-                table.clear(row)
-            self._free_rows.append(row)
+    def drop(self, request_id: str) -> None:
+        """Take a row back. A request that never got one (aborted while it waited) is no error."""
+        row = self.row_of.pop(request_id, None)
+        if row is None:
+            return
+        for table in self.block_tables:
+            table.clear(row)
+        self._free_rows.append(row)
 
     # %% nbs/5_engine/01_input_batch.ipynb #InputBatch-prepare
     def prepare(self, num_scheduled: dict[str, int]) -> StepInputs:

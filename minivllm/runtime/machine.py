@@ -1,0 +1,136 @@
+"""What machine is this?
+
+"Choose for me" needs facts: how much memory is free, how many cores, whether the processor computes
+bfloat16 by itself.
+"""
+
+# Generated from nbs/5_engine/03_machine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=f98f5cd7650e module=7bb0bf42b814
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from minivllm.core.config import MachineFacts
+
+__all__ = ["choose_device", "cpu_memory", "environment_report", "has_native_bf16", "machine_facts"]
+
+
+# %% nbs/5_engine/03_machine.ipynb #cpu_memory
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def cpu_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> tuple[int, int]:
+    """(free, total) bytes of main memory, within the limits of a container.
+
+    Where the system does not say what is free (not Linux), half of all memory is taken for free.
+    """
+    if not meminfo.is_file():
+        total = _installed_memory()
+        return total // 2, total
+    sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":", 1) for line in meminfo.open())}
+    free, total = sizes["MemAvailable"], sizes["MemTotal"]
+    limit = _read_number(cgroup / "memory.max")
+    if limit is not None:
+        used = _read_number(cgroup / "memory.current") or 0
+        free, total = min(free, max(limit - used, 0)), min(total, limit)
+    return free, total
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such control group, or "max"
+        return None
+
+
+def _installed_memory() -> int:
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import ctypes
+
+    status = (ctypes.c_uint64 * 8)(
+        64
+    )  # MEMORYSTATUSEX: length and load (two 32-bit numbers), then total and free bytes
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))  # type: ignore[attr-defined]
+    return int(status[1])
+
+
+# %% nbs/5_engine/03_machine.ipynb #has_native_bf16
+_CPU_BF16 = ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16")
+
+
+def has_native_bf16(device: str) -> bool:
+    """Whether the device multiplies bfloat16 by itself."""
+    if device == "cuda":
+        return torch.cuda.get_device_capability() >= (8, 0)
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    if not capabilities:  # an older torch
+        return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())
+    return any(capabilities.get(name) for name in _CPU_BF16)
+
+
+# %% nbs/5_engine/03_machine.ipynb #choose_device
+def choose_device(asked: str) -> str:
+    """`cpu` or `cuda`. Raises ValueError if a GPU is asked for and there is none."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' was asked for, but torch finds no CUDA device; use device='cpu' or 'auto'")
+    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def machine_facts(device: str, attention_backend: str, attention_backend_why: str) -> MachineFacts:
+    """What `core.config.resolve` wants to know of this machine."""
+    free, total = torch.cuda.mem_get_info() if device == "cuda" else cpu_memory()
+    return MachineFacts(
+        device=device,
+        free_memory_bytes=free,
+        total_memory_bytes=total,
+        has_bf16=has_native_bf16(device),
+        num_cores=torch.get_num_threads(),
+        attention_backend=attention_backend,
+        attention_backend_why=attention_backend_why,
+    )
+
+
+# %% nbs/5_engine/03_machine.ipynb #environment_report
+_PACKAGES = (
+    "minivllm",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "numba",
+    "safetensors",
+    "gguf",
+    "fastapi",
+    "ray",
+)
+
+
+def environment_report() -> dict[str, str]:
+    """Facts for a bug report: {name: value}. Names no user, folder or host."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    report = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for package in _PACKAGES:
+        try:
+            report[package] = version(package)
+        except PackageNotFoundError:
+            report[package] = "not installed"
+    free, total = cpu_memory()
+    report["cpu"] = f"{_cpu_name()}, {os.cpu_count()} logical cores, {torch.get_num_threads()} torch threads"
+    report["cpu capability"] = f"{torch.backends.cpu.get_cpu_capability()}, native bfloat16: {has_native_bf16('cpu')}"
+    report["memory"] = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f}"
+    report["cuda"] = "none"
+    if torch.cuda.is_available():
+        name, size = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
+        report["cuda"] = f"{name}, {size / 2**30:.0f} GiB, torch built for CUDA {torch.version.cuda}"
+    return report
+
+
+def _cpu_name() -> str:
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return str(capabilities.get("cpu_name") or platform.processor() or "unknown")
