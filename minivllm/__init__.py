@@ -1,1 +1,44 @@
-"""minivllm."""
+"""minivllm.
+
+A language model server small enough to read: every module of the package is a chapter of this book.
+"""
+
+# Generated from nbs/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=134c1cbe7efa module=d50a415091c6
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# %% nbs/index.ipynb #version
+__version__ = "0.1.0"
+
+
+# %% nbs/index.ipynb #lazy
+if TYPE_CHECKING:
+    from minivllm.core.config import EngineArgs
+    from minivllm.engine.llm import LLM
+    from minivllm.engine.llm_engine import LLMEngine
+    from minivllm.sampling.params import SamplingParams
+
+__all__ = ["LLM", "EngineArgs", "LLMEngine", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "EngineArgs": "minivllm.core.config",
+    "LLM": "minivllm.engine.llm",
+    "LLMEngine": "minivllm.engine.llm_engine",
+    "SamplingParams": "minivllm.sampling.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module when it is first used, and keep it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'minivllm' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

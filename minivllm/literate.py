@@ -6,7 +6,7 @@ and carries an edited module back into its notebook.
 
 # Generated from nbs/literate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=02945cdf8abc module=dd4799f6f552
+# literate: notebook=872580fd73d3 module=87e1d468207e
 
 import abc
 import argparse
@@ -337,11 +337,15 @@ def _strip_blank(lines: Sequence[str], number: int) -> int:
 # %% nbs/literate.ipynb #Item
 @dataclass(frozen=True)
 class Item:
-    """A piece of an exported cell, as text that can stand in a module. `cls`: the class whose method this is, if any."""
+    """A piece of an exported cell, as text that can stand in a module. `cls`: the class whose method this is, if any.
+
+    `gap` is the number of blank lines above it.
+    """
 
     cell: Cell
     piece: Piece
     text: str
+    gap: int = 0
     cls: str | None = None
 
     @property
@@ -364,17 +368,19 @@ def items_of(cell: Cell) -> list[Item]:
     for before, after in zip(tree.body, tree.body[1:], strict=False):
         if _start(after) <= (before.end_lineno or before.lineno):
             raise cell.error("two statements on one line cannot be exported: give each its own", after.lineno)
-    return [_item(cell, lines, piece) for piece in cut(lines, tree.body, 1, len(lines))]
+    found = cut(lines, tree.body, 1, len(lines))
+    ends = [0, *(piece.last for piece in found)]
+    return [_item(cell, lines, piece, piece.first - end - 1) for piece, end in zip(found, ends, strict=False)]
 
 
-def _item(cell: Cell, lines: Sequence[str], piece: Piece) -> Item:
+def _item(cell: Cell, lines: Sequence[str], piece: Piece, gap: int) -> Item:
     cls = method_class(cell, piece.node)
     kept = list(lines[piece.first - 1 : piece.last])
     if cls is not None and isinstance(piece.node, ast.FunctionDef | ast.AsyncFunctionDef):
         decorator = piece.node.decorator_list[0]
         del kept[decorator.lineno - piece.first : (decorator.end_lineno or decorator.lineno) - piece.first + 1]
         kept = [re.sub(rf"^@{cls}\.(\w+)\.(setter|getter|deleter)\b", r"@\1.\2", line) for line in kept]
-    return Item(cell, piece, "\n".join(kept), cls)
+    return Item(cell, piece, "\n".join(kept), gap, cls)
 
 
 # %% nbs/literate.ipynb #method-class
@@ -466,8 +472,9 @@ def _plain(markdown: str) -> str:
 
 
 # %% nbs/literate.ipynb #module-source
-FORMAT = 1
+FORMAT = 2
 """Part of every digest: raise it when `render` changes what it writes, and every module counts as out of date."""
+
 INDENT = "    "
 
 
@@ -493,7 +500,9 @@ def _body(top: Sequence[Item], methods: dict[str, list[Item]]) -> Iterator[str]:
         if item.cell != current:
             yield "\n\n" + marker(item.cell)
             current = item.cell
-        yield item.text
+            yield item.text
+        else:
+            yield "\n" * item.gap + item.text
         for folded in methods.get(item.node.name, []) if isinstance(item.node, ast.ClassDef) else []:
             if folded.cell != current:
                 yield f"\n{INDENT}{marker(folded.cell)}"
@@ -749,12 +758,13 @@ def missing_packages(root: Path, modules: Iterable[str]) -> list[str]:
 # %% nbs/literate.ipynb #book
 @dataclass
 class Book:
-    """The notebooks that export a module, by path of the module, and the errors found on the way."""
+    """The notebooks that export a module, by path of the module, the plain ones, and the errors found on the way."""
 
     root: Path
     chapters: dict[str, Notebook] = field(default_factory=dict)
     plain: list[Notebook] = field(default_factory=list)
     errors: list[LiterateError] = field(default_factory=list)
+    whole: bool = True
 
 
 def read_book(root: Path) -> Book:
@@ -1046,7 +1056,7 @@ def check(book: Book, rebuild: bool = False) -> list[LiterateError]:
                 errors.append(LiterateError("holds metadata that changes from run to run: run clean", notebook.name))
         except LiterateError as error:
             errors.append(error)
-    errors += orphans(book)
+    errors += orphans(book) if book.whole else []
     return errors if errors or not rebuild else rebuild_errors(book)
 
 
@@ -1361,7 +1371,7 @@ def select(book: Book, paths: Sequence[str]) -> Book:
     """The part of the book that the paths name: notebooks, modules or folders of either. No path: all of it."""
     if not paths:
         return book
-    chosen = Book(book.root)
+    chosen = Book(book.root, whole=False)
     for given in paths:
         path = Path(given).resolve()
         chapters = {

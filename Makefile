@@ -1,0 +1,80 @@
+# `make` or `make help` lists the targets. Each makes its own virtual environment in .venv when it needs one.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# More arguments for `pip install`, for example an index that has builds of torch for the CPU only:
+#   make test PIP_ARGS="--extra-index-url https://example.org/cpu"
+PIP_ARGS ?=
+# The first Python here that is new enough; `make PYTHON=/path/to/python test` chooses another.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+# An environment is good for as long as these two files say the same.
+KEY := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+READY := $(VENV)/ready-$(KEY)
+SITE_READY := $(VENV)/ready-site-$(KEY)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lab serve site export check format lint types bench clean
+
+help:  ## list the targets
+	@awk -F ':.*##' '/^[a-z]+:.*##/ {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(READY)  ## make .venv and install minivllm into it, once
+
+$(VENV)/bin/pip:
+	@test -n "$(PYTHON)" || { echo "minivllm needs Python 3.11 or newer, and found none: $$(python3 --version 2>&1)." \
+		"Install one, or name it: make PYTHON=/path/to/python ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "minivllm needs Python 3.11 or newer;" \
+		"$(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV) install pip; }
+
+$(READY): $(VENV)/bin/pip
+	$(BIN)/pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@rm -f $(VENV)/ready-* && touch $@
+
+demo: $(READY)  ## answer four prompts with a real model, and show how they were scheduled
+	$(BIN)/minivllm demo
+
+test: $(READY)  ## run the tests, then every notebook, comparing its outputs with the stored ones
+	$(BIN)/pytest
+	$(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with nbs/sanitize.cfg -p no:cacheprovider nbs
+
+lab: $(READY)  ## open the book in JupyterLab; saving a notebook exports its module
+	$(BIN)/jupyter lab --notebook-dir=nbs \
+		--FileContentsManager.pre_save_hook=minivllm.literate.pre_save_hook \
+		--FileContentsManager.post_save_hook=minivllm.literate.post_save_hook
+
+serve: $(READY)  ## serve the model over the OpenAI API
+	$(BIN)/minivllm serve
+
+site: $(SITE_READY)  ## build the documentation pages into site/_build/html
+	$(BIN)/sphinx-build -b html -W --keep-going -j auto site site/_build/html
+
+$(SITE_READY): $(READY)
+	$(BIN)/pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[site]'
+	@touch $@
+
+export: $(READY)  ## write the modules of the notebooks that changed
+	$(BIN)/python -m minivllm.literate export
+
+check: $(READY)  ## check that notebooks and modules agree, and say which cell differs
+	$(BIN)/python -m minivllm.literate check
+
+format: $(READY)  ## format notebooks and tests, clean the notebooks, export the modules
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python -m minivllm.literate clean
+	$(BIN)/python -m minivllm.literate export
+
+lint: $(READY)  ## look for mistakes and bad format with ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## check the types of both packages with mypy
+	$(BIN)/mypy
+
+bench: $(READY)  ## run the benchmarks; each prints a table of ratios
+	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:  ## delete the environment, caches and built pages
+	rm -rf $(VENV) site/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

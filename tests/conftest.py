@@ -1,0 +1,11 @@
+"""Shared by all tests: fast ones run first, and hypothesis draws the same examples every time."""
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
