@@ -1,3 +1,12 @@
+"""Settings, and why they are what they are.
+
+What did the engine choose, and why?
+"""
+
+# Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=377cf4d86cd9 module=896798d7f78e
+
 from __future__ import annotations
 
 import difflib
@@ -6,6 +15,26 @@ from dataclasses import dataclass, field, fields
 from math import gcd
 from typing import Any, Literal, get_args
 
+__all__ = [
+    "AttentionKind",
+    "CacheConfig",
+    "Decision",
+    "EngineArgs",
+    "EngineConfig",
+    "KVCacheConfig",
+    "KVCacheGroup",
+    "KVCacheSpec",
+    "MachineFacts",
+    "ModelFacts",
+    "SchedulerConfig",
+    "choose_dtype",
+    "choose_num_blocks",
+    "make_kv_cache_groups",
+    "resolve",
+]
+
+
+# %% nbs/1_core/03_config.ipynb #KVCacheSpec
 AttentionKind = Literal["full", "sliding_window", "chunked_local"]
 
 
@@ -33,7 +62,9 @@ class KVCacheSpec:
         if self.kind not in get_args(AttentionKind):
             raise ValueError(f"KVCacheSpec.kind must be one of {get_args(AttentionKind)}, got {self.kind!r}")
         if (self.window is None) != (self.kind == "full"):
-            raise ValueError(f"KVCacheSpec of kind {self.kind!r} with window={self.window}: full has none, the others need one")
+            raise ValueError(
+                f"KVCacheSpec of kind {self.kind!r} with window={self.window}: full has none, the others need one"
+            )
         for name in ("block_size", "num_kv_heads", "head_dim", "dtype_bytes", "window"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -44,6 +75,8 @@ class KVCacheSpec:
         """Bytes of one block in one layer, keys and values together."""
         return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
+
+# %% nbs/1_core/03_config.ipynb #KVCacheGroup
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
     """Layers that share a block table.
@@ -70,7 +103,9 @@ def make_kv_cache_groups(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ..
         raise ValueError("make_kv_cache_groups: the model has no attention layer")
     sizes = {spec.bytes_per_block for spec in specs}
     if len(sizes) > 1:
-        raise ValueError(f"make_kv_cache_groups: layers need blocks of different sizes, {sorted(sizes)} bytes; one pool cannot hold both")
+        raise ValueError(
+            f"make_kv_cache_groups: layers need blocks of different sizes, {sorted(sizes)} bytes; one pool cannot hold both"
+        )
     by_spec: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         by_spec.setdefault(spec, []).append(layer)
@@ -81,6 +116,8 @@ def make_kv_cache_groups(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ..
         for i in range(0, len(layers), size)
     )
 
+
+# %% nbs/1_core/03_config.ipynb #KVCacheConfig
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
     """The pool and the groups that share it.
@@ -107,6 +144,8 @@ class KVCacheConfig:
         """Bytes of one physical block over all tensors."""
         return self.num_tensors * self.groups[0].spec.bytes_per_block
 
+
+# %% nbs/1_core/03_config.ipynb #CacheConfig
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """What the KV cache manager reads.
@@ -149,6 +188,7 @@ class SchedulerConfig:
         max_num_partial_prefills: most requests in the middle of a prompt at once; None for no cap.
         policy: `fcfs` or `priority`, when no policy object is given.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits into the free blocks, not just its first chunk.
+        starvation_limit: a policy may let younger requests overtake the oldest waiting one, or preempt one request, this often.
     """
 
     max_num_seqs: int = 128
@@ -159,8 +199,10 @@ class SchedulerConfig:
     max_num_partial_prefills: int | None = None
     policy: str = "fcfs"
     scheduler_reserve_full_isl: bool = True
+    starvation_limit: int = 1000
 
     def __post_init__(self) -> None:
+        _at_least("starvation_limit", self.starvation_limit, 1)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             _at_least(name, getattr(self, name), 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -190,6 +232,8 @@ def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
+
+# %% nbs/1_core/03_config.ipynb #ModelFacts
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the engine needs to know of a model, without the model.
@@ -237,6 +281,8 @@ class MachineFacts:
     attention_backend: str
     attention_backend_why: str
 
+
+# %% nbs/1_core/03_config.ipynb #_arg
 def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
@@ -255,10 +301,14 @@ class EngineArgs:
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
     max_model_len: int | None = _arg(None, "most tokens of a request, prompt and output together")
     block_size: int = _arg(16, "tokens per KV block")
-    num_gpu_blocks: int | None = _arg(None, "physical KV blocks, the null block included (also on a CPU); default: from memory")
+    num_gpu_blocks: int | None = _arg(
+        None, "physical KV blocks, the null block included (also on a CPU); default: from memory"
+    )
     num_cpu_blocks: int = _arg(0, "KV blocks of the swap pool")
     kv_cache_memory_bytes: int | None = _arg(None, "memory for the KV cache; default: from gpu_memory_utilization")
-    gpu_memory_utilization: float = _arg(0.9, "share of a GPU's memory that the engine may use (of free memory on a CPU: half of this)")
+    gpu_memory_utilization: float = _arg(
+        0.9, "share of a GPU's memory that the engine may use (of free memory on a CPU: half of this)"
+    )
     enable_prefix_caching: bool = _arg(True, "reuse KV blocks of equal prefixes")
     prefix_cache_index: str = _arg("hash", "how cached prefixes are found", ("hash", "radix"))
     watermark: float = _arg(0.0, "share of KV blocks kept free when a request is admitted")
@@ -268,6 +318,9 @@ class EngineArgs:
     long_prefill_token_threshold: int = _arg(0, "most tokens of one request in a step; 0: no cap")
     max_num_partial_prefills: int | None = _arg(None, "most requests in the middle of a prompt at once")
     scheduler_reserve_full_isl: bool = _arg(True, "admit a request only if its whole prompt fits the free blocks")
+    starvation_limit: int = _arg(
+        1000, "how often a policy may pass over the oldest waiting request, or preempt one request"
+    )
     scheduling_policy: str = _arg("fcfs", "order of the waiting queue", ("fcfs", "priority"))
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
@@ -292,6 +345,7 @@ class EngineArgs:
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
             raise ValueError('preemption_mode="swap" needs num_cpu_blocks of at least 1, got 0')
 
+    # %% nbs/1_core/03_config.ipynb #EngineArgs-from_kwargs
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
         """Make from keywords.
@@ -308,6 +362,7 @@ class EngineArgs:
         return cls(**kwargs)
 
 
+# %% nbs/1_core/03_config.ipynb #Decision
 @dataclass(frozen=True, slots=True)
 class Decision:
     """One setting, its value, and why it has it."""
@@ -338,6 +393,8 @@ class EngineConfig:
         widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
         return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}" for a, b, c in rows)
 
+
+# %% nbs/1_core/03_config.ipynb #choose_dtype
 def choose_dtype(asked: str, checkpoint_dtype: str, device: str, has_bf16: bool) -> Decision:
     """The dtype to compute in: the one asked for, or the checkpoint's if the device is good at it."""
     if asked != "auto":
@@ -345,12 +402,18 @@ def choose_dtype(asked: str, checkpoint_dtype: str, device: str, has_bf16: bool)
     if device == "cpu" and not has_bf16:
         return Decision("dtype", "float32", "this CPU has no native bfloat16")
     if device == "cpu" and checkpoint_dtype in ("float16", "float32"):
-        return Decision("dtype", "bfloat16", f"half the bytes to read of {checkpoint_dtype}, and this CPU computes it natively")
+        return Decision(
+            "dtype", "bfloat16", f"half the bytes to read of {checkpoint_dtype}, and this CPU computes it natively"
+        )
     if checkpoint_dtype == "float32":
         return Decision("dtype", "bfloat16", "half the bytes to read of float32")
     return Decision("dtype", checkpoint_dtype, "the checkpoint's own")
 
-def choose_num_blocks(args: EngineArgs, model: ModelFacts, machine: MachineFacts, cache_bytes: int, useful: int) -> Decision:
+
+# %% nbs/1_core/03_config.ipynb #choose_num_blocks
+def choose_num_blocks(
+    args: EngineArgs, model: ModelFacts, machine: MachineFacts, cache_bytes: int, useful: int
+) -> Decision:
     """How many physical blocks to allocate.
 
     Args:
@@ -381,6 +444,8 @@ def choose_num_blocks(args: EngineArgs, model: ModelFacts, machine: MachineFacts
         return Decision("num_gpu_blocks", useful, "all that max_num_seqs requests of max_model_len can fill")
     return Decision("num_gpu_blocks", blocks, why)
 
+
+# %% nbs/1_core/03_config.ipynb #resolve
 _CPU_MAX_NUM_SEQS, _GPU_MAX_NUM_SEQS = 128, 256
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
@@ -391,7 +456,10 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     Raises:
         ValueError: a setting is out of range for this model or machine; the message names value and range.
     """
-    decisions = [dtype, Decision("device", machine.device, "asked for" if args.device != "auto" else "the best one found")]
+    decisions = [
+        dtype,
+        Decision("device", machine.device, "asked for" if args.device != "auto" else "the best one found"),
+    ]
 
     def choose(setting: str, asked: Any, default: Any, why: str) -> Any:
         decisions.append(Decision(setting, default if asked is None else asked, why if asked is None else "asked for"))
@@ -401,8 +469,16 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ValueError(f"max_model_len={args.max_model_len} is longer than the model was made for ({longest})")
     max_model_len = choose("max_model_len", args.max_model_len, longest, "the model's own limit")
-    default_seqs = _CPU_MAX_NUM_SEQS if machine.device == "cpu" else _GPU_MAX_NUM_SEQS
-    max_num_seqs = choose("max_num_seqs", args.max_num_seqs, default_seqs, f"default on {machine.device}")
+    default_seqs, why = (
+        _CPU_MAX_NUM_SEQS if machine.device == "cpu" else _GPU_MAX_NUM_SEQS,
+        f"default on {machine.device}",
+    )
+    if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < default_seqs:
+        default_seqs, why = (
+            args.max_num_batched_tokens,
+            "max_num_batched_tokens, so that every running request can decode",
+        )
+    max_num_seqs = choose("max_num_seqs", args.max_num_seqs, default_seqs, why)
     budget = max(_DEFAULT_BATCHED_TOKENS[machine.device], max_num_seqs)
     why = f"default on {machine.device}"
     if not args.enable_chunked_prefill and budget < max_model_len:
@@ -414,6 +490,16 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     useful = max_num_seqs * len(groups) * -(-max_model_len // args.block_size) + 1
     blocks = choose_num_blocks(args, model, machine, bytes_per_block, useful)
     decisions.append(blocks)
+    holds = (blocks.value - 1) // len(groups) * args.block_size
+    if holds < max_model_len:
+        if args.max_model_len is not None:
+            raise ValueError(
+                f"max_model_len={max_model_len} does not fit the KV cache: {blocks.value} blocks of {args.block_size} tokens"
+                f" in {len(groups)} groups hold {holds} tokens. Lower max_model_len or give more num_gpu_blocks"
+            )
+        max_model_len = holds
+        decisions = [d for d in decisions if d.setting != "max_model_len"]
+        decisions.append(Decision("max_model_len", holds, "all that the KV cache can hold of one request"))
     cache = CacheConfig(
         block_size=args.block_size,
         num_gpu_blocks=blocks.value,
@@ -431,6 +517,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
         max_num_partial_prefills=args.max_num_partial_prefills,
         policy=args.scheduling_policy,
         scheduler_reserve_full_isl=args.scheduler_reserve_full_isl,
+        starvation_limit=args.starvation_limit,
     )
     mentioned = {d.setting for d in decisions}
     for f in fields(args):

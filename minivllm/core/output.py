@@ -1,3 +1,12 @@
+"""A decision is a value.
+
+What passes between the scheduler and the thing that runs the model?
+"""
+
+# Generated from nbs/1_core/02_output.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=fe512dc2d302 module=74d9e8ef1e65
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -5,6 +14,10 @@ from typing import Any
 
 from minivllm.core.request import FinishReason
 
+__all__ = ["EngineCoreOutput", "ModelRunnerOutput", "NewRequest", "SchedulerOutput"]
+
+
+# %% nbs/1_core/02_output.ipynb #NewRequest
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request that the runner does not hold yet, with all that it needs to make a row.
@@ -27,6 +40,8 @@ class NewRequest:
     num_computed_tokens: int
     lora_name: str | None = None
 
+
+# %% nbs/1_core/02_output.ipynb #SchedulerOutput
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """What to run in one step.
@@ -53,6 +68,8 @@ class SchedulerOutput:
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
 
+
+# %% nbs/1_core/02_output.ipynb #ModelRunnerOutput
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """What one step of the model produced.
@@ -69,6 +86,8 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
+
+# %% nbs/1_core/02_output.ipynb #EngineCoreOutput
 @dataclass(slots=True)
 class EngineCoreOutput:
     """What one request gained in one step, on its way to the output processor.

@@ -1,10 +1,22 @@
+"""A request, and how far it has come.
+
+What does the engine need to know about one request in order to schedule it?
+"""
+
+# Generated from nbs/1_core/01_request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=e2990b24e0b6 module=f156c04de4ff
+
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from enum import Enum, IntEnum
 from typing import Any
 
+__all__ = ["FinishReason", "Request", "RequestStatus"]
 
+
+# %% nbs/1_core/01_request.ipynb #FinishReason
 class FinishReason(str, Enum):
     """Why a request ended. The values are the strings that the OpenAI API uses; `error` is ours."""
 
@@ -16,6 +28,8 @@ class FinishReason(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+
+# %% nbs/1_core/01_request.ipynb #RequestStatus
 class RequestStatus(IntEnum):
     """Where a request stands. All but `RUNNING` and `FINISHED` are forms of waiting."""
 
@@ -25,6 +39,8 @@ class RequestStatus(IntEnum):
     SWAPPED = 3
     FINISHED = 4
 
+
+# %% nbs/1_core/01_request.ipynb #Request
 class Request:
     """One request as the scheduler sees it: token ids in, token ids out, and a progress counter.
 
@@ -109,21 +125,25 @@ class Request:
         self.capacity = 0
         self.sequence_number = 0
 
+    # %% nbs/1_core/01_request.ipynb #Request-output_token_ids
     @property
     def output_token_ids(self) -> list[int]:
         """The sampled tokens so far (a copy)."""
         return self.all_token_ids[self.num_prompt_tokens :]
 
+    # %% nbs/1_core/01_request.ipynb #Request-num_output_tokens
     @property
     def num_output_tokens(self) -> int:
         """How many tokens have been sampled."""
         return self.num_tokens - self.num_prompt_tokens
 
+    # %% nbs/1_core/01_request.ipynb #Request-is_finished
     @property
     def is_finished(self) -> bool:
         """True once a finish reason is set."""
         return self.status is RequestStatus.FINISHED
 
+    # %% nbs/1_core/01_request.ipynb #Request-append_output_token
     def append_output_token(self, token_id: int) -> bool:
         """Append one sampled token; set `finish_reason` and `stop_reason` and return True if it ends the request."""
         self.all_token_ids.append(token_id)
@@ -140,9 +160,9 @@ class Request:
             return True
         return False
 
+    # %% nbs/1_core/01_request.ipynb #Request-__repr__
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.name}, computed {self.num_computed_tokens} of {self.num_tokens},"
             f" {self.num_output_tokens} of at most {self.max_tokens} sampled)"
         )
-

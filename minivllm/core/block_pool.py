@@ -1,0 +1,224 @@
+"""Blocks, and the list of free ones.
+
+Where does the memory for keys and values come from, and who gets which piece?
+"""
+
+# Generated from nbs/1_core/05_block_pool.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=b47488dfdd79 module=b51f7cb02be2
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+__all__ = ["BlockPool", "FreeBlockQueue", "KVCacheBlock"]
+
+
+# %% nbs/1_core/05_block_pool.ipynb #KVCacheBlock
+class KVCacheBlock:
+    """One physical block.
+
+    Attributes:
+        block_id: position in the cache tensors.
+        ref_cnt: how many block tables hold it.
+        block_hash: key of its content, or None while it is not reusable.
+        num_hits: how often its content was reused.
+        last_used: the step in which a request last took or freed it.
+        depth: position of the block in the prefix that it holds, counted in blocks.
+        group: the KV cache group whose layers filled it.
+    """
+
+    __slots__ = ("block_id", "ref_cnt", "block_hash", "prev", "next", "num_hits", "last_used", "depth", "group")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.block_hash: bytes | None = None
+        self.prev: KVCacheBlock | None = None
+        self.next: KVCacheBlock | None = None
+        self.num_hits = 0
+        self.last_used = -1
+        self.depth = 0
+        self.group = 0
+
+    def __repr__(self) -> str:
+        content = self.block_hash.hex()[:8] if self.block_hash else "-"
+        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, hash={content})"
+
+
+# %% nbs/1_core/05_block_pool.ipynb #FreeBlockQueue
+class FreeBlockQueue:
+    """A doubly linked list of free blocks, threaded through the blocks. Every operation but iteration is O(1)."""
+
+    def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
+        self._head, self._tail = KVCacheBlock(-1), KVCacheBlock(-1)
+        self._head.next, self._tail.prev = self._tail, self._head
+        self._len = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        block = self._head.next
+        while block is not self._tail:
+            assert block is not None
+            yield block
+            block = block.next
+
+    def _link(self, block: KVCacheBlock, before: KVCacheBlock, after: KVCacheBlock) -> None:
+        before.next = after.prev = block
+        block.prev, block.next = before, after
+        self._len += 1
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put at the end: reused last."""
+        assert self._tail.prev is not None
+        self._link(block, self._tail.prev, self._tail)
+
+    def prepend(self, block: KVCacheBlock) -> None:
+        """Put at the front: reused first."""
+        assert self._head.next is not None
+        self._link(block, self._head, self._head.next)
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take out of the middle."""
+        assert block.prev is not None and block.next is not None, "the block is not in the free list"
+        block.prev.next, block.next.prev = block.next, block.prev
+        block.prev = block.next = None
+        self._len -= 1
+
+    def first(self) -> KVCacheBlock:
+        """The block that would be reused next."""
+        if not self._len:
+            raise IndexError("no free block")
+        assert self._head.next is not None
+        return self._head.next
+
+
+# %% nbs/1_core/05_block_pool.ipynb #BlockPool
+class BlockPool:
+    """A fixed number of physical blocks, reference counted, with reuse by content.
+
+    Args:
+        num_blocks: physical blocks, the null block 0 included; at least 2.
+        on_evict: called with a block whose content is about to be dropped.
+
+    Attributes:
+        choose_victim: optional `free blocks -> block`, asked for a block to evict; None takes the least recently used.
+        trace: None, or a function that takes an event tuple.
+        step: the current step, for `KVCacheBlock.last_used`.
+        num_cached_free: free blocks whose content could be reused.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[KVCacheBlock], None] = lambda block: None) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}")
+        self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
+        self.null_block = self.blocks[0]
+        self.free_queue = FreeBlockQueue(self.blocks[1:])
+        self.on_evict = on_evict
+        self.choose_victim: Callable[[Iterator[KVCacheBlock]], KVCacheBlock] | None = None
+        self.trace: Callable[[tuple[Any, ...]], None] | None = None
+        self.step = 0
+        self.num_cached_free = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """All physical blocks that can be handed out: the null block is not counted."""
+        return len(self.blocks) - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now, those with reusable content included."""
+        return len(self.free_queue)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return 1.0 - len(self.free_queue) / self.num_blocks
+
+    # %% nbs/1_core/05_block_pool.ipynb #BlockPool-allocate
+    def allocate(self, n: int) -> list[KVCacheBlock]:
+        """Take `n` blocks for new content, each with a count of one. If too few are empty, content is evicted first.
+
+        Raises:
+            ValueError: fewer than `n` blocks are free; nothing is taken then.
+        """
+        if n > len(self.free_queue):
+            raise ValueError(f"{n} blocks wanted, {len(self.free_queue)} free")
+        self._make_room(n - (len(self.free_queue) - self.num_cached_free))
+        taken = []
+        for _ in range(n):
+            block = self.free_queue.first()
+            self.free_queue.remove(block)
+            block.ref_cnt = 1
+            block.num_hits = 0
+            block.last_used = self.step
+            taken.append(block)
+        return taken
+
+    # %% nbs/1_core/05_block_pool.ipynb #BlockPool-cached_free_blocks
+    def cached_free_blocks(self) -> Iterator[KVCacheBlock]:
+        """Free blocks with content, least recently used first. Blocks without content stand before them in the list."""
+        return (block for block in self.free_queue if block.block_hash is not None)
+
+    def _make_room(self, shortage: int) -> None:
+        if shortage <= 0:
+            return
+        if self.choose_victim is None:
+            for block in list(islice(self.cached_free_blocks(), shortage)):
+                self.evict(block)
+        else:
+            for _ in range(shortage):
+                self.evict(self.choose_victim(self.cached_free_blocks()))
+
+    # %% nbs/1_core/05_block_pool.ipynb #BlockPool-evict
+    def evict(self, block: KVCacheBlock) -> None:
+        """Drop the content of a free block and move it to the front of the free list.
+
+        Raises:
+            ValueError: the block is in use, or holds nothing.
+        """
+        if block.ref_cnt or block.block_hash is None:
+            raise ValueError(f"{block} cannot be evicted: only a free block with content can")
+        self.on_evict(block)
+        if self.trace is not None:
+            self.trace(("evict", block.block_id, block.block_hash))
+        block.block_hash = None
+        self.num_cached_free -= 1
+        self.free_queue.remove(block)
+        self.free_queue.prepend(block)
+
+    # %% nbs/1_core/05_block_pool.ipynb #BlockPool-touch
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Share blocks that are held or free: one more count each. A free one leaves the free list."""
+        for block in blocks:
+            if block is self.null_block:
+                continue
+            if block.ref_cnt == 0:
+                self.free_queue.remove(block)
+                self.num_cached_free -= block.block_hash is not None
+            block.ref_cnt += 1
+            block.num_hits += 1
+            block.last_used = self.step
+
+    # %% nbs/1_core/05_block_pool.ipynb #BlockPool-free
+    def free(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Give blocks back, in the order in which they should be reused: pass the last block of a request first."""
+        for block in blocks:
+            if block is self.null_block:
+                continue
+            block.ref_cnt -= 1
+            block.last_used = self.step
+            if block.ref_cnt == 0:
+                if block.block_hash is None:
+                    self.free_queue.prepend(block)
+                else:
+                    self.free_queue.append(block)
+                    self.num_cached_free += 1
+            elif block.ref_cnt < 0:
+                raise RuntimeError(f"block {block.block_id} was freed more often than it was taken")

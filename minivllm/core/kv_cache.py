@@ -1,0 +1,387 @@
+"""The KV cache manager.
+
+Does this request fit, and where do its tokens go?
+"""
+
+# Generated from nbs/1_core/07_kv_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=7bd1cb2f0741 module=f3ff75da48d3
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.core.block_pool import BlockPool, KVCacheBlock
+from minivllm.core.config import CacheConfig, KVCacheConfig, KVCacheSpec
+from minivllm.core.prefix import extend_block_hashes, make_prefix_index
+from minivllm.core.request import Request
+
+__all__ = ["CacheHit", "GroupManager", "KVCacheManager", "PrefixCacheStats", "num_skipped_tokens"]
+
+
+# %% nbs/1_core/07_kv_cache.ipynb #num_skipped_tokens
+def num_skipped_tokens(spec: KVCacheSpec, num_computed_tokens: int) -> int:
+    """Tokens at the start that no later token attends to.
+
+    The next token stands at position `num_computed_tokens`. A sliding window of `w` lets it see itself and `w - 1` before it;
+    chunked local attention lets it see its own chunk.
+    """
+    if spec.kind == "full":
+        return 0
+    assert spec.window is not None
+    if spec.kind == "sliding_window":
+        return max(0, num_computed_tokens - spec.window + 1)
+    return num_computed_tokens // spec.window * spec.window
+
+
+# %% nbs/1_core/07_kv_cache.ipynb #GroupManager
+class GroupManager:
+    """Block tables of one KV cache group, and the index of its cached blocks."""
+
+    def __init__(self, group: int, spec: KVCacheSpec, pool: BlockPool, index: str) -> None:
+        self.group, self.spec, self.pool = group, spec, pool
+        self.block_size = spec.block_size
+        self.index = make_prefix_index(index, spec.block_size)
+        self.tables: dict[str, list[KVCacheBlock]] = {}
+        self.num_named: dict[str, int] = {}
+        self.num_dropped: dict[str, int] = {}
+
+    def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` tokens ever holds, computed at most `max_step_tokens` at a time."""
+        blocks = -(-num_tokens // self.block_size)
+        if self.spec.window is None:
+            return blocks
+        return min(blocks, -(-(self.spec.window + max_step_tokens) // self.block_size) + 1)
+
+    # %% nbs/1_core/07_kv_cache.ipynb #GroupManager-longest_hit
+    def longest_hit(self, request: Request, max_blocks: int) -> list[KVCacheBlock]:
+        """The longest prefix of at most `max_blocks` blocks that need not be computed, as a block table with null blocks."""
+        if self.spec.kind == "full":
+            hit = []
+            for block in self.index.walk(request, max_blocks):
+                if block is None:
+                    break
+                hit.append(block)
+            return hit
+        found = list(self.index.walk(request, max_blocks))
+        best, run_start = 0, 0
+        for n in range(1, len(found) + 1):
+            if found[n - 1] is None:
+                run_start = n
+            elif run_start <= num_skipped_tokens(self.spec, n * self.block_size) // self.block_size:
+                best = n
+        needed = num_skipped_tokens(self.spec, best * self.block_size) // self.block_size
+        return [block if i >= needed and block else self.pool.null_block for i, block in enumerate(found[:best])]
+
+    # %% nbs/1_core/07_kv_cache.ipynb #GroupManager-name_full_blocks
+    def name_full_blocks(self, request: Request, num_tokens: int) -> None:
+        """Make the blocks that hold the first `num_tokens` tokens findable, as far as they are full."""
+        request_id = request.request_id
+        table, start, end = self.tables[request_id], self.num_named[request_id], num_tokens // self.block_size
+        if end <= start:
+            return
+        hashes = extend_block_hashes(request, self.block_size)
+        named = []
+        for i in range(start, end):
+            block = table[i]
+            if block.block_hash is None and block is not self.pool.null_block and self.index.insert(request, i, block):
+                block.block_hash, block.depth, block.group = hashes[i], i, self.group
+                named.append(i)
+        self.num_named[request_id] = end
+        if named and self.pool.trace is not None:
+            ids, names = [table[i].block_id for i in named], [hashes[i] for i in named]
+            self.pool.trace(("cache", request_id, self.group, tuple(named), tuple(ids), tuple(names)))
+
+    def drop_skipped(self, request_id: str, num_computed_tokens: int) -> None:
+        """Free the blocks that the window has left behind."""
+        start = self.num_dropped[request_id]
+        end = num_skipped_tokens(self.spec, num_computed_tokens) // self.block_size
+        table = self.tables[request_id]
+        end = min(end, len(table))
+        if end <= start:
+            return
+        dropped, null = table[start:end], self.pool.null_block
+        table[start:end] = [null] * (end - start)
+        self.num_dropped[request_id] = end
+        dropped = [block for block in reversed(dropped) if block is not null]
+        if dropped:
+            if self.pool.trace is not None:
+                self.pool.trace(("skip", request_id, self.group, start, end, tuple(b.block_id for b in dropped)))
+            self.pool.free(dropped)
+
+
+# %% nbs/1_core/07_kv_cache.ipynb #PrefixCacheStats
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """What prefix look-ups found.
+
+    Attributes:
+        lookups: requests that were looked up.
+        skipped: requests that were not: caching is off, or the request asked for it.
+        query_tokens: tokens of the requests looked up.
+        hit_tokens: those of them that were cached.
+    """
+
+    lookups: int = 0
+    skipped: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the tokens that were cached, or None if nobody looked."""
+        return self.hit_tokens / self.query_tokens if self.query_tokens else None
+
+
+# %% nbs/1_core/07_kv_cache.ipynb #CacheHit
+@dataclass(frozen=True, slots=True)
+class CacheHit:
+    """A prefix that is cached: one block table per group, and the tokens that it covers."""
+
+    tables: tuple[list[KVCacheBlock], ...]
+    num_tokens: int
+
+
+class KVCacheManager:
+    """Blocks for requests, over all KV cache groups and one pool.
+
+    Args:
+        cache: block size, block counts, prefix caching.
+        kv_cache: the groups; None for one group of full attention, which is all that a simulation needs.
+        max_step_tokens: most tokens computed in one step, which bounds what a window needs.
+    """
+
+    def __init__(self, cache: CacheConfig, kv_cache: KVCacheConfig | None = None, max_step_tokens: int = 2048) -> None:
+        specs = [group.spec for group in kv_cache.groups] if kv_cache else [KVCacheSpec("full", cache.block_size, 1, 1)]
+        self.config, self.block_size, self.max_step_tokens = cache, cache.block_size, max_step_tokens
+        self.pool = BlockPool(cache.num_gpu_blocks, self._forget)
+        self.cpu_pool = BlockPool(cache.num_cpu_blocks + 1) if cache.num_cpu_blocks else None
+        self.groups = [GroupManager(i, spec, self.pool, cache.prefix_cache_index) for i, spec in enumerate(specs)]
+        self.stats = PrefixCacheStats()
+        self.swapped: dict[str, tuple[list[KVCacheBlock], ...]] = {}
+        self._has_window = any(spec.kind != "full" for spec in specs)
+
+    def _forget(self, block: KVCacheBlock) -> None:
+        self.groups[block.group].index.remove(block)
+
+    @property
+    def trace(self) -> Callable[[tuple[Any, ...]], None] | None:
+        """Where events go, or None."""
+        return self.pool.trace
+
+    @trace.setter
+    def trace(self, trace: Callable[[tuple[Any, ...]], None] | None) -> None:
+        self.pool.trace = trace
+
+    # %% nbs/1_core/07_kv_cache.ipynb #KVCacheManager-get_computed_blocks
+    def get_computed_blocks(self, request: Request) -> CacheHit:
+        """Find the longest cached prefix of a request that holds no blocks. Takes nothing.
+
+        Returns:
+            A hit of a whole number of blocks, shorter than the request; of 0 tokens when caching is off or skipped.
+        """
+        nothing = CacheHit(tuple([] for _ in self.groups), 0)
+        if not self.config.enable_prefix_caching or request.skip_reading_prefix_cache:
+            return nothing
+        blocks = (request.num_tokens - 1) // self.block_size
+        tables: list[list[KVCacheBlock]] = []
+        while len(tables) < len(self.groups) and blocks:
+            table = self.groups[len(tables)].longest_hit(request, blocks)
+            if len(table) < blocks:
+                blocks = len(table)
+                tables.clear()  # the shorter length must suit every group again
+                if len(self.groups) > 1:
+                    continue
+            tables.append(table)
+        return CacheHit(tuple(tables), blocks * self.block_size) if blocks else nothing
+
+    def count_lookup(self, request: Request, hit: CacheHit) -> None:
+        """Count a look-up in `stats`, once per admitted request."""
+        if not self.config.enable_prefix_caching or request.skip_reading_prefix_cache:
+            self.stats.skipped += 1
+        else:
+            self.stats.lookups += 1
+            self.stats.query_tokens += request.num_tokens
+            self.stats.hit_tokens += hit.num_tokens
+
+    # %% nbs/1_core/07_kv_cache.ipynb #KVCacheManager-allocate_slots
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        hit: CacheHit | None = None,
+        keep_free: int = 0,
+        reserve_tokens: int = 0,
+    ) -> tuple[list[int], ...] | None:
+        """Make room for the next `num_new_tokens` tokens of a request.
+
+        Args:
+            hit: for a request that holds no blocks yet: the prefix to start from.
+            keep_free: succeed only if so many blocks are free afterwards.
+            reserve_tokens: succeed only if this many tokens would fit; only `num_new_tokens` are taken.
+
+        Returns:
+            The new block ids per group (with those of the hit), or None if there are not enough free blocks.
+        """
+        request_id, pool = request.request_id, self.pool
+        computed = hit.num_tokens if hit else request.num_computed_tokens
+        total = computed + num_new_tokens
+        if hit is None and self._has_window:
+            for group in self.groups:
+                group.drop_skipped(request_id, computed)
+        counts, wanted = [], 0
+        for i, group in enumerate(self.groups):
+            held = len(hit.tables[i]) if hit else len(group.tables[request_id])
+            counts.append(max(0, -(-total // self.block_size) - held))
+            wanted += max(counts[-1], group.most_blocks(reserve_tokens, self.max_step_tokens) - held)
+        from_free = sum(b.ref_cnt == 0 and b is not pool.null_block for t in hit.tables for b in t) if hit else 0
+        if wanted + from_free + keep_free > pool.num_free:
+            return None
+        if hit:
+            self._open(request_id, hit)
+        try:
+            new = pool.allocate(sum(counts)) if any(counts) else []
+        except BaseException:  # an eviction policy may raise anything
+            if hit:
+                self.free(request)
+            raise
+        return self._extend(request, total, counts, new, bool(hit))
+
+    def _open(self, request_id: str, hit: CacheHit) -> None:
+        """Start block tables with the blocks of a hit."""
+        for group, table in zip(self.groups, hit.tables, strict=True):
+            group.tables[request_id] = list(table)
+            group.num_named[request_id] = len(table)
+            group.num_dropped[request_id] = sum(block is self.pool.null_block for block in table)
+            if table and self.trace is not None:
+                self.trace(("hit", request_id, group.group, tuple(block.block_id for block in table)))
+            self.pool.touch(table)
+
+    def _extend(
+        self, request: Request, total: int, counts: list[int], new: list[KVCacheBlock], opened: bool
+    ) -> tuple[list[int], ...]:
+        """Append new blocks to the tables and name what is full."""
+        request_id, start, ids = request.request_id, 0, []
+        for group, count in zip(self.groups, counts, strict=True):
+            table, blocks = group.tables[request_id], new[start : start + count]
+            start += count
+            table.extend(blocks)
+            new_ids = [block.block_id for block in blocks]
+            if new_ids and self.trace is not None:
+                self.trace(("alloc", request_id, group.group, tuple(new_ids)))
+            ids.append([block.block_id for block in table] if opened else new_ids)
+            if self.config.enable_prefix_caching:
+                group.name_full_blocks(request, total)
+        request.capacity = len(self.groups[0].tables[request_id]) * self.block_size
+        return tuple(ids)
+
+    # %% nbs/1_core/07_kv_cache.ipynb #KVCacheManager-free
+    def free(self, request: Request) -> None:
+        """Give back all blocks of a request. One that holds none is left alone."""
+        request_id = request.request_id
+        for group in self.groups:
+            table = group.tables.get(request_id)
+            if table is None:
+                continue
+            if self.config.enable_prefix_caching:
+                group.name_full_blocks(request, min(request.num_computed_tokens, len(table) * self.block_size))
+            del group.tables[request_id], group.num_named[request_id], group.num_dropped[request_id]
+            null = self.pool.null_block
+            blocks = [block for block in reversed(table) if block is not null]
+            if self.trace is not None:
+                self.trace(("free", request_id, group.group, tuple(block.block_id for block in blocks)))
+            self.pool.free(blocks)
+        request.capacity = 0
+        self._free_cpu(request_id)
+
+    def _free_cpu(self, request_id: str) -> None:
+        tables = self.swapped.pop(request_id, None)
+        if tables is not None and self.cpu_pool is not None:
+            blocks = [block for table in tables for block in table]
+            if self.trace is not None:
+                self.trace(("free_cpu", request_id, tuple(b.block_id for b in blocks if b.block_id)))
+            self.cpu_pool.free(blocks)
+
+    # %% nbs/1_core/07_kv_cache.ipynb #KVCacheManager-swap_out
+    def swap_out(self, request: Request) -> tuple[tuple[int, int], ...] | None:
+        """Give back the blocks of a request but keep copies in the CPU pool.
+
+        Returns:
+            `(gpu block, cpu block)` pairs to copy before the next step, or None if the CPU pool has no room; nothing has changed then.
+        """
+        request_id, pool = request.request_id, self.cpu_pool
+        tables = [group.tables[request_id] for group in self.groups]
+        used = -(-request.num_computed_tokens // self.block_size)
+        blocks = [block for table in tables for block in table[:used] if block.block_id]
+        if pool is None or len(blocks) > pool.num_free:
+            return None
+        copies = iter(pool.allocate(len(blocks)))
+        cpu = tuple([next(copies) if b.block_id else pool.null_block for b in table[:used]] for table in tables)
+        pairs = tuple(
+            (b.block_id, c.block_id)
+            for table, copy in zip(tables, cpu, strict=True)
+            for b, c in zip(table, copy, strict=False)
+            if b.block_id
+        )
+        if self.trace is not None:
+            self.trace(("swap_out", request_id, pairs))
+        self.free(request)
+        self.swapped[request_id] = cpu
+        return pairs
+
+    def swap_in(
+        self, request: Request, num_new_tokens: int, keep_free: int = 0
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[list[int], ...]] | None:
+        """Take blocks for a swapped request and give its CPU blocks back, if `num_new_tokens` more will fit afterwards.
+
+        Returns:
+            `(cpu block, gpu block)` pairs to copy before the next step and the block tables, or None if too few blocks are free.
+        """
+        request_id = request.request_id
+        cpu = self.swapped[request_id]
+        needed = sum(bool(block.block_id) for table in cpu for block in table)
+        total = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
+        growth = sum(max(0, total - len(table)) for table in cpu)
+        if needed + growth + keep_free > self.pool.num_free:
+            return None
+        new, null, pairs = iter(self.pool.allocate(needed)), self.pool.null_block, []
+        for group, copies in zip(self.groups, cpu, strict=True):
+            table = [next(new) if copy.block_id else null for copy in copies]
+            pairs += [(c.block_id, b.block_id) for c, b in zip(copies, table, strict=True) if c.block_id]
+            group.tables[request_id], group.num_named[request_id] = table, 0
+            group.num_dropped[request_id] = sum(not block.block_id for block in table)
+            if self.trace is not None:
+                self.trace(("alloc", request_id, group.group, tuple(block.block_id for block in table)))
+        self._free_cpu(request_id)
+        request.capacity = len(self.groups[0].tables[request_id]) * self.block_size
+        if self.config.enable_prefix_caching:
+            for group in self.groups:
+                group.name_full_blocks(request, request.num_computed_tokens)
+        return tuple(pairs), self.get_block_ids(request_id)
+
+    # %% nbs/1_core/07_kv_cache.ipynb #KVCacheManager-get_block_ids
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """The block tables of a request, one list per group; 0 stands for a block that a window left behind."""
+        return tuple([block.block_id for block in group.tables[request_id]] for group in self.groups)
+
+    def blocks_ever_needed(self, num_tokens: int) -> int:
+        """Most blocks that one request of so many tokens holds at any time, over all groups."""
+        return sum(group.most_blocks(num_tokens, self.max_step_tokens) for group in self.groups)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget the content of every block, also of those in use (they go on being used). Returns how many were forgotten."""
+        for group in self.groups:
+            group.index.clear()
+        named = [block for block in self.pool.blocks if block.block_hash is not None]
+        for block in named:
+            block.block_hash = None
+        self.pool.num_cached_free = 0
+        if self.trace is not None:
+            self.trace(("reset",))
+        return len(named)
+
+    def cached_tokens(self, request: Request) -> int:
+        """How many tokens of a waiting request a look-up would find now. Counts nothing."""
+        return self.get_computed_blocks(request).num_tokens

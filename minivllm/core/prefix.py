@@ -1,0 +1,168 @@
+"""When are two blocks the same?
+
+A thousand users ask questions about the same document.
+"""
+
+# Generated from nbs/1_core/06_prefix.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=4c61a9743c51 module=93e0ee180d8d
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Protocol
+
+from minivllm.core.block_pool import KVCacheBlock
+from minivllm.core.request import Request
+
+__all__ = [
+    "HashIndex",
+    "PrefixIndex",
+    "RadixIndex",
+    "extend_block_hashes",
+    "hash_block",
+    "make_prefix_index",
+    "root_hash",
+]
+
+
+# %% nbs/1_core/06_prefix.ipynb #hash_block
+def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
+    """The name of a full block: 32 bytes that depend on the whole prefix, and on nothing else.
+
+    SHA-256 and not Python's `hash`: names are the same in every process, whatever PYTHONHASHSEED is,
+    and nobody can craft a prompt that collides with another user's.
+    """
+    return sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+def root_hash(request: Request) -> bytes:
+    """The name before a request's first block: what else must be equal for blocks to be shared."""
+    extra = (request.lora_name, request.cache_salt, *request.extra_keys)
+    return sha256(repr(extra).encode()).digest() if any(key is not None for key in extra) else b"minivllm"
+
+
+def extend_block_hashes(request: Request, block_size: int) -> list[bytes]:
+    """Name the blocks that have filled up since the last call. Returns `request.block_hashes`."""
+    hashes, tokens = request.block_hashes, request.all_token_ids
+    full = request.num_tokens // block_size
+    if len(hashes) < full:
+        parent = hashes[-1] if hashes else root_hash(request)
+        for start in range(len(hashes) * block_size, full * block_size, block_size):
+            parent = hash_block(parent, tokens[start : start + block_size])
+            hashes.append(parent)
+    return hashes
+
+
+# %% nbs/1_core/06_prefix.ipynb #PrefixIndex
+class PrefixIndex(Protocol):
+    """Where the cached blocks are."""
+
+    def walk(self, request: Request, num_blocks: int) -> Iterator[KVCacheBlock | None]:
+        """The blocks that hold the request's first `num_blocks` full blocks, None for those that are not cached."""
+        ...
+
+    def insert(self, request: Request, i: int, block: KVCacheBlock) -> bool:
+        """Make `block` findable as block `i` of the request's text. False if such a block is already known."""
+        ...
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Forget a block that was inserted."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+# %% nbs/1_core/06_prefix.ipynb #HashIndex
+class HashIndex:
+    """A dictionary from block hash to block."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._blocks: dict[bytes, KVCacheBlock] = {}
+
+    def walk(self, request: Request, num_blocks: int) -> Iterator[KVCacheBlock | None]:
+        get = self._blocks.get
+        return (get(name) for name in extend_block_hashes(request, self.block_size)[:num_blocks])
+
+    def insert(self, request: Request, i: int, block: KVCacheBlock) -> bool:
+        name = request.block_hashes[i]
+        if name in self._blocks:
+            return False
+        self._blocks[name] = block
+        return True
+
+    def remove(self, block: KVCacheBlock) -> None:
+        assert block.block_hash is not None
+        del self._blocks[block.block_hash]
+
+    def clear(self) -> None:
+        self._blocks.clear()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+
+# %% nbs/1_core/06_prefix.ipynb #_Node
+class _Node:
+    __slots__ = ("parent", "edge", "children", "block")
+
+    def __init__(self, parent: _Node | None, edge: tuple[int, ...]) -> None:
+        self.parent, self.edge = parent, edge
+        self.children: dict[tuple[int, ...], _Node] = {}
+        self.block: KVCacheBlock | None = None
+
+
+class RadixIndex:
+    """A tree of prefixes; each edge is one block of tokens. One tree per set of extra keys."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._roots: dict[bytes, _Node] = {}
+        self._nodes: dict[int, _Node] = {}
+
+    def _edge(self, request: Request, i: int) -> tuple[int, ...]:
+        return tuple(request.all_token_ids[i * self.block_size : (i + 1) * self.block_size])
+
+    def walk(self, request: Request, num_blocks: int) -> Iterator[KVCacheBlock | None]:
+        extend_block_hashes(request, self.block_size)
+        node = self._roots.get(root_hash(request))
+        for i in range(num_blocks):
+            node = node and node.children.get(self._edge(request, i))
+            yield node.block if node else None
+
+    def insert(self, request: Request, i: int, block: KVCacheBlock) -> bool:
+        node = self._roots.setdefault(root_hash(request), _Node(None, ()))
+        for j in range(i + 1):
+            edge = self._edge(request, j)
+            node = node.children.setdefault(edge, _Node(node, edge))
+        if node.block is not None:
+            return False
+        node.block = block
+        self._nodes[block.block_id] = node
+        return True
+
+    def remove(self, block: KVCacheBlock) -> None:
+        node = self._nodes.pop(block.block_id)
+        node.block = None
+        while node.parent is not None and node.block is None and not node.children:
+            del node.parent.children[node.edge]
+            node = node.parent
+
+    def clear(self) -> None:
+        self._roots.clear()
+        self._nodes.clear()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+
+def make_prefix_index(name: str, block_size: int) -> PrefixIndex:
+    """The index called `hash` or `radix`."""
+    return {"hash": HashIndex, "radix": RadixIndex}[name](block_size)

@@ -1,0 +1,650 @@
+"""The scheduler: one budget, one dictionary.
+
+Which tokens are computed in the next step?
+"""
+
+# Generated from nbs/1_core/10_scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=986d4749f8de module=fdde0387865c
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from minivllm.core.clock import Clock, WallClock
+from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
+from minivllm.core.kv_cache import KVCacheManager
+from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
+from minivllm.core.policy import FCFS, Policy, PolicyError, PolicyGuard, Priority, SchedulerView
+from minivllm.core.request import FinishReason, Request, RequestStatus
+from minivllm.core.trace import RequestState, State, Trace, TraceHeader
+
+__all__ = ["Preemption", "Recompute", "Scheduler", "Swap", "WaitingQueue"]
+
+
+# %% nbs/1_core/10_scheduler.ipynb #WaitingQueue
+class WaitingQueue:
+    """Requests that wait, in order of arrival, preempted ones in front; and, given a key, in the order of that key."""
+
+    def __init__(self, key: Callable[[Request], Any] | None = None) -> None:
+        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._key = key
+        self._heap: list[tuple[Any, int, Request]] = []
+        self._ticket = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._requests
+
+    def add(self, request: Request, front: bool = False) -> None:
+        """Join at the end, or in front after a preemption."""
+        self._requests[request.request_id] = request
+        if front:
+            self._requests.move_to_end(request.request_id, last=False)
+        if self._key is not None:
+            self._ticket += 1
+            heapq.heappush(self._heap, (self._key(request), self._ticket, request))
+
+    def remove(self, request: Request) -> None:
+        """Leave, from any place."""
+        del self._requests[request.request_id]
+
+    def first(self) -> Request:
+        """The longest waiting request, or the one with the smallest key."""
+        if self._key is None:
+            return next(iter(self._requests.values()))
+        while self._requests.get(self._heap[0][2].request_id) is not self._heap[0][2]:
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+
+# %% nbs/1_core/10_scheduler.ipynb #Recompute
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """A preempted request loses its blocks and computes them again (less what the prefix cache still holds)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """A preempted request's blocks are copied to `num_cpu_blocks` blocks of CPU memory; if those are full, it recomputes."""
+
+    num_cpu_blocks: int
+
+    def __post_init__(self) -> None:
+        if self.num_cpu_blocks < 1:
+            raise ValueError(f"Swap needs at least 1 CPU block, got {self.num_cpu_blocks}")
+
+
+Preemption = Recompute | Swap
+
+
+# %% nbs/1_core/10_scheduler.ipynb #_Draft
+@dataclass(slots=True)
+class _Draft:
+    scheduled: dict[str, int]
+    new_requests: dict[str, NewRequest]
+    new_block_ids: dict[str, tuple[list[int], ...]]
+    preempted: list[str]
+    swap_out: list[tuple[int, int]]
+    swap_in: list[tuple[int, int]]
+    budget: int = 0
+
+    @staticmethod
+    def empty() -> _Draft:
+        return _Draft({}, {}, {}, [], [], [])
+
+
+# %% nbs/1_core/10_scheduler.ipynb #Scheduler
+class Scheduler:
+    """Decides, step by step, which tokens are computed. Owns the requests and, through the KV cache manager, all blocks.
+
+    Args:
+        config: limits.
+        cache: block size and counts.
+        kv_cache: KV cache groups; None for one group of full attention.
+        policy: answers to the questions of taste; None for the one that `config.policy` names.
+        preemption: `Recompute()` or `Swap(n)`; None takes `Swap` if `cache.num_cpu_blocks` is given.
+        clock: where the time comes from.
+        policy_timeout: seconds that a policy's hook may take.
+
+    Attributes:
+        requests: unfinished requests by id.
+        waiting, running: the queues.
+        kv: the KV cache manager.
+        trace: None, or a function that takes an event (see `record`).
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        kv_cache: KVCacheConfig | None = None,
+        *,
+        policy: Policy | None = None,
+        preemption: Preemption | None = None,
+        clock: Clock | None = None,
+        policy_timeout: float = 10.0,
+    ) -> None:
+        if isinstance(preemption, Swap):
+            cache = CacheConfig(**{**asdict(cache), "num_cpu_blocks": preemption.num_cpu_blocks})
+        self.config, self.cache = config, cache
+        self.preemption = preemption or (Swap(cache.num_cpu_blocks) if cache.num_cpu_blocks else Recompute())
+        self.clock = clock or WallClock()
+        self.kv = KVCacheManager(cache, kv_cache, config.max_num_batched_tokens)
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.trace: Callable[[tuple[Any, ...]], None] | None = None
+        self.step = 0
+        self.num_preemptions = 0
+        self._arrivals = 0
+        self._overtaken = 0
+        self._idle_steps = 0
+        self._served: dict[str | None, int] = {}
+        self._finished: list[str] = []
+        self._draft = _Draft.empty()
+        self._last_wait: tuple[Any, ...] | None = None
+        self._policy_timeout = policy_timeout
+        self.waiting = WaitingQueue()
+        self.set_policy(policy or (Priority() if config.policy == "priority" else FCFS()))
+        self.max_model_len = self._longest_request()
+
+    def _longest_request(self) -> int:
+        """The most tokens of one request that blocks can hold, at most `max_model_len`."""
+        low, high = 0, self.config.max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.kv.blocks_ever_needed(middle) <= self.kv.pool.num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in use. Set another at any time between two steps with `set_policy`."""
+        return self._guard.policy
+
+    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-set_policy
+    def set_policy(self, policy: Policy) -> None:
+        """Use another policy from the next step on."""
+        self._guard = PolicyGuard(policy, self._policy_timeout)
+        queue = WaitingQueue(None if self._guard.has_order else self._guard.key)
+        for request in self.waiting:
+            queue.add(request)
+        self.waiting = queue
+        evict = (lambda blocks: self._guard.evict(blocks, self._view(0))) if self._guard.has_evict else None
+        self.kv.pool.choose_victim = evict
+
+    def _view(self, budget: int) -> SchedulerView:
+        return SchedulerView(
+            self.kv.cached_tokens,
+            self._served,
+            step=self.step,
+            now=self.clock.now(),
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_free_blocks=self.kv.pool.num_free,
+            num_blocks=self.kv.pool.num_blocks,
+            block_size=self.cache.block_size,
+            budget=budget,
+        )
+
+    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-add_request
+    def add_request(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: its id is in use, or its prompt can never fit; nothing has changed then.
+        """
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is already in use")
+        if request.status is not RequestStatus.WAITING:
+            raise ValueError(f"{request!r} has been run before; make a new Request")
+        if request.num_tokens >= self.max_model_len:
+            limit = "max_model_len" if self.max_model_len == self.config.max_model_len else "what the KV cache can hold"
+            raise ValueError(
+                f"request {request.request_id!r}: a prompt of {request.num_tokens} tokens is too long; {limit} is"
+                f" {self.max_model_len} tokens and at least one must be left for the output"
+            )
+        request.max_total_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        request.sequence_number = self._arrivals
+        self._arrivals += 1
+        self.requests[request.request_id] = request
+        if self.trace is not None:
+            self.trace(_add_event(request))
+        self.waiting.add(request)
+
+    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-schedule
+    def schedule(self) -> SchedulerOutput:
+        """Decide what the next step computes.
+
+        Raises:
+            PolicyError: a policy's hook failed. No block is lost; call again after `set_policy`.
+        """
+        trace, draft = self.trace, self._draft
+        if trace is not None:
+            trace(("step", self.step, self.clock.now()))
+        self.kv.pool.step = self.step
+        draft.budget = self.config.max_num_batched_tokens
+        try:
+            self._fill(draft)
+        except BaseException:
+            self._take_back(draft)
+            raise
+        self._draft = _Draft.empty()
+        if trace is not None and draft.scheduled:
+            trace(("schedule", draft.scheduled))
+        output = SchedulerOutput(
+            step=self.step,
+            num_scheduled_tokens=draft.scheduled,
+            total_num_scheduled_tokens=self.config.max_num_batched_tokens - draft.budget,
+            new_requests=tuple(draft.new_requests.values()),
+            new_block_ids=draft.new_block_ids,
+            preempted=tuple(draft.preempted),
+            finished=tuple(self._finished),
+            swap_out=tuple(draft.swap_out),
+            swap_in=tuple(draft.swap_in),
+        )
+        self._finished = []
+        self.step += 1
+        return output
+
+    def _fill(self, draft: _Draft) -> None:
+        preempted_before = len(draft.preempted)
+        self._schedule_running(draft)
+        if self.waiting:
+            if not draft.budget:
+                self._wait(self.waiting.first(), "budget")
+            elif len(draft.preempted) > preempted_before:
+                self._wait(self.waiting.first(), "after_preemption")
+            else:
+                self._schedule_waiting(draft)
+        self._idle_steps = 0 if draft.scheduled or not self.requests else self._idle_steps + 1
+        if self._idle_steps > self.config.starvation_limit:
+            raise PolicyError(f"policy {self.policy.name} has given no tokens to anyone for {self._idle_steps} steps")
+
+    def _take_back(self, draft: _Draft) -> None:
+        """Undo the token counts of a draft that will not become a decision."""
+        for request_id, n in draft.scheduled.items():
+            self.requests[request_id].num_computed_tokens -= n
+        draft.scheduled.clear()
+        self.step += 1
+
+    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_schedule_running
+    def _schedule_running(self, draft: _Draft) -> None:
+        scheduled, budget = draft.scheduled, draft.budget
+        threshold, ask = self.config.long_prefill_token_threshold, self._guard.has_chunk
+        i = 0
+        running = self.running
+        while i < len(running) and budget > 0:
+            request = running[i]
+            i += 1
+            n = request.num_tokens - request.num_computed_tokens
+            if n > 1 or ask:
+                n = self._cap(request, n, budget, threshold, ask)
+                if n == 0:
+                    continue
+            if request.num_computed_tokens + n > request.capacity:
+                draft.budget, before = budget, len(running)
+                if not self._make_room(request, n, draft):
+                    break
+                budget = draft.budget
+                if len(running) < before:
+                    i = running.index(request) + 1
+            scheduled[request.request_id] = n
+            request.num_computed_tokens += n
+            budget -= n
+        draft.budget = budget
+
+    def _cap(self, request: Request, n: int, budget: int, threshold: int, ask: bool) -> int:
+        """How many of the `n` tokens that a request wants it gets."""
+        wanted, why = n, ""
+        if 0 < threshold < n:
+            n, why = threshold, "long_prefill_token_threshold"
+        if ask and (cap := self._guard.chunk(request, budget, self._view(budget))) < n:
+            n, why = cap, "policy"
+        if budget < n:
+            n, why = budget, "budget"
+        if n < wanted and self.trace is not None:
+            self.trace(("chunk", request.request_id, n, wanted, why))
+        return n
+
+    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_make_room
+    def _make_room(self, request: Request, n: int, draft: _Draft) -> bool:
+        """Allocate for `n` more tokens; False if the request had to give way itself."""
+        while True:
+            new = self.kv.allocate_slots(request, n)
+            if new is not None:
+                if any(new):
+                    self._note_blocks(request.request_id, new, draft)
+                return True
+            victim = self._choose_victim(draft)
+            self._preempt(victim, request, draft)
+            if victim is request:
+                return False
+
+    def _note_blocks(self, request_id: str, new: tuple[list[int], ...], draft: _Draft) -> None:
+        """Blocks reach the runner once: inside a new row, or appended to a row that it has."""
+        row = draft.new_requests.get(request_id)
+        held = row.block_ids if row else draft.new_block_ids.setdefault(request_id, tuple([] for _ in new))
+        for ids, more in zip(held, new, strict=True):
+            ids.extend(more)
+
+    def _choose_victim(self, draft: _Draft) -> Request:
+        if not self._guard.has_victim:
+            return self.running[-1]
+        limit = self.config.starvation_limit
+        candidates = [r for r in self.running if r.num_preemptions < limit] or self.running[-1:]
+        return self._guard.victim(candidates, self._view(draft.budget))
+
+    def _preempt(self, victim: Request, needed_by: Request, draft: _Draft) -> None:
+        """Take a running request's blocks away and let it wait in front."""
+        request_id = victim.request_id
+        n = draft.scheduled.pop(request_id, 0)
+        draft.budget += n
+        victim.num_computed_tokens -= n
+        self.running.remove(victim)
+        pairs = self.kv.swap_out(victim) if isinstance(self.preemption, Swap) and victim.num_computed_tokens else None
+        if pairs is None:
+            self.kv.free(victim)
+            victim.num_computed_tokens = 0
+            victim.status = RequestStatus.PREEMPTED
+        else:
+            draft.swap_out.extend(pairs)
+            victim.status = RequestStatus.SWAPPED
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        if draft.new_requests.pop(request_id, None) is None:
+            draft.preempted.append(request_id)
+        draft.new_block_ids.pop(request_id, None)
+        self.waiting.add(victim, front=True)
+        if self.trace is not None:
+            mode = "recompute" if pairs is None else "swap"
+            self.trace(("preempt", request_id, mode, needed_by.request_id, self.policy.name))
+
+    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_schedule_waiting
+    def _schedule_waiting(self, draft: _Draft) -> None:
+        for request in self._candidates(draft):
+            reason = self._admit(request, draft)
+            if reason is not None:
+                self._wait(request, reason)
+                break
+
+    def _candidates(self, draft: _Draft) -> Iterator[Request]:
+        """Waiting requests in the order of admission; each must be admitted before the next is taken."""
+        if len(self.running) >= self.config.max_num_seqs:
+            yield self.waiting.first()
+            return
+        if not self._guard.has_order:
+            while self.waiting and draft.budget:
+                yield self._next_in_line(self.waiting.first())
+            return
+        ordered = self._guard.order(list(self.waiting), self._view(draft.budget))
+        if self.trace is not None:
+            self.trace(("order", tuple(request.request_id for request in ordered), self.policy.name))
+        for request in ordered:
+            if not draft.budget:
+                return
+            while request in self.waiting:
+                yield self._next_in_line(request)
+
+    def _next_in_line(self, preferred: Request) -> Request:
+        """The preferred request, unless the oldest has been overtaken too often."""
+        oldest = next(iter(self.waiting))
+        if preferred is not oldest and self._overtaken >= self.config.starvation_limit:
+            return oldest
+        return preferred
+
+    def _wait(self, request: Request, reason: str) -> None:
+        """Record why the first in line is not admitted, once as long as it stays so."""
+        if self.trace is not None and self._last_wait != (request.request_id, reason):
+            self._last_wait = (request.request_id, reason)
+            self.trace(("wait", request.request_id, reason))
+
+    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_admit
+    def _admit(self, request: Request, draft: _Draft) -> str | None:
+        """Start one waiting request; the reason if it cannot start now."""
+        config = self.config
+        if len(self.running) >= config.max_num_seqs:
+            return "max_num_seqs"
+        if config.max_num_partial_prefills is not None:
+            partial = sum(r.num_computed_tokens < r.num_prompt_tokens for r in self.running)
+            if partial >= config.max_num_partial_prefills:
+                return "max_num_partial_prefills"
+        if request.status is RequestStatus.SWAPPED:
+            return self._admit_swapped(request, draft)
+        hit = self.kv.get_computed_blocks(request)
+        n = wanted = request.num_tokens - hit.num_tokens
+        n = self._cap(request, n, draft.budget, config.long_prefill_token_threshold, self._guard.has_chunk)
+        if n == 0:
+            return "policy"
+        if n < wanted and not config.enable_chunked_prefill:
+            return "no_chunked_prefill"
+        reserve = request.num_tokens if config.scheduler_reserve_full_isl else 0
+        blocks = self.kv.allocate_slots(request, n, hit, self._keep_free(), reserve)
+        if blocks is None:
+            return "no_blocks"
+        self.kv.count_lookup(request, hit)
+        request.num_computed_tokens = hit.num_tokens
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = hit.num_tokens
+        self._start(request, n, blocks, draft)
+        return None
+
+    def _keep_free(self) -> int:
+        """Blocks that an admission must leave free, so that running requests can grow; none when nobody runs."""
+        return int(self.cache.watermark * self.kv.pool.num_blocks) if self.running else 0
+
+    def _admit_swapped(self, request: Request, draft: _Draft) -> str | None:
+        n = self._cap(request, request.num_tokens - request.num_computed_tokens, draft.budget,
+                      self.config.long_prefill_token_threshold, self._guard.has_chunk)  # fmt: skip
+        if n == 0:
+            return "policy"
+        taken = self.kv.swap_in(request, n, self._keep_free())
+        if taken is None:
+            return "no_blocks"
+        pairs, blocks = taken
+        draft.swap_in.extend(pairs)
+        more = self.kv.allocate_slots(request, n)
+        assert more is not None, "swap_in left room for these blocks"
+        self._start(request, n, tuple(old + new for old, new in zip(blocks, more, strict=True)), draft)
+        return None
+
+    def _start(self, request: Request, n: int, blocks: tuple[list[int], ...], draft: _Draft) -> None:
+        """Move a waiting request to the running ones and make its row."""
+        overtakes = request is not next(iter(self.waiting))
+        self._overtaken = self._overtaken + 1 if overtakes else 0
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        if self.trace is not None:
+            self.trace(("admit", request.request_id, request.num_computed_tokens, request.num_cached_tokens))
+        draft.new_requests[request.request_id] = NewRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.all_token_ids[: request.num_prompt_tokens],
+            output_token_ids=request.output_token_ids,
+            sampling_params=request.sampling_params,
+            block_ids=blocks,
+            num_computed_tokens=request.num_computed_tokens,
+            lora_name=request.lora_name,
+        )
+        draft.scheduled[request.request_id] = n
+        request.num_computed_tokens += n
+        draft.budget -= n
+        self._served[request.user] = self._served.get(request.user, 0) + n
+
+    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-update
+    def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Take in what a step produced.
+
+        Args:
+            output: the decision that was run.
+            result: what came of it. Requests that were aborted meanwhile are passed over.
+
+        Returns:
+            One entry per request that gained a token, failed, or has prompt log-probabilities to report.
+        """
+        outputs: list[EngineCoreOutput] = []
+        ended: list[Request] = []
+        tokens_of, requests, served = result.sampled_token_ids, self.requests, self._served
+        gained: dict[str, list[int]] | None = {} if self.trace is not None else None
+        for request_id in output.num_scheduled_tokens:
+            request = requests.get(request_id)
+            new = tokens_of.get(request_id)
+            if request is None or not new:
+                continue
+            for k, token in enumerate(new):
+                if request.append_output_token(token):
+                    new = new[: k + 1]
+                    ended.append(request)
+                    break
+            if gained is not None:
+                gained[request_id] = new
+            outputs.append(
+                EngineCoreOutput(
+                    request_id,
+                    new,
+                    request.finish_reason,
+                    request.stop_reason,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
+            )
+            if served:
+                served[request.user] = served.get(request.user, 0) + len(new)
+        if result.logprobs or result.prompt_logprobs or result.errors:
+            self._attach(result, outputs, ended)
+        if gained is not None and self.trace is not None:
+            self.trace(("update", self.clock.now(), gained))
+        for request in ended:
+            self._finish(request)
+        if ended:
+            gone = {id(request) for request in ended}
+            self.running = [request for request in self.running if id(request) not in gone]
+        return outputs
+
+    def _attach(self, result: ModelRunnerOutput, outputs: list[EngineCoreOutput], ended: list[Request]) -> None:
+        """Add log-probabilities and errors to the outputs."""
+        by_id = {out.request_id: out for out in outputs}
+        for request_id in (*result.prompt_logprobs, *result.errors):
+            if request_id in self.requests and request_id not in by_id:
+                request = self.requests[request_id]
+                by_id[request_id] = EngineCoreOutput(request_id, [], num_cached_tokens=request.num_cached_tokens)
+                outputs.append(by_id[request_id])
+        for request_id, out in by_id.items():
+            if request_id in result.logprobs:
+                out.logprobs = result.logprobs[request_id][: len(out.new_token_ids)]
+            out.prompt_logprobs = result.prompt_logprobs.get(request_id)
+            if request_id in result.errors:
+                request = self.requests[request_id]
+                request.finish_reason = out.finish_reason = FinishReason.ERROR
+                out.error = result.errors[request_id]
+                if request not in ended:
+                    ended.append(request)
+
+    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_finish
+    def _finish(self, request: Request) -> None:
+        """Give everything back. The caller takes the request out of its queue."""
+        request.status = RequestStatus.FINISHED
+        self.kv.free(request)
+        del self.requests[request.request_id]
+        self._finished.append(request.request_id)
+        if not self.requests:
+            self._served.clear()
+        if self.trace is not None:
+            self.trace(("finish", request.request_id, str(request.finish_reason), request.stop_reason))
+
+    def finish_requests(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[str]:
+        """End requests from outside, in whatever state they are. Unknown ids are passed over.
+
+        Returns:
+            The ids that were ended.
+        """
+        ended = []
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+            else:
+                self.waiting.remove(request)
+            request.finish_reason = reason
+            self._draft.new_requests.pop(request_id, None)
+            self._draft.new_block_ids.pop(request_id, None)
+            self._finish(request)
+            ended.append(request_id)
+        return ended
+
+    def has_requests(self) -> bool:
+        """Whether there is anything left to do: unfinished requests, or rows that the runner must still drop."""
+        return bool(self.requests or self._finished)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached content. Returns the number of blocks forgotten."""
+        return self.kv.reset_prefix_cache()
+
+    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-state
+    def state(self) -> State:
+        """The live state as plain data."""
+        pool, cpu = self.kv.pool, self.kv.cpu_pool
+        state = State(
+            num_groups=len(self.kv.groups),
+            requests={},
+            waiting=[request.request_id for request in self.waiting],
+            running=[request.request_id for request in self.running],
+            ref_cnt=[block.ref_cnt for block in pool.blocks],
+            hashes=[block.block_hash for block in pool.blocks],
+            free=[block.block_id for block in pool.free_queue],
+            cpu_free=[block.block_id for block in cpu.free_queue] if cpu else [],
+        )
+        for request_id, r in self.requests.items():
+            held = request_id in self.kv.groups[0].tables
+            tables = [list(ids) for ids in self.kv.get_block_ids(request_id)] if held else [[] for _ in self.kv.groups]
+            copies = [b.block_id for table in self.kv.swapped.get(request_id, ()) for b in table if b.block_id]
+            state.requests[request_id] = RequestState(
+                r.status.name,
+                r.num_prompt_tokens,
+                r.num_tokens,
+                r.num_computed_tokens,
+                r.num_cached_tokens,
+                tables,
+                copies,
+            )
+        return state
+
+    def record(self) -> Trace:
+        """Start a new trace from the present state. Stop with `stop_recording`."""
+        settings = {**asdict(self.config), **asdict(self.cache)}
+        header = TraceHeader(
+            block_size=self.cache.block_size,
+            num_blocks=self.cache.num_gpu_blocks,
+            num_groups=len(self.kv.groups),
+            num_cpu_blocks=self.cache.num_cpu_blocks,
+            policy=self.policy.name,
+            settings=settings,
+        )
+        trace = Trace(header, self.state())
+        self.trace = self.kv.trace = trace.events.append
+        self._last_wait = None
+        return trace
+
+    def stop_recording(self) -> None:
+        """Switch the trace off."""
+        self.trace = self.kv.trace = None
+
+
+# %% nbs/1_core/10_scheduler.ipynb #Scheduler-add_request
+def _add_event(r: Request) -> tuple[Any, ...]:
+    return (
+        "add", r.request_id, r.num_prompt_tokens, r.max_tokens, r.arrival_time, r.priority, r.user,
+        tuple(r.all_token_ids[: r.num_prompt_tokens]), tuple(r.output_token_ids), r.sequence_number,
+    )  # fmt: skip

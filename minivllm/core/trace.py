@@ -1,0 +1,433 @@
+"""The trace: every change, in order.
+
+What did the engine do in step 312, and why?
+"""
+
+# Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=04626c904c78 module=53b689740389
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+__all__ = ["REASONS", "TRACE_VERSION", "Event", "Fold", "RequestState", "State", "Trace", "TraceError", "TraceHeader"]
+
+
+# %% nbs/1_core/08_trace.ipynb #code-556e8c
+Event = tuple[Any, ...]
+TRACE_VERSION = 1
+
+
+# %% nbs/1_core/08_trace.ipynb #RequestState
+@dataclass(slots=True)
+class RequestState:
+    """One unfinished request in a rebuilt state. `tables` has one list of block ids per KV cache group."""
+
+    status: str
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    cpu_blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class State:
+    """The scheduler's state at one moment, as plain data.
+
+    Attributes:
+        requests: the unfinished ones.
+        waiting: request ids in queue order (new at the end, preempted at the front).
+        running: request ids in the order in which they are scheduled.
+        ref_cnt: per physical block.
+        hashes: per physical block, None where nothing reusable is held.
+        free: free blocks in the order of reuse.
+        cpu_free: free blocks of the swap pool, likewise.
+    """
+
+    num_groups: int
+    requests: dict[str, RequestState]
+    waiting: list[str]
+    running: list[str]
+    ref_cnt: list[int]
+    hashes: list[bytes | None]
+    free: list[int]
+    cpu_free: list[int]
+
+    @staticmethod
+    def empty(num_blocks: int, num_groups: int = 1, num_cpu_blocks: int = 0) -> State:
+        """A state in which nothing has happened. `num_blocks` counts the null block."""
+        return State(
+            num_groups, {}, [], [], [0] * num_blocks, [None] * num_blocks,
+            list(range(1, num_blocks)), list(range(1, num_cpu_blocks + 1)),
+        )  # fmt: skip
+
+    def copy(self) -> State:
+        """A deep copy."""
+        requests = {
+            r: replace(s, tables=[list(t) for t in s.tables], cpu_blocks=list(s.cpu_blocks))
+            for r, s in self.requests.items()
+        }
+        return State(
+            self.num_groups, requests, list(self.waiting), list(self.running),
+            list(self.ref_cnt), list(self.hashes), list(self.free), list(self.cpu_free),
+        )  # fmt: skip
+
+    def owners(self, block_id: int) -> list[str]:
+        """The requests whose tables hold a block."""
+        return [r for r, s in self.requests.items() if any(block_id in table for table in s.tables)]
+
+
+# %% nbs/1_core/08_trace.ipynb #Fold
+class Fold:
+    """Applies events to a state. `state()` gives a copy of where it stands."""
+
+    def __init__(self, start: State) -> None:
+        self.now = start.copy()
+        self._free = OrderedDict.fromkeys(start.free)
+        self._cpu_free = OrderedDict.fromkeys(start.cpu_free)
+        self._handlers = {name[4:]: getattr(self, name) for name in dir(type(self)) if name.startswith("_do_")}
+
+    def apply(self, event: Event) -> None:
+        """Apply one event. Raises ValueError for an unknown kind or a change that is impossible in this state."""
+        handler = self._handlers.get(event[0])
+        if handler is None:
+            raise ValueError(f"unknown event {event[0]!r}; this version knows {', '.join(sorted(self._handlers))}")
+        try:
+            handler(*event[1:])
+        except (KeyError, IndexError) as error:
+            raise ValueError(f"event {event} is impossible here: {error!r}") from error
+
+    def state(self) -> State:
+        """The state as it is now (a copy)."""
+        self.now.free, self.now.cpu_free = list(self._free), list(self._cpu_free)
+        return self.now.copy()
+
+    def _ignore(self, *args: Any) -> None:
+        pass
+
+    _do_step = _do_wait = _do_chunk = _do_order = _do_policy_error = _ignore
+
+    # %% nbs/1_core/08_trace.ipynb #Fold-_do_add
+    def _do_add(
+        self,
+        request: str,
+        num_prompt: int,
+        max_tokens: int,
+        arrival: float,
+        priority: int,
+        user: Any,
+        prompt: Any,
+        output: Any,
+        number: int,
+    ) -> None:
+        tables: list[list[int]] = [[] for _ in range(self.now.num_groups)]
+        self.now.requests[request] = RequestState("WAITING", num_prompt, num_prompt + len(output), tables=tables)
+        self.now.waiting.append(request)
+
+    def _do_admit(self, request: str, num_computed: int, num_cached: int) -> None:
+        state = self.now.requests[request]
+        self.now.waiting.remove(request)
+        self.now.running.append(request)
+        state.status, state.num_computed_tokens, state.num_cached_tokens = "RUNNING", num_computed, num_cached
+
+    def _do_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
+        state = self.now.requests[request]
+        self.now.running.remove(request)
+        self.now.waiting.insert(0, request)
+        state.status = "SWAPPED" if mode == "swap" else "PREEMPTED"
+        if mode != "swap":
+            state.num_computed_tokens = 0
+
+    def _do_schedule(self, num_scheduled: dict[str, int]) -> None:
+        for request, n in num_scheduled.items():
+            self.now.requests[request].num_computed_tokens += n
+
+    def _do_update(self, time: float, tokens: dict[str, list[int]]) -> None:
+        for request, new in tokens.items():
+            self.now.requests[request].num_tokens += len(new)
+
+    def _do_finish(self, request: str, reason: str, stop_reason: Any) -> None:
+        status = self.now.requests.pop(request).status
+        (self.now.running if status == "RUNNING" else self.now.waiting).remove(request)
+
+    # %% nbs/1_core/08_trace.ipynb #Fold-_do_alloc
+    def _do_alloc(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        self.now.requests[request].tables[group].extend(blocks)
+        for block in blocks:
+            if block:
+                del self._free[block]
+                self.now.ref_cnt[block] = 1
+
+    def _do_hit(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        self.now.requests[request].tables[group].extend(blocks)
+        for block in blocks:
+            if block:
+                if self.now.ref_cnt[block] == 0:
+                    del self._free[block]
+                self.now.ref_cnt[block] += 1
+
+    def _do_cache(
+        self, request: str, group: int, positions: tuple[int, ...], blocks: tuple[int, ...], hashes: tuple[bytes, ...]
+    ) -> None:
+        for block, name in zip(blocks, hashes, strict=True):
+            self.now.hashes[block] = name
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.now.ref_cnt[block] -= 1
+            if self.now.ref_cnt[block] == 0:
+                self._free[block] = None
+                if self.now.hashes[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def _do_free(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        self.now.requests[request].tables[group] = []
+        self._release(blocks)
+
+    def _do_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
+        self.now.requests[request].tables[group][start:end] = [0] * (end - start)
+        self._release(blocks)
+
+    def _do_evict(self, block: int, name: bytes) -> None:
+        self.now.hashes[block] = None
+        self._free.move_to_end(block, last=False)
+
+    def _do_reset(self) -> None:
+        self.now.hashes = [None] * len(self.now.hashes)
+
+    def _do_swap_out(self, request: str, pairs: tuple[tuple[int, int], ...]) -> None:
+        for _, cpu in pairs:
+            del self._cpu_free[cpu]
+        self.now.requests[request].cpu_blocks = [cpu for _, cpu in pairs]
+
+    def _do_free_cpu(self, request: str, blocks: tuple[int, ...]) -> None:
+        self.now.requests[request].cpu_blocks = []
+        for block in blocks:
+            self._cpu_free[block] = None
+            self._cpu_free.move_to_end(block, last=False)
+
+
+# %% nbs/1_core/08_trace.ipynb #TraceHeader
+@dataclass(frozen=True, slots=True)
+class TraceHeader:
+    """What a trace was recorded with. `settings` holds plain values only."""
+
+    version: int = TRACE_VERSION
+    block_size: int = 16
+    num_blocks: int = 2
+    num_groups: int = 1
+    num_cpu_blocks: int = 0
+    policy: str = "FCFS"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class Trace:
+    """Everything that happened to a scheduler from one moment on.
+
+    Attributes:
+        header: versions and settings.
+        start: the state when recording began.
+        events: the list that grows while the engine runs.
+    """
+
+    SNAPSHOT_EVERY = 256
+
+    def __init__(self, header: TraceHeader, start: State | None = None) -> None:
+        self.header = header
+        self.start = start or State.empty(header.num_blocks, header.num_groups, header.num_cpu_blocks)
+        self.events: list[Event] = []
+        self._snapshots: list[tuple[int, State]] = []
+        self._step_starts: list[int] = []
+        self._scanned = 0
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def __repr__(self) -> str:
+        return f"Trace({self.num_steps} steps, {len(self.events)} events, policy {self.header.policy})"
+
+    def _scan(self) -> None:
+        """Note where each step begins, for the events that have come since the last scan."""
+        for i in range(self._scanned, len(self.events)):
+            if self.events[i][0] == "step":
+                self._step_starts.append(i)
+        self._scanned = len(self.events)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps recorded."""
+        self._scan()
+        return len(self._step_starts)
+
+    # %% nbs/1_core/08_trace.ipynb #Trace-_end_of
+    def _end_of(self, i: int) -> int:
+        """The number of events up to the end of the i-th recorded step."""
+        return self._step_starts[i + 1] if i + 1 < len(self._step_starts) else len(self.events)
+
+    def at(self, step: int) -> State:
+        """The whole state after the i-th recorded step; -1 for the last one.
+
+        Raises:
+            IndexError: there is no such step.
+        """
+        count = self.num_steps
+        if not -count <= step < count:
+            raise IndexError(f"step {step} of a trace with {count} steps")
+        end = self._end_of(step % count)
+        return self._fold_to(end)
+
+    def _fold_to(self, end: int) -> State:
+        done, state = 0, self.start
+        for position, snapshot in self._snapshots:
+            if position <= end:
+                done, state = position, snapshot
+        fold = Fold(state)
+        steps = 0
+        for i in range(done, end):
+            if self.events[i][0] == "step":
+                steps += 1
+                if steps % self.SNAPSHOT_EVERY == 0 and (not self._snapshots or i > self._snapshots[-1][0]):
+                    self._snapshots.append((i, fold.state()))
+            fold.apply(self.events[i])
+        return fold.state()
+
+    def states(self) -> Iterator[tuple[int, State]]:
+        """Every recorded step with the state after it, in order. Cheaper than `at` for all of them."""
+        self._scan()
+        fold, done = Fold(self.start), 0
+        for i in range(len(self._step_starts)):
+            for event in self.events[done : self._end_of(i)]:
+                fold.apply(event)
+            done = self._end_of(i)
+            yield i, fold.state()
+
+    # %% nbs/1_core/08_trace.ipynb #Trace-TraceError
+    def check(self) -> None:
+        """Fold the whole trace and test every invariant after every step, and each block table for growing only at its end.
+
+        Raises:
+            TraceError: names the first bad event or step.
+        """
+        self._scan()
+        budget = self.header.settings.get("max_num_batched_tokens")
+        fold, done, finished = Fold(self.start), 0, set()
+        for step in range(-1, len(self._step_starts)):
+            end = self._end_of(step) if step >= 0 else (self._step_starts[0] if self._step_starts else len(self.events))
+            for i in range(done, end):
+                event = self.events[i]
+                if event[0] in ("alloc", "hit", "admit", "preempt") and event[1] in finished:
+                    raise TraceError(f"event {i} {event}: the request has finished")
+                if event[0] == "finish":
+                    finished.add(event[1])
+                elif event[0] == "add":
+                    finished.discard(event[1])
+                if event[0] == "schedule" and budget is not None and sum(event[1].values()) > budget:
+                    raise TraceError(f"event {i} {event}: more than the budget of {budget} tokens")
+                try:
+                    fold.apply(event)
+                except ValueError as error:
+                    raise TraceError(f"event {i}: {error}") from error
+            done = end
+            if fault := _find_fault(fold.state()):
+                raise TraceError(f"after step {step} (event {end - 1}): {fault}")
+
+    # %% nbs/1_core/08_trace.ipynb #Trace-why
+    def why(self, request_id: str, step: int | None = None) -> list[str]:
+        """What happened to a request and the reasons for it, in plain words, one line per event.
+
+        Args:
+            step: only what happened in this recorded step; None for the whole life.
+
+        Raises:
+            KeyError: the trace has no such request.
+        """
+        lines, now, known = [], -1, request_id in self.start.requests
+        for event in self.events:
+            kind = event[0]
+            if kind == "step":
+                now += 1
+            elif kind == "schedule" or kind == "update":
+                if request_id in event[-1]:
+                    what = event[-1][request_id]
+                    text = f"{what} token{'s' * (what != 1)} scheduled" if kind == "schedule" else f"sampled {what}"
+                    if step is None or now == step:
+                        lines.append(f"step {now}: {text}")
+            elif len(event) > 1 and event[1] == request_id:
+                known = True
+                text = _tell(event)
+                if text and (step is None or now == step):
+                    lines.append(f"step {now}: {text}" if now >= 0 else text)
+        if not known:
+            raise KeyError(f"no request {request_id!r} in this trace")
+        return lines
+
+
+# %% nbs/1_core/08_trace.ipynb #Trace-TraceError
+class TraceError(ValueError):
+    """A trace that contradicts itself. Says at which event."""
+
+
+def _find_fault(state: State) -> str | None:
+    counts = [0] * len(state.ref_cnt)
+    for request in state.requests.values():
+        for table in request.tables:
+            for block in table:
+                if block:
+                    counts[block] += 1
+        if not 0 <= request.num_computed_tokens <= request.num_tokens:
+            return f"{request.num_computed_tokens} tokens computed of {request.num_tokens}"
+    for block, (count, ref) in enumerate(zip(counts, state.ref_cnt, strict=True)):
+        if count != ref:
+            return f"block {block} has ref_cnt {ref} but stands in {count} block tables"
+        if count > 1 and state.hashes[block] is None and len(set(state.owners(block))) > 1:
+            return f"block {block} is shared by {state.owners(block)} without being cached"
+    free = set(state.free)
+    if len(free) != len(state.free):
+        return "a block is twice in the free list"
+    for block in range(1, len(counts)):
+        if (block in free) != (counts[block] == 0):
+            return f"block {block} with ref_cnt {counts[block]} is {'' if block in free else 'not '}in the free list"
+    if set(state.waiting) & set(state.running):
+        return f"requests both waiting and running: {set(state.waiting) & set(state.running)}"
+    if set(state.waiting) | set(state.running) != set(state.requests):
+        return "the queues and the unfinished requests differ"
+    return None
+
+
+# %% nbs/1_core/08_trace.ipynb #Trace-why
+REASONS = {
+    "max_num_seqs": "as many requests were running as max_num_seqs allows",
+    "budget": "the token budget of the step was used up",
+    "no_blocks": "too few KV blocks were free",
+    "after_preemption": "a running request had just lost its blocks; nobody is admitted in such a step",
+    "max_num_partial_prefills": "as many prompts were half done as max_num_partial_prefills allows",
+    "no_chunked_prefill": "the rest of the budget is too small for the whole prompt, and enable_chunked_prefill is off",
+    "behind": "another request was first in the queue and had to wait",
+    "policy": "the policy gave it no tokens",
+    "long_prefill_token_threshold": "long_prefill_token_threshold caps every request's share",
+}
+
+
+def _tell(event: Event) -> str | None:
+    kind = event[0]
+    if kind == "add":
+        return f"arrived with {event[2]} prompt tokens"
+    if kind == "wait":
+        return f"waited: {REASONS.get(event[2], event[2])}"
+    if kind == "chunk":
+        return f"got {event[2]} of {event[3]} tokens: {REASONS.get(event[4], event[4])}"
+    if kind == "admit":
+        return f"started, {event[3]} tokens cached" if event[3] else "started"
+    if kind == "preempt":
+        return f"preempted ({event[2]}): {event[3]} needed blocks and none were free; chosen by {event[4]}"
+    if kind == "finish":
+        return f"finished: {event[2]}"
+    if kind in ("alloc", "hit"):
+        return f"{'took' if kind == 'alloc' else 'shared'} blocks {', '.join(map(str, event[3]))}"
+    return None
