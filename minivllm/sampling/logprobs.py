@@ -1,0 +1,73 @@
+"""How sure was the model?
+
+A client may ask for the log probability of each token that it gets, and of the likeliest
+alternatives.
+"""
+
+# Generated from nbs/3_model/14_logprobs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=130dd15010a6 module=9aedd995fd64
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Logprob", "compute_logprobs", "gather_logprobs"]
+
+
+# %% nbs/3_model/14_logprobs.ipynb #Logprob
+@dataclass(slots=True)
+class Logprob:
+    """The report on one token: its log probability (or logit, by logprobs_mode), its rank from 1, its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# %% nbs/3_model/14_logprobs.ipynb #gather_logprobs
+def gather_logprobs(values: Tensor, token_ids: Tensor, num_logprobs: Sequence[int]) -> list[dict[int, Logprob]]:
+    """Reports for chosen tokens.
+
+    values [R, V] float32: logprobs or logits. token_ids [R] int64: the chosen ones. num_logprobs: for each row, how many
+    of the likeliest to report too; -1 means all.
+    """
+    vocab_size = values.shape[1]
+    counts = [vocab_size if n == -1 else min(n, vocab_size) for n in num_logprobs]
+    chosen = values.gather(1, token_ids[:, None])
+    ranks = ((values > chosen).sum(-1) + 1).tolist()
+    top = values.topk(max(counts, default=0))
+    columns = (token_ids.tolist(), chosen[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist(), counts)
+    return [_report(*row) for row in zip(*columns, strict=True)]
+
+
+def _report(token: int, value: float, rank: int, ids: list[int], values: list[float], count: int) -> dict[int, Logprob]:
+    report = {token: Logprob(value, rank)}
+    for place in range(count):
+        if ids[place] != token:
+            report[ids[place]] = Logprob(values[place], place + 1)
+    return report
+
+
+# %% nbs/3_model/14_logprobs.ipynb #compute_logprobs
+_SLICE = 1 << 22  # floats
+
+
+def compute_logprobs(logits: Tensor, token_ids: Tensor | Sequence[int], num_logprobs: int) -> list[dict[int, Logprob]]:
+    """Log probabilities of given tokens under given logits.
+
+    logits [T, V] float32, left unchanged. token_ids [T]: row t reports on token t, so for a prompt, row t holds the logits that
+    follow position t, and token_ids[t] is the token at t + 1. num_logprobs: likeliest tokens to add, -1 all.
+    """
+    ids = torch.as_tensor(token_ids, dtype=torch.int64, device=logits.device)
+    if len(ids) != len(logits):
+        raise ValueError(f"logits have {len(logits)} rows, token_ids {len(ids)}: must be equal")
+    step = max(1, _SLICE // logits.shape[1])
+    out: list[dict[int, Logprob]] = []
+    for start in range(0, len(ids), step):
+        part = slice(start, start + step)
+        values = torch.log_softmax(logits[part], -1)
+        out += gather_logprobs(values, ids[part], [num_logprobs] * len(values))
+    return out

@@ -1,0 +1,261 @@
+"""How does a token come out?
+
+The last chapters made the parts: the wishes as columns, the list of transforms, the draw, the
+reports.
+"""
+
+# Generated from nbs/3_model/15_sampler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=09bb196d84b7 module=43fc58b9dee6
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.sampling.logprobs import Logprob, gather_logprobs
+from minivllm.sampling.params import LOGPROBS_MODES, SamplingParams
+from minivllm.sampling.random import uniforms
+from minivllm.sampling.state import NO_LOGPROBS, Matcher, SamplingBatch, SamplingState
+from minivllm.sampling.transforms import (
+    Stage,
+    Transform,
+    draw,
+    place_of,
+    standard_stages,
+    take_largest,
+    with_transforms,
+)
+
+__all__ = ["Observer", "Sampler", "SamplerOutput"]
+
+
+# %% nbs/3_model/15_sampler.ipynb #code-2e7448
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+# %% nbs/3_model/15_sampler.ipynb #SamplerOutput
+@dataclass(slots=True)
+class SamplerOutput:
+    """One step's tokens. token_ids [R] int64, -1 for a request in `errors`; logprobs: a report per row, or None."""
+
+    token_ids: Tensor
+    logprobs: list[dict[int, Logprob] | None]
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+Observer = Callable[[str, Tensor], None]
+
+
+# %% nbs/3_model/15_sampler.ipynb #Sampler
+class Sampler:
+    """Chooses one token per row.
+
+    stages: the list of transforms, `standard_stages()` by default. transforms: an engine's own, put into their places
+    in the list. logprobs_mode: for requests that do not say; "raw" is what the model said, "processed" what the draw saw.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage] | None = None,
+        transforms: Sequence[Transform] = (),
+        logprobs_mode: str = "raw_logprobs",
+    ) -> None:
+        if logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
+        self.stages = with_transforms(standard_stages() if stages is None else stages, transforms)
+        self.logprobs_mode = logprobs_mode
+
+    def __repr__(self) -> str:
+        lines = [f"{i:2}. {stage!r}" for i, stage in enumerate(self.stages, 1)]
+        return "\n".join(["Sampler", *lines, f"{len(lines) + 1:2}. draw: one token by inverse CDF, or the likeliest"])
+
+    # %% nbs/3_model/15_sampler.ipynb #Sampler-__call__
+    def __call__(self, logits: Tensor, batch: SamplingBatch, observe: Observer | None = None) -> SamplerOutput:
+        """Sample. logits [R, V] float32 in the order of the batch; **they are overwritten**.
+
+        observe(name, logits) is called with the logits before the first and after every stage that ran.
+        """
+        self._check(logits, batch)
+        errors = {view.request_id: view.error for view in batch.requests if view.error is not None}
+        if self not in batch.prepared:
+            batch.prepared[self] = _Wanted(batch, self.logprobs_mode, [stage.name for stage in self.stages])
+        wanted = batch.prepared[self]
+        raw = wanted.keep("raw", logits)
+        logits = self._transform(logits, batch, wanted, errors, observe)
+        processed = wanted.keep("processed", logits)
+        token_ids, alive = self._choose(logits, batch)
+        if not bool(alive.all()):
+            for i in torch.nonzero(~alive)[:, 0].tolist():
+                errors.setdefault(
+                    batch.request_ids[i], "no token can be drawn: every logit is -inf, or one is nan or +inf"
+                )
+        failed = [i for i, request_id in enumerate(batch.request_ids) if request_id in errors] if errors else []
+        token_ids[failed] = -1
+        return SamplerOutput(token_ids, wanted.report(raw, processed, token_ids, failed), errors)
+
+    # %% nbs/3_model/15_sampler.ipynb #Sampler-_check
+    def _check(self, logits: Tensor, batch: SamplingBatch) -> None:
+        shape = (len(batch), batch.vocab_size)
+        if tuple(logits.shape) != shape or logits.dtype != torch.float32:
+            raise ValueError(f"logits must be float32 {list(shape)}, got {logits.dtype} {list(logits.shape)}")
+
+    # %% nbs/3_model/15_sampler.ipynb #Sampler-_transform
+    def _transform(
+        self, logits: Tensor, batch: SamplingBatch, wanted: "_Wanted", errors: dict[str, str], observe: Observer | None
+    ) -> Tensor:
+        if observe is not None:
+            observe("model", logits)
+        for stage in self.stages:
+            if stage not in batch.prepared:
+                batch.prepared[stage] = stage.prepare(batch)
+            if (data := batch.prepared[stage]) is not None:
+                logits = stage.apply(logits, data, batch)
+                if observe is not None:
+                    observe(stage.name, logits)
+            for i, transform in wanted.transforms.get(stage.name, ()):
+                _apply_own(logits[i], transform, batch.requests[i], errors)
+                if observe is not None:
+                    observe(_name(transform), logits)
+        for request_id, reason in wanted.misplaced.items():
+            errors.setdefault(request_id, reason)
+        return logits
+
+    # %% nbs/3_model/15_sampler.ipynb #Sampler-_choose
+    def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+        greedy = batch.column("greedy")
+        if greedy.all():
+            return take_largest(logits)
+        u = torch.from_numpy(uniforms(batch.column("seed"), batch.column("num_output_tokens"))).to(logits.device)
+        if not greedy.any():
+            return draw(logits, u)
+        certain, chance = (torch.from_numpy(np.flatnonzero(mask)).to(logits.device) for mask in (greedy, ~greedy))
+        token_ids = torch.empty(len(batch), dtype=torch.int64, device=logits.device)
+        alive = torch.empty(len(batch), dtype=torch.bool, device=logits.device)
+        token_ids[certain], alive[certain] = take_largest(logits[certain])
+        token_ids[chance], alive[chance] = draw(logits[chance], u[chance])
+        return token_ids, alive
+
+    # %% nbs/3_model/15_sampler.ipynb #Sampler-explain
+    def explain(
+        self,
+        logits: Tensor,
+        params: SamplingParams,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        output_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        matcher: Matcher | None = None,
+        tokenizer: Any = None,
+        top: int = 5,
+    ) -> "pd.DataFrame":
+        """The stages of one token, in order, as a DataFrame.
+
+        logits [V] float32: the model's, left unchanged. output_token_ids: what the request had produced before this token.
+        seed: as in SamplingState.add. matcher: a fresh one for structured outputs. Columns: stage; kept, how many tokens are
+        possible after it; tokens and probabilities, the `top` likeliest of them (ids, or texts with a tokenizer); and in the last
+        row the uniform number u (none for greedy) and the chosen token_id. ValueError if no token comes out.
+        """
+        import pandas as pd
+
+        state = SamplingState(1, logits.shape[-1], logits.device)
+        state.add("it", params, prompt_token_ids, output_token_ids, 0 if params.is_greedy else seed, matcher)
+        batch = state.batch(["it"])
+        rows: list[dict[str, Any]] = []
+        output = self(logits.clone()[None], batch, lambda stage, x: rows.append(_snapshot(stage, x[0], tokenizer, top)))
+        if output.errors:
+            raise ValueError(f"no token: {output.errors['it']}")
+        chosen = int(output.token_ids[0])
+        last = {"stage": "likeliest" if params.is_greedy else "draw", "kept": 1, "tokens": _texts([chosen], tokenizer)}
+        u = None if params.is_greedy else float(uniforms(batch.column("seed"), batch.column("num_output_tokens"))[0])
+        table = pd.DataFrame([*rows, last | {"probabilities": [1.0], "u": u, "token_id": chosen}])
+        return table.astype({"u": "Float64", "token_id": "Int64"})
+
+
+# %% nbs/3_model/15_sampler.ipynb #_name
+def _name(transform: Any) -> str:
+    return getattr(transform, "__name__", type(transform).__name__)
+
+
+def _apply_own(row: Tensor, transform: Transform, view: Any, errors: dict[str, str]) -> None:
+    """Replace `row` [V] by what the transform makes of it; on failure, note the error of this request."""
+    if view.request_id in errors:
+        return
+    try:
+        new = transform(row, view)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other requests
+        errors[view.request_id] = f"transform {_name(transform)} raised {type(error).__name__}: {error}"
+        return
+    if not isinstance(new, Tensor) or new.shape != row.shape:
+        got = list(new.shape) if isinstance(new, Tensor) else type(new).__name__
+        errors[view.request_id] = f"transform {_name(transform)} must return logits {list(row.shape)}, returned {got}"
+    elif new is not row:
+        row.copy_(new)
+
+
+# %% nbs/3_model/15_sampler.ipynb #_Wanted
+class _Wanted:
+    """Which rows want which reports, and which own transforms run where."""
+
+    def __init__(self, batch: SamplingBatch, default_mode: str, places: Sequence[str]) -> None:
+        asked = batch.column("logprobs")
+        self.counts = {int(i): int(asked[i]) for i in np.flatnonzero(asked != NO_LOGPROBS)}
+        self.modes = {i: batch.requests[i].params.logprobs_mode or default_mode for i in self.counts}
+        self.transforms: dict[str, list[tuple[int, Transform]]] = {}
+        self.misplaced: dict[str, str] = {}
+        for i in np.flatnonzero(batch.column("unusual")).tolist():
+            for transform in batch.requests[i].params.logits_processors or ():
+                place = place_of(transform)
+                self.transforms.setdefault(place, []).append((i, transform))
+                if place not in places:
+                    reason = (
+                        f"transform {_name(transform)} wants to run after {place!r}, which is none of {list(places)}"
+                    )
+                    self.misplaced[batch.request_ids[i]] = reason
+
+    def keep(self, kind: str, logits: Tensor) -> tuple[list[int], Tensor] | None:
+        """A copy of the rows whose mode is of this kind, before later stages overwrite them."""
+        rows = [i for i, mode in self.modes.items() if mode.startswith(kind)]
+        return (rows, logits[rows]) if rows else None
+
+    # %% nbs/3_model/15_sampler.ipynb #_Wanted-report
+    def report(
+        self,
+        raw: tuple[list[int], Tensor] | None,
+        processed: tuple[list[int], Tensor] | None,
+        token_ids: Tensor,
+        failed: Sequence[int],
+    ) -> list[dict[int, Logprob] | None]:
+        """The reports of all rows, None for those that want none or failed."""
+        out: list[dict[int, Logprob] | None] = [None] * len(token_ids)
+        for kept in (raw, processed):
+            if kept is None:
+                continue
+            rows, logits = kept
+            normalised = torch.tensor([self.modes[i].endswith("logprobs") for i in rows], device=logits.device)
+            values = torch.where(normalised[:, None], torch.log_softmax(logits, -1), logits)
+            chosen = token_ids[rows].clamp(min=0)
+            for i, report in zip(rows, gather_logprobs(values, chosen, [self.counts[i] for i in rows]), strict=True):
+                out[i] = None if i in failed else report
+        return out
+
+
+# %% nbs/3_model/15_sampler.ipynb #_texts
+def _texts(ids: list[int], tokenizer: Any) -> list[Any]:
+    return ids if tokenizer is None else [tokenizer.decode([token]) for token in ids]
+
+
+def _snapshot(stage: str, row: Tensor, tokenizer: Any, top: int) -> dict[str, Any]:
+    kept = int((row > -torch.inf).sum())
+    best = torch.softmax(row, -1).topk(min(top, kept))
+    probabilities = [round(p, 4) for p in best.values.tolist()]
+    return {
+        "stage": stage,
+        "kept": kept,
+        "tokens": _texts(best.indices.tolist(), tokenizer),
+        "probabilities": probabilities,
+    }

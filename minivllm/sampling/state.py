@@ -1,0 +1,288 @@
+"""How do many wishes become one batch?
+
+The model computes the logits of all running requests at once, `[rows, vocabulary]`.
+"""
+
+# Generated from nbs/3_model/12_sampling_state.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=fadedf545cd5 module=aef77722c379
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.random import as_seed
+
+__all__ = [
+    "COLUMNS",
+    "NO_LOGPROBS",
+    "Array",
+    "Matcher",
+    "RequestView",
+    "SamplingBatch",
+    "SamplingState",
+    "TokenCounts",
+    "column_values",
+]
+
+
+# %% nbs/3_model/12_sampling_state.ipynb #code-5f37c8
+Array = npt.NDArray[Any]
+NO_LOGPROBS = -2
+
+
+# %% nbs/3_model/12_sampling_state.ipynb #column_values
+COLUMNS: dict[str, type] = {
+    "greedy": np.bool_,
+    "temperature": np.float32,
+    "min_p": np.float32,
+    "top_k": np.int64,
+    "top_p": np.float64,
+    "presence_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "repetition_penalty": np.float32,
+    "penalised": np.bool_,
+    "min_tokens": np.int64,
+    "seed": np.uint64,
+    "num_output_tokens": np.int64,
+    "logprobs": np.int64,
+    "unusual": np.bool_,  # has wishes that are not a number: bias, allowed ids, bad words, grammar, own transforms
+}
+
+
+def column_values(params: SamplingParams, seed: int, num_output_tokens: int) -> dict[str, Any]:
+    """The entries of one request's row, one per column. `top_k` 0, `top_p` 1 and `min_p` 0 mean off."""
+    greedy = params.is_greedy
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    unusual = (params.logit_bias, params.allowed_token_ids, params.bad_words, params.structured_outputs)
+    return {
+        "greedy": greedy,
+        "temperature": 1.0 if greedy else params.temperature,
+        "min_p": 0.0 if greedy else params.min_p,
+        "top_k": 0 if greedy else params.top_k,
+        "top_p": 1.0 if greedy else params.top_p,
+        "presence_penalty": penalties[0],
+        "frequency_penalty": penalties[1],
+        "repetition_penalty": penalties[2],
+        "penalised": penalties != (0.0, 0.0, 1.0),
+        "min_tokens": params.min_tokens,
+        "seed": as_seed(seed),
+        "num_output_tokens": num_output_tokens,
+        "logprobs": NO_LOGPROBS if params.logprobs is None else params.logprobs,
+        "unusual": any(unusual) or bool(params.logits_processors),
+    }
+
+
+# %% nbs/3_model/12_sampling_state.ipynb #Matcher
+class Matcher(Protocol):
+    """What the state needs of a grammar: which tokens may come next, and the news that one came."""
+
+    def fill(self, bitmask_row: npt.NDArray[np.int32]) -> None:
+        """Set the bits of the allowed next tokens in int32 [ceil(V / 32)], lowest bit first."""
+
+    def accept(self, token_id: int) -> bool:
+        """Move on by one token; False when the grammar does not allow it."""
+
+
+@dataclass(slots=True)
+class RequestView:
+    """One request as its transforms see it. `output_token_ids` grows; transforms must not change anything here."""
+
+    request_id: str
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: list[int]
+    seed: int
+    row: int
+    matcher: Matcher | None = None
+    error: str | None = None
+
+
+# %% nbs/3_model/12_sampling_state.ipynb #TokenCounts
+class TokenCounts:
+    """The tokens that each penalised row has seen: ids, how often in the output, whether in the prompt.
+
+    Arrays [slots, capacity] that double when they are full; entries at or after `length[slot]` mean nothing.
+    """
+
+    def __init__(self) -> None:
+        self.ids = np.zeros((4, 256), np.int64)
+        self.in_output = np.zeros((4, 256), np.int32)
+        self.in_prompt = np.zeros((4, 256), np.bool_)
+        self.length = np.zeros(4, np.int64)
+        self.slot: dict[int, int] = {}
+        self._place: dict[int, dict[int, int]] = {}
+
+    # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-add
+    def add(self, row: int, prompt: Iterable[int], output: Iterable[int]) -> None:
+        """Give `row` a slot and count its tokens."""
+        used = set(self.slot.values())
+        slot = next(i for i in range(len(used) + 1) if i not in used)
+        if slot == len(self.length):
+            self._grow(2 * slot, self.ids.shape[1])
+        self.slot[row], self._place[row], self.length[slot] = slot, {}, 0
+        for token in dict.fromkeys(prompt):
+            self.in_prompt[slot, self._column(row, token)] = True
+        for token in output:
+            self.append(row, token)
+
+    # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-append
+    def append(self, row: int, token: int) -> None:
+        """One more `token` in the output of `row`."""
+        self.in_output[self.slot[row], self._column(row, token)] += 1
+
+    # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-_column
+    def _column(self, row: int, token: int) -> int:
+        """Where the token is listed; listed now if it was not."""
+        place, slot = self._place[row], self.slot[row]
+        if token in place:
+            return place[token]
+        at = place[token] = len(place)
+        if at == self.ids.shape[1]:
+            self._grow(len(self.length), 2 * at)
+        self.ids[slot, at], self.in_output[slot, at], self.in_prompt[slot, at] = token, 0, False
+        self.length[slot] = at + 1
+        return at
+
+    # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-_grow
+    def _grow(self, slots: int, capacity: int) -> None:
+        add_slots, add_capacity = slots - self.ids.shape[0], capacity - self.ids.shape[1]
+        for name in ("ids", "in_output", "in_prompt"):
+            setattr(self, name, np.pad(getattr(self, name), ((0, add_slots), (0, add_capacity))))
+        self.length = np.pad(self.length, (0, add_slots))
+
+    # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-remove
+    def remove(self, row: int) -> None:
+        """Free the slot of `row`, if it has one."""
+        self.slot.pop(row, None)
+        self._place.pop(row, None)
+
+
+# %% nbs/3_model/12_sampling_state.ipynb #SamplingState
+class SamplingState:
+    """The wishes of all running requests, as columns. Rows stay put from `add` to `remove`.
+
+    max_num_seqs: the number of rows. vocab_size: the width of the logits. device: where the batch's tensors live.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size, self.device = vocab_size, torch.device(device)
+        self.columns: dict[str, Array] = {name: np.zeros(max_num_seqs, kind) for name, kind in COLUMNS.items()}
+        self.counts = TokenCounts()
+        self.requests: dict[str, RequestView] = {}
+        self._free = list(range(max_num_seqs))[::-1]
+        self._batch: SamplingBatch | None = None
+
+    # %% nbs/3_model/12_sampling_state.ipynb #SamplingState-add
+    def add(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        seed: int | None,
+        matcher: Matcher | None = None,
+    ) -> None:
+        """Give a request a row. After a preemption it is added again, with the output it had.
+
+        seed: used when `params.seed` is None, and needed then. matcher: of the compiled grammar, needed with structured outputs; it
+        is moved on by the output tokens here. ValueError when something is missing or the request cannot be added.
+        """
+        self._check(request_id, params, seed, matcher)
+        row = self._free.pop()
+        used = params.seed if params.seed is not None else seed
+        assert used is not None
+        view = RequestView(request_id, params, prompt_token_ids, [], used, row, matcher)
+        for name, value in column_values(params, used, 0).items():
+            self.columns[name][row] = value
+        if self.columns["penalised"][row]:
+            self.counts.add(row, prompt_token_ids, ())
+        self.requests[request_id], self._batch = view, None
+        for token in output_token_ids:
+            self.append(request_id, token)
+
+    # %% nbs/3_model/12_sampling_state.ipynb #SamplingState-_check
+    def _check(self, request_id: str, params: SamplingParams, seed: int | None, matcher: Matcher | None) -> None:
+        if request_id in self.requests:
+            raise ValueError(f"request {request_id!r} already has a row")
+        if not self._free:
+            raise ValueError(f"all {len(self.columns['seed'])} rows (max_num_seqs) are taken; remove a request first")
+        if params.seed is None and seed is None:
+            raise ValueError(f"request {request_id!r} has no seed; give it one from sampling.random.RequestSeeds")
+        if params.bad_words and params.bad_words_token_ids is None:
+            raise ValueError(f"request {request_id!r}: bad_words need SamplingParams.update_from_tokenizer first")
+        if params.structured_outputs is not None and matcher is None:
+            raise ValueError(f"request {request_id!r}: structured_outputs need the matcher of a compiled grammar")
+
+    # %% nbs/3_model/12_sampling_state.ipynb #SamplingState-append
+    def append(self, request_id: str, token_id: int) -> None:
+        """A request has produced one more token."""
+        view = self.requests[request_id]
+        view.output_token_ids.append(token_id)
+        self.columns["num_output_tokens"][view.row] += 1
+        if self.columns["penalised"][view.row]:
+            self.counts.append(view.row, token_id)
+        if view.matcher is not None and view.error is None and not view.matcher.accept(token_id):
+            view.error = (
+                f"the grammar does not allow token {token_id} after {len(view.output_token_ids) - 1} output tokens"
+            )
+
+    # %% nbs/3_model/12_sampling_state.ipynb #SamplingState-remove
+    def remove(self, request_id: str) -> None:
+        """Free the row of a request that finished, was aborted or was preempted. Unknown ids raise KeyError."""
+        row = self.requests.pop(request_id).row
+        self.counts.remove(row)
+        self._free.append(row)
+        self._batch = None
+
+    # %% nbs/3_model/12_sampling_state.ipynb #SamplingState-batch
+    def batch(self, request_ids: Sequence[str]) -> "SamplingBatch":
+        """The rows of these requests, in this order. KeyError for a request without a row."""
+        ids = list(request_ids)
+        if self._batch is None or self._batch.request_ids != ids:
+            requests = [self.requests[request_id] for request_id in ids]
+            rows = np.fromiter((view.row for view in requests), np.int64, len(ids))
+            self._batch = SamplingBatch(self, ids, requests, rows)
+        return self._batch
+
+
+# %% nbs/3_model/12_sampling_state.ipynb #SamplingBatch
+@dataclass(slots=True)
+class SamplingBatch:
+    """The rows of one step, in the order of the logits.
+
+    requests: a RequestView per row. `prepared` holds what each transform made of the wishes (a cache that lives as
+    long as the set of requests).
+    """
+
+    state: SamplingState
+    request_ids: list[str]
+    requests: list[RequestView]
+    rows: Array
+    prepared: dict[Any, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.state.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.device
+
+    def column(self, name: str) -> Array:
+        """The values of one column now, [R], numpy."""
+        return self.state.columns[name][self.rows]
+
+    def tensor(self, name: str, rows: Array | None = None) -> Tensor:
+        """The values of one column now, [R] or those at the batch positions `rows`, on the device."""
+        values = self.column(name)
+        return torch.from_numpy(values if rows is None else values[rows]).to(self.device)
