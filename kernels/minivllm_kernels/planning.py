@@ -5,7 +5,7 @@
 
 # Generated from nbs/4_kernels/04_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a9570235c9e7 module=63250eff2377
+# literate: notebook=94bbc97ac6b7 module=f33b459542a3
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ __all__ = [
     "TILE",
     "TILE_FIELDS",
     "WAVES",
+    "WIDE_WAVES",
     "AttentionShape",
     "DecodePlan",
     "choose_chunk",
@@ -133,21 +134,23 @@ def cut(
 # %% nbs/4_kernels/04_planning.ipynb #choose_chunk
 WAVES = ((8, 1, 4), (4, 3, 8), (2, 6, 8))
 """(warps a block, blocks a multiprocessor, tiles below which a piece is not worth its overhead)."""
+WIDE_WAVES = ((4, 2, 4), (2, 4, 8))
+"""The same for head_dim 256, which takes more registers."""
 
 
-def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps: int = 8) -> tuple[int, int]:
+def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps: int) -> tuple[int, int]:
     """(warps, chunk in tiles) for sequences of `tiles` tiles, each read once for each of `heads` KV heads."""
     longest, total = int(tiles.max()), int(tiles.sum()) * heads
     least_chunk = -(-longest // MAX_PARTS)
-    for warps, resident, least in WAVES:
+    for warps, resident, least in WAVES if max_warps == 8 else WIDE_WAVES:
         slots = resident * multiprocessors
-        if warps > max_warps or len(tiles) * heads > slots:
+        if len(tiles) * heads > slots:
             continue
         chunk = _smallest_chunk(tiles, heads, slots, min(least, longest))
         if chunk <= max(2 * -(-total // slots), least):
             return warps, max(chunk, least_chunk)
     cap = max(16, -(-total // (3 * multiprocessors)))
-    return min(4, max_warps), max(cap if longest > 2 * cap else longest, least_chunk)
+    return 4, max(cap if longest > 2 * cap else longest, least_chunk)
 
 
 def _smallest_chunk(tiles: np.ndarray, heads: int, slots: int, low: int) -> int:

@@ -6,7 +6,7 @@ laptop?
 
 # Generated from nbs/4_kernels/03_simt.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1b75a6547b9a module=defe722feaed
+# literate: notebook=87e8c05d602c module=682ccae4af1c
 
 import importlib
 import os
@@ -30,10 +30,11 @@ __all__ = [
     "atomic_inc",
     "cp_async16",
     "cp_commit",
-    "cp_wait",
+    "cp_wait_older",
     "device",
     "exp2",
     "f32",
+    "fmax",
     "half_ops",
     "i32",
     "i64",
@@ -59,12 +60,14 @@ SIM = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("0", "")
 """True when the environment variable NUMBA_ENABLE_CUDASIM was set before the import: kernels run in the simulator."""
 
 
-# %% nbs/4_kernels/03_simt.ipynb #code-8f6b02
+# %% nbs/4_kernels/03_simt.ipynb #code-1d328e
 _warp: Any = importlib.import_module("minivllm_kernels.warp_sim" if SIM else "minivllm_kernels.warp_gpu")
+
 shfl_xor: Any = _warp.shfl_xor  # float32 of lane ^ mask
 movmatrix: Any = _warp.movmatrix  # transpose an 8x8 matrix of 16-bit values held by the warp
 prmt: Any = _warp.prmt  # pick 4 bytes of 8
 exp2: Any = _warp.exp2
+fmax: Any = _warp.fmax
 rsqrt: Any = _warp.rsqrt
 ldg128: Any = _warp.ldg128  # 4 words, one 16-byte load
 ldg128_stream: Any = _warp.ldg128_stream  # the same, for bytes that are read once
@@ -74,7 +77,7 @@ atomic_inc: Any = _warp.atomic_inc
 smem_addr: Any = _warp.smem_addr
 cp_async16: Any = _warp.cp_async16  # 16 bytes global -> shared, asynchronous
 cp_commit: Any = _warp.cp_commit
-cp_wait: Any = _warp.cp_wait
+cp_wait_older: Any = _warp.cp_wait_older  # all groups of copies but the newest
 ldmatrix_x4: Any = _warp.ldmatrix_x4  # four 8x8 tiles shared -> registers
 ldmatrix_x4_trans: Any = _warp.ldmatrix_x4_trans
 
@@ -113,6 +116,7 @@ else:
     from minivllm_kernels.warp_gpu import types as _types
 
     f32, i32, i64, u32 = _types.float32, _types.int32, _types.int64, _types.uint32
+
 NEG = -1e30
 LOG2E = 1.4426950408889634
 

@@ -5,8 +5,9 @@ Question: how does a numba kernel reach an instruction that numba does not know?
 
 # Generated from nbs/4_kernels/02_warp_gpu.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1258a87c510b module=a7a94d725124
+# literate: notebook=156155e350df module=d1d24b9c653f
 
+from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir
@@ -20,10 +21,11 @@ __all__ = [
     "bf16_lo",
     "cp_async16",
     "cp_commit",
-    "cp_wait",
+    "cp_wait_older",
     "exp2",
     "f16_hi",
     "f16_lo",
+    "fmax",
     "ldcg2",
     "ldg128",
     "ldg128_stream",
@@ -43,7 +45,7 @@ __all__ = [
 ]
 
 
-# %% nbs/4_kernels/02_warp_gpu.ipynb #code-0bcea2
+# %% nbs/4_kernels/02_warp_gpu.ipynb #code-1f3366
 try:  # numba-cuda carries its own copies of numba's compiler modules
     from numba.cuda import cgutils, types
     from numba.cuda.extending import intrinsic
@@ -52,6 +54,7 @@ except ImportError:  # numba alone: enough to import, not to compile for a curre
     from numba.core import cgutils, types
     from numba.core.typing import signature
     from numba.extending import intrinsic
+
 LLVM: dict[str, Any] = {"f32": ir.FloatType(), "u32": ir.IntType(32), "i32": ir.IntType(32)}
 NUMBA: dict[str, Any] = {"f32": types.float32, "u32": types.uint32, "i32": types.int32}
 REGISTER = {"f32": "f", "u32": "r", "i32": "r"}
@@ -69,7 +72,6 @@ def ptx(text: str, result: str = "", arguments: str = "", effect: bool = False) 
     inputs = ",".join("l" if a == "ptr" else REGISTER[a] for a in wanted)
     constraints = ",".join(part for part in (outputs, inputs, "~{memory}" if effect else "") if part)
 
-    @intrinsic
     def operation(typingctx, *given):
         sig = signature(_result_type(results), *_argument_types(wanted, given))
 
@@ -78,7 +80,10 @@ def ptx(text: str, result: str = "", arguments: str = "", effect: bool = False) 
 
         return sig, codegen
 
-    return operation
+    names = [f"a{i}" for i in range(len(wanted) + wanted.count("ptr"))]
+    positional = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("typingctx", *names)]
+    operation.__signature__ = Signature(positional)  # type: ignore[attr-defined]  # numba lowers no *args
+    return intrinsic(operation)
 
 
 def _result_type(results: list[str]) -> Any:
@@ -139,7 +144,8 @@ f16_hi = ptx("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", "f32"
 pack_f16 = ptx("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", "f32 f32")
 
 
-# %% nbs/4_kernels/02_warp_gpu.ipynb #code-73939b
+# %% nbs/4_kernels/02_warp_gpu.ipynb #code-1f88eb
+fmax = ptx("max.f32 $0, $1, $2;", "f32", "f32 f32")  # numba's max compares and selects: two instructions
 exp2 = ptx("ex2.approx.ftz.f32 $0, $1;", "f32", "f32")
 rsqrt = ptx("rsqrt.approx.ftz.f32 $0, $1;", "f32", "f32")
 prmt = ptx("prmt.b32 $0, $1, $2, $3;", "u32", "u32 u32 u32")
@@ -180,26 +186,14 @@ def stg128(typingctx, pointer, index, words):
     return signature(types.void, pointer, types.int64, types.UniTuple(types.uint32, 4)), codegen
 
 
-# %% nbs/4_kernels/02_warp_gpu.ipynb #cp_wait
+# %% nbs/4_kernels/02_warp_gpu.ipynb #smem_addr
 cp_commit = ptx("cp.async.commit_group;", effect=True)
+cp_wait_older = ptx("cp.async.wait_group 1;", effect=True)  # all groups but the newest have arrived
 _cp16 = "{ .reg .b32 a; add.s32 a, $0, $1; cp.async.cg.shared.global [a], [$2], 16; }"
 cp_async16 = ptx(_cp16, "", "u32 i32 ptr", effect=True)
 _ldm = "{ .reg .b32 a; add.s32 a, $4, $5; ldmatrix.sync.aligned.m8n8.x4%s.shared.b16 {$0,$1,$2,$3}, [a]; }"
 ldmatrix_x4 = ptx(_ldm % "", _FOUR, "u32 i32", effect=True)
 ldmatrix_x4_trans = ptx(_ldm % ".trans", _FOUR, "u32 i32", effect=True)
-
-
-@intrinsic(prefer_literal=True)
-def cp_wait(typingctx, groups):
-    """Wait until at most `groups` (a literal) groups of copies are running."""
-    if not isinstance(groups, types.IntegerLiteral):
-        return None
-
-    def codegen(context, builder, sig, values):
-        text = f"cp.async.wait_group {groups.literal_value};"
-        return _call(context, builder, text, "~{memory}", [], [], [], True)
-
-    return signature(types.void, groups), codegen
 
 
 @intrinsic

@@ -5,7 +5,7 @@ Question: what is a warp, and how can one kernel source run both on a GPU and in
 
 # Generated from nbs/4_kernels/01_warp.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d61bfc1014e1 module=006cd3bd0925
+# literate: notebook=3396e9a59afc module=f5b0a5d1f3e9
 
 import threading
 from typing import Any
@@ -20,11 +20,12 @@ __all__ = [
     "bf16_lo",
     "cp_async16",
     "cp_commit",
-    "cp_wait",
+    "cp_wait_older",
     "exchange",
     "exp2",
     "f16_hi",
     "f16_lo",
+    "fmax",
     "ldcg2",
     "ldg128",
     "ldg128_stream",
@@ -167,7 +168,12 @@ def prmt(a, b, selector):
     return np.uint32(sum(source[(int(selector) >> (4 * i)) & 7] << (8 * i) for i in range(4)))
 
 
-# %% nbs/4_kernels/01_warp.ipynb #exp2
+# %% nbs/4_kernels/01_warp.ipynb #fmax
+def fmax(a, b):
+    """The larger of two float32."""
+    return max(a, b)
+
+
 def exp2(x):
     """2 ** x in float32."""
     return np.float32(np.exp2(np.float32(x)))
@@ -220,8 +226,8 @@ def cp_commit():
     """Close a group of started copies."""
 
 
-def cp_wait(groups):
-    """Wait until at most `groups` groups of copies are still running."""
+def cp_wait_older():
+    """Wait until all groups of copies but the newest have arrived."""
 
 
 def _ldmatrix(transpose: bool):

@@ -1,0 +1,427 @@
+"""Prefill attention, in three rungs.
+
+*Question: a prompt brings a thousand new tokens at once.
+"""
+
+# Generated from nbs/4_kernels/06_prefill.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=5f2475acb319 module=4075760895f1
+
+from functools import lru_cache
+from typing import Any
+
+from numba import types
+
+from minivllm_kernels.decode import capped
+from minivllm_kernels.planning import AttentionShape
+from minivllm_kernels.simt import (
+    NEG,
+    SIM,
+    Kernel,
+    cp_async16,
+    cp_commit,
+    cp_wait_older,
+    cuda,
+    device,
+    exp2,
+    f32,
+    fmax,
+    half_ops,
+    i32,
+    i64,
+    kernel,
+    ldmatrix_x4,
+    ldmatrix_x4_trans,
+    shfl_xor,
+    smem_addr,
+    u32,
+)
+
+__all__ = [
+    "FMA_KEYS",
+    "FMA_ROWS",
+    "NO_WINDOW",
+    "PREFILL_SIGNATURE",
+    "U32",
+    "fma_tiles",
+    "mma_tiles",
+    "naive",
+    "tile_keys",
+    "warp_rows",
+]
+
+
+# %% nbs/4_kernels/06_prefill.ipynb #code-ee5419
+PREFILL_SIGNATURE = " ".join(
+    ["u32* u32* u32* u32*"]  # out, q, k cache, v cache
+    + ["i32* i32*"]  # block table, tiles
+    + ["f32 f32 i32"]  # scale (log2(e) included), cap, window (tokens that a query sees)
+    + ["i32 i32 i32"]  # block table, q, out: from one row to the next
+    + ["i64 i32 i32"]  # cache: from one block, token, KV head to the next
+)
+NO_WINDOW = 1 << 30
+
+
+# %% nbs/4_kernels/06_prefill.ipynb #naive
+@lru_cache(maxsize=None)
+def naive(shape: AttentionShape) -> Kernel:
+    """Rung 1: one warp a row. Grid (KV heads, tiles of one row)."""
+    W = shape.head_dim // 2
+    C = -(-W // 32)
+    C2 = 2 * C
+    G, BS, CAP = shape.group, shape.block_size, shape.soft_cap
+    half = half_ops(shape.dtype)
+    lo, hi, pack = half.lo, half.hi, half.pack
+
+    @kernel(PREFILL_SIGNATURE, threads=32, name=f"prefill_naive_{shape.name}")
+    def prefill_naive(out, q, kc, vc, table, tiles, scale, cap, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
+        kvh = cuda.blockIdx.x
+        item = cuda.blockIdx.y * 8
+        lane = cuda.threadIdx.x
+        seq, row0, context, r = tiles[item], tiles[item + 1], tiles[item + 3], tiles[item + 4]
+        if seq < 0:
+            return
+        row = i64(row0) + r // G
+        head = kvh * G + r % G
+        position = context + r // G
+        qv = cuda.local.array(C2, f32)
+        acc = cuda.local.array(C2, f32)
+        for c in range(C):
+            x = u32(0)
+            if lane + 32 * c < W:
+                x = q[row * q_s + head * W + lane + 32 * c]
+            qv[2 * c] = lo(x)
+            qv[2 * c + 1] = hi(x)
+            acc[2 * c] = f32(0.0)
+            acc[2 * c + 1] = f32(0.0)
+        biggest = f32(NEG)
+        total = f32(0.0)
+        for tok in range(max(0, position - window + 1), position + 1):
+            at = i64(table[i64(seq) * t_s + tok // BS]) * s_blk + (tok % BS) * s_tok + kvh * s_head + lane
+            s = f32(0.0)
+            for c in range(C):
+                if lane + 32 * c < W:
+                    x = kc[at + 32 * c]
+                    s += qv[2 * c] * lo(x) + qv[2 * c + 1] * hi(x)
+            s += shfl_xor(s, 16)
+            s += shfl_xor(s, 8)
+            s += shfl_xor(s, 4)
+            s += shfl_xor(s, 2)
+            s += shfl_xor(s, 1)
+            s *= scale
+            if CAP:
+                s = capped(s, cap)
+            grown = fmax(biggest, s)
+            shrink = exp2(biggest - grown)
+            p = exp2(s - grown)
+            biggest = grown
+            total = total * shrink + p
+            for c in range(C):
+                if lane + 32 * c < W:
+                    x = vc[at + 32 * c]
+                    acc[2 * c] = acc[2 * c] * shrink + p * lo(x)
+                    acc[2 * c + 1] = acc[2 * c + 1] * shrink + p * hi(x)
+        for c in range(C):
+            if lane + 32 * c < W:
+                out[row * o_s + head * W + lane + 32 * c] = pack(acc[2 * c] / total, acc[2 * c + 1] / total)
+
+    return prefill_naive
+
+
+# %% nbs/4_kernels/06_prefill.ipynb #fma_tiles
+FMA_ROWS = 16
+FMA_KEYS = 16
+
+
+@lru_cache(maxsize=None)
+def fma_tiles(shape: AttentionShape) -> Kernel:
+    """Rung 2: tiles through shared memory, ordinary arithmetic. Grid (KV heads, tiles of FMA_ROWS rows)."""
+    W = shape.head_dim // 2
+    E = W // 8  # words of a row that one thread owns
+    E2 = 2 * E
+    ROWS, KEYS = FMA_ROWS, FMA_KEYS
+    THREADS = ROWS * 8
+    SIZE = KEYS * W
+    G, BS, CAP = shape.group, shape.block_size, shape.soft_cap
+    half = half_ops(shape.dtype)
+    lo, hi, pack = half.lo, half.hi, half.pack
+
+    @kernel(PREFILL_SIGNATURE, threads=THREADS, name=f"prefill_fma_{shape.name}")
+    def prefill_fma(out, q, kc, vc, table, tiles, scale, cap, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
+        shared_k = cuda.shared.array(SIZE, u32)
+        shared_v = cuda.shared.array(SIZE, u32)
+        kvh = cuda.blockIdx.x
+        item = cuda.blockIdx.y * 8
+        seq, row0, queries, context, first = (
+            tiles[item],
+            tiles[item + 1],
+            tiles[item + 2],
+            tiles[item + 3],
+            tiles[item + 4],
+        )
+        if seq < 0:
+            return
+        tid = cuda.threadIdx.x
+        part = tid % 8
+        r = min(first + tid // 8, queries * G - 1)  # rows past the end repeat the last one
+        row = i64(row0) + r // G
+        head = kvh * G + r % G
+        position = context + r // G
+        oldest = max(0, context + first // G - window + 1)  # first key that any row of the tile sees
+        newest = context + min((first + ROWS - 1) // G, queries - 1)
+        qv = cuda.local.array(E2, f32)
+        acc = cuda.local.array(E2, f32)
+        for w in range(E):
+            x = q[row * q_s + head * W + part * E + w]
+            qv[2 * w] = lo(x)
+            qv[2 * w + 1] = hi(x)
+            acc[2 * w] = f32(0.0)
+            acc[2 * w + 1] = f32(0.0)
+        biggest = f32(NEG)
+        total = f32(0.0)
+        for base in range(oldest, newest + 1, KEYS):
+            cuda.syncthreads()
+            for e in range(tid, SIZE, THREADS):
+                tok = min(base + e // W, newest)
+                at = i64(table[i64(seq) * t_s + tok // BS]) * s_blk + (tok % BS) * s_tok + kvh * s_head + e % W
+                shared_k[e] = kc[at]
+                shared_v[e] = vc[at]
+            cuda.syncthreads()
+            for key in range(KEYS):
+                s = f32(0.0)
+                for w in range(E):
+                    x = shared_k[key * W + part * E + w]
+                    s += qv[2 * w] * lo(x) + qv[2 * w + 1] * hi(x)
+                s += shfl_xor(s, 1)
+                s += shfl_xor(s, 2)
+                s += shfl_xor(s, 4)
+                s *= scale
+                if CAP:
+                    s = capped(s, cap)
+                if base + key <= position and base + key > position - window:
+                    grown = fmax(biggest, s)
+                    shrink = exp2(biggest - grown)
+                    p = exp2(s - grown)
+                    biggest = grown
+                    total = total * shrink + p
+                    for w in range(E):
+                        x = shared_v[key * W + part * E + w]
+                        acc[2 * w] = acc[2 * w] * shrink + p * lo(x)
+                        acc[2 * w + 1] = acc[2 * w + 1] * shrink + p * hi(x)
+        if first + tid // 8 < queries * G:
+            for w in range(E):
+                out[row * o_s + head * W + part * E + w] = pack(acc[2 * w] / total, acc[2 * w + 1] / total)
+
+    return prefill_fma
+
+
+# %% nbs/4_kernels/06_prefill.ipynb #tile_keys
+U32: Any = types.uint32  # dynamic shared memory wants a numba type, in the simulator too
+
+
+def tile_keys(shape: AttentionShape) -> int:
+    """Keys that rung 3 takes at a time."""
+    return 32 if SIM or shape.head_dim > 128 else 64
+
+
+def warp_rows(shape: AttentionShape) -> int:
+    """Rows of a warp of rung 3: two tiles of 16, or one where two would not fit in its registers."""
+    return 16 if shape.head_dim > 128 else 32
+
+
+@lru_cache(maxsize=None)
+def mma_tiles(shape: AttentionShape, warps: int = 4) -> Kernel:
+    """Rung 3: tensor cores. Grid (KV heads, tiles of warps * warp_rows(shape) rows)."""
+    D, G, BS, CAP = shape.head_dim, shape.group, shape.block_size, shape.soft_cap
+    SHIFT, MASK = BS.bit_length() - 1, BS - 1
+    W = D // 2
+    KEYS, RW = tile_keys(shape), warp_rows(shape)
+    M = RW // 16  # tiles of 16 rows a warp
+    R = 2 * M  # rows a lane has a share of: g and g + 8 of each tile
+    ROWS = warps * RW
+    PITCH = (W + 4) * 4  # bytes from one row of shared memory to the next
+    CHUNKS = D // 8  # 16-byte chunks of a row
+    QK_STEPS, S_TILES, O_TILES = D // 16, KEYS // 8, D // 8
+    PV_STEPS = KEYS // 16
+    SN, ON = S_TILES * 4 * M, O_TILES * 4 * M
+    THREADS = warps * 32
+    QCH, KCH = ROWS * CHUNKS, KEYS * CHUNKS
+    K0, V0 = ROWS * PITCH, (ROWS + KEYS) * PITCH  # where K and V start in shared memory
+    SHARED = (ROWS + 2 * KEYS) * PITCH
+    half = half_ops(shape.dtype)
+    pack, mma = half.pack, half.mma
+
+    @device
+    def load(to, cache, base, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid):
+        """Start copying KEYS tokens from `base` on; tokens that nobody sees are replaced by one that is seen."""
+        for e in range(tid, KCH, THREADS):
+            tok = max(min(base + e // CHUNKS, newest), oldest)
+            at = i64(table[pages + (tok >> SHIFT)]) * s_blk + (tok & MASK) * s_tok + off + (e % CHUNKS) * 4
+            cp_async16(sa, to + (e // CHUNKS) * PITCH + (e % CHUNKS) * 16, cache, at)
+
+    @device
+    def scores(s, sa, q_at, k_at):
+        """S = Q K^T for the warp's rows and the KEYS of the tile."""
+        for e in range(SN):
+            s[e] = f32(0.0)
+        for step in range(QK_STEPS):
+            a = ldmatrix_x4(sa, q_at + step * 32)
+            b = a
+            if M == 2:
+                b = ldmatrix_x4(sa, q_at + 16 * PITCH + step * 32)
+            for j in range(S_TILES // 2):
+                f = ldmatrix_x4(sa, k_at + j * (16 * PITCH) + step * 32)
+                for h in range(2):
+                    e = (j * 2 + h) * 4 * M
+                    c = mma(a[0], a[1], a[2], a[3], f[2 * h], f[2 * h + 1], s[e], s[e + 1], s[e + 2], s[e + 3])
+                    for y in range(4):
+                        s[e + y] = c[y]
+                    if M == 2:
+                        d = mma(b[0], b[1], b[2], b[3], f[2 * h], f[2 * h + 1], s[e + 4], s[e + 5], s[e + 6], s[e + 7])
+                        for y in range(4):
+                            s[e + 4 + y] = d[y]
+
+    @device
+    def values(o, s, sa, v_at, step):
+        """O += P V for 16 keys; one call a step, so that every index into the registers is a constant."""
+        e = step * 8 * M
+        a0 = pack(s[e], s[e + 1])
+        a1 = pack(s[e + 2], s[e + 3])
+        a2 = pack(s[e + 4 * M], s[e + 4 * M + 1])
+        a3 = pack(s[e + 4 * M + 2], s[e + 4 * M + 3])
+        b0 = a0
+        b1 = a1
+        b2 = a2
+        b3 = a3
+        if M == 2:
+            b0 = pack(s[e + 4], s[e + 5])
+            b1 = pack(s[e + 6], s[e + 7])
+            b2 = pack(s[e + 12], s[e + 13])
+            b3 = pack(s[e + 14], s[e + 15])
+        for j in range(O_TILES // 2):
+            f = ldmatrix_x4_trans(sa, v_at + step * (16 * PITCH) + j * 32)
+            for h in range(2):
+                y = (j * 2 + h) * 4 * M
+                c = mma(a0, a1, a2, a3, f[2 * h], f[2 * h + 1], o[y], o[y + 1], o[y + 2], o[y + 3])
+                for z in range(4):
+                    o[y + z] = c[z]
+                if M == 2:
+                    d = mma(b0, b1, b2, b3, f[2 * h], f[2 * h + 1], o[y + 4], o[y + 5], o[y + 6], o[y + 7])
+                    for z in range(4):
+                        o[y + 4 + z] = d[z]
+
+    @kernel(PREFILL_SIGNATURE, THREADS, f"prefill_mma_{shape.name}_w{warps}", shared_bytes=SHARED)
+    def prefill_mma(out, q, kc, vc, table, tiles, scale, cap, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
+        shared = cuda.shared.array(0, U32)
+        kvh = cuda.blockIdx.x
+        item = cuda.blockIdx.y * 8
+        seq, row0, queries, context, first = (
+            tiles[item],
+            tiles[item + 1],
+            tiles[item + 2],
+            tiles[item + 3],
+            tiles[item + 4],
+        )
+        if seq < 0:
+            return
+        tid = cuda.threadIdx.x
+        warp = tid // 32
+        lane = tid % 32
+        g = lane // 4
+        t = lane % 4
+        sa = smem_addr(shared)
+        off = kvh * s_head
+        pages = i64(seq) * t_s
+        s = cuda.local.array(SN, f32)
+        o = cuda.local.array(ON, f32)
+        biggest = cuda.local.array(R, f32)  # of rows g, g + 8 (and g + 16, g + 24)
+        total = cuda.local.array(R, f32)
+        grown = cuda.local.array(R, f32)
+        position = cuda.local.array(R, i32)
+        for e in range(ON):
+            o[e] = f32(0.0)
+        for r in range(R):
+            biggest[r] = f32(NEG)
+            total[r] = f32(0.0)
+            position[r] = context + min((first + warp * RW + g + 8 * r) // G, queries - 1)
+        lowest = context + first // G  # positions of the tile's first and last row
+        newest = context + min((first + ROWS - 1) // G, queries - 1)
+        oldest = max(0, lowest - window + 1)
+        start = oldest // KEYS
+        stop = newest // KEYS + 1
+        matrix = lane // 8
+        lr = lane % 8
+        q_at = (warp * RW + (matrix % 2) * 8 + lr) * PITCH + (matrix // 2) * 16
+        k_at = K0 + ((matrix // 2) * 8 + lr) * PITCH + (matrix % 2) * 16
+        v_at = V0 + ((matrix % 2) * 8 + lr) * PITCH + (matrix // 2) * 16
+        for e in range(tid, QCH, THREADS):
+            r = first + e // CHUNKS
+            at = (i64(row0) + min(r // G, queries - 1)) * q_s + (kvh * G + r % G) * W + (e % CHUNKS) * 4
+            cp_async16(sa, (e // CHUNKS) * PITCH + (e % CHUNKS) * 16, q, at)
+        load(K0, kc, start * KEYS, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid)
+        cp_commit()
+        for tile in range(start, stop):
+            base = tile * KEYS
+            load(V0, vc, base, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid)
+            cp_commit()
+            cp_wait_older()  # K is here, V on its way
+            cuda.syncthreads()
+            scores(s, sa, q_at, k_at)
+            cuda.syncthreads()
+            if tile + 1 < stop:
+                load(K0, kc, base + KEYS, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid)
+            cp_commit()
+            unit = scale
+            if CAP:
+                for e in range(SN):
+                    s[e] = capped(s[e] * scale, cap)
+                unit = f32(1.0)
+            if base + KEYS - 1 > lowest or base <= newest - window:  # only tiles on an edge need the mask
+                for j in range(S_TILES):
+                    for r in range(R):
+                        for y in range(2):
+                            key = base + j * 8 + 2 * t + y
+                            if key > position[r] or key <= position[r] - window:
+                                s[(j * R + r) * 2 + y] = f32(NEG)
+            for r in range(R):
+                grown[r] = f32(NEG)
+            for j in range(S_TILES):
+                for r in range(R):
+                    grown[r] = fmax(grown[r], fmax(s[(j * R + r) * 2], s[(j * R + r) * 2 + 1]))
+            for r in range(R):
+                grown[r] = fmax(grown[r], shfl_xor(grown[r], 1))
+                grown[r] = fmax(biggest[r], fmax(grown[r], shfl_xor(grown[r], 2)) * unit)
+                biggest[r] = exp2(biggest[r] - grown[r])  # for a moment: the factor of what has been added
+                total[r] *= biggest[r]
+            for j in range(O_TILES):
+                for r in range(R):
+                    o[(j * R + r) * 2] *= biggest[r]
+                    o[(j * R + r) * 2 + 1] *= biggest[r]
+            for r in range(R):
+                biggest[r] = grown[r]
+            for j in range(S_TILES):
+                for r in range(R):
+                    for y in range(2):
+                        e = (j * R + r) * 2 + y
+                        s[e] = exp2(s[e] * unit - biggest[r])
+                        total[r] += s[e]
+            cp_wait_older()  # V is here, the next K on its way
+            cuda.syncthreads()
+            values(o, s, sa, v_at, 0)
+            values(o, s, sa, v_at, 1)
+            if PV_STEPS == 4:
+                values(o, s, sa, v_at, 2)
+                values(o, s, sa, v_at, 3)
+            cuda.syncthreads()
+        for r in range(R):
+            total[r] += shfl_xor(total[r], 1)
+            total[r] += shfl_xor(total[r], 2)
+            row = first + warp * RW + g + 8 * r
+            inverse = f32(1.0) / total[r]
+            if row < queries * G:
+                at = (i64(row0) + row // G) * o_s + (kvh * G + row % G) * W
+                for j in range(O_TILES):
+                    e = (j * R + r) * 2
+                    out[at + j * 4 + t] = pack(o[e] * inverse, o[e + 1] * inverse)
+
+    return prefill_mma
