@@ -2,7 +2,7 @@
 
 # Generated from nbs/3_model/07_gguf.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b6e9204f384c module=0c1d5e213acc
+# literate: notebook=378033e4eaa5 module=782cae8f9688
 
 import json
 import os
@@ -15,8 +15,10 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 __all__ = [
+    "ATTENTION_BIAS",
     "CONTROL",
     "FAMILIES",
+    "KNOWN_KEYS",
     "LAYER_TENSORS",
     "LLAMA3_SPLIT",
     "MODEL_TENSORS",
@@ -115,12 +117,24 @@ class Family:
     model_type: str
     hf_class: str
     permuted: bool = False  # rotary rows of q and k are interleaved in the file
+    biases: tuple[tuple[str, str], ...] = ()  # config fields that say whether a tensor exists
 
 
+KNOWN_KEYS = frozenset(
+    """
+    attention.head_count attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon
+    attention.value_length block_count context_length embedding_length expert_count expert_used_count
+    feed_forward_length rope.dimension_count rope.freq_base rope.scaling.factor rope.scaling.finetuned
+    rope.scaling.original_context_length rope.scaling.type vocab_size
+    """.split()
+)
+ATTENTION_BIAS = ("attention_bias", "blk.0.attn_q.bias")
 FAMILIES = {
-    "llama": Family("llama", "LlamaForCausalLM", permuted=True),
+    "llama": Family(
+        "llama", "LlamaForCausalLM", permuted=True, biases=(ATTENTION_BIAS, ("mlp_bias", "blk.0.ffn_up.bias"))
+    ),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM"),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM", biases=(ATTENTION_BIAS,)),
 }
 
 
@@ -132,6 +146,9 @@ def family_of(gguf: GGUFFile) -> Family:
         )
     if gguf.get("expert_count", 0):
         raise GGUFError(f"{gguf.path}: mixtures of experts ({gguf.get('expert_count')} experts) are not implemented")
+    for key, value in gguf.metadata.items():
+        if key.startswith(gguf.architecture + ".") and key.removeprefix(gguf.architecture + ".") not in KNOWN_KEYS:
+            raise GGUFError(f"{gguf.path}: the metadata key {key} = {value!r} is not implemented")
     return FAMILIES[gguf.architecture]
 
 
@@ -224,7 +241,7 @@ def config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
         "rms_norm_eps": gguf.need("attention.layer_norm_rms_epsilon"),
         "rope_theta": gguf.get("rope.freq_base", 10000.0),
         "rope_scaling": rope_scaling(gguf, head_dim),
-        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        **{field: tensor in gguf.tensors for field, tensor in family.biases},
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "dtype": "float32",
     }
@@ -299,6 +316,7 @@ def _llama3_scaling(gguf: GGUFFile, head_dim: int) -> dict[str, Any]:
 
 # %% nbs/3_model/07_gguf.ipynb #PreTokenizer
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
+
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -344,6 +362,9 @@ PRE_TOKENIZERS = {
 def tokenizer_from_gguf(gguf: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
     """Build the fast tokenizer and its `tokenizer_config.json` from the vocabulary stored in the file."""
     kind = gguf.get("tokenizer.ggml.model")
+    for key in ("add_sep_token", "precompiled_charsmap", "remove_extra_whitespaces"):
+        if gguf.get(f"tokenizer.ggml.{key}"):
+            raise GGUFError(f"{gguf.path}: the metadata key tokenizer.ggml.{key} is not implemented")
     if kind == "gpt2":
         tokenizer, add_bos = _byte_level_bpe(gguf)
     elif kind == "llama":
@@ -444,8 +465,18 @@ def _tokenizer_config(gguf: GGUFFile) -> dict[str, Any]:
         "model_max_length": gguf.need("context_length"),
         "clean_up_tokenization_spaces": False,
         **{name: tokens[i] for name, i in ids.items() if i is not None},
-        **{key: value for key in ("chat_template",) if (value := gguf.get(f"tokenizer.{key}"))},
+        **_chat_template(gguf),
     }
+
+
+def _chat_template(gguf: GGUFFile) -> dict[str, Any]:
+    """The default chat template, and those with a name (`tool_use`), as `tokenizer_config.json` spells them."""
+    default, prefix = gguf.get("tokenizer.chat_template"), "tokenizer.chat_template."
+    named = {key.removeprefix(prefix): text for key, text in gguf.metadata.items() if key.startswith(prefix)}
+    if not named:
+        return {} if default is None else {"chat_template": default}
+    templates = named if default is None else {"default": default} | named
+    return {"chat_template": [{"name": name, "template": text} for name, text in templates.items()]}
 
 
 # %% nbs/3_model/07_gguf.ipynb #write_safetensors

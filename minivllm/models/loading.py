@@ -2,7 +2,7 @@
 
 # Generated from nbs/3_model/08_loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c3329bad898a module=af3739424579
+# literate: notebook=c647a7d2b187 module=b98ef9170cc7
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ __all__ = [
     "TensorRecord",
     "dummy_tensors",
     "find_tensors",
-    "is_rope_buffer",
     "iter_tensors",
     "load_model",
     "read_header",
@@ -41,6 +40,7 @@ __all__ = [
 # %% nbs/3_model/08_loading.ipynb #CheckpointError
 if TYPE_CHECKING:
     import torch
+
     from minivllm.models.spec import DecoderSpec
 
 
@@ -152,13 +152,8 @@ def iter_tensors(records: list[TensorRecord], dtype: str) -> Iterator[tuple[str,
     for file in dict.fromkeys(record.file for record in records):
         with safe_open(file, framework="pt") as tensors:
             for record in records:
-                if record.file == file and not is_rope_buffer(record.name):
+                if record.file == file:
                     yield record.name, _cast(record, tensors.get_tensor(record.name), wanted)
-
-
-def is_rope_buffer(name: str) -> bool:
-    """Old Llama checkpoints carry the rotary frequencies, which follow from the configuration."""
-    return name.endswith("rotary_emb.inv_freq")
 
 
 def _cast(record: TensorRecord, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -240,30 +235,23 @@ class LoadedModel:
         found = self.generation_config.get("eos_token_id", self.hf_config.get("eos_token_id"))
         return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the weights, from the checkpoint or, for dummy weights, from the specification."""
-        if self.load_format == "dummy":
-            return self.spec.weight_shapes()
-        return {record.name: record.shape for record in self.records if not is_rope_buffer(record.name)}
-
     def weights(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(name, tensor)` in `dtype` (`"float32"`, `"bfloat16"` or `"float16"`); see `iter_tensors`."""
         if self.load_format == "dummy":
-            return dummy_tensors(self.weight_shapes(), dtype, self.seed)
+            return dummy_tensors(self.spec.weight_shapes(), dtype, self.seed)
         return iter_tensors(list(self.records), dtype)
 
     def facts(self, block_size: int, dtype: str) -> ModelFacts:
         """What `EngineArgs.resolve` wants to know, for this block size and dtype."""
-        numbers = sum(math.prod(shape) for shape in self.weight_shapes().values())
-        kv_specs = tuple(self.spec.kv_cache_specs(block_size))
+        spec, size = self.spec, DTYPE_BYTES[dtype]
         return ModelFacts(
             name=self.name,
             path=str(self.path),
-            vocab_size=self.spec.vocab_size,
-            num_layers=len(kv_specs),
-            max_position_embeddings=self.spec.max_position_embeddings,
-            kv_specs=kv_specs,
-            weight_bytes=numbers * DTYPE_BYTES[dtype],
+            vocab_size=spec.vocab_size,
+            num_layers=spec.num_layers,
+            max_position_embeddings=spec.max_model_len,
+            kv_specs=tuple(spec.kv_cache_specs(block_size, size)),
+            weight_bytes=spec.num_parameters() * size,
             checkpoint_dtype=self.checkpoint_dtype,
         )
 
