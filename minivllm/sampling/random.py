@@ -5,7 +5,7 @@ A sampled token needs one random number.
 
 # Generated from nbs/3_model/11_random.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=54836a80020f module=90fcfeb2de86
+# literate: notebook=ff69651883c7 module=1c86916ec0a7
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: steps of it
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31, _S11 = (np.uint64(shift) for shift in (27, 30, 31, 11))
+
 Uint64s = npt.NDArray[np.uint64]
 
 

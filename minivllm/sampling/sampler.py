@@ -6,7 +6,7 @@ reports.
 
 # Generated from nbs/3_model/15_sampler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=09bb196d84b7 module=43fc58b9dee6
+# literate: notebook=018b21037d73 module=43fc58b9dee6
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

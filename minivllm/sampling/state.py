@@ -5,7 +5,7 @@ The model computes the logits of all running requests at once, `[rows, vocabular
 
 # Generated from nbs/3_model/12_sampling_state.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fadedf545cd5 module=aef77722c379
+# literate: notebook=1d3df5e80831 module=aef77722c379
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -5,7 +5,7 @@ Between the model's logits and the draw stands a list of transforms.
 
 # Generated from nbs/3_model/13_transforms.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f4d84a47d37a module=f4430189aaa1
+# literate: notebook=8c139cd47fd5 module=f4430189aaa1
 
 import math
 from collections.abc import Callable, Iterator, Sequence
