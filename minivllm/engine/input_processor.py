@@ -6,11 +6,11 @@ enough.
 
 # Generated from nbs/5_engine/05_input_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=530982b89414 module=b37259e031cc
+# literate: notebook=1ac9c6a92388 module=3970f793900a
 
 import difflib
-import secrets
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -20,12 +20,14 @@ import numpy as np
 from minivllm.core.config import EngineConfig
 from minivllm.core.request import Request
 from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.random import RequestSeeds
 
-__all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "parse_prompt", "random_request_id"]
+__all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "parse_prompt"]
 
 
 # %% nbs/5_engine/05_input_processor.ipynb #Prompt
 PromptType = str | Sequence[int] | dict[str, Any]
+
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -100,20 +102,23 @@ class ProcessedInput:
 class InputProcessor:
     """Checks and tokenises what callers give, and makes the requests of the engine core.
 
-    ``tokenizer`` may be None: then prompts must be token ids. ``generation_config``: the model's own sampling defaults.
+    ``tokenizer`` may be None: then prompts must be token ids. ``blocks_ever_needed(num_tokens)``: most KV
+    blocks that one request of so many computed tokens holds. ``generation_config``: the model's own end tokens and defaults.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         tokenizer: Any | None,
+        blocks_ever_needed: Callable[[int], int],
         generation_config: dict[str, Any] | None = None,
     ) -> None:
         self.config = config
+        self.blocks_ever_needed = blocks_ever_needed
         self.tokenizer = tokenizer
         self.generation_config = generation_config or {}
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
-        self._seeds = np.random.default_rng(config.seed)
+        self._next_seed = RequestSeeds(config.seed)
 
     # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-tokenize
     def tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
@@ -151,21 +156,28 @@ class InputProcessor:
         ``max_tokens=None`` means as many as fit; a number is cut at ``max_model_len``.
         """
         room = self.config.scheduler.max_model_len - prompt_len
-        fits = self._pool_tokens() + 1 - prompt_len
-        if fits < 1 or (params.max_tokens is not None and min(params.max_tokens, room) > fits):
-            asked = "" if params.max_tokens is None else f" and max_tokens={min(params.max_tokens, room)}"
-            cache = self.config.cache
-            raise ValueError(
-                f"a prompt of {prompt_len} tokens{asked} can never run: the KV pool holds {self._pool_tokens()} tokens"
-                f" ({cache.num_gpu_blocks - 1} blocks of {cache.block_size} for {len(self.config.kv_cache.groups)} group(s))."
-                " Raise num_gpu_blocks, or shorten the request"
-            )
-        return min(room, fits, params.max_tokens or room)
-
-    def _pool_tokens(self) -> int:
-        """Tokens that one request can have in the cache when it has the whole pool for itself (block 0 is never owned)."""
+        asked = room if params.max_tokens is None else min(params.max_tokens, room)
+        if self._fits(prompt_len + asked):
+            return asked
+        # With max_tokens=None: the largest number that fits, found by bisection since need grows with length.
+        fitting = bisect(range(room + 1), 0, key=lambda n: 0 if n == 0 or self._fits(prompt_len + n) else 1) - 1
+        if params.max_tokens is None and fitting >= 1:
+            return fitting
         cache = self.config.cache
-        return (cache.num_gpu_blocks - 1) // len(self.config.kv_cache.groups) * cache.block_size
+        raise ValueError(
+            f"a prompt of {prompt_len} tokens with max_tokens={params.max_tokens} can never run: it needs"
+            f" {self.blocks_ever_needed(prompt_len + asked - 1)} KV blocks of {cache.block_size} tokens and the pool has"
+            f" {cache.num_gpu_blocks - 1}. {self._advice(fitting)}"
+        )
+
+    def _fits(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens can run alone. Block 0 of the pool is never owned."""
+        return self.blocks_ever_needed(num_tokens - 1) <= self.config.cache.num_gpu_blocks - 1
+
+    def _advice(self, fitting: int) -> str:
+        if fitting < 1:
+            return "Raise num_gpu_blocks, or shorten the prompt"
+        return f"Raise num_gpu_blocks, shorten the prompt, or ask for max_tokens of at most {fitting}"
 
     # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-process
     def process(
@@ -235,13 +247,7 @@ class InputProcessor:
             children = [(f"{i}_{request_id}", params.child(i)) for i in range(params.num_children)]
         for i, (_, child) in enumerate(children):
             if child.seed is None:
-                child.seed = int(self._seeds.integers(2**63))
+                child.seed = self._next_seed()
             if i > 0:
                 child.prompt_logprobs = None
         return children
-
-
-# %% nbs/5_engine/05_input_processor.ipynb #random_request_id
-def random_request_id(prefix: str = "") -> str:
-    """A request id that nobody has: the prefix and 16 random hexadecimal digits."""
-    return prefix + secrets.token_hex(8)

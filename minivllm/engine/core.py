@@ -1,0 +1,110 @@
+"""Where is the engine's loop?
+
+Everything that vLLM is famous for happens in three lines: decide, carry out, take in.
+"""
+
+# Generated from nbs/5_engine/10_engine_core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=bb7f1722dbc1 module=0332b9a8bd1d
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from minivllm.core.clock import Clock, WallClock
+from minivllm.core.config import EngineConfig
+from minivllm.core.output import EngineCoreOutput, SchedulerOutput
+from minivllm.core.policy import Policy
+from minivllm.core.request import FinishReason, Request
+from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
+from minivllm.core.trace import Trace
+
+__all__ = ["EngineCore"]
+
+
+# %% nbs/5_engine/10_engine_core.ipynb #EngineCore
+if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
+    from minivllm.runtime.executor import Executor
+
+
+class EngineCore:
+    """Scheduler and executor, a step at a time. Knows token ids only.
+
+    ``policy``, ``preemption``: None for the ones that ``config`` names. ``clock``: the time that the scheduler sees.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        policy: Policy | None = None,
+        preemption: Preemption | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if preemption is None:
+            swaps = config.args.preemption_mode == "swap"
+            preemption = Swap(config.cache.num_cpu_blocks) if swaps else Recompute()
+        self.executor = executor
+        self.clock = clock or WallClock()
+        self.scheduler = Scheduler(
+            config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
+        self.scheduler.add_request(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """End requests in any state; unknown ids are passed over. Returns those that were ended."""
+        return self.scheduler.finish_requests(request_ids, FinishReason.ABORT)
+
+    def has_requests(self) -> bool:
+        """Whether `step` has anything to do, be it only rows to drop."""
+        return self.scheduler.has_requests()
+
+    # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-step
+    def step(self) -> list[EngineCoreOutput]:
+        """Run one step; returns what requests gained. Does nothing when there is nothing to do.
+
+        Raises:
+            PolicyError: a hook of the policy failed; no request is lost. Whatever the executor raises: the requests of that
+            step have ended then (see `_give_up`).
+        """
+        if not self.scheduler.has_requests():
+            return []
+        output = self.scheduler.schedule()
+        try:
+            result = self.executor.execute(output)
+        except BaseException:
+            self._give_up(output)
+            raise
+        return self.scheduler.update(output, result)
+
+    # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-_give_up
+    def _give_up(self, output: SchedulerOutput) -> None:
+        """After a step that was decided but not carried out: end its requests, forget the prefix cache."""
+        self.scheduler.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
+        self.scheduler.reset_prefix_cache()
+
+    # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-record
+    @contextmanager
+    def record(self) -> Iterator[Trace]:
+        """Record everything that the scheduler does within the block.
+
+        Raises:
+            RuntimeError: a recording is under way.
+        """
+        if self.scheduler.trace is not None:
+            raise RuntimeError("this engine is recording already; leave the other record() block first")
+        trace = self.scheduler.record()
+        try:
+            yield trace
+        finally:
+            self.scheduler.stop_recording()
+
+    def shutdown(self) -> None:
+        """Give the executor's memory back."""
+        self.executor.shutdown()

@@ -1,0 +1,188 @@
+"""An engine that you can step.
+
+`LLM.generate` hides the loop.
+"""
+
+# Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=3bc290884d17 module=08cc69eb7876
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Self
+
+from minivllm.core.clock import Clock, WallClock
+from minivllm.core.config import EngineArgs, EngineConfig
+from minivllm.core.policy import Policy
+from minivllm.core.scheduler import Preemption, Swap
+from minivllm.core.trace import Trace
+from minivllm.engine.core import EngineCore
+from minivllm.engine.input_processor import InputProcessor, ProcessedInput, PromptType
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.outputs import RequestOutput
+from minivllm.models.tokenizer import get_tokenizer
+from minivllm.runtime.executor import make_executor, plan_engine
+from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.transforms import Transform
+
+__all__ = ["LLMEngine"]
+
+
+# %% nbs/5_engine/11_llm_engine.ipynb #LLMEngine
+class LLMEngine:
+    """Requests in, outputs out, one step at a time. Make one with `from_engine_args`.
+
+    ``tokenizer`` may be None: then prompts are token ids and ``detokenize=False``.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        core: EngineCore,
+        tokenizer: Any | None,
+        generation_config: dict[str, Any] | None = None,
+    ) -> None:
+        self.config, self.core, self.tokenizer = config, core, tokenizer
+        self.generation_config = generation_config or {}
+        self.clock = core.clock
+        blocks = core.scheduler.kv.blocks_ever_needed
+        self.input_processor = InputProcessor(config, tokenizer, blocks, self.generation_config)
+        self.output_processor = OutputProcessor(tokenizer)
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self._closed = False
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        args: EngineArgs,
+        *,
+        policy: Policy | None = None,
+        preemption: Preemption | None = None,
+        logits_processors: Sequence[Transform] = (),
+        distributed_executor_backend: str = "uniproc",
+        clock: Clock | None = None,
+    ) -> Self:
+        """Find and load the model, and build everything around it.
+
+        ``preemption``: `Recompute()` or `Swap(num_cpu_blocks)`; it overrides ``args.preemption_mode``.
+        ``logits_processors``: applied to every request, besides its own.
+        Raises ValueError for an unknown model or a setting out of range.
+        """
+        if isinstance(preemption, Swap):
+            args = replace(args, num_cpu_blocks=preemption.num_cpu_blocks, preemption_mode="swap")
+        plan = plan_engine(args)
+        tokenizer = get_tokenizer(args.tokenizer or plan.model.path, args.download_dir)
+        executor = make_executor(distributed_executor_backend, plan, logits_processors)
+        core = EngineCore(plan.config, executor, policy=policy, preemption=preemption, clock=clock or WallClock())
+        return cls(plan.config, core, tokenizer, plan.model.generation_config)
+
+    # %% nbs/5_engine/11_llm_engine.ipynb #LLMEngine-add_request
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        user: str | None = None,
+    ) -> None:
+        """Queue a request. ``arrival_time``: seconds on ``clock``, now if None. ``priority``: smaller is more urgent.
+
+        Raises:
+            TypeError, ValueError: a bad prompt, parameter or id; says what is allowed. Other requests are not touched.
+        """
+        moment = self.clock.now() if arrival_time is None else arrival_time
+        self.add_processed(request_id, self.process(request_id, prompt, params, moment, priority, user))
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float,
+        priority: int = 0,
+        user: str | None = None,
+    ) -> ProcessedInput:
+        """Check and tokenise a request without queueing it."""
+        if self._closed:
+            raise RuntimeError("this engine was closed")
+        return self.input_processor.process(
+            request_id, prompt, params, arrival_time=arrival_time, priority=priority, user=user
+        )
+
+    def add_processed(self, request_id: str, given: ProcessedInput) -> None:
+        """Queue what `process` has checked. Raises ValueError if the id is in use."""
+        children = {child.request_id: child.sampling_params for child in given.children}
+        arrival = given.children[0].arrival_time
+        self.output_processor.add_request(
+            request_id, given.prompt, given.prompt_token_ids, given.params, children, arrival
+        )
+        try:
+            for child in given.children:
+                self.core.add_request(child)
+        except ValueError:
+            self.abort_request([request_id])
+            raise
+        self.num_prompt_tokens += len(given.prompt_token_ids)
+
+    # %% nbs/5_engine/11_llm_engine.ipynb #LLMEngine-step
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns an output for each request that has news (with FINAL_ONLY: that has ended)."""
+        if self._closed:
+            raise RuntimeError("this engine was closed")
+        core_outputs = self.core.step()
+        self.num_generation_tokens += sum(len(output.new_token_ids) for output in core_outputs)
+        processed = self.output_processor.process_outputs(core_outputs, self.clock.now())
+        if processed.reqs_to_abort:
+            self.core.abort(processed.reqs_to_abort)
+        return processed.request_outputs
+
+    def abort_request(self, request_ids: Sequence[str] | str) -> list[RequestOutput]:
+        """End requests in any state; returns what they had, with the finish reason "abort". Unknown ids are passed over."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        outputs, core_ids = self.output_processor.abort_requests(ids, self.clock.now())
+        self.core.abort(core_ids)
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return self.output_processor.has_unfinished_requests()
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.output_processor.requests)
+
+    # %% nbs/5_engine/11_llm_engine.ipynb #LLMEngine-get_metrics
+    def get_metrics(self) -> dict[str, float]:
+        """Counters since the start, and gauges of this moment; the names are those of vLLM's metrics."""
+        scheduler = self.core.scheduler
+        return {
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "kv_cache_usage_perc": scheduler.kv.pool.usage,
+            "prefix_cache_queries": scheduler.kv.stats.query_tokens,
+            "prefix_cache_hits": scheduler.kv.stats.hit_tokens,
+            "num_preemptions": scheduler.num_preemptions,
+            "prompt_tokens": self.num_prompt_tokens,
+            "generation_tokens": self.num_generation_tokens,
+        }
+
+    def record(self) -> AbstractContextManager[Trace]:
+        """``with engine.record() as trace:`` records what the scheduler does in the block."""
+        return self.core.record()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks held one."""
+        return self.core.scheduler.reset_prefix_cache()
+
+    def set_policy(self, policy: Policy) -> None:
+        """Use another scheduling policy from the next step on."""
+        self.core.scheduler.set_policy(policy)
+
+    def close(self) -> None:
+        """End all requests and give the model's memory back; no call may follow. Closing twice is no error."""
+        if not self._closed:
+            self.abort_request(list(self.output_processor.requests))
+            self._closed = True
+            self.core.shutdown()

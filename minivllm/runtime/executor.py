@@ -1,0 +1,123 @@
+"""Who runs the model?
+
+The engine core does not care whether the model runs in its own process, in four processes on four
+GPUs, or not at all (a simulation answers from a cost model).
+"""
+
+# Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=a1bce4349aea module=1f913957a3c0
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from minivllm.attention.backend import AttentionBackend
+from minivllm.attention.select import select_backend
+from minivllm.core.config import EngineArgs, EngineConfig, KVCacheConfig, choose_dtype, resolve
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.models.decoder import Decoder
+from minivllm.models.loading import LoadedModel, load_model
+from minivllm.runtime.machine import choose_device, has_native_bf16, machine_facts
+from minivllm.runtime.model_runner import ModelRunner
+from minivllm.sampling.transforms import Transform
+
+__all__ = ["EnginePlan", "Executor", "UniProcExecutor", "load_decoder", "make_executor", "plan_engine"]
+
+
+# %% nbs/5_engine/04_executor.ipynb #Executor
+class Executor(Protocol):
+    """Carries out decisions of the scheduler."""
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """The cache that it has allocated."""
+        ...
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Carry out one decision and return what was sampled. Called once for every decision, in order."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give memory and processes back; no call may follow."""
+        ...
+
+
+# %% nbs/5_engine/04_executor.ipynb #EnginePlan
+@dataclass(frozen=True)
+class EnginePlan:
+    """What is going to be loaded, decided and checked, with no weight read yet."""
+
+    config: EngineConfig
+    model: LoadedModel
+    backend: AttentionBackend
+
+
+def plan_engine(args: EngineArgs) -> EnginePlan:
+    """Find the model, look at the machine, and decide.
+
+    Raises:
+        ValueError: an unknown model, an architecture that is not implemented, or a setting out of range; names it.
+    """
+    loaded = load_model(
+        args.model,
+        load_format=args.load_format,
+        download_dir=args.download_dir,
+        revision=args.revision,
+        seed=args.seed,
+    )
+    device = choose_device(args.device)
+    dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
+    specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value))
+    backend, why = select_backend(args.attention_backend, specs, torch.device(device))
+    facts = loaded.facts(args.block_size, dtype.value)
+    config = resolve(args, facts, machine_facts(device, backend.name, why), dtype)
+    return EnginePlan(config, loaded, backend)
+
+
+def load_decoder(plan: EnginePlan) -> Decoder:
+    """Build the model and read its weights."""
+    dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
+    decoder = Decoder(plan.model.spec, plan.backend, dtype, device)
+    decoder.load_weights(plan.model.weights(plan.config.dtype))
+    return decoder
+
+
+# %% nbs/5_engine/04_executor.ipynb #UniProcExecutor
+class UniProcExecutor:
+    """Runs the model in the engine's own process."""
+
+    def __init__(self, plan: EnginePlan, transforms: Sequence[Transform] = ()) -> None:
+        self.kv_cache_config = plan.config.kv_cache
+        self.runner: ModelRunner | None = ModelRunner(load_decoder(plan), plan.backend, plan.config, transforms)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        if self.runner is None:
+            raise RuntimeError("this executor was shut down")
+        return self.runner.execute(output)
+
+    def shutdown(self) -> None:
+        self.runner = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+# %% nbs/5_engine/04_executor.ipynb #make_executor
+_LATER = ("mp", "ray", "external_launcher")
+
+
+def make_executor(kind: str, plan: EnginePlan, transforms: Sequence[Transform] = ()) -> Executor:
+    """The executor of this name, with the model loaded. ``transforms``: of the logits of every request.
+
+    Raises:
+        NotImplementedError: a name that vLLM knows and this package does not (yet). ValueError: any other name.
+    """
+    if kind == "uniproc":
+        return UniProcExecutor(plan, transforms)
+    if kind in _LATER:
+        raise NotImplementedError(f"distributed_executor_backend={kind!r} is not implemented; 'uniproc' is")
+    raise ValueError(f"distributed_executor_backend must be 'uniproc', got {kind!r}")

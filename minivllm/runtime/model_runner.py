@@ -1,0 +1,196 @@
+"""How does a decision become tokens?
+
+The scheduler has decided: this request 40 tokens, that one 1, these two blocks more, that row away.
+"""
+
+# Generated from nbs/5_engine/02_model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=87f62630a2cd module=3aa695ff33f8
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionBackend, AttentionSpec
+from minivllm.core.config import EngineConfig, KVCacheConfig
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.models.decoder import Decoder
+from minivllm.runtime.input_batch import InputBatch, StepInputs
+from minivllm.sampling.logprobs import Logprob, compute_logprobs
+from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.state import SamplingState
+from minivllm.sampling.transforms import Transform
+
+__all__ = ["ModelRunner", "group_attention_specs", "new_kv_caches", "zeros_on_demand"]
+
+
+# %% nbs/5_engine/02_model_runner.ipynb #zeros_on_demand
+def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU memory is only taken when a page is first touched."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+
+def new_kv_caches(
+    backend: AttentionBackend, config: KVCacheConfig, spec: AttentionSpec, num_blocks: int, device: torch.device
+) -> list[Tensor]:
+    """Cache tensors of ``num_blocks`` blocks in the backend's layout, one for each place in a group."""
+    shape, dtype = backend.kv_cache_shape(num_blocks, spec), backend.kv_cache_dtype(spec)
+    return [zeros_on_demand(shape, dtype, device) for _ in range(config.num_tensors)]
+
+
+# %% nbs/5_engine/02_model_runner.ipynb #group_attention_specs
+def group_attention_specs(config: KVCacheConfig, layer_specs: list[AttentionSpec]) -> list[AttentionSpec]:
+    """The attention spec of each KV cache group.
+
+    Raises:
+        ValueError: layers of one group want different attention, so one plan cannot serve them.
+    """
+    specs = []
+    for group in config.groups:
+        distinct = {layer_specs[layer] for layer in group.layers}
+        if len(distinct) > 1:
+            raise ValueError(f"layers {group.layers} share a block table but differ in attention: {distinct}")
+        specs.append(distinct.pop())
+    return specs
+
+
+# %% nbs/5_engine/02_model_runner.ipynb #ModelRunner
+class ModelRunner:
+    """Carries out scheduler outputs on one device.
+
+    ``model``: loaded and not yet bound to a cache. ``backend``: the one that the model was built with.
+    ``transforms``: of the logits of every request, besides each request's own.
+    """
+
+    PROMPT_SLICE = 256  # prompt tokens whose logits are held at once
+
+    def __init__(
+        self, model: Decoder, backend: AttentionBackend, config: EngineConfig, transforms: Sequence[Transform] = ()
+    ) -> None:
+        kv, limits = config.kv_cache, config.scheduler
+        self.model, self.backend, self.config = model, backend, config
+        self.device = torch.device(config.device)
+        layer_specs = model.spec.attention_specs(kv.block_size, model.dtype)
+        self.specs = group_attention_specs(kv, layer_specs)
+        self.kv_caches = new_kv_caches(backend, kv, self.specs[0], kv.num_blocks, self.device)
+        self.swap_caches: list[Tensor] = []
+        if kv.num_cpu_blocks:  # block 0 is the null block there too
+            self.swap_caches = new_kv_caches(backend, kv, self.specs[0], kv.num_cpu_blocks + 1, torch.device("cpu"))
+        model.bind(kv)
+        self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, [g.spec.block_size for g in kv.groups])
+        self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
+        self.sampler = Sampler(transforms=transforms, logprobs_mode=config.args.logprobs_mode)
+        self._prompt_done: dict[str, int] = {}
+
+    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-execute
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Carry out one decision. A request that fails by itself is reported in ``errors``; the others go on."""
+        result = ModelRunnerOutput()
+        self._update_rows(output, result)
+        self._swap_blocks(output)
+        if output.total_num_scheduled_tokens:
+            step = self.batch.prepare(output.num_scheduled_tokens)
+            hidden = self._forward(step)
+            self._compute_prompt_logprobs(step, hidden, result)
+            self.batch.advance(step)
+            self._sample(step, hidden, result)
+        return result
+
+    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_update_rows
+    def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        for request_id in (*output.preempted, *output.finished):
+            self.batch.drop(request_id)
+            if request_id in self.sampling.requests:
+                self.sampling.remove(request_id)
+        for request_id in output.finished:
+            self._prompt_done.pop(request_id, None)
+        for new in output.new_requests:
+            known = [*new.prompt_token_ids, *new.output_token_ids]
+            self.batch.add(new.request_id, known, new.num_computed_tokens, new.block_ids)
+            params = new.sampling_params
+            if params.prompt_logprobs is not None:
+                self._prompt_done.setdefault(new.request_id, 0)
+            try:
+                self.sampling.add(new.request_id, params, new.prompt_token_ids, new.output_token_ids, params.seed)
+            except Exception as error:
+                result.errors[new.request_id] = f"{type(error).__name__}: {error}"
+        for request_id, block_ids in output.new_block_ids.items():
+            self.batch.append_blocks(request_id, block_ids)
+
+    def _swap_blocks(self, output: SchedulerOutput) -> None:
+        if not output.swap_out and not output.swap_in:
+            return
+        for device_cache, cpu_cache in zip(self.kv_caches, self.swap_caches, strict=True):
+            self.backend.copy_blocks(device_cache, cpu_cache, output.swap_out)
+            self.backend.copy_blocks(cpu_cache, device_cache, output.swap_in)
+
+    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_forward
+    def _forward(self, step: StepInputs) -> Tensor:
+        """Hidden states after the last norm: [T, hidden_size]."""
+        plans = [
+            self.backend.plan(batch, spec, self.device) for batch, spec in zip(step.attention, self.specs, strict=True)
+        ]
+        token_ids = torch.from_numpy(step.token_ids).to(self.device)
+        positions = torch.from_numpy(step.positions).to(self.device)
+        return self.model.forward(token_ids, positions, self.kv_caches, plans)
+
+    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_sample
+    def _sample(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
+        samples = step.samples
+        if result.errors:
+            samples = samples & np.fromiter((r not in result.errors for r in step.request_ids), bool, len(samples))
+        chosen = np.flatnonzero(samples)
+        if not len(chosen):
+            return
+        request_ids = [step.request_ids[i] for i in chosen]
+        logits = self.model.compute_logits(self._pick(hidden, step.last_token[chosen]))
+        drawn = self.sampler(logits, self.sampling.batch(request_ids))
+        token_ids = drawn.token_ids.cpu().numpy()
+        self.batch.append_tokens(step.rows[chosen], token_ids)
+        for request_id, token_id, logprobs in zip(request_ids, token_ids.tolist(), drawn.logprobs, strict=True):
+            if request_id in drawn.errors:
+                continue
+            self.sampling.append(request_id, token_id)
+            result.sampled_token_ids[request_id] = [token_id]
+            if logprobs is not None:
+                result.logprobs[request_id] = [logprobs]
+        result.errors.update(drawn.errors)
+
+    def _pick(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
+        """``hidden[rows]``, without a copy when that is all of it."""
+        return hidden if len(rows) == len(hidden) else hidden[torch.from_numpy(rows).to(self.device)]
+
+    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_compute_prompt_logprobs
+    def _compute_prompt_logprobs(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
+        if not self._prompt_done:
+            return
+        starts = step.attention[0].query_start_loc
+        for i, request_id in enumerate(step.request_ids):
+            view = self.sampling.requests.get(request_id)
+            if request_id not in self._prompt_done or view is None:
+                continue
+            row, done, prompt = step.rows[i], self._prompt_done[request_id], view.prompt_token_ids
+            computed = int(self.batch.num_computed[row])
+            first, end = max(computed, done), min(computed + int(step.counts[i]), len(prompt) - 1)
+            if first >= end:
+                continue
+            at = int(starts[i]) - computed
+            result.prompt_logprobs[request_id] = self._logprobs_of(
+                hidden[at + first : at + end], prompt[first + 1 : end + 1], view.params.prompt_logprobs
+            )
+            self._prompt_done[request_id] = end
+
+    def _logprobs_of(self, hidden: Tensor, token_ids: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+        """Reports on ``token_ids`` [R] after the hidden states [R, hidden_size], a slice at a time."""
+        reports: list[dict[int, Logprob]] = []
+        for start in range(0, len(hidden), self.PROMPT_SLICE):
+            part = slice(start, start + self.PROMPT_SLICE)
+            reports += compute_logprobs(self.model.compute_logits(hidden[part]), token_ids[part], count)
+        return reports
