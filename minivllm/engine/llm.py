@@ -1,0 +1,305 @@
+"""A whole engine behind three lines.
+
+```python from minivllm import LLM, SamplingParams
+"""
+
+# Generated from nbs/5_engine/14_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=f38d392b74a2 module=8de411edcaa8
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Self
+
+from tqdm.auto import tqdm
+
+from minivllm.core.config import EngineArgs, EngineConfig
+from minivllm.core.policy import Policy
+from minivllm.core.scheduler import Preemption
+from minivllm.core.trace import Trace
+from minivllm.engine.beam_search import Beams, BeamSearchOutput, beam_search_output, num_candidates, search_beams
+from minivllm.engine.input_processor import ProcessedInput, PromptType, parse_prompt
+from minivllm.engine.interrupt import deferred_interrupts
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.outputs import RequestOutput
+from minivllm.models.tokenizer import apply_chat_template
+from minivllm.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from minivllm.sampling.transforms import Transform
+
+__all__ = ["LLM", "Message"]
+
+
+# %% nbs/5_engine/14_llm.ipynb #LLM
+Message = dict[str, Any]
+
+
+class LLM:
+    """A language model that answers lists of prompts.
+
+    ``model``: an alias such as "smollm2", a folder, a ``.gguf`` file or a hub id. ``policy``: a scheduling policy object.
+    ``preemption``: `Recompute()` or `Swap(num_cpu_blocks)`. ``logits_processors``: applied to every request. All other keywords
+    are the fields of `EngineArgs`, under vLLM's names.
+
+    Raises:
+        TypeError: an unknown keyword; names the nearest known one. ValueError: an unknown model, a value out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2",
+        *,
+        policy: Policy | None = None,
+        preemption: Preemption | None = None,
+        logits_processors: Sequence[Transform] = (),
+        distributed_executor_backend: str = "uniproc",
+        **engine_args: Any,
+    ) -> None:
+        args = EngineArgs.from_kwargs(model=str(model), **engine_args)
+        self.llm_engine = LLMEngine.from_engine_args(
+            args,
+            policy=policy,
+            preemption=preemption,
+            logits_processors=logits_processors,
+            distributed_executor_backend=distributed_executor_backend,
+        )
+        self._ids = itertools.count()
+
+    @property
+    def config(self) -> EngineConfig:
+        """Every setting; ``print(llm.config.explain())`` says where each came from."""
+        return self.llm_engine.config
+
+    @property
+    def model_path(self) -> str:
+        """The folder that the weights came from, in Hugging Face layout."""
+        return self.config.model.path
+
+    def get_tokenizer(self) -> Any:
+        return self.llm_engine.tokenizer
+
+    # %% nbs/5_engine/14_llm.ipynb #LLM-get_default_sampling_params
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: the model's generation config, or neutral with ``generation_config="vllm"``."""
+        if self.config.args.generation_config == "vllm":
+            return SamplingParams()
+        found = self.llm_engine.generation_config
+        given = {
+            ours: found[theirs] for theirs, ours in _FROM_GENERATION_CONFIG.items() if found.get(theirs) is not None
+        }
+        return SamplingParams(**given)
+
+    # %% nbs/5_engine/14_llm.ipynb #LLM-generate
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        user: Sequence[str | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; the answers come in their order.
+
+        ``prompts``: a text, a list of token ids, a dict (`{"prompt": ...}` or `{"prompt_token_ids": ...}`), or a list of these.
+        ``sampling_params``: one for all, or one for each. ``priority``, ``user``: one for each prompt, for policies that ask.
+
+        Raises:
+            TypeError, ValueError: a bad prompt or parameter, found before anything runs.
+            KeyboardInterrupt: the rest is aborted; the engine stays usable.
+        """
+        listed = _as_prompt_list(prompts)
+        return self._run(self._process_all(listed, sampling_params, priority, user), use_tqdm)
+
+    def _process_all(
+        self,
+        prompts: Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None = None,
+        user: Sequence[str | None] | None = None,
+    ) -> list[tuple[str, ProcessedInput]]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
+        priorities = _one_each("priority", 0 if priority is None else priority, len(prompts), int)
+        users = _one_each("user", user, len(prompts), (str, type(None)))
+        if self.llm_engine.has_unfinished_requests():
+            raise RuntimeError(
+                f"{self.llm_engine.get_num_unfinished_requests()} requests that were added to llm.llm_engine are unfinished:"
+                " step them to their end or abort them first"
+            )
+        checked = []
+        moment = self.llm_engine.clock.now()
+        for i, prompt in enumerate(prompts):
+            request_id, final = str(next(self._ids)), params[i].clone(output_kind=RequestOutputKind.FINAL_ONLY)
+            try:
+                given = self.llm_engine.process(request_id, prompt, final, moment, priorities[i], users[i])
+            except (TypeError, ValueError) as error:
+                if len(prompts) == 1:
+                    raise
+                raise (TypeError if isinstance(error, TypeError) else ValueError)(f"prompts[{i}]: {error}") from error
+            checked.append((request_id, given))
+        return checked
+
+    # %% nbs/5_engine/14_llm.ipynb #LLM-_run
+    def _run(self, requests: Sequence[tuple[str, ProcessedInput]], use_tqdm: bool) -> list[RequestOutput]:
+        """Queue requests and step until they have ended. Whatever goes wrong, none of them is left behind."""
+        engine, done = self.llm_engine, {}
+        try:
+            with deferred_interrupts() as check_interrupt, _Progress(len(requests), use_tqdm) as progress:
+                for request_id, given in requests:
+                    engine.add_processed(request_id, given)
+                while engine.has_unfinished_requests():
+                    for output in engine.step():
+                        done[output.request_id] = output
+                        progress.finished(output)
+                    check_interrupt()
+        except BaseException:
+            engine.abort_request([request_id for request_id, _ in requests])
+            raise
+        return [done[request_id] for request_id, _ in requests]
+
+    # %% nbs/5_engine/14_llm.ipynb #LLM-chat
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (a list of `{"role": ..., "content": ...}`), or each of a list of conversations.
+
+        ``chat_template``: Jinja text in place of the model's own. ``continue_final_message``: go on with the last message instead of answering it
+        (then set ``add_generation_prompt=False``). ``chat_template_kwargs``: further variables of the template.
+
+        Raises:
+            ValueError: the model has no template, or it refuses the messages.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = []
+        for conversation in conversations:
+            text, token_ids = apply_chat_template(
+                self.get_tokenizer(),
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    # %% nbs/5_engine/14_llm.ipynb #LLM-beam_search
+    def beam_search(
+        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The ``params.beam_width`` likeliest continuations of each prompt, best first; `engine.beam_search` has the rules.
+
+        Raises:
+            TypeError, ValueError: a bad prompt, or a beam width that needs more than ``max_logprobs`` log-probabilities.
+        """
+        processor, limit = self.llm_engine.input_processor, self.config.args.max_logprobs
+        plain = SamplingParams(max_tokens=params.max_tokens, ignore_eos=params.ignore_eos)
+        plain.update_from_generation_config(self.llm_engine.generation_config, processor.eos_token_id)
+        ends = frozenset() if params.ignore_eos else plain.all_stop_token_ids
+        needed = num_candidates(params.beam_width, ends)
+        if limit != -1 and needed > limit:
+            raise ValueError(
+                f"beam_width={params.beam_width} needs {needed} log-probabilities a token; max_logprobs is {limit}"
+            )
+        searches = []
+        for prompt in _as_prompt_list(prompts):
+            token_ids = processor.tokenize(parse_prompt(prompt), plain)
+            searches.append(Beams(token_ids, params, processor.max_tokens(len(token_ids), plain), ends))
+        with tqdm(total=params.max_tokens, desc="Beam search", unit="token", disable=not use_tqdm) as bar:
+            search_beams(searches, lambda p, sampling: self.generate(p, sampling, use_tqdm=False), bar.update)
+        return [beam_search_output(search, self.get_tokenizer()) for search in searches]
+
+    def record(self) -> AbstractContextManager[Trace]:
+        """``with llm.record() as trace:`` records all that the scheduler does in the block."""
+        return self.llm_engine.record()
+
+    def get_metrics(self) -> dict[str, float]:
+        """Counters since the start, and gauges of this moment; see `LLMEngine.get_metrics`."""
+        return self.llm_engine.get_metrics()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks held one."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def set_policy(self, policy: Policy) -> None:
+        """Use another scheduling policy from the next step on."""
+        self.llm_engine.set_policy(policy)
+
+    def close(self) -> None:
+        """Give the model's memory back. Also done by ``with LLM(...) as llm:``."""
+        self.llm_engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+# %% nbs/5_engine/14_llm.ipynb #LLM-get_default_sampling_params
+_FROM_GENERATION_CONFIG = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+# %% nbs/5_engine/14_llm.ipynb #_Progress
+class _Progress:
+    """A tqdm bar that counts finished prompts and shows tokens per second."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._bar = tqdm(total=total, desc="Processed prompts", disable=not shown, dynamic_ncols=True)
+        self._tokens_in = self._tokens_out = 0
+
+    def finished(self, output: RequestOutput) -> None:
+        self._tokens_in += len(output.prompt_token_ids)
+        self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
+        seconds = self._bar.format_dict["elapsed"]
+        if seconds and not self._bar.disable:
+            rates = f"input: {self._tokens_in / seconds:.1f} tok/s, output: {self._tokens_out / seconds:.1f} tok/s"
+            self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+
+# %% nbs/5_engine/14_llm.ipynb #_as_prompt_list
+def _as_prompt_list(prompts: Any) -> list[Any]:
+    """One prompt becomes a list of one. A list of numbers is one prompt of token ids."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__iter__"):
+        raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
+    listed = list(prompts)
+    if not listed:
+        return []
+    return listed if isinstance(listed[0], (str, dict)) or hasattr(listed[0], "__len__") else [listed]
+
+
+def _one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:
+    """One value for each of ``count`` prompts. Raises ValueError for a list of another length, TypeError for another type."""
+    values = [given] * count if isinstance(given, kind) or given is None else list(given)
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} prompts; give one for all, or one for each")
+    return values
