@@ -1,0 +1,75 @@
+"""Choosing a backend by name, or having it chosen."""
+
+import pytest
+import torch
+
+from minivllm.attention import select
+from minivllm.attention.backend import AttentionSpec
+from minivllm.attention.reference import ReferenceBackend
+from minivllm.attention.sdpa import SDPABackend
+
+CPU = torch.device("cpu")
+
+
+def spec(**changes) -> AttentionSpec:
+    values = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "scale": 1.0, "block_size": 4, "dtype": torch.float32}
+    return AttentionSpec(**{**values, **changes})
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    monkeypatch.setattr(select, "_BACKENDS", dict(select._BACKENDS))
+    monkeypatch.setattr(select, "_AUTO_ORDER", list(select._AUTO_ORDER))
+
+
+def test_by_name():
+    backend, why = select.select_backend("reference", spec(), CPU)
+    assert isinstance(backend, ReferenceBackend) and why == "asked for"
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"'flash'; known: auto, reference, sdpa"):
+        select.select_backend("flash", spec(), CPU)
+
+
+def test_asked_for_but_unable():
+    with pytest.raises(ValueError, match=r"'sdpa' cannot run this model on cpu: .*soft_cap=5.0"):
+        select.select_backend("sdpa", [spec(), spec(soft_cap=5.0)], CPU)
+
+
+def test_auto_takes_the_first_that_can_and_says_why_not_the_others():
+    backend, why = select.select_backend("auto", [spec(), spec(sliding_window=4)], CPU)
+    assert isinstance(backend, SDPABackend) and "fastest" in why
+    backend, why = select.select_backend("auto", [spec(), spec(soft_cap=5.0)], CPU)
+    assert isinstance(backend, ReferenceBackend) and "sdpa cannot: " in why and "soft_cap=5.0" in why
+
+
+def test_register(monkeypatch):
+    class Mine(ReferenceBackend):
+        name = "mine"
+
+    select.register_backend("mine", Mine, auto_before="sdpa")
+    assert "mine" in select.backend_names()
+    assert isinstance(select.select_backend("auto", spec(), CPU)[0], Mine)
+    with pytest.raises(ValueError, match="exists already"):
+        select.register_backend("mine", Mine)
+    with pytest.raises(ValueError, match="auto_before='nobody'"):
+        select.register_backend("other", Mine, auto_before="nobody")
+
+
+def test_one_that_cannot_be_imported_is_passed_over_by_auto_and_not_by_name():
+    select.register_backend("absent", "no_such_module:Backend", auto_before="sdpa")
+    backend, why = select.select_backend("auto", spec(), CPU)
+    assert isinstance(backend, SDPABackend) and "absent cannot be loaded: No module named 'no_such_module'" in why
+    with pytest.raises(ImportError, match="no_such_module"):
+        select.select_backend("absent", spec(), CPU)
+
+
+def test_nobody_can():
+    class Never(ReferenceBackend):
+        def unsupported(self, spec, device):
+            return "never"
+
+    select._BACKENDS.update({"sdpa": Never, "reference": Never})
+    with pytest.raises(ValueError, match=r"no attention backend runs this model on cpu: .*reference cannot: never"):
+        select.select_backend("auto", spec(), CPU)

@@ -1,0 +1,132 @@
+"""Tiny models with random weights, as Hugging Face folders: config, safetensors, tokenizer, chat template.
+
+Weights are large enough that greedy choices are clear, and biases and norms are random too, so that a product, a bias or
+a norm left out shows.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+VOCAB_SIZE = 264
+EOS_TOKEN_ID = 257
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 72,
+    "intermediate_size": 100,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 256,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": None,
+}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied-biased": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-mha": ("llama", {"num_key_value_heads": 6}),
+    "llama-rope-llama3": ("llama", {"rope_scaling": {"rope_type": "llama3", **_LLAMA3}}),
+    "llama-rope-linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama-rope-dynamic": (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 64},
+    ),
+    "llama-rope-yarn": (
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 24}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-window": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+}
+FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
+"""One of each family, for tests that cannot afford all."""
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    """Fill every parameter: products with unit gain or so, norms around 1, biases around 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            noise *= 1.0 if "embed_tokens" in name or "lm_head" in name else 1.5 / parameter.shape[1] ** 0.5
+        else:
+            noise *= 0.3
+            noise += 1.0 if name.endswith("norm.weight") and "gemma" not in type(model).__name__.lower() else 0.0
+        parameter.data.copy_(noise)
+
+
+def hf_config(name: str) -> Any:
+    """The transformers config of a tiny model."""
+    from transformers import AutoConfig
+
+    model_type, changes = TINY_MODELS[name]
+    return AutoConfig.for_model(model_type, **{**_SIZES, **changes})
+
+
+@cache
+def hf_model(name: str, implementation: str = "eager") -> Any:
+    """The transformers model, float32, the same weights every time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(hf_config(name), attn_implementation=implementation).eval()
+    randomise(model)
+    return model
+
+
+def tiny_tokenizer() -> Any:
+    """One token a byte, `<s>` 256, `</s>` 257, and ChatML's two marks; with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return fast
+
+
+def save_tiny_model(name: str, folder: Path) -> Path:
+    """Write the model of this name into `folder`, in Hugging Face layout; gives the folder back."""
+    model = hf_model(name)
+    model.generation_config.eos_token_id = EOS_TOKEN_ID
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function from a name in `TINY_MODELS` to the folder of that model, written once a session."""
+    root = tmp_path_factory.mktemp("tiny_models")
+
+    def path(name: str) -> Path:
+        folder = root / name
+        return folder if folder.exists() else save_tiny_model(name, folder)
+
+    return path
