@@ -2,7 +2,7 @@
 
 # Generated from nbs/3_model/08_loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c647a7d2b187 module=b98ef9170cc7
+# literate: notebook=7c103deee793 module=8b15bc11972c
 
 from __future__ import annotations
 
@@ -78,10 +78,9 @@ def read_header(file: Path) -> list[TensorRecord]:
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         ends = [entry["data_offsets"][1] for entry in header.values()]
-        if 8 + length + max(ends, default=0) != size:
-            raise ValueError(
-                f"{8 + length + max(ends, default=0)} bytes announced, {size} found: an interrupted download?"
-            )
+        announced = 8 + length + max(ends, default=0)
+        if announced != size:
+            raise ValueError(f"{announced} bytes announced, {size} found: an interrupted download?")
         return [TensorRecord(name, file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
@@ -114,16 +113,21 @@ def find_tensors(folder: Path) -> list[TensorRecord]:
 
 
 def _sharded(folder: Path) -> list[TensorRecord]:
-    weight_map = read_json(folder / INDEX).get("weight_map", {})
-    records: dict[str, TensorRecord] = {}
-    for shard in sorted(set(weight_map.values())):
+    index = folder / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} holds no weight_map from tensor names to files")
+    records: dict[tuple[str, str], TensorRecord] = {}
+    for shard in dict.fromkeys(weight_map.values()):
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{index} names the file {shard!r}, which is outside of the folder")
         if not (folder / shard).is_file():
-            raise CheckpointError(f"{folder / INDEX} names the file {shard}, which is not there")
-        records.update((record.name, record) for record in read_header(folder / shard))
+            raise CheckpointError(f"{index} names the file {shard}, which is not there")
+        records.update(((record.name, shard), record) for record in read_header(folder / shard))
     for name, shard in weight_map.items():
-        if name not in records:
-            raise CheckpointError(f"{folder / INDEX} says that {name} is in {shard}, which does not hold it")
-    return [records[name] for name in weight_map]
+        if (name, shard) not in records:
+            raise CheckpointError(f"{index} says that {name} is in {shard}, which does not hold it")
+    return [records[item] for item in weight_map.items()]
 
 
 # %% nbs/3_model/08_loading.ipynb #read_json
