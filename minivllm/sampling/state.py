@@ -5,7 +5,7 @@ The model computes the logits of all running requests at once, `[rows, vocabular
 
 # Generated from nbs/3_model/12_sampling_state.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1d3df5e80831 module=aef77722c379
+# literate: notebook=b13020402de9 module=7501afa68097
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -120,35 +120,30 @@ class TokenCounts:
         self._place: dict[int, dict[int, int]] = {}
 
     # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-add
-    def add(self, row: int, prompt: Iterable[int], output: Iterable[int]) -> None:
-        """Give `row` a slot and count its tokens."""
+    def add(self, row: int, prompt: Iterable[int]) -> None:
+        """Give `row` a slot and list the tokens of its prompt."""
         used = set(self.slot.values())
         slot = next(i for i in range(len(used) + 1) if i not in used)
-        if slot == len(self.length):
-            self._grow(2 * slot, self.ids.shape[1])
-        self.slot[row], self._place[row], self.length[slot] = slot, {}, 0
-        for token in dict.fromkeys(prompt):
-            self.in_prompt[slot, self._column(row, token)] = True
-        for token in output:
-            self.append(row, token)
+        tokens = list(dict.fromkeys(prompt))
+        while slot >= len(self.length):
+            self._grow(2 * len(self.length), self.ids.shape[1])
+        while len(tokens) > self.ids.shape[1]:
+            self._grow(len(self.length), 2 * self.ids.shape[1])
+        self.slot[row], self._place[row] = slot, {token: at for at, token in enumerate(tokens)}
+        n = self.length[slot] = len(tokens)
+        self.ids[slot, :n], self.in_output[slot, :n], self.in_prompt[slot, :n] = tokens, 0, True
 
     # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-append
     def append(self, row: int, token: int) -> None:
         """One more `token` in the output of `row`."""
-        self.in_output[self.slot[row], self._column(row, token)] += 1
-
-    # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-_column
-    def _column(self, row: int, token: int) -> int:
-        """Where the token is listed; listed now if it was not."""
-        place, slot = self._place[row], self.slot[row]
-        if token in place:
-            return place[token]
-        at = place[token] = len(place)
-        if at == self.ids.shape[1]:
-            self._grow(len(self.length), 2 * at)
-        self.ids[slot, at], self.in_output[slot, at], self.in_prompt[slot, at] = token, 0, False
-        self.length[slot] = at + 1
-        return at
+        slot, place = self.slot[row], self._place[row]
+        at = place.setdefault(token, len(place))
+        if at == self.length[slot]:
+            if at == self.ids.shape[1]:
+                self._grow(len(self.length), 2 * at)
+            self.ids[slot, at], self.in_output[slot, at], self.in_prompt[slot, at] = token, 0, False
+            self.length[slot] = at + 1
+        self.in_output[slot, at] += 1
 
     # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-_grow
     def _grow(self, slots: int, capacity: int) -> None:
@@ -202,7 +197,7 @@ class SamplingState:
         for name, value in column_values(params, used, 0).items():
             self.columns[name][row] = value
         if self.columns["penalised"][row]:
-            self.counts.add(row, prompt_token_ids, ())
+            self.counts.add(row, prompt_token_ids)
         self.requests[request_id], self._batch = view, None
         for token in output_token_ids:
             self.append(request_id, token)
