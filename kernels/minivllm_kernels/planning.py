@@ -5,7 +5,7 @@
 
 # Generated from nbs/4_kernels/04_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=94bbc97ac6b7 module=f33b459542a3
+# literate: notebook=ea9c714b1b51 module=cb1c696d7fec
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ __all__ = [
     "plan_decode",
     "plan_prefill",
     "shape_unsupported",
-    "visible",
+    "split_at_chunks",
 ]
 
 
@@ -99,11 +99,6 @@ class DecodePlan:
     items: np.ndarray
     slots: int
     warps: int
-
-
-def visible(seq_lens: np.ndarray, window: int | None) -> np.ndarray:
-    """First token that the last token of each sequence sees."""
-    return np.zeros_like(seq_lens) if window is None else np.maximum(seq_lens - window, 0)
 
 
 # %% nbs/4_kernels/04_planning.ipynb #cut
@@ -175,7 +170,7 @@ def plan_decode(
     heads: int,
     rows: np.ndarray | None = None,
     seqs: np.ndarray | None = None,
-    window: int | None = None,
+    first: np.ndarray | None = None,
     multiprocessors: int = 132,
     max_warps: int = 8,
     batch_invariant: bool = False,
@@ -183,14 +178,17 @@ def plan_decode(
     """Work items for one query token in each sequence.
 
     seq_lens: tokens of each sequence with the new one. heads: blocks that read each item (KV heads, times two for groups
-    over 8). rows, seqs: row of q and of the block table for each (default 0, 1, 2 ...). window: tokens visible.
+    over 8). rows, seqs: row of q and of the block table for each (default 0, 1, 2 ...). first: the first token that each sees
+    (default 0; later under a sliding window). max_warps: `decode.max_warps(shape)`.
     """
     end = np.asarray(seq_lens, np.int64)
     if end.size == 0 or end.min() < 1:
         raise ValueError("plan_decode needs at least one sequence, and each must have at least one token")
+    if len(end) > 65535 // MAX_PARTS:
+        raise ValueError(f"a launch takes at most {65535 // MAX_PARTS} sequences, not {len(end)}")
     every = np.arange(len(end))
     rows, seqs = (every if x is None else np.asarray(x) for x in (rows, seqs))
-    first = visible(end, window)
+    first = np.zeros_like(end) if first is None else np.asarray(first, np.int64)
     tiles = -(-end // TILE) - first // TILE
     if batch_invariant:
         warps, chunk = 4, np.maximum(FIXED_CHUNK, -(-tiles // MAX_PARTS))
@@ -202,13 +200,21 @@ def plan_decode(
 
 
 # %% nbs/4_kernels/04_planning.ipynb #plan_prefill
-TILE_FIELDS = ("seq", "row", "queries", "context", "first", "pad", "pad", "pad")
+TILE_FIELDS = ("seq", "row", "queries", "context", "first", "floor", "pad", "pad")
 """Fields of a prefill tile, int32 each. seq: row of the block table. row: the sequence's first row in q. queries: its
-query tokens. context: tokens before them. first: first (query, head) row of the tile."""
+query tokens. context: tokens before them. first: first (query, head) row of the tile. floor: keys before it are
+seen by no query (chunked local attention)."""
 
 
 def plan_prefill(
-    query_lens: np.ndarray, seq_lens: np.ndarray, *, rows: np.ndarray, seqs: np.ndarray, group: int, tile_rows: int
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    *,
+    rows: np.ndarray,
+    seqs: np.ndarray,
+    group: int,
+    tile_rows: int,
+    floor: np.ndarray | int = 0,
 ) -> np.ndarray:
     """Tiles int32 [n, 8] (fields `TILE_FIELDS`) for sequences whose last `query_lens` tokens are queries."""
     query_lens, seq_lens = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
@@ -221,5 +227,19 @@ def plan_prefill(
     tiles[:, 0], tiles[:, 1] = np.asarray(seqs)[which], np.asarray(rows)[which]
     tiles[:, 2], tiles[:, 3] = query_lens[which], (seq_lens - query_lens)[which]
     tiles[:, 4] = index * tile_rows
+    tiles[:, 5] = np.broadcast_to(floor, count.shape)[which]
     last_key = tiles[:, 3] + np.minimum((tiles[:, 4] + tile_rows) // group, tiles[:, 2])
     return tiles[np.argsort(-last_key, kind="stable")]
+
+
+# %% nbs/4_kernels/04_planning.ipynb #split_at_chunks
+def split_at_chunks(
+    query_lens: np.ndarray, seq_lens: np.ndarray, rows: np.ndarray, chunk: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut queries at multiples of `chunk`: (query_lens, seq_lens, rows, which sequence, first key) of the pieces."""
+    start, end = seq_lens - query_lens, seq_lens
+    pieces = (end - 1) // chunk - start // chunk + 1
+    which = np.repeat(np.arange(len(pieces)), pieces)
+    floor = (start[which] // chunk + np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * chunk
+    low, high = np.maximum(floor, start[which]), np.minimum(floor + chunk, end[which])
+    return high - low, high, rows[which] + low - start[which], which, floor

@@ -5,7 +5,7 @@
 
 # Generated from nbs/4_kernels/06_prefill.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5f2475acb319 module=4075760895f1
+# literate: notebook=1c6e4cf2e30e module=579a516f95b2
 
 from functools import lru_cache
 from typing import Any
@@ -27,7 +27,6 @@ from minivllm_kernels.simt import (
     f32,
     fmax,
     half_ops,
-    i32,
     i64,
     kernel,
     ldmatrix_x4,
@@ -51,7 +50,7 @@ __all__ = [
 ]
 
 
-# %% nbs/4_kernels/06_prefill.ipynb #code-ee5419
+# %% nbs/4_kernels/06_prefill.ipynb #code-4e73fe
 PREFILL_SIGNATURE = " ".join(
     ["u32* u32* u32* u32*"]  # out, q, k cache, v cache
     + ["i32* i32*"]  # block table, tiles
@@ -78,7 +77,7 @@ def naive(shape: AttentionShape) -> Kernel:
         kvh = cuda.blockIdx.x
         item = cuda.blockIdx.y * 8
         lane = cuda.threadIdx.x
-        seq, row0, context, r = tiles[item], tiles[item + 1], tiles[item + 3], tiles[item + 4]
+        seq, row0, context, r, floor = tiles[item], tiles[item + 1], tiles[item + 3], tiles[item + 4], tiles[item + 5]
         if seq < 0:
             return
         row = i64(row0) + r // G
@@ -96,7 +95,7 @@ def naive(shape: AttentionShape) -> Kernel:
             acc[2 * c + 1] = f32(0.0)
         biggest = f32(NEG)
         total = f32(0.0)
-        for tok in range(max(0, position - window + 1), position + 1):
+        for tok in range(max(floor, position - window + 1), position + 1):
             at = i64(table[i64(seq) * t_s + tok // BS]) * s_blk + (tok % BS) * s_tok + kvh * s_head + lane
             s = f32(0.0)
             for c in range(C):
@@ -167,7 +166,7 @@ def fma_tiles(shape: AttentionShape) -> Kernel:
         row = i64(row0) + r // G
         head = kvh * G + r % G
         position = context + r // G
-        oldest = max(0, context + first // G - window + 1)  # first key that any row of the tile sees
+        oldest = max(tiles[item + 5], context + first // G - window + 1)  # first key that any row of the tile sees
         newest = context + min((first + ROWS - 1) // G, queries - 1)
         qv = cuda.local.array(E2, f32)
         acc = cuda.local.array(E2, f32)
@@ -220,8 +219,8 @@ U32: Any = types.uint32  # dynamic shared memory wants a numba type, in the simu
 
 
 def tile_keys(shape: AttentionShape) -> int:
-    """Keys that rung 3 takes at a time."""
-    return 32 if SIM or shape.head_dim > 128 else 64
+    """Keys that rung 3 takes at a time: as many scores as its registers hold."""
+    return 32 if SIM or shape.head_dim > 64 else 64
 
 
 def warp_rows(shape: AttentionShape) -> int:
@@ -230,22 +229,23 @@ def warp_rows(shape: AttentionShape) -> int:
 
 
 @lru_cache(maxsize=None)
-def mma_tiles(shape: AttentionShape, warps: int = 4) -> Kernel:
+def mma_tiles(shape: AttentionShape, warps: int = 4, keys: int | None = None) -> Kernel:
     """Rung 3: tensor cores. Grid (KV heads, tiles of warps * warp_rows(shape) rows)."""
     D, G, BS, CAP = shape.head_dim, shape.group, shape.block_size, shape.soft_cap
     SHIFT, MASK = BS.bit_length() - 1, BS - 1
     W = D // 2
-    KEYS, RW = tile_keys(shape), warp_rows(shape)
+    KEYS, RW = keys or tile_keys(shape), warp_rows(shape)
     M = RW // 16  # tiles of 16 rows a warp
     R = 2 * M  # rows a lane has a share of: g and g + 8 of each tile
     ROWS = warps * RW
     PITCH = (W + 4) * 4  # bytes from one row of shared memory to the next
     CHUNKS = D // 8  # 16-byte chunks of a row
+    COLUMNS = 8 if D <= 64 else 16 if D <= 128 else 32  # threads a row when loading, a power of two
     QK_STEPS, S_TILES, O_TILES = D // 16, KEYS // 8, D // 8
     PV_STEPS = KEYS // 16
     SN, ON = S_TILES * 4 * M, O_TILES * 4 * M
     THREADS = warps * 32
-    QCH, KCH = ROWS * CHUNKS, KEYS * CHUNKS
+    LOAD_ROWS = THREADS // COLUMNS
     K0, V0 = ROWS * PITCH, (ROWS + KEYS) * PITCH  # where K and V start in shared memory
     SHARED = (ROWS + 2 * KEYS) * PITCH
     half = half_ops(shape.dtype)
@@ -254,10 +254,13 @@ def mma_tiles(shape: AttentionShape, warps: int = 4) -> Kernel:
     @device
     def load(to, cache, base, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid):
         """Start copying KEYS tokens from `base` on; tokens that nobody sees are replaced by one that is seen."""
-        for e in range(tid, KCH, THREADS):
-            tok = max(min(base + e // CHUNKS, newest), oldest)
-            at = i64(table[pages + (tok >> SHIFT)]) * s_blk + (tok & MASK) * s_tok + off + (e % CHUNKS) * 4
-            cp_async16(sa, to + (e // CHUNKS) * PITCH + (e % CHUNKS) * 16, cache, at)
+        column = tid % COLUMNS
+        if column < CHUNKS:
+            for i in range(KEYS // LOAD_ROWS):
+                r = tid // COLUMNS + i * LOAD_ROWS
+                tok = max(min(base + r, newest), oldest)
+                at = i64(table[pages + (tok >> SHIFT)]) * s_blk + (tok & MASK) * s_tok + off + column * 4
+                cp_async16(sa, to + r * PITCH + column * 16, cache, at)
 
     @device
     def scores(s, sa, q_at, k_at):
@@ -310,7 +313,7 @@ def mma_tiles(shape: AttentionShape, warps: int = 4) -> Kernel:
                     for z in range(4):
                         o[y + 4 + z] = d[z]
 
-    @kernel(PREFILL_SIGNATURE, THREADS, f"prefill_mma_{shape.name}_w{warps}", shared_bytes=SHARED)
+    @kernel(PREFILL_SIGNATURE, THREADS, f"prefill_mma_{shape.name}_w{warps}_k{KEYS}", shared_bytes=SHARED)
     def prefill_mma(out, q, kc, vc, table, tiles, scale, cap, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
         shared = cuda.shared.array(0, U32)
         kvh = cuda.blockIdx.x
@@ -337,16 +340,14 @@ def mma_tiles(shape: AttentionShape, warps: int = 4) -> Kernel:
         biggest = cuda.local.array(R, f32)  # of rows g, g + 8 (and g + 16, g + 24)
         total = cuda.local.array(R, f32)
         grown = cuda.local.array(R, f32)
-        position = cuda.local.array(R, i32)
         for e in range(ON):
             o[e] = f32(0.0)
         for r in range(R):
             biggest[r] = f32(NEG)
             total[r] = f32(0.0)
-            position[r] = context + min((first + warp * RW + g + 8 * r) // G, queries - 1)
         lowest = context + first // G  # positions of the tile's first and last row
         newest = context + min((first + ROWS - 1) // G, queries - 1)
-        oldest = max(0, lowest - window + 1)
+        oldest = max(tiles[item + 5], lowest - window + 1)
         start = oldest // KEYS
         stop = newest // KEYS + 1
         matrix = lane // 8
@@ -354,10 +355,13 @@ def mma_tiles(shape: AttentionShape, warps: int = 4) -> Kernel:
         q_at = (warp * RW + (matrix % 2) * 8 + lr) * PITCH + (matrix // 2) * 16
         k_at = K0 + ((matrix // 2) * 8 + lr) * PITCH + (matrix % 2) * 16
         v_at = V0 + ((matrix % 2) * 8 + lr) * PITCH + (matrix // 2) * 16
-        for e in range(tid, QCH, THREADS):
-            r = first + e // CHUNKS
-            at = (i64(row0) + min(r // G, queries - 1)) * q_s + (kvh * G + r % G) * W + (e % CHUNKS) * 4
-            cp_async16(sa, (e // CHUNKS) * PITCH + (e % CHUNKS) * 16, q, at)
+        column = tid % COLUMNS
+        if column < CHUNKS:
+            for i in range(ROWS // LOAD_ROWS):
+                local = tid // COLUMNS + i * LOAD_ROWS
+                r = first + local
+                at = (i64(row0) + min(r // G, queries - 1)) * q_s + (kvh * G + r % G) * W + column * 4
+                cp_async16(sa, local * PITCH + column * 16, q, at)
         load(K0, kc, start * KEYS, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid)
         cp_commit()
         for tile in range(start, stop):
@@ -376,12 +380,14 @@ def mma_tiles(shape: AttentionShape, warps: int = 4) -> Kernel:
                 for e in range(SN):
                     s[e] = capped(s[e] * scale, cap)
                 unit = f32(1.0)
-            if base + KEYS - 1 > lowest or base <= newest - window:  # only tiles on an edge need the mask
-                for j in range(S_TILES):
-                    for r in range(R):
+            if base + KEYS - 1 > lowest or base <= newest - window or base < oldest:  # the mask is for tiles on an edge
+                for r in range(R):
+                    position = context + min((first + warp * RW + g + 8 * r) // G, queries - 1)
+                    least = max(oldest, position - window + 1)
+                    for j in range(S_TILES):
                         for y in range(2):
                             key = base + j * 8 + 2 * t + y
-                            if key > position[r] or key <= position[r] - window:
+                            if key > position or key < least:
                                 s[(j * R + r) * 2 + y] = f32(NEG)
             for r in range(R):
                 grown[r] = f32(NEG)
