@@ -1,0 +1,409 @@
+"""The kernels behind a torch call.
+
+*Question: a kernel believes whatever address it is given.
+"""
+
+# Generated from nbs/4_kernels/10_ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=593717920837 module=6e052a5a265c
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm_kernels import cache, decode, pointwise, prefill
+from minivllm_kernels.launch import compiler_missing, launcher
+from minivllm_kernels.planning import AttentionShape, plan_decode, plan_prefill, split_at_chunks
+from minivllm_kernels.simt import LOG2E, Kernel
+
+__all__ = [
+    "HALF",
+    "PREFILL_WARPS",
+    "AttentionPlan",
+    "Card",
+    "cache_strides",
+    "card",
+    "check",
+    "check_cache",
+    "check_rows",
+    "copy_blocks",
+    "device_unsupported",
+    "half_name",
+    "halves_of",
+    "paged_attention",
+    "plan_attention",
+    "reshape_and_cache",
+    "rms_norm",
+    "rope_and_cache",
+    "run",
+    "silu_mul",
+    "upload",
+]
+
+
+# %% nbs/4_kernels/10_ops.ipynb #code-1d5476
+HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+# %% nbs/4_kernels/10_ops.ipynb #check
+def check(name: str, x: Tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a tensor that is not on `device`, or not of this dtype and shape (None matches any size)."""
+    if x.device != device or x.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} on {device}, not {x.dtype} on {x.device}")
+    if x.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, x.shape)):
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} must have shape [{sizes}], not {list(x.shape)}")
+
+
+def check_rows(name: str, x: Tensor) -> None:
+    """Refuse rows that 16-byte loads cannot read: all but the first dimension must be contiguous, rows aligned."""
+    packed = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:])):
+        if size != 1 and stride != packed:
+            raise ValueError(
+                f"{name} must be contiguous within a row, but has strides {x.stride()} for {list(x.shape)}"
+            )
+        packed *= size
+    if (x.stride(0) * x.element_size()) % 16 or x.data_ptr() % 16:
+        raise ValueError(f"the rows of {name} must start at multiples of 16 bytes (stride {x.stride(0)} elements)")
+
+
+def half_name(name: str, x: Tensor) -> str:
+    """ "bfloat16" or "float16"."""
+    if x.dtype not in HALF:
+        raise ValueError(f"{name} must be torch.bfloat16 or torch.float16, not {x.dtype}")
+    return HALF[x.dtype]
+
+
+# %% nbs/4_kernels/10_ops.ipynb #Card
+@dataclass(frozen=True)
+class Card:
+    """What launching needs to know of a device."""
+
+    index: int
+    cc: tuple[int, int]
+    multiprocessors: int
+
+
+@lru_cache(maxsize=None)
+def card(index: int) -> Card:
+    """The properties of CUDA device `index`."""
+    found = torch.cuda.get_device_properties(index)
+    return Card(index, (found.major, found.minor), found.multi_processor_count)
+
+
+def device_unsupported(device: torch.device) -> str | None:
+    """Why kernels cannot run on this device, in words; None if they can."""
+    if device.type != "cuda":
+        return f"it needs an NVIDIA GPU, and the device is {device}"
+    if not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU (torch.cuda.is_available() is False)"
+    if (missing := compiler_missing()) is not None:
+        return missing
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0 (Ampere) or later, and {device} has {capability[0]}.{capability[1]}"
+    return None
+
+
+def run(kernel: Kernel, device: torch.device, grid: tuple[int, int], *numbers: Any) -> None:
+    """Launch on torch's current stream of a device."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if grid[0] and grid[1]:
+        launch = launcher(kernel, index, card(index).cc)
+        launch(*grid, torch._C._cuda_getCurrentRawStream(index), *numbers)
+
+
+# %% nbs/4_kernels/10_ops.ipynb #cache_strides
+def cache_strides(kv_cache: Tensor) -> tuple[int, int, int]:
+    """Words from one block, token, head to the next in a cache [2, blocks, block_size, kv_heads, head_dim]."""
+    size = kv_cache.element_size()
+    return kv_cache.stride(1) * size // 4, kv_cache.stride(2) * size // 4, kv_cache.stride(3) * size // 4
+
+
+def halves_of(kv_cache: Tensor) -> tuple[int, int]:
+    """Addresses of the K and the V half of a cache."""
+    start = kv_cache.data_ptr()
+    return start, start + kv_cache.stride(0) * kv_cache.element_size()
+
+
+def check_cache(kv_cache: Tensor) -> None:
+    """Refuse what is not a contiguous cache [2, blocks, block_size, kv_heads, head_dim] with heads of whole 16 bytes."""
+    if kv_cache.dim() != 5 or kv_cache.shape[0] != 2 or not kv_cache.is_contiguous():
+        raise ValueError(
+            "kv_cache must be contiguous [2, blocks, block_size, kv_heads, head_dim], "
+            f"not {list(kv_cache.shape)} with strides {kv_cache.stride()}"
+        )
+    if kv_cache.shape[4] * kv_cache.element_size() % 16:
+        raise ValueError(f"a head of {kv_cache.shape[4]} {kv_cache.dtype} is not a whole number of 16-byte pieces")
+
+
+def reshape_and_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write k, v [T, kv_heads, head_dim] to the slots int64 [T] of a cache; a slot below 0 is skipped."""
+    check_cache(kv_cache)
+    for name, x in (("k", k), ("v", v)):
+        check(name, x, (slot_mapping.shape[0], *kv_cache.shape[3:]), kv_cache.dtype, kv_cache.device)
+        check_rows(name, x)
+    check("slot_mapping", slot_mapping, (None,), torch.int64, kv_cache.device)
+    if not slot_mapping.is_contiguous():
+        raise ValueError("slot_mapping must be contiguous")
+    size = kv_cache.element_size()
+    head_words = kv_cache.shape[4] * size // 4
+    words = kv_cache.shape[3] * head_words
+    kernel = cache.reshape_and_cache(kv_cache.shape[2], min(256, max(32, 1 << (words // 4 - 1).bit_length())))
+    k_half, v_half = halves_of(kv_cache)
+    strides = (k.stride(0) * size // 4, v.stride(0) * size // 4, words, head_words, *cache_strides(kv_cache))
+    pointers = (k.data_ptr(), v.data_ptr(), k_half, v_half, slot_mapping.data_ptr())
+    run(kernel, kv_cache.device, (slot_mapping.shape[0], 1), *pointers, *strides)
+
+
+def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """Copy blocks pairs int64 [n, 2] (source block, target block) between caches, on the GPU's current stream.
+
+    At least one cache is on a GPU; the other may be the same, or pinned host memory. No block may be both read and
+    written, and none written twice.
+    """
+    check_cache(source), check_cache(target)
+    if source.shape[2:] != target.shape[2:] or source.dtype != target.dtype:
+        raise ValueError(
+            f"blocks differ: {list(source.shape[2:])} {source.dtype}, {list(target.shape[2:])} {target.dtype}"
+        )
+    device = next((x.device for x in (source, target) if x.is_cuda), None)
+    if device is None:
+        raise ValueError("copy_blocks moves blocks on a GPU or between it and the host: no cache is on a GPU")
+    for name, x in (("source", source), ("target", target)):
+        if not x.is_cuda and not x.is_pinned():
+            raise ValueError(
+                f"{name} is in ordinary host memory, which the GPU cannot reach: allocate with pin_memory=True"
+            )
+    check("pairs", pairs, (None, 2), torch.int64, device)
+    size = source.element_size()
+    words = source.stride(1) * size // 4
+    halves = (source.stride(0) * size // 4, target.stride(0) * size // 4)
+    grid = (max(1, min(32, words // 4096)), pairs.shape[0])
+    pointers = (source.data_ptr(), target.data_ptr(), pairs.contiguous().data_ptr())
+    run(cache.copy_blocks(), device, grid, *pointers, *halves, words)
+
+
+# %% nbs/4_kernels/10_ops.ipynb #AttentionPlan
+@dataclass
+class AttentionPlan:
+    """One step of one group of layers on the device. Made by `plan_attention`, used by `paged_attention`."""
+
+    shape: AttentionShape
+    num_tokens: int
+    kv_heads: int
+    scale: float
+    cap: float
+    window: int
+    slot_mapping: Tensor
+    table: Tensor
+    items: Tensor
+    tiles: Tensor
+    warps: int
+    part_o: Tensor | None = None
+    part_ml: Tensor | None = None
+    arrivals: Tensor | None = None
+
+
+def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy int64 and int32 arrays to the device in one transfer from pinned memory."""
+    sizes = [-(-a.nbytes // 16) * 16 for a in arrays]
+    host = torch.empty(max(16, sum(sizes)), dtype=torch.uint8, pin_memory=True)
+    flat, at = host.numpy(), 0
+    for array, size in zip(arrays, sizes):
+        flat[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        at += size
+    there, views, at = host.to(device, non_blocking=True), [], 0
+    for array, size in zip(arrays, sizes):
+        dtype = torch.int64 if array.dtype == np.int64 else torch.int32
+        views.append(there[at : at + array.nbytes].view(dtype).view(array.shape))
+        at += size
+    return views
+
+
+def plan_attention(
+    shape: AttentionShape,
+    *,
+    kv_heads: int,
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_table: np.ndarray,
+    slot_mapping: np.ndarray,
+    scale: float,
+    device: torch.device,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    batch_invariant: bool = False,
+) -> AttentionPlan:
+    """Plan a step: host arrays as in `minivllm.attention.backend.AttentionBatch`; `window` or `chunk` limit what is seen."""
+    if scale <= 0:
+        raise ValueError(f"scale must be above 0, not {scale}")
+    if shape.soft_cap != (soft_cap is not None):
+        raise ValueError(
+            f"the shape is built {'with' if shape.soft_cap else 'without'} a soft cap, but soft_cap={soft_cap}"
+        )
+    lens, ends = np.diff(query_start_loc).astype(np.int64), np.asarray(seq_lens, np.int64)
+    single = np.zeros(len(lens), bool) if batch_invariant else lens == 1
+    seqs, rows = np.arange(len(lens)), np.asarray(query_start_loc[:-1], np.int64)
+    items, slots, warps = np.zeros((0, 8), np.int32), 0, 4
+    if single.any():
+        last = ends[single] - 1
+        first = np.zeros_like(last)
+        if window is not None:
+            first = np.maximum(last - window + 1, 0)
+        elif chunk is not None:
+            first = last // chunk * chunk
+        plan = plan_decode(
+            ends[single],
+            heads=kv_heads * decode.mma_parts(shape),
+            rows=rows[single],
+            seqs=seqs[single],
+            first=first,
+            multiprocessors=card(device.index or 0).multiprocessors,
+            max_warps=decode.max_warps(shape),
+        )
+        items, slots, warps = plan.items, plan.slots, plan.warps
+    tiles = np.zeros((0, 8), np.int32)
+    if not single.all():
+        lens, ends, rows, seqs = lens[~single], ends[~single], rows[~single], seqs[~single]
+        floor: np.ndarray | int = 0
+        if chunk is not None:
+            lens, ends, rows, which, floor = split_at_chunks(lens, ends, rows, chunk)
+            seqs = seqs[which]
+        tile_rows = PREFILL_WARPS * prefill.warp_rows(shape)
+        tiles = plan_prefill(lens, ends, rows=rows, seqs=seqs, group=shape.group, tile_rows=tile_rows, floor=floor)
+    arrays = [np.asarray(slot_mapping, np.int64), np.asarray(block_table, np.int32), items, tiles]
+    plan_ = AttentionPlan(
+        shape,
+        int(query_start_loc[-1]),
+        kv_heads,
+        scale * LOG2E if soft_cap is None else scale * 2 * LOG2E / soft_cap,
+        0.0 if soft_cap is None else soft_cap * LOG2E,
+        prefill.NO_WINDOW if window is None else window,
+        *upload(arrays, device),
+        warps,
+    )
+    if slots:
+        heads = kv_heads * shape.group
+        plan_.part_o = torch.empty(slots * heads * shape.head_dim, dtype=torch.float32, device=device)
+        plan_.part_ml = torch.empty(slots * heads * 2, dtype=torch.float32, device=device)
+        plan_.arrivals = torch.zeros(slots * kv_heads * decode.mma_parts(shape), dtype=torch.int32, device=device)
+    return plan_
+
+
+PREFILL_WARPS = 4
+
+
+def paged_attention(q: Tensor, kv_cache: Tensor, plan: AttentionPlan, out: Tensor | None = None) -> Tensor:
+    """Causal attention of q [T, heads, head_dim] over a paged cache; the same shape. q may be a view with longer rows."""
+    shape, device = plan.shape, kv_cache.device
+    check_cache(kv_cache)
+    want = (plan.num_tokens, plan.kv_heads * shape.group, shape.head_dim)
+    check("q", q, want, kv_cache.dtype, device)
+    check_rows("q", q)
+    if (
+        kv_cache.shape[2:] != (shape.block_size, plan.kv_heads, shape.head_dim)
+        or HALF.get(kv_cache.dtype) != shape.dtype
+    ):
+        raise ValueError(
+            f"the plan is for blocks of {shape.block_size} tokens, {plan.kv_heads} KV heads of {shape.head_dim}, "
+            f"{shape.dtype}; the cache has {list(kv_cache.shape[2:])}, {kv_cache.dtype}"
+        )
+    if out is None:
+        out = torch.empty(want, dtype=q.dtype, device=device)
+    else:
+        check("out", out, want, q.dtype, device)
+        check_rows("out", out)
+    pointers = (out.data_ptr(), q.data_ptr(), *halves_of(kv_cache), plan.table.data_ptr())
+    strides = (plan.table.shape[1], q.stride(0) // 2, out.stride(0) // 2, *cache_strides(kv_cache))
+    if len(plan.items):
+        parts = [0 if x is None else x.data_ptr() for x in (plan.part_o, plan.part_ml, plan.arrivals)]
+        grid = (plan.kv_heads * decode.mma_parts(shape), len(plan.items))
+        kernel = decode.mma_split_kv(shape, plan.warps)
+        run(kernel, device, grid, *pointers, plan.items.data_ptr(), *parts, plan.scale, plan.cap, *strides)
+    if len(plan.tiles):
+        grid = (plan.kv_heads, len(plan.tiles))
+        kernel = prefill.mma_tiles(shape, PREFILL_WARPS)
+        run(kernel, device, grid, *pointers, plan.tiles.data_ptr(), plan.scale, plan.cap, plan.window, *strides)
+    return out
+
+
+# %% nbs/4_kernels/10_ops.ipynb #rms_norm
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """rms_norm(x) * weight for x [T, hidden]; with a residual [T, hidden], first residual += x in place."""
+    dtype = half_name("x", x)
+    hidden = x.shape[-1]
+    check("x", x, (None, hidden), x.dtype, x.device)
+    check("weight", weight, (hidden,), x.dtype, x.device)
+    check_rows("x", x), check_rows("weight", weight[None])
+    if residual is not None:
+        check("residual", residual, tuple(x.shape), x.dtype, x.device)
+        if not residual.is_contiguous():
+            raise ValueError("residual must be contiguous")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    pointers = (out.data_ptr(), 0 if residual is None else residual.data_ptr(), x.data_ptr(), weight.data_ptr())
+    numbers = (eps, residual is not None, x.stride(0) // 2, hidden // 2)
+    run(pointwise.add_rms_norm(dtype, hidden), x.device, (x.shape[0], 1), *pointers, *numbers)
+    return out
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(x[:, :n]) * x[:, n:] for contiguous x [T, 2 n]."""
+    dtype = half_name("x", x)
+    check("x", x, (None, None), x.dtype, x.device)
+    if not x.is_contiguous() or x.shape[1] % 16:
+        raise ValueError(
+            f"x must be contiguous [T, 2 n] with n a multiple of 8, not {list(x.shape)} strides {x.stride()}"
+        )
+    size = x.shape[1] // 2
+    out = torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device)
+    grid = (x.shape[0], -(-size // (8 * pointwise.SILU_THREADS)))
+    run(pointwise.silu_mul(dtype, size), x.device, grid, out.data_ptr(), x.data_ptr())
+    return out
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    kv_cache: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Norm (if weights are given) and rotate q and k of qkv [T, (heads + 2 kv_heads) head_dim]; k and v go to the cache.
+
+    table: float32 [positions, head_dim], half cosines, half sines. positions, slot_mapping: int64 [T].
+    Returns q, a view [T, heads, head_dim] of qkv, rotated in place.
+    """
+    dtype = half_name("qkv", qkv)
+    check_cache(kv_cache)
+    _, _, block_size, kv_heads, head_dim = kv_cache.shape
+    tokens, device = qkv.shape[0], qkv.device
+    check("qkv", qkv, (tokens, (num_heads + 2 * kv_heads) * head_dim), kv_cache.dtype, kv_cache.device)
+    check("table", table, (None, head_dim), torch.float32, device)
+    for name, x in (("positions", positions), ("slot_mapping", slot_mapping)):
+        check(name, x, (tokens,), torch.int64, device)
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("give both q_weight and k_weight, or neither")
+    for name, x in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if x is not None:
+            check(name, x, (head_dim,), qkv.dtype, device)
+    given = (qkv, table, positions, slot_mapping, *(x for x in (q_weight, k_weight) if x is not None))
+    if not all(x.is_contiguous() for x in given):
+        raise ValueError("qkv, table, positions, slot_mapping and the weights must be contiguous")
+    kernel = pointwise.rope_and_cache(dtype, num_heads, kv_heads, head_dim, block_size, q_weight is not None)
+    weights = [0 if x is None else x.data_ptr() for x in (q_weight, k_weight)]
+    pointers = (qkv.data_ptr(), *halves_of(kv_cache), *weights, table.data_ptr(), positions.data_ptr())
+    grid = (tokens, -(-(num_heads + 2 * kv_heads) // pointwise.ROPE_WARPS))
+    run(kernel, device, grid, *pointers, slot_mapping.data_ptr(), eps, *cache_strides(kv_cache))
+    return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)

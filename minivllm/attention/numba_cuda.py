@@ -1,0 +1,98 @@
+"""The kernels behind the engine.
+
+Question: what does it take for the engine to use them?
+"""
+
+# Generated from nbs/4_kernels/11_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=0ed9fada5a8a module=803ed1b0d711
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+from minivllm_kernels import ops
+from minivllm_kernels.planning import AttentionShape, shape_unsupported
+
+__all__ = ["NumbaCudaBackend", "NumbaCudaInvariantBackend", "NumbaCudaPlan", "shape_of"]
+
+
+# %% nbs/4_kernels/11_backend.ipynb #NumbaCudaPlan
+@dataclass
+class NumbaCudaPlan(Plan):
+    """A step's plan on the device."""
+
+    device_plan: ops.AttentionPlan
+
+
+def shape_of(spec: AttentionSpec) -> AttentionShape:
+    """What the kernels are compiled for. Raises ValueError if they are not built for it."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return AttentionShape(dtype, spec.head_dim, spec.group_size, spec.block_size, spec.soft_cap is not None)
+
+
+class NumbaCudaBackend(AttentionBackend):
+    """Paged attention by numba.cuda kernels on an NVIDIA GPU of compute capability 8.0 or later.
+
+    Single-token rows are read by a split-KV kernel, longer ones by a tiled prefill kernel. Sliding windows, chunked
+    local attention and soft caps; bfloat16 and float16.
+    """
+
+    name: ClassVar[str] = "numba_cuda"
+
+    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        dtype = str(spec.dtype).removeprefix("torch.")
+        reason = ops.device_unsupported(device)
+        return reason or shape_unsupported(dtype, spec.head_dim, spec.group_size, spec.block_size)
+
+    def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> NumbaCudaPlan:
+        batch.check(spec.block_size)
+        device_plan = ops.plan_attention(
+            shape_of(spec),
+            kv_heads=spec.num_kv_heads,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table,
+            slot_mapping=batch.slot_mapping,
+            scale=spec.scale,
+            device=device,
+            window=spec.sliding_window,
+            chunk=spec.chunk,
+            soft_cap=spec.soft_cap,
+            batch_invariant=self.batch_invariant,
+        )
+        return NumbaCudaPlan(spec, device_plan.slot_mapping, device_plan)
+
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        ops.reshape_and_cache(k, v, kv_cache, slot_mapping)
+
+    def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
+        if not isinstance(plan, NumbaCudaPlan):
+            raise TypeError(f"attend needs a plan made by this backend, not {type(plan).__name__}")
+        return ops.paged_attention(q, kv_cache, plan.device_plan)
+
+    def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        targets = {b for _, b in pairs}
+        if len(targets) != len(pairs):
+            raise ValueError(f"copy_blocks: a block is written twice: {list(pairs)}")
+        reachable = all(x.is_cuda or x.is_pinned() for x in (src_cache, dst_cache))
+        overlap = src_cache.data_ptr() == dst_cache.data_ptr() and any(a in targets for a, _ in pairs)
+        if not pairs:
+            return
+        if overlap or not reachable:  # the generic way reads everything before it writes
+            super().copy_blocks(src_cache, dst_cache, pairs)
+            return
+        device = src_cache.device if src_cache.is_cuda else dst_cache.device
+        ops.copy_blocks(src_cache, dst_cache, torch.tensor(pairs, dtype=torch.int64).to(device))
+
+
+class NumbaCudaInvariantBackend(NumbaCudaBackend):
+    """The same in batch-invariant mode: a token's result is bit-identical whatever else is in the batch, and however its
+    prompt was cut. Every row goes through the prefill kernel, so decoding few long sequences is slower."""
+
+    name: ClassVar[str] = "numba_cuda_invariant"
+    batch_invariant: ClassVar[bool] = True
