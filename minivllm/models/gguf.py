@@ -2,7 +2,7 @@
 
 # Generated from nbs/3_model/07_gguf.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=378033e4eaa5 module=782cae8f9688
+# literate: notebook=bcb9a985c390 module=b2f7fadfdce5
 
 import json
 import os
@@ -120,14 +120,26 @@ class Family:
     biases: tuple[tuple[str, str], ...] = ()  # config fields that say whether a tensor exists
 
 
-KNOWN_KEYS = frozenset(
-    """
-    attention.head_count attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon
-    attention.value_length block_count context_length embedding_length expert_count expert_used_count
-    feed_forward_length rope.dimension_count rope.freq_base rope.scaling.factor rope.scaling.finetuned
-    rope.scaling.original_context_length rope.scaling.type vocab_size
-    """.split()
-)
+KNOWN_KEYS = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "expert_count",
+    "expert_used_count",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "vocab_size",
+}
 ATTENTION_BIAS = ("attention_bias", "blk.0.attn_q.bias")
 FAMILIES = {
     "llama": Family(

@@ -2,7 +2,7 @@
 
 # Generated from nbs/3_model/08_loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7c103deee793 module=8b15bc11972c
+# literate: notebook=c877bc8b7ebb module=44c302e510bb
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from minivllm.models.hub import resolve_model
 __all__ = [
     "DTYPES",
     "DTYPE_BYTES",
+    "FLOAT16_MAX",
     "INDEX",
     "LOAD_FORMATS",
     "PICKLES",
@@ -60,6 +61,7 @@ class TensorRecord:
 
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOAT16_MAX = 65504
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -144,40 +146,44 @@ def read_json(file: Path) -> dict[str, Any]:
 
 # %% nbs/3_model/08_loading.ipynb #iter_tensors
 def iter_tensors(records: list[TensorRecord], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `(name, tensor)` one at a time, cast to `dtype`, file by file.
+    """Yield `(name, tensor)` as stored, one at a time and file by file, for a model that computes in `dtype`.
 
-    Files are memory-mapped, so a weight is read from disk when the caller copies it, and a cast makes one tensor's worth
-    of new memory at a time. A tensor whose dtype is already right is a view of the file: copy it, do not write to it.
+    Files are memory-mapped and the tensors are views of them: a weight is read from disk when it is used. So copy it at
+    once (`target.copy_(tensor)`, which also casts: one pass and no second copy in memory) and never write to it.
+    torch works on one thread meanwhile: copying is bound by memory, and a team of threads for each of hundreds of
+    small copies costs seconds when other processes want the cores.
+
+    Raises `CheckpointError` for a tensor that is not of a float type, or that `dtype` float16 cannot hold.
     """
     import torch
     from safetensors import safe_open
 
-    wanted = getattr(torch, dtype)
-    for file in dict.fromkeys(record.file for record in records):
-        with safe_open(file, framework="pt") as tensors:
-            for record in records:
-                if record.file == file:
-                    yield record.name, _cast(record, tensors.get_tensor(record.name), wanted)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for file in dict.fromkeys(record.file for record in records):
+            with safe_open(file, framework="pt") as tensors:
+                for record in records:
+                    if record.file == file:
+                        yield record.name, _checked(record, tensors.get_tensor(record.name), dtype)
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _cast(record: TensorRecord, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
+def _checked(record: TensorRecord, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    where = f"{record.file}: tensor {record.name}"
     if record.dtype not in DTYPES:
+        raise CheckpointError(f"{where} has dtype {record.dtype}; implemented: {', '.join(DTYPES)}")
+    if dtype == "float16" and record.dtype != "F16" and tensor.numel() and tensor.abs().max() > FLOAT16_MAX:
         raise CheckpointError(
-            f"{record.file}: tensor {record.name} has dtype {record.dtype}; implemented: {', '.join(DTYPES)}"
+            f"{where} ({record.dtype}) has values beyond float16's {FLOAT16_MAX}; use bfloat16 or float32"
         )
-    cast = tensor.to(dtype)
-    if dtype == torch.float16 and tensor.dtype != dtype and not torch.isfinite(cast).all():
-        raise CheckpointError(
-            f"{record.file}: tensor {record.name} ({record.dtype}) has values beyond float16's 65504; use bfloat16 or float32"
-        )
-    return cast
+    return tensor
 
 
 # %% nbs/3_model/08_loading.ipynb #dummy_tensors
-def dummy_tensors(shapes: dict[str, tuple[int, ...]], dtype: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield random weights of the given names and shapes: the same for the same seed, whatever the order.
+def dummy_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield random float32 weights of the given names and shapes: the same for the same seed, whatever the order.
 
     Uniform with standard deviation 0.02, so that activations stay in range; norm weights are ones.
     """
@@ -186,10 +192,10 @@ def dummy_tensors(shapes: dict[str, tuple[int, ...]], dtype: str, seed: int) -> 
     bound = 0.02 * math.sqrt(3)
     for name, shape in shapes.items():
         if name.endswith("norm.weight"):
-            yield name, torch.ones(shape, dtype=getattr(torch, dtype))
+            yield name, torch.ones(shape)
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator).to(getattr(torch, dtype))
+        yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 # %% nbs/3_model/08_loading.ipynb #LoadedModel
@@ -240,9 +246,14 @@ class LoadedModel:
         return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
     def weights(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `(name, tensor)` in `dtype` (`"float32"`, `"bfloat16"` or `"float16"`); see `iter_tensors`."""
+        """Yield `(name, tensor)` for a model that computes in `dtype` (`"float32"`, `"bfloat16"` or `"float16"`).
+
+        The tensors come in the dtype they are stored in; see `iter_tensors` for how to take them.
+        """
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {dtype!r}")
         if self.load_format == "dummy":
-            return dummy_tensors(self.spec.weight_shapes(), dtype, self.seed)
+            return dummy_tensors(self.spec.weight_shapes(), self.seed)
         return iter_tensors(list(self.records), dtype)
 
     def facts(self, block_size: int, dtype: str) -> ModelFacts:

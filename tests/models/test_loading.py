@@ -52,7 +52,11 @@ SHAPES = [("a.weight", (4, 3)), ("b.weight", (5,)), ("c.weight", (2, 2))]
 
 
 def loaded(folder: Path, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in load_model(folder).weights(dtype)}
+    """The weights, copied into tensors of `dtype` as a model does it."""
+    targets = {}
+    for name, tensor in load_model(folder).weights(dtype):
+        targets[name] = torch.empty(tensor.shape, dtype=getattr(torch, dtype)).copy_(tensor)
+    return targets
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -100,10 +104,31 @@ def test_files_beside_the_checkpoint_are_left_alone(folder):
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("wanted", ["float32", "float16", "bfloat16"])
-def test_weights_are_cast(folder, stored, wanted):
+def test_weights_are_cast_on_the_way(folder, stored, wanted):
     save_file(tensors(stored), folder / "model.safetensors")
     expected = {name: tensor.to(getattr(torch, wanted)) for name, tensor in tensors(stored).items()}
     assert_equal(loaded(folder, wanted), expected)
+
+
+def test_torch_gets_its_threads_back(folder):
+    save_file(tensors(), folder / "model.safetensors")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        weights = load_model(folder).weights("float32")
+        next(weights)
+        assert torch.get_num_threads() == 1
+        weights.close()  # given up half way, as after an error
+        assert torch.get_num_threads() == 3
+        loaded(folder)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_unknown_dtype(folder):
+    with pytest.raises(ValueError, match="dtype must be one of .*; got 'int8'"):
+        load_model(folder, load_format="dummy").weights("int8")
 
 
 def test_headers_tell_names_shapes_and_dtypes(folder):
@@ -224,8 +249,8 @@ def test_load_formats(folder, tmp_path, monkeypatch):
 # ---- dummy weights
 
 
-def dummy(folder: Path, seed: int = 0, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    return dict(load_model(folder, load_format="dummy", seed=seed).weights(dtype))
+def dummy(folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
+    return dict(load_model(folder, load_format="dummy", seed=seed).weights("float32"))
 
 
 def test_dummy_weights_have_the_shapes_of_the_model_and_follow_the_seed(folder):
@@ -238,12 +263,11 @@ def test_dummy_weights_have_the_shapes_of_the_model_and_follow_the_seed(folder):
     assert not torch.equal(other[name], first[name])
     assert not torch.equal(first[name], first["model.layers.0.mlp.up_proj.weight"])
     assert torch.equal(first["model.norm.weight"], torch.ones(16))
-    assert_equal(dummy(folder, dtype="bfloat16"), {name: tensor.bfloat16() for name, tensor in first.items()})
 
 
 def test_dummy_weights_do_not_depend_on_what_else_is_drawn():
-    whole = dict(dummy_tensors({"a": (100, 100), "b": (100, 100)}, "float32", 3))
-    alone = dict(dummy_tensors({"b": (100, 100)}, "float32", 3))
+    whole = dict(dummy_tensors({"a": (100, 100), "b": (100, 100)}, 3))
+    alone = dict(dummy_tensors({"b": (100, 100)}, 3))
     assert torch.equal(whole["b"], alone["b"])
     assert whole["a"].std().item() == pytest.approx(0.02, rel=0.05)
     assert whole["a"].mean().item() == pytest.approx(0.0, abs=0.001)
@@ -313,10 +337,12 @@ def private():
     line = next(line for line in open("/proc/self/status") if line.startswith("RssAnon"))
     return int(line.split()[1]) / 1024
 model = load_model(sys.argv[1])
-torch.ones(1).bfloat16()
+target = torch.empty(1024, 1024, dtype=getattr(torch, sys.argv[2]))
+target.copy_(torch.ones(1024, 1024))
 before, peak = private(), 0.0
 for name, tensor in model.weights(sys.argv[2]):
-    assert float(tensor.sum()) == tensor.numel()
+    target.copy_(tensor)
+    assert float(target.sum()) == tensor.numel()
     peak = max(peak, private() - before)
 print(peak)
 """
@@ -325,10 +351,10 @@ print(peak)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_stays_at_one_tensor(folder, dtype):
-    """24 tensors of 4 MB: private memory may grow by a few of them, not by all."""
+    """24 tensors of 4 MB: private memory may grow by one or two, not by all."""
     save_file({f"t{i}": torch.ones(1024, 1024) for i in range(24)}, folder / "model.safetensors")
     done = subprocess.run([sys.executable, "-c", PEAK, str(folder), dtype], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 40
+    assert float(done.stdout) < 16
 
 
 # ---- the real model
