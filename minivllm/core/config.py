@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=377cf4d86cd9 module=896798d7f78e
+# literate: notebook=2b2599fc4272 module=3da347450541
 
 from __future__ import annotations
 
@@ -338,6 +338,11 @@ class EngineArgs:
             value, choices = getattr(self, f.name), f.metadata["choices"]
             if choices:
                 _one_of(f.name, value, choices)
+        least = {"block_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
+                 "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1}  # fmt: skip
+        for name, value in least.items():
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), value)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.max_logprobs < -1:

@@ -5,7 +5,7 @@ Does this request fit, and where do its tokens go?
 
 # Generated from nbs/1_core/07_kv_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7bd1cb2f0741 module=f3ff75da48d3
+# literate: notebook=511f5ab98646 module=a34790ccf814
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class GroupManager:
         for n in range(1, len(found) + 1):
             if found[n - 1] is None:
                 run_start = n
-            elif run_start <= num_skipped_tokens(self.spec, n * self.block_size) // self.block_size:
+            if run_start <= num_skipped_tokens(self.spec, n * self.block_size) // self.block_size:
                 best = n
         needed = num_skipped_tokens(self.spec, best * self.block_size) // self.block_size
         return [block if i >= needed and block else self.pool.null_block for i, block in enumerate(found[:best])]

@@ -5,7 +5,7 @@ Which tokens are computed in the next step?
 
 # Generated from nbs/1_core/10_scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=986d4749f8de module=fdde0387865c
+# literate: notebook=78b49a0bc72f module=41c315209e99
 
 from __future__ import annotations
 
@@ -283,23 +283,22 @@ class Scheduler:
     def _schedule_running(self, draft: _Draft) -> None:
         scheduled, budget = draft.scheduled, draft.budget
         threshold, ask = self.config.long_prefill_token_threshold, self._guard.has_chunk
-        i = 0
-        running = self.running
-        while i < len(running) and budget > 0:
-            request = running[i]
-            i += 1
+        for request in tuple(self.running):
+            if budget <= 0:
+                break
+            if request.status is not RequestStatus.RUNNING:  # gave way to one before it
+                continue
             n = request.num_tokens - request.num_computed_tokens
             if n > 1 or ask:
                 n = self._cap(request, n, budget, threshold, ask)
                 if n == 0:
                     continue
             if request.num_computed_tokens + n > request.capacity:
-                draft.budget, before = budget, len(running)
-                if not self._make_room(request, n, draft):
-                    break
+                draft.budget = budget
+                fits = self._make_room(request, n, draft)
                 budget = draft.budget
-                if len(running) < before:
-                    i = running.index(request) + 1
+                if not fits:
+                    continue
             scheduled[request.request_id] = n
             request.num_computed_tokens += n
             budget -= n

@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=04626c904c78 module=53b689740389
+# literate: notebook=b2dd6529e344 module=a372ef612ff2
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["REASONS", "TRACE_VERSION", "Event", "Fold", "RequestState", "State", "Trace", "TraceError", "TraceHeader"]
+__all__ = [
+    "REASONS",
+    "TRACE_VERSION",
+    "Event",
+    "Fold",
+    "RequestState",
+    "State",
+    "Trace",
+    "TraceError",
+    "TraceHeader",
+    "find_fault",
+]
 
 
 # %% nbs/1_core/08_trace.ipynb #code-556e8c
@@ -168,6 +179,8 @@ class Fold:
         self.now.requests[request].tables[group].extend(blocks)
         for block in blocks:
             if block:
+                if self.now.hashes[block] is None:
+                    raise ValueError(f"request {request} shares block {block}, which holds nothing reusable")
                 if self.now.ref_cnt[block] == 0:
                     del self._free[block]
                 self.now.ref_cnt[block] += 1
@@ -334,7 +347,7 @@ class Trace:
                 except ValueError as error:
                     raise TraceError(f"event {i}: {error}") from error
             done = end
-            if fault := _find_fault(fold.state()):
+            if fault := find_fault(fold.state()):
                 raise TraceError(f"after step {step} (event {end - 1}): {fault}")
 
     # %% nbs/1_core/08_trace.ipynb #Trace-why
@@ -373,7 +386,7 @@ class TraceError(ValueError):
     """A trace that contradicts itself. Says at which event."""
 
 
-def _find_fault(state: State) -> str | None:
+def find_fault(state: State) -> str | None:
     counts = [0] * len(state.ref_cnt)
     for request in state.requests.values():
         for table in request.tables:
@@ -385,8 +398,6 @@ def _find_fault(state: State) -> str | None:
     for block, (count, ref) in enumerate(zip(counts, state.ref_cnt, strict=True)):
         if count != ref:
             return f"block {block} has ref_cnt {ref} but stands in {count} block tables"
-        if count > 1 and state.hashes[block] is None and len(set(state.owners(block))) > 1:
-            return f"block {block} is shared by {state.owners(block)} without being cached"
     free = set(state.free)
     if len(free) != len(state.free):
         return "a block is twice in the free list"

@@ -1,0 +1,111 @@
+import dataclasses
+
+import pytest
+
+from minivllm.core.config import CacheConfig, EngineArgs, KVCacheSpec, MachineFacts, ModelFacts, SchedulerConfig, choose_dtype, make_kv_cache_groups, resolve
+
+LAYER = KVCacheSpec("full", 16, 2, 8, dtype_bytes=2)
+MODEL = ModelFacts("m", "", 100, 4, 512, (LAYER,) * 4, 1000, "bfloat16")
+CPU = MachineFacts("cpu", 10**9, 2 * 10**9, True, 2, "sdpa", "because")
+
+
+def config(machine=CPU, **kwargs):
+    args = EngineArgs.from_kwargs(**kwargs)
+    return resolve(args, MODEL, machine, choose_dtype(args.dtype, MODEL.checkpoint_dtype, machine.device, machine.has_bf16))
+
+
+def test_every_setting_is_explained():
+    made = config(max_num_seqs=3)
+    text = made.explain()
+    for f in dataclasses.fields(EngineArgs):
+        if getattr(made.args, f.name) is not None and getattr(made.args, f.name) != "auto":
+            assert f.name in text, f.name
+    assert {d.setting: d.why for d in made.decisions}["max_num_seqs"] == "asked for"
+    assert config(max_num_seqs=3) == made
+
+
+@pytest.mark.parametrize(
+    "kwargs, error, words",
+    [
+        ({"max_num_seq": 4}, TypeError, "max_num_seq.*did you mean 'max_num_seqs'"),
+        ({"zzz": 4}, TypeError, "zzz.*known: model"),
+        ({"dtype": "fp8"}, ValueError, "dtype must be one of.*'fp8'"),
+        ({"block_size": 0}, ValueError, "block_size must be at least 1.*0"),
+        ({"num_gpu_blocks": 1}, ValueError, "at least 2"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs must be at least 1"),
+        ({"max_num_seqs": 1.5}, TypeError, "whole number.*1.5"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, ValueError, "max_num_batched_tokens .4. must be at least max_num_seqs .8."),
+        ({"max_model_len": 513}, ValueError, "513 is longer than the model was made for .512."),
+        ({"max_model_len": 512, "num_gpu_blocks": 10}, ValueError, "max_model_len=512 does not fit.*144 tokens"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100, "max_num_seqs": 4}, ValueError, "enable_chunked_prefill=False"),
+        ({"gpu_memory_utilization": 0.0}, ValueError, "gpu_memory_utilization must be in"),
+        ({"kv_cache_memory_bytes": 10}, ValueError, "no room for the KV cache"),
+        ({"watermark": 1.0}, ValueError, "watermark must be in"),
+        ({"preemption_mode": "swap"}, ValueError, "needs num_cpu_blocks"),
+        ({"long_prefill_token_threshold": -1}, ValueError, "long_prefill_token_threshold must be at least 0"),
+    ],
+)
+def test_bad_settings_are_named(kwargs, error, words):
+    with pytest.raises(error, match=words):
+        config(**kwargs)
+
+
+def test_a_small_pool_shortens_requests_instead_of_dead_locking():
+    made = config(num_gpu_blocks=10)
+    assert made.scheduler.max_model_len == 144
+    assert "max_model_len" in made.explain()
+
+
+def test_no_more_blocks_than_can_be_used():
+    made = config(max_num_seqs=2)
+    assert made.cache.num_gpu_blocks == 2 * 512 // 16 + 1
+
+
+def test_budget_alone_lowers_max_num_seqs():
+    assert config(max_num_batched_tokens=16).scheduler.max_num_seqs == 16
+
+
+def test_gpu_memory_leaves_out_what_others_use():
+    gpu = MachineFacts("cuda", 70_000, 100_000, True, 2, "sdpa", "because")
+    per_block = 4 * LAYER.bytes_per_block
+    assert config(gpu, gpu_memory_utilization=0.5).cache.num_gpu_blocks == (50_000 - 1000 - 30_000) // per_block
+
+
+@pytest.mark.parametrize(
+    "asked, checkpoint, device, bf16, dtype",
+    [
+        ("float16", "float32", "cpu", True, "float16"),
+        ("auto", "bfloat16", "cpu", False, "float32"),
+        ("auto", "float32", "cpu", True, "bfloat16"),
+        ("auto", "float16", "cuda", True, "float16"),
+        ("auto", "float32", "cuda", True, "bfloat16"),
+    ],
+)
+def test_dtype(asked, checkpoint, device, bf16, dtype):
+    assert choose_dtype(asked, checkpoint, device, bf16).value == dtype
+
+
+def test_groups_have_equally_many_layers():
+    window = KVCacheSpec("sliding_window", 16, 2, 8, window=32, dtype_bytes=2)
+    groups = make_kv_cache_groups([window] * 5 + [LAYER] + [window] * 5 + [LAYER])
+    assert [g.layers for g in groups] == [(0, 1), (2, 3), (4, 6), (7, 8), (9, 10), (5, 11)]
+
+
+def test_groups_of_different_block_bytes_are_refused():
+    with pytest.raises(ValueError, match="different sizes"):
+        make_kv_cache_groups([LAYER, KVCacheSpec("full", 16, 4, 8)])
+    with pytest.raises(ValueError, match="no attention layer"):
+        make_kv_cache_groups([])
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"kind": "round"}, {"kind": "full", "window": 3}, {"kind": "sliding_window"}, {"kind": "sliding_window", "window": 0}]
+)
+def test_bad_specs(kwargs):
+    with pytest.raises(ValueError, match="KVCacheSpec"):
+        KVCacheSpec(**{"block_size": 16, "num_kv_heads": 1, "head_dim": 8, **kwargs})
+
+
+def test_configs_alone_are_usable():
+    assert SchedulerConfig().max_num_batched_tokens == 2048
+    assert CacheConfig().block_size == 16

@@ -1,0 +1,114 @@
+"""A scheduler without a model: deterministic tokens, and a driver that checks the laws after every step."""
+
+from minivllm.core.config import KVCacheConfig, KVCacheSpec, make_kv_cache_groups
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.trace import Fold, State, Trace, find_fault
+
+GROUPS = {
+    "full": ["full"],
+    "window": ["sliding_window"],
+    "chunked": ["chunked_local"],
+    "hybrid": ["full", "sliding_window"],
+    "gemma": ["sliding_window"] * 5 + ["full"],
+    "all": ["full", "sliding_window", "chunked_local"],
+}
+
+
+def kv_config(kind: str, block_size: int, num_blocks: int, window: int = 8) -> KVCacheConfig:
+    specs = [KVCacheSpec(k, block_size, 1, 4, window=None if k == "full" else window) for k in GROUPS[kind]]  # type: ignore[arg-type]
+    return KVCacheConfig(num_blocks, block_size, make_kv_cache_groups(specs))
+
+
+def fake_model(output: SchedulerOutput, scheduler: Scheduler) -> ModelRunnerOutput:
+    """Samples a token that depends on the request's tokens alone, from a small alphabet, so that texts meet again."""
+    sampled = {}
+    for request_id in output.num_scheduled_tokens:
+        request = scheduler.requests.get(request_id)
+        if request is not None and request.num_computed_tokens == request.num_tokens:
+            sampled[request_id] = [sum(request.all_token_ids) % 3]
+    return ModelRunnerOutput(sampled)
+
+
+class Runner:
+    """What a model runner would know: which rows it holds and their block tables. Complains about impossible orders."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, list[list[int]]] = {}
+        self.computed: dict[str, int] = {}
+        self.cpu: set[int] = set()
+
+    def apply(self, output: SchedulerOutput) -> None:
+        for request_id in (*output.preempted, *output.finished):
+            self.tables.pop(request_id, None)
+            self.computed.pop(request_id, None)
+        for row in output.new_requests:
+            assert row.request_id not in self.tables, "a row was sent twice"
+            self.tables[row.request_id] = [list(ids) for ids in row.block_ids]
+            self.computed[row.request_id] = row.num_computed_tokens
+        for request_id, new in output.new_block_ids.items():
+            for table, ids in zip(self.tables[request_id], new, strict=True):
+                table.extend(ids)
+        for request_id, n in output.num_scheduled_tokens.items():
+            self.computed[request_id] += n
+
+
+class Driver:
+    """Runs steps and checks every law after each."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.trace: Trace = scheduler.record()
+        self.fold = Fold(self.trace.start)
+        self.done = 0
+        self.runner = Runner()
+        self.outputs: dict[str, list[int]] = {}
+
+    def check(self) -> State:
+        for event in self.trace.events[self.done :]:
+            self.fold.apply(event)
+        self.done = len(self.trace.events)
+        folded, live = self.fold.state(), self.scheduler.state()
+        assert folded == live
+        fault = find_fault(live)
+        assert fault is None, fault
+        pool = self.scheduler.kv.pool
+        assert pool.num_cached_free == sum(block.block_hash is not None for block in pool.free_queue)
+        return live
+
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
+        assert output.total_num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
+        assert all(n > 0 for n in output.num_scheduled_tokens.values())
+        if self.scheduler.requests:
+            assert output.num_scheduled_tokens, "a step without progress"
+        self.runner.apply(output)
+        self._compare_rows(output)
+        self.check()
+        for out in self.scheduler.update(output, fake_model(output, self.scheduler)):
+            self.outputs.setdefault(out.request_id, []).extend(out.new_token_ids)
+        self.check()
+        return output
+
+    def _compare_rows(self, output: SchedulerOutput) -> None:
+        """The runner's rows equal the scheduler's, except for blocks that a window has left behind meanwhile."""
+        assert set(self.runner.tables) == {r.request_id for r in self.scheduler.running}
+        for request_id, tables in self.runner.tables.items():
+            assert self.runner.computed[request_id] == self.scheduler.requests[request_id].num_computed_tokens
+            for mine, theirs in zip(tables, self.scheduler.kv.get_block_ids(request_id), strict=True):
+                assert len(mine) == len(theirs)
+                assert all(a == b or b == 0 for a, b in zip(mine, theirs, strict=True))
+
+    def drain(self, limit: int = 10_000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_requests():
+                break
+            self.step()
+        else:
+            raise AssertionError(f"not finished after {limit} steps")
+        pool, cpu = self.scheduler.kv.pool, self.scheduler.kv.cpu_pool
+        assert pool.num_free == pool.num_blocks
+        assert cpu is None or cpu.num_free == cpu.num_blocks
+        self.trace.check()
