@@ -6,7 +6,7 @@ and carries an edited module back into its notebook.
 
 # Generated from nbs/literate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=872580fd73d3 module=87e1d468207e
+# literate: notebook=39addaf0bb80 module=3b2942f68a8b
 
 import abc
 import argparse
@@ -18,8 +18,10 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import textwrap
 import threading
@@ -105,6 +107,7 @@ __all__ = [
     "render",
     "seal",
     "select",
+    "sorted_imports",
     "source_digest",
     "spell",
     "state",
@@ -174,7 +177,8 @@ class Cell:
     @property
     def code(self) -> str:
         """The source with its directive lines blanked, so that line numbers still count from the cell's first line."""
-        return "\n".join("" if line.startswith("#|") else line for line in self.source.split("\n"))
+        seen = len(self.directives)
+        return "\n" * seen + "\n".join(self.source.split("\n")[seen:])
 
     @property
     def exported(self) -> bool:
@@ -312,13 +316,14 @@ def _start(node: ast.stmt) -> int:
 
 
 def _end_with_comments(lines: Sequence[str], node: ast.stmt, limit: int) -> int:
-    """The last line of a statement; indented comments that follow a block belong to it."""
+    """The last line of a statement; comments that follow a block and are indented deeper belong to it."""
     end = node.end_lineno or node.lineno
     for number in range(end + 1, limit):
-        if lines[number - 1].startswith((" ", "\t")) and lines[number - 1].strip():
+        line = lines[number - 1]
+        if line.strip():
+            if len(line) - len(line.lstrip()) <= node.col_offset:
+                break
             end = number
-        elif lines[number - 1].strip():
-            break
     return end
 
 
@@ -503,11 +508,18 @@ def _body(top: Sequence[Item], methods: dict[str, list[Item]]) -> Iterator[str]:
             yield item.text
         else:
             yield "\n" * item.gap + item.text
-        for folded in methods.get(item.node.name, []) if isinstance(item.node, ast.ClassDef) else []:
-            if folded.cell != current:
-                yield f"\n{INDENT}{marker(folded.cell)}"
-                current = folded.cell
-            yield indent(folded.text)
+        if isinstance(item.node, ast.ClassDef) and item.node.name in methods:
+            current = None
+            yield from _folded(methods[item.node.name])
+
+
+def _folded(methods: Sequence[Item]) -> Iterator[str]:
+    current = None
+    for item in methods:
+        if item.cell != current:
+            yield f"\n{INDENT}{marker(item.cell)}"
+            current = item.cell
+        yield indent(item.text)
 
 
 def indent(text: str) -> str:
@@ -587,7 +599,7 @@ def _refuse_late_names(items: Sequence[Item], top: Sequence[Item], methods: dict
         if lazy is False:
             later[owner.node.name] = owner
         for item in methods[owner.node.name]:
-            for name in _names_at_definition(item.node, annotations=not lazy) & later.keys():
+            for name in _names_at_definition(item.text, annotations=not lazy) & later.keys():
                 where = "itself not complete" if later[name] is owner else f"bound later, in #{later[name].cell.id}"
                 raise item.cell.error(
                     f"this method moves up into class {item.cls}, where {name} is {where}: define it before the class,"
@@ -596,12 +608,12 @@ def _refuse_late_names(items: Sequence[Item], top: Sequence[Item], methods: dict
                 )
 
 
-def _names_at_definition(node: ast.stmt | None, annotations: bool) -> set[str]:
-    """Names that a function definition evaluates when it is executed: decorators, defaults and (if asked) annotations."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return set()
+def _names_at_definition(method: str, annotations: bool) -> set[str]:
+    """Names that the definition of a method evaluates when it is executed: decorators, defaults, annotations if asked."""
+    node = ast.parse(method).body[0]
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     arguments = node.args
-    evaluated: list[ast.AST | None] = [*node.decorator_list[1:], *arguments.defaults, *arguments.kw_defaults]
+    evaluated: list[ast.AST | None] = [*node.decorator_list, *arguments.defaults, *arguments.kw_defaults]
     if annotations:
         named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
         evaluated += [node.returns, *(argument.annotation for argument in named if argument)]
@@ -637,8 +649,10 @@ def _is_type_variable(value: ast.expr | None) -> bool:
 
 
 # %% nbs/literate.ipynb #format
-def formatted(modules: dict[str, str], root: Path, imports: bool = True) -> dict[str, str]:
-    """Sort imports, drop unused ones (both unless `imports` is False), and format. Maps paths to texts, as `modules` does.
+def formatted(modules: dict[str, str], root: Path, fix: str = "I,F401,RUF022", layout: bool = True) -> dict[str, str]:
+    """Let ruff fix its rules `fix` (sort imports, drop unused ones, sort `__all__`) and, if `layout`, format the code.
+
+    Maps paths to texts, as `modules` does.
 
     The settings are those of the root's `pyproject.toml`. Raises LiterateError when ruff is not installed or fails.
     """
@@ -646,20 +660,21 @@ def formatted(modules: dict[str, str], root: Path, imports: bool = True) -> dict
         for name, text in modules.items():
             write(Path(folder, name), text)
         settings = ["--no-cache", "--quiet", "--config", str(root / "pyproject.toml"), "."]
-        if imports:
-            _ruff(["check", "--fix", "--exit-zero", "--select", "I,F401,RUF022", *settings], folder)
-        _ruff(["format", *settings], folder)
+        if fix:
+            _ruff(["check", "--fix", "--exit-zero", "--select", fix, *settings], folder)
+        if layout:
+            _ruff(["format", *settings], folder)
         return {name: Path(folder, name).read_text(encoding="utf-8") for name in modules}
 
 
 def _ruff(arguments: list[str], folder: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
+    beside = Path(sysconfig.get_path("scripts"), "ruff")
+    program = str(beside) if beside.exists() else shutil.which("ruff")
+    if program is None:
+        raise LiterateError("ruff is not installed: pip install ruff", "export")
+    done = subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise LiterateError(
-            f"ruff {arguments[0]} failed (is it installed? pip install ruff): {done.stderr.strip()}", "export"
-        )
+        raise LiterateError(f"ruff {arguments[0]} failed: {done.stderr.strip()}", "export")
 
 
 def write(path: Path, text: str) -> None:
@@ -844,9 +859,7 @@ def _parts(lines: Sequence[str], pieces: Sequence[Piece], cell: str, cls: str | 
             continue
         yield _part(lines, Piece(first, inner - 1, piece.node), cell, cls)
         body = [node for node in piece.node.body if _start(node) > inner]
-        for part in _parts(lines, cut(lines, body, inner, piece.last), cell, piece.node.name):
-            cell = part.cell
-            yield part
+        yield from _parts(lines, cut(lines, body, inner, piece.last), cell, piece.node.name)
 
 
 def _inner_marker(lines: Sequence[str], piece: Piece) -> int | None:
@@ -922,10 +935,14 @@ CHANGED = {
 
 
 def step_errors(notebook: Notebook, root: Path) -> list[LiterateError]:
-    """How notebook and module are out of step, one error for each cell that differs; empty when they agree."""
+    """How notebook and module are out of step, one error for each cell that differs; empty when they agree.
+
+    Raises the error of a cell that cannot be exported.
+    """
     found = state(notebook, root)
     if found == "same":
         return []
+    render(notebook)
     what = f"differs from {notebook.target} ({CHANGED[found]})"
     if found in {"missing", "foreign"}:
         return [LiterateError(what, notebook.name)]
@@ -1087,10 +1104,11 @@ def rebuild_errors(book: Book) -> list[LiterateError]:
 # %% nbs/literate.ipynb #Edit
 @dataclass
 class Edit:
-    """Changes to the lines of one cell, collected first and applied from the bottom up."""
+    """Changes to the lines of one cell, collected first and applied from the bottom up. `imports`: some are imports."""
 
     lines: list[str]
     changes: list[tuple[int, int, list[str]]] = field(default_factory=list)
+    imports: bool = False
 
     def replace(self, piece: Piece, text: str) -> None:
         self.changes.append((piece.first, piece.last, text.split("\n")))
@@ -1127,9 +1145,8 @@ def edit_parts(edit: Edit, items: Sequence[Item], old: Sequence[Part], new: Sequ
         extra = new[b1 + (a2 - a1) : b2]
         if extra:
             after = items[a2 - 1].piece.last if a2 else items[0].piece.first - 1 if items else len(edit.lines)
-            wide = any(
-                isinstance(part.node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) for part, _ in extra
-            )
+            nodes = [part.node for part, _ in extra] + [item.node for item in items[max(a2 - 1, 0) : a2 + 1]]
+            wide = any(isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
             gap = 2 if wide else 0
             text = ("\n" * (gap + 1)).join(text for _, text in extra)
             edit.insert(after, text + ("\n" * gap if items and not a2 else ""), gap)
@@ -1151,7 +1168,7 @@ def as_cell_text(part: Part, path: str) -> str:
 def edit_imports(edits: dict[str, Edit], items: Sequence[Item], old: Iterable[str], new: Iterable[str]) -> None:
     """Carry added and removed imports (one name each, as source lines) into the cells.
 
-    A removed name goes from every exported cell; an added one takes the place of a removed one, or joins the first imports.
+    A removed name goes from every exported cell; an added one joins the first imports, or the place of a removed one.
     """
     gone, added = set(old) - set(new), [line for line in new if line not in set(old)]
     place: Item | None = None
@@ -1162,10 +1179,12 @@ def edit_imports(edits: dict[str, Edit], items: Sequence[Item], old: Iterable[st
             place = place or item
             left = "\n".join(name for name in names if name not in gone)
             edit = edits[item.cell.id]
+            edit.imports = True
             edit.replace(item.piece, left) if left else edit.delete(item.piece)
     if added:
         place = place or (imports[0] if imports else None)
         cell = place.cell if place else items[0].cell
+        edits[cell.id].imports = True
         edits[cell.id].insert(place.piece.last if place else len(cell.directives), "\n".join(added), gap=0)
 
 
@@ -1216,14 +1235,23 @@ def apply_edit(notebook: Notebook, base: Module, edited: Module, root: Path) -> 
         module_imports(base),
         module_imports(edited),
     )
-    return with_sources(notebook, {cell: edit.result() for cell, edit in edits.items() if edit.changes}, texts)
+    sources = {cell: edit.result() for cell, edit in edits.items() if edit.changes}
+    sources |= sorted_imports({cell: text for cell, text in sources.items() if edits[cell].imports}, root)
+    return with_sources(notebook, sources, texts)
+
+
+def sorted_imports(sources: dict[str, str], root: Path) -> dict[str, str]:
+    """Cells whose imports changed, with these sorted and nothing else touched."""
+    texts = {f"{cell}.py": text + "\n" for cell, text in sources.items()}
+    done = formatted(texts, root, fix="I", layout=False) if texts else {}
+    return {name.removesuffix(".py"): text.strip("\n") for name, text in done.items()}
 
 
 def cell_texts(module: Module, root: Path) -> list[tuple[Part, str]]:
     """Each part with its text for the notebook, formatted for the left margin, where more fits on a line."""
     parts = [part for part in module.parts if not _is_import(part)]
     texts = {f"{number}.py": as_cell_text(part, module.path) + "\n" for number, part in enumerate(parts)}
-    done = formatted(texts, root, imports=False)
+    done = formatted(texts, root, fix="")
     return [(part, text.strip("\n")) for part, text in zip(parts, done.values(), strict=True)]
 
 
@@ -1232,16 +1260,15 @@ def _is_import(part: Part) -> bool:
 
 
 def with_sources(notebook: Notebook, sources: dict[str, str], texts: Sequence[tuple[Part, str]]) -> Notebook:
-    """A copy of a notebook: cells in `sources` changed (their outputs dropped), emptied cells gone, cells new in `texts` added."""
-    known = {cell.id for cell in notebook.cells}
+    """A copy of a notebook: cells in `sources` changed (their outputs dropped), emptied cells gone, new cells of `texts` added."""
+    place: dict[str, float] = {cell.id: number for number, cell in enumerate(notebook.cells)}
     fresh: dict[str, list[str]] = defaultdict(list)
-    follows: dict[str, str] = {}
-    previous = ""
-    for part, text in texts:
-        if part.cell not in known:
+    for index, (part, text) in enumerate(texts):
+        if part.cell not in place:
+            place[part.cell] = _place_for(index, [part for part, _ in texts], place)
+            fresh[part.cell] = []
+        if part.cell in fresh:
             fresh[part.cell].append(text)
-            follows.setdefault(part.cell, previous)
-        previous = part.cell
     cells = []
     for raw in notebook.data["cells"]:
         source = sources.get(raw["id"])
@@ -1251,9 +1278,22 @@ def with_sources(notebook: Notebook, sources: dict[str, str], texts: Sequence[tu
             cells.append({**raw, "source": source, "outputs": []})
     for cell, pieces in fresh.items():
         new: dict[str, Any] = {"cell_type": "code", "id": cell, "metadata": {}, "execution_count": None, "outputs": []}
-        at = next((n for n, raw in enumerate(cells, 1) if raw["id"] == follows[cell]), len(cells))
-        cells.insert(at, {**new, "source": "#| export\n" + "\n\n\n".join(pieces)})
+        cells.append({**new, "source": "#| export\n" + "\n\n\n".join(pieces)})
+    cells.sort(key=lambda raw: place[raw["id"]])
     return parse_notebook(spell({**notebook.data, "cells": cells}), notebook.name, notebook.path)
+
+
+# %% nbs/literate.ipynb #place
+def _place_for(index: int, parts: Sequence[Part], place: dict[str, float]) -> float:
+    """A place between two cells for the new cell of `parts[index]`; `place` holds those of the known cells."""
+    new = parts[index]
+    above = [
+        place[part.cell]
+        for part in parts[:index]
+        if new.cls in (None, part.cls) or (isinstance(part.node, ast.ClassDef) and part.node.name == new.cls)
+    ]
+    below = [place[part.cell] for part in parts[index + 1 :] if part.cls == new.cls and part.cell in place]
+    return max([0.0, *(number for number in above if not below or number < below[0])]) + 0.001
 
 
 # %% nbs/literate.ipynb #verify

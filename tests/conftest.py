@@ -1,6 +1,8 @@
 """Shared by all tests: fast ones run first, and hypothesis draws the same examples every time."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -19,3 +21,21 @@ def smollm2_path() -> Path:
     from minivllm.models.hub import resolve_model
 
     return resolve_model("smollm2")
+
+
+@pytest.fixture(scope="session")
+def hf_smollm2(smollm2_path: Path) -> Any:
+    """SmolLM2 in transformers, float32, from the same folder: the oracle."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def llm(smollm2_path: Path) -> Iterator[Any]:
+    """SmolLM2 in float32 with room for everything; shared, so leave no request behind and change no setting."""
+    from minivllm import LLM
+
+    with LLM("smollm2", dtype="float32", max_model_len=1024, num_gpu_blocks=1024, max_logprobs=-1) as shared:
+        yield shared

@@ -1,0 +1,156 @@
+"""What the check finds."""
+
+import json
+
+import pytest
+
+from minivllm import literate
+
+MODULE = "minivllm/pool.py"
+
+
+@pytest.fixture(autouse=True)
+def exported(repo, run):
+    repo.notebook(
+        head="#| default_exp pool",
+        one="#| export\nimport os\n\n\ndef one() -> str:\n    return os.sep  # a separator",
+        cls="#| export\nclass Pool:\n    size = 4",
+        take="#| export\n@method(Pool)\ndef take(self) -> int:\n    return self.size",
+    )
+    run("export")
+    run("clean")
+    run("check")
+    run("check", "--rebuild")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place"),
+    [
+        ("os.sep", "os.linesep", " #one: "),
+        ("a separator", "the separator", " #one: "),
+        ("size = 4", "size = 5", " #cls: "),
+        ("return self.size", "return 0", " #take: "),
+        ("import os\\n", "import os.path\\n", ": imports, layout or title: "),
+        ("# Demo", "# Other", ": imports, layout or title: "),
+    ],
+)
+def test_a_changed_notebook_is_named_with_its_cell(repo, fails, old, new, place):
+    repo.edit("nbs/demo.ipynb", old, new)
+    message = "differs from minivllm/pool.py (the notebook changed since the last export: run export)"
+    assert fails("check") == f"nbs/demo.ipynb{place}{message}\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place"),
+    [
+        ("os.sep", "os.linesep", " #one: "),
+        ("size = 4", "size = 5", " #cls: "),
+        ("return self.size", "return  self.size", ": imports, layout or title: "),
+        ("return self.size", "return 0", " #take: "),
+        ("import os\n", "import os.path\n", ": imports, layout or title: "),
+        ("Demo.", "Other.", ": imports, layout or title: "),
+    ],
+)
+def test_an_edited_module_is_named_with_its_cell(repo, fails, old, new, place):
+    repo.edit(MODULE, old, new)
+    message = "differs from minivllm/pool.py (the module was edited since the last export: run write-back)"
+    assert fails("check") == f"nbs/demo.ipynb{place}{message}\n"
+
+
+def test_both_changed(repo, fails):
+    repo.edit(MODULE, "os.sep", "os.linesep")
+    repo.edit("nbs/demo.ipynb", "size = 4", "size = 5")
+    found = fails("check").splitlines()
+    assert [line.split(": ")[0] for line in found] == ["nbs/demo.ipynb #one", "nbs/demo.ipynb #cls"]
+    assert all("both changed" in line for line in found)
+
+
+def test_a_module_that_does_not_parse(repo, fails):
+    repo.edit(MODULE, "size = 4", "size = (")
+    assert "minivllm/pool.py line" in fails("check")
+
+
+def test_missing_module_and_missing_package(repo, fails):
+    (repo.root / MODULE).unlink()
+    assert "nbs/demo.ipynb: differs from minivllm/pool.py (not exported yet: run export)" in fails("check")
+    (repo.root / "minivllm/__init__.py").unlink()
+    assert "minivllm/__init__.py: is missing" in fails("check")
+
+
+@pytest.mark.parametrize("name", ["minivllm/stray.py", "kernels/minivllm_kernels/stray.py", "kernels/stray.py"])
+def test_a_module_that_no_notebook_exports(repo, fails, name):
+    literate.write(repo.root / name, "x = 1\n")
+    assert fails("check").startswith(f"{name}: no notebook exports this file")
+
+
+def test_code_in_an_init_needs_a_notebook(repo, fails):
+    literate.write(repo.root / "minivllm/__init__.py", "x = 1\n")
+    assert "minivllm/__init__.py: no notebook exports this file" in fails("check")
+
+
+def test_rebuild_sees_what_the_digests_cannot(repo, run, fails):
+    """Someone computes the digest of an edited module by hand, or the exporter changes."""
+    text = repo.read(MODULE).replace("size = 4", "size = 5")
+    found = literate.HEADER.search(text)
+    assert found
+    (repo.root / MODULE).write_text(text.replace(found[2], literate.module_digest(text)))
+    run("check")
+    assert "nbs/demo.ipynb: an export today writes another minivllm/pool.py" in fails("check", "--rebuild")
+
+
+def test_a_new_format_makes_every_module_out_of_date(repo, run, fails, monkeypatch):
+    monkeypatch.setattr(literate, "FORMAT", literate.FORMAT + 1)
+    assert "the notebook changed" in fails("check")
+    assert run("export") == f"exported {MODULE}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["/home/ann/x", "see /Users/ann", "C:\\Users\\Ann", "/root/x", "/tmp/ipykernel_7/1.py", "<f at 0x7f00aa11bb22>"],
+)
+@pytest.mark.parametrize("kind", ["stream", "execute_result", "error"])
+def test_stored_outputs_belong_to_no_machine(repo, fails, text, kind):
+    output = {
+        "stream": {"name": "stdout", "text": [text]},
+        "execute_result": {"data": {"text/html": text}, "metadata": {}, "execution_count": None},
+        "error": {"ename": "E", "evalue": "", "traceback": [text]},
+    }[kind]
+    store(repo, {"output_type": kind, **output})
+    found = fails("check")
+    assert found.startswith("nbs/demo.ipynb #one: a stored output holds ")
+    assert len(found.splitlines()) == 1
+
+
+def test_the_repository_and_the_home_folder_are_machine_paths(repo, fails, monkeypatch, tmp_path):
+    store(repo, {"output_type": "stream", "name": "stdout", "text": [f"in {tmp_path}"]})
+    assert f"a stored output holds {str(tmp_path)!r}" in fails("check")
+    monkeypatch.setenv("HOME", "/srv/people/ann")
+    store(repo, {"output_type": "stream", "name": "stdout", "text": ["/srv/people/ann: x"]})
+    assert "a stored output holds '/srv/people/ann'" in fails("check")
+
+
+def test_pictures_and_ordinary_text_are_no_machine_paths(repo, run):
+    data = {
+        "image/png": "AAAA/root/xyz/home/abc",
+        "text/plain": ["/v1/home/x", " 0x1f", " at 0x10", "the root/home of it"],
+    }
+    store(repo, {"output_type": "display_data", "metadata": {}, "data": data})
+    run("check")
+
+
+def test_notebooks_must_be_clean(repo, fails):
+    repo.edit("nbs/demo.ipynb", '"nbformat_minor": 5\n', '"nbformat_minor": 5, "extra": 1\n')
+    assert fails("check") == "nbs/demo.ipynb: holds metadata that changes from run to run: run clean\n"
+
+
+def test_the_check_needs_no_ruff(repo, fails, monkeypatch):
+    monkeypatch.setattr(literate, "_ruff", None)
+    repo.edit(MODULE, "os.sep", "os.linesep")
+    assert "#one" in fails("check")
+
+
+def store(repo, output) -> None:
+    path = repo.root / "nbs/demo.ipynb"
+    data = json.loads(path.read_text())
+    data["cells"][2]["outputs"] = [output]
+    path.write_text(literate.spell(data))
