@@ -1,8 +1,12 @@
-"""What is inside a GGUF file?"""
+"""What is inside a GGUF file?
+
+Models for small machines are passed around as single files that end in `.gguf`, the format of
+llama.cpp.
+"""
 
 # Generated from nbs/3_model/07_gguf.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bcb9a985c390 module=b2f7fadfdce5
+# literate: notebook=40aab44f2880 module=3056d2ec7817
 
 import json
 import os
