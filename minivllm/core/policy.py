@@ -5,7 +5,7 @@ Who goes first, how much does each get, who gives up memory, and which cached bl
 
 # Generated from nbs/1_core/09_policy.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5da2a715a569 module=776e312d566f
+# literate: notebook=04b850fa42a9 module=f5e216f0255f
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def combine(
         if part is not None and overrides(part, hook):
             setattr(combined, hook, getattr(part, hook))
     if order is not None and order.key is not None:
-        combined.key = order.key  # type: ignore[method-assign]
+        combined.key = order.key
     vars(combined)["parts"] = {hook: part.name for hook, part in parts.items() if part is not None}
     return combined
 

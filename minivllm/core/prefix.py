@@ -5,7 +5,7 @@ A thousand users ask questions about the same document.
 
 # Generated from nbs/1_core/06_prefix.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4c61a9743c51 module=93e0ee180d8d
+# literate: notebook=290c1672af6d module=2ad3c94c0407
 
 from __future__ import annotations
 
@@ -165,4 +165,5 @@ class RadixIndex:
 
 def make_prefix_index(name: str, block_size: int) -> PrefixIndex:
     """The index called `hash` or `radix`."""
-    return {"hash": HashIndex, "radix": RadixIndex}[name](block_size)
+    indexes: dict[str, type[HashIndex] | type[RadixIndex]] = {"hash": HashIndex, "radix": RadixIndex}
+    return indexes[name](block_size)

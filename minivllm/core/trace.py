@@ -5,12 +5,12 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b2dd6529e344 module=a372ef612ff2
+# literate: notebook=c742ec5e6bfd module=0d62512191af
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# %% nbs/1_core/08_trace.ipynb #code-556e8c
+# %% nbs/1_core/08_trace.ipynb #code-7cbc30
 Event = tuple[Any, ...]
 TRACE_VERSION = 1
 
@@ -118,6 +118,11 @@ class Fold:
         """The state as it is now (a copy)."""
         self.now.free, self.now.cpu_free = list(self._free), list(self._cpu_free)
         return self.now.copy()
+
+    @property
+    def free_blocks(self) -> Collection[int]:
+        """The free blocks in the order of reuse, without a copy."""
+        return self._free.keys()
 
     def _ignore(self, *args: Any) -> None:
         pass
@@ -262,6 +267,13 @@ class Trace:
     def __len__(self) -> int:
         return len(self.events)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trace):
+            return NotImplemented
+        return (self.header, self.start, self.events) == (other.header, other.start, other.events)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __repr__(self) -> str:
         return f"Trace({self.num_steps} steps, {len(self.events)} events, policy {self.header.policy})"
 
@@ -373,12 +385,38 @@ class Trace:
                         lines.append(f"step {now}: {text}")
             elif len(event) > 1 and event[1] == request_id:
                 known = True
-                text = _tell(event)
-                if text and (step is None or now == step):
-                    lines.append(f"step {now}: {text}" if now >= 0 else text)
+                told = _tell(event)
+                if told and (step is None or now == step):
+                    lines.append(f"step {now}: {told}" if now >= 0 else told)
         if not known:
             raise KeyError(f"no request {request_id!r} in this trace")
         return lines
+
+    # %% nbs/1_core/08_trace.ipynb #Trace-to_pandas
+    def to_pandas(self) -> dict[str, Any]:
+        """Tidy tables `steps`, `requests`, `blocks`, `tokens` and `decisions`: see `minivllm.core.trace_tables`."""
+        from minivllm.core.trace_tables import tables
+
+        return tables(self)
+
+    def save(self, path: Any) -> None:
+        """Write to a file, `.jsonl` (JSON lines) or `.parquet`: see `minivllm.core.trace_files`."""
+        from minivllm.core.trace_files import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: Any) -> Trace:
+        """Read a file that `save` wrote."""
+        from minivllm.core.trace_files import load
+
+        return load(path)
+
+    def to_perfetto(self, path: Any) -> None:
+        """Write a file that opens in Perfetto (ui.perfetto.dev): requests as tracks, steps, counters."""
+        from minivllm.core.trace_files import save_perfetto
+
+        save_perfetto(self, path)
 
 
 # %% nbs/1_core/08_trace.ipynb #Trace-TraceError

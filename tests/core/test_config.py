@@ -2,7 +2,17 @@ import dataclasses
 
 import pytest
 
-from minivllm.core.config import CacheConfig, EngineArgs, KVCacheSpec, MachineFacts, ModelFacts, SchedulerConfig, choose_dtype, make_kv_cache_groups, resolve
+from minivllm.core.config import (
+    CacheConfig,
+    EngineArgs,
+    KVCacheSpec,
+    MachineFacts,
+    ModelFacts,
+    SchedulerConfig,
+    choose_dtype,
+    make_kv_cache_groups,
+    resolve,
+)
 
 LAYER = KVCacheSpec("full", 16, 2, 8, dtype_bytes=2)
 MODEL = ModelFacts("m", "", 100, 4, 512, (LAYER,) * 4, 1000, "bfloat16")
@@ -11,7 +21,9 @@ CPU = MachineFacts("cpu", 10**9, 2 * 10**9, True, 2, "sdpa", "because")
 
 def config(machine=CPU, **kwargs):
     args = EngineArgs.from_kwargs(**kwargs)
-    return resolve(args, MODEL, machine, choose_dtype(args.dtype, MODEL.checkpoint_dtype, machine.device, machine.has_bf16))
+    return resolve(
+        args, MODEL, machine, choose_dtype(args.dtype, MODEL.checkpoint_dtype, machine.device, machine.has_bf16)
+    )
 
 
 def test_every_setting_is_explained():
@@ -34,10 +46,18 @@ def test_every_setting_is_explained():
         ({"num_gpu_blocks": 1}, ValueError, "at least 2"),
         ({"max_num_seqs": 0}, ValueError, "max_num_seqs must be at least 1"),
         ({"max_num_seqs": 1.5}, TypeError, "whole number.*1.5"),
-        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, ValueError, "max_num_batched_tokens .4. must be at least max_num_seqs .8."),
+        (
+            {"max_num_seqs": 8, "max_num_batched_tokens": 4},
+            ValueError,
+            "max_num_batched_tokens .4. must be at least max_num_seqs .8.",
+        ),
         ({"max_model_len": 513}, ValueError, "513 is longer than the model was made for .512."),
         ({"max_model_len": 512, "num_gpu_blocks": 10}, ValueError, "max_model_len=512 does not fit.*144 tokens"),
-        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100, "max_num_seqs": 4}, ValueError, "enable_chunked_prefill=False"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 100, "max_num_seqs": 4},
+            ValueError,
+            "enable_chunked_prefill=False",
+        ),
         ({"gpu_memory_utilization": 0.0}, ValueError, "gpu_memory_utilization must be in"),
         ({"kv_cache_memory_bytes": 10}, ValueError, "no room for the KV cache"),
         ({"watermark": 1.0}, ValueError, "watermark must be in"),
@@ -99,7 +119,13 @@ def test_groups_of_different_block_bytes_are_refused():
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"kind": "round"}, {"kind": "full", "window": 3}, {"kind": "sliding_window"}, {"kind": "sliding_window", "window": 0}]
+    "kwargs",
+    [
+        {"kind": "round"},
+        {"kind": "full", "window": 3},
+        {"kind": "sliding_window"},
+        {"kind": "sliding_window", "window": 0},
+    ],
 )
 def test_bad_specs(kwargs):
     with pytest.raises(ValueError, match="KVCacheSpec"):

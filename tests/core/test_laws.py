@@ -4,12 +4,22 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from scheduling import GROUPS, Driver, fake_model, kv_config
 
 from minivllm.core.config import CacheConfig, SchedulerConfig
-from minivllm.core.policy import FCFS, LFU, DeepestFirst, FairShare, LongestPrefixMatch, Policy, Priority, ShortestFirst, combine
+from minivllm.core.policy import (
+    FCFS,
+    LFU,
+    DeepestFirst,
+    FairShare,
+    LongestPrefixMatch,
+    Policy,
+    Priority,
+    ShortestFirst,
+    combine,
+)
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Recompute, Scheduler, Swap
-from scheduling import GROUPS, Driver, fake_model, kv_config
 
 
 class Nibble(FCFS):
@@ -24,7 +34,17 @@ class OldestGivesWay(FCFS):
         return running[0]
 
 
-POLICIES: list[type[Policy]] = [FCFS, Priority, ShortestFirst, FairShare, LongestPrefixMatch, Nibble, OldestGivesWay, LFU, DeepestFirst]
+POLICIES: list[type[Policy]] = [
+    FCFS,
+    Priority,
+    ShortestFirst,
+    FairShare,
+    LongestPrefixMatch,
+    Nibble,
+    OldestGivesWay,
+    LFU,
+    DeepestFirst,
+]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -132,7 +152,13 @@ class TestMany(EngineMachine.TestCase):
 
 def test_combined_policies_run():
     policy = combine(order=ShortestFirst(), evict=LFU(), chunk=Nibble())
-    driver = Driver(Scheduler(SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=8, max_model_len=32), CacheConfig(4, 12), policy=policy))
+    driver = Driver(
+        Scheduler(
+            SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=8, max_model_len=32),
+            CacheConfig(4, 12),
+            policy=policy,
+        )
+    )
     for i in range(12):
         driver.scheduler.add_request(Request(str(i), [i % 3] * (1 + i), max_tokens=6))
     driver.drain()

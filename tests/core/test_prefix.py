@@ -7,6 +7,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduling import GROUPS, Driver, kv_config
 
 from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.config import CacheConfig, SchedulerConfig
@@ -14,7 +15,6 @@ from minivllm.core.kv_cache import KVCacheManager, num_skipped_tokens
 from minivllm.core.prefix import HashIndex, RadixIndex, extend_block_hashes
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from scheduling import GROUPS, Driver, kv_config
 
 
 def names(tokens, block_size=2, **keys):
@@ -31,14 +31,26 @@ def test_equal_names_mean_equal_prefixes(a, b):
 
 
 def test_extra_keys_keep_users_apart():
-    kinds = [names([1, 2]), names([1, 2], cache_salt="a"), names([1, 2], cache_salt="b"), names([1, 2], lora_name="a"), names([1, 2], extra_keys=("img",))]
+    kinds = [
+        names([1, 2]),
+        names([1, 2], cache_salt="a"),
+        names([1, 2], cache_salt="b"),
+        names([1, 2], lora_name="a"),
+        names([1, 2], extra_keys=("img",)),
+    ]
     assert len({name[0] for name in kinds}) == 5
 
 
 def test_names_do_not_depend_on_the_process():
     code = "from minivllm.core.prefix import extend_block_hashes; from minivllm.core.request import Request; print(extend_block_hashes(Request('r', [1, 2, 3, 4], max_tokens=1, cache_salt='s'), 2)[1].hex())"
     seen = {
-        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for seed in ("1", "2")
     }
     assert len(seen) == 1
@@ -79,17 +91,33 @@ def test_both_indexes_give_the_same_run(requests, kind, extra):
     for index in ("hash", "radix"):
         kv = kv_config(kind, 2, 2, window=4)
         cache = CacheConfig(2, len(kv.groups) * 9 + extra, prefix_cache_index=index)
-        driver = Driver(Scheduler(SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=8, max_model_len=18), cache, kv))
+        driver = Driver(
+            Scheduler(SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=8, max_model_len=18), cache, kv)
+        )
         for i, (prompt, max_tokens) in enumerate(requests):
             driver.scheduler.add_request(Request(str(i), prompt, max_tokens=max_tokens))
         driver.drain()
-        runs.append((driver.trace.events[1:] and [e for e in driver.trace.events if e[0] not in ("step", "update")], driver.scheduler.kv.stats))
+        runs.append(
+            (
+                driver.trace.events[1:] and [e for e in driver.trace.events if e[0] not in ("step", "update")],
+                driver.scheduler.kv.stats,
+            )
+        )
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("kind, window", [("full", None), ("sliding_window", 5), ("chunked_local", 6)])
 def test_skipped_tokens_are_those_that_no_later_token_sees(kind, window):
-    spec = kv_config("full" if window is None else {"sliding_window": "window", "chunked_local": "chunked"}[kind], 2, 4, window or 1).groups[0].spec
+    spec = (
+        kv_config(
+            "full" if window is None else {"sliding_window": "window", "chunked_local": "chunked"}[kind],
+            2,
+            4,
+            window or 1,
+        )
+        .groups[0]
+        .spec
+    )
 
     def sees(query, key):
         if kind == "full":

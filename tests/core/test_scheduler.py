@@ -3,17 +3,38 @@
 import random
 
 import pytest
+from scheduling import Driver, fake_model
 
 from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
-from minivllm.core.policy import FCFS, LFU, FairShare, LongestPrefixMatch, Policy, PolicyError, Priority, ShortestFirst, View
+from minivllm.core.policy import (
+    FCFS,
+    LFU,
+    FairShare,
+    LongestPrefixMatch,
+    Policy,
+    PolicyError,
+    Priority,
+    ShortestFirst,
+    View,
+)
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Recompute, Scheduler, Swap
-from scheduling import Driver, fake_model
 
 
-def make(policy=None, preemption=None, seqs=8, budget=32, length=64, blocks=33, block_size=4, caching=True, timeout=10.0, **config):
+def make(
+    policy=None,
+    preemption=None,
+    seqs=8,
+    budget=32,
+    length=64,
+    blocks=33,
+    block_size=4,
+    caching=True,
+    timeout=10.0,
+    **config,
+):
     return Scheduler(
         SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=length, **config),
         CacheConfig(block_size, blocks, enable_prefix_caching=caching),
@@ -73,7 +94,9 @@ def test_full_prompt_is_reserved_at_admission():
 
 
 def test_watermark_leaves_room():
-    s = Scheduler(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64), CacheConfig(4, 21, watermark=0.5))
+    s = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64), CacheConfig(4, 21, watermark=0.5)
+    )
     add(s, 24, 24)
     assert list(step(s).num_scheduled_tokens) == ["0"]
 
@@ -157,12 +180,23 @@ def test_finish_reasons():
     s.add_request(Request("late", [1, 1], max_tokens=5, eos_token_id=2, min_tokens=2))
     output = s.schedule()
     reasons = {o.request_id: (o.finish_reason, o.stop_reason) for o in s.update(output, fake_model(output, s))}
-    assert reasons == {"eos": (FinishReason.STOP, None), "ignored": (FinishReason.LENGTH, None), "stop": (FinishReason.STOP, 2), "late": (None, None)}
+    assert reasons == {
+        "eos": (FinishReason.STOP, None),
+        "ignored": (FinishReason.LENGTH, None),
+        "stop": (FinishReason.STOP, 2),
+        "late": (None, None),
+    }
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "preempted", "swapped"])
 def test_abort_in_any_state(state):
-    s = make(preemption=Swap(50) if state == "swapped" else None, blocks=9, length=32, caching=False, seqs=2 if state == "waiting" else 3)
+    s = make(
+        preemption=Swap(50) if state == "swapped" else None,
+        blocks=9,
+        length=32,
+        caching=False,
+        seqs=2 if state == "waiting" else 3,
+    )
     driver = Driver(s)
     add(s, 9, 8, 7, max_tokens=20)
     driver.step()
@@ -252,7 +286,11 @@ def test_orders():
 
 
 def test_longest_prefix_match_goes_where_the_cache_is():
-    requests = [Request("a", [1] * 9, max_tokens=1), Request("b", [2] * 9, max_tokens=1), Request("a2", [1] * 9, max_tokens=1)]
+    requests = [
+        Request("a", [1] * 9, max_tokens=1),
+        Request("b", [2] * 9, max_tokens=1),
+        Request("a2", [1] * 9, max_tokens=1),
+    ]
     assert admitted(LongestPrefixMatch(), requests) == ["a", "a2", "b"]
 
 

@@ -1,0 +1,231 @@
+"""A trace as a file.
+
+How does a run travel to another notebook, another machine, another tool?
+"""
+
+# Generated from nbs/1_core/12_trace_files.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=35a41d7cc648 module=31e0ae15f8fb
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from minivllm.core.trace import TRACE_VERSION, Event, RequestState, State, Trace, TraceHeader
+
+__all__ = ["TraceFileError", "decode_event", "encode_event", "load", "perfetto_events", "save", "save_perfetto"]
+
+
+# %% nbs/1_core/12_trace_files.ipynb #TraceFileError
+class TraceFileError(ValueError):
+    """A file that is not a trace, is broken, or is of a version that this program does not know. Names file and line."""
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(_freeze(v) for v in value) if isinstance(value, list) else value
+
+
+def encode_event(event: Event) -> list[Any]:
+    """An event as plain JSON values."""
+    if event[0] == "cache":
+        return [*event[:5], [name.hex() for name in event[5]]]
+    if event[0] == "evict":
+        return ["evict", event[1], event[2].hex()]
+    return list(event)
+
+
+def decode_event(values: list[Any]) -> Event:
+    """The event that `encode_event` was given."""
+    kind = values[0]
+    if kind == "cache":
+        return (*_freeze(values[:5]), tuple(bytes.fromhex(name) for name in values[5]))
+    if kind == "evict":
+        return ("evict", values[1], bytes.fromhex(values[2]))
+    return tuple(v if isinstance(v, dict) else _freeze(v) for v in values)
+
+
+def _encode_start(state: State) -> dict[str, Any]:
+    plain = asdict(state)
+    plain["hashes"] = [name.hex() if name is not None else None for name in state.hashes]
+    return plain
+
+
+def _decode_start(plain: dict[str, Any]) -> State:
+    hashes = [bytes.fromhex(name) if name is not None else None for name in plain["hashes"]]
+    requests = {name: RequestState(**values) for name, values in plain["requests"].items()}
+    return State(**{**plain, "hashes": hashes, "requests": requests})
+
+
+# %% nbs/1_core/12_trace_files.ipynb #save
+def save(trace: Trace, path: str | Path) -> None:
+    """Write a trace.
+
+    Args:
+        path: ends in `.jsonl` or `.parquet`.
+
+    Raises:
+        ValueError: another ending.
+    """
+    path = Path(path)
+    head = json.dumps({"trace": asdict(trace.header), "start": _encode_start(trace.start)})
+    lines = (json.dumps(encode_event(event)) for event in trace.events)
+    if path.suffix == ".jsonl":
+        with path.open("w", encoding="utf-8") as file:
+            file.write(head + "\n")
+            file.writelines(line + "\n" for line in lines)
+    elif path.suffix == ".parquet":
+        _save_parquet(path, head, list(lines), [event[0] for event in trace.events])
+    else:
+        raise ValueError(f"cannot tell the format of {path.name!r}: a trace is saved as .jsonl or .parquet")
+
+
+def _save_parquet(path: Path, head: str, lines: list[str], kinds: list[str]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table(
+        {"kind": pa.array(kinds, pa.dictionary(pa.int32(), pa.string())), "event": pa.array(lines, pa.string())}
+    )
+    pq.write_table(table.replace_schema_metadata({"minivllm.trace": head}), path, compression="zstd")
+
+
+def load(path: str | Path) -> Trace:
+    """Read a trace that `save` wrote.
+
+    Raises:
+        FileNotFoundError: no such file.
+        TraceFileError: not a trace, broken (names the line), or of an unknown version.
+    """
+    path = Path(path)
+    lines = _parquet_lines(path) if path.suffix == ".parquet" else _text_lines(path)
+    trace = None
+    for number, line in lines:
+        try:
+            values = json.loads(line)
+            if trace is None:
+                trace = _make_trace(values, path)
+            else:
+                trace.events.append(decode_event(values))
+        except TraceFileError:
+            raise
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise TraceFileError(f"{path.name}, line {number}: not a trace event ({error})") from error
+    if trace is None:
+        raise TraceFileError(f"{path.name}: the file is empty")
+    return trace
+
+
+def _make_trace(values: Any, path: Path) -> Trace:
+    if not isinstance(values, dict) or "trace" not in values:
+        raise TraceFileError(f"{path.name}: not a trace of minivllm (its first line has no header)")
+    version = values["trace"].get("version")
+    if version != TRACE_VERSION:
+        raise TraceFileError(f"{path.name}: a trace of version {version}; this program reads version {TRACE_VERSION}")
+    return Trace(TraceHeader(**values["trace"]), _decode_start(values["start"]))
+
+
+def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from enumerate(file, start=1)
+    except UnicodeDecodeError as error:
+        raise TraceFileError(f"{path.name}: not a text file ({error.reason})") from error
+
+
+def _parquet_lines(path: Path) -> Iterator[tuple[int, str]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.exists():
+        raise FileNotFoundError(path)
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowInvalid as error:
+        raise TraceFileError(f"{path.name}: not a Parquet file ({error})") from error
+    head = (table.schema.metadata or {}).get(b"minivllm.trace")
+    if head is None:
+        raise TraceFileError(f"{path.name}: a Parquet file, but not a trace of minivllm")
+    yield 1, head.decode()
+    yield from enumerate(table.column("event").to_pylist(), start=2)
+
+
+# %% nbs/1_core/12_trace_files.ipynb #perfetto_events
+def perfetto_events(trace: Trace) -> list[dict[str, Any]]:
+    """The trace as a list of Chrome trace events; times in microseconds."""
+    frames = trace.to_pandas()
+    steps, requests = frames["steps"], frames["requests"]
+    start = dict(zip(steps["step"], steps["start"] * 1e6, strict=True))
+    length = dict(zip(steps["step"], (steps["end"] - steps["start"]).fillna(0) * 1e6, strict=True))
+    track = {request_id: i + 1 for i, request_id in enumerate(requests["request_id"])}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "engine"}},
+        {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "requests"}},
+    ]
+    events += [
+        {"ph": "M", "pid": 2, "tid": tid, "name": "thread_name", "args": {"name": r}} for r, tid in track.items()
+    ]
+    for row in steps.itertuples():
+        at = start[row.step]
+        events.append(
+            {
+                "ph": "X",
+                "pid": 1,
+                "tid": 1,
+                "name": "step",
+                "ts": at,
+                "dur": length[row.step],
+                "args": {"step": row.step, "tokens": row.num_tokens},
+            }
+        )
+        events.append(
+            {
+                "ph": "C",
+                "pid": 1,
+                "name": "tokens",
+                "ts": at,
+                "args": {"prefill": row.num_prefill_tokens, "decode": row.num_decodes},
+            }
+        )
+        events.append(
+            {
+                "ph": "C",
+                "pid": 1,
+                "name": "blocks",
+                "ts": at,
+                "args": {"used": row.used_blocks, "cached": row.cached_blocks},
+            }
+        )
+        events.append(
+            {
+                "ph": "C",
+                "pid": 1,
+                "name": "requests",
+                "ts": at,
+                "args": {"running": row.num_running, "waiting": row.num_waiting},
+            }
+        )
+    for row in requests.itertuples():
+        if row.queue_time == row.queue_time:  # not NaN
+            span = {"ts": row.arrival * 1e6, "dur": row.queue_time * 1e6}
+            events.append({"ph": "X", "pid": 2, "tid": track[row.request_id], "name": "waiting", **span})
+    for row in frames["decisions"].itertuples():
+        at, tid = start.get(row.step, 0.0), track[row.request_id]
+        if row.decision in ("prefill", "decode"):
+            span = {"ts": at, "dur": length[row.step], "args": {"tokens": row.num_tokens, "step": row.step}}
+            events.append({"ph": "X", "pid": 2, "tid": tid, "name": row.decision, **span})
+        elif row.decision.startswith("preempt"):
+            events.append(
+                {"ph": "i", "s": "t", "pid": 2, "tid": tid, "name": row.decision, "ts": at, "args": {"why": row.reason}}
+            )
+    return events
+
+
+def save_perfetto(trace: Trace, path: str | Path) -> None:
+    """Write a file for ui.perfetto.dev (or chrome://tracing)."""
+    Path(path).write_text(
+        json.dumps({"traceEvents": perfetto_events(trace), "displayTimeUnit": "ms"}), encoding="utf-8"
+    )

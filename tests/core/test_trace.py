@@ -1,0 +1,214 @@
+"""The trace finds its own faults, survives files, and becomes tables that agree with it."""
+
+import json
+import math
+
+import pytest
+from scheduling import fake_model
+
+from minivllm.core.clock import VirtualClock
+from minivllm.core.config import CacheConfig, SchedulerConfig
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler, Swap
+from minivllm.core.trace import Trace, TraceError
+from minivllm.core.trace_files import TraceFileError
+
+
+@pytest.fixture(scope="module", params=["recompute", "swap"])
+def trace(request) -> Trace:
+    clock = VirtualClock()
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40),
+        CacheConfig(4, 14),
+        clock=clock,
+        preemption=Swap(20) if request.param == "swap" else None,
+    )
+    made = scheduler.record()
+    for i in range(8):
+        scheduler.add_request(
+            Request(f"r{i}", [1] * 5 + [i] * i, max_tokens=20, arrival_time=clock.now(), user="ann" if i % 2 else None)
+        )
+        step(scheduler, clock)
+    scheduler.finish_requests(["r7"])
+    while scheduler.has_requests():
+        step(scheduler, clock)
+    assert scheduler.num_preemptions
+    made.check()
+    return made
+
+
+def step(scheduler, clock):
+    output = scheduler.schedule()
+    clock.advance(0.01 + 0.001 * output.total_num_scheduled_tokens)
+    scheduler.update(output, fake_model(output, scheduler))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_files_bring_everything_back(trace, tmp_path, ending):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / f"run.{ending}"
+    trace.save(path)
+    again = Trace.load(path)
+    assert again == trace
+    assert [again.at(i) for i in range(again.num_steps)] == [state for _, state in trace.states()]
+
+
+def test_at_agrees_with_folding_in_order_in_any_order(trace):
+    states = dict(trace.states())
+    for i in sorted(states, key=lambda i: (i * 7919) % len(states)):
+        assert trace.at(i) == states[i]
+    assert trace.at(-1) == states[len(states) - 1]
+    for bad in (len(states), -len(states) - 1):
+        with pytest.raises(IndexError, match=f"step {bad} of a trace with {len(states)} steps"):
+            trace.at(bad)
+
+
+def test_tables_agree_with_the_trace(trace):
+    frames = trace.to_pandas()
+    steps, requests, tokens, blocks = (
+        frames["steps"],
+        frames["requests"].set_index("request_id"),
+        frames["tokens"],
+        frames["blocks"],
+    )
+    for i, state in trace.states():
+        row = steps.iloc[i]
+        assert row["num_running"] == len(state.running)
+        assert row["num_waiting"] == len(state.waiting)
+        assert row["used_blocks"] == sum(ref > 0 for ref in state.ref_cnt)
+        assert row["free_blocks"] + row["cached_blocks"] == len(state.free)
+    assert steps["num_tokens"].sum() == sum(sum(e[1].values()) for e in trace.events if e[0] == "schedule")
+    assert (steps["num_prefill_tokens"] + steps["num_decodes"] == steps["num_tokens"]).all()
+    assert (
+        tokens.groupby("request_id").size().to_dict()
+        == requests["num_output_tokens"][requests["num_output_tokens"] > 0].to_dict()
+    )
+    assert requests.loc["r7", "finish_reason"] == "abort"
+    assert requests["num_preemptions"].sum() == sum(e[0] == "preempt" for e in trace.events)
+    done = requests.drop("r7")
+    assert (done["queue_time"] >= 0).all()
+    assert (done["ttft"] <= done["e2e"]).all()
+    first = done.loc["r0"]
+    assert math.isclose(first["tpot"] * (first["num_output_tokens"] - 1) + first["ttft"], first["e2e"])
+    taken = blocks[blocks["event"] == "allocated"].shape[0]
+    assert taken == sum(sum(b > 0 for b in e[3]) for e in trace.events if e[0] == "alloc")
+
+
+def test_why_in_plain_words(trace):
+    victim = next(e for e in trace.events if e[0] == "preempt")
+    lines = trace.why(victim[1])
+    assert any("preempted" in line and f"{victim[3]} needed blocks" in line for line in lines)
+    assert lines[0].endswith("prompt tokens")
+    step = int(next(line for line in lines if "preempted" in line).split()[1].rstrip(":"))
+    assert trace.why(victim[1], step)
+    assert all(line.startswith(f"step {step}:") for line in trace.why(victim[1], step))
+    assert any("waited" in line for r in range(8) for line in trace.why(f"r{r}"))
+    with pytest.raises(KeyError, match="no request 'nobody'"):
+        trace.why("nobody")
+
+
+def mutate(trace, i, *events):
+    broken = Trace(trace.header, trace.start)
+    broken.events = [*trace.events[:i], *events, *trace.events[i + 1 :]]
+    return broken
+
+
+def test_check_points_at_the_first_bad_event(trace):
+    def where(kind):
+        return next(i for i, e in enumerate(trace.events) if e[0] == kind)
+
+    i = where("alloc")
+    event = trace.events[i]
+    cases = [
+        (mutate(trace, i), r"after step|event \d+"),
+        (mutate(trace, i, event, event), rf"event {i + 1}"),
+        (
+            mutate(
+                trace,
+                where("finish"),
+                trace.events[where("finish")],
+                ("alloc", trace.events[where("finish")][1], 0, (13,)),
+            ),
+            "has finished",
+        ),
+        (mutate(trace, where("schedule"), ("schedule", {"r0": 17})), "more than the budget of 16"),
+        (mutate(trace, where("free"), ("what",)), "unknown event 'what'"),
+        (mutate(trace, where("free")), r"event \d+"),
+    ]
+    for broken, words in cases:
+        with pytest.raises(TraceError, match=words):
+            broken.check()
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "the file is empty"),
+        ("[1]\n", "not a trace of minivllm"),
+        ("{}\n", "not a trace of minivllm"),
+        ("not json\n", "line 1: not a trace event"),
+        ('{"trace": {"version": 99}}\n', "version 99; this program reads version 1"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, text, words):
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(TraceFileError, match=f"x.jsonl.*{words}"):
+        Trace.load(path)
+
+
+def test_broken_line_and_binary_file(trace, tmp_path):
+    path = tmp_path / "x.jsonl"
+    trace.save(path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:5], lines[5][:-3], *lines[6:]]))
+    with pytest.raises(TraceFileError, match="line 6"):
+        Trace.load(path)
+    for name in ("y.jsonl", "y.parquet"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\x00\x01")
+        with pytest.raises(TraceFileError, match=name):
+            Trace.load(tmp_path / name)
+        with pytest.raises(FileNotFoundError):
+            Trace.load(tmp_path / f"missing-{name}")
+    with pytest.raises(ValueError, match="saved as .jsonl or .parquet"):
+        trace.save(tmp_path / "x.csv")
+
+
+def test_perfetto_file(trace, tmp_path):
+    trace.to_perfetto(tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    tracks = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert {"r0", "r7", "engine"} <= tracks
+    assert sum(e["ph"] == "X" and e["name"] == "step" for e in events) == trace.num_steps
+    assert {"waiting", "prefill", "decode"} <= {e["name"] for e in events if e["ph"] == "X"}
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+    assert {"tokens", "blocks", "requests"} == {e["name"] for e in events if e["ph"] == "C"}
+
+
+def test_recording_can_start_in_the_middle():
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=8, max_model_len=40), CacheConfig(4, 20)
+    )
+    for i in range(4):
+        scheduler.add_request(Request(f"r{i}", [i] * 9, max_tokens=5))
+    clock = VirtualClock()
+    step(scheduler, clock)
+    trace = scheduler.record()
+    while scheduler.has_requests():
+        step(scheduler, clock)
+    trace.check()
+    assert trace.at(-1) == scheduler.state()
+    assert trace.why("r0")
+    scheduler.stop_recording()
+    n = len(trace.events)
+    scheduler.add_request(Request("more", [1], max_tokens=1))
+    assert len(trace.events) == n
+
+
+def test_empty_trace():
+    trace = Scheduler(SchedulerConfig(), CacheConfig()).record()
+    trace.check()
+    assert trace.num_steps == 0
+    assert all(frame.empty for frame in trace.to_pandas().values())
+    with pytest.raises(IndexError, match="0 steps"):
+        trace.at(-1)
