@@ -6,7 +6,7 @@ and carries an edited module back into its notebook.
 
 # Generated from nbs/literate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=39addaf0bb80 module=3b2942f68a8b
+# literate: notebook=ca8846a03917 module=598924727d51
 
 import abc
 import argparse
@@ -290,6 +290,19 @@ def joined(text: str | list[str]) -> str:
     return text if isinstance(text, str) else "".join(text)
 
 
+# %% nbs/literate.ipynb #root
+def find_root(start: Path) -> Path:
+    """The nearest folder at or above `start` that holds `nbs/` and `pyproject.toml`."""
+    for folder in (start.resolve(), *start.resolve().parents):
+        if (folder / "nbs").is_dir() and (folder / "pyproject.toml").is_file():
+            return folder
+    raise LiterateError("no folder with nbs/ and pyproject.toml here or above", str(start))
+
+
+def notebook_paths(root: Path) -> list[Path]:
+    return [path for path in sorted(root.glob("nbs/**/*.ipynb")) if ".ipynb_checkpoints" not in path.parts]
+
+
 # %% nbs/literate.ipynb #Piece
 @dataclass(frozen=True)
 class Piece:
@@ -463,9 +476,9 @@ def docstring(notebook: Notebook) -> str:
         )
     title = _plain(lines[0][2:])
     rest = "\n".join(lines[1:]).strip()
-    paragraph = " ".join(re.split(r"\n\s*\n", rest)[0].split()) if rest and not rest.startswith("#") else ""
+    paragraph = "" if rest.startswith("#") else _plain(" ".join(re.split(r"\n\s*\n", rest)[0].split()))
     sentence = re.match(r".*?[.!?](?=\s+[^a-z\s]|\s*$)", paragraph)
-    body = textwrap.fill(_plain(sentence[0] if sentence else paragraph), 100, break_long_words=False)
+    body = textwrap.fill(sentence[0] if sentence else paragraph, 100, break_long_words=False)
     return f"{title}{'' if title[-1:] in '.!?' else '.'}" + (f"\n\n{body}\n" if body else "")
 
 
@@ -695,19 +708,6 @@ def build(notebooks: Sequence[Notebook], root: Path) -> dict[str, str]:
 def seal(text: str) -> str:
     """Fill in the digest of the module's own text."""
     return HEADER.sub(lambda found: f"# literate: notebook={found[1]} module={module_digest(text)}\n", text, count=1)
-
-
-# %% nbs/literate.ipynb #root
-def find_root(start: Path) -> Path:
-    """The nearest folder at or above `start` that holds `nbs/` and `pyproject.toml`."""
-    for folder in (start.resolve(), *start.resolve().parents):
-        if (folder / "nbs").is_dir() and (folder / "pyproject.toml").is_file():
-            return folder
-    raise LiterateError("no folder with nbs/ and pyproject.toml here or above", str(start))
-
-
-def notebook_paths(root: Path) -> list[Path]:
-    return [path for path in sorted(root.glob("nbs/**/*.ipynb")) if ".ipynb_checkpoints" not in path.parts]
 
 
 # %% nbs/literate.ipynb #state

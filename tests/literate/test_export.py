@@ -283,6 +283,7 @@ def test_a_cell_can_write_all_itself(repo, run):
     [
         ("# Why?\n\nBecause, e.g. here, it is so. No more.", "Why?\n\nBecause, e.g. here, it is so.\n"),
         ("# Pool\n\n## Part", "Pool."),
+        ("# Pool\n\n*Question: who? And why?*", "Pool.\n\nQuestion: who?\n"),
         ('# A `\\x` """\n\nOne line\nand `another.` Then', "A `\\\\x` '''.\n\nOne line and `another.` Then\n"),
     ],
 )

@@ -1,0 +1,31 @@
+"""The book is the program: every module is exported from one notebook, and the check that says so is quick."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from minivllm import literate
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_notebooks_and_modules_agree():
+    assert literate.check(literate.read_book(ROOT), rebuild=True) == []
+
+
+def test_the_check_takes_less_than_a_second():
+    """Measured in processor time, which does not depend on what else the machine does."""
+    code = "import sys, time; from minivllm.literate import main; main(['check']); print(time.process_time())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout.split()[-1]) < 1.0
+
+
+def test_the_exporter_exports_itself(tmp_path):
+    """From its notebook alone, without the module that it becomes."""
+    notebook = literate.read_notebook(ROOT / "nbs/literate.ipynb", ROOT)
+    code = "\n".join(cell.code for cell in notebook.exports).replace('if __name__ == "__main__"', "if True")
+    (tmp_path / "bare.py").write_text(code)
+    for part in ("nbs/literate.ipynb", "pyproject.toml"):
+        literate.write(tmp_path / part, (ROOT / part).read_text())
+    subprocess.run([sys.executable, "bare.py", "export"], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "minivllm/literate.py").read_text() == (ROOT / "minivllm/literate.py").read_text()

@@ -1,0 +1,163 @@
+"""Imports run downhill only: the arrows of the house, read from the source, and what an import really loads."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NUMERIC = {"attention", "models", "sampling"}
+
+# Part of the package -> the parts that it may import, besides itself. `minivllm_kernels` is the other package.
+DOWNHILL: dict[str, set[str]] = {
+    "core": set(),
+    "lab": {"core"},
+    "viz": {"core", "lab"},
+    "attention": {"core", "minivllm_kernels"},
+    "models": {"core", "attention"},
+    "sampling": {"core"},
+    "runtime": {"core", *NUMERIC},
+    "engine": {"core", *NUMERIC, "runtime"},
+    "serving": {"core", *NUMERIC, "runtime", "engine"},
+    "minivllm_kernels": set(),
+    "literate": set(),  # works where nothing is installed
+}
+TOP = {"__init__", "cli", "collect_env", "demo"}  # these may import every part
+TORCH_FREE = {"core", "lab", "literate", "minivllm_kernels"}
+TORCH_DOOR = {"minivllm_kernels.ops"}  # the kernels behind torch calls; nothing else of the kernels may need it
+HEAVY = {"torch", "transformers", "tokenizers", "huggingface_hub"}
+CORE_MAY_IMPORT = {
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "minivllm",
+}  # besides the standard library; pandas and pyarrow when asked for
+
+
+def modules() -> list[Path]:
+    return sorted([*(ROOT / "minivllm").glob("**/*.py"), *(ROOT / "kernels").glob("**/*.py")])
+
+
+def part_of(name: str) -> str:
+    """`minivllm.core.request` -> `core`; `minivllm` -> `__init__`; `minivllm_kernels.x` -> `minivllm_kernels`."""
+    package, *rest = name.split(".")
+    return package if package == "minivllm_kernels" else rest[0] if rest else "__init__"
+
+
+def name_of(path: Path) -> str:
+    base = ROOT / "kernels" if path.is_relative_to(ROOT / "kernels") else ROOT
+    return ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(tree: ast.AST, name: str) -> set[str]:
+    """Full names of the modules that a module imports, anywhere in it; a relative import counts as one of its package."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(name.split(".")[: -node.level]) if node.level else ""
+            source = ".".join(part for part in (base, node.module) if part)
+            found |= {f"{source}.{alias.name}" for alias in node.names} if source == "minivllm" else {source}
+    return found
+
+
+def violations(path: Path, source: str) -> list[str]:
+    """The imports of a module that run uphill."""
+    name = name_of(path)
+    part = part_of(name)
+    if part in TOP:
+        return []
+    wrong = []
+    for target in sorted(imported(ast.parse(source), name)):
+        ours = target.split(".")[0] in {"minivllm", "minivllm_kernels"}
+        if ours and part_of(target) not in DOWNHILL[part] | {part}:
+            wrong.append(f"{name} imports {target}")
+        if part in TORCH_FREE and name not in TORCH_DOOR and target.split(".")[0] in HEAVY:
+            wrong.append(f"{name} imports {target}, which is not light")
+        if part in {"core", "lab"} and target.split(".")[0] not in CORE_MAY_IMPORT | sys.stdlib_module_names:
+            wrong.append(f"{name} imports {target}: the core is the standard library and numpy")
+    return wrong
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: name_of(path))
+def test_imports_run_downhill(path):
+    part = part_of(name_of(path))
+    assert part in DOWNHILL or part in TOP, f"the house has no room called {part}: add it to DESIGN and to this test"
+    assert violations(path, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "count"),
+    [
+        ("minivllm/core/x.py", "import json, numpy as np\nfrom minivllm.core.request import Request", 0),
+        ("minivllm/core/x.py", "from minivllm.engine.llm import LLM", 1),
+        ("minivllm/core/x.py", "def f():\n    from minivllm import engine", 1),
+        ("minivllm/core/x.py", "from ..sampling import params", 1),
+        ("minivllm/core/x.py", "from . import request", 0),
+        ("minivllm/core/x.py", "def f():\n    import torch", 2),
+        ("minivllm/core/x.py", "import tqdm", 1),
+        ("minivllm/sampling/x.py", "import torch\nimport minivllm.runtime.model_runner", 1),
+        ("minivllm/models/x.py", "from minivllm_kernels import decode", 1),
+        ("minivllm/attention/x.py", "from minivllm_kernels import decode", 0),
+        ("kernels/minivllm_kernels/x.py", "from minivllm.core.request import Request\nimport torch", 2),
+        ("minivllm/cli.py", "from minivllm.engine.llm import LLM", 0),
+    ],
+)
+def test_the_law_sees_an_arrow_that_runs_up(module, source, count):
+    assert len(violations(ROOT / module, source)) == count
+
+
+def test_the_folder_kernels_is_no_package():
+    """Hugging Face has a package of that name, and transformers imports it."""
+    assert (ROOT / "kernels").is_dir()
+    assert not (ROOT / "kernels/__init__.py").exists()
+
+
+def test_notebooks_do_not_run_beside_a_folder_called_kernels():
+    assert [path for path in (ROOT / "nbs").glob("**/kernels") if path.is_dir()] == []
+
+
+def loaded_by(statements: str) -> set[str]:
+    """Names of the top-level modules that a fresh interpreter has loaded after some statements."""
+    code = f"import sys\n{statements}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def importing(*parts: str) -> str:
+    return "\n".join(f"import {name_of(path)}" for path in modules() if part_of(name_of(path)) in parts)
+
+
+@pytest.mark.parametrize("part", ["core", "lab", "literate"])
+def test_light_parts_load_nothing_heavy(part):
+    """Neither torch nor pandas: frames and files of traces are imported when they are asked for."""
+    assert loaded_by(importing(part)) & (HEAVY | {"pandas", "pyarrow", "matplotlib"}) == set()
+
+
+def test_the_package_itself_is_lazy():
+    assert loaded_by("import minivllm") & (HEAVY | {"numpy"}) == set()
+
+
+def test_kernels_load_no_torch():
+    statements = [line for line in importing("minivllm_kernels").splitlines() if line.split()[1] not in TORCH_DOOR]
+    assert statements
+    assert loaded_by("\n".join(statements)) & (HEAVY | {"minivllm"}) == set()
+
+
+def test_the_public_names_exist():
+    import minivllm
+
+    assert {name: getattr(minivllm, name).__name__ for name in minivllm.__all__ if name != "__version__"} == {
+        name: name for name in minivllm.__all__ if name != "__version__"
+    }
+    assert set(minivllm.__all__) <= set(dir(minivllm))
+
+
+def test_an_unknown_name_says_what_there_is():
+    import minivllm
+
+    with pytest.raises(AttributeError, match="module 'minivllm' has no attribute 'LLMM'; it has LLM"):
+        _ = minivllm.LLMM
