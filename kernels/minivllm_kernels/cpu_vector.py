@@ -1,0 +1,464 @@
+"""Sixteen numbers at a time.
+
+Question: a compiler turns numba's Python into machine code.
+"""
+
+# Generated from nbs/4_kernels/20_cpu_vector.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=022347256cbf module=afcf6dec387c
+
+import operator
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import models, register_default
+from numba.core.errors import TypingError
+from numba.core.typing import signature
+from numba.extending import intrinsic, overload
+
+__all__ = [
+    "EXP_TERMS",
+    "F32",
+    "I8",
+    "I16",
+    "I32",
+    "I64",
+    "LN2_HIGH",
+    "LN2_LOW",
+    "LOG2_E",
+    "ROUNDER",
+    "Vector",
+    "address",
+    "broadcast",
+    "claim",
+    "const",
+    "exp",
+    "exponential",
+    "floats_at",
+    "fma",
+    "fold_lanes",
+    "host_lanes",
+    "host_registers",
+    "ints_at",
+    "keep",
+    "largest",
+    "load",
+    "load_each",
+    "load_unzipped",
+    "load_vector",
+    "maximum",
+    "multiply_add",
+    "narrow",
+    "number",
+    "plus",
+    "prefetch",
+    "primitive",
+    "shuffle",
+    "splat",
+    "store",
+    "tile_fma",
+    "tile_load",
+    "tile_outer",
+    "tile_store",
+    "tile_totals",
+    "tile_zeros",
+    "total",
+    "vec",
+    "widen",
+    "zip_lanes",
+]
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #Vector
+"""LLVM vector code for numba kernels on the CPU: a register type, and a few dozen things to do with registers.
+
+Every function here exists inside `@njit` code only. `lanes`, counts of rows and numbers of bits must be compile-time constants.
+An *array* is a numba array or a `CPointer`; elements are float32, bf16 stored as uint16, or int8. An *index* counts
+elements from the start, whatever the shape, and is not checked.
+"""
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+class Vector(types.Type):
+    """float32 numbers in one register, or in several if the machine's registers are narrower."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        super().__init__(name=f"float32x{lanes}")
+
+
+@register_default(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Vector) -> None:
+        super().__init__(dmm, fe_type, ir.VectorType(F32, fe_type.lanes))
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #host_lanes
+def host_lanes() -> int:
+    """float32 numbers in a vector register of this machine: 16 (AVX-512), 8 (AVX2), else 4 (SSE, NEON)."""
+    features = llvm.get_host_cpu_features()
+    return 16 if features.get("avx512f") else 8 if features.get("avx2") else 4
+
+
+def host_registers() -> int:
+    """Vector registers of this machine: 32 (AVX-512, Arm), else 16."""
+    arm = llvm.get_process_triple().startswith(("aarch64", "arm64"))
+    return 32 if arm or llvm.get_host_cpu_features().get("avx512f") else 16
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #number
+primitive = intrinsic(prefer_literal=True)
+
+
+def number(ty: Any, what: str) -> int:
+    """The value of a compile-time constant."""
+    if not isinstance(ty, types.IntegerLiteral):
+        raise TypingError(f"{what} must be a compile-time constant, got {ty}")
+    return ty.literal_value
+
+
+def vec(lanes: int, element: Any = F32) -> Any:
+    return ir.VectorType(element, lanes)
+
+
+def const(x: float, lanes: int, element: Any = F32) -> Any:
+    return ir.Constant(vec(lanes, element), [x] * lanes)
+
+
+def shuffle(b: Any, x: Any, y: Any, pick: list[int]) -> Any:
+    return b.shuffle_vector(x, y, ir.Constant(vec(len(pick), I32), pick))
+
+
+def broadcast(b: Any, x: Any, lanes: int) -> Any:
+    undefined = ir.Constant(vec(lanes, x.type), ir.Undefined)
+    return shuffle(b, b.insert_element(undefined, x, ir.Constant(I32, 0)), undefined, [0] * lanes)
+
+
+def plus(b: Any, index: Any, offset: int) -> Any:
+    return b.add(index, ir.Constant(I64, offset)) if offset else index
+
+
+def address(c: Any, b: Any, ty: Any, value: Any, index: Any, element: Any) -> Any:
+    """Pointer to element `index` of an array or pointer, seen as a pointer to `element`."""
+    data = value if isinstance(ty, types.CPointer) else c.make_array(ty)(c, b, value).data
+    return b.bitcast(b.gep(data, [index]), element.as_pointer())
+
+
+def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z: one instruction with one rounding where the machine has it, else two (never a library call)."""
+    fn = ir.FunctionType(x.type, [x.type] * 3)
+    return b.call(cgutils.get_or_insert_function(b.module, fn, f"llvm.fmuladd.v{x.type.count}f32"), [x, y, z])
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #widen
+def widen(b: Any, bits16: Any, lanes: int) -> Any:
+    return b.bitcast(b.shl(b.zext(bits16, vec(lanes, I32)), const(16, lanes, I32)), vec(lanes))
+
+
+def narrow(b: Any, x: Any, lanes: int) -> Any:
+    """float32 to bf16, to nearest even; any NaN becomes 0x7fc0."""
+    bits = b.bitcast(x, vec(lanes, I32))
+    odd = b.and_(b.lshr(bits, const(16, lanes, I32)), const(1, lanes, I32))
+    rounded = b.lshr(b.add(b.add(bits, odd), const(0x7FFF, lanes, I32)), const(16, lanes, I32))
+    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), const(0x7FC0, lanes, I32), rounded), vec(lanes, I16))
+
+
+def load_vector(c: Any, b: Any, ty: Any, value: Any, index: Any, lanes: int) -> Any:
+    if ty.dtype == types.float32:
+        return b.load(address(c, b, ty, value, index, vec(lanes)), align=4)
+    if ty.dtype == types.uint16:
+        return widen(b, b.load(address(c, b, ty, value, index, vec(lanes, I16)), align=2), lanes)
+    if ty.dtype == types.int8:
+        return b.sitofp(b.load(address(c, b, ty, value, index, vec(lanes, I8)), align=1), vec(lanes))
+    raise TypingError(f"cannot load a vector of {ty.dtype}: float32, uint16 (bf16) or int8")
+
+
+@primitive
+def load(typing: Any, array: Any, index: Any, lanes: Any) -> Any:
+    """`lanes` consecutive elements from `index`, as float32."""
+    n = number(lanes, "lanes")
+    return signature(Vector(n), array, types.int64, lanes), lambda c, b, s, a: load_vector(c, b, array, a[0], a[1], n)
+
+
+@primitive
+def store(typing: Any, array: Any, index: Any, x: Any) -> Any:
+    """Write a vector to float32 elements, or rounded to bf16 ones."""
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        if array.dtype == types.float32:
+            b.store(a[2], address(c, b, array, a[0], a[1], vec(x.lanes)), align=4)
+        else:
+            b.store(narrow(b, a[2], x.lanes), address(c, b, array, a[0], a[1], vec(x.lanes, I16)), align=2)
+        return c.get_dummy_value()
+
+    if array.dtype not in (types.float32, types.uint16):
+        raise TypingError(f"cannot store a vector to {array.dtype}: float32 or uint16 (bf16)")
+    return signature(types.void, array, types.int64, x), emit
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #splat
+@primitive
+def splat(typing: Any, x: Any, lanes: Any) -> Any:
+    """The same float32 in every lane."""
+    n = number(lanes, "lanes")
+    return signature(Vector(n), types.float32, lanes), lambda c, b, s, a: broadcast(b, a[0], n)
+
+
+@primitive
+def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z."""
+    return signature(x, x, y, z), lambda c, b, s, a: multiply_add(b, *a)
+
+
+@primitive
+def maximum(typing: Any, x: Any, y: Any) -> Any:
+    """The larger one, lane by lane; `y` where either is NaN."""
+    return signature(x, x, y), lambda c, b, s, a: b.select(b.fcmp_ordered(">", a[0], a[1]), a[0], a[1])
+
+
+@primitive
+def keep(typing: Any, x: Any, first: Any, last: Any, other: Any) -> Any:
+    """Lanes `first <= i < last` of `x`; `other` in the rest, even where `x` is NaN."""
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        lane = ir.Constant(vec(x.lanes, I32), list(range(x.lanes)))
+        low, high = (broadcast(b, b.trunc(a[i], I32), x.lanes) for i in (1, 2))
+        inside = b.and_(b.icmp_signed(">=", lane, low), b.icmp_signed("<", lane, high))
+        return b.select(inside, a[0], broadcast(b, a[3], x.lanes))
+
+    return signature(x, x, types.int64, types.int64, types.float32), emit
+
+
+def _lane_by_lane(instruction: str) -> Any:
+    @primitive
+    def apply(typing: Any, x: Any, y: Any) -> Any:
+        return signature(x, x, y), lambda c, b, s, a: getattr(b, instruction)(a[0], a[1])
+
+    def resolve(x: Any, y: Any) -> Any:
+        if isinstance(x, Vector) and x == y:
+            return lambda x, y: apply(x, y)
+        return None
+
+    return resolve
+
+
+for _operator, _instruction in (("add", "fadd"), ("sub", "fsub"), ("mul", "fmul"), ("truediv", "fdiv")):
+    overload(getattr(operator, _operator))(_lane_by_lane(_instruction))
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #fold_lanes
+def fold_lanes(b: Any, x: Any, combine: Any) -> Any:
+    while x.type.count > 1:
+        half = x.type.count // 2
+        low, high = (shuffle(b, x, x, list(range(i, i + half))) for i in (0, half))
+        x = combine(low, high)
+    return b.extract_element(x, ir.Constant(I32, 0))
+
+
+@primitive
+def largest(typing: Any, x: Any) -> Any:
+    """The largest lane, a float32."""
+    return signature(types.float32, x), lambda c, b, s, a: fold_lanes(
+        b, a[0], lambda p, q: b.select(b.fcmp_ordered(">", p, q), p, q)
+    )
+
+
+@primitive
+def total(typing: Any, x: Any) -> Any:
+    """The sum of the lanes, a float32."""
+    return signature(types.float32, x), lambda c, b, s, a: fold_lanes(b, a[0], b.fadd)
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #exponential
+LOG2_E, LN2_HIGH, LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
+ROUNDER = 1.5 * 2**23 + 127
+EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+def exponential(b: Any, x: Any) -> Any:
+    n = x.type.count
+    shifted = multiply_add(b, x, const(LOG2_E, n), const(ROUNDER, n))
+    whole = b.fsub(shifted, const(ROUNDER, n))
+    r = multiply_add(b, whole, const(-LN2_HIGH, n), x)
+    r = multiply_add(b, whole, const(-LN2_LOW, n), r)
+    p = const(EXP_TERMS[0], n)
+    for term in EXP_TERMS[1:]:
+        p = multiply_add(b, p, r, const(term, n))
+    p = b.fadd(multiply_add(b, p, b.fmul(r, r), r), const(1.0, n))
+    power = b.bitcast(b.shl(b.bitcast(shifted, vec(n, I32)), const(23, n, I32)), vec(n))
+    return b.select(b.fcmp_ordered(">", x, const(-80.0, n)), b.fmul(p, power), const(0.0, n))
+
+
+@primitive
+def exp(typing: Any, x: Any) -> Any:
+    """e to the power of each lane, to 2 units in the last place, for lanes up to 80; 0 below -80."""
+    return signature(x, x), lambda c, b, s, a: exponential(b, a[0])
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #floats_at
+@primitive
+def floats_at(typing: Any, where: Any, bits: Any) -> Any:
+    """An address (int64) as a pointer to bf16 (`bits` 16), float32 (32) or int8 (8) elements."""
+    element = {8: types.int8, 16: types.uint16, 32: types.float32}[number(bits, "bits")]
+    ty = types.CPointer(element)
+    return signature(ty, types.int64, bits), lambda c, b, s, a: b.inttoptr(a[0], c.get_value_type(ty))
+
+
+@primitive
+def ints_at(typing: Any, where: Any, bits: Any) -> Any:
+    """An address (int64) as a pointer to int32 or int64 elements."""
+    ty = types.CPointer({32: types.int32, 64: types.int64}[number(bits, "bits")])
+    return signature(ty, types.int64, bits), lambda c, b, s, a: b.inttoptr(a[0], c.get_value_type(ty))
+
+
+@primitive
+def claim(typing: Any, counter: Any, index: Any, count: Any) -> Any:
+    """Add `count` to an int64 that threads share; gives what it was before. Also a fence between the threads."""
+    return signature(types.int64, counter, types.int64, types.int64), lambda c, b, s, a: b.atomic_rmw(
+        "add", address(c, b, counter, a[0], a[1], I64), a[2], "seq_cst"
+    )
+
+
+@primitive
+def prefetch(typing: Any, array: Any, index: Any, size: Any) -> Any:
+    """Ask for `size` bytes (a constant) from element `index` on, 64 at a time; harmless if nothing is there."""
+    n = number(size, "size")
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        start = address(c, b, array, a[0], a[1], I8)
+        fn = ir.FunctionType(ir.VoidType(), [start.type, I32, I32, I32])
+        ask = cgutils.get_or_insert_function(b.module, fn, "llvm.prefetch.p0")
+        for offset in range(0, n, 64):
+            at = b.gep(start, [ir.Constant(I64, offset)])
+            b.call(ask, [at, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])  # to read, keep near, data
+        return c.get_dummy_value()
+
+    return signature(types.void, array, types.int64, size), emit
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #tile_zeros
+@primitive
+def tile_zeros(typing: Any, count: Any, lanes: Any) -> Any:
+    """A tile of `count` vectors of zeros."""
+    n, width = number(count, "count"), number(lanes, "lanes")
+    ty = types.UniTuple(Vector(width), n)
+    return signature(ty, count, lanes), lambda c, b, s, a: c.make_tuple(b, ty, [const(0.0, width)] * n)
+
+
+@primitive
+def tile_load(typing: Any, array: Any, index: Any, stride: Any, rows: Any, columns: Any, lanes: Any) -> Any:
+    """Tile of `rows` x `columns` vectors: row `r` starts at `index + r * stride`, its columns lie next to each other."""
+    n, m, width = number(rows, "rows"), number(columns, "columns"), number(lanes, "lanes")
+    ty = types.UniTuple(Vector(width), n * m)
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        starts = [b.add(a[1], b.mul(a[2], ir.Constant(I64, r))) for r in range(n)]
+        at = [plus(b, start, i * width) for start in starts for i in range(m)]
+        return c.make_tuple(b, ty, [load_vector(c, b, array, a[0], i, width) for i in at])
+
+    return signature(ty, array, types.int64, types.int64, rows, columns, lanes), emit
+
+
+@primitive
+def tile_store(typing: Any, array: Any, index: Any, stride: Any, columns: Any, tile: Any) -> Any:
+    """The reverse of `tile_load`, to float32 elements."""
+    m, width = number(columns, "columns"), tile.dtype.lanes
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        for i in range(tile.count):
+            at = plus(b, b.add(a[1], b.mul(a[2], ir.Constant(I64, i // m))), i % m * width)
+            b.store(b.extract_value(a[4], i), address(c, b, array, a[0], at, vec(width)), align=4)
+        return c.get_dummy_value()
+
+    return signature(types.void, array, types.int64, types.int64, columns, tile), emit
+
+
+@primitive
+def tile_fma(typing: Any, tile: Any, array: Any, index: Any, stride: Any, vectors: Any) -> Any:
+    """Add `array[index + r * stride] * vectors[i]` to the vector in row `r`, column `i`. `array` is float32."""
+    m = vectors.count
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        columns, out = [b.extract_value(a[4], i) for i in range(m)], []
+        for r in range(tile.count // m):
+            at = b.add(a[2], b.mul(a[3], ir.Constant(I64, r)))
+            x = broadcast(b, b.load(address(c, b, array, a[1], at, F32), align=4), vectors.dtype.lanes)
+            out += [multiply_add(b, x, columns[i], b.extract_value(a[0], r * m + i)) for i in range(m)]
+        return c.make_tuple(b, tile, out)
+
+    return signature(tile, tile, array, types.int64, types.int64, vectors), emit
+
+
+@primitive
+def tile_outer(typing: Any, tile: Any, rows: Any, columns: Any) -> Any:
+    """Add `rows[r] * columns[i]`, lane by lane, to the vector in row `r`, column `i`."""
+    m = columns.count
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        x, y = ([b.extract_value(t, i) for i in range(ty.count)] for t, ty in ((a[1], rows), (a[2], columns)))
+        out = [multiply_add(b, x[i // m], y[i % m], b.extract_value(a[0], i)) for i in range(tile.count)]
+        return c.make_tuple(b, tile, out)
+
+    return signature(tile, tile, rows, columns), emit
+
+
+@primitive
+def tile_totals(typing: Any, array: Any, index: Any, stride: Any, columns: Any, tile: Any) -> Any:
+    """Store the sum over the lanes of the vector in row `r`, column `i` to float32 `array[index + r * stride + i]`."""
+    m = number(columns, "columns")
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        for i in range(tile.count):
+            at = plus(b, b.add(a[1], b.mul(a[2], ir.Constant(I64, i // m))), i % m)
+            value = fold_lanes(b, b.extract_value(a[4], i), b.fadd)
+            b.store(value, address(c, b, array, a[0], at, F32), align=4)
+        return c.get_dummy_value()
+
+    return signature(types.void, array, types.int64, types.int64, columns, tile), emit
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #load_each
+@primitive
+def load_each(typing: Any, array: Any, starts: Any, first: Any, shift: Any, count: Any, lanes: Any) -> Any:
+    """`count` vectors, the i-th from `starts[first + i] + shift`. `starts` holds int64 indices."""
+    n, width = number(count, "count"), number(lanes, "lanes")
+    ty = types.UniTuple(Vector(width), n)
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        at = [b.load(address(c, b, starts, a[1], plus(b, a[2], i), I64), align=8) for i in range(n)]
+        return c.make_tuple(b, ty, [load_vector(c, b, array, a[0], b.add(i, a[3]), width) for i in at])
+
+    return signature(ty, array, starts, types.int64, types.int64, count, lanes), emit
+
+
+@primitive
+def load_unzipped(typing: Any, array: Any, index: Any, count: Any, lanes: Any) -> Any:
+    """`count * lanes` consecutive bf16, `count` even: vectors 0 and 1 are the even and the odd ones of the first pair."""
+    n, width = number(count, "count"), number(lanes, "lanes")
+    ty = types.UniTuple(Vector(width), n)
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        out = []
+        for i in range(0, n, 2):
+            words = b.load(address(c, b, array, a[0], plus(b, a[1], i * width), vec(width, I32)), align=2)
+            out.append(b.bitcast(b.shl(words, const(16, width, I32)), vec(width)))
+            out.append(b.bitcast(b.and_(words, const(0xFFFF0000, width, I32)), vec(width)))
+        return c.make_tuple(b, ty, out)
+
+    if array.dtype != types.uint16:
+        raise TypingError(f"load_unzipped reads bf16 (uint16), got {array.dtype}")
+    return signature(ty, array, types.int64, count, lanes), emit
+
+
+@primitive
+def zip_lanes(typing: Any, x: Any, y: Any) -> Any:
+    """x0 y0 x1 y1 ..., as two vectors."""
+    pick = [j for i in range(x.lanes) for j in (i, x.lanes + i)]
+    ty = types.UniTuple(x, 2)
+    return signature(ty, x, y), lambda c, b, s, a: c.make_tuple(
+        b, ty, [shuffle(b, a[0], a[1], pick[: x.lanes]), shuffle(b, a[0], a[1], pick[x.lanes :])]
+    )
