@@ -57,8 +57,18 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 30.0,
+            "bos_token_id": 256,
+        },
+    ),
 }
-FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3")
 """One of each family, for tests that cannot afford all."""
 
 

@@ -2,7 +2,7 @@
 
 # Generated from nbs/3_model/01_attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f531aa697082 module=10d501162204
+# literate: notebook=b823fd58e57d module=4627623e3e96
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,13 +17,6 @@ __all__ = ["AttentionBackend", "AttentionBatch", "AttentionSpec", "Plan"]
 
 
 # %% nbs/3_model/01_attention.ipynb #AttentionSpec
-"""What an attention backend must do: the values that go in, the plan of a step, the protocol.
-
-A backend works on a *paged* KV cache: the keys and values of a request lie in fixed-size blocks anywhere in one big
-tensor, and a block table says where. The idea is PagedAttention (Kwon et al., 2023); the names are vLLM's.
-"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """What one attention layer computes, and how its cache is cut.

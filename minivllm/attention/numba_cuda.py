@@ -5,20 +5,24 @@ Question: what does it take for the engine to use them?
 
 # Generated from nbs/4_kernels/11_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0ed9fada5a8a module=803ed1b0d711
+# literate: notebook=4e73a78e7429 module=cc5a0c78ca4c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
-from minivllm_kernels import ops
-from minivllm_kernels.planning import AttentionShape, shape_unsupported
 
-__all__ = ["NumbaCudaBackend", "NumbaCudaInvariantBackend", "NumbaCudaPlan", "shape_of"]
+__all__ = ["NumbaCudaBackend", "NumbaCudaInvariantBackend", "NumbaCudaPlan"]
+
+
+# %% nbs/4_kernels/11_backend.ipynb #code-7f98b4
+if TYPE_CHECKING:
+    from minivllm_kernels.ops import AttentionPlan
 
 
 # %% nbs/4_kernels/11_backend.ipynb #NumbaCudaPlan
@@ -26,13 +30,17 @@ __all__ = ["NumbaCudaBackend", "NumbaCudaInvariantBackend", "NumbaCudaPlan", "sh
 class NumbaCudaPlan(Plan):
     """A step's plan on the device."""
 
-    device_plan: ops.AttentionPlan
+    device_plan: "AttentionPlan"
 
 
-def shape_of(spec: AttentionSpec) -> AttentionShape:
-    """What the kernels are compiled for. Raises ValueError if they are not built for it."""
-    dtype = str(spec.dtype).removeprefix("torch.")
-    return AttentionShape(dtype, spec.head_dim, spec.group_size, spec.block_size, spec.soft_cap is not None)
+def _ops() -> ModuleType:
+    from minivllm_kernels import ops
+
+    return ops
+
+
+def _dtype(spec: AttentionSpec) -> str:
+    return str(spec.dtype).removeprefix("torch.")
 
 
 class NumbaCudaBackend(AttentionBackend):
@@ -45,14 +53,24 @@ class NumbaCudaBackend(AttentionBackend):
     name: ClassVar[str] = "numba_cuda"
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        dtype = str(spec.dtype).removeprefix("torch.")
-        reason = ops.device_unsupported(device)
-        return reason or shape_unsupported(dtype, spec.head_dim, spec.group_size, spec.block_size)
+        if device.type != "cuda":
+            return f"it needs an NVIDIA GPU, and the device is {device}"
+        try:
+            from minivllm_kernels.planning import shape_unsupported
+
+            reason = _ops().device_unsupported(device)
+        except ImportError as error:
+            return f'{error}; install the kernels with pip install "minivllm[cuda]"'
+        return reason or shape_unsupported(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size)
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> NumbaCudaPlan:
+        from minivllm_kernels.planning import AttentionShape
+
         batch.check(spec.block_size)
-        device_plan = ops.plan_attention(
-            shape_of(spec),
+        capped = spec.soft_cap is not None
+        shape = AttentionShape(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size, capped)
+        device_plan = _ops().plan_attention(
+            shape,
             kv_heads=spec.num_kv_heads,
             query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens,
@@ -68,12 +86,12 @@ class NumbaCudaBackend(AttentionBackend):
         return NumbaCudaPlan(spec, device_plan.slot_mapping, device_plan)
 
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        ops.reshape_and_cache(k, v, kv_cache, slot_mapping)
+        _ops().reshape_and_cache(k, v, kv_cache, slot_mapping)
 
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         if not isinstance(plan, NumbaCudaPlan):
             raise TypeError(f"attend needs a plan made by this backend, not {type(plan).__name__}")
-        return ops.paged_attention(q, kv_cache, plan.device_plan)
+        return _ops().paged_attention(q, kv_cache, plan.device_plan)
 
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         targets = {b for _, b in pairs}
@@ -87,7 +105,7 @@ class NumbaCudaBackend(AttentionBackend):
             super().copy_blocks(src_cache, dst_cache, pairs)
             return
         device = src_cache.device if src_cache.is_cuda else dst_cache.device
-        ops.copy_blocks(src_cache, dst_cache, torch.tensor(pairs, dtype=torch.int64).to(device))
+        _ops().copy_blocks(src_cache, dst_cache, torch.tensor(pairs, dtype=torch.int64).to(device))
 
 
 class NumbaCudaInvariantBackend(NumbaCudaBackend):

@@ -2,21 +2,18 @@
 
 # Generated from nbs/3_model/02_reference.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b0ce32ef2585 module=6be616dcf150
+# literate: notebook=45ca8bf2ad0a module=7b8fcd163fd1
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
-from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
 from torch import Tensor
 
+from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+
 __all__ = ["ReferenceBackend", "ReferencePlan", "attend_one", "gather"]
-
-
-# %% nbs/3_model/02_reference.ipynb #code-058060
-"""Paged attention in plain torch, one token at a time: the one to read, and the oracle for the others."""
 
 
 # %% nbs/3_model/02_reference.ipynb #attend_one

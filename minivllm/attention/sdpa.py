@@ -2,7 +2,7 @@
 
 # Generated from nbs/3_model/03_sdpa.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d2d12d1ee2f8 module=1b7702812913
+# literate: notebook=484f3349e353 module=2990933a945b
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,17 +10,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
 from torch import Tensor
 
+from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+
 __all__ = ["DecodeCall", "PrefillCall", "SDPABackend", "SDPAPlan", "alike", "plan_decode", "plan_prefill", "slots_of"]
-
-
-# %% nbs/3_model/03_sdpa.ipynb #code-6e43eb
-"""Paged attention by gathering the pages and calling torch's `scaled_dot_product_attention`.
-
-Single-token rows are padded to rectangles and done in a few calls; prefill chunks are done one by one.
-"""
 
 
 # %% nbs/3_model/03_sdpa.ipynb #DecodeCall

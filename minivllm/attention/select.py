@@ -2,27 +2,26 @@
 
 # Generated from nbs/3_model/03b_select.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cf65755417a7 module=fc0e42fc41f4
+# literate: notebook=487c873f3b06 module=b96d756ccd92
 
 import importlib
 from collections.abc import Callable, Iterable
 
 import torch
+
 from minivllm.attention.backend import AttentionBackend, AttentionSpec
 
 __all__ = ["backend_names", "make_backend", "register_backend", "select_backend"]
-
-
-# %% nbs/3_model/03b_select.ipynb #code-9c3eb5
-"""Which attention backends there are, and which one to use."""
 
 
 # %% nbs/3_model/03b_select.ipynb #backend_names
 _BACKENDS: dict[str, str | Callable[[], AttentionBackend]] = {
     "reference": "minivllm.attention.reference:ReferenceBackend",
     "sdpa": "minivllm.attention.sdpa:SDPABackend",
+    "numba_cuda": "minivllm.attention.numba_cuda:NumbaCudaBackend",
+    "numba_cuda_invariant": "minivllm.attention.numba_cuda:NumbaCudaInvariantBackend",
 }
-_AUTO_ORDER: list[str] = ["sdpa", "reference"]
+_AUTO_ORDER: list[str] = ["numba_cuda", "sdpa", "reference"]
 
 
 def backend_names() -> tuple[str, ...]:

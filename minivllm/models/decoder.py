@@ -2,25 +2,25 @@
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1e7592da3bc0 module=d7f8ddb05f7f
+# literate: notebook=49f1084baea5 module=5ec40e688ab7
 
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from minivllm.attention.backend import AttentionBackend, Plan
 from minivllm.core.config import KVCacheConfig
 from minivllm.models.layers import GatedMLP, QKNorm, RMSNorm
 from minivllm.models.linear import Linear
 from minivllm.models.rope import Rope, apply_rope
 from minivllm.models.spec import DecoderSpec
-from torch import Tensor
 
 __all__ = ["Attention", "Decoder", "DecoderLayer", "RopeTable", "norm_dtype"]
 
 
-# %% nbs/3_model/05b_decoder.ipynb #code-20a85a
-"""One decoder for many families: built from a `DecoderSpec`, run over a paged KV cache."""
+# %% nbs/3_model/05b_decoder.ipynb #code-59bd4a
 RopeTable = tuple[Tensor, Tensor] | None
 """cos and sin of the step's positions, or None for a layer without positions."""
 
@@ -206,10 +206,11 @@ class Decoder:
                 targets[f"{prefix}{name}.weight"] = linear.part(part)
                 if linear.bias is not None:
                     targets[f"{prefix}{name}.bias"] = linear.part(part, "bias")
-            norms = [(n.attention_norm, layer.attention_norm), (n.attention_post_norm, layer.attention_post_norm)]
-            for name, norm in [*norms, (n.mlp_norm, layer.mlp_norm), (n.mlp_post_norm, layer.mlp_post_norm)]:
+            norms = [(n.attention_norm, layer.attention_norm), (n.mlp_norm, layer.mlp_norm)]
+            post_norms = [(n.attention_post_norm, layer.attention_post_norm), (n.mlp_post_norm, layer.mlp_post_norm)]
+            for norm_name, norm in [*norms, *post_norms]:
                 if norm is not None:
-                    targets[f"{prefix}{name}.weight"] = norm.weight
+                    targets[f"{prefix}{norm_name}.weight"] = norm.weight
             if attention.qk_norm is not None:
                 targets[f"{prefix}{n.q_norm}.weight"] = attention.qk_norm.q_weight
                 targets[f"{prefix}{n.k_norm}.weight"] = attention.qk_norm.k_weight

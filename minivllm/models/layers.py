@@ -2,21 +2,18 @@
 
 # Generated from nbs/3_model/04c_layers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=90a2086e46ba module=19503723008b
+# literate: notebook=33d12692ce8a module=ed9023a32a78
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from minivllm.models.linear import Linear
 from torch import Tensor
 
+from minivllm.models.linear import Linear
+
 __all__ = ["ACTIVATIONS", "GatedMLP", "QKNorm", "RMSNorm"]
-
-
-# %% nbs/3_model/04c_layers.ipynb #code-a4ce22
-"""The small layers between the large products: RMS norm, norm of query and key heads, gated MLP."""
 
 
 # %% nbs/3_model/04c_layers.ipynb #RMSNorm

@@ -2,7 +2,7 @@
 
 # Generated from nbs/3_model/04a_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=769ecb98e048 module=a37baa2cc14f
+# literate: notebook=251f12e52981 module=a1bb7101a15c
 
 from collections.abc import Callable
 from functools import partial
@@ -23,10 +23,10 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/04a_linear.ipynb #code-86ed92
-"""Linear layers whose weights are fused at load and whose matrix product is chosen after loading."""
+# %% nbs/3_model/04a_linear.ipynb #code-f0184b
 LinearKernel = Callable[[Tensor], Tensor]
 """From [T, in_features] to [T, out_features]."""
+
 KernelMaker = Callable[[Tensor, Tensor | None], LinearKernel]
 """From weight [out_features, in_features] and bias [out_features] (or None) to a kernel; may repack the weight."""
 
@@ -34,7 +34,10 @@ KernelMaker = Callable[[Tensor, Tensor | None], LinearKernel]
 # %% nbs/3_model/04a_linear.ipynb #torch_kernel
 def torch_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
     """torch's own product. Its rounding may depend on the number of rows."""
-    return partial(F.linear, weight=weight, bias=bias)
+    transposed = weight.t()
+    if bias is None:
+        return partial(torch.mm, mat2=transposed)
+    return lambda x: torch.addmm(bias, x, transposed)
 
 
 # %% nbs/3_model/04a_linear.ipynb #batch_invariant_kernel

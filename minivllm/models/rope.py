@@ -2,7 +2,7 @@
 
 # Generated from nbs/3_model/04b_rope.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=55a9374febed module=f59e17384969
+# literate: notebook=6e2430f98ccc module=5b3b7273bc46
 
 import math
 from dataclasses import dataclass
@@ -22,8 +22,7 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/04b_rope.ipynb #code-4ce589
-"""Rotary position embeddings (RoFormer, Su et al., 2021) and the ways to stretch them, as transformers defines them."""
+# %% nbs/3_model/04b_rope.ipynb #code-f11c65
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 

@@ -2,7 +2,7 @@
 
 # Generated from nbs/3_model/05a_spec.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b6516ccaa8b4 module=a9fe1771bc93
+# literate: notebook=d819f5d9b64f module=8a905cbb3522
 
 import math
 from collections.abc import Callable
@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from minivllm.attention.backend import AttentionSpec
-from minivllm.core.config import KVCacheSpec
+from minivllm.core.config import AttentionKind, KVCacheSpec
 from minivllm.models.layers import ACTIVATIONS
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
@@ -23,20 +24,18 @@ __all__ = [
     "LayerSpec",
     "WeightNames",
     "family",
+    "gemma3",
     "llama",
     "mistral",
     "qwen2",
     "qwen3",
     "read_common",
+    "read_gemma3_rope",
     "read_rope",
     "read_window_per_layer",
     "spec_from_config",
     "windows_from_types",
 ]
-
-
-# %% nbs/3_model/05a_spec.ipynb #code-996e08
-"""`DecoderSpec` says what one decoder-only model differs in from another; a family makes it from a Hugging Face config."""
 
 
 # %% nbs/3_model/05a_spec.ipynb #LayerSpec
@@ -180,7 +179,8 @@ class DecoderSpec:
         """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number."""
         specs = []
         for layer in self.layers:
-            kind, window = "full", None
+            kind: AttentionKind = "full"
+            window = None
             if layer.sliding_window is not None:
                 kind, window = "sliding_window", layer.sliding_window
             elif layer.chunk is not None:
@@ -227,8 +227,7 @@ class DecoderSpec:
 
 
 # %% nbs/3_model/05a_spec.ipynb #ConfigReader
-_NEUTRAL = frozenset(
-    """
+_NEUTRAL_FIELDS = """
     _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
     attention_dropout attn_implementation bos_token_id cache_implementation do_sample dtype early_stopping eos_token_id
     finetuning_task id2label initializer_range is_llama_config keys_to_ignore_at_inference label2id length_penalty
@@ -236,8 +235,8 @@ _NEUTRAL = frozenset(
     output_attentions output_hidden_states pad_token_id pretraining_tp problem_type repetition_penalty return_dict
     task_specific_params temperature tokenizer_class top_k top_p torch_dtype transformers.js_config transformers_version
     typical_p unsloth_fixed unsloth_version use_cache
-    """.split()
-)
+"""
+_NEUTRAL = frozenset(_NEUTRAL_FIELDS.split())
 """Fields that do not change what the layers compute: names, training, tokens, defaults of generation."""
 
 
@@ -329,16 +328,10 @@ def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
 
 
 # %% nbs/3_model/05a_spec.ipynb #read_rope
-def read_rope(r: ConfigReader, head_dim: int, max_position: int, kind: str | None = None) -> RopeSpec:
-    """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before).
-
-    Args:
-        kind: entry of a nested `rope_parameters` (`full_attention`, `sliding_attention`); None for a flat one.
-    """
-    parameters = r.get("rope_parameters") or {}
-    parameters = r.get("rope_scaling") or parameters
-    if kind is not None:
-        parameters = parameters.get(kind) or {}
+def read_rope(r: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
+    """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before)."""
+    parameters, old = r.get("rope_parameters") or {}, r.get("rope_scaling")
+    parameters = old or parameters
     theta = r.get("rope_theta")
     return rope_from_parameters(
         parameters,
@@ -350,11 +343,13 @@ def read_rope(r: ConfigReader, head_dim: int, max_position: int, kind: str | Non
 
 
 # %% nbs/3_model/05a_spec.ipynb #read_common
-def read_common(r: ConfigReader, *, head_dim: int | None = None, num_kv_heads: int | None = None) -> dict[str, Any]:
+def read_common(
+    r: ConfigReader, *, head_dim: int | None = None, num_kv_heads: int | None = None, tied: bool = False
+) -> dict[str, Any]:
     """The fields that all families share, under the names of `DecoderSpec`.
 
     Args:
-        head_dim, num_kv_heads: what transformers assumes if the config has no such field; None for the rule
+        head_dim, num_kv_heads, tied: what transformers assumes if the config has no such field; None for the rule
             (`hidden_size / num_attention_heads`, and as many as query heads).
     """
     num_heads, hidden = r.need("num_attention_heads"), r.need("hidden_size")
@@ -371,7 +366,7 @@ def read_common(r: ConfigReader, *, head_dim: int | None = None, num_kv_heads: i
         "norm_eps": r.get("rms_norm_eps", 1e-6),
         "activation": r.get("hidden_act", "silu"),
         "attention_scale": head_dim**-0.5,
-        "tie_word_embeddings": r.get("tie_word_embeddings", False),
+        "tie_word_embeddings": r.get("tie_word_embeddings", tied),
     }
 
 
@@ -450,3 +445,46 @@ def qwen3(r: ConfigReader) -> DecoderSpec:
     layers = tuple(LayerSpec(rope=rope, sliding_window=window) for window in read_window_per_layer(r))
     bias = r.get("attention_bias", False)
     return DecoderSpec(**common, layers=layers, qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+# %% nbs/3_model/05a_spec.ipynb #read_gemma3_rope
+def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
+    """Gemma 3 has a rotation for global layers and one for local ones; old files stretch the global one only."""
+    parameters = (r.get("rope_parameters") or {}).get(kind) or {}
+    global_theta, local_theta = r.get("rope_theta", 1e6), r.get("rope_local_base_freq", 1e4)
+    scaling = r.get("rope_scaling") or {}
+    if kind == "sliding_attention":
+        return rope_from_parameters(parameters, theta=local_theta, dim=head_dim, max_position=max_position)
+    return rope_from_parameters(parameters | scaling, theta=global_theta, dim=head_dim, max_position=max_position)
+
+
+@family("Gemma3ForCausalLM")
+def gemma3(r: ConfigReader) -> DecoderSpec:
+    """Gemma 3, text only: norms before and after, `1 + weight`, local layers with a rotation of their own."""
+    common = read_common(r, head_dim=256, num_kv_heads=4, tied=True)
+    count, every = r.need("num_hidden_layers"), r.get("sliding_window_pattern", 6)
+    types = r.get("layer_types")
+    if types is None:
+        types = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)]
+    windows = windows_from_types(r, types, r.get("sliding_window", 4096))
+    sizes = (common["head_dim"], common["max_position_embeddings"])
+    ropes = {kind: read_gemma3_rope(r, kind, *sizes) for kind in ("full_attention", "sliding_attention")}
+    bias = r.get("attention_bias", False)
+    common["activation"] = r.get("hidden_activation", "gelu_pytorch_tanh")
+    common["attention_scale"] = r.get("query_pre_attn_scalar", 256) ** -0.5
+    return DecoderSpec(
+        **common,
+        layers=tuple(LayerSpec(rope=ropes[t], sliding_window=w) for t, w in zip(types, windows, strict=True)),
+        norm_offset=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        attention_soft_cap=r.get("attn_logit_softcapping"),
+        logits_soft_cap=r.get("final_logit_softcapping"),
+        embedding_scale=common["hidden_size"] ** 0.5,
+        names=WeightNames(
+            attention_post_norm="post_attention_layernorm",
+            mlp_norm="pre_feedforward_layernorm",
+            mlp_post_norm="post_feedforward_layernorm",
+        ),
+    )
