@@ -5,7 +5,7 @@ Question: can Python keep up with the best CUDA there is?
 
 # Generated from nbs/4_kernels/00_ladder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=057b3e978060 module=b228b8aa10cb
+# literate: notebook=70bae16c560e module=b228b8aa10cb
 
 import numpy as np
 

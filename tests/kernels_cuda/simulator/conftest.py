@@ -1,0 +1,5 @@
+"""These tests need NUMBA_ENABLE_CUDASIM before numba is imported: `test_simulator.py` runs them in a process of its own."""
+
+import os
+
+collect_ignore_glob = [] if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1" else ["test_*.py"]

@@ -1,0 +1,52 @@
+"""Prefill attention, every rung, against float64 in the simulator."""
+
+import numpy as np
+import pytest
+from paged_numpy import PagedCase
+
+from minivllm_kernels import planning, prefill
+from minivllm_kernels.planning import AttentionShape
+
+TOLERANCE = {"bfloat16": 4e-3, "float16": 8e-4}
+
+
+def error(rung, tile_rows, shape, query_lens, seq_lens, *, window=None, chunk=None, cap=None, kv_heads=1):
+    def first_key(position):
+        if chunk is not None:
+            return position // chunk * chunk
+        return 0 if window is None else max(0, position - window + 1)
+
+    case = PagedCase(shape, query_lens, seq_lens, first_key=first_key, cap=cap, kv_heads=kv_heads)
+    lens, ends, rows, seqs, floor = case.query_lens, case.seq_lens, case.rows, np.arange(len(seq_lens)), 0
+    if chunk is not None:
+        lens, ends, rows, which, floor = planning.split_at_chunks(lens, ends, rows, chunk)
+        seqs = seqs[which]
+    tiles = planning.plan_prefill(lens, ends, rows=rows, seqs=seqs, group=shape.group, tile_rows=tile_rows, floor=floor)
+    return case.prefill_error(rung, tiles, window or prefill.NO_WINDOW)
+
+
+def test_naive():
+    shape = AttentionShape("bfloat16", 80, 3, 8)
+    assert error(prefill.naive(shape), 1, shape, [3, 1], [10, 2], window=6) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("dtype, dim, group, block, window", [("float16", 64, 2, 16, None), ("bfloat16", 80, 3, 8, 9)])
+def test_fma(dtype, dim, group, block, window):
+    shape = AttentionShape(dtype, dim, group, block)
+    assert error(prefill.fma_tiles(shape), prefill.FMA_ROWS, shape, [6, 1], [21, 7], window=window) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    "dtype, dim, group, block, extra",
+    [
+        ("bfloat16", 64, 3, 8, {"window": 9}),
+        ("float16", 80, 1, 32, {}),
+        ("bfloat16", 96, 7, 16, {"cap": 3.0}),
+        ("bfloat16", 128, 2, 64, {"chunk": 12}),
+        ("float16", 256, 1, 16, {"kv_heads": 2}),
+    ],
+)
+def test_mma(dtype, dim, group, block, extra):
+    shape = AttentionShape(dtype, dim, group, block, "cap" in extra)
+    rung = prefill.mma_tiles(shape, warps=1)
+    assert error(rung, prefill.warp_rows(shape), shape, [9, 1], [43, 5], **extra) < TOLERANCE[dtype]

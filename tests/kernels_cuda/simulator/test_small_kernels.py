@@ -1,0 +1,175 @@
+"""Warp primitives, cache kernels and pointwise kernels in the simulator."""
+
+import numpy as np
+import pytest
+from paged_numpy import relative_error, to_float, to_half, words
+
+from minivllm_kernels import cache, pointwise, simt, warp_sim
+from minivllm_kernels.simt import cuda, fmax, ldmatrix_x4, ldmatrix_x4_trans, movmatrix, shfl_xor, smem_addr
+
+TOLERANCE = {"bfloat16": 4e-3, "float16": 8e-4}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_pack_and_unpack_agree_with_rounding(dtype):
+    ops = simt.half_ops(dtype)
+    x = np.random.default_rng(0).standard_normal(100).astype(np.float32)
+    for a, b in x.reshape(-1, 2):
+        word = ops.pack(a, b)
+        pair = to_float(to_half(np.array([a, b]), dtype), dtype)
+        assert (ops.lo(word), ops.hi(word)) == tuple(pair)
+    assert np.isnan(ops.lo(ops.pack(np.float32(np.nan), np.float32(0))))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mma_is_a_matrix_product(dtype):
+    mma, seen = simt.half_ops(dtype).mma, {}
+    rng = np.random.default_rng(1)
+    a, b = (to_half(rng.standard_normal(s), dtype) for s in ((16, 16), (16, 8)))
+    bw = np.ascontiguousarray(b.T)
+    d = np.zeros((16, 8), np.float32)
+
+    def product(out, a_words, b_words):
+        lane = cuda.threadIdx.x
+        g, t = lane // 4, lane % 4
+        x = [a_words[(g + r) * 8 + t + c] for c in (0, 4) for r in (0, 8)]
+        y = [b_words[g * 8 + t + c] for c in (0, 4)]
+        c = mma(*x, *y, np.float32(1), np.float32(1), np.float32(1), np.float32(1))
+        for i in range(4):
+            out[(g + 8 * (i // 2)) * 8 + 2 * t + i % 2] = c[i]
+        seen[lane] = True
+
+    simt.kernel("f32* u32* u32*", 32, "product")(product).simulate((1, 1), d, words(a), words(bw))
+    assert len(seen) == 32
+    assert relative_error(d, to_float(a, dtype) @ to_float(b, dtype) + 1) < 1e-5
+
+
+def test_matrices_move_and_transpose():
+    tile = np.arange(16 * 16, dtype=np.uint16).reshape(16, 16)
+    out = np.zeros((3, 32, 4), np.uint32)
+
+    def move(out, source):
+        shared = cuda.shared.array(128, simt.u32)
+        lane = cuda.threadIdx.x
+        for i in range(4):
+            shared[lane * 4 + i] = source[lane * 4 + i]
+        cuda.syncthreads()
+        at = (lane % 16) * 32 + (lane // 16) * 16
+        plain, turned = ldmatrix_x4(smem_addr(shared), at), ldmatrix_x4_trans(smem_addr(shared), at)
+        for i in range(4):
+            out[lane * 4 + i] = plain[i]
+            out[128 + lane * 4 + i] = turned[i]
+        out[256 + lane * 4] = movmatrix(plain[0])
+
+    simt.kernel("u32* u32*", 32, "move")(move).simulate((1, 1), out, words(tile))
+    halves = out.view(np.uint16).reshape(3, 32, 4, 2)
+    for i, (r, c) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
+        part = tile[r : r + 8, c : c + 8]
+        assert (halves[0, :, i].reshape(8, 8) == part).all()
+        assert (halves[1, :, i].reshape(8, 8) == part.T).all()
+    assert (halves[2, :, 0].reshape(8, 8) == tile[:8, :8].T).all()
+
+
+def test_pointers_are_checked():
+    def beyond(out):
+        out[cuda.threadIdx.x - 1] = 0
+
+    kernel = simt.kernel("u32*", 1, "beyond")(beyond)
+    with pytest.raises(IndexError, match="-1 outside an array of 4"):
+        kernel.simulate((1, 1), np.zeros(4, np.uint32))
+    with pytest.raises(ValueError, match="contiguous"):
+        kernel.simulate((1, 1), np.zeros((4, 4), np.uint32)[:, :2])
+    with pytest.raises(TypeError, match="takes 1 arguments"):
+        kernel.simulate((1, 1))
+
+
+def test_a_divergent_shuffle_is_an_error(monkeypatch):
+    monkeypatch.setattr(warp_sim, "WAIT_SECONDS", 0.2)
+
+    def diverge(out):
+        if cuda.threadIdx.x < 16:
+            out[0] = fmax(shfl_xor(1.0, 1), 0.0)
+
+    with pytest.raises(Exception, match="tid="):
+        simt.kernel("f32*", 32, "diverge")(diverge).simulate((1, 1), np.zeros(1, np.float32))
+
+
+def test_reshape_and_cache():
+    rng = np.random.default_rng(2)
+    tokens, heads, w, block = 5, 3, 32, 8
+    k, v = rng.integers(0, 2**32, (2, tokens, heads, w), dtype=np.uint32)
+    kc, vc = np.zeros((2, 3, block, heads, w), np.uint32)
+    slots = np.array([5, 17, -1, 0, 23])
+    strides = (heads * w, heads * w, heads * w, w, block * heads * w, heads * w, w)
+    cache.reshape_and_cache(block, threads=32).simulate((tokens, 1), k, v, kc, vc, slots, *strides)
+    for got, given in ((kc, k), (vc, v)):
+        want = np.zeros_like(got).reshape(-1, heads, w)
+        want[slots[slots >= 0]] = given[slots >= 0]
+        assert (got.reshape(want.shape) == want).all()
+
+
+def test_copy_blocks():
+    rng = np.random.default_rng(3)
+    source = rng.integers(0, 2**32, (2, 6, 64), dtype=np.uint32)
+    target = rng.integers(0, 2**32, (2, 4, 64), dtype=np.uint32)
+    want = target.copy()
+    pairs = np.array([[5, 0], [1, 3], [1, 2]])
+    want[:, pairs[:, 1]] = source[:, pairs[:, 0]]
+    cache.copy_blocks(threads=32).simulate((2, 3), source, target, pairs, 6 * 64, 4 * 64, 64)
+    assert (target == want).all()
+
+
+@pytest.mark.parametrize("dtype, hidden, add", [("bfloat16", 576, 1), ("float16", 40, 0), ("bfloat16", 264, 0)])
+def test_norm(dtype, hidden, add):
+    rng = np.random.default_rng(4)
+    x, residual, weight = (to_half(rng.standard_normal(s), dtype) for s in ((2, hidden), (2, hidden), (hidden,)))
+    out, kept = np.zeros(hidden, np.uint32), words(residual).copy()
+    kernel = pointwise.add_rms_norm(dtype, hidden)
+    kernel.simulate((2, 1), out, kept, words(x), words(weight), 1e-5, add, hidden // 2, hidden // 2)
+    z = to_float(kept.view(np.uint16), dtype).reshape(2, -1) if add else to_float(x, dtype)
+    if add:
+        exact = to_float(x, dtype) + to_float(residual, dtype)
+        assert relative_error(z, exact) < TOLERANCE[dtype]
+    else:
+        assert (kept == words(residual)).all()
+    want = z / np.sqrt((z * z).mean(-1, keepdims=True) + 1e-5) * to_float(weight, dtype)
+    assert relative_error(to_float(out.view(np.uint16), dtype).reshape(2, -1), want) < TOLERANCE[dtype]
+
+
+def test_silu():
+    x = to_half(4 * np.random.default_rng(5).standard_normal((3, 96)), "float16")
+    out = np.zeros(3 * 24, np.uint32)
+    pointwise.silu_mul("float16", 48).simulate((3, 1), out, words(x))
+    gate, up = np.split(to_float(x, "float16"), 2, axis=1)
+    want = gate / (1 + np.exp(-gate)) * up
+    assert relative_error(to_float(out.view(np.uint16), "float16").reshape(3, 48), want) < TOLERANCE["float16"]
+
+
+@pytest.mark.parametrize("dtype, dim, heads, kv_heads, norm", [("bfloat16", 80, 3, 1, True), ("float16", 256, 1, 1, False)])
+def test_rope(dtype, dim, heads, kv_heads, norm):
+    rng = np.random.default_rng(6)
+    qkv = to_half(rng.standard_normal((2, heads + 2 * kv_heads, dim)), dtype)
+    weights = [to_half(rng.standard_normal(dim), dtype) for _ in range(2)]
+    positions, slots = np.array([3, 11]), np.array([4, 19])
+    angle = np.arange(20)[:, None] / 10000 ** (np.arange(dim // 2) / (dim // 2))[None]
+    table = np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
+    kc, vc = np.zeros((2, 3 * 8 * kv_heads * dim // 2), np.uint32)
+    work = words(qkv).copy()
+    w = dim // 2
+    kernel = pointwise.rope_and_cache(dtype, heads, kv_heads, dim, 8, norm)
+    grid = (2, -(-(heads + 2 * kv_heads) // pointwise.ROPE_WARPS))
+    strides = (8 * kv_heads * w, kv_heads * w, w)
+    kernel.simulate(grid, work, kc, vc, *map(words, weights), table, positions, slots, 1e-6, *strides)
+    exact = to_float(qkv, dtype)
+    for part, weight in ((slice(0, heads), weights[0]), (slice(heads, heads + kv_heads), weights[1])):
+        x = exact[:, part]
+        if norm:
+            x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * to_float(weight, dtype)
+        c, s = np.cos(angle[positions])[:, None], np.sin(angle[positions])[:, None]
+        a, b = np.split(x, 2, axis=-1)
+        exact[:, part] = np.concatenate([a * c - b * s, b * c + a * s], -1)
+    got = to_float(work.view(np.uint16), dtype).reshape(exact.shape)
+    k, v = (to_float(x.view(np.uint16), dtype).reshape(-1, kv_heads, dim)[slots] for x in (kc, vc))
+    assert relative_error(got[:, :heads], exact[:, :heads]) < TOLERANCE[dtype]
+    assert relative_error(k, exact[:, heads : heads + kv_heads]) < TOLERANCE[dtype]
+    assert (v == exact[:, heads + kv_heads :]).all()

@@ -1,0 +1,296 @@
+"""The kernels on a GPU against float64. Skipped, with the reason, where there is none."""
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm.attention.backend import AttentionBatch, AttentionSpec
+from minivllm.attention.numba_cuda import NumbaCudaBackend, NumbaCudaInvariantBackend
+from minivllm.attention.select import select_backend
+from minivllm_kernels import ops
+
+CUDA = torch.device("cuda", 0)
+REASON = ops.device_unsupported(CUDA)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"no GPU to run on: {REASON}")]
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
+
+
+def relative_error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+class Case:
+    """A step on a paged cache with shuffled blocks and NaN wherever no kernel may look."""
+
+    def __init__(self, spec, query_lens, seq_lens, seed=0):
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        self.spec, block = spec, spec.block_size
+        self.query_lens, self.seq_lens = np.array(query_lens), np.array(seq_lens)
+        need = -(-self.seq_lens // block)
+        order = rng.permutation(np.arange(1, need.sum() + 1)).astype(np.int32)
+        self.table = np.zeros((len(need), need.max()), np.int32)
+        for s, (n, end) in enumerate(zip(need, np.cumsum(need))):
+            self.table[s, :n] = order[end - n : end]
+        size = (2, int(need.sum()) + 1, block, spec.num_kv_heads, spec.head_dim)
+        self.cache = torch.randn(size, generator=generator, device=CUDA, dtype=torch.float32).to(spec.dtype)
+        size = (int(self.query_lens.sum()), spec.num_heads, spec.head_dim)
+        self.q = (2 * torch.randn(size, generator=generator, device=CUDA)).to(spec.dtype)
+        self.want = self._exact()
+        self._poison()
+
+    def batch(self, table=None):
+        starts = np.cumsum([0, *self.query_lens]).astype(np.int32)
+        slots = np.zeros(starts[-1], np.int64)
+        return AttentionBatch(starts, self.seq_lens.astype(np.int32), self.table if table is None else table, slots)
+
+    def _exact(self):
+        spec, want = self.spec, torch.empty(self.q.shape, dtype=torch.float64, device=CUDA)
+        row = 0
+        for s, (new, n) in enumerate(zip(self.query_lens.tolist(), self.seq_lens.tolist())):
+            pages = torch.from_numpy(self.table[s, : -(-n // spec.block_size)]).long().to(CUDA)
+            k, v = self.cache[:, pages].flatten(1, 2)[:, :n].double()
+            q = self.q[row : row + new].double().unflatten(1, (spec.num_kv_heads, -1))
+            score = torch.einsum("tkgd,nkd->tkgn", q, k) * spec.scale
+            if spec.soft_cap is not None:
+                score = spec.soft_cap * (score / spec.soft_cap).tanh()
+            positions = np.arange(n - new, n)
+            first = torch.from_numpy(spec.first_key(positions)).to(CUDA)[:, None]
+            keys = torch.arange(n, device=CUDA)[None]
+            seen = (keys >= first) & (keys <= torch.from_numpy(positions).to(CUDA)[:, None])
+            score.masked_fill_(~seen[:, None, None], -torch.inf)
+            want[row : row + new] = torch.einsum("tkgn,nkd->tkgd", score.softmax(-1), v).flatten(1, 2)
+            row += new
+        return want
+
+    def _poison(self):
+        block = self.spec.block_size
+        self.cache[:, 0] = torch.nan
+        for s, n in enumerate(self.seq_lens.tolist()):
+            if n % block:
+                self.cache[:, int(self.table[s, n // block]), n % block :] = torch.nan
+            oldest = int(self.spec.first_key(np.array(n - self.query_lens[s])))
+            self.table[s, : oldest // block] = 0
+
+    def run(self, backend):
+        plan = backend.plan(self.batch(), self.spec, CUDA)
+        out = torch.full_like(self.q, torch.nan)
+        return ops.paged_attention(self.q, self.cache, plan.device_plan, out)
+
+
+def make_spec(dtype=torch.bfloat16, dim=128, group=4, kv_heads=2, block=16, **extra):
+    return AttentionSpec(
+        num_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        scale=dim**-0.5,
+        block_size=block,
+        dtype=dtype,
+        **extra,
+    )
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SHAPES = [
+    make_spec(BF16, 64, 3, 3, 16),
+    make_spec(FP16, 64, 1, 2, 8),
+    make_spec(BF16, 80, 1, 4, 32),
+    make_spec(FP16, 80, 5, 2, 16, sliding_window=100),
+    make_spec(BF16, 96, 8, 2, 8),
+    make_spec(FP16, 96, 2, 1, 64, soft_cap=10.0),
+    make_spec(BF16, 128, 4, 8, 16),
+    make_spec(FP16, 128, 16, 1, 32),
+    make_spec(BF16, 128, 7, 2, 64, sliding_window=333),
+    make_spec(BF16, 128, 2, 2, 8, sliding_window=37, soft_cap=30.0),
+    make_spec(BF16, 256, 4, 1, 16, sliding_window=64),
+    make_spec(FP16, 256, 9, 2, 32),
+    make_spec(BF16, 64, 12, 2, 64, chunk=48),
+]
+
+
+def spec_id(spec):
+    extra = "".join(f"-{n}{getattr(spec, n)}" for n in ("sliding_window", "chunk", "soft_cap") if getattr(spec, n))
+    return f"{str(spec.dtype)[6:]}-d{spec.head_dim}-g{spec.group_size}-b{spec.block_size}{extra}"
+
+
+@pytest.mark.parametrize("spec", SHAPES, ids=spec_id)
+def test_mixed_batches(spec):
+    rng = np.random.default_rng(0)
+    cases = [
+        ([1] * 5, [1, 2, 17, 400, 1500]),  # decode: few sequences, cut in pieces
+        ([1] * 40, rng.integers(1, 700, 40).tolist()),
+        ([37, 1, 200, 1, 9], [37, 300, 900, 5, 1000]),  # mixed
+    ]
+    for query_lens, seq_lens in cases:
+        case = Case(spec, query_lens, seq_lens)
+        error = relative_error(case.run(NumbaCudaBackend()), case.want)
+        assert error < TOLERANCE[spec.dtype], (query_lens, seq_lens, error)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 16, 64, 256])
+def test_ragged_decode_batches(batch):
+    rng = np.random.default_rng(batch)
+    lens = np.exp(rng.uniform(0, np.log(16384), batch)).astype(int).clip(1)
+    lens[0] = 16384
+    case = Case(make_spec(kv_heads=4), [1] * batch, lens.tolist())
+    got = case.run(NumbaCudaBackend())
+    assert relative_error(got, case.want) < TOLERANCE[torch.bfloat16]
+    worst = (got.double() - case.want).flatten(1).norm(dim=1) / case.want.flatten(1).norm(dim=1)
+    assert worst.max().item() < 3 * TOLERANCE[torch.bfloat16]  # no single row may hide among the others
+    for _ in range(5):
+        assert torch.equal(case.run(NumbaCudaBackend()), got), "the result moves from run to run: a race"
+
+
+def test_prefill_lengths_around_the_tile():
+    for n in (2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129):
+        case = Case(make_spec(kv_heads=1), [n, n], [n, n + 77])
+        assert relative_error(case.run(NumbaCudaBackend()), case.want) < TOLERANCE[torch.bfloat16], n
+
+
+@pytest.mark.parametrize("extra", [{}, {"sliding_window": 50}, {"chunk": 40}], ids=["full", "window", "chunk"])
+def test_batch_invariant_mode_is_bit_identical(extra):
+    spec, backend = make_spec(**extra), NumbaCudaInvariantBackend()
+    case = Case(spec, [120, 1, 300, 64], [120, 700, 900, 64])
+    got = case.run(backend)
+    assert relative_error(got, case.want) < TOLERANCE[spec.dtype]
+    row = 0
+    for s, new in enumerate(case.query_lens.tolist()):
+        for step in (new, 33, 1):  # alone; in chunks; token by token
+            for low in range(0, new, step):
+                count = min(step, new - low)
+                if step == 1 and low % 29:
+                    continue
+                end = case.seq_lens[s] - new + low + count
+                batch = AttentionBatch(
+                    np.array([0, count], np.int32), np.array([end], np.int32), case.table[s : s + 1], np.zeros(count, np.int64)
+                )
+                plan = backend.plan(batch, spec, CUDA)
+                alone = backend.attend(case.q[row + low : row + low + count], case.cache, plan)
+                assert torch.equal(alone, got[row + low : row + low + count]), (s, step, low)
+        row += new
+
+
+def test_q_may_be_a_view_of_a_fused_product():
+    case = Case(make_spec(), [1, 20], [100, 50])
+    wide = torch.full((21, 12 * 128), torch.nan, dtype=BF16, device=CUDA)
+    view = wide[:, : 8 * 128].view(21, 8, 128)
+    view.copy_(case.q)
+    plan = NumbaCudaBackend().plan(case.batch(), case.spec, CUDA)
+    assert torch.equal(NumbaCudaBackend().attend(view, case.cache, plan), case.run(NumbaCudaBackend()))
+
+
+def test_a_captured_graph_replays():
+    case, backend = Case(make_spec(), [1] * 3, [2000, 50, 700]), NumbaCudaBackend()
+    want = case.run(backend)
+    plan = backend.plan(case.batch(), case.spec, CUDA)
+    q = case.q.clone()
+    backend.attend(q, case.cache, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(q, case.cache, plan)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+def test_cache_writes(dtype):
+    backend, spec = NumbaCudaBackend(), make_spec(dim=80, kv_heads=3, block=8)
+    cache = torch.zeros(2, 20, 8, 3, 80, dtype=dtype, device=CUDA)
+    fused = torch.randn(100, 12, 80, device=CUDA).to(dtype)
+    slots = torch.randperm(160, device=CUDA)[:100]
+    want = cache.clone()
+    for half, x in ((0, fused[:, 6:9]), (1, fused[:, 9:])):
+        want[half].flatten(0, 1)[slots] = x
+    backend.write(fused[:, 6:9], fused[:, 9:], cache, slots)
+    assert torch.equal(cache, want)
+    assert spec.num_kv_heads == 3
+
+
+@pytest.mark.parametrize("direction", ["out", "in", "within"])
+def test_swap_and_copy(direction):
+    there = torch.randn(2, 30, 16, 2, 64, device=CUDA).to(BF16)
+    here = torch.randn(2, 12, 16, 2, 64).to(BF16).pin_memory()
+    source, target = {"out": (there, here), "in": (here, there), "within": (there, there)}[direction]
+    pairs = [(3, 7), (11, 0), (5, 2)]
+    want = target.clone()
+    for a, b in pairs:
+        want[:, b] = source[:, a]
+    NumbaCudaBackend().copy_blocks(source, target, pairs)
+    torch.cuda.synchronize()
+    assert torch.equal(target, want)
+
+
+def test_copy_within_a_cache_reads_all_before_it_writes():
+    cache = torch.randn(2, 6, 16, 1, 64, device=CUDA).to(BF16)
+    want = cache.clone()
+    want[:, 1], want[:, 2] = cache[:, 0], cache[:, 1]
+    NumbaCudaBackend().copy_blocks(cache, cache, [(0, 1), (1, 2)])
+    assert torch.equal(cache, want)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("hidden", [576, 1024, 4096, 8192])
+def test_norm(dtype, hidden):
+    x, residual = (torch.randn(33, hidden, device=CUDA).to(dtype) for _ in range(2))
+    weight = torch.randn(hidden, device=CUDA).to(dtype)
+    for added in (None, residual):
+        total = x.double() if added is None else (x.float() + residual.float()).to(dtype).double()
+        out = ops.rms_norm(x, weight, 1e-6, added)
+        want = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        assert relative_error(out, want) < TOLERANCE[dtype]
+    assert torch.equal(residual.double(), total)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_silu(dtype):
+    x = 3 * torch.randn(7, 2 * 1536, device=CUDA).to(dtype)
+    gate, up = x.double().chunk(2, dim=1)
+    assert relative_error(ops.silu_mul(x), torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_rope(dim, norm):
+    heads, kv_heads, tokens, block = 6, 2, 19, 16
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=CUDA).to(BF16)
+    cache = torch.zeros(2, 10, block, kv_heads, dim, device=CUDA, dtype=BF16)
+    weights = [torch.randn(dim, device=CUDA).to(BF16) if norm else None for _ in range(2)]
+    angle = torch.arange(500, device=CUDA)[:, None] / 10000 ** (torch.arange(dim // 2, device=CUDA) / (dim // 2))
+    table = torch.cat([angle.cos(), angle.sin()], 1).float()
+    positions, slots = torch.randint(0, 500, (tokens,), device=CUDA), torch.randperm(160, device=CUDA)[:tokens]
+    given = qkv.view(tokens, -1, dim).double()
+    q, k, v = given.split([heads, kv_heads, kv_heads], dim=1)
+    c, s = table[positions].double()[:, None].chunk(2, dim=-1)
+    rotated = []
+    for x, weight in ((q, weights[0]), (k, weights[1])):
+        if weight is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        a, b = x.chunk(2, dim=-1)
+        rotated.append(torch.cat([a * c - b * s, b * c + a * s], -1))
+    got = ops.rope_and_cache(
+        qkv, cache, table, positions, slots, num_heads=heads, q_weight=weights[0], k_weight=weights[1]
+    )
+    stored = cache.flatten(1, 2)[:, slots]
+    assert relative_error(got, rotated[0]) < TOLERANCE[BF16]
+    assert relative_error(stored[0], rotated[1]) < TOLERANCE[BF16]
+    assert torch.equal(stored[1].double(), v)
+
+
+def test_auto_takes_these_kernels_and_wrong_tensors_are_refused():
+    backend, why = select_backend("auto", make_spec(), CUDA)
+    assert backend.name == "numba_cuda" and "fastest" in why
+    backend, why = select_backend("auto", make_spec(dim=72), CUDA)
+    assert backend.name != "numba_cuda" and "head_dim 72" in why
+    case = Case(make_spec(), [1], [10])
+    plan = NumbaCudaBackend().plan(case.batch(), case.spec, CUDA).device_plan
+    for q, cache, message in (
+        (case.q[:, :4], case.cache, "shape"),
+        (case.q.half(), case.cache, "torch.bfloat16"),
+        (case.q.cpu(), case.cache, "on cuda:0"),
+        (case.q, case.cache[:, :, :8].contiguous(), "blocks of 16"),
+        (case.q, case.cache.transpose(2, 3), "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.paged_attention(q, cache, plan)

@@ -1,0 +1,124 @@
+"""A small paged KV cache in NumPy and exact attention over it, for kernels that run in the simulator."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minivllm_kernels.planning import AttentionShape, DecodePlan
+from minivllm_kernels.simt import LOG2E, Kernel
+
+NAN = {"bfloat16": 0x7FC0, "float16": 0x7E00}
+
+
+def to_half(x: np.ndarray, dtype: str) -> np.ndarray:
+    """16-bit patterns of floats, rounded to nearest even."""
+    if dtype == "float16":
+        return x.astype(np.float16).view(np.uint16)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def to_float(u16: np.ndarray, dtype: str) -> np.ndarray:
+    """float64 of 16-bit patterns."""
+    if dtype == "float16":
+        return u16.view(np.float16).astype(np.float64)
+    return (u16.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def words(u16: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(u16).reshape(-1).view(np.uint32)
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+class PagedCase:
+    """Requests whose last `query_lens` tokens are queries; NaN wherever a kernel must not look."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        *,
+        kv_heads: int = 1,
+        first_key: Any = None,
+        cap: float | None = None,
+        seed: int = 0,
+    ):
+        rng = np.random.default_rng(seed)
+        self.shape, self.kv_heads, self.cap = shape, kv_heads, cap
+        self.query_lens, self.seq_lens = np.array(query_lens), np.array(seq_lens)
+        self.rows = np.cumsum([0, *query_lens])[:-1]
+        self.scale = shape.head_dim**-0.5
+        dims, block = shape.head_dim, shape.block_size
+        need = -(-self.seq_lens // block)
+        blocks = iter(rng.permutation(np.arange(1, need.sum() + 1)))
+        self.table = np.zeros((len(need), need.max()), np.int32)
+        for s, n in enumerate(need):
+            self.table[s, :n] = [next(blocks) for _ in range(n)]
+        size = (need.sum() + 1, block, kv_heads, dims)
+        self.k, self.v = (to_half(rng.standard_normal(size), shape.dtype) for _ in range(2))
+        self.q = to_half(2 * rng.standard_normal((sum(query_lens), kv_heads * shape.group, dims)), shape.dtype)
+        self.first_key = first_key or (lambda position: 0)
+        self.want = self._exact()
+        for s, n in enumerate(self.seq_lens):
+            oldest = int(self.first_key(n - self.query_lens[s])) // block
+            self.table[s, :oldest] = 0  # freed: the null block
+            for cache in (self.k, self.v):
+                cache[0] = NAN[shape.dtype]
+                if n % block:
+                    cache[self.table[s, n // block], n % block :] = NAN[shape.dtype]
+
+    def _exact(self) -> np.ndarray:
+        want = np.zeros(self.q.shape)
+        row = 0
+        for s, (new, n) in enumerate(zip(self.query_lens, self.seq_lens)):
+            pages = self.table[s, : -(-n // self.shape.block_size)]
+            k, v = (to_float(c[pages], self.shape.dtype).reshape(-1, *c.shape[2:])[:n] for c in (self.k, self.v))
+            k, v = (np.repeat(x, self.shape.group, axis=1) for x in (k, v))
+            for position in range(n - new, n):
+                low = int(self.first_key(position))
+                score = np.einsum("hd,nhd->hn", to_float(self.q[row], self.shape.dtype), k[low : position + 1]) * self.scale
+                if self.cap is not None:
+                    score = self.cap * np.tanh(score / self.cap)
+                p = np.exp(score - score.max(1, keepdims=True))
+                want[row] = np.einsum("hn,nhd->hd", p / p.sum(1, keepdims=True), v[low : position + 1])
+                row += 1
+        return want
+
+    def _common(self) -> tuple:
+        dims, heads = self.shape.head_dim, self.q.shape[1]
+        w = dims // 2
+        self.out = np.full(self.q.size // 2, NAN[self.shape.dtype] * 0x10001, np.uint32)
+        strides = (self.table.shape[1], heads * w, heads * w, self.shape.block_size * self.kv_heads * w, self.kv_heads * w, w)
+        pointers = (self.out, words(self.q), words(self.k), words(self.v), self.table)
+        scale, cap = self.scale * LOG2E, 0.0
+        if self.cap is not None:
+            scale, cap = 2 * scale / self.cap, self.cap * LOG2E
+        return pointers, (scale, cap), strides
+
+    def _error(self) -> float:
+        return relative_error(to_float(self.out.view(np.uint16), self.shape.dtype).reshape(self.q.shape), self.want)
+
+    def decode_error(self, rung: Kernel, grid_x: int, plan: DecodePlan, combine: Kernel | None = None) -> float:
+        """Relative error of a decode rung."""
+        pointers, scales, strides = self._common()
+        heads = self.q.shape[1]
+        slots = max(1, plan.slots)
+        partial = [np.full(slots * heads * n, np.nan, np.float32) for n in (self.shape.head_dim, 2)]
+        arrivals = np.zeros(slots * grid_x, np.int32)
+        arguments = (*pointers, plan.items, *partial, arrivals, *scales, *strides)
+        rung.simulate((grid_x, len(plan.items)), *arguments)
+        if combine is not None:
+            combine.simulate((heads, len(plan.items)), *arguments)
+        assert not arrivals.any(), "counters must be ready for the next launch"
+        return self._error()
+
+    def prefill_error(self, rung: Kernel, tiles: np.ndarray, window: int) -> float:
+        """Relative error of a prefill rung."""
+        pointers, scales, strides = self._common()
+        rung.simulate((self.kv_heads, len(tiles)), *pointers, tiles, *scales, window, *strides)
+        return self._error()
