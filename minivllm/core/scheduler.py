@@ -5,7 +5,7 @@ Which tokens are computed in the next step?
 
 # Generated from nbs/1_core/10_scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=78b49a0bc72f module=41c315209e99
+# literate: notebook=07ae80799f98 module=e2f9e9515821
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Scheduler:
         requests: unfinished requests by id.
         waiting, running: the queues.
         kv: the KV cache manager.
-        trace: None, or a function that takes an event (see `record`).
+        trace: None, or a function that takes an event (see `record` and `subscribe`).
     """
 
     def __init__(
@@ -152,6 +152,8 @@ class Scheduler:
         self._finished: list[str] = []
         self._draft = _Draft.empty()
         self._last_wait: tuple[Any, ...] | None = None
+        self._sinks: list[Callable[[tuple[Any, ...]], None]] = []
+        self._recorder: Callable[[tuple[Any, ...]], None] | None = None
         self._policy_timeout = policy_timeout
         self.waiting = WaitingQueue()
         self.set_policy(policy or (Priority() if config.policy == "priority" else FCFS()))
@@ -621,7 +623,8 @@ class Scheduler:
         return state
 
     def record(self) -> Trace:
-        """Start a new trace from the present state. Stop with `stop_recording`."""
+        """Start a new trace from the present state. Ends with `stop_recording`, or with the next `record`."""
+        self.stop_recording()
         settings = {**asdict(self.config), **asdict(self.cache)}
         header = TraceHeader(
             block_size=self.cache.block_size,
@@ -632,13 +635,36 @@ class Scheduler:
             settings=settings,
         )
         trace = Trace(header, self.state())
-        self.trace = self.kv.trace = trace.events.append
+        self._recorder = trace.events.append
+        self.subscribe(self._recorder)
         self._last_wait = None
         return trace
 
     def stop_recording(self) -> None:
-        """Switch the trace off."""
-        self.trace = self.kv.trace = None
+        """End the recording that `record` began."""
+        if self._recorder is not None:
+            self.unsubscribe(self._recorder)
+            self._recorder = None
+
+    def subscribe(self, sink: Callable[[tuple[Any, ...]], None]) -> None:
+        """Send every event to `sink` from now on. It must be quick and must not raise."""
+        self._sinks.append(sink)
+        self._connect()
+
+    def unsubscribe(self, sink: Callable[[tuple[Any, ...]], None]) -> None:
+        """Stop sending events to `sink`. Raises ValueError if it was not subscribed."""
+        self._sinks.remove(sink)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Nobody listens: None, which costs least. One: itself. More: a function that tells them all."""
+        sinks = tuple(self._sinks)
+
+        def tell_all(event: tuple[Any, ...]) -> None:
+            for sink in sinks:
+                sink(event)
+
+        self.trace = self.kv.trace = None if not sinks else sinks[0] if len(sinks) == 1 else tell_all
 
 
 # %% nbs/1_core/10_scheduler.ipynb #Scheduler-add_request

@@ -112,7 +112,7 @@ def test_a_failing_eviction_policy_loses_no_block():
     with pytest.raises(StopIteration):
         pool.allocate(2)
     assert sorted(b.block_id for b in pool.free_queue) == [1, 2, 3, 4]
-    assert [b.block_id for b in pool.free_queue][0] == 3
+    assert next(b.block_id for b in pool.free_queue) == 3
     assert all(block.ref_cnt == 0 for block in blocks)
 
 
