@@ -1,11 +1,15 @@
 """Shared by all tests: fast ones run first, and hypothesis draws the same examples every time."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+# torch's threads spin while they wait for each other: on a machine that others use too, ten times slower than to sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("repeatable")
