@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2b2599fc4272 module=3da347450541
+# literate: notebook=c9d8cb261a86 module=2642e6478129
 
 from __future__ import annotations
 
@@ -307,7 +307,8 @@ class EngineArgs:
     num_cpu_blocks: int = _arg(0, "KV blocks of the swap pool")
     kv_cache_memory_bytes: int | None = _arg(None, "memory for the KV cache; default: from gpu_memory_utilization")
     gpu_memory_utilization: float = _arg(
-        0.9, "share of a GPU's memory that the engine may use (of free memory on a CPU: half of this)"
+        0.9,
+        "share of a GPU's memory that the engine may use; on a CPU half of this share of the free memory, at most 4 GiB for the cache",
     )
     enable_prefix_caching: bool = _arg(True, "reuse KV blocks of equal prefixes")
     prefix_cache_index: str = _arg("hash", "how cached prefixes are found", ("hash", "radix"))
@@ -416,6 +417,9 @@ def choose_dtype(asked: str, checkpoint_dtype: str, device: str, has_bf16: bool)
 
 
 # %% nbs/1_core/03_config.ipynb #choose_num_blocks
+_CPU_KV_CACHE_BYTES = 4 * 2**30
+
+
 def choose_num_blocks(
     args: EngineArgs, model: ModelFacts, machine: MachineFacts, cache_bytes: int, useful: int
 ) -> Decision:
@@ -435,6 +439,11 @@ def choose_num_blocks(
     elif machine.device == "cpu":
         room = int(machine.free_memory_bytes * args.gpu_memory_utilization / 2) - model.weight_bytes
         why = f"half of gpu_memory_utilization={args.gpu_memory_utilization:g} of the free memory, less the weights"
+        if room > _CPU_KV_CACHE_BYTES:
+            room, why = (
+                _CPU_KV_CACHE_BYTES,
+                "4 GiB, the most that is taken on a CPU unless kv_cache_memory_bytes says otherwise",
+            )
     else:
         room = int(machine.total_memory_bytes * args.gpu_memory_utilization) - model.weight_bytes
         room -= machine.total_memory_bytes - machine.free_memory_bytes
