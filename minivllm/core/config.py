@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c9d8cb261a86 module=2642e6478129
+# literate: notebook=b797aec811f1 module=2642e6478129
 
 from __future__ import annotations
 

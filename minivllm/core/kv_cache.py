@@ -5,7 +5,7 @@ Does this request fit, and where do its tokens go?
 
 # Generated from nbs/1_core/07_kv_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=511f5ab98646 module=a34790ccf814
+# literate: notebook=19a1363ea314 module=a34790ccf814
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Who goes first, how much does each get, who gives up memory, and which cached bl
 
 # Generated from nbs/1_core/09_policy.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=04b850fa42a9 module=f5e216f0255f
+# literate: notebook=2b3f9f6778ad module=431493a05ff2
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class View:
     def __getattr__(self, name: str) -> Any:
         value = getattr(object.__getattribute__(self, "_target"), name)
         if callable(value):
-            raise AttributeError(f"{name!r} cannot be called through a read-only view")
+            raise AttributeError(f"{name!r} cannot be called through a read-only view")  # noqa: TRY004 - what a missing attribute raises
         return tuple(value) if isinstance(value, list) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -296,7 +296,7 @@ class PolicyGuard:
                 return getattr(self.policy, hook)(*args)
         except _TimeOut:
             self._fail(hook, f"did not answer within {self._watchdog.seconds:g} s")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a policy may raise anything
             self._fail(hook, f"raised {type(error).__name__}: {error}", error)
 
     def _fail(self, hook: str, what: str, cause: Exception | None = None) -> Any:

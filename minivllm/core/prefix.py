@@ -5,7 +5,7 @@ A thousand users ask questions about the same document.
 
 # Generated from nbs/1_core/06_prefix.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=290c1672af6d module=2ad3c94c0407
+# literate: notebook=7b80c8d80105 module=84b2efee97fc
 
 from __future__ import annotations
 
@@ -165,5 +165,5 @@ class RadixIndex:
 
 def make_prefix_index(name: str, block_size: int) -> PrefixIndex:
     """The index called `hash` or `radix`."""
-    indexes: dict[str, type[HashIndex] | type[RadixIndex]] = {"hash": HashIndex, "radix": RadixIndex}
+    indexes: dict[str, type[HashIndex | RadixIndex]] = {"hash": HashIndex, "radix": RadixIndex}
     return indexes[name](block_size)

@@ -5,7 +5,7 @@ Which tokens are computed in the next step?
 
 # Generated from nbs/1_core/10_scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=07ae80799f98 module=e2f9e9515821
+# literate: notebook=78d6bb6ed50b module=e2f9e9515821
 
 from __future__ import annotations
 

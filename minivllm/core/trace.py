@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c742ec5e6bfd module=0d62512191af
+# literate: notebook=a86c26cded00 module=0d62512191af
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ How does a run travel to another notebook, another machine, another tool?
 
 # Generated from nbs/1_core/12_trace_files.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=35a41d7cc648 module=31e0ae15f8fb
+# literate: notebook=d5759505c848 module=31e0ae15f8fb
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ How long did each request wait, and how full was the cache meanwhile?
 
 # Generated from nbs/1_core/11_trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b8b3d82a23c7 module=2ad7ec8ed42c
+# literate: notebook=b178f60a4915 module=2ad7ec8ed42c
 
 from __future__ import annotations
 

@@ -5,20 +5,29 @@ import struct
 import time
 
 import pytest
+from scheduling import fake_model
 
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventTap
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from scheduling import fake_model
 
 
 def test_a_mirror_kept_from_events_equals_the_index():
-    scheduler = Scheduler(SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=40), CacheConfig(4, 16))
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=40), CacheConfig(4, 16)
+    )
     tap, mirror, rng = KVEventTap(scheduler), {}, random.Random(1)
     trace = scheduler.record()
     for i in range(60):
-        scheduler.add_request(Request(str(i), [rng.randrange(2) for _ in range(rng.randrange(4, 20))], max_tokens=6, lora_name=rng.choice([None, "a"])))
+        scheduler.add_request(
+            Request(
+                str(i),
+                [rng.randrange(2) for _ in range(rng.randrange(4, 20))],
+                max_tokens=6,
+                lora_name=rng.choice([None, "a"]),
+            )
+        )
         while scheduler.has_requests():
             output = scheduler.schedule()
             scheduler.update(output, fake_model(output, scheduler))
@@ -28,7 +37,13 @@ def test_a_mirror_kept_from_events_equals_the_index():
                 if isinstance(event, BlockStored):
                     assert event.parent_block_hash is None or event.parent_block_hash not in event.block_hashes
                     assert len(event.token_ids) == 4 * len(event.block_hashes)
-                    mirror.update(zip(event.block_hashes, [tuple(event.token_ids[j : j + 4]) for j in range(0, len(event.token_ids), 4)], strict=True))
+                    mirror.update(
+                        zip(
+                            event.block_hashes,
+                            [tuple(event.token_ids[j : j + 4]) for j in range(0, len(event.token_ids), 4)],
+                            strict=True,
+                        )
+                    )
                 elif isinstance(event, BlockRemoved):
                     for name in event.block_hashes:
                         del mirror[name]
@@ -57,7 +72,7 @@ def test_publish_subscribe_replay():
     publisher = KVEventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv", buffer_steps=3)
     context = zmq.Context()
     try:
-        subscriber, late = context.socket(zmq.SUB), context.socket(zmq.REQ)
+        subscriber = context.socket(zmq.SUB)
         subscriber.connect(publisher.endpoint)
         subscriber.subscribe("kv")
         deadline = time.monotonic() + 10
