@@ -1,8 +1,11 @@
-"""How do the weights get into memory?"""
+"""How do the weights get into memory?
+
+A model folder is on the disk.
+"""
 
 # Generated from nbs/3_model/08_loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c877bc8b7ebb module=44c302e510bb
+# literate: notebook=c54f20fecb0b module=e6366b0a3fc1
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""What does the model read?"""
+"""What does the model read?
+
+Not text.
+"""
 
 # Generated from nbs/3_model/09_tokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c039d7735c51 module=b2af12968d89
+# literate: notebook=1de3afb87402 module=33a351ef5abb
 
 from __future__ import annotations
 
