@@ -11,7 +11,6 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 # An environment is good for as long as these two files say the same.
 KEY := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 READY := $(VENV)/ready-$(KEY)
-SITE_READY := $(VENV)/ready-site-$(KEY)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lab serve site export check format lint types bench clean
@@ -47,12 +46,10 @@ lab: $(READY)  ## open the book in JupyterLab; saving a notebook exports its mod
 serve: $(READY)  ## serve the model over the OpenAI API
 	$(BIN)/minivllm serve
 
-site: $(SITE_READY)  ## build the documentation pages into site/_build/html
-	$(BIN)/sphinx-build -b html -W --keep-going -j auto site site/_build/html
-
-$(SITE_READY): $(READY)
-	$(BIN)/pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[site]'
-	@touch $@
+site: $(READY)  ## build the documentation pages into site/_build/html
+	$(BIN)/python site/pages.py site/_pages
+	$(BIN)/sphinx-build -b html -W --keep-going -q -c site site/_pages site/_build/html
+	@echo "open site/_build/html/index.html"
 
 export: $(READY)  ## write the modules of the notebooks that changed
 	$(BIN)/python -m minivllm.literate export
@@ -77,4 +74,4 @@ bench: $(READY)  ## run the benchmarks; each prints a table of ratios
 	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 clean:  ## delete the environment, caches and built pages
-	rm -rf $(VENV) site/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site/_pages site/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
