@@ -81,7 +81,9 @@ class PagedCase:
             k, v = (np.repeat(x, self.shape.group, axis=1) for x in (k, v))
             for position in range(n - new, n):
                 low = int(self.first_key(position))
-                score = np.einsum("hd,nhd->hn", to_float(self.q[row], self.shape.dtype), k[low : position + 1]) * self.scale
+                score = (
+                    np.einsum("hd,nhd->hn", to_float(self.q[row], self.shape.dtype), k[low : position + 1]) * self.scale
+                )
                 if self.cap is not None:
                     score = self.cap * np.tanh(score / self.cap)
                 p = np.exp(score - score.max(1, keepdims=True))
@@ -93,7 +95,14 @@ class PagedCase:
         dims, heads = self.shape.head_dim, self.q.shape[1]
         w = dims // 2
         self.out = np.full(self.q.size // 2, NAN[self.shape.dtype] * 0x10001, np.uint32)
-        strides = (self.table.shape[1], heads * w, heads * w, self.shape.block_size * self.kv_heads * w, self.kv_heads * w, w)
+        strides = (
+            self.table.shape[1],
+            heads * w,
+            heads * w,
+            self.shape.block_size * self.kv_heads * w,
+            self.kv_heads * w,
+            w,
+        )
         pointers = (self.out, words(self.q), words(self.k), words(self.v), self.table)
         scale, cap = self.scale * LOG2E, 0.0
         if self.cap is not None:

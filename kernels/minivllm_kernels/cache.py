@@ -1,13 +1,13 @@
 """Where a token's K and V go.
 
-*Question: the cache is a heap of blocks in any order.
+Question: the cache is a heap of blocks in any order.
 """
 
 # Generated from nbs/4_kernels/07_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d69100a43ce7 module=87aa2051dd8a
+# literate: notebook=bb2b55a0e8c9 module=f66f110f0bdb
 
-from functools import lru_cache
+import functools
 
 from minivllm_kernels.simt import Kernel, cuda, i64, kernel, ldg128, stg128
 
@@ -22,7 +22,7 @@ RESHAPE_SIGNATURE = " ".join(
 )
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def reshape_and_cache(block_size: int, threads: int = 128) -> Kernel:
     """Scatter the rows of k and v to their slots. Grid (1, tokens)."""
     BS = block_size
@@ -47,7 +47,7 @@ COPY_SIGNATURE = "u32* u32* i64* i64 i64 i64"
 """source, destination, pairs (source block, destination block), words from K to V in each, words of a block."""
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def copy_blocks(threads: int = 256) -> Kernel:
     """Copy blocks between two caches, or within one. Grid (blocks that share a pair, pairs); K, then V."""
 

@@ -5,7 +5,7 @@ Question: a compiler turns numba's Python into machine code.
 
 # Generated from nbs/4_kernels/20_cpu_vector.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=022347256cbf module=afcf6dec387c
+# literate: notebook=4d584220d23f module=f01dfefc2ae3
 
 import operator
 from typing import Any
@@ -50,6 +50,7 @@ __all__ = [
     "load_unzipped",
     "load_vector",
     "maximum",
+    "move",
     "multiply_add",
     "narrow",
     "number",
@@ -200,6 +201,26 @@ def store(typing: Any, array: Any, index: Any, x: Any) -> Any:
     return signature(types.void, array, types.int64, x), emit
 
 
+# %% nbs/4_kernels/20_cpu_vector.ipynb #move
+@primitive
+def move(typing: Any, into: Any, to: Any, source: Any, at: Any) -> Any:
+    """`into[to] = source[at]`: one number, float32 or bf16 on either side, rounded as `store` does."""
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        if into.dtype == source.dtype:
+            element = c.get_data_type(into.dtype)
+            b.store(b.load(address(c, b, source, a[2], a[3], element)), address(c, b, into, a[0], a[1], element))
+            return c.get_dummy_value()
+        x = load_vector(c, b, source, a[2], a[3], 1)
+        if into.dtype == types.float32:
+            b.store(x, address(c, b, into, a[0], a[1], vec(1)), align=4)
+        else:
+            b.store(narrow(b, x, 1), address(c, b, into, a[0], a[1], vec(1, I16)), align=2)
+        return c.get_dummy_value()
+
+    return signature(types.void, into, types.int64, source, types.int64), emit
+
+
 # %% nbs/4_kernels/20_cpu_vector.ipynb #splat
 @primitive
 def splat(typing: Any, x: Any, lanes: Any) -> Any:
@@ -238,7 +259,7 @@ def _lane_by_lane(instruction: str) -> Any:
     def apply(typing: Any, x: Any, y: Any) -> Any:
         return signature(x, x, y), lambda c, b, s, a: getattr(b, instruction)(a[0], a[1])
 
-    def resolve(x: Any, y: Any) -> Any:
+    def resolve(x, y):  # numba compares the two signatures, annotations too
         if isinstance(x, Vector) and x == y:
             return lambda x, y: apply(x, y)
         return None

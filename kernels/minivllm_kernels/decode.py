@@ -1,13 +1,13 @@
 """Decode attention, in three rungs.
 
-*Question: one new token a sequence must look at every K and V the sequence has.
+Question: one new token a sequence must look at every K and V the sequence has.
 """
 
 # Generated from nbs/4_kernels/05_decode.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fd03f98e6ced module=5effeb231f74
+# literate: notebook=a51a7e443a39 module=25ddbdb46911
 
-from functools import lru_cache
+import functools
 
 from minivllm_kernels.planning import MAX_PARTS, TILE, AttentionShape
 from minivllm_kernels.simt import (
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-# %% nbs/4_kernels/05_decode.ipynb #code-743b54
+# %% nbs/4_kernels/05_decode.ipynb #code-9f2c43
 DECODE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32*"]  # out, q, k cache, v cache: words of two 16-bit floats
     + ["i32* i32*"]  # block table, work items
@@ -65,7 +65,7 @@ def capped(score, cap):
 
 
 # %% nbs/4_kernels/05_decode.ipynb #naive
-@lru_cache(maxsize=None)
+@functools.cache
 def naive(shape: AttentionShape) -> Kernel:
     """Rung 1: one warp a (work item, query head). Grid (query heads, items); items must be whole sequences."""
     W = shape.head_dim // 2
@@ -138,7 +138,7 @@ def fma_parts(shape: AttentionShape) -> int:
     return -(-shape.group // FMA_HEADS)
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def fma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
     """Rung 2: split-KV on the ordinary cores. Grid (KV heads * fma_parts, items); `combine` follows if items were cut."""
     D, G, BS, CAP = shape.head_dim, shape.group, shape.block_size, shape.soft_cap
@@ -251,7 +251,7 @@ def fma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
 
 
 # %% nbs/4_kernels/05_decode.ipynb #combine
-@lru_cache(maxsize=None)
+@functools.cache
 def combine(shape: AttentionShape) -> Kernel:
     """Join the partials that rung 2 left. Grid (query heads, items); the same arguments as the rung."""
     W = shape.head_dim // 2
@@ -297,7 +297,7 @@ def max_warps(shape: AttentionShape) -> int:
     return 4 if shape.head_dim > 128 else 8
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
     """Rung 3: split-KV on tensor cores. Grid (KV heads * mma_parts, items). The last block of a cut sequence combines."""
     D, G, BS, CAP = shape.head_dim, shape.group, shape.block_size, shape.soft_cap

@@ -1,11 +1,11 @@
 """Ten microseconds from Python to the card.
 
-*Question: a decode step launches a hundred kernels.
+Question: a decode step launches a hundred kernels.
 """
 
 # Generated from nbs/4_kernels/09_launch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=edd2dfec195d module=c291fac4b5e8
+# literate: notebook=39be8d70e257 module=b343586e0ecd
 
 import ctypes
 import hashlib
@@ -22,6 +22,7 @@ from minivllm_kernels.simt import SIM, Kernel
 
 __all__ = [
     "ADVICE",
+    "CODES",
     "OLDEST_NUMBA_CUDA",
     "CudaError",
     "Driver",
@@ -37,15 +38,16 @@ __all__ = [
 
 
 # %% nbs/4_kernels/09_launch.ipynb #Layout
+CODES = {"f32": "f", "i32": "i", "u32": "I", "i64": "q"}
+
+
 class Layout:
     """How the arguments of a signature lie in the parameter buffer: `format` for struct, and byte `offsets`."""
-
-    CODES = {"f32": "f", "i32": "i", "u32": "I", "i64": "q"}
 
     def __init__(self, signature: str):
         self.format, self.offsets, end = "=", [], 0
         for kind in signature.split():
-            code = "Q" if kind.endswith("*") else self.CODES[kind]
+            code = "Q" if kind.endswith("*") else CODES[kind]
             size = struct.calcsize("=" + code)
             padding = -end % size
             self.format += "x" * padding + code

@@ -1,14 +1,14 @@
 """The kernels behind a torch call.
 
-*Question: a kernel believes whatever address it is given.
+Question: a kernel believes whatever address it is given.
 """
 
 # Generated from nbs/4_kernels/10_ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=593717920837 module=6e052a5a265c
+# literate: notebook=845c968dfb1d module=12d00cf7affe
 
+import functools
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from minivllm_kernels.simt import LOG2E, Kernel
 
 __all__ = [
     "HALF",
-    "PREFILL_WARPS",
     "AttentionPlan",
     "Card",
     "cache_strides",
@@ -45,7 +44,7 @@ __all__ = [
 ]
 
 
-# %% nbs/4_kernels/10_ops.ipynb #code-1d5476
+# %% nbs/4_kernels/10_ops.ipynb #code-89d22b
 HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -89,7 +88,7 @@ class Card:
     multiprocessors: int
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def card(index: int) -> Card:
     """The properties of CUDA device `index`."""
     found = torch.cuda.get_device_properties(index)
@@ -167,7 +166,8 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     At least one cache is on a GPU; the other may be the same, or pinned host memory. No block may be both read and
     written, and none written twice.
     """
-    check_cache(source), check_cache(target)
+    check_cache(source)
+    check_cache(target)
     if source.shape[2:] != target.shape[2:] or source.dtype != target.dtype:
         raise ValueError(
             f"blocks differ: {list(source.shape[2:])} {source.dtype}, {list(target.shape[2:])} {target.dtype}"
@@ -276,28 +276,29 @@ def plan_attention(
         if chunk is not None:
             lens, ends, rows, which, floor = split_at_chunks(lens, ends, rows, chunk)
             seqs = seqs[which]
-        tile_rows = PREFILL_WARPS * prefill.warp_rows(shape)
+        tile_rows = prefill.best_warps(shape) * prefill.warp_rows(shape)
         tiles = plan_prefill(lens, ends, rows=rows, seqs=seqs, group=shape.group, tile_rows=tile_rows, floor=floor)
-    arrays = [np.asarray(slot_mapping, np.int64), np.asarray(block_table, np.int32), items, tiles]
-    plan_ = AttentionPlan(
-        shape,
-        int(query_start_loc[-1]),
-        kv_heads,
-        scale * LOG2E if soft_cap is None else scale * 2 * LOG2E / soft_cap,
-        0.0 if soft_cap is None else soft_cap * LOG2E,
-        prefill.NO_WINDOW if window is None else window,
-        *upload(arrays, device),
-        warps,
+    arrays: list[np.ndarray] = [np.asarray(slot_mapping, np.int64), np.asarray(block_table, np.int32), items, tiles]
+    slots_there, table_there, items_there, tiles_there = upload(arrays, device)
+    step = AttentionPlan(
+        shape=shape,
+        num_tokens=int(query_start_loc[-1]),
+        kv_heads=kv_heads,
+        scale=scale * LOG2E if soft_cap is None else scale * 2 * LOG2E / soft_cap,
+        cap=0.0 if soft_cap is None else soft_cap * LOG2E,
+        window=prefill.NO_WINDOW if window is None else window,
+        slot_mapping=slots_there,
+        table=table_there,
+        items=items_there,
+        tiles=tiles_there,
+        warps=warps,
     )
     if slots:
         heads = kv_heads * shape.group
-        plan_.part_o = torch.empty(slots * heads * shape.head_dim, dtype=torch.float32, device=device)
-        plan_.part_ml = torch.empty(slots * heads * 2, dtype=torch.float32, device=device)
-        plan_.arrivals = torch.zeros(slots * kv_heads * decode.mma_parts(shape), dtype=torch.int32, device=device)
-    return plan_
-
-
-PREFILL_WARPS = 4
+        step.part_o = torch.empty(slots * heads * shape.head_dim, dtype=torch.float32, device=device)
+        step.part_ml = torch.empty(slots * heads * 2, dtype=torch.float32, device=device)
+        step.arrivals = torch.zeros(slots * kv_heads * decode.mma_parts(shape), dtype=torch.int32, device=device)
+    return step
 
 
 def paged_attention(q: Tensor, kv_cache: Tensor, plan: AttentionPlan, out: Tensor | None = None) -> Tensor:
@@ -329,7 +330,7 @@ def paged_attention(q: Tensor, kv_cache: Tensor, plan: AttentionPlan, out: Tenso
         run(kernel, device, grid, *pointers, plan.items.data_ptr(), *parts, plan.scale, plan.cap, *strides)
     if len(plan.tiles):
         grid = (plan.kv_heads, len(plan.tiles))
-        kernel = prefill.mma_tiles(shape, PREFILL_WARPS)
+        kernel = prefill.mma_tiles(shape, prefill.best_warps(shape))
         run(kernel, device, grid, *pointers, plan.tiles.data_ptr(), plan.scale, plan.cap, plan.window, *strides)
     return out
 
@@ -341,7 +342,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     hidden = x.shape[-1]
     check("x", x, (None, hidden), x.dtype, x.device)
     check("weight", weight, (hidden,), x.dtype, x.device)
-    check_rows("x", x), check_rows("weight", weight[None])
+    check_rows("x", x)
+    check_rows("weight", weight[None])
     if residual is not None:
         check("residual", residual, tuple(x.shape), x.dtype, x.device)
         if not residual.is_contiguous():
@@ -395,9 +397,9 @@ def rope_and_cache(
         check(name, x, (tokens,), torch.int64, device)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("give both q_weight and k_weight, or neither")
-    for name, x in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if x is not None:
-            check(name, x, (head_dim,), qkv.dtype, device)
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            check(name, weight, (head_dim,), qkv.dtype, device)
     given = (qkv, table, positions, slot_mapping, *(x for x in (q_weight, k_weight) if x is not None))
     if not all(x.is_contiguous() for x in given):
         raise ValueError("qkv, table, positions, slot_mapping and the weights must be contiguous")

@@ -1,11 +1,11 @@
 """Planning: who reads which part of the cache.
 
-*Question: a batch holds one sequence of 16,000 tokens and sixty short ones.
+Question: a batch holds one sequence of 16,000 tokens and sixty short ones.
 """
 
 # Generated from nbs/4_kernels/04_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ea9c714b1b51 module=cb1c696d7fec
+# literate: notebook=8fa03be1c270 module=5903bacaaee8
 
 from collections.abc import Sequence
 from dataclasses import dataclass

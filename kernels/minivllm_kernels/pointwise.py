@@ -1,13 +1,13 @@
 """The small kernels between the large ones.
 
-*Question: a norm, a rotation, an activation: each is a few operations a number.
+Question: a norm, a rotation, an activation: each is a few operations a number.
 """
 
 # Generated from nbs/4_kernels/08_pointwise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=9b7673435e2c module=d6529604c671
+# literate: notebook=bbbf70e863b9 module=3cb26ff62366
 
-from functools import lru_cache
+import functools
 
 from minivllm_kernels.simt import (
     LOG2E,
@@ -41,7 +41,7 @@ NORM_SIGNATURE = "u32* u32* u32* u32* f32 i32 i32 i32"
 """out, residual, x, weight; eps; 1 if there is a residual to add; words from one row of x and of out to the next."""
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def add_rms_norm(dtype: str, hidden: int) -> Kernel:
     """residual += x; out = rms_norm(residual) * weight. Grid (tokens, 1). Without residual: out = rms_norm(x) * weight."""
     if hidden % 8 or not 8 <= hidden <= 16384:
@@ -50,7 +50,7 @@ def add_rms_norm(dtype: str, hidden: int) -> Kernel:
     THREADS = min(512, -(-CHUNKS // 32) * 32)
     EACH = -(-CHUNKS // THREADS)
     WARPS = THREADS // 32
-    N8, N4 = EACH * 8, EACH * 4
+    N8 = EACH * 8
     half = half_ops(dtype)
     lo, hi, pack = half.lo, half.hi, half.pack
 
@@ -115,7 +115,7 @@ ROPE_SIGNATURE = " ".join(
 ROPE_WARPS = 4
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def rope_and_cache(dtype: str, heads: int, kv_heads: int, head_dim: int, block_size: int, norm: bool) -> Kernel:
     """Norm (if `norm`) and rotate q and k, write k and v to the cache. qkv [T, (heads + 2 kv_heads) * head_dim] keeps
     the rotated q; its k and v parts are only read. Grid (tokens, ceil((heads + 2 kv_heads) / ROPE_WARPS))."""
@@ -200,7 +200,7 @@ def rope_and_cache(dtype: str, heads: int, kv_heads: int, head_dim: int, block_s
 SILU_THREADS = 128
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def silu_mul(dtype: str, size: int) -> Kernel:
     """out [T, size] = silu(x[:, :size]) * x[:, size:]. Grid (tokens, ceil(size / (8 * SILU_THREADS)))."""
     if size % 8:

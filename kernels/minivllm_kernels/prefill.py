@@ -1,13 +1,13 @@
 """Prefill attention, in three rungs.
 
-*Question: a prompt brings a thousand new tokens at once.
+Question: a prompt brings a thousand new tokens at once.
 """
 
 # Generated from nbs/4_kernels/06_prefill.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1c6e4cf2e30e module=579a516f95b2
+# literate: notebook=4ccd1f3a73db module=decbbe9d0c6f
 
-from functools import lru_cache
+import functools
 from typing import Any
 
 from numba import types
@@ -42,6 +42,7 @@ __all__ = [
     "NO_WINDOW",
     "PREFILL_SIGNATURE",
     "U32",
+    "best_warps",
     "fma_tiles",
     "mma_tiles",
     "naive",
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 
-# %% nbs/4_kernels/06_prefill.ipynb #code-4e73fe
+# %% nbs/4_kernels/06_prefill.ipynb #code-afb663
 PREFILL_SIGNATURE = " ".join(
     ["u32* u32* u32* u32*"]  # out, q, k cache, v cache
     + ["i32* i32*"]  # block table, tiles
@@ -62,7 +63,7 @@ NO_WINDOW = 1 << 30
 
 
 # %% nbs/4_kernels/06_prefill.ipynb #naive
-@lru_cache(maxsize=None)
+@functools.cache
 def naive(shape: AttentionShape) -> Kernel:
     """Rung 1: one warp a row. Grid (KV heads, tiles of one row)."""
     W = shape.head_dim // 2
@@ -132,7 +133,7 @@ FMA_ROWS = 16
 FMA_KEYS = 16
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def fma_tiles(shape: AttentionShape) -> Kernel:
     """Rung 2: tiles through shared memory, ordinary arithmetic. Grid (KV heads, tiles of FMA_ROWS rows)."""
     W = shape.head_dim // 2
@@ -228,13 +229,18 @@ def warp_rows(shape: AttentionShape) -> int:
     return 16 if shape.head_dim > 128 else 32
 
 
-@lru_cache(maxsize=None)
-def mma_tiles(shape: AttentionShape, warps: int = 4, keys: int | None = None) -> Kernel:
+def best_warps(shape: AttentionShape) -> int:
+    """Warps a block of rung 3: what was fastest on an H100."""
+    return 8 if 64 < shape.head_dim <= 128 else 4
+
+
+@functools.cache
+def mma_tiles(shape: AttentionShape, warps: int) -> Kernel:
     """Rung 3: tensor cores. Grid (KV heads, tiles of warps * warp_rows(shape) rows)."""
     D, G, BS, CAP = shape.head_dim, shape.group, shape.block_size, shape.soft_cap
     SHIFT, MASK = BS.bit_length() - 1, BS - 1
     W = D // 2
-    KEYS, RW = keys or tile_keys(shape), warp_rows(shape)
+    KEYS, RW = tile_keys(shape), warp_rows(shape)
     M = RW // 16  # tiles of 16 rows a warp
     R = 2 * M  # rows a lane has a share of: g and g + 8 of each tile
     ROWS = warps * RW
@@ -313,7 +319,7 @@ def mma_tiles(shape: AttentionShape, warps: int = 4, keys: int | None = None) ->
                     for z in range(4):
                         o[y + 4 + z] = d[z]
 
-    @kernel(PREFILL_SIGNATURE, THREADS, f"prefill_mma_{shape.name}_w{warps}_k{KEYS}", shared_bytes=SHARED)
+    @kernel(PREFILL_SIGNATURE, THREADS, f"prefill_mma_{shape.name}_w{warps}", shared_bytes=SHARED)
     def prefill_mma(out, q, kc, vc, table, tiles, scale, cap, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
         shared = cuda.shared.array(0, U32)
         kvh = cuda.blockIdx.x

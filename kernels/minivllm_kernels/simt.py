@@ -6,7 +6,7 @@ laptop?
 
 # Generated from nbs/4_kernels/03_simt.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=87e8c05d602c module=682ccae4af1c
+# literate: notebook=393bddef0bc1 module=19b5b99a6230
 
 import importlib
 import os
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-# %% nbs/4_kernels/03_simt.ipynb #code-644fe5
+# %% nbs/4_kernels/03_simt.ipynb #code-ed7682
 SIM = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("0", "")
 """True when the environment variable NUMBA_ENABLE_CUDASIM was set before the import: kernels run in the simulator."""
 
@@ -117,7 +117,7 @@ else:
 
     f32, i32, i64, u32 = _types.float32, _types.int32, _types.int64, _types.uint32
 
-NEG = -1e30
+NEG = -(2.0**100)
 LOG2E = 1.4426950408889634
 
 

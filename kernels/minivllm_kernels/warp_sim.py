@@ -5,9 +5,10 @@ Question: what is a warp, and how can one kernel source run both on a GPU and in
 
 # Generated from nbs/4_kernels/01_warp.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3396e9a59afc module=f5b0a5d1f3e9
+# literate: notebook=e2db75d45e91 module=e4b11c38f672
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,30 +53,38 @@ class Warp:
     """A barrier for the lanes of one warp, and two boards on which each lane leaves a value."""
 
     def __init__(self, lanes: int):
-        self.barrier = threading.Barrier(lanes)
-        self.boards = [[None] * lanes, [None] * lanes]
-        self.turn = [0] * lanes
+        self.barrier = threading.Barrier(lanes, action=self.join)
+        self.boards: list[list] = [[None] * lanes, [None] * lanes]
+        self.results: list[Any] = [None, None]
+        self.together: Callable[[list], Any] = list
+        self.turn = 0  # the board in use; the last lane to arrive changes it while the others wait
+
+    def join(self) -> None:
+        """Work on the values of all lanes, once, when the last has arrived."""
+        self.results[self.turn] = self.together(self.boards[self.turn])
+        self.turn ^= 1
 
 
 _lock = threading.Lock()
 
 
-def exchange(value: Any) -> tuple[list, int]:
-    """Leave `value` for the warp, wait for the others: (every lane's value, my lane)."""
+def exchange(value: Any, together: Callable[[list], Any] = list) -> tuple[Any, int]:
+    """Leave `value` for the warp and wait for the others: (together(every lane's value), my lane)."""
     thread: Any = threading.current_thread()
     block = thread._manager
     index, lane = divmod(thread.thread_id, 32)
-    with _lock:
-        warps = block.__dict__.setdefault("_warps", {})
-        if index not in warps:
-            threads = int(np.prod(block._block_dim))
-            warps[index] = Warp(min(32, threads - 32 * index))
-        warp = warps[index]
-    board = warp.boards[warp.turn[lane]]
-    warp.turn[lane] ^= 1
-    board[lane] = value
+    warps = block.__dict__.setdefault("_warps", {})
+    if index not in warps:
+        with _lock:
+            if index not in warps:
+                threads = int(np.prod(block._block_dim))
+                warps[index] = Warp(min(32, threads - 32 * index))
+    warp = warps[index]
+    turn = warp.turn
+    warp.boards[turn][lane] = value
+    warp.together = together
     warp.barrier.wait(WAIT_SECONDS)
-    return board, lane
+    return warp.results[turn], lane
 
 
 # %% nbs/4_kernels/01_warp.ipynb #shfl_xor
@@ -130,25 +139,27 @@ def pack_f16(lo, hi):
 
 # %% nbs/4_kernels/01_warp.ipynb #_mma
 def _mma(unpack):
-    def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
-        board, lane = exchange((a0, a1, a2, a3, b0, b1))
+    def product(board):
+        words = np.array(board, np.uint32)  # [lane, (a0 a1 a2 a3 b0 b1)]
+        pairs = unpack(words).reshape(8, 4, 6, 2)  # [g, t, word, (low, high)]
         a = np.zeros((16, 16), np.float32)
         b = np.zeros((16, 8), np.float32)
-        for other, words in enumerate(board):
-            row, k = other // 4, (other % 4) * 2
-            for word, (dr, dk) in zip(words, ((0, 0), (8, 0), (0, 8), (8, 8))):
-                a[row + dr, k + dk : k + dk + 2] = unpack(word)
-            for half in range(2):
-                b[k + 8 * half : k + 8 * half + 2, row] = unpack(words[4 + half])
-        d = a @ b
+        for word, (row, k) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
+            a[row : row + 8, k : k + 8] = pairs[:, :, word].reshape(8, 8)
+        for half in range(2):
+            b[8 * half : 8 * half + 8] = pairs[:, :, 4 + half].reshape(8, 8).T
+        return a @ b
+
+    def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        d, lane = exchange((a0, a1, a2, a3, b0, b1), product)
         g, t = lane // 4, (lane % 4) * 2
         return c0 + d[g, t], c1 + d[g, t + 1], c2 + d[g + 8, t], c3 + d[g + 8, t + 1]
 
     return mma
 
 
-mma_bf16 = _mma(lambda word: (bf16_lo(word), bf16_hi(word)))
-mma_f16 = _mma(lambda word: (f16_lo(word), f16_hi(word)))
+mma_bf16 = _mma(lambda words: np.stack([words << 16, words & 0xFFFF0000], -1).view(np.float32))
+mma_f16 = _mma(lambda words: words.view(np.float16).astype(np.float32))
 
 
 def movmatrix(word):
@@ -231,21 +242,16 @@ def cp_wait_older():
 
 
 def _ldmatrix(transpose: bool):
+    def gather(board):
+        shared = np.asarray(board[0][0], np.uint32)
+        at = np.array([offset for _, offset in board]) // 4
+        rows = shared[at[:, None] + np.arange(4)].view(np.uint16).reshape(4, 8, 8)
+        rows = np.ascontiguousarray(rows.transpose(0, 2, 1)) if transpose else rows
+        return rows.reshape(4, 32, 2).view(np.uint32)[..., 0]  # [matrix, lane]
+
     def load(base, offset):
-        board, lane = exchange(int(offset))
-        rows = [np.asarray(base[at // 4 : at // 4 + 4], np.uint32).view(np.uint16) for at in list(board)]
-        row, column = lane // 4, (lane % 4) * 2
-        words = []
-        for m in range(4):
-            matrix = rows[8 * m : 8 * m + 8]
-            lo, hi = (
-                (matrix[column][row], matrix[column + 1][row])
-                if transpose
-                else (matrix[row][column], matrix[row][column + 1])
-            )
-            words.append(np.uint32(int(lo) | (int(hi) << 16)))
-        exchange(None)  # nobody overwrites the tile before all have read it
-        return tuple(words)
+        words, lane = exchange((base, int(offset)), gather)
+        return words[0, lane], words[1, lane], words[2, lane], words[3, lane]
 
     return load
 

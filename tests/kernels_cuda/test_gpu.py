@@ -162,7 +162,10 @@ def test_batch_invariant_mode_is_bit_identical(extra):
                     continue
                 end = case.seq_lens[s] - new + low + count
                 batch = AttentionBatch(
-                    np.array([0, count], np.int32), np.array([end], np.int32), case.table[s : s + 1], np.zeros(count, np.int64)
+                    np.array([0, count], np.int32),
+                    np.array([end], np.int32),
+                    case.table[s : s + 1],
+                    np.zeros(count, np.int64),
                 )
                 plan = backend.plan(batch, spec, CUDA)
                 alone = backend.attend(case.q[row + low : row + low + count], case.cache, plan)

@@ -145,7 +145,9 @@ def test_silu():
     assert relative_error(to_float(out.view(np.uint16), "float16").reshape(3, 48), want) < TOLERANCE["float16"]
 
 
-@pytest.mark.parametrize("dtype, dim, heads, kv_heads, norm", [("bfloat16", 80, 3, 1, True), ("float16", 256, 1, 1, False)])
+@pytest.mark.parametrize(
+    "dtype, dim, heads, kv_heads, norm", [("bfloat16", 80, 3, 1, True), ("float16", 256, 1, 1, False)]
+)
 def test_rope(dtype, dim, heads, kv_heads, norm):
     rng = np.random.default_rng(6)
     qkv = to_half(rng.standard_normal((2, heads + 2 * kv_heads, dim)), dtype)

@@ -1,0 +1,101 @@
+"""What surrounds the kernels, without a GPU: parameter layout, the PTX cache, refusals."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from minivllm.attention.backend import AttentionSpec
+from minivllm.attention.numba_cuda import NumbaCudaBackend
+from minivllm_kernels import launch, ops, pointwise, simt
+
+
+@pytest.mark.parametrize("signature", ["i32 f32", "i32 u32*", "f32 i64 i32 i32* f32 u32", "i64 i32 i32"])
+def test_the_layout_is_that_of_a_c_struct(signature):
+    kinds = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "f32": ctypes.c_float, "i64": ctypes.c_int64}
+    fields = [(f"a{i}", kinds.get(kind, ctypes.c_void_p)) for i, kind in enumerate(signature.split())]
+    struct = type("Struct", (ctypes.Structure,), {"_fields_": fields})
+    assert launch.Layout(signature).offsets == [getattr(struct, name).offset for name, _ in fields]
+
+
+def test_ptx_is_compiled_once_and_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(launch, "compiler_missing", lambda: None)
+    compiled = []
+    monkeypatch.setattr(simt.Kernel, "ptx", lambda self, cc: compiled.append((self.name, cc)) or f"ptx of {self.name}")
+    a, b = pointwise.silu_mul("float16", 64), pointwise.silu_mul("float16", 128)
+    for _ in range(2):
+        assert launch.cached_ptx(a, (9, 0)) == f"ptx of {a.name}"
+    launch.cached_ptx(b, (9, 0))
+    launch.cached_ptx(a, (8, 0))
+    assert compiled == [(a.name, (9, 0)), (b.name, (9, 0)), (a.name, (8, 0))]
+    assert len(list((tmp_path / "kernels").iterdir())) == 3
+
+
+def test_launch_bounds_enter_the_ptx():
+    text = ".visible .entry name(\n\t.param .u64 a\n)\n{\n ret; }"
+    assert ")\n.maxntid 64, 1, 1\n.minnctapersm 3\n\n{" in simt._with_bounds(text, 64, 3)
+    assert "minnctapersm" not in simt._with_bounds(text, 64, 0)
+
+
+def test_a_missing_or_old_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    assert "numba-cuda is not installed (pip install" in launch.compiler_missing()
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: "0.9.1")
+    assert "numba-cuda 0.9.1 is too old (pip install" in launch.compiler_missing()
+
+
+def test_driver_errors_say_what_to_do():
+    driver = launch.Driver.__new__(launch.Driver)
+
+    class Names:
+        @staticmethod
+        def cuGetErrorName(code, name):
+            name._obj.value = b"CUDA_ERROR_UNSUPPORTED_PTX_VERSION"
+
+    driver.cuda = Names()
+    driver.check(0, "nothing")
+    with pytest.raises(
+        launch.CudaError, match=r"loading k failed with CUDA_ERROR_UNSUPPORTED_PTX_VERSION \(222\).*older"
+    ):
+        driver.check(222, "loading k")
+
+
+def test_the_backend_says_why_it_cannot():
+    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.1, block_size=16, dtype=torch.bfloat16)
+    assert "NVIDIA GPU, and the device is cpu" in NumbaCudaBackend().unsupported(spec, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: ops.rms_norm(torch.zeros(1, 64), torch.zeros(64), 1e-6), "torch.bfloat16 or torch.float16"),
+        (lambda: ops.silu_mul(torch.zeros(4, 24).half()), "n a multiple of 8"),
+        (lambda: ops.check_cache(torch.zeros(2, 4, 16, 1, 4).half()), "16-byte pieces"),
+        (lambda: pointwise.add_rms_norm("bfloat16", 100), "hidden size 100"),
+        (lambda: simt.half_ops("float32"), "bfloat16 and float16, not for 'float32'"),
+        (lambda: pointwise.silu_mul("float16", 64).simulate((1, 1)), "NUMBA_ENABLE_CUDASIM=1"),
+    ],
+)
+def test_wrong_calls_are_refused(call, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        call()
+
+
+def test_the_kernels_import_without_torch():
+    code = "import minivllm_kernels.decode, minivllm_kernels.prefill, minivllm_kernels.launch, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_asking_about_a_cpu_does_not_import_numba():
+    code = (
+        "import sys, torch; from minivllm.attention.select import make_backend; from minivllm.attention.backend import *;"
+        "spec = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=64, scale=1., block_size=16, dtype=torch.half);"
+        "make_backend('numba_cuda').unsupported(spec, torch.device('cpu')); print('numba' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

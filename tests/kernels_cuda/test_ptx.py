@@ -1,0 +1,79 @@
+"""Compile the kernels for an H100, with no GPU: no spilled registers, no local memory, the right instructions.
+
+Needs numba-cuda and NVIDIA's compiler wheels: pip install "numba-cuda[cu13]>=0.30" "nvidia-nvvm==13.0.*" "nvidia-cuda-nvcc==13.0.*"
+"""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from minivllm_kernels import cache, decode, launch, pointwise, prefill
+from minivllm_kernels.planning import AttentionShape
+
+INSTALL = 'pip install "numba-cuda[cu13]>=0.30" "nvidia-nvvm==13.0.*" "nvidia-cuda-nvcc==13.0.*"'
+
+
+def find_ptxas() -> str | None:
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvcc") or []
+    except importlib.metadata.PackageNotFoundError:
+        return shutil.which("ptxas")
+    return next((str(f.locate()) for f in files if Path(str(f)).name == "ptxas"), shutil.which("ptxas"))
+
+
+PTXAS = find_ptxas()
+MISSING = launch.compiler_missing() or (None if PTXAS else "ptxas is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=f"{MISSING}; {INSTALL}")]
+
+BF16, FP16 = "bfloat16", "float16"
+KERNELS = {
+    "decode naive": (lambda: decode.naive(AttentionShape(BF16, 128, 4, 16)), 64),
+    "decode fma": (lambda: decode.fma_split_kv(AttentionShape(BF16, 128, 4, 16)), 128),
+    "decode combine": (lambda: decode.combine(AttentionShape(BF16, 128, 4, 16)), 64),
+    "decode mma 64": (lambda: decode.mma_split_kv(AttentionShape(BF16, 64, 3, 16), 2), 168),
+    "decode mma 80": (lambda: decode.mma_split_kv(AttentionShape(FP16, 80, 1, 32), 4), 168),
+    "decode mma 96": (lambda: decode.mma_split_kv(AttentionShape(BF16, 96, 8, 8, True), 4), 168),
+    "decode mma 128, 8 warps": (lambda: decode.mma_split_kv(AttentionShape(BF16, 128, 4, 16), 8), 255),
+    "decode mma 128, 4 warps": (lambda: decode.mma_split_kv(AttentionShape(BF16, 128, 4, 16), 4), 168),
+    "decode mma 128, 2 warps": (lambda: decode.mma_split_kv(AttentionShape(FP16, 128, 16, 64), 2), 168),
+    "decode mma 256": (lambda: decode.mma_split_kv(AttentionShape(BF16, 256, 4, 16), 4), 255),
+    "prefill naive": (lambda: prefill.naive(AttentionShape(BF16, 128, 4, 16)), 64),
+    "prefill fma": (lambda: prefill.fma_tiles(AttentionShape(BF16, 128, 4, 16)), 128),
+    "prefill mma 64": (lambda: mma_tiles(AttentionShape(FP16, 64, 3, 16, True)), 255),
+    "prefill mma 80": (lambda: mma_tiles(AttentionShape(BF16, 80, 1, 32)), 255),
+    "prefill mma 96": (lambda: mma_tiles(AttentionShape(BF16, 96, 8, 8)), 255),
+    "prefill mma 128": (lambda: mma_tiles(AttentionShape(BF16, 128, 4, 16)), 255),
+    "prefill mma 256": (lambda: mma_tiles(AttentionShape(FP16, 256, 4, 16)), 255),
+    "reshape_and_cache": (lambda: cache.reshape_and_cache(16), 64),
+    "copy_blocks": (lambda: cache.copy_blocks(), 64),
+    "norm": (lambda: pointwise.add_rms_norm(BF16, 4096), 64),
+    "rope": (lambda: pointwise.rope_and_cache(BF16, 32, 8, 128, 16, True), 64),
+    "silu": (lambda: pointwise.silu_mul(FP16, 4096), 64),
+}
+
+
+def mma_tiles(shape):
+    return prefill.mma_tiles(shape, prefill.best_warps(shape))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_spills(name, tmp_path):
+    make, limit = KERNELS[name]
+    text = make().ptx((9, 0))
+    (tmp_path / "k.ptx").write_text(text)
+    command = [str(PTXAS), "-arch=sm_90", "-v", "-o", os.devnull, str(tmp_path / "k.ptx")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    stack, stores, loads = map(
+        int, re.search(r"(\d+) bytes stack.*?(\d+) bytes spill s.*?(\d+) bytes spill l", report).groups()
+    )
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    assert (stack, stores, loads) == (0, 0, 0), report
+    assert registers <= limit, report
+    assert ".f64" not in text, "an accumulator became float64"
+    if " mma" in name:
+        assert "mma.sync.aligned.m16n8k16" in text and ("cp.async" in text) == name.startswith("prefill")
