@@ -5,7 +5,7 @@ The model gives one token at a time.
 
 # Generated from nbs/5_engine/06_detokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b5c09458a81f module=3d3229cbb69b
+# literate: notebook=1c1869a80d30 module=3d3229cbb69b
 
 import codecs
 import json

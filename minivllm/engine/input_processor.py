@@ -6,11 +6,10 @@ enough.
 
 # Generated from nbs/5_engine/05_input_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1ac9c6a92388 module=3970f793900a
+# literate: notebook=4cab657ba38c module=1d4cb32b65b9
 
 import difflib
-from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -102,19 +101,16 @@ class ProcessedInput:
 class InputProcessor:
     """Checks and tokenises what callers give, and makes the requests of the engine core.
 
-    ``tokenizer`` may be None: then prompts must be token ids. ``blocks_ever_needed(num_tokens)``: most KV
-    blocks that one request of so many computed tokens holds. ``generation_config``: the model's own end tokens and defaults.
+    ``tokenizer`` may be None: then prompts must be token ids. ``generation_config``: the model's own end tokens and defaults.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         tokenizer: Any | None,
-        blocks_ever_needed: Callable[[int], int],
         generation_config: dict[str, Any] | None = None,
     ) -> None:
         self.config = config
-        self.blocks_ever_needed = blocks_ever_needed
         self.tokenizer = tokenizer
         self.generation_config = generation_config or {}
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
@@ -142,42 +138,22 @@ class InputProcessor:
             raise ValueError("the prompt is empty; at least one token is needed")
         if len(token_ids) >= max_model_len:
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens; with max_model_len={max_model_len} it may have at most"
-                f" {max_model_len - 1}, since one token must be generated. Set truncate_prompt_tokens to shorten it"
+                f"the prompt has {len(token_ids)} tokens, but at most {max_model_len - 1} are allowed:"
+                f" max_model_len={max_model_len} ({self._why_max_model_len()}), and one token must be generated."
+                " Shorten it, or set truncate_prompt_tokens"
             )
         for i, token in enumerate(token_ids):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"prompt_token_ids[{i}] is {token}; token ids of this model are 0..{vocab_size - 1}")
 
-    # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-max_tokens
+    # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-_why_max_model_len
+    def _why_max_model_len(self) -> str:
+        return next((d.why for d in self.config.decisions if d.setting == "max_model_len"), "as configured")
+
     def max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
-        """How many tokens to generate at most. Raises ValueError if the pool can never hold them.
-
-        ``max_tokens=None`` means as many as fit; a number is cut at ``max_model_len``.
-        """
+        """Tokens to generate at most: ``params.max_tokens``, cut at ``max_model_len``; None means as many as fit."""
         room = self.config.scheduler.max_model_len - prompt_len
-        asked = room if params.max_tokens is None else min(params.max_tokens, room)
-        if self._fits(prompt_len + asked):
-            return asked
-        # With max_tokens=None: the largest number that fits, found by bisection since need grows with length.
-        fitting = bisect(range(room + 1), 0, key=lambda n: 0 if n == 0 or self._fits(prompt_len + n) else 1) - 1
-        if params.max_tokens is None and fitting >= 1:
-            return fitting
-        cache = self.config.cache
-        raise ValueError(
-            f"a prompt of {prompt_len} tokens with max_tokens={params.max_tokens} can never run: it needs"
-            f" {self.blocks_ever_needed(prompt_len + asked - 1)} KV blocks of {cache.block_size} tokens and the pool has"
-            f" {cache.num_gpu_blocks - 1}. {self._advice(fitting)}"
-        )
-
-    def _fits(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens can run alone. Block 0 of the pool is never owned."""
-        return self.blocks_ever_needed(num_tokens - 1) <= self.config.cache.num_gpu_blocks - 1
-
-    def _advice(self, fitting: int) -> str:
-        if fitting < 1:
-            return "Raise num_gpu_blocks, or shorten the prompt"
-        return f"Raise num_gpu_blocks, shorten the prompt, or ask for max_tokens of at most {fitting}"
+        return room if params.max_tokens is None else min(params.max_tokens, room)
 
     # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-process
     def process(

@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/14_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f38d392b74a2 module=8de411edcaa8
+# literate: notebook=0b4e2ef9e8c1 module=0edcb506bbac
 
 import itertools
 from collections.abc import Sequence
@@ -56,15 +56,24 @@ class LLM:
         distributed_executor_backend: str = "uniproc",
         **engine_args: Any,
     ) -> None:
-        args = EngineArgs.from_kwargs(model=str(model), **engine_args)
-        self.llm_engine = LLMEngine.from_engine_args(
-            args,
+        self._start(
+            EngineArgs.from_kwargs(model=str(model), **engine_args),
             policy=policy,
             preemption=preemption,
             logits_processors=logits_processors,
             distributed_executor_backend=distributed_executor_backend,
         )
+
+    def _start(self, args: EngineArgs, **options: Any) -> None:
+        self.llm_engine = LLMEngine.from_engine_args(args, **options)
         self._ids = itertools.count()
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, **options: Any) -> Self:
+        """Like the constructor, from EngineArgs. ``options``: see `LLMEngine.from_engine_args`."""
+        llm = cls.__new__(cls)
+        llm._start(args, **options)
+        return llm
 
     @property
     def config(self) -> EngineConfig:

@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3bc290884d17 module=08cc69eb7876
+# literate: notebook=141ec116e20f module=22efc2bc245c
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -46,8 +46,7 @@ class LLMEngine:
         self.config, self.core, self.tokenizer = config, core, tokenizer
         self.generation_config = generation_config or {}
         self.clock = core.clock
-        blocks = core.scheduler.kv.blocks_ever_needed
-        self.input_processor = InputProcessor(config, tokenizer, blocks, self.generation_config)
+        self.input_processor = InputProcessor(config, tokenizer, self.generation_config)
         self.output_processor = OutputProcessor(tokenizer)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0

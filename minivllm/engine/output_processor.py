@@ -5,7 +5,7 @@ The engine core speaks token ids.
 
 # Generated from nbs/5_engine/09_output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5a1941877541 module=0801538f4b52
+# literate: notebook=94a8dddfb829 module=0801538f4b52
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

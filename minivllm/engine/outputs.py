@@ -6,7 +6,7 @@ each answer.
 
 # Generated from nbs/5_engine/08_outputs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=951d5ecf987c module=c303b77f0799
+# literate: notebook=1bda5e681ef6 module=c303b77f0799
 
 from dataclasses import dataclass
 from typing import Any

@@ -5,7 +5,7 @@ A user asks to stop at `"\\nUser:"`.
 
 # Generated from nbs/5_engine/07_stop_strings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=410c8b9f2569 module=cb3b21cff20c
+# literate: notebook=381f194f6e47 module=cb3b21cff20c
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,0 +1,359 @@
+"""How does it feel at the terminal?
+
+Not everybody opens a notebook.
+"""
+
+# Generated from nbs/6_serving/01_cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=6046a90bda14 module=2b8588ec3d7e
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TextIO
+
+from minivllm.core.config import EngineArgs
+
+__all__ = [
+    "CHAT_HELP",
+    "ChatSession",
+    "add_engine_arguments",
+    "add_sampling_arguments",
+    "engine_args_from",
+    "main",
+    "make_parser",
+    "run_chat",
+    "run_collect_env",
+    "run_complete",
+    "run_demo_command",
+    "run_elsewhere",
+    "sampling_params_from",
+    "stream_answer",
+]
+
+
+# %% nbs/6_serving/01_cli.ipynb #add_engine_arguments
+if TYPE_CHECKING:
+    from minivllm.engine.llm_engine import LLMEngine
+    from minivllm.sampling.params import SamplingParams
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of EngineArgs."""
+    group = parser.add_argument_group("engine")
+    for f in fields(EngineArgs):
+        flag, help_text = "--" + f.name.replace("_", "-"), f"{f.metadata['help']} (default: {f.default})"
+        kind = str(f.type).removesuffix(" | None")
+        if kind == "bool":
+            group.add_argument(flag, default=f.default, action=argparse.BooleanOptionalAction, help=f.metadata["help"])
+            continue
+        choices = f.metadata["choices"] or None
+        group.add_argument(
+            flag,
+            default=f.default,
+            type={"int": int, "float": float, "str": str}[kind],
+            choices=choices,
+            metavar=None if choices else f.name.upper(),
+            help=help_text.replace("%", "%%"),
+        )
+
+
+def engine_args_from(args: argparse.Namespace) -> EngineArgs:
+    """The EngineArgs that the flags say."""
+    return EngineArgs(**{f.name: getattr(args, f.name) for f in fields(EngineArgs)})
+
+
+# %% nbs/6_serving/01_cli.ipynb #add_sampling_arguments
+_SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
+    "temperature": (float, "0 is greedy; higher is more varied"),
+    "top_p": (float, "keep the likeliest tokens that together reach this probability"),
+    "top_k": (int, "keep the k likeliest tokens; 0 for all"),
+    "min_p": (float, "keep tokens at least this times as likely as the likeliest"),
+    "presence_penalty": (float, "subtracted from tokens that occurred"),
+    "frequency_penalty": (float, "subtracted from tokens for each time they occurred"),
+    "repetition_penalty": (float, "above 1 makes repetition less likely"),
+    "max_tokens": (int, "most tokens of an answer"),
+    "min_tokens": (int, "fewest tokens of an answer"),
+}
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Flags for SamplingParams. What is not given comes from the model's generation config."""
+    group = parser.add_argument_group("sampling")
+    for name, (kind, help_text) in _SAMPLING_FLAGS.items():
+        default = max_tokens if name == "max_tokens" else None
+        group.add_argument(
+            "--" + name.replace("_", "-"), type=kind, default=default, metavar=name.upper(), help=help_text
+        )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+
+
+def sampling_params_from(args: argparse.Namespace, defaults: SamplingParams, **more: Any) -> SamplingParams:
+    """SamplingParams with what the flags say, over ``defaults``."""
+    names = [*_SAMPLING_FLAGS, "stop"]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return defaults.clone(**given, ignore_eos=args.ignore_eos, **more)
+
+
+# %% nbs/6_serving/01_cli.ipynb #stream_answer
+def stream_answer(engine: LLMEngine, prompt: Any, params: SamplingParams) -> Iterator[str]:
+    """Yield the pieces of one answer. KeyboardInterrupt or an abandoned generator aborts the request.
+
+    Raises:
+        ValueError: a bad prompt or parameter. RuntimeError: the request failed.
+    """
+    from minivllm.engine.interrupt import deferred_interrupts
+    from minivllm.sampling.params import RequestOutputKind
+
+    request_id = "cli"
+    engine.add_request(request_id, prompt, params.clone(output_kind=RequestOutputKind.DELTA))
+    try:
+        while engine.has_unfinished_requests():
+            with deferred_interrupts():
+                outputs = engine.step()
+            for output in outputs:
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                yield output.outputs[0].text
+    finally:
+        engine.abort_request(request_id)
+
+
+# %% nbs/6_serving/01_cli.ipynb #run_complete
+def run_complete(args: argparse.Namespace, out: TextIO) -> None:
+    """Print completions of one text."""
+    from minivllm.engine.llm import LLM
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    with _loading(args), LLM.from_engine_args(engine_args_from(args)) as llm:
+        params = sampling_params_from(args, llm.get_default_sampling_params(), n=args.n)
+        if args.stream and args.n == 1:
+            for piece in stream_answer(llm.llm_engine, prompt, params):
+                print(piece, end="", file=out, flush=True)
+            print(file=out)
+            return
+        output = llm.generate(prompt, params, use_tqdm=False)[0]
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        print(("\n" + "-" * 8 + "\n").join(completion.text for completion in output.outputs), file=out)
+
+
+# %% nbs/6_serving/01_cli.ipynb #ChatSession
+CHAT_HELP = """/help            this text
+/system TEXT     set the system message and start over
+/reset           start over
+/exit            leave (so does Ctrl-D); Ctrl-C stops an answer"""
+
+
+class ChatSession:
+    """A conversation with a model. ``out``: where answers are written, piece by piece."""
+
+    def __init__(self, engine: LLMEngine, params: SamplingParams, out: TextIO, system: str | None = None) -> None:
+        self.engine, self.params, self.out = engine, params, out
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def say(self, text: str = "", end: str = "\n") -> None:
+        print(text, end=end, file=self.out, flush=True)
+
+    # %% nbs/6_serving/01_cli.ipynb #ChatSession-handle
+    def handle(self, line: str) -> bool:
+        """Take one line of input. Returns False when the session is over."""
+        command, _, rest = line.strip().partition(" ")
+        if command == "/exit":
+            return False
+        if command == "/help":
+            self.say(CHAT_HELP)
+        elif command == "/reset":
+            self.reset()
+        elif command == "/system":
+            self.system = rest.strip() or None
+            self.reset()
+        elif command.startswith("/"):
+            self.say(f"unknown command {command}; /help lists them")
+        elif command:
+            self.answer(line.strip())
+        return True
+
+    def answer(self, text: str) -> None:
+        """Put a message to the model and stream its answer. A stopped answer stays in the conversation as far as it came."""
+        from minivllm.models.tokenizer import apply_chat_template
+
+        asked = [*self.messages, {"role": "user", "content": text}]
+        pieces: list[str] = []
+        try:
+            _, token_ids = apply_chat_template(self.engine.tokenizer, asked)
+            for piece in stream_answer(self.engine, token_ids, self.params):
+                pieces.append(piece)
+                self.say(piece, end="")
+        except KeyboardInterrupt:
+            self.say(" [stopped]", end="")
+        except (ValueError, RuntimeError) as error:
+            self.say(f"error: {error}. /reset starts over")
+            return
+        self.say()
+        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+    # %% nbs/6_serving/01_cli.ipynb #ChatSession-run
+    def run(self, read: Callable[[str], str], prompt: str) -> None:
+        """Read lines until the end of the input or /exit. ``read(prompt)`` is `input`, or anything that raises EOFError at the end."""
+        while True:
+            try:
+                line = read(prompt)
+            except EOFError:
+                return
+            except KeyboardInterrupt:  # at the prompt: forget the line
+                self.say()
+                continue
+            if not self.handle(line):
+                return
+
+
+# %% nbs/6_serving/01_cli.ipynb #ChatSession-run
+def run_chat(args: argparse.Namespace, out: TextIO) -> None:
+    """Talk with a model until the end of the input."""
+    from minivllm.engine.llm import LLM
+
+    interactive = sys.stdin.isatty()
+    with _loading(args), LLM.from_engine_args(engine_args_from(args)) as llm:
+        params = sampling_params_from(args, llm.get_default_sampling_params())
+        session = ChatSession(llm.llm_engine, params, out, args.system)
+        if interactive:
+            import readline  # noqa: F401 - gives input() line editing and history
+
+            session.say(
+                f"{llm.config.model.name}, {llm.config.dtype} on {llm.config.device}. /help lists the commands."
+            )
+        session.run(input if interactive else _read_piped, "> " if interactive else "")
+
+
+def _read_piped(prompt: str) -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+# %% nbs/6_serving/01_cli.ipynb #run_elsewhere
+_ELSEWHERE = {"serve": "minivllm.serving.api_server", "bench": "minivllm.bench"}
+
+
+def run_elsewhere(command: str, arguments: Sequence[str]) -> int:
+    """Hand a command over to its own module. Raises RuntimeError if that is not part of this installation."""
+    module = _ELSEWHERE[command]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is missing
+        found = False
+    if not found:
+        raise RuntimeError(f"`minivllm {command}` is not available yet: this installation has no {module}")
+    return int(importlib.import_module(module).main(list(arguments)) or 0)
+
+
+def run_demo_command(args: argparse.Namespace, out: TextIO) -> None:
+    """Four questions at once, and what the scheduler did."""
+    from minivllm.demo import run_demo
+
+    with _loading(args):
+        print(run_demo(args.model, args.max_tokens, use_tqdm=sys.stderr.isatty(), dtype=args.dtype), file=out)
+
+
+def run_collect_env(args: argparse.Namespace, out: TextIO) -> None:
+    """Print versions and facts for a bug report."""
+    from minivllm.runtime.machine import environment_report
+
+    for name, value in environment_report().items():
+        print(f"{name:16} {value}", file=out)
+
+
+# %% nbs/6_serving/01_cli.ipynb #_loading
+class _loading:
+    """Say on a terminal that the model is being loaded: the first second or two are silent otherwise."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.model = args.model
+
+    def __enter__(self) -> None:
+        if sys.stderr.isatty():
+            print(f"Loading {self.model} ...", file=sys.stderr)
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+# %% nbs/6_serving/01_cli.ipynb #make_parser
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    from minivllm import __version__
+
+    parser = argparse.ArgumentParser(prog="minivllm", description="vLLM made small enough to read.")
+    parser.add_argument("--version", action="version", version=f"minivllm {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    complete = commands.add_parser("complete", help="complete a text")
+    complete.add_argument("prompt", help="the text; - reads it from standard input")
+    complete.add_argument("--n", type=int, default=1, help="number of completions (default: 1)")
+    complete.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="print as it comes")
+    complete.set_defaults(run=run_complete)
+
+    chat = commands.add_parser(
+        "chat", help="talk with a model", epilog=CHAT_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    chat.set_defaults(run=run_chat)
+    for command, max_tokens in ((complete, 64), (chat, 512)):
+        add_sampling_arguments(command, max_tokens)
+        add_engine_arguments(command)
+
+    demo = commands.add_parser("demo", help="answer four questions at once and show what the scheduler did")
+    demo.add_argument("--model", default="smollm2", help="alias, folder, .gguf file or hub id (default: smollm2)")
+    demo.add_argument("--dtype", default="auto", help="of weights and activations (default: auto)")
+    demo.add_argument("--max-tokens", type=int, default=48, help="most tokens of an answer (default: 48)")
+    demo.set_defaults(run=run_demo_command)
+
+    collect = commands.add_parser("collect-env", help="print versions and facts for a bug report")
+    collect.set_defaults(run=run_collect_env)
+    for name, what in (("serve", "serve a model over the OpenAI API"), ("bench", "measure")):
+        commands.add_parser(name, help=what, add_help=False)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `minivllm`; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments[:1]
+    try:
+        place = arguments[1:] if debug else arguments
+        if place and place[0] in _ELSEWHERE:
+            return run_elsewhere(place[0], place[1:])
+        args = make_parser().parse_args(arguments)
+        args.run(args, sys.stdout)
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return 0
+    except (ValueError, TypeError, RuntimeError, NotImplementedError, OSError) as error:
+        if debug:
+            raise
+        print(f"minivllm: error: {error}", file=sys.stderr)
+        return 2
+
+
+# %% nbs/6_serving/01_cli.ipynb #code-6f470b
+if __name__ == "__main__" and "get_ipython" not in globals():
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What can be seen in one minute?
+
+`make demo` is the first thing that anybody runs.
+"""
+
+# Generated from nbs/6_serving/02_demo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=755b5210c39c module=eb6d3af4cd27
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.core.trace import Fold, State, Trace
+
+__all__ = ["NARROW", "QUESTIONS", "Moment", "draw_blocks", "moments", "run_demo", "step_table"]
+
+
+# %% nbs/6_serving/02_demo.ipynb #Moment
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One step: the tokens of each request, the state while they are computed, and what else happened.
+
+    ``notes`` tell of prefix hits, preemptions and ends.
+    """
+
+    step: int
+    scheduled: dict[str, int]
+    state: State
+    notes: tuple[str, ...]
+
+
+def moments(trace: Trace, letters: dict[str, str]) -> Iterator[Moment]:
+    """The steps of a trace that computed something, in order. ``letters``: a short name for each request id."""
+    fold, step, notes = Fold(trace.start), -1, []
+    pending: Moment | None = None
+    for event in trace.events:
+        kind = event[0]
+        if kind == "step":
+            if pending is not None:
+                yield pending
+            step, notes, pending = event[1], [], None
+        fold.apply(event)
+        if kind == "admit" and event[3]:
+            notes.append(f"{letters[event[1]]} finds {event[3]} tokens cached")
+        elif kind == "preempt":
+            notes.append(f"{letters[event[1]]} gives way to {letters[event[3]]}")
+        elif kind == "finish":
+            notes.append(f"{letters[event[1]]} ends ({event[2]})")
+        if kind == "schedule":
+            pending = Moment(step, event[1], fold.state(), ())
+        if pending is not None:
+            pending = Moment(pending.step, pending.scheduled, pending.state, tuple(notes))
+    if pending is not None:
+        yield pending
+
+
+# %% nbs/6_serving/02_demo.ipynb #draw_blocks
+def draw_blocks(state: State, letters: dict[str, str]) -> str:
+    """The pool in one line, without the null block."""
+    owners: dict[int, set[str]] = {}
+    for request_id, request in state.requests.items():
+        for table in request.tables:
+            for block in table:
+                owners.setdefault(block, set()).add(letters[request_id])
+    signs = []
+    for block in range(1, len(state.ref_cnt)):
+        held = owners.get(block, set())
+        signs.append("#" if len(held) > 1 else held.pop() if held else "+" if state.hashes[block] else "·")
+    return "".join(signs)
+
+
+# %% nbs/6_serving/02_demo.ipynb #step_table
+def step_table(trace: Trace, request_ids: Sequence[str]) -> str:
+    """The steps of a trace as text: tokens of each request, and the pool. Runs of plain decoding steps are shortened."""
+    letters = {request_id: chr(ord("A") + i) for i, request_id in enumerate(request_ids)}
+    lines = ["step  tokens  " + "  ".join(f"{letters[r]:>2}" for r in request_ids) + "   KV blocks"]
+    skipped = 0
+    before: Moment | None = None
+    for moment in moments(trace, letters):
+        if (
+            _is_plain(moment)
+            and before is not None
+            and _is_plain(before)
+            and set(moment.scheduled) == set(before.scheduled)
+        ):
+            skipped += 1
+        else:
+            lines += _folded(skipped)
+            lines.append(_line(moment, letters))
+            skipped = 0
+        before = moment
+    return "\n".join(lines + _folded(skipped))
+
+
+def _is_plain(moment: Moment) -> bool:
+    return not moment.notes and set(moment.scheduled.values()) == {1}
+
+
+def _folded(skipped: int) -> list[str]:
+    return (
+        [f"      … {skipped} more steps like this, each request one token" if skipped > 1 else "      … one more step"]
+        if skipped
+        else []
+    )
+
+
+def _line(moment: Moment, letters: dict[str, str]) -> str:
+    numbers = "  ".join(f"{moment.scheduled.get(r, '-'):>2}" for r in letters)
+    notes = "  " + "; ".join(moment.notes) if moment.notes else ""
+    picture = draw_blocks(moment.state, letters)
+    return f"{moment.step:4}  {sum(moment.scheduled.values()):6}  {numbers}   {picture}{notes}"
+
+
+# %% nbs/6_serving/02_demo.ipynb #run_demo
+QUESTIONS = (
+    "What is the capital of France? Answer in one sentence.",
+    "Write one sentence about the sea.",
+    "Why is the sky blue? Explain it to a child.",
+    "Summarise in one sentence: The cat is a small animal that lives with people. Cats were first kept in Egypt thousands of"
+    " years ago, because they caught the mice that ate the grain. Today there are hundreds of millions of cats in the world.",
+)
+NARROW = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "num_gpu_blocks": 12}
+
+
+def run_demo(model: str = "smollm2", max_tokens: int = 48, use_tqdm: bool = True, **engine_args: Any) -> str:
+    """Answer `QUESTIONS` together in a narrow engine; the text of `minivllm demo`. Other engine arguments replace `NARROW`'s."""
+    from minivllm.engine.llm import LLM
+    from minivllm.sampling.params import SamplingParams
+
+    with LLM(model, **{**NARROW, **engine_args}) as llm:
+        with llm.record() as trace:
+            params = SamplingParams(temperature=0, max_tokens=max_tokens)
+            outputs = llm.chat(
+                [[{"role": "user", "content": question}] for question in QUESTIONS], params, use_tqdm=use_tqdm
+            )
+        chosen = llm.config
+        metrics = llm.get_metrics()
+    request_ids = [output.request_id for output in outputs]
+    answers = [
+        f"{letter}  {question}\n   -> {' '.join(output.outputs[0].text.split())} ({output.outputs[0].finish_reason})"
+        for letter, question, output in zip("ABCD", QUESTIONS, outputs, strict=True)
+    ]
+    return "\n\n".join(
+        [
+            "\n".join(answers),
+            "What the scheduler did (tokens of each request in a step; one sign a KV block: its owner, # shared, + free but cached, · free)",
+            step_table(trace, request_ids),
+            f"{chosen.model.name} in {chosen.dtype} on {chosen.device}, attention by {chosen.attention_backend};"
+            f" {chosen.cache.num_gpu_blocks - 1} blocks of {chosen.cache.block_size} tokens, {metrics['num_preemptions']:.0f} preemptions,"
+            f" {metrics['prefix_cache_hits']:.0f} prompt tokens found in the cache.",
+        ]
+    )
