@@ -1,0 +1,432 @@
+"""Readers: what real people asked.
+
+Traces of real services are published in half a dozen formats.
+"""
+
+# Generated from nbs/2_lab/02_readers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=d2eeb4e7ae68 module=6df9d6a40880
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from minivllm.core.trace import Trace
+from minivllm.lab.workload import Workload, WorkloadRequest, text
+
+__all__ = [
+    "MOONCAKE_BLOCK",
+    "WorkloadFileError",
+    "read_azure",
+    "read_bench_serve",
+    "read_burstgpt",
+    "read_mooncake",
+    "read_sharegpt",
+    "read_workload",
+    "split_into_tokens",
+    "tell_format",
+]
+
+
+# %% nbs/2_lab/02_readers.ipynb #WorkloadFileError
+class WorkloadFileError(ValueError):
+    """A workload file that is broken, or of no known format. Names file and line."""
+
+
+def _whole(row: dict[str, Any], key: str, least: int = 0) -> int:
+    """A whole number out of a row. Raises ValueError that says what was there instead."""
+    value = row.get(key)
+    try:
+        number = int(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise ValueError(f"{key!r} must be a whole number, at least {least}, got {value!r}")
+    return number
+
+
+def _row_reader(path: Path, rows: Iterator[tuple[int, Any]], make: Callable[[int, Any], Any]) -> Iterator[Any]:
+    """Make something of each row; say on which line it failed."""
+    i = 0
+    for line, row in rows:
+        try:
+            made = make(i, row)
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"missing {error}" if isinstance(error, KeyError) else error
+            raise WorkloadFileError(f"{path.name}, line {line}: {what}") from error
+        if made is not None:
+            i += 1
+            yield made
+
+
+# %% nbs/2_lab/02_readers.ipynb #_csv_rows
+def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line number and fields of each row of a CSV file that has (at least) these columns."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file)
+        header = [name.strip() for name in next(reader, [])]
+        missing = [name for name in columns if name not in header]
+        if missing:
+            raise WorkloadFileError(f"{path.name}, line 1: no column {', '.join(map(repr, missing))} in {header}")
+        for fields in reader:
+            if not fields:
+                continue
+            if len(fields) != len(header):
+                raise WorkloadFileError(
+                    f"{path.name}, line {reader.line_num}: {len(fields)} fields, the header has {len(header)}"
+                )
+            yield reader.line_num, dict(zip(header, fields, strict=True))
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Line number and value of each line of a JSON lines file."""
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise WorkloadFileError(
+                        f"{path.name}, line {number}: not JSON ({error.msg} at column {error.colno})"
+                    ) from error
+
+
+# %% nbs/2_lab/02_readers.ipynb #_json_items
+def _json_items(path: Path, chunk: int = 1 << 16) -> Iterator[tuple[int, Any]]:
+    """Line number and value of each element of a JSON array, one at a time."""
+    decoder, buffer, line, opened = json.JSONDecoder(), "", 1, False
+    with path.open(encoding="utf-8-sig") as file:
+        more = True
+        while True:
+            skip = re.match(r"[\s,]*" if opened else r"\s*\[\s*", buffer)
+            if skip:
+                line, buffer, opened = line + skip.group().count("\n"), buffer[skip.end() :], True
+            if opened and buffer.startswith("]"):
+                return
+            if opened and buffer:
+                try:
+                    value, end = decoder.raw_decode(buffer)
+                except json.JSONDecodeError as error:
+                    if not more:
+                        where = line + buffer.count("\n", 0, error.pos)
+                        raise WorkloadFileError(f"{path.name}, line {where}: not JSON ({error.msg})") from error
+                else:
+                    if end < len(buffer) or not more:
+                        yield line, value
+                        line, buffer = line + buffer.count("\n", 0, end), buffer[end:]
+                        continue
+            if not more:
+                raise WorkloadFileError(f"{path.name}, line {line}: the array is not closed")
+            text_read = file.read(max(chunk, len(buffer)))
+            more, buffer = bool(text_read), buffer + text_read
+
+
+# %% nbs/2_lab/02_readers.ipynb #read_azure
+_ANSWERS = 1 << 36  # the space of made-up answers, apart from all prompts
+
+
+def read_azure(path: str | Path) -> Workload:
+    """The Azure LLM inference traces of 2023 and 2024: CSV with `TIMESTAMP,ContextTokens,GeneratedTokens`. Prompts share nothing."""
+    path = Path(path)
+
+    def make(workload: Workload) -> Iterator[WorkloadRequest]:
+        first: datetime | None = None
+
+        def request(i: int, row: dict[str, str]) -> WorkloadRequest | None:
+            nonlocal first
+            moment = datetime.fromisoformat(row["TIMESTAMP"].strip())
+            first = first or moment
+            return _unshared(workload, i, (moment - first).total_seconds(),
+                             _whole(row, "ContextTokens"), _whole(row, "GeneratedTokens"))  # fmt: skip
+
+        yield from _row_reader(path, _csv_rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")), request)
+
+    return Workload(path.stem, make)
+
+
+def _unshared(
+    workload: Workload, i: int, moment: float, prompt: int, output: int, **fields: Any
+) -> WorkloadRequest | None:
+    """A request that shares nothing; None, counted, for one without tokens (it failed where it was recorded)."""
+    if prompt < 1 or output < 1:
+        workload.skipped["no prompt tokens" if prompt < 1 else "no answer tokens"] += 1
+        return None
+    return WorkloadRequest(str(i), moment, (text(i, prompt),), text(_ANSWERS + i, output), **fields)
+
+
+# %% nbs/2_lab/02_readers.ipynb #read_mooncake
+MOONCAKE_BLOCK = 512
+
+
+def read_mooncake(path: str | Path) -> Workload:
+    """Mooncake's traces: JSON lines with `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per 512 prompt tokens).
+
+    Hash id `h` becomes the tokens `512 * h` to `512 * h + 511`, so prompts share a prefix exactly where their ids agree.
+    """
+    path = Path(path)
+
+    def make(workload: Workload) -> Iterator[WorkloadRequest]:
+        def request(i: int, row: Any) -> WorkloadRequest | None:
+            if not isinstance(row, dict):
+                raise TypeError(f"an object was expected, got {type(row).__name__}")
+            length, output = _whole(row, "input_length"), _whole(row, "output_length")
+            if length < 1 or output < 1:
+                return _unshared(workload, i, 0.0, length, output)
+            moment = _whole(row, "timestamp") / 1000
+            return WorkloadRequest(str(i), moment, _hashed_prompt(row["hash_ids"], length), text(_ANSWERS + i, output))
+
+        yield from _row_reader(path, _json_rows(path), request)
+
+    return Workload(path.stem, make)
+
+
+def _hashed_prompt(hash_ids: Any, length: int) -> tuple[range, ...]:
+    blocks = -(-length // MOONCAKE_BLOCK)
+    if not isinstance(hash_ids, list) or len(hash_ids) != blocks:
+        given = len(hash_ids) if isinstance(hash_ids, list) else hash_ids
+        raise ValueError(f"'hash_ids' must have {blocks} ids for {length} tokens, got {given}")
+    if not all(isinstance(h, int) and not isinstance(h, bool) and 0 <= h < 1 << 50 for h in hash_ids):
+        raise ValueError("'hash_ids' must be whole numbers from 0 to 2**50 - 1")
+    starts = [h * MOONCAKE_BLOCK for h in hash_ids]
+    last = length - (blocks - 1) * MOONCAKE_BLOCK
+    return tuple(range(s, s + (MOONCAKE_BLOCK if i < blocks - 1 else last)) for i, s in enumerate(starts))
+
+
+# %% nbs/2_lab/02_readers.ipynb #read_burstgpt
+def read_burstgpt(path: str | Path) -> Workload:
+    """BurstGPT: CSV with `Timestamp` (s), `Model`, `Request tokens`, `Response tokens`, and perhaps `Session ID`. Prompts share nothing."""
+    path = Path(path)
+
+    def make(workload: Workload) -> Iterator[WorkloadRequest]:
+        first: float | None = None
+
+        def request(i: int, row: dict[str, str]) -> WorkloadRequest | None:
+            nonlocal first
+            moment = float(row["Timestamp"])
+            first = moment if first is None else first
+            session = row.get("Session ID") or None
+            return _unshared(workload, i, moment - first, _whole(row, "Request tokens"), _whole(row, "Response tokens"),
+                             user=row.get("Model"), session=session)  # fmt: skip
+
+        yield from _row_reader(path, _csv_rows(path, ("Timestamp", "Request tokens", "Response tokens")), request)
+
+    return Workload(path.stem, make)
+
+
+# %% nbs/2_lab/02_readers.ipynb #split_into_tokens
+def split_into_tokens(words: str) -> list[int]:
+    """A stand-in for a tokenizer: words in pieces of at most six letters, digits and signs one by one. Equal pieces, equal ids."""
+    return [
+        int.from_bytes(piece.encode(), "big") % _PIECES
+        for piece in re.findall(r"\s?[^\W\d_]{1,6}|\d|[^\w\s]|_|\s+", words)
+    ]
+
+
+_PIECES = (1 << 31) - 1  # a prime
+
+
+# %% nbs/2_lab/02_readers.ipynb #read_sharegpt
+_ASKS = {"human", "user"}
+_ANSWERS_FROM = {"gpt", "assistant", "chatgpt", "bing", "bard", "model"}
+
+
+def read_sharegpt(
+    path: str | Path, tokenize: Callable[[str], Sequence[int]] = split_into_tokens, think_time: float = 0.0
+) -> Workload:
+    """Conversations as ShareGPT writes them: a JSON array, or JSON lines, of `{"id", "conversations": [{"from", "value"}, ...]}`.
+
+    OpenAI's names (`messages`, `role`, `content`) are understood as well.
+
+    Args:
+        tokenize: text -> token ids.
+        think_time: seconds from an answer to the next question.
+    """
+    path = Path(path)
+
+    def make(workload: Workload) -> Iterator[WorkloadRequest]:
+        def conversation(i: int, row: Any) -> WorkloadRequest | None:
+            turns = _turns(row)
+            first = _answer_after(turns, 0, (), f"{row.get('id', i)}-{i}", 0.0, tokenize, think_time)
+            if first is None:
+                workload.skipped["a conversation without a question and an answer"] += 1
+            return first
+
+        rows = _json_items(path) if _first_sign(path) == "[" else _json_rows(path)
+        yield from _row_reader(path, rows, conversation)
+
+    return Workload(path.stem, make)
+
+
+def _turns(row: Any) -> list[tuple[str, str]]:
+    """(speaker, text) of each message."""
+    messages = row.get("conversations", row.get("messages")) if isinstance(row, dict) else None
+    if not isinstance(messages, list):
+        raise TypeError("no list 'conversations' or 'messages'")
+    turns = []
+    for message in messages:
+        if not isinstance(message, dict):
+            raise TypeError(f"a message must be an object, got {type(message).__name__}")
+        who, what = message.get("from", message.get("role")), message.get("value", message.get("content"))
+        if not isinstance(who, str) or not isinstance(what, str):
+            raise TypeError(
+                f"a message needs the texts 'from' and 'value' (or 'role' and 'content'), got keys {sorted(message)}"
+            )
+        turns.append((who, what))
+    return turns
+
+
+# %% nbs/2_lab/02_readers.ipynb #_answer_after
+def _answer_after(
+    turns: list[tuple[str, str]],
+    start: int,
+    history: tuple[Sequence[int], ...],
+    name: str,
+    moment: float,
+    tokenize: Callable[[str], Sequence[int]],
+    think_time: float,
+) -> WorkloadRequest | None:
+    """The request for the next answer at or after turn `start`; None if there is none."""
+    for i in range(start, len(turns)):
+        who, what = turns[i]
+        ids = tokenize(what)
+        if who in _ANSWERS_FROM and ids and any(history):
+            after = (*history, ids)
+
+            def follow_up(
+                finished: float, i: int = i, after: tuple[Sequence[int], ...] = after
+            ) -> WorkloadRequest | None:
+                return _answer_after(turns, i + 1, after, name, finished + think_time, tokenize, think_time)
+
+            has_more = any(w in _ANSWERS_FROM and said for w, said in turns[i + 1 :])
+            return WorkloadRequest(
+                f"{name}-{i}", moment, history, ids, user=name, session=name, follow_up=follow_up if has_more else None
+            )
+        history = (*history, ids)
+    return None
+
+
+# %% nbs/2_lab/02_readers.ipynb #read_bench_serve
+def read_bench_serve(path: str | Path, seed: int = 0) -> Workload:
+    """The result file of `vllm bench serve --save-result --save-detailed`. Prompts share nothing.
+
+    Arrival times are the recorded `start_times`. In files without them, all requests arrive at 0 if `request_rate` was infinite, and
+    otherwise at moments drawn with `seed`.
+    """
+    path = Path(path)
+    result = _bench_result(path)
+    inputs, outputs = result["input_lens"], result["output_lens"]
+    starts = result.get("start_times") or [0.0] * len(inputs)
+    first = min(starts, default=0.0)
+    order = sorted(range(len(inputs)), key=lambda i: starts[i])
+
+    def make(workload: Workload) -> Iterator[WorkloadRequest]:
+        for i in order:
+            request = _unshared(workload, i, starts[i] - first, inputs[i], outputs[i])
+            if request is not None:
+                yield request
+
+    workload, rate = Workload(path.stem, make), float(result.get("request_rate") or "inf")
+    if "start_times" in result or rate == float("inf"):
+        return workload
+    return workload.arriving(rate, float(result.get("burstiness", 1.0)), seed)
+
+
+def _bench_result(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise WorkloadFileError(f"{path.name}, line {error.lineno}: not JSON ({error.msg})") from error
+    if not isinstance(result, dict) or "input_lens" not in result or "output_lens" not in result:
+        raise WorkloadFileError(
+            f"{path.name}, line 1: no 'input_lens' and 'output_lens'; run `vllm bench serve` with --save-result --save-detailed"
+        )
+    counts = {key: len(result[key]) for key in ("input_lens", "output_lens", "start_times") if key in result}
+    if len(set(counts.values())) > 1:
+        raise WorkloadFileError(f"{path.name}, line 1: lists of different length: {counts}")
+    for key in ("input_lens", "output_lens"):
+        for i, value in enumerate(result[key]):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise WorkloadFileError(
+                    f"{path.name}, line 1: {key}[{i}] must be a whole number, at least 0, got {value!r}"
+                )
+    return result
+
+
+# %% nbs/2_lab/02_readers.ipynb #read_workload
+def read_workload(
+    path: str | Path, limit: int | None = None, *, tokenize: Callable[[str], Sequence[int]] = split_into_tokens
+) -> Workload:
+    """A workload from a file of any known format: Azure, Mooncake, BurstGPT, ShareGPT, `vllm bench serve`, or a trace of minivllm.
+
+    Args:
+        limit: only the first so many requests (conversations, for ShareGPT).
+        tokenize: text -> token ids, for files of texts.
+
+    Raises:
+        FileNotFoundError: no such file.
+        WorkloadFileError: of no known format. A broken line is found when the workload is walked through.
+    """
+    path = Path(path)
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    workload = _open_workload(path, tokenize)
+    return workload if limit is None else workload.head(limit)
+
+
+def _open_workload(path: Path, tokenize: Callable[[str], Sequence[int]]) -> Workload:
+    kind = tell_format(path)
+    if kind == "trace":
+        return Workload.from_trace(Trace.load(path))
+    if kind == "sharegpt":
+        return read_sharegpt(path, tokenize)
+    return {"azure": read_azure, "mooncake": read_mooncake, "burstgpt": read_burstgpt, "bench": read_bench_serve}[kind](
+        path
+    )
+
+
+# %% nbs/2_lab/02_readers.ipynb #tell_format
+def tell_format(path: str | Path) -> str:
+    """`azure`, `mooncake`, `burstgpt`, `sharegpt`, `bench` or `trace`, told from a file's content."""
+    path = Path(path)
+    with path.open("rb") as file:
+        start = file.read(1 << 20)
+    if start.startswith(b"PAR1"):
+        return "trace"
+    begin = start.decode("utf-8-sig", errors="replace").lstrip()
+    line = begin.split("\n", 1)[0].strip()
+    if "ContextTokens" in line:
+        return "azure"
+    if "Request tokens" in line:
+        return "burstgpt"
+    if begin.startswith("["):
+        if re.search(r'"(conversations|messages)"\s*:\s*\[', begin):
+            return "sharegpt"
+    elif begin.startswith("{"):
+        keys = set(re.findall(r'"(\w+)"\s*:', line if line.endswith("}") else begin))
+        for key, kind in {
+            "hash_ids": "mooncake",
+            "conversations": "sharegpt",
+            "messages": "sharegpt",
+            "trace": "trace",
+        }.items():
+            if key in keys:
+                return kind
+        if "input_lens" in keys or "num_prompts" in keys:
+            return "bench"
+    shown = line[:60] + "..." * (len(line) > 60)
+    raise WorkloadFileError(
+        f"{path.name}, line 1: no known workload format. It begins with {shown!r}. Known: Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens),"
+        " BurstGPT CSV (Timestamp,...,Request tokens,...), Mooncake JSON lines (hash_ids), ShareGPT JSON (conversations),"
+        " vllm bench serve JSON (input_lens), traces of minivllm (.jsonl, .parquet)"
+    )
+
+
+def _first_sign(path: Path) -> str:
+    with path.open(encoding="utf-8-sig") as file:
+        return file.read(4096).lstrip()[:1]
