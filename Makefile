@@ -11,9 +11,10 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 # An environment is good for as long as these two files say the same.
 KEY := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 READY := $(VENV)/ready-$(KEY)
+GPU_READY := $(VENV)/ready-gpu-$(KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lab serve site export check format lint types bench clean
+.PHONY: help install demo test lab serve site export check format lint types bench gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*##' '/^[a-z]+:.*##/ {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +73,21 @@ types: $(READY)  ## check the types of both packages with mypy
 
 bench: $(READY)  ## run the benchmarks; each prints a table of ratios
 	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# Extra arguments for compute-sanitizer's runs: the attention kernels, over lengths around the edges of a tile.
+SANITIZE := --kernel-regex kns=decode_mma --kernel-regex kns=prefill_mma --error-exitcode 1
+
+gpu: $(GPU_READY)  ## on a machine with an NVIDIA GPU: test, sanitize and time the kernels
+	$(BIN)/pytest -m gpu tests/kernels_cuda
+	@if command -v compute-sanitizer >/dev/null; then for tool in memcheck racecheck; do \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool $(SANITIZE) \
+		$(BIN)/python -m pytest -q tests/kernels_cuda/test_gpu.py -k "lengths_around or view_of" || exit 1; done; \
+	else echo "compute-sanitizer is not here (it comes with the CUDA toolkit): not run"; fi
+	$(BIN)/python benchmarks/kernels.py --output benchmarks/results
+
+$(GPU_READY): $(READY)
+	$(BIN)/pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,cuda]'
+	@touch $@
 
 clean:  ## delete the environment, caches and built pages
 	rm -rf $(VENV) site/_pages site/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

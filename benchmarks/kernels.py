@@ -1,6 +1,6 @@
 """How fast are the CUDA kernels? Prints ratios to the card's own copy bandwidth and to torch's attention.
 
-    python benchmarks/kernels.py [--output FILE.json]
+    python benchmarks/kernels.py [--output FOLDER]
 
 Decode: bytes of K and V over the time, against a device-to-device copy (read plus write counted) measured in the same
 run, and against torch's scaled_dot_product_attention on contiguous K and V of the same lengths. Prefill: against
@@ -199,10 +199,11 @@ def show(title: str, rows: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="also write the results to this JSON file")
+    parser.add_argument("--output", type=Path, help="also write the results to kernels-CARD.json in this folder")
     arguments = parser.parse_args()
     if (reason := ops.device_unsupported(CUDA)) is not None:
-        raise SystemExit(f"this benchmark needs a GPU: {reason}")
+        print(f"not run, this benchmark needs a GPU: {reason}")
+        return
     torch.manual_seed(0)
     copy = copy_bandwidth()
     name = torch.cuda.get_device_name(CUDA)
@@ -243,7 +244,9 @@ def main() -> None:
     if arguments.output is not None:
         result = {"card": name, "torch": torch.__version__, "copy_gb_s": copy}
         result |= {"decode": decode, "prefill": prefill, "other": others, "host": host}
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        card = name.lower().replace(" ", "-")
+        (arguments.output / f"kernels-{card}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Question: a batch holds one sequence of 16,000 tokens and sixty short ones.
 
 # Generated from nbs/4_kernels/04_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8fa03be1c270 module=5903bacaaee8
+# literate: notebook=bf7f484f0dc5 module=617149fd8828
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -151,6 +151,7 @@ def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps:
 def _smallest_chunk(tiles: np.ndarray, heads: int, slots: int, low: int) -> int:
     """The smallest chunk, at least `low`, whose items fit into `slots`."""
     high = int(tiles.max())
+    low = max(low, -(-int(tiles.sum()) * heads // slots))  # fewer would not fit even if nothing were rounded up
     while low < high:
         middle = (low + high) // 2
         if int((-(-tiles // middle)).sum()) * heads <= slots:
