@@ -6,7 +6,7 @@ and carries an edited module back into its notebook.
 
 # Generated from nbs/literate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ca8846a03917 module=598924727d51
+# literate: notebook=e2552bc47bc8 module=c51fd9aff2c0
 
 import abc
 import argparse
@@ -1001,7 +1001,7 @@ def strip(data: dict[str, Any]) -> dict[str, Any]:
     for raw in data["cells"]:
         cell = {**raw, "metadata": {k: v for k, v in raw["metadata"].items() if k not in VOLATILE_CELL}}
         if raw["cell_type"] == "code":
-            cell |= {"execution_count": None, "outputs": [_strip_output(output) for output in raw.get("outputs", [])]}
+            cell |= {"execution_count": None, "outputs": _merge_streams(map(_strip_output, raw.get("outputs", [])))}
         cells.append(cell)
     metadata = {
         k: v for k, v in data.get("metadata", {}).items() if k not in {"widgets", "signature", "vscode", "colab"}
@@ -1012,6 +1012,18 @@ def strip(data: dict[str, Any]) -> dict[str, Any]:
         "nbformat": 4,
         "nbformat_minor": max(5, data.get("nbformat_minor", 5)),
     }
+
+
+def _merge_streams(outputs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join neighbouring pieces of one stream: into how many pieces a kernel sends its text is chance."""
+    merged: list[dict[str, Any]] = []
+    for output in outputs:
+        last = merged[-1] if merged else {}
+        if output["output_type"] == last.get("output_type") == "stream" and output["name"] == last["name"]:
+            merged[-1] = {**last, "text": joined(last["text"]) + joined(output["text"])}
+        else:
+            merged.append(output)
+    return merged
 
 
 def _strip_output(output: dict[str, Any]) -> dict[str, Any]:
