@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b797aec811f1 module=2642e6478129
+# literate: notebook=b06aa2f23bce module=4a7768d93fb4
 
 from __future__ import annotations
 
@@ -332,6 +332,9 @@ class EngineArgs:
         "what `logprobs` reports",
         ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
     )
+    kv_events_endpoint: str | None = _arg(None, "ZeroMQ address to publish KV events on, such as tcp://127.0.0.1:5557")
+    kv_events_replay_endpoint: str | None = _arg(None, "ZeroMQ address that replays KV events")
+    kv_events_topic: str = _arg("", "first frame of every KV event message")
     generation_config: str = _arg("auto", "sampling defaults: auto (the model's), or vllm (neutral)", ("auto", "vllm"))
 
     def __post_init__(self) -> None:
@@ -348,6 +351,8 @@ class EngineArgs:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs must be -1 or at least 0, got {self.max_logprobs}")
+        if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
+            raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
             raise ValueError('preemption_mode="swap" needs num_cpu_blocks of at least 1, got 0')
 

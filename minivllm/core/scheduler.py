@@ -5,7 +5,7 @@ Which tokens are computed in the next step?
 
 # Generated from nbs/1_core/10_scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=78d6bb6ed50b module=e2f9e9515821
+# literate: notebook=8e09577e60ce module=aa6b1db2d0a0
 
 from __future__ import annotations
 
@@ -639,6 +639,11 @@ class Scheduler:
         self.subscribe(self._recorder)
         self._last_wait = None
         return trace
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a trace is being recorded."""
+        return self._recorder is not None
 
     def stop_recording(self) -> None:
         """End the recording that `record` began."""

@@ -5,7 +5,7 @@ Everything that vLLM is famous for happens in three lines: decide, carry out, ta
 
 # Generated from nbs/5_engine/10_engine_core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bb7f1722dbc1 module=0332b9a8bd1d
+# literate: notebook=30a5a719564b module=325dd1ea9410
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineConfig
+from minivllm.core.kv_events import KVEventTap
 from minivllm.core.output import EngineCoreOutput, SchedulerOutput
 from minivllm.core.policy import Policy
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
 from minivllm.core.trace import Trace
+from minivllm.engine.kv_publisher import KVEventPublisher
 
 __all__ = ["EngineCore"]
 
@@ -48,10 +50,16 @@ class EngineCore:
             swaps = config.args.preemption_mode == "swap"
             preemption = Swap(config.cache.num_cpu_blocks) if swaps else Recompute()
         self.executor = executor
+        self._publisher: KVEventPublisher | None = None
         self.clock = clock or WallClock()
         self.scheduler = Scheduler(
             config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
         )
+        if config.args.kv_events_endpoint is not None:
+            self._tap = KVEventTap(self.scheduler)
+            self._publisher = KVEventPublisher(
+                config.args.kv_events_endpoint, config.args.kv_events_replay_endpoint, config.args.kv_events_topic
+            )
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
@@ -81,7 +89,10 @@ class EngineCore:
         except BaseException:
             self._give_up(output)
             raise
-        return self.scheduler.update(output, result)
+        outputs = self.scheduler.update(output, result)
+        if self._publisher is not None:
+            self._publisher.publish(self._tap.take())
+        return outputs
 
     # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-_give_up
     def _give_up(self, output: SchedulerOutput) -> None:
@@ -97,7 +108,7 @@ class EngineCore:
         Raises:
             RuntimeError: a recording is under way.
         """
-        if self.scheduler.trace is not None:
+        if self.scheduler.is_recording:
             raise RuntimeError("this engine is recording already; leave the other record() block first")
         trace = self.scheduler.record()
         try:
@@ -106,5 +117,9 @@ class EngineCore:
             self.scheduler.stop_recording()
 
     def shutdown(self) -> None:
-        """Give the executor's memory back."""
+        """Give the executor's memory back, and send the last KV events."""
+        if self._publisher is not None:
+            self._publisher.publish(self._tap.take())
+            self._publisher.close()
+            self._publisher = None
         self.executor.shutdown()

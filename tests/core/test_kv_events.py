@@ -113,3 +113,41 @@ def test_publish_subscribe_replay():
     finally:
         publisher.close()
         context.destroy(linger=0)
+
+
+def test_an_engine_publishes(tmp_path):
+    zmq = pytest.importorskip("zmq")
+    msgpack = pytest.importorskip("msgpack")
+    from tiny_models import save_tiny_model
+
+    from minivllm import LLM, SamplingParams
+
+    context = zmq.Context()
+    path = save_tiny_model("llama", tmp_path / "tiny")
+    try:
+        with LLM(
+            path,
+            dtype="float32",
+            block_size=8,
+            num_gpu_blocks=16,
+            kv_events_endpoint="tcp://127.0.0.1:*",
+            kv_events_replay_endpoint="tcp://127.0.0.1:*",
+        ) as llm:
+            llm.generate(
+                [{"prompt_token_ids": list(range(20))}], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False
+            )
+            with llm.record() as trace:
+                llm.generate(
+                    [{"prompt_token_ids": list(range(20))}], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False
+                )
+            assert trace.num_steps
+            dealer = context.socket(zmq.DEALER)
+            dealer.connect(llm.llm_engine.core._publisher.replay_endpoint)
+            dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+            assert dealer.poll(5000)
+            _, number, payload = dealer.recv_multipart()
+            (event,) = msgpack.unpackb(payload)[1]
+            assert event[0] == "BlockStored"
+            assert event[3] == list(range(16))
+    finally:
+        context.destroy(linger=0)
