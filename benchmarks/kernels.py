@@ -98,7 +98,7 @@ def decode_row(name: str, spec: AttentionSpec, lens: np.ndarray, copy: float) ->
     del caches, replay
     row = {
         "case": name, "kv_mb": kv_bytes / 1e6, "ms": ours, "gb_s": kv_bytes / ours / 1e6,
-        "of_copy": kv_bytes / ours / 1e6 / copy, "warps": plan.device_plan.warps, "items": len(plan.device_plan.items),
+        "of_copy": kv_bytes / ours / 1e6 / copy, "warps": plan.device_plan.decode_kernel.threads // 32, "items": len(plan.device_plan.items),
     }  # fmt: skip
     if lens.min() == lens.max():
         size = (batch, spec.num_kv_heads, int(lens[0]), spec.head_dim)

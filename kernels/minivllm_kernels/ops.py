@@ -5,7 +5,7 @@ Question: a kernel believes whatever address it is given.
 
 # Generated from nbs/4_kernels/10_ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=845c968dfb1d module=12d00cf7affe
+# literate: notebook=ba87df919688 module=eadbdffc7915
 
 import functools
 from dataclasses import dataclass
@@ -204,7 +204,10 @@ class AttentionPlan:
     table: Tensor
     items: Tensor
     tiles: Tensor
-    warps: int
+    decode_grid: tuple[int, int]
+    prefill_grid: tuple[int, int]
+    decode_kernel: Kernel | None = None
+    prefill_kernel: Kernel | None = None
     part_o: Tensor | None = None
     part_ml: Tensor | None = None
     arrivals: Tensor | None = None
@@ -291,7 +294,10 @@ def plan_attention(
         table=table_there,
         items=items_there,
         tiles=tiles_there,
-        warps=warps,
+        decode_grid=(kv_heads * decode.mma_parts(shape), len(items)),
+        prefill_grid=(kv_heads, len(tiles)),
+        decode_kernel=decode.mma_split_kv(shape, warps) if len(items) else None,
+        prefill_kernel=prefill.mma_tiles(shape, prefill.best_warps(shape)) if len(tiles) else None,
     )
     if slots:
         heads = kv_heads * shape.group
@@ -323,15 +329,13 @@ def paged_attention(q: Tensor, kv_cache: Tensor, plan: AttentionPlan, out: Tenso
         check_rows("out", out)
     pointers = (out.data_ptr(), q.data_ptr(), *halves_of(kv_cache), plan.table.data_ptr())
     strides = (plan.table.shape[1], q.stride(0) // 2, out.stride(0) // 2, *cache_strides(kv_cache))
-    if len(plan.items):
+    if plan.decode_kernel is not None:
         parts = [0 if x is None else x.data_ptr() for x in (plan.part_o, plan.part_ml, plan.arrivals)]
-        grid = (plan.kv_heads * decode.mma_parts(shape), len(plan.items))
-        kernel = decode.mma_split_kv(shape, plan.warps)
-        run(kernel, device, grid, *pointers, plan.items.data_ptr(), *parts, plan.scale, plan.cap, *strides)
-    if len(plan.tiles):
-        grid = (plan.kv_heads, len(plan.tiles))
-        kernel = prefill.mma_tiles(shape, prefill.best_warps(shape))
-        run(kernel, device, grid, *pointers, plan.tiles.data_ptr(), plan.scale, plan.cap, plan.window, *strides)
+        numbers = (*pointers, plan.items.data_ptr(), *parts, plan.scale, plan.cap, *strides)
+        run(plan.decode_kernel, device, plan.decode_grid, *numbers)
+    if plan.prefill_kernel is not None:
+        numbers = (*pointers, plan.tiles.data_ptr(), plan.scale, plan.cap, plan.window, *strides)
+        run(plan.prefill_kernel, device, plan.prefill_grid, *numbers)
     return out
 
 
