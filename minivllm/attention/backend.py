@@ -1,8 +1,12 @@
-"""Attention over pages: the contract."""
+"""Where do the keys and values of a request live?
+
+In pages of one big tensor, anywhere, with a table that says where; this module is the contract
+between the model and whoever computes attention over those pages.
+"""
 
 # Generated from nbs/3_model/01_attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b823fd58e57d module=4627623e3e96
+# literate: notebook=73c43ab91356 module=f3f467dba052
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,8 +1,11 @@
-"""Reference attention."""
+"""What exactly must attention compute?
+
+Paged attention in plain torch, one token at a time: the one to read, and the oracle for the others.
+"""
 
 # Generated from nbs/3_model/02_reference.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=45ca8bf2ad0a module=7b8fcd163fd1
+# literate: notebook=210e448414a7 module=31302e7d1d3c
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,8 +1,12 @@
-"""Attention by torch's fused kernel."""
+"""How fast can paged attention be with torch alone?
+
+Gather the pages and call torch's fused `scaled_dot_product_attention`: single-token rows as a few
+rectangles, prefill chunks one by one.
+"""
 
 # Generated from nbs/3_model/03_sdpa.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=484f3349e353 module=2990933a945b
+# literate: notebook=95b2ae7ae316 module=75cd0f57c1b8
 
 from dataclasses import dataclass
 from typing import ClassVar

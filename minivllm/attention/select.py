@@ -5,7 +5,7 @@ There are several ways to compute attention, and none is best everywhere.
 
 # Generated from nbs/3_model/03b_select.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2f77c44126fe module=d948ad50654e
+# literate: notebook=0753f4489744 module=d948ad50654e
 
 import importlib
 from collections.abc import Callable, Iterable

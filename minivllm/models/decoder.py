@@ -1,8 +1,11 @@
-"""The decoder."""
+"""How do tokens become logits?
+
+One decoder for many families: built from a `DecoderSpec`, run over a paged KV cache.
+"""
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=49f1084baea5 module=5ec40e688ab7
+# literate: notebook=6bd4feee8377 module=93a1e42d3484
 
 from collections.abc import Iterable, Sequence
 
@@ -20,12 +23,11 @@ from minivllm.models.spec import DecoderSpec
 __all__ = ["Attention", "Decoder", "DecoderLayer", "RopeTable", "norm_dtype"]
 
 
-# %% nbs/3_model/05b_decoder.ipynb #code-59bd4a
+# %% nbs/3_model/05b_decoder.ipynb #Attention
 RopeTable = tuple[Tensor, Tensor] | None
 """cos and sin of the step's positions, or None for a layer without positions."""
 
 
-# %% nbs/3_model/05b_decoder.ipynb #Attention
 class Attention:
     """Self-attention of one layer: QKV product, head norms, rotation, cache, attention, output product."""
 

@@ -1,8 +1,11 @@
-"""Norm and MLP."""
+"""What is between the large products?
+
+The small layers: RMS norm, norm of query and key heads, gated MLP.
+"""
 
 # Generated from nbs/3_model/04c_layers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=33d12692ce8a module=ed9023a32a78
+# literate: notebook=e81bac58b2f0 module=76574d1fd163
 
 from collections.abc import Callable
 from functools import partial

@@ -1,8 +1,11 @@
-"""Linear layers."""
+"""Which matrix product?
+
+Linear layers whose weights are fused at load and whose product is chosen after loading.
+"""
 
 # Generated from nbs/3_model/04a_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=251f12e52981 module=a1bb7101a15c
+# literate: notebook=d6b3e071d692 module=be87d7daffdc
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +26,7 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/04a_linear.ipynb #code-f0184b
+# %% nbs/3_model/04a_linear.ipynb #torch_kernel
 LinearKernel = Callable[[Tensor], Tensor]
 """From [T, in_features] to [T, out_features]."""
 
@@ -31,7 +34,6 @@ KernelMaker = Callable[[Tensor, Tensor | None], LinearKernel]
 """From weight [out_features, in_features] and bias [out_features] (or None) to a kernel; may repack the weight."""
 
 
-# %% nbs/3_model/04a_linear.ipynb #torch_kernel
 def torch_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
     """torch's own product. Its rounding may depend on the number of rows."""
     transposed = weight.t()

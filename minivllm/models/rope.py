@@ -1,8 +1,12 @@
-"""Rotary positions."""
+"""How does a token know where it stands?
+
+Rotary position embeddings (Su et al., RoFormer, 2021) and the ways to stretch them, as transformers
+defines them.
+"""
 
 # Generated from nbs/3_model/04b_rope.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6e2430f98ccc module=5b3b7273bc46
+# literate: notebook=cd030bc0ac1e module=90773d6474cf
 
 import math
 from dataclasses import dataclass
@@ -22,11 +26,10 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/04b_rope.ipynb #code-f11c65
+# %% nbs/3_model/04b_rope.ipynb #RopeSpec
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
-# %% nbs/3_model/04b_rope.ipynb #RopeSpec
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
     """Which rotation belongs to which position.

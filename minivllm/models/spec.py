@@ -1,8 +1,12 @@
-"""What differs between models."""
+"""In what do models differ?
+
+`DecoderSpec` says what one decoder-only model differs in from another; a family makes it from a
+Hugging Face config, in a dozen lines.
+"""
 
 # Generated from nbs/3_model/05a_spec.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d819f5d9b64f module=8a905cbb3522
+# literate: notebook=16e84909ed84 module=5e74ad78bc47
 
 import math
 from collections.abc import Callable
@@ -315,12 +319,11 @@ def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
     Raises:
         ValueError: unknown architecture, unsupported field or value; names it.
     """
-    names = hf_config.get("architectures") or [_ARCHITECTURE_OF.get(hf_config.get("model_type", ""))]
+    model_type = hf_config.get("model_type")
+    names = hf_config.get("architectures") or [_ARCHITECTURE_OF.get(model_type, "")]
     if names[0] not in FAMILIES:
-        raise ValueError(
-            f"architecture {names[0]!r} (model_type {hf_config.get('model_type')!r}) is not supported;"
-            f" supported: {', '.join(FAMILIES)}"
-        )
+        what = f"architecture {names[0]!r}" if names[0] else f"model_type {model_type!r}"
+        raise ValueError(f"{what} is not supported; supported architectures: {', '.join(FAMILIES)}")
     reader = ConfigReader(hf_config, names[0])
     spec = FAMILIES[names[0]](reader)
     reader.finish()
@@ -370,6 +373,7 @@ def read_common(
     }
 
 
+# %% nbs/3_model/05a_spec.ipynb #read_window_per_layer
 def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int | None]:
     """Qwen's rule: `layer_types`, or a window from layer `max_window_layers` on; nothing without `use_sliding_window`."""
     count = r.need("num_hidden_layers")
@@ -384,6 +388,7 @@ def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int 
     return windows_from_types(r, types, window)
 
 
+# %% nbs/3_model/05a_spec.ipynb #windows_from_types
 def windows_from_types(r: ConfigReader, types: list[str], window: int | None) -> list[int | None]:
     """A window per layer, from the config's `layer_types`.
 
@@ -458,6 +463,7 @@ def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: in
     return rope_from_parameters(parameters | scaling, theta=global_theta, dim=head_dim, max_position=max_position)
 
 
+# %% nbs/3_model/05a_spec.ipynb #gemma3
 @family("Gemma3ForCausalLM")
 def gemma3(r: ConfigReader) -> DecoderSpec:
     """Gemma 3, text only: norms before and after, `1 + weight`, local layers with a rotation of their own."""
