@@ -5,7 +5,7 @@ Whether a scheduling policy is good depends on who asks.
 
 # Generated from nbs/2_lab/01_workload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0f5b7a0f4317 module=21479c484b69
+# literate: notebook=2ed2b8acf696 module=ec700ccedf7e
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ __all__ = [
     "ANSWERS",
     "PROMPTS",
     "Lengths",
+    "Recorded",
     "Workload",
     "WorkloadRequest",
     "bursts",
@@ -281,15 +282,25 @@ class Workload:
     @classmethod
     def from_trace(cls, trace: Trace) -> Workload:
         """The requests of a recorded run, with their recorded answers. Times count from the first arrival."""
-        requests, skipped = recorded_requests(trace)
-        first = min((r.arrival_time for r in requests), default=0.0)
-        ordered = sorted(
-            (replace(r, arrival_time=r.arrival_time - first) for r in requests), key=lambda r: r.arrival_time
-        )
+        recorded = recorded_requests(trace)
+        skipped = Counter({"ended without a token": sum(not r.answered for r in recorded)})
+        skipped["under way when the recording began"] = len(trace.start.requests)
+        requests = [r.request for r in recorded if r.answered]
+        first, names = min((r.arrival_time for r in requests), default=0.0), Counter[str]()
+        for i, r in enumerate(requests):
+            names[r.request_id] += 1
+            again = f"#{names[r.request_id]}" if names[r.request_id] > 1 else ""
+            requests[i] = replace(
+                r,
+                request_id=r.request_id + again,
+                arrival_time=r.arrival_time - first,
+                ends_with_stop=r.ends_with_stop or None,  # one that was cut off ends where it was cut
+            )
+        requests.sort(key=lambda r: r.arrival_time)
 
         def make(workload: Workload) -> Iterable[WorkloadRequest]:
-            workload.skipped.update(skipped)
-            return ordered
+            workload.skipped.update(+skipped)
+            return requests
 
         return cls("recorded run", make)
 
@@ -532,45 +543,56 @@ def _conversation(
     return start
 
 
-# %% nbs/2_lab/01_workload.ipynb #recorded_requests
-def recorded_requests(trace: Trace) -> tuple[list[WorkloadRequest], Counter[str]]:
-    """The requests that were added during a recording, on its clock, in that order; and why others are left out, counted."""
-    added: dict[str, tuple[Any, ...]] = {}
-    answers: dict[str, array[int]] = {}
-    ends: dict[str, tuple[str, Any]] = {}
-    skipped: Counter[str] = Counter()
+# %% nbs/2_lab/01_workload.ipynb #Recorded
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A request that was added during a recording.
+
+    Attributes:
+        request: with its recorded answer, its times on the recording's clock. A request that got no token has the answer `[0]`.
+        reason: why it ended, or "unfinished".
+        answered: it got at least one token.
+    """
+
+    request: WorkloadRequest
+    reason: str
+    answered: bool
+
+
+def recorded_requests(trace: Trace) -> list[Recorded]:
+    """The requests that were added during a recording, in that order. An id can occur again after its request has ended."""
+    added: list[tuple[Any, ...]] = []
+    answers: list[array[int]] = []
+    ends: list[tuple[str, Any]] = []
+    latest: dict[str, int] = {}
     for event in trace.events:
         kind = event[0]
         if kind == "add":
-            added[event[1]], answers[event[1]] = event, array("q")
-            ends.pop(event[1], None)
+            latest[event[1]] = len(added)
+            added.append(event)
+            answers.append(array("q"))
+            ends.append(("unfinished", None))
         elif kind == "update":
             for request_id, tokens in event[2].items():
-                if request_id in answers:
-                    answers[request_id].extend(tokens)
-        elif kind == "finish":
-            ends[event[1]] = event[2:]
-    if trace.start.requests:
-        skipped["under way when the recording began"] = len(trace.start.requests)
-    requests = []
-    for request_id, answer in answers.items():
-        if answer:
-            requests.append(_recorded_request(added[request_id], answer, *ends.get(request_id, ("unfinished", None))))
-        else:
-            skipped["ended without a token"] += 1
-    return requests, skipped
+                if request_id in latest:
+                    answers[latest[request_id]].extend(tokens)
+        elif kind == "finish" and event[1] in latest:
+            ends[latest[event[1]]] = event[2:]
+    return [_recorded(*values) for values in zip(added, answers, ends, strict=True)]
 
 
-def _recorded_request(added: tuple[Any, ...], answer: Sequence[int], reason: str, stop_reason: Any) -> WorkloadRequest:
+def _recorded(added: tuple[Any, ...], answer: array[int], end: tuple[str, Any]) -> Recorded:
     _, request_id, _, max_tokens, arrival, priority, user, prompt = added[:8]
-    return WorkloadRequest(
+    reason, stop_reason = end
+    request = WorkloadRequest(
         request_id,
         arrival,
         (prompt,),
-        answer,
+        answer or [0],
         max_tokens=max_tokens,
         user=user,
         priority=priority,
-        ends_with_stop=True if reason == "stop" else None,
+        ends_with_stop=reason == "stop",
         stop_token_id=stop_reason if isinstance(stop_reason, int) else None,
     )
+    return Recorded(request, reason, bool(answer))

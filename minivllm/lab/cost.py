@@ -1,0 +1,384 @@
+"""How long does a step take?
+
+A simulation needs no model, but it needs to know how long the model would have taken.
+"""
+
+# Generated from nbs/2_lab/03_cost.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=781ecde334bf module=6c6ad345fe30
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.trace import Trace
+
+__all__ = [
+    "DEVICES",
+    "MODELS",
+    "Constant",
+    "CostModel",
+    "Device",
+    "FittedCost",
+    "ModelShape",
+    "Roofline",
+    "StepWork",
+    "features",
+    "fit_cost",
+    "timed_steps",
+]
+
+
+# %% nbs/2_lab/03_cost.ipynb #StepWork
+@dataclass(slots=True)
+class StepWork:
+    """The amount of work in one step.
+
+    Attributes:
+        num_tokens: tokens computed.
+        num_requests: rows of the batch.
+        num_sampled: rows that get a token: one row of logits each.
+        decode_context: tokens whose keys and values are read by rows of a single token.
+        prefill_context: the same for rows of several tokens.
+        prefill_pairs: (query, key) pairs of rows of several tokens.
+        swapped_tokens: tokens whose KV blocks are copied to or from the CPU.
+    """
+
+    num_tokens: int = 0
+    num_requests: int = 0
+    num_sampled: int = 0
+    decode_context: int = 0
+    prefill_context: int = 0
+    prefill_pairs: int = 0
+    swapped_tokens: int = 0
+
+    def add(self, computed: int, n: int) -> None:
+        """Count a row that computes `n` tokens after `computed` earlier ones."""
+        self.num_tokens += n
+        self.num_requests += 1
+        if n == 1:
+            self.decode_context += computed + 1
+        else:
+            self.prefill_context += computed + n
+            self.prefill_pairs += n * computed + n * (n + 1) // 2
+
+
+# %% nbs/2_lab/03_cost.ipynb #CostModel
+class CostModel(ABC):
+    """How long steps take. Derive from it, or use `Constant`, `Roofline` or `CostModel.fit(trace)`."""
+
+    @abstractmethod
+    def seconds(self, output: SchedulerOutput, work: StepWork) -> float:
+        """Seconds from this decision to the next one, if nobody has to wait for new requests."""
+
+    def num_gpu_blocks(self, block_size: int) -> int | None:
+        """KV blocks that the device has room for, or None if the model of cost does not know."""
+        return None
+
+    @staticmethod
+    def fit(trace: Trace, knots: Sequence[int] = (1, 8, 32, 128, 512, 2048)) -> FittedCost:
+        """A cost model from the step times of a recorded run: see `FittedCost`.
+
+        Raises:
+            ValueError: the trace has too few steps that were timed, or no time passed in them.
+        """
+        return fit_cost(trace, knots)
+
+
+@dataclass(frozen=True)
+class Constant(CostModel):
+    """Every step takes `per_step` seconds and `per_token` seconds for each of its tokens."""
+
+    per_step: float = 0.01
+    per_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.per_step < 0 or self.per_token < 0 or self.per_step + self.per_token == 0:
+            raise ValueError(f"a step must take time: got per_step={self.per_step}, per_token={self.per_token}")
+
+    def seconds(self, output: SchedulerOutput, work: StepWork) -> float:
+        return self.per_step + self.per_token * work.num_tokens
+
+
+# %% nbs/2_lab/03_cost.ipynb #Device
+@dataclass(frozen=True)
+class Device:
+    """What a roofline needs to know of a device.
+
+    Attributes:
+        flops: multiply-adds count as two, per second, dense, in the dtype of the model; data sheet.
+        bandwidth: bytes per second of its memory; data sheet (for the CPU: measured).
+        memory_bytes: memory for weights and KV cache.
+        compute_efficiency, memory_efficiency: the share of those that kernels reach.
+        step_overhead: seconds per step that hide behind nothing.
+        layer_overhead: seconds per layer that hide behind nothing (launches, small kernels).
+        swap_bandwidth: bytes per second between its memory and the CPU's.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory_bytes: float
+    compute_efficiency: float = 0.75
+    memory_efficiency: float = 0.77
+    step_overhead: float = 3e-4
+    layer_overhead: float = 2e-5
+    swap_bandwidth: float = 25e9
+
+
+# data sheets of the 80 GB SXM cards, dense bfloat16; measurements of two cores of an AMD EPYC with AVX-512 bfloat16
+DEVICES = {
+    "h100": Device("h100", 989e12, 3.35e12, 80e9),
+    "a100": Device("a100", 312e12, 2.04e12, 80e9),
+    "cpu-2-core": Device("cpu-2-core", 830e9, 62e9, 16e9, 0.8, 0.4, 1e-3, 3e-5, 10e9),
+}
+
+
+# %% nbs/2_lab/03_cost.ipynb #ModelShape
+@dataclass(frozen=True)
+class ModelShape:
+    """What a roofline needs to know of a decoder with gated MLPs."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    dtype_bytes: int = 2
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of the linear layers of one layer."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all linear layers and one embedding table."""
+        return self.dtype_bytes * (self.num_layers * self.layer_weights + self.hidden_size * self.vocab_size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], name: str = "model", dtype_bytes: int = 2) -> ModelShape:
+        """From a Hugging Face configuration of a dense decoder. Raises KeyError naming what is missing."""
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return cls(
+            name,
+            config["num_hidden_layers"],
+            hidden,
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or hidden // heads,
+            config["intermediate_size"],
+            config["vocab_size"],
+            dtype_bytes,
+        )
+
+
+MODELS = {
+    "llama-3.1-8b": ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256),
+    "llama-2-7b": ModelShape("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000),
+    "qwen3-0.6b": ModelShape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151936),
+    "smollm2": ModelShape("smollm2", 30, 576, 9, 3, 64, 1536, 49152),
+}
+
+
+# %% nbs/2_lab/03_cost.ipynb #Roofline
+class Roofline(CostModel):
+    """Step times from what a device can do and what a model needs.
+
+    Args:
+        device: a name in `DEVICES`, or a `Device`.
+        model: a name in `MODELS`, or a `ModelShape` (see `ModelShape.from_config`).
+
+    Raises:
+        ValueError: an unknown name, or a model that does not fit into the device's memory.
+    """
+
+    def __init__(self, device: str | Device = "h100", model: str | ModelShape = "llama-3.1-8b") -> None:
+        self.device: Device = _known(device, DEVICES, "device")
+        self.model: ModelShape = _known(model, MODELS, "model")
+        if self.model.weight_bytes >= self.device.memory_bytes:
+            raise ValueError(
+                f"{self.model.name} needs {self.model.weight_bytes / 1e9:.0f} GB for its weights; {self.device.name} has {self.device.memory_bytes / 1e9:.0f} GB"
+            )
+
+    def __repr__(self) -> str:
+        return f"Roofline({self.device.name!r}, {self.model.name!r})"
+
+    # %% nbs/2_lab/03_cost.ipynb #Roofline-parts
+    def parts(self, work: StepWork) -> dict[str, float]:
+        """Seconds of a step by part: `linear`, `attention`, `elementwise`, `logits`, `swap`, `overhead`."""
+        m, d = self.model, self.device
+        flops, bandwidth = d.flops * d.compute_efficiency, d.bandwidth * d.memory_efficiency
+        size, tokens, context = m.dtype_bytes, work.num_tokens, work.decode_context + work.prefill_context
+        computing = bool(tokens)
+        pairs = work.decode_context + work.prefill_pairs
+        activations = tokens * size * (16 * m.hidden_size + 3 * m.intermediate_size)
+        head = m.hidden_size * m.vocab_size
+        return {
+            "linear": m.num_layers
+            * max(2 * tokens * m.layer_weights / flops, computing * size * m.layer_weights / bandwidth),
+            "attention": m.num_layers
+            * max(
+                4 * pairs * m.num_heads * m.head_dim / flops,
+                2 * context * m.num_kv_heads * m.head_dim * size / bandwidth,
+            ),
+            "elementwise": m.num_layers * activations / bandwidth,
+            "logits": max(2 * work.num_sampled * head / flops, bool(work.num_sampled) * size * head / bandwidth),
+            "swap": work.swapped_tokens * m.kv_bytes_per_token / d.swap_bandwidth,
+            "overhead": d.step_overhead + computing * m.num_layers * d.layer_overhead,
+        }
+
+    def seconds(self, output: SchedulerOutput, work: StepWork) -> float:
+        return sum(self.parts(work).values())
+
+    # %% nbs/2_lab/03_cost.ipynb #Roofline-num_gpu_blocks
+    def num_gpu_blocks(self, block_size: int, utilization: float = 0.9) -> int:
+        """KV blocks that fit beside the weights into `utilization` of the memory."""
+        room = self.device.memory_bytes * utilization - self.model.weight_bytes
+        return max(2, int(room / (block_size * self.model.kv_bytes_per_token)))
+
+
+# %% nbs/2_lab/03_cost.ipynb #Roofline
+def _known(value: Any, table: dict[str, Any], what: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value not in table:
+        near = get_close_matches(value, table, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(table)}"
+        raise ValueError(f"unknown {what} {value!r}; {hint}")
+    return table[value]
+
+
+# %% nbs/2_lab/03_cost.ipynb #timed_steps
+def timed_steps(trace: Trace) -> Iterator[tuple[StepWork, float, float | None]]:
+    """Work, seconds until the model had answered, and seconds until the next decision, for each recorded step that came to its end.
+
+    The last is None where the engine had nothing left to do in between, or the recording ended.
+    """
+    computed = {name: state.num_computed_tokens for name, state in trace.start.requests.items()}
+    alive = set(computed)
+    work, start, end, idle = StepWork(), None, None, False
+    for event in trace.events:
+        kind = event[0]
+        if kind == "step":
+            if start is not None and end is not None:
+                yield work, end - start, None if idle else event[2] - start
+            work, start, end, idle = StepWork(), event[2], None, False
+        elif kind == "admit":
+            computed[event[1]] = event[2]
+        elif kind == "schedule":
+            for name, n in event[1].items():
+                work.add(computed[name], n)
+                computed[name] += n
+        elif kind in ("swap_out", "free_cpu"):
+            work.swapped_tokens += len(event[2]) * trace.header.block_size
+        elif kind == "update":
+            end, work.num_sampled = event[1], len(event[2])
+        elif kind == "add":
+            alive.add(event[1])
+        elif kind == "finish":
+            alive.discard(event[1])
+            idle = idle or not alive
+    if start is not None and end is not None:
+        yield work, end - start, None
+
+
+# %% nbs/2_lab/03_cost.ipynb #least-squares
+def _nonnegative_least_squares(a: np.ndarray, b: np.ndarray, rounds: int = 3000) -> np.ndarray:
+    """The x >= 0 that minimises |a x - b|, by coordinate descent. a: [rows, columns] float64."""
+    scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
+    gram, target = (a / scale).T @ (a / scale), (a / scale).T @ b
+    x = np.zeros(a.shape[1])
+    for _ in range(rounds):
+        before = x.copy()
+        for i in range(len(x)):
+            if gram[i, i] > 0:
+                x[i] = max(0.0, x[i] + (target[i] - gram[i] @ x) / gram[i, i])
+        if np.abs(x - before).max() <= 1e-10 * max(1e-300, x.max()):
+            break
+    return x / scale
+
+
+# %% nbs/2_lab/03_cost.ipynb #FittedCost
+class FittedCost(CostModel):
+    """Step times learned from a recorded run. Made by `CostModel.fit(trace)`.
+
+    The time grows with the number of tokens along a line that bends at `knots`, and straight with logits rows, context, pairs and swaps.
+
+    Attributes:
+        knots: numbers of tokens at which the line bends.
+        weights: seconds per feature, in the order of `features`.
+        num_steps: steps that it was fitted to.
+        error: relative errors on steps that a fit to the other half of the steps has not seen: `median` and `p90` of single steps, and
+            `total` of the sum (positive: predicted too much).
+    """
+
+    def __init__(self, knots: Sequence[int], weights: Sequence[float], num_steps: int, error: dict[str, float]) -> None:
+        self.knots, self.weights, self.num_steps, self.error = tuple(knots), tuple(weights), num_steps, error
+
+    def __repr__(self) -> str:
+        errors = ", ".join(
+            f"{name} {value:+.1%}" if name == "total" else f"{name} {value:.1%}" for name, value in self.error.items()
+        )
+        return f"FittedCost({self.num_steps} steps; error on unseen steps: {errors})"
+
+    def seconds(self, output: SchedulerOutput, work: StepWork) -> float:
+        return sum(w * f for w, f in zip(self.weights, features(work, self.knots), strict=True))
+
+
+def features(work: StepWork, knots: Sequence[int]) -> list[float]:
+    """What a fitted cost is linear in: 1, a ramp between each two knots and one behind the last, logits rows, context, pairs, swaps."""
+    tokens = work.num_tokens
+    ramps = [min(1.0, max(0.0, (tokens - low) / (high - low))) for low, high in pairwise(knots)]
+    beyond = max(0.0, tokens / knots[-1] - 1.0)
+    return [1.0, *ramps, beyond, work.num_sampled, work.decode_context, work.prefill_pairs, work.swapped_tokens]
+
+
+# %% nbs/2_lab/03_cost.ipynb #fit_cost
+def fit_cost(trace: Trace, knots: Sequence[int]) -> FittedCost:
+    """See `CostModel.fit`."""
+    if sorted(set(knots)) != list(knots) or not knots or knots[0] < 1:
+        raise ValueError(f"knots must be growing numbers of tokens, at least 1, got {list(knots)}")
+    timed = [(work, total) for work, _, total in timed_steps(trace) if total is not None and work.num_tokens]
+    times = np.array([total for _, total in timed])
+    if len(timed) < 20 or not times.sum() > 0:
+        raise ValueError(
+            f"cannot fit a cost model: {len(timed)} steps were timed, {times.sum():.3g} s in all; at least 20 that took time are needed"
+        )
+    largest = max(work.num_tokens for work, _ in timed)
+    used = [k for k in knots if k < largest] or [knots[0]]
+    rows = np.array([features(work, used) for work, _ in timed])
+    even = np.arange(len(rows)) % 2 == 0
+    guess = np.where(even, rows @ _solve(rows[~even], times[~even]), rows @ _solve(rows[even], times[even]))
+    off = np.abs(guess / np.maximum(times, 1e-12) - 1)
+    error = {
+        "median": float(np.median(off)),
+        "p90": float(np.quantile(off, 0.9)),
+        "total": float(guess.sum() / times.sum() - 1),
+    }
+    return FittedCost(used, _solve(rows, times).tolist(), len(rows), error)
+
+
+def _solve(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Weights that are right on the whole and nearly so for each step: errors count less in long steps, and the sum is kept."""
+    share = 1 / np.sqrt(np.maximum(times, 1e-9))
+    weights = _nonnegative_least_squares(rows * share[:, None], times * share)
+    total = float((rows @ weights).sum())
+    return weights * (times.sum() / total) if total > 0 else weights

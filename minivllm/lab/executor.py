@@ -1,0 +1,75 @@
+"""A model without weights.
+
+The scheduler does not know what stands behind `executor.execute(output)`.
+"""
+
+# Generated from nbs/2_lab/04_fake_model.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=c45e744f0583 module=dd8fef2ee2e8
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.lab.cost import StepWork
+
+__all__ = ["Executor", "FakeExecutor"]
+
+
+# %% nbs/2_lab/04_fake_model.ipynb #Executor
+class Executor(Protocol):
+    """What carries a decision out: a fake model, or a real one."""
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
+
+
+class FakeExecutor:
+    """Answers with given tokens and measures the work of each step.
+
+    Args:
+        block_size: tokens per KV block, to count what swapping copies.
+
+    Attributes:
+        work: what the last step consisted of.
+        exhausted: requests that have said all of their answer in the last step.
+    """
+
+    def __init__(self, block_size: int = 16) -> None:
+        self.block_size = block_size
+        self.work = StepWork()
+        self.exhausted: list[str] = []
+        self._answers: dict[str, Sequence[int]] = {}
+        self._rows: dict[str, list[int]] = {}
+
+    def set_answer(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """What a request will say. Behind the end, and if nothing was set, it says 0."""
+        self._answers[request_id] = token_ids
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Carry out one decision."""
+        rows, answers = self._rows, self._answers
+        for name in output.preempted:
+            rows.pop(name, None)
+        for name in output.finished:
+            rows.pop(name, None)
+            answers.pop(name, None)
+        for new in output.new_requests:
+            said = len(new.output_token_ids)
+            rows[new.request_id] = [new.num_computed_tokens, len(new.prompt_token_ids) + said, said]
+        work = StepWork(swapped_tokens=(len(output.swap_out) + len(output.swap_in)) * self.block_size)
+        sampled, self.exhausted = {}, []
+        for name, n in output.num_scheduled_tokens.items():
+            row = rows[name]
+            work.add(row[0], n)
+            row[0] += n
+            if row[0] == row[1]:
+                answer, said = answers.get(name, ()), row[2]
+                sampled[name] = [answer[said] if said < len(answer) else 0]
+                row[1], row[2] = row[1] + 1, said + 1
+                if said + 1 >= len(answer):
+                    self.exhausted.append(name)
+        work.num_sampled = len(sampled)
+        self.work = work
+        return ModelRunnerOutput(sampled)

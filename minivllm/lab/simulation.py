@@ -1,0 +1,400 @@
+"""Simulation: what if?
+
+What would have happened with another policy, twice the traffic, half the memory?
+"""
+
+# Generated from nbs/2_lab/06_simulate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=5828894497a2 module=2c5ce3ae593b
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.clock import VirtualClock
+from minivllm.core.config import CacheConfig, EngineConfig, KVCacheConfig, SchedulerConfig
+from minivllm.core.output import EngineCoreOutput
+from minivllm.core.policy import (
+    FCFS,
+    LFU,
+    LRU,
+    DeepestFirst,
+    FairShare,
+    LongestPrefixMatch,
+    Policy,
+    Priority,
+    ShortestFirst,
+)
+from minivllm.core.request import FinishReason
+from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
+from minivllm.core.trace import Trace
+from minivllm.lab.cost import CostModel, Roofline
+from minivllm.lab.executor import Executor, FakeExecutor
+from minivllm.lab.meter import Meter
+from minivllm.lab.workload import Workload, WorkloadRequest
+
+__all__ = ["POLICIES", "Run", "Session", "Settings", "make_settings", "policy_of", "preemption_of", "simulate"]
+
+
+# %% nbs/2_lab/06_simulate.ipynb #typing
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+# %% nbs/2_lab/06_simulate.ipynb #Settings
+@dataclass(frozen=True)
+class Settings:
+    """What a scheduler is made with. `kv_cache` is None for one group of full attention."""
+
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    kv_cache: KVCacheConfig | None = None
+
+    def __post_init__(self) -> None:
+        for group in self.kv_cache.groups if self.kv_cache else ():
+            if group.spec.block_size != self.cache.block_size:
+                raise ValueError(
+                    f"block_size={self.cache.block_size}, but a KV cache group has blocks of {group.spec.block_size} tokens"
+                )
+
+
+_SCHEDULER = {f.name for f in fields(SchedulerConfig)}
+_CACHE = {f.name for f in fields(CacheConfig)}
+_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 131_072}
+
+
+def make_settings(
+    config: EngineConfig | Settings | dict[str, Any] | None,
+    base: dict[str, Any] | None = None,
+    cost_model: CostModel | None = None,
+) -> Settings:
+    """Settings from an engine's configuration, or from a dictionary over `base` (a trace's settings) over defaults.
+
+    Raises:
+        TypeError: a name that is unknown; says which is near.
+    """
+    if isinstance(config, Settings):
+        return config
+    if isinstance(config, EngineConfig):
+        return Settings(config.scheduler, config.cache, config.kv_cache)
+    if config is not None and not isinstance(config, dict):
+        raise TypeError(
+            f"config must be an EngineConfig (llm.config) or a dict of settings, got {type(config).__name__}"
+        )
+    for name in config or {}:
+        if name not in _SCHEDULER | _CACHE:
+            near = get_close_matches(name, _SCHEDULER | _CACHE, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(_SCHEDULER | _CACHE))}"
+            raise TypeError(f"unknown setting {name!r}; {hint}")
+    values = {**(_DEFAULTS if base is None else base), **(config or {})}
+    cache = {name: value for name, value in values.items() if name in _CACHE}
+    if "num_gpu_blocks" not in cache and cost_model is not None:
+        room = cost_model.num_gpu_blocks(cache.get("block_size", CacheConfig().block_size))
+        if room is not None:
+            cache["num_gpu_blocks"] = room
+    limits = {name: value for name, value in values.items() if name in _SCHEDULER}
+    return Settings(SchedulerConfig(**limits), CacheConfig(**cache))
+
+
+# %% nbs/2_lab/06_simulate.ipynb #Session
+class Session:
+    """The real scheduler on a virtual clock, with a model that says what it is told.
+
+    Args:
+        settings: limits and block counts.
+        policy: None for the one that the settings name.
+        cost_model: seconds per step; None to measure how long `executor` takes.
+        executor: None for the fake one. Another one answers itself; the length of the answers is still the workload's.
+        preemption: `Recompute()` or `Swap(n)`; None takes `Swap` if there are CPU blocks.
+        sampling_params: given to every request, for an executor that reads them.
+
+    Attributes:
+        refused: ids of requests that the scheduler would not take, with its reason.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        policy: Policy | None = None,
+        cost_model: CostModel | None = None,
+        *,
+        executor: Executor | None = None,
+        preemption: Preemption | None = None,
+        sampling_params: Any = None,
+    ) -> None:
+        if cost_model is None and executor is None:
+            raise ValueError("a fake model takes no time of its own: give a cost_model")
+        self.settings, self.cost_model, self.clock = settings, cost_model, VirtualClock()
+        self.scheduler = Scheduler(
+            settings.scheduler,
+            settings.cache,
+            settings.kv_cache,
+            policy=policy,
+            preemption=preemption,
+            clock=self.clock,
+        )
+        self.fake = FakeExecutor(settings.cache.block_size)
+        self.executor = executor
+        self.refused: list[tuple[str, str]] = []
+        self._sampling_params = sampling_params
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._ticket = count()
+        self._follow_ups: dict[str, Callable[[float], WorkloadRequest | None]] = {}
+
+    def at(self, moment: float, action: Callable[[], None]) -> None:
+        """Do something at a moment, or as soon after it as a step has ended."""
+        heapq.heappush(self._later, (moment, next(self._ticket), action))
+
+    # %% nbs/2_lab/06_simulate.ipynb #Session-add
+    def add(self, request: WorkloadRequest) -> None:
+        """Hand a request to the scheduler now. One that it refuses is noted in `refused`."""
+        made = request.to_request()
+        made.sampling_params = self._sampling_params
+        try:
+            self.scheduler.add_request(made)
+        except ValueError as error:
+            self.refused.append((request.request_id, str(error)))
+            return
+        self.fake.set_answer(request.request_id, request.output)
+        if request.follow_up is not None:
+            self._follow_ups[request.request_id] = request.follow_up
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Decide, carry out, move the clock, take in."""
+        output = self.scheduler.schedule()
+        result = self.fake.execute(output)
+        started = time.perf_counter()
+        if self.executor is not None:
+            result = self.executor.execute(output)
+        if self.cost_model is not None:
+            seconds = self.cost_model.seconds(output, self.fake.work)
+        else:
+            seconds = time.perf_counter() - started
+        self.clock.advance(seconds)
+        if not output.total_num_scheduled_tokens and self._later:  # nothing to do but to wait for something
+            self.clock.advance_to(self._later[0][0])
+        outputs = self.scheduler.update(output, result)
+        for name in self.fake.exhausted:
+            if name in self.scheduler.requests:  # its recorded answer was cut off here
+                self.end(name)
+        return outputs
+
+    def end(self, request_id: str) -> None:
+        """Abort a request if it has not ended, and let its follow-up come."""
+        self.scheduler.finish_requests([request_id], FinishReason.ABORT)
+        self._follow(request_id)
+
+    # %% nbs/2_lab/06_simulate.ipynb #Session-_follow
+    def _follow(self, request_id: str) -> None:
+        follow_up = self._follow_ups.pop(request_id, None)
+        after = follow_up and follow_up(self.clock.now())
+        if after is not None:
+            self.at(after.arrival_time, lambda: self.add(after))
+
+    # %% nbs/2_lab/06_simulate.ipynb #Session-run
+    def expect(self, requests: Iterable[WorkloadRequest]) -> None:
+        """Let requests arrive at their times. They are pulled one at a time, and must be in order of arrival."""
+        stream, last = iter(requests), -1.0
+
+        def pull() -> None:
+            nonlocal last
+            request = next(stream, None)
+            if request is None:
+                return
+            if request.arrival_time < last:
+                raise ValueError(
+                    f"request {request.request_id!r} arrives at {request.arrival_time} s, before the one in front of it ({last} s);"
+                    " sort them with Workload.of(...)"
+                )
+            last = request.arrival_time
+            self.at(request.arrival_time, lambda: arrive(request))
+
+        def arrive(request: WorkloadRequest) -> None:
+            pull()
+            self.add(request)
+
+        pull()
+
+    def run(self) -> None:
+        """Step until nobody is left and nobody is expected."""
+        later, clock, requests = self._later, self.clock, self.scheduler.requests
+        while requests or later:
+            if not requests:
+                clock.advance_to(later[0][0])
+            while later and later[0][0] <= clock.now():
+                heapq.heappop(later)[2]()
+            if requests:
+                for out in self.step():
+                    if out.finish_reason is not None and self._follow_ups:
+                        self._follow(out.request_id)
+
+
+# %% nbs/2_lab/06_simulate.ipynb #Run
+@dataclass(repr=False)
+class Run:
+    """What came of a simulation, a replay or a fork.
+
+    Attributes:
+        name: of the workload.
+        policy: name of the policy.
+        settings: what the scheduler was made with.
+        cost_model: what a step cost; None if it was measured or recorded.
+        trace: everything that happened, or None if it was not recorded.
+        refused: ids of requests that the scheduler would not take, with its reason.
+        skipped: what the workload left out, counted.
+        wall_seconds: how long it took to compute.
+    """
+
+    name: str
+    policy: str
+    settings: Settings
+    cost_model: CostModel | None
+    trace: Trace | None
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    skipped: dict[str, int] = field(default_factory=dict)
+    wall_seconds: float = 0.0
+    _meter: Meter | None = None
+
+    @property
+    def meter(self) -> Meter:
+        """Measurements, read off the trace if there is one."""
+        if self._meter is None:
+            assert self.trace is not None
+            self._meter = Meter.of(self.trace)
+        return self._meter
+
+    @property
+    def requests(self) -> pd.DataFrame:
+        """One row per request: see `Meter.to_pandas`."""
+        return self.meter.to_pandas()
+
+    @property
+    def seconds(self) -> float:
+        """Virtual time from the first step to the end."""
+        return self.meter.end - (self.meter.start or 0.0)
+
+    def __repr__(self) -> str:
+        m = self.meter
+        text = f"Run({self.name!r}, {self.policy}: {len(m)} requests, {m.num_steps} steps, {m.num_tokens} tokens, {self.seconds:.1f} s"
+        return text + (f", {len(self.refused)} refused)" if self.refused else ")")
+
+
+# %% nbs/2_lab/06_simulate.ipynb #POLICIES
+POLICIES: dict[str, Callable[[], Policy]] = {
+    policy.__name__: policy
+    for policy in (FCFS, Priority, ShortestFirst, FairShare, LongestPrefixMatch, LRU, LFU, DeepestFirst)
+}
+
+
+def policy_of(trace: Trace) -> Policy:
+    """The policy that a trace was recorded under, with its default arguments.
+
+    Raises:
+        ValueError: it does not ship with minivllm.
+    """
+    name = trace.header.policy
+    if name not in POLICIES:
+        raise ValueError(
+            f"the trace was recorded under {name!r}, which does not ship with minivllm; give it as policy=..."
+        )
+    return POLICIES[name]()
+
+
+def preemption_of(trace: Trace) -> Preemption:
+    """How a trace's scheduler preempted: by swapping if it had CPU blocks, unless it preempted and never swapped."""
+    modes = {event[2] for event in trace.events if event[0] == "preempt"}
+    blocks = trace.header.num_cpu_blocks
+    return Swap(blocks) if blocks and modes != {"recompute"} else Recompute()
+
+
+# %% nbs/2_lab/06_simulate.ipynb #simulate-2
+def simulate(
+    source: Workload | Trace | Run | Iterable[WorkloadRequest],
+    *,
+    config: EngineConfig | Settings | dict[str, Any] | None = None,
+    policy: Policy | None = None,
+    cost_model: CostModel | None = None,
+    executor: str | Executor = "fake",
+    preemption: Preemption | None = None,
+    kv_cache: KVCacheConfig | None = None,
+    record: bool = True,
+    sampling_params: Any = None,
+) -> Run:
+    """What would have happened: the real scheduler and KV cache manager on these requests, on a virtual clock.
+
+    Args:
+        source: a workload, or a recorded trace or run, whose requests come again at the same moments with the same answers.
+        config: `llm.config`, or a dict of the names in `SchedulerConfig` and `CacheConfig`. What it leaves open is taken from the trace; for
+            a workload, from vLLM's defaults for GPUs, with as many KV blocks as the cost model's device has room for.
+        policy: None for the trace's own; for a workload, first come, first served.
+        cost_model: None for one that is fitted to the trace; for a workload, `Roofline("h100", "llama-3.1-8b")`.
+        executor: "fake", or an object with `execute(output)`. With another one and no cost model, its own time counts.
+        preemption: `Recompute()` or `Swap(n)`; None for the trace's own, or as the CPU blocks in `config` say.
+        kv_cache: KV cache groups, for models with windows; `llm.config` brings its own.
+        record: keep the whole trace. Without it, memory stays small: a row of numbers per request.
+        sampling_params: given to every request, for an executor that reads them.
+
+    Raises:
+        PolicyError: the policy failed. ValueError, TypeError: settings that make no sense, or requests out of order.
+    """
+    trace = source.trace if isinstance(source, Run) else source if isinstance(source, Trace) else None
+    if isinstance(source, Run) and trace is None:
+        raise ValueError(f"{source!r} was not recorded, so its requests are not known; simulate it with record=True")
+    if isinstance(executor, str) and executor != "fake":
+        raise ValueError(f'executor must be "fake" or an object with execute(output), got {executor!r}')
+    model = None if isinstance(executor, str) else executor
+    if cost_model is None and model is None:
+        known = source.cost_model if isinstance(source, Run) else None
+        cost_model = known or (CostModel.fit(trace) if trace is not None else Roofline())
+    settings = make_settings(config, trace.header.settings if trace is not None else None, cost_model)
+    if kv_cache is not None:
+        settings = Settings(settings.scheduler, settings.cache, kv_cache)
+    if trace is not None:
+        _needs_groups(trace, settings.kv_cache)
+        policy, preemption = policy or policy_of(trace), preemption or preemption_of(trace)
+    workload = _as_workload(source if trace is None else trace)
+    session = Session(
+        settings, policy, cost_model, executor=model, preemption=preemption, sampling_params=sampling_params
+    )
+    return _measure(session, workload, record)
+
+
+def _as_workload(source: Any) -> Workload:
+    if isinstance(source, Trace):
+        return Workload.from_trace(source)
+    return source if isinstance(source, Workload) else Workload.of(source)
+
+
+def _needs_groups(trace: Trace, kv_cache: KVCacheConfig | None) -> None:
+    if trace.header.num_groups > 1 and kv_cache is None:
+        raise ValueError(
+            f"the trace has {trace.header.num_groups} KV cache groups; say which: kv_cache=llm.config.kv_cache"
+        )
+
+
+# %% nbs/2_lab/06_simulate.ipynb #_measure
+def _measure(session: Session, workload: Workload, record: bool) -> Run:
+    started, scheduler = time.perf_counter(), session.scheduler
+    trace, meter = (scheduler.record(), None) if record else (None, Meter())
+    if meter is not None:
+        scheduler.subscribe(meter.feed)
+        scheduler.kv.trace = None  # the meter reads no events of blocks
+    session.expect(workload)
+    session.run()
+    return Run(
+        workload.name,
+        scheduler.policy.name,
+        session.settings,
+        session.cost_model,
+        trace,
+        session.refused,
+        dict(workload.skipped),
+        time.perf_counter() - started,
+        meter,
+    )
