@@ -6,7 +6,7 @@ and carries an edited module back into its notebook.
 
 # Generated from nbs/literate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e2552bc47bc8 module=c51fd9aff2c0
+# literate: notebook=d90283a911fc module=19d9c8234aaa
 
 import abc
 import argparse
@@ -80,6 +80,7 @@ __all__ = [
     "header",
     "imports_of",
     "indent",
+    "is_clean",
     "items_of",
     "joined",
     "lines_inside_strings",
@@ -1038,13 +1039,23 @@ def _strip_output(output: dict[str, Any]) -> dict[str, Any]:
 # %% nbs/literate.ipynb #spell
 def spell(data: dict[str, Any]) -> str:
     """The file text of a notebook: sorted keys, one blank of indentation, multi-line text as lists of lines."""
+    return json.dumps(_in_lines(data), ensure_ascii=False, indent=1, sort_keys=True) + "\n"
+
+
+def is_clean(notebook: Notebook) -> bool:
+    """Whether `clean` has nothing to do. Compared without indentation: Python writes that twenty times as fast."""
+    layout = notebook.text.startswith('{\n "cells": [') and notebook.text.endswith("\n}\n")
+    return layout and json.dumps(notebook.data) == json.dumps(_in_lines(strip(notebook.data)), sort_keys=True)
+
+
+def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
     cells = []
     for raw in data["cells"]:
         cell = {**raw, "source": joined(raw["source"]).splitlines(keepends=True)}
         if "outputs" in cell:
             cell["outputs"] = [_spell_output(output) for output in cell["outputs"]]
         cells.append(cell)
-    return json.dumps({**data, "cells": cells}, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
+    return {**data, "cells": cells}
 
 
 def _spell_output(output: dict[str, Any]) -> dict[str, Any]:
@@ -1081,7 +1092,7 @@ def check(book: Book, rebuild: bool = False) -> list[LiterateError]:
             if notebook.module:
                 errors += step_errors(notebook, book.root)
             errors += output_errors(notebook, book.root)
-            if spell(strip(notebook.data)) != notebook.text:
+            if not is_clean(notebook):
                 errors.append(LiterateError("holds metadata that changes from run to run: run clean", notebook.name))
         except LiterateError as error:
             errors.append(error)

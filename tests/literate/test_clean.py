@@ -79,6 +79,18 @@ def test_cleaning_twice_changes_nothing(repo, run, used):
     run("check")
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_another_spelling_is_not_clean(repo, used, indent):
+    path = repo.root / "nbs/used.ipynb"
+    for text, clean in [
+        (literate.spell(literate.strip(used)), True),
+        (literate.spell(used), False),
+        (json.dumps(json.loads(literate.spell(literate.strip(used))), indent=indent), False),
+    ]:
+        assert literate.is_clean(literate.parse_notebook(text, "nbs/used.ipynb", path)) == clean
+        assert (literate.spell(literate.strip(json.loads(text))) == text) == clean
+
+
 def test_clean_leaves_notebooks_of_other_folders_alone(repo, run, used):
     for name in ("a", "b"):
         literate.write(repo.root / f"nbs/{name}/x.ipynb", json.dumps(used))
