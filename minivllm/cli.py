@@ -5,7 +5,7 @@ Not everybody opens a notebook.
 
 # Generated from nbs/6_serving/01_cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6046a90bda14 module=2b8588ec3d7e
+# literate: notebook=f9a7670a1d6f module=2b8588ec3d7e
 
 from __future__ import annotations
 

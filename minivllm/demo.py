@@ -5,7 +5,7 @@
 
 # Generated from nbs/6_serving/02_demo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=755b5210c39c module=eb6d3af4cd27
+# literate: notebook=4d32b41f5cb5 module=95094704bff2
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,8 @@ class Moment:
 
 def moments(trace: Trace, letters: dict[str, str]) -> Iterator[Moment]:
     """The steps of a trace that computed something, in order. ``letters``: a short name for each request id."""
-    fold, step, notes = Fold(trace.start), -1, []
+    fold, step = Fold(trace.start), -1
+    notes: list[str] = []
     pending: Moment | None = None
     for event in trace.events:
         kind = event[0]
@@ -117,8 +118,11 @@ QUESTIONS = (
     "What is the capital of France? Answer in one sentence.",
     "Write one sentence about the sea.",
     "Why is the sky blue? Explain it to a child.",
-    "Summarise in one sentence: The cat is a small animal that lives with people. Cats were first kept in Egypt thousands of"
-    " years ago, because they caught the mice that ate the grain. Today there are hundreds of millions of cats in the world.",
+    (
+        "Summarise in one sentence: The cat is a small animal that lives with people. Cats were first kept in Egypt"
+        " thousands of years ago, because they caught the mice that ate the grain. Today there are hundreds of millions of"
+        " cats in the world."
+    ),
 )
 NARROW = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "num_gpu_blocks": 12}
 
@@ -136,18 +140,15 @@ def run_demo(model: str = "smollm2", max_tokens: int = 48, use_tqdm: bool = True
             )
         chosen = llm.config
         metrics = llm.get_metrics()
-    request_ids = [output.request_id for output in outputs]
     answers = [
         f"{letter}  {question}\n   -> {' '.join(output.outputs[0].text.split())} ({output.outputs[0].finish_reason})"
         for letter, question, output in zip("ABCD", QUESTIONS, outputs, strict=True)
     ]
-    return "\n\n".join(
-        [
-            "\n".join(answers),
-            "What the scheduler did (tokens of each request in a step; one sign a KV block: its owner, # shared, + free but cached, · free)",
-            step_table(trace, request_ids),
-            f"{chosen.model.name} in {chosen.dtype} on {chosen.device}, attention by {chosen.attention_backend};"
-            f" {chosen.cache.num_gpu_blocks - 1} blocks of {chosen.cache.block_size} tokens, {metrics['num_preemptions']:.0f} preemptions,"
-            f" {metrics['prefix_cache_hits']:.0f} prompt tokens found in the cache.",
-        ]
+    legend = "tokens of each request in a step; one sign a KV block: its owner, # shared, + free but cached, · free"
+    summary = (
+        f"{chosen.model.name} in {chosen.dtype} on {chosen.device}, attention by {chosen.attention_backend};"
+        f" {chosen.cache.num_gpu_blocks - 1} blocks of {chosen.cache.block_size} tokens,"
+        f" {metrics['num_preemptions']:.0f} preemption(s), {metrics['prefix_cache_hits']:.0f} prompt tokens found in the cache."
     )
+    table = step_table(trace, [output.request_id for output in outputs])
+    return "\n\n".join(["\n".join(answers), f"What the scheduler did ({legend})", table, summary])

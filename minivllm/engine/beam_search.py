@@ -6,7 +6,7 @@ a whole.
 
 # Generated from nbs/5_engine/13_beam_search.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fdc2cd2d829b module=bf42ea0cc890
+# literate: notebook=c4f433b6f996 module=bf42ea0cc890
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace

@@ -6,7 +6,7 @@ enough.
 
 # Generated from nbs/5_engine/05_input_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4cab657ba38c module=1d4cb32b65b9
+# literate: notebook=8f7c7748e422 module=1d4cb32b65b9
 
 import difflib
 from collections.abc import Sequence

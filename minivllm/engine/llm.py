@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/14_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0b4e2ef9e8c1 module=0edcb506bbac
+# literate: notebook=af303a72e59e module=0270b20ab3b6
 
 import itertools
 from collections.abc import Sequence
@@ -190,8 +190,8 @@ class LLM:
         Raises:
             ValueError: the model has no template, or it refuses the messages.
         """
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = []
+        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts: list[PromptType] = []
         for conversation in conversations:
             text, token_ids = apply_chat_template(
                 self.get_tokenizer(),

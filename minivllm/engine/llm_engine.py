@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=141ec116e20f module=22efc2bc245c
+# literate: notebook=344b4e96603a module=21633e426ae8
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -40,7 +40,7 @@ class LLMEngine:
         self,
         config: EngineConfig,
         core: EngineCore,
-        tokenizer: Any | None,
+        tokenizer: Any,
         generation_config: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.core, self.tokenizer = config, core, tokenizer

@@ -5,7 +5,7 @@ The engine core speaks token ids.
 
 # Generated from nbs/5_engine/09_output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=94a8dddfb829 module=0801538f4b52
+# literate: notebook=15b6d2094e85 module=899b8f297ea3
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -47,10 +47,6 @@ class CompletionState:
     def update(self, output: EngineCoreOutput) -> bool:
         """Take one step's tokens. Returns whether the engine core must be told that this request has ended."""
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-        if self.detokenizer is None:
-            self.token_ids += output.new_token_ids
-            self._take_logprobs(output, len(output.new_token_ids))
-            return False
         before = len(self.token_ids)
         match = self._add_tokens(output) or self._flush()
         self._take_logprobs(output, len(self.token_ids) - before)
@@ -62,15 +58,15 @@ class CompletionState:
         return core_runs_on
 
     def _add_tokens(self, output: EngineCoreOutput) -> StopMatch | None:
-        hidden_at = self._hidden_token(output)
+        hidden_at, detokenizer = self._hidden_token(output), self.detokenizer
         for i, token_id in enumerate(output.new_token_ids):
             self.token_ids.append(token_id)
             start = len(self.text)
             if self.text_offsets is not None:
                 self.text_offsets.append(start)
-            if i == hidden_at:
+            if i == hidden_at or detokenizer is None:
                 continue
-            self.text += self.detokenizer.push(token_id)
+            self.text += detokenizer.push(token_id)
             if match := self._find_stop(start):
                 return match
         return None
@@ -82,7 +78,7 @@ class CompletionState:
         return None
 
     def _flush(self) -> StopMatch | None:
-        if self.finish_reason is None:
+        if self.finish_reason is None or self.detokenizer is None:
             return None
         start = len(self.text)
         self.text += self.detokenizer.flush()
@@ -170,10 +166,10 @@ class RequestState:
         totals = [o.cumulative_logprob or 0.0 for o in sound]
         order = [sound[i] for i in best_indices(totals, [len(o.token_ids) for o in sound], len(sound))]
         order += [o for o in outputs if o.finish_reason == FinishReason.ERROR.value]
-        hidden = (
-            {} if self.params.logprobs is not None else dict(logprobs=None, cumulative_logprob=None, text_offsets=None)
-        )
-        return [replace(o, index=i, **hidden) for i, o in enumerate(order[: self.params.n])]
+        best = [replace(o, index=i) for i, o in enumerate(order[: self.params.n])]
+        if self.params.logprobs is None:  # they were only wanted for the ranking
+            best = [replace(o, logprobs=None, cumulative_logprob=None, text_offsets=None) for o in best]
+        return best
 
 
 # %% nbs/5_engine/09_output_processor.ipynb #ProcessedOutputs
@@ -222,7 +218,9 @@ class OutputProcessor:
             for index, (child_id, child) in enumerate(children.items())
         }
         metrics = RequestMetrics(arrival_time)
-        prompt_logprobs = None if params.prompt_logprobs is None else [None]  # nothing predicts the first token
+        prompt_logprobs: list[dict[int, Any] | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )  # nothing predicts the first token
         state = RequestState(request_id, prompt, prompt_token_ids, params, states, metrics, prompt_logprobs)
         self.requests[request_id] = state
         self.parent_of.update(dict.fromkeys(children, state))

@@ -5,7 +5,7 @@ A user asks to stop at `"\\nUser:"`.
 
 # Generated from nbs/5_engine/07_stop_strings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=381f194f6e47 module=cb3b21cff20c
+# literate: notebook=3bded22b532a module=ed8edb32993b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,10 +46,10 @@ class StopStrings:
         return best
 
     def held_back(self, text: str) -> int:
-        """How many characters at the end of ``text`` may be the beginning of a stop string."""
+        """How many characters at the end of ``text`` may be the beginning of a stop string that is not complete yet."""
         longest = min(len(text), max(map(len, self.stops)) - 1)
         for length in range(longest, 0, -1):
             tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self.stops):
+            if any(len(stop) > length and stop.startswith(tail) for stop in self.stops):
                 return length
         return 0

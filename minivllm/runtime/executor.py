@@ -6,7 +6,7 @@ GPUs, or not at all (a simulation answers from a cost model).
 
 # Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a1bce4349aea module=1f913957a3c0
+# literate: notebook=71a4113bffd8 module=1f913957a3c0
 
 import gc
 from collections.abc import Sequence

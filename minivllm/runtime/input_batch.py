@@ -6,7 +6,7 @@ requests.
 
 # Generated from nbs/5_engine/01_input_batch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e9fd02c1a9ec module=c7e5d0826310
+# literate: notebook=0776b8d1ec15 module=c7e5d0826310
 
 from collections.abc import Sequence
 from dataclasses import dataclass

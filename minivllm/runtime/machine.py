@@ -6,11 +6,12 @@ bfloat16 by itself.
 
 # Generated from nbs/5_engine/03_machine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f98f5cd7650e module=7bb0bf42b814
+# literate: notebook=302c06a650c4 module=5adf50130676
 
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ def has_native_bf16(device: str) -> bool:
     """Whether the device multiplies bfloat16 by itself."""
     if device == "cuda":
         return torch.cuda.get_device_capability() >= (8, 0)
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if not capabilities:  # an older torch
         return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())
     return any(capabilities.get(name) for name in _CPU_BF16)
@@ -132,5 +133,5 @@ def environment_report() -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return str(capabilities.get("cpu_name") or platform.processor() or "unknown")

@@ -5,7 +5,7 @@ The scheduler has decided: this request 40 tokens, that one 1, these two blocks 
 
 # Generated from nbs/5_engine/02_model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=87f62630a2cd module=3aa695ff33f8
+# literate: notebook=6c3b64a6d650 module=cb412cbf9e59
 
 import math
 from collections.abc import Sequence
@@ -119,7 +119,7 @@ class ModelRunner:
                 self._prompt_done.setdefault(new.request_id, 0)
             try:
                 self.sampling.add(new.request_id, params, new.prompt_token_ids, new.output_token_ids, params.seed)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other requests
                 result.errors[new.request_id] = f"{type(error).__name__}: {error}"
         for request_id, block_ids in output.new_block_ids.items():
             self.batch.append_blocks(request_id, block_ids)
@@ -174,16 +174,17 @@ class ModelRunner:
         starts = step.attention[0].query_start_loc
         for i, request_id in enumerate(step.request_ids):
             view = self.sampling.requests.get(request_id)
-            if request_id not in self._prompt_done or view is None:
+            if request_id not in self._prompt_done or view is None or view.params.prompt_logprobs is None:
                 continue
             row, done, prompt = step.rows[i], self._prompt_done[request_id], view.prompt_token_ids
+            count = view.params.prompt_logprobs
             computed = int(self.batch.num_computed[row])
             first, end = max(computed, done), min(computed + int(step.counts[i]), len(prompt) - 1)
             if first >= end:
                 continue
             at = int(starts[i]) - computed
             result.prompt_logprobs[request_id] = self._logprobs_of(
-                hidden[at + first : at + end], prompt[first + 1 : end + 1], view.params.prompt_logprobs
+                hidden[at + first : at + end], prompt[first + 1 : end + 1], count
             )
             self._prompt_done[request_id] = end
 

@@ -114,7 +114,9 @@ def test_pool_so_small_that_requests_are_preempted(preemption, prompts, expected
 
 @pytest.mark.slow
 def test_long_prompts_in_small_chunks_of_odd_size(prompts, expected):
-    with LLM("smollm2", dtype="float32", max_model_len=700, num_gpu_blocks=400, max_num_batched_tokens=77, block_size=7) as odd:
+    with LLM(
+        "smollm2", dtype="float32", max_model_len=700, num_gpu_blocks=400, max_num_batched_tokens=77, block_size=7
+    ) as odd:
         assert tokens_of(odd, prompts[-4:] + prompts[:4]) == expected[-4:] + expected[:4]
 
 
@@ -145,7 +147,7 @@ def test_tiny_random_models(name, tiny_model_path):  # noqa: F811
     model = hf_model(name)
     want = [hf_generate(model, prompt, 24) for prompt in prompts]
     assert len({tuple(tokens) for tokens in want}) == len(want)
-    settings = dict(dtype="float32", block_size=4)
+    settings = {"dtype": "float32", "block_size": 4}
     with LLM(str(tiny_model_path(name)), max_num_batched_tokens=48, num_gpu_blocks=128, **settings) as roomy:
         assert tokens_of(roomy, prompts, GREEDY.clone(max_tokens=24)) == want
     blocks = 62 if name == "qwen2-window" else 31  # there, windows and full attention are two groups in one pool
