@@ -35,14 +35,20 @@ GGUF_NAMES = {
     "model.layers.{}.mlp.up_proj": "blk.{}.ffn_up",
     "model.layers.{}.mlp.down_proj": "blk.{}.ffn_down",
 }
+GEMMA3_NAMES = GGUF_NAMES | {
+    "model.layers.{}.post_attention_layernorm": "blk.{}.post_attention_norm",
+    "model.layers.{}.pre_feedforward_layernorm": "blk.{}.ffn_norm",
+    "model.layers.{}.post_feedforward_layernorm": "blk.{}.post_ffw_norm",
+}
 
 
-def gguf_name(hf_name: str) -> str:
+def gguf_name(hf_name: str, arch: str = "llama") -> str:
     stem, _, kind = hf_name.rpartition(".")
     parts = stem.split(".")
     layer = parts[2] if parts[:2] == ["model", "layers"] else ""
     pattern = ".".join("{}" if i == 2 and layer else part for i, part in enumerate(parts))
-    return f"{GGUF_NAMES[pattern].format(layer)}.{kind}"
+    names = GEMMA3_NAMES if arch == "gemma3" else GGUF_NAMES
+    return f"{names[pattern].format(layer)}.{kind}"
 
 
 def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -117,11 +123,13 @@ def write_gguf(
     for name, array in (random_weights() if weights is None else weights).items():
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             array = interleave(array, fields[f"{arch}.attention.head_count{'_kv' if 'k_proj' in name else ''}"])
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
         kind = (quantize or {}).get(name)
         if kind is None:
-            writer.add_tensor(gguf_name(name), array)
+            writer.add_tensor(gguf_name(name, arch), array)
         else:
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name(name, arch), gguf.quants.quantize(array, kind), raw_dtype=kind)
     for name, array in (extra_tensors or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

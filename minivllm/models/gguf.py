@@ -6,12 +6,12 @@ llama.cpp.
 
 # Generated from nbs/3_model/07_gguf.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=40aab44f2880 module=3056d2ec7817
+# literate: notebook=6cc829f25d76 module=536c5c356f6b
 
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "ATTENTION_BIAS",
     "CONTROL",
     "FAMILIES",
+    "GEMMA3_LAYER_TENSORS",
     "KNOWN_KEYS",
     "LAYER_TENSORS",
     "LLAMA3_SPLIT",
@@ -38,6 +39,7 @@ __all__ = [
     "config_from_gguf",
     "convert_gguf",
     "family_of",
+    "gemma3_config",
     "hf_name",
     "iter_tensors",
     "llama3_factors",
@@ -113,6 +115,43 @@ def _plain(value: Any) -> Any:
     return value
 
 
+# %% nbs/3_model/07_gguf.ipynb #hf_name
+LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GEMMA3_LAYER_TENSORS = LAYER_TENSORS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+MODEL_TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+ROPE_FACTORS = "rope_freqs.weight"  # not a weight: the Llama 3 stretching of the rotary frequencies
+
+
+def hf_name(name: str, layer_tensors: dict[str, str] = LAYER_TENSORS) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; `GGUFError` for a name we do not know."""
+    if name in MODEL_TENSORS:
+        return MODEL_TENSORS[name]
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in layer_tensors and parts[3] in ("weight", "bias"):
+        return f"model.layers.{parts[1]}.{layer_tensors[parts[2]]}.{parts[3]}"
+    raise GGUFError(f"the GGUF tensor {name!r} has no place in a model that we know")
+
+
 # %% nbs/3_model/07_gguf.ipynb #Family
 @dataclass(frozen=True)
 class Family:
@@ -122,6 +161,28 @@ class Family:
     hf_class: str
     permuted: bool = False  # rotary rows of q and k are interleaved in the file
     biases: tuple[tuple[str, str], ...] = ()  # config fields that say whether a tensor exists
+    layer_tensors: dict[str, str] = field(default_factory=lambda: LAYER_TENSORS)
+    norm_shift: float = 0.0  # added to every norm weight when the file was made
+    merges_by_id: bool = False  # a SentencePiece vocabulary whose order, not its scores, says what is merged first
+    keys: frozenset[str] = frozenset()  # metadata of this architecture alone
+    config: Callable[[GGUFFile], dict[str, Any]] = lambda gguf: {"hidden_act": "silu"}
+
+
+def gemma3_config(gguf: GGUFFile) -> dict[str, Any]:
+    """What Gemma 3 adds: local layers with a window and a rotation of their own, every sixth layer global."""
+    pattern, layers = gguf.get("attention.sliding_window_pattern", 6), gguf.need("block_count")
+    local = pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(layers)]
+    # Gemma 3 27B alone scales its scores by the width per head instead of the size of a head; llama.cpp knows it by its depth.
+    per_head = gguf.need("embedding_length") // gguf.need("attention.head_count")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": per_head if layers == 62 else gguf.need("attention.key_length"),
+        "sliding_window": gguf.need("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in local],
+        "rope_local_base_freq": gguf.get("rope.freq_base_swa", 10000.0),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
 
 
 KNOWN_KEYS = {
@@ -151,6 +212,15 @@ FAMILIES = {
     ),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", biases=(ATTENTION_BIAS,)),
+    "gemma3": Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        layer_tensors=GEMMA3_LAYER_TENSORS,
+        norm_shift=1.0,
+        merges_by_id=True,
+        keys=frozenset({"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}),
+        config=gemma3_config,
+    ),
 }
 
 
@@ -162,42 +232,11 @@ def family_of(gguf: GGUFFile) -> Family:
         )
     if gguf.get("expert_count", 0):
         raise GGUFError(f"{gguf.path}: mixtures of experts ({gguf.get('expert_count')} experts) are not implemented")
+    family, prefix = FAMILIES[gguf.architecture], gguf.architecture + "."
     for key, value in gguf.metadata.items():
-        if key.startswith(gguf.architecture + ".") and key.removeprefix(gguf.architecture + ".") not in KNOWN_KEYS:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in KNOWN_KEYS | family.keys:
             raise GGUFError(f"{gguf.path}: the metadata key {key} = {value!r} is not implemented")
-    return FAMILIES[gguf.architecture]
-
-
-# %% nbs/3_model/07_gguf.ipynb #hf_name
-LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-MODEL_TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-ROPE_FACTORS = "rope_freqs.weight"  # not a weight: the Llama 3 stretching of the rotary frequencies
-
-
-def hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; `GGUFError` for a name we do not know."""
-    if name in MODEL_TENSORS:
-        return MODEL_TENSORS[name]
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in LAYER_TENSORS and parts[3] in ("weight", "bias"):
-        return f"model.layers.{parts[1]}.{LAYER_TENSORS[parts[2]]}.{parts[3]}"
-    raise GGUFError(f"the GGUF tensor {name!r} has no place in a model that we know")
+    return family
 
 
 # %% nbs/3_model/07_gguf.ipynb #unpermute
@@ -216,7 +255,7 @@ def iter_tensors(gguf: GGUFFile) -> Iterator[tuple[str, np.ndarray]]:
     """Yield `(hf_name, float32 array)` for every weight, decoded one at a time, in the order of the file."""
     from gguf.quants import dequantize
 
-    permuted = family_of(gguf).permuted
+    family = family_of(gguf)
     heads = {"attn_q": gguf.need("attention.head_count"), "attn_k": _num_kv_heads(gguf)}
     for name, tensor in gguf.tensors.items():
         if name == ROPE_FACTORS:
@@ -226,9 +265,11 @@ def iter_tensors(gguf: GGUFFile) -> Iterator[tuple[str, np.ndarray]]:
         except NotImplementedError as error:
             raise GGUFError(f"{gguf.path}: tensor {name}: type {tensor.tensor_type.name} is not implemented") from error
         kind = name.split(".")[-2]
-        if permuted and kind in heads:
+        if family.permuted and kind in heads:
             array = unpermute(array, heads[kind])
-        yield hf_name(name), np.ascontiguousarray(array, dtype=np.float32)
+        if kind.endswith("norm") and family.norm_shift:
+            array = array - np.float32(family.norm_shift)
+        yield hf_name(name, family.layer_tensors), np.ascontiguousarray(array, dtype=np.float32)
 
 
 def _num_kv_heads(gguf: GGUFFile) -> int:
@@ -242,6 +283,8 @@ def config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
     hidden, heads = gguf.need("embedding_length"), gguf.need("attention.head_count")
     head_dim = gguf.get("attention.key_length", hidden // heads)
     _check_heads(gguf, head_dim)
+    if "token_embd.weight" not in gguf.tensors:
+        raise GGUFError(f"{gguf.path}: the tensor token_embd.weight is missing")
     config = {
         "architectures": [family.hf_class],
         "model_type": family.model_type,
@@ -252,7 +295,6 @@ def config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": _num_kv_heads(gguf),
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": gguf.need("context_length"),
         "rms_norm_eps": gguf.need("attention.layer_norm_rms_epsilon"),
         "rope_theta": gguf.get("rope.freq_base", 10000.0),
@@ -261,7 +303,7 @@ def config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "dtype": "float32",
     }
-    return config | token_ids(gguf)
+    return config | family.config(gguf) | token_ids(gguf)
 
 
 def _check_heads(gguf: GGUFFile, head_dim: int) -> None:
@@ -417,11 +459,14 @@ def _byte_level_bpe(gguf: GGUFFile) -> tuple[Tokenizer, bool]:
 
 # %% nbs/3_model/07_gguf.ipynb #_sentencepiece_bpe
 def _sentencepiece_bpe(gguf: GGUFFile) -> Tokenizer:
-    vocab = _vocabulary(gguf)
+    # A run of spaces that was declared a token is stored as plain spaces, but the tokenizer sees them as "▁".
+    vocab = {"▁" * len(token) if _is_spaces(token) else token: i for token, i in _vocabulary(gguf).items()}
+    by_id = family_of(gguf).merges_by_id
+    scores = [-float(i) for i in range(len(vocab))] if by_id else gguf.need("tokenizer.ggml.scores")
     unknown = gguf.get("tokenizer.ggml.unknown_token_id")
     model = models.BPE(
         vocab=vocab,
-        merges=merges_from_scores(vocab, gguf.need("tokenizer.ggml.scores")),
+        merges=merges_from_scores(vocab, scores),
         unk_token=None if unknown is None else gguf.need("tokenizer.ggml.tokens")[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -437,6 +482,10 @@ def _sentencepiece_bpe(gguf: GGUFFile) -> Tokenizer:
     return tokenizer
 
 
+def _is_spaces(token: str) -> bool:
+    return bool(token) and not token.strip(" ")
+
+
 def merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """BPE merges for a SentencePiece vocabulary: every way to make a token out of two others, best score first."""
     found = []
@@ -450,11 +499,15 @@ def merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple
 def _add_special_tokens(gguf: GGUFFile, tokenizer: Tokenizer) -> None:
     """Control tokens are special (hidden when decoding), user-defined ones are only kept whole."""
     tokens, types = gguf.need("tokenizer.ggml.tokens"), gguf.get("tokenizer.ggml.token_type") or []
+    special: list[AddedToken] = []
+    plain: list[AddedToken] = []
     for token, kind in zip(tokens, types, strict=False):
         if kind == CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+            special.append(AddedToken(token, normalized=False, special=True))
+        elif kind == USER_DEFINED and not _is_spaces(token):
+            plain.append(AddedToken(token, normalized=False, special=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
 
 
 def _add_ends(gguf: GGUFFile, tokenizer: Tokenizer, add_bos: bool) -> None:
@@ -533,7 +586,8 @@ def convert_gguf(
     """
     gguf, folder = read_gguf(path), Path(folder)
     config, (tokenizer, tokenizer_config) = config_from_gguf(gguf), tokenizer_from_gguf(gguf)
-    shapes = {hf_name(name): _shape(t) for name, t in gguf.tensors.items() if name != ROPE_FACTORS}
+    names = family_of(gguf).layer_tensors
+    shapes = {hf_name(name, names): _shape(t) for name, t in gguf.tensors.items() if name != ROPE_FACTORS}
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config)

