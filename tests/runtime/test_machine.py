@@ -1,0 +1,79 @@
+"""Facts about made-up machines."""
+
+import pytest
+import torch
+
+from minivllm.runtime.machine import choose_device, cpu_memory, environment_report, has_native_bf16, machine_facts
+
+MEMINFO = (
+    "MemTotal:       16000000 kB\nMemFree:         100000 kB\nMemAvailable:    9000000 kB\nHugePages_Total:       0\n"
+)
+
+
+@pytest.fixture
+def proc(tmp_path):
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    return tmp_path
+
+
+def test_memory_outside_of_a_container(proc):
+    assert cpu_memory(proc / "meminfo", proc) == (9_000_000 * 1024, 16_000_000 * 1024)
+
+
+def test_a_container_without_a_limit(proc):
+    (proc / "memory.max").write_text("max\n")
+    assert cpu_memory(proc / "meminfo", proc) == (9_000_000 * 1024, 16_000_000 * 1024)
+
+
+@pytest.mark.parametrize(("used", "free"), [("1000000000", 2_000_000_000), ("3500000000", 0)])
+def test_a_container_with_a_limit(proc, used, free):
+    (proc / "memory.max").write_text("3000000000\n")
+    (proc / "memory.current").write_text(used)
+    assert cpu_memory(proc / "meminfo", proc) == (free, 3_000_000_000)
+
+
+def test_where_the_system_does_not_say_what_is_free(tmp_path):
+    free, total = cpu_memory(tmp_path / "none", tmp_path)
+    assert free == total // 2 > 0
+
+
+def test_bfloat16_of_an_older_torch(monkeypatch):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    for answer in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda answer=answer: answer, raising=False)
+        assert has_native_bf16("cpu") is answer
+
+
+@pytest.mark.parametrize(
+    ("found", "answer"), [({"avx2": True}, False), ({"amx_bf16": True}, True), ({"arm_bf16": True}, True)]
+)
+def test_bfloat16_by_capability(monkeypatch, found, answer):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    assert has_native_bf16("cpu") is answer
+
+
+def test_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == "cpu"
+    with pytest.raises(ValueError, match="no CUDA device"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto") == "cuda"
+
+
+def test_facts():
+    facts = machine_facts("cpu", "sdpa", "why not")
+    assert 0 < facts.free_memory_bytes <= facts.total_memory_bytes
+    assert (facts.attention_backend, facts.attention_backend_why) == ("sdpa", "why not")
+
+
+def test_the_report_names_versions_and_nobody(monkeypatch):
+    import getpass
+    import socket
+
+    report = environment_report()
+    assert report["torch"].startswith(torch.__version__.split("+")[0])
+    text = str(report)
+    assert socket.gethostname() not in text and "/home" not in text
+    if getpass.getuser() != "root":
+        assert getpass.getuser() not in text
