@@ -6,7 +6,7 @@ reports.
 
 # Generated from nbs/3_model/15_sampler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=018b21037d73 module=43fc58b9dee6
+# literate: notebook=e390a63dad7e module=b3720499f2ca
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -81,12 +81,13 @@ class Sampler:
         observe(name, logits) is called with the logits before the first and after every stage that ran.
         """
         self._check(logits, batch)
-        errors = {view.request_id: view.error for view in batch.requests if view.error is not None}
+        errors: dict[str, str] = {}
         if self not in batch.prepared:
             batch.prepared[self] = _Wanted(batch, self.logprobs_mode, [stage.name for stage in self.stages])
         wanted = batch.prepared[self]
         raw = wanted.keep("raw", logits)
         logits = self._transform(logits, batch, wanted, errors, observe)
+        errors |= {view.request_id: view.error for view in batch.requests if view.error is not None}
         processed = wanted.keep("processed", logits)
         token_ids, alive = self._choose(logits, batch)
         if not bool(alive.all()):

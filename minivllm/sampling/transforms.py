@@ -5,7 +5,7 @@ Between the model's logits and the draw stands a list of transforms.
 
 # Generated from nbs/3_model/13_transforms.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8c139cd47fd5 module=f4430189aaa1
+# literate: notebook=b31f192191ec module=1fd700a2ad38
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -290,7 +290,10 @@ def _apply_grammar(logits: Tensor, data: tuple[Tensor, list[RequestView], np.nda
     rows, views, bitmask = data
     for view, bits in zip(views, bitmask, strict=True):
         assert view.matcher is not None
-        view.matcher.fill(bits)
+        try:
+            view.matcher.fill(bits)
+        except ValueError as error:  # this request alone fails
+            view.error, bits[:] = view.error or f"grammar: {error}", -1
     return apply_bitmask(logits, rows, torch.from_numpy(bitmask).to(logits.device))
 
 

@@ -32,7 +32,7 @@ def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_order_and_ranks_with_ties() -> None:
     values = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
     [report] = gather_logprobs(values, torch.tensor([0]), [2])
-    assert list(report)[0] == 0
+    assert next(iter(report)) == 0
     assert report[0] == Logprob(1.0, 3)
     [tied] = gather_logprobs(values, torch.tensor([2]), [0])
     assert tied == {2: Logprob(3.0, 1)}

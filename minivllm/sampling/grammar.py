@@ -1,0 +1,268 @@
+"""How can an answer be forced into a form?
+
+A program that reads the model's answer wants JSON that fits its schema, or one of three words, or a
+date.
+"""
+
+# Generated from nbs/3_model/17_grammar.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=ff94073ade70 module=5efdc21a0ac0
+
+import json as json_lib
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minivllm.sampling.params import StructuredOutputsParams
+
+__all__ = [
+    "GrammarCompiler",
+    "GrammarError",
+    "GrammarMatcher",
+    "PendingGrammar",
+    "grammar_text",
+    "without_additional_properties",
+]
+
+
+# %% nbs/3_model/17_grammar.ipynb #GrammarError
+class GrammarError(ValueError):
+    """A grammar cannot be used; the message says why."""
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise GrammarError("structured_outputs need the package llguidance: pip install llguidance") from error
+    return llguidance
+
+
+# %% nbs/3_model/17_grammar.ipynb #without_additional_properties
+def without_additional_properties(schema: Any) -> Any:
+    """A copy of the schema in which every object that does not say otherwise has `additionalProperties: false`."""
+    if isinstance(schema, list):
+        return [without_additional_properties(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {
+        key: value if key in ("enum", "const") else without_additional_properties(value)
+        for key, value in schema.items()
+    }
+    if "properties" in schema or schema.get("type") == "object":
+        out.setdefault("additionalProperties", False)
+    return out
+
+
+def _from_json(params: StructuredOutputsParams) -> str:
+    schema: Any = {"type": "object"} if params.json is None else params.json
+    if isinstance(schema, str):
+        schema = json_lib.loads(schema)
+    if schema is True:
+        schema = {}
+    if schema is False:
+        raise GrammarError("the JSON schema false allows no value at all")
+    if params.disable_additional_properties:
+        schema = without_additional_properties(schema)
+    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+    if params.whitespace_pattern is not None:
+        options["whitespace_pattern"] = params.whitespace_pattern
+    return str(_llguidance().LLMatcher.grammar_from_json_schema(schema, overrides=options))
+
+
+# %% nbs/3_model/17_grammar.ipynb #_from_choice
+def _from_choice(params: StructuredOutputsParams) -> str:
+    assert params.choice is not None
+    alternatives = " | ".join(json_lib.dumps(text) for text in params.choice)
+    return str(_llguidance().LLMatcher.grammar_from_lark(f"start: {alternatives}"))
+
+
+def _from_grammar(params: StructuredOutputsParams) -> str:
+    assert params.grammar is not None
+    dialect = "gbnf" if "::=" in params.grammar else "lark"
+    try:
+        return str(_llguidance().grammar_from(dialect, params.grammar))
+    except ValueError as error:
+        raise GrammarError(str(error)) from error
+
+
+# %% nbs/3_model/17_grammar.ipynb #_tag_parts
+def _tag_parts(tag: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+    unknown = set(tag) - {"type", "triggers", "structures"}
+    if tag.get("type") != "structural_tag" or unknown or not tag.get("triggers") or not tag.get("structures"):
+        wanted = '{"type": "structural_tag", "triggers": [...], "structures": [{"begin", "schema", "end"}, ...]}'
+        raise GrammarError(f"structural_tag must have the form {wanted}, got the keys {sorted(tag)}")
+    return tag["triggers"], tag["structures"]
+
+
+def _from_structural_tag(params: StructuredOutputsParams, special_tokens: Iterable[str]) -> str:
+    given = params.structural_tag
+    triggers, structures = _tag_parts(json_lib.loads(given) if isinstance(given, str) else given or {})
+    rules, names = [], []
+    for i, structure in enumerate(structures):
+        if set(structure) != {"begin", "schema", "end"}:
+            raise GrammarError(f"structure {i} must have begin, schema and end, got {sorted(structure)}")
+        begin = structure["begin"]
+        trigger = next((text for text in triggers if text and begin.startswith(text)), None)
+        if trigger is None:
+            raise GrammarError(f"structure {i} begins with {begin!r}, but no trigger of {triggers} does")
+        rest = " ".join(json_lib.dumps(text) for text in (begin[len(trigger) :],) if text)
+        end = json_lib.dumps(structure["end"]) if structure["end"] else ""
+        if trigger in special_tokens:  # one token, not text
+            head = f"TEXT {trigger}"
+        else:
+            rules.append(f"trigger_{i}[lazy]: TEXT {json_lib.dumps(trigger)}")
+            head = f"trigger_{i}"
+        rules.append(f"tag_{i}: {head} {rest} %json {json_lib.dumps(structure['schema'])} {end}")
+        names.append(f"tag_{i}")
+    lines = ["%llguidance {}", f"start: ({' | '.join(names)})* TEXT", "TEXT: /(.|\\n)*/", *rules]
+    return str(_llguidance().LLMatcher.grammar_from_lark("\n".join(lines)))
+
+
+# %% nbs/3_model/17_grammar.ipynb #grammar_text
+def grammar_text(params: StructuredOutputsParams, special_tokens: Iterable[str] = ()) -> str:
+    """The wish as the text of an llguidance grammar. GrammarError if it cannot be one."""
+    match params.kind:
+        case "json" | "json_object":
+            return _from_json(params)
+        case "regex":
+            assert params.regex is not None
+            return str(_llguidance().LLMatcher.grammar_from_regex(params.regex))
+        case "choice":
+            return _from_choice(params)
+        case "grammar":
+            return _from_grammar(params)
+        case _:
+            return _from_structural_tag(params, special_tokens)
+
+
+# %% nbs/3_model/17_grammar.ipynb #GrammarMatcher
+class GrammarMatcher:
+    """Where one request stands in its grammar."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def fill(self, bitmask_row: npt.NDArray[np.int32]) -> None:
+        """Set bit t of int32 [ceil(V / 32)] if token t may come next. The end token may when the text is complete."""
+        self._inner.unsafe_compute_mask_ptr(bitmask_row.ctypes.data, bitmask_row.nbytes)
+        if self._inner.is_error():
+            raise GrammarError(_reason(self._inner))
+
+    def accept(self, token_id: int) -> bool:
+        """Move on by one token; False if the grammar does not allow it (and from then on every call fails)."""
+        return bool(self._inner.consume_token(token_id))
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens, as for rejected draft tokens."""
+        if not self._inner.rollback(num_tokens):
+            raise GrammarError(_reason(self._inner))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far is one that the grammar allows as a whole."""
+        return bool(self._inner.is_accepting())
+
+
+def _reason(inner: Any) -> str:
+    """The first line of the engine's error; the rest is its inner state."""
+    return re.split(r"\n<|\n\s+\d+ \|", str(inner.get_error()).strip())[0].strip()
+
+
+# %% nbs/3_model/17_grammar.ipynb #PendingGrammar
+class PendingGrammar:
+    """A grammar that is being compiled. `done()` never waits; `result()` does, and raises GrammarError."""
+
+    def __init__(self, future: "Future[Any]", timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._future, self._timeout, self._clock, self._since = future, timeout, clock, clock()
+
+    def done(self) -> bool:
+        """Whether `result()` returns or raises at once. True also when the time is up."""
+        return self._future.done() or self._clock() - self._since >= self._timeout
+
+    def result(self) -> Any:
+        """The compiled grammar; waits for it, `timeout` seconds from the request at most."""
+        left = max(0.0, self._timeout - (self._clock() - self._since))
+        try:
+            return self._future.result(left)
+        except TimeoutError:
+            raise GrammarError(f"compiling the grammar took longer than {self._timeout:g} s") from None
+
+
+# %% nbs/3_model/17_grammar.ipynb #GrammarCompiler
+class GrammarCompiler:
+    """Compiles structured outputs for one tokenizer, in threads, with a cache.
+
+    tokenizer: a fast Hugging Face tokenizer. vocab_size: the width of the logits. eos_token_ids: all tokens that end a
+    text (default: the tokenizer's own). max_bytes: the largest grammar text. timeout: seconds that a request waits. cache_size:
+    compiled grammars kept, the least recently used go first.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] | None = None,
+        *,
+        max_bytes: int = 1 << 20,
+        timeout: float = 30.0,
+        workers: int = 2,
+        cache_size: int = 256,
+    ) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.eos_token_ids = [tokenizer.eos_token_id] if eos_token_ids is None else list(eos_token_ids)
+        self.max_bytes, self.timeout, self.cache_size = max_bytes, timeout, cache_size
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
+        self._cache: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._engine_tokenizer: Future[Any] | None = None
+
+    # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-submit
+    def submit(self, params: StructuredOutputsParams) -> PendingGrammar:
+        """Begin to compile, unless that is done or under way. Never waits."""
+        with self._lock:
+            if self._engine_tokenizer is None:
+                self._engine_tokenizer = self._pool.submit(self._wrap_tokenizer)
+            future = self._cache.get(params.key)
+            if future is None:
+                future = self._cache[params.key] = self._pool.submit(self._compile, params, self._engine_tokenizer)
+            self._cache.move_to_end(params.key)
+            while len(self._cache) > self.cache_size:
+                self._cache.popitem(last=False)
+        return PendingGrammar(future, self.timeout)
+
+    # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-matcher
+    def matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
+        """A fresh matcher at the start of the text; waits for the compilation. GrammarError with the reason."""
+        return GrammarMatcher(self.submit(params).result().deep_copy())
+
+    # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-_wrap_tokenizer
+    def _wrap_tokenizer(self) -> Any:
+        _llguidance()
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(self.tokenizer, n_vocab=self.vocab_size, eos_token=self.eos_token_ids)
+
+    # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-_compile
+    def _compile(self, params: StructuredOutputsParams, engine_tokenizer: "Future[Any]") -> Any:
+        text = grammar_text(params, getattr(self.tokenizer, "all_special_tokens", ()))
+        if len(text.encode()) > self.max_bytes:
+            raise GrammarError(f"the grammar has {len(text.encode())} bytes, at most {self.max_bytes} are allowed")
+        engine = _llguidance()
+        limits = engine.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+        inner = engine.LLMatcher(engine_tokenizer.result(), text, log_level=0, limits=limits)
+        if inner.is_error():
+            raise GrammarError(_reason(inner))
+        return inner
+
+    # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-shutdown
+    def shutdown(self) -> None:
+        """Stop the threads; what has not begun is cancelled."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
