@@ -1,0 +1,22 @@
+"""The lab in one line.
+
+What the chapters built, under one name:
+"""
+
+# Generated from nbs/2_lab/12_lab.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=148e44922b95 module=b29fe0214173
+
+from minivllm.lab.comparison import Diff, diff
+from minivllm.lab.cost import Constant, CostModel, Roofline
+from minivllm.lab.history import ReplayDivergence, fork, replay
+from minivllm.lab.hits import hit_rates
+from minivllm.lab.readers import WorkloadFileError, read_workload
+from minivllm.lab.simulation import Run, simulate
+from minivllm.lab.workload import Workload, WorkloadRequest
+
+# %% nbs/2_lab/12_lab.ipynb #exports
+__all__ = [
+    "Constant", "CostModel", "Diff", "ReplayDivergence", "Roofline", "Run", "Workload", "WorkloadFileError", "WorkloadRequest",
+    "diff", "fork", "hit_rates", "read_workload", "replay", "simulate",
+]  # fmt: skip

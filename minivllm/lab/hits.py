@@ -1,0 +1,167 @@
+"""How good could the cache be?
+
+A prefix cache finds a third of all blocks.
+"""
+
+# Generated from nbs/2_lab/09_hits.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=d997012a8ffe module=e03839d0b9b4
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+from minivllm.core.config import CacheConfig
+from minivllm.core.kv_cache import KVCacheManager
+from minivllm.core.policy import Policy, PolicyGuard, SchedulerView, overrides
+from minivllm.lab.workload import Workload
+
+__all__ = ["BlockSequence", "clairvoyant_hits", "hit_rates", "infinite_hits", "real_hits"]
+
+
+# %% nbs/2_lab/09_hits.ipynb #BlockSequence
+class BlockSequence:
+    """The prompt blocks of a workload, in order of arrival, follow-ups included.
+
+    Attributes:
+        blocks: a small number for each block; equal numbers, equal prefixes. [num_blocks] int64
+        ends: where each request's blocks end. [num_requests] int64
+        num_different: different blocks.
+    """
+
+    def __init__(self, workload: Workload, block_size: int) -> None:
+        numbers: dict[bytes, int] = {}
+        self.blocks, self.ends = array("q"), array("q")
+        for request in workload.unrolled():
+            self.blocks.extend(numbers.setdefault(name, len(numbers)) for name in request.block_names(block_size))
+            self.ends.append(len(self.blocks))
+        self.num_different = len(numbers)
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        start = 0
+        for end in self.ends:
+            yield self.blocks[start:end]
+            start = end
+
+
+# %% nbs/2_lab/09_hits.ipynb #infinite_hits
+def infinite_hits(sequence: BlockSequence) -> int:
+    """Blocks that a cache of unlimited size would have found."""
+    return len(sequence.blocks) - sequence.num_different
+
+
+# %% nbs/2_lab/09_hits.ipynb #clairvoyant_hits
+def clairvoyant_hits(sequence: BlockSequence, num_blocks: int) -> int:
+    """Blocks that a cache of `num_blocks` blocks would have found if it knew what comes.
+
+    Raises:
+        ValueError: a prompt alone needs more blocks.
+    """
+    next_use = _next_uses(sequence)
+    cached: dict[int, float] = {}
+    furthest: list[tuple[float, int, int]] = []
+    hits = start = 0
+    for end in sequence.ends:
+        blocks = sequence.blocks[start:end]
+        _check_fits(len(blocks), num_blocks)
+        for block in blocks:
+            if cached.pop(block, None) is None:
+                break
+            hits += 1
+        while len(cached) + len(blocks) > num_blocks:
+            use, _, block = heapq.heappop(furthest)
+            if cached.get(block) == -use:
+                del cached[block]
+        for i, block in enumerate(blocks, start):
+            if next_use[i] < len(next_use):  # one that never comes again is not worth a place
+                cached[block] = next_use[i]
+                heapq.heappush(furthest, (-next_use[i], start - i, block))
+        start = end
+    return hits
+
+
+def _next_uses(sequence: BlockSequence) -> array[int]:
+    """For each block, the position in the sequence at which it comes again; the length of the sequence for never."""
+    length = len(sequence.blocks)
+    next_use, seen = array("q", bytes(8 * length)), array("q", [length]) * sequence.num_different
+    for i in range(length - 1, -1, -1):
+        block = sequence.blocks[i]
+        next_use[i], seen[block] = seen[block], i
+    return next_use
+
+
+def _check_fits(needed: int, num_blocks: int) -> None:
+    if needed > num_blocks:
+        raise ValueError(f"a prompt of {needed} blocks does not fit into num_blocks={num_blocks}")
+
+
+# %% nbs/2_lab/09_hits.ipynb #real_hits
+def real_hits(workload: Workload, block_size: int, num_blocks: int, policy: Policy | None = None) -> int:
+    """Blocks that the KV cache manager finds with `num_blocks` blocks, prompts going by one after the other.
+
+    Args:
+        policy: whose `evict` chooses the block to forget; None for the least recently used.
+
+    Raises:
+        ValueError: a prompt alone needs more blocks.
+    """
+    cache = CacheConfig(block_size=block_size, num_gpu_blocks=num_blocks + 1)  # one more: the null block
+    kv, moment = KVCacheManager(cache, max_step_tokens=1 << 40), count()
+    if policy is not None and overrides(policy, "evict"):
+        guard = PolicyGuard(policy)
+        kv.pool.choose_victim = lambda blocks: guard.evict(blocks, _view(kv, next(moment)))
+    for i, asked in enumerate(workload.unrolled()):
+        request = asked.to_request()
+        _check_fits(-(-request.num_tokens // block_size), num_blocks)
+        kv.pool.step = i
+        hit = kv.get_computed_blocks(request)
+        kv.count_lookup(request, hit)
+        kv.allocate_slots(request, request.num_tokens - hit.num_tokens, hit)
+        request.num_computed_tokens = request.num_tokens
+        kv.free(request)
+    return kv.stats.hit_tokens // block_size
+
+
+def _view(kv: KVCacheManager, moment: int) -> SchedulerView:
+    return SchedulerView(
+        kv.cached_tokens, {}, step=kv.pool.step, now=float(moment), num_running=1, num_waiting=0, num_free_blocks=kv.pool.num_free,
+        num_blocks=kv.pool.num_blocks, block_size=kv.block_size, budget=0,
+    )  # fmt: skip
+
+
+# %% nbs/2_lab/09_hits.ipynb #hit_rates
+def hit_rates(
+    workload: Workload, block_size: int = 512, num_blocks: int | None = None, policy: Policy | None = None
+) -> dict[str, float]:
+    """What share of the prompt blocks the cache finds, and could find at best.
+
+    Args:
+        workload: its prompts go by one after the other, as if each answer were complete at once. Answers are not cached.
+        block_size: tokens per block.
+        num_blocks: blocks of the cache; None for as many as there are different ones.
+        policy: whose `evict` the real manager asks; None for the least recently used.
+
+    Returns:
+        `real`: the KV cache manager. `infinite`: a cache that never forgets, and shares blocks that are not full. `clairvoyant`: one of
+        `num_blocks` blocks that knows the future. Each as hits over prompt blocks, last ones included; nan for no requests.
+
+    Raises:
+        ValueError: a prompt alone needs more than `num_blocks` blocks.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if num_blocks is not None and num_blocks < 1:
+        raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+    sequence = BlockSequence(workload, block_size)
+    total = len(sequence.blocks)
+    if not total:
+        return {"real": float("nan"), "infinite": float("nan"), "clairvoyant": float("nan")}
+    size = num_blocks if num_blocks is not None else sequence.num_different + max(map(len, sequence))
+    return {
+        "real": real_hits(workload, block_size, size, policy) / total,
+        "infinite": infinite_hits(sequence) / total,
+        "clairvoyant": clairvoyant_hits(sequence, size) / total,
+    }
