@@ -5,7 +5,7 @@ Question: a compiler turns numba's Python into machine code.
 
 # Generated from nbs/4_kernels/20_cpu_vector.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4d584220d23f module=f01dfefc2ae3
+# literate: notebook=80f45d80b049 module=32557fafe314
 
 import operator
 from typing import Any
@@ -17,7 +17,8 @@ from numba.core import cgutils
 from numba.core.datamodel import models, register_default
 from numba.core.errors import TypingError
 from numba.core.typing import signature
-from numba.extending import intrinsic, overload
+from numba.core.typing.templates import AbstractTemplate, infer_global
+from numba.extending import intrinsic, lower_builtin
 
 __all__ = [
     "EXP_TERMS",
@@ -254,21 +255,23 @@ def keep(typing: Any, x: Any, first: Any, last: Any, other: Any) -> Any:
     return signature(x, x, types.int64, types.int64, types.float32), emit
 
 
-def _lane_by_lane(instruction: str) -> Any:
-    @primitive
-    def apply(typing: Any, x: Any, y: Any) -> Any:
-        return signature(x, x, y), lambda c, b, s, a: getattr(b, instruction)(a[0], a[1])
+def _operator(python: Any, instruction: str) -> None:
+    """Give a Python operator a meaning for two vectors: one LLVM instruction."""
 
-    def resolve(x, y):  # numba compares the two signatures, annotations too
-        if isinstance(x, Vector) and x == y:
-            return lambda x, y: apply(x, y)
-        return None
+    @infer_global(python)
+    class _Typing(AbstractTemplate):
+        def generic(self, args: Any, kws: Any) -> Any:
+            if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]:
+                return signature(args[0], *args)
+            return None
 
-    return resolve
+    @lower_builtin(python, Vector, Vector)
+    def lower(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return getattr(b, instruction)(*args)
 
 
-for _operator, _instruction in (("add", "fadd"), ("sub", "fsub"), ("mul", "fmul"), ("truediv", "fdiv")):
-    overload(getattr(operator, _operator))(_lane_by_lane(_instruction))
+for _python, _instruction in (("add", "fadd"), ("sub", "fsub"), ("mul", "fmul"), ("truediv", "fdiv")):
+    _operator(getattr(operator, _python), _instruction)
 
 
 # %% nbs/4_kernels/20_cpu_vector.ipynb #fold_lanes
