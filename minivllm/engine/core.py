@@ -5,7 +5,7 @@ Everything that vLLM is famous for happens in three lines: decide, carry out, ta
 
 # Generated from nbs/5_engine/10_engine_core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=30a5a719564b module=325dd1ea9410
+# literate: notebook=a5deb31bb170 module=103284680d38
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from minivllm.core.policy import Policy
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
 from minivllm.core.trace import Trace
+from minivllm.engine.grammar_queue import GrammarQueue, wants_grammar
 from minivllm.engine.kv_publisher import KVEventPublisher
+from minivllm.sampling.grammar import GrammarCompiler
 
 __all__ = ["EngineCore"]
 
@@ -35,6 +37,7 @@ class EngineCore:
     """Scheduler and executor, a step at a time. Knows token ids only.
 
     ``policy``, ``preemption``: None for the ones that ``config`` names. ``clock``: the time that the scheduler sees.
+    ``grammar``: compiles structured outputs; None if there can be none.
     """
 
     def __init__(
@@ -45,11 +48,13 @@ class EngineCore:
         policy: Policy | None = None,
         preemption: Preemption | None = None,
         clock: Clock | None = None,
+        grammar: GrammarCompiler | None = None,
     ) -> None:
         if preemption is None:
             swaps = config.args.preemption_mode == "swap"
             preemption = Swap(config.cache.num_cpu_blocks) if swaps else Recompute()
         self.executor = executor
+        self.grammars = None if grammar is None else GrammarQueue(grammar)
         self._publisher: KVEventPublisher | None = None
         self.clock = clock or WallClock()
         self.scheduler = Scheduler(
@@ -63,15 +68,26 @@ class EngineCore:
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
-        self.scheduler.add_request(request)
+        if self.grammars is not None and request.request_id in self.grammars:
+            raise ValueError(f"request id {request.request_id!r} is already in use")
+        if not wants_grammar(request.sampling_params):
+            self.scheduler.add_request(request)
+        elif self.grammars is None:
+            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
+        elif request.request_id in self.scheduler.requests:
+            raise ValueError(f"request id {request.request_id!r} is already in use")
+        else:
+            self.grammars.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
         """End requests in any state; unknown ids are passed over. Returns those that were ended."""
-        return self.scheduler.finish_requests(request_ids, FinishReason.ABORT)
+        ids = list(request_ids)
+        waiting = [] if self.grammars is None else self.grammars.remove(ids)
+        return waiting + self.scheduler.finish_requests(ids, FinishReason.ABORT)
 
     def has_requests(self) -> bool:
         """Whether `step` has anything to do, be it only rows to drop."""
-        return self.scheduler.has_requests()
+        return self.scheduler.has_requests() or bool(self.grammars)
 
     # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-step
     def step(self) -> list[EngineCoreOutput]:
@@ -81,8 +97,9 @@ class EngineCore:
             PolicyError: a hook of the policy failed; no request is lost. Whatever the executor raises: the requests of that
             step have ended then (see `_give_up`).
         """
+        failed = self._admit_compiled() if self.grammars else []
         if not self.scheduler.has_requests():
-            return []
+            return failed
         output = self.scheduler.schedule()
         try:
             result = self.executor.execute(output)
@@ -92,7 +109,15 @@ class EngineCore:
         outputs = self.scheduler.update(output, result)
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
-        return outputs
+        return failed + outputs
+
+    def _admit_compiled(self) -> list[EngineCoreOutput]:
+        """Let requests whose grammar is compiled join the scheduler; returns the ends of those whose grammar is wrong."""
+        assert self.grammars is not None
+        ready, failed = self.grammars.take_ready(wait=not self.scheduler.has_requests())
+        for request in ready:
+            self.scheduler.add_request(request)
+        return failed
 
     # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-_give_up
     def _give_up(self, output: SchedulerOutput) -> None:
@@ -122,4 +147,6 @@ class EngineCore:
             self._publisher.publish(self._tap.take())
             self._publisher.close()
             self._publisher = None
+        if self.grammars is not None:
+            self.grammars.compiler.shutdown()
         self.executor.shutdown()

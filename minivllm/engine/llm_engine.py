@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=344b4e96603a module=21633e426ae8
+# literate: notebook=05410abfe9ff module=554bf6ccd9b5
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +23,7 @@ from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import RequestOutput
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import make_executor, plan_engine
+from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.transforms import Transform
 
@@ -73,8 +74,12 @@ class LLMEngine:
             args = replace(args, num_cpu_blocks=preemption.num_cpu_blocks, preemption_mode="swap")
         plan = plan_engine(args)
         tokenizer = get_tokenizer(args.tokenizer or plan.model.path, args.download_dir)
-        executor = make_executor(distributed_executor_backend, plan, logits_processors)
-        core = EngineCore(plan.config, executor, policy=policy, preemption=preemption, clock=clock or WallClock())
+        ends = dict.fromkeys([tokenizer.eos_token_id, *plan.model.eos_token_ids])
+        grammar = GrammarCompiler(tokenizer, plan.config.model.vocab_size, [i for i in ends if i is not None])
+        executor = make_executor(distributed_executor_backend, plan, logits_processors, grammar)
+        core = EngineCore(
+            plan.config, executor, policy=policy, preemption=preemption, clock=clock or WallClock(), grammar=grammar
+        )
         return cls(plan.config, core, tokenizer, plan.model.generation_config)
 
     # %% nbs/5_engine/11_llm_engine.ipynb #LLMEngine-add_request

@@ -5,7 +5,7 @@ The engine core speaks token ids.
 
 # Generated from nbs/5_engine/09_output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=15b6d2094e85 module=899b8f297ea3
+# literate: notebook=da3ff6d291cd module=307c99cd6df6
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from minivllm.core.output import EngineCoreOutput
 from minivllm.core.request import FinishReason
 from minivllm.engine.detokenizer import Detokenizer, DetokenizerFactory
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from minivllm.engine.stop_strings import StopMatch, StopStrings
+from minivllm.engine.stop_strings import StopStrings, ends_in_loop
 from minivllm.sampling.params import RequestOutputKind, SamplingParams, best_indices
 
 __all__ = ["CompletionState", "OutputProcessor", "ProcessedOutputs", "RequestState"]
@@ -48,46 +48,49 @@ class CompletionState:
         """Take one step's tokens. Returns whether the engine core must be told that this request has ended."""
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         before = len(self.token_ids)
-        match = self._add_tokens(output) or self._flush()
+        ended_here = self._add_tokens(output)
+        if self.finish_reason is not None and not ended_here:
+            ended_here = self._flush()
         self._take_logprobs(output, len(self.token_ids) - before)
-        if match is None:
-            return False
-        core_runs_on = output.finish_reason is None
-        self.text = self.text[: match.end if self.params.include_stop_str_in_output else match.start]
-        self.finish_reason, self.stop_reason = FinishReason.STOP, match.stop
-        return core_runs_on
+        return ended_here and output.finish_reason is None
 
-    def _add_tokens(self, output: EngineCoreOutput) -> StopMatch | None:
-        hidden_at, detokenizer = self._hidden_token(output), self.detokenizer
+    def _add_tokens(self, output: EngineCoreOutput) -> bool:
+        """Returns whether a stop string or a loop ended the answer; tokens behind it are dropped."""
+        hidden_at, loop = self._hidden_token(output), self.params.repetition_detection
         for i, token_id in enumerate(output.new_token_ids):
             self.token_ids.append(token_id)
-            start = len(self.text)
             if self.text_offsets is not None:
-                self.text_offsets.append(start)
-            if i == hidden_at or detokenizer is None:
-                continue
-            self.text += detokenizer.push(token_id)
-            if match := self._find_stop(start):
-                return match
-        return None
+                self.text_offsets.append(len(self.text))
+            if i != hidden_at and self.detokenizer is not None and self._add_text(self.detokenizer.push(token_id)):
+                return True
+            may_stop = output.finish_reason is None and len(self.token_ids) >= self.params.min_tokens
+            if loop is not None and may_stop and ends_in_loop(self.token_ids, loop):
+                self.finish_reason, self.stop_reason = FinishReason.STOP, "repetition_detected"
+                self._flush()
+                return True
+        return False
+
+    def _add_text(self, piece: str) -> bool:
+        """Returns whether a stop string is complete now; then the text is cut and the reason set."""
+        start = len(self.text)
+        self.text += piece
+        if self.stops is None or not piece or len(self.token_ids) <= self.params.min_tokens:
+            return False
+        match = self.stops.find(self.text, start)
+        if match is None:
+            return False
+        self.text = self.text[: match.end if self.params.include_stop_str_in_output else match.start]
+        self.finish_reason, self.stop_reason = FinishReason.STOP, match.stop
+        return True
+
+    def _flush(self) -> bool:
+        return self.detokenizer is not None and self._add_text(self.detokenizer.flush())
 
     def _hidden_token(self, output: EngineCoreOutput) -> int | None:
         """Place of the token that ended the request and is not part of the text: an end-of-sequence or stop token."""
         if output.finish_reason is FinishReason.STOP and not self.params.include_stop_str_in_output:
             return len(output.new_token_ids) - 1
         return None
-
-    def _flush(self) -> StopMatch | None:
-        if self.finish_reason is None or self.detokenizer is None:
-            return None
-        start = len(self.text)
-        self.text += self.detokenizer.flush()
-        return self._find_stop(start)
-
-    def _find_stop(self, start: int) -> StopMatch | None:
-        if self.stops is None or len(self.text) == start or len(self.token_ids) <= self.params.min_tokens:
-            return None
-        return self.stops.find(self.text, start)
 
     def _take_logprobs(self, output: EngineCoreOutput, count: int) -> None:
         if self.logprobs is None or not output.logprobs:

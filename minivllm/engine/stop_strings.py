@@ -5,12 +5,14 @@ A user asks to stop at `"\\nUser:"`.
 
 # Generated from nbs/5_engine/07_stop_strings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3bded22b532a module=ed8edb32993b
+# literate: notebook=2501ba795817 module=bedc774b8833
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["StopMatch", "StopStrings"]
+from minivllm.sampling.params import RepetitionDetectionParams
+
+__all__ = ["StopMatch", "StopStrings", "ends_in_loop"]
 
 
 # %% nbs/5_engine/07_stop_strings.ipynb #StopMatch
@@ -53,3 +55,15 @@ class StopStrings:
             if any(len(stop) > length and stop.startswith(tail) for stop in self.stops):
                 return length
         return 0
+
+
+# %% nbs/5_engine/07_stop_strings.ipynb #ends_in_loop
+def ends_in_loop(token_ids: Sequence[int], rule: RepetitionDetectionParams) -> bool:
+    """Whether the tokens end in ``min_count`` copies of a pattern of ``min_pattern_size`` to ``max_pattern_size`` tokens."""
+    for size in range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1):
+        span = size * rule.min_count
+        if span > len(token_ids):
+            return False
+        if list(token_ids[-span:]) == list(token_ids[-size:]) * rule.min_count:
+            return True
+    return False

@@ -6,7 +6,7 @@ GPUs, or not at all (a simulation answers from a cost model).
 
 # Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=71a4113bffd8 module=1f913957a3c0
+# literate: notebook=71ff663adc89 module=239bfcdcf264
 
 import gc
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.runtime.machine import choose_device, has_native_bf16, machine_facts
 from minivllm.runtime.model_runner import ModelRunner
+from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
 
 __all__ = ["EnginePlan", "Executor", "UniProcExecutor", "load_decoder", "make_executor", "plan_engine"]
@@ -90,9 +91,13 @@ def load_decoder(plan: EnginePlan) -> Decoder:
 class UniProcExecutor:
     """Runs the model in the engine's own process."""
 
-    def __init__(self, plan: EnginePlan, transforms: Sequence[Transform] = ()) -> None:
+    def __init__(
+        self, plan: EnginePlan, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None
+    ) -> None:
         self.kv_cache_config = plan.config.kv_cache
-        self.runner: ModelRunner | None = ModelRunner(load_decoder(plan), plan.backend, plan.config, transforms)
+        self.runner: ModelRunner | None = ModelRunner(
+            load_decoder(plan), plan.backend, plan.config, transforms, grammar
+        )
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         if self.runner is None:
@@ -110,14 +115,18 @@ class UniProcExecutor:
 _LATER = ("mp", "ray", "external_launcher")
 
 
-def make_executor(kind: str, plan: EnginePlan, transforms: Sequence[Transform] = ()) -> Executor:
-    """The executor of this name, with the model loaded. ``transforms``: of the logits of every request.
+def make_executor(
+    kind: str, plan: EnginePlan, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None
+) -> Executor:
+    """The executor of this name, with the model loaded.
+
+    ``transforms``: of the logits of every request. ``grammar``: for structured outputs.
 
     Raises:
         NotImplementedError: a name that vLLM knows and this package does not (yet). ValueError: any other name.
     """
     if kind == "uniproc":
-        return UniProcExecutor(plan, transforms)
+        return UniProcExecutor(plan, transforms, grammar)
     if kind in _LATER:
         raise NotImplementedError(f"distributed_executor_backend={kind!r} is not implemented; 'uniproc' is")
     raise ValueError(f"distributed_executor_backend must be 'uniproc', got {kind!r}")

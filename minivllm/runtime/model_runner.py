@@ -5,7 +5,7 @@ The scheduler has decided: this request 40 tokens, that one 1, these two blocks 
 
 # Generated from nbs/5_engine/02_model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6c3b64a6d650 module=cb412cbf9e59
+# literate: notebook=19966f22931e module=b64ab7666daf
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionSpec
 from minivllm.core.config import EngineConfig, KVCacheConfig
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.runtime.input_batch import InputBatch, StepInputs
+from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.state import SamplingState
@@ -65,16 +66,22 @@ class ModelRunner:
     """Carries out scheduler outputs on one device.
 
     ``model``: loaded and not yet bound to a cache. ``backend``: the one that the model was built with.
-    ``transforms``: of the logits of every request, besides each request's own.
+    ``transforms``: of the logits of every request, besides each request's own. ``grammar``: compiles structured outputs; without
+    it such requests fail.
     """
 
     PROMPT_SLICE = 256  # prompt tokens whose logits are held at once
 
     def __init__(
-        self, model: Decoder, backend: AttentionBackend, config: EngineConfig, transforms: Sequence[Transform] = ()
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        config: EngineConfig,
+        transforms: Sequence[Transform] = (),
+        grammar: GrammarCompiler | None = None,
     ) -> None:
         kv, limits = config.kv_cache, config.scheduler
-        self.model, self.backend, self.config = model, backend, config
+        self.model, self.backend, self.config, self.grammar = model, backend, config, grammar
         self.device = torch.device(config.device)
         layer_specs = model.spec.attention_specs(kv.block_size, model.dtype)
         self.specs = group_attention_specs(kv, layer_specs)
@@ -118,11 +125,17 @@ class ModelRunner:
             if params.prompt_logprobs is not None:
                 self._prompt_done.setdefault(new.request_id, 0)
             try:
-                self.sampling.add(new.request_id, params, new.prompt_token_ids, new.output_token_ids, params.seed)
+                self._add_sampling_row(new)
             except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other requests
                 result.errors[new.request_id] = f"{type(error).__name__}: {error}"
         for request_id, block_ids in output.new_block_ids.items():
             self.batch.append_blocks(request_id, block_ids)
+
+    def _add_sampling_row(self, new: NewRequest) -> None:
+        params, matcher = new.sampling_params, None
+        if params.structured_outputs is not None and self.grammar is not None:
+            matcher = self.grammar.matcher(params.structured_outputs)  # compiled before the request was scheduled
+        self.sampling.add(new.request_id, params, new.prompt_token_ids, new.output_token_ids, params.seed, matcher)
 
     def _swap_blocks(self, output: SchedulerOutput) -> None:
         if not output.swap_out and not output.swap_in:

@@ -1,0 +1,41 @@
+"""How does a flag become a setting?
+
+Every command that starts an engine takes the same flags.
+"""
+
+# Generated from nbs/5_engine/17_arguments.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=3d6754a54e3f module=1b04fd23f841
+
+import argparse
+from dataclasses import fields
+
+from minivllm.core.config import EngineArgs
+
+__all__ = ["add_engine_arguments", "engine_args_from"]
+
+
+# %% nbs/5_engine/17_arguments.ipynb #add_engine_arguments
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of EngineArgs."""
+    group = parser.add_argument_group("engine")
+    for f in fields(EngineArgs):
+        flag, help_text = "--" + f.name.replace("_", "-"), f"{f.metadata['help']} (default: {f.default})"
+        kind = str(f.type).removesuffix(" | None")
+        if kind == "bool":
+            group.add_argument(flag, default=f.default, action=argparse.BooleanOptionalAction, help=f.metadata["help"])
+            continue
+        choices = f.metadata["choices"] or None
+        group.add_argument(
+            flag,
+            default=f.default,
+            type={"int": int, "float": float, "str": str}[kind],
+            choices=choices,
+            metavar=None if choices else f.name.upper(),
+            help=help_text.replace("%", "%%"),
+        )
+
+
+def engine_args_from(args: argparse.Namespace) -> EngineArgs:
+    """The EngineArgs that the flags say."""
+    return EngineArgs(**{f.name: getattr(args, f.name) for f in fields(EngineArgs)})

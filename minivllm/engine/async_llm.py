@@ -1,0 +1,335 @@
+"""How can many callers share one engine?
+
+`LLM.generate` owns the engine until its list is done.
+"""
+
+# Generated from nbs/6_serving/03_async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=a7bc6e190ef4 module=350e3edc9575
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self, TypeVar
+
+from minivllm.core.config import EngineArgs, EngineConfig
+from minivllm.engine.input_processor import ProcessedInput, PromptType
+from minivllm.engine.llm import _FROM_GENERATION_CONFIG
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.outputs import RequestOutput
+from minivllm.sampling.params import RequestOutputKind, SamplingParams
+
+__all__ = ["AsyncLLM", "EngineDeadError", "RequestStream"]
+
+
+# %% nbs/6_serving/03_async_llm.ipynb #RequestStream
+T = TypeVar("T")
+
+
+class EngineDeadError(RuntimeError):
+    """The engine has failed or was shut down; nothing more comes from it. ``__cause__`` is the error that ended it."""
+
+
+class RequestStream:
+    """The outputs of one request, in the loop that asked for it: ``async for output in stream``.
+
+    Whoever stops before the end calls `aclose`, which aborts the request.
+    """
+
+    def __init__(self, request_id: str, keep_all: bool, on_close: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self.loop = asyncio.get_running_loop()
+        self.finished = False
+        self._keep_all, self._on_close = keep_all, on_close
+        self._ready: deque[RequestOutput] = deque()
+        self._error: BaseException | None = None
+        self._news = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        """Called in ``loop``."""
+        if self._ready and not self._keep_all:
+            self._ready.pop()
+        self._ready.append(output)
+        self._news.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Called in ``loop``. What came before is still delivered."""
+        self._error = error
+        self._news.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output. Raises StopAsyncIteration after the last, EngineDeadError if the engine is gone."""
+        if self.finished:
+            raise StopAsyncIteration
+        while not self._ready:
+            if self._error is not None:
+                self.finished = True
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        output = self._ready.popleft()
+        self.finished = output.finished
+        return output
+
+    async def aclose(self) -> None:
+        """Abort the request if it has not ended."""
+        if not self.finished:
+            self.finished = True
+            self._on_close(self.request_id)
+
+
+# %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM
+class AsyncLLM:
+    """One engine for many callers in asyncio. Make one with `from_engine_args`.
+
+    The engine runs in a thread. If it raises, it is dead: every stream and every later call raises EngineDeadError.
+    ``on_death``: called once, in the engine's thread, when that happens.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.llm_engine = engine
+        self.on_death: Callable[[BaseException], None] = lambda error: None
+        self.dead_error: BaseException | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._inbox: deque[tuple[Callable[[LLMEngine], Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._ids = itertools.count()
+        self._inputs = ThreadPoolExecutor(1, thread_name_prefix="minivllm-inputs")
+        self._thread = threading.Thread(target=self._run, name="minivllm-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, *, engine_in: str = "thread", **options: Any) -> Self:
+        """Load the model and start. ``options``: see `LLMEngine.from_engine_args`.
+
+        Raises:
+            NotImplementedError: ``engine_in="process"``. ValueError: an unknown model or setting.
+        """
+        if engine_in == "process":
+            raise NotImplementedError("AsyncLLM: engine_in='process' is not implemented; 'thread' is")
+        if engine_in != "thread":
+            raise ValueError(f"engine_in must be 'thread', got {engine_in!r}")
+        return cls(LLMEngine.from_engine_args(args, **options))
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.llm_engine.config
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine failed."""
+        return self.dead_error is not None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._streams)
+
+    def get_tokenizer(self) -> Any:
+        return self.llm_engine.tokenizer
+
+    # %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-get_default_sampling_params
+    def get_default_sampling_params(self) -> dict[str, Any]:
+        """The fields of SamplingParams that the model's generation config sets; none with ``generation_config="vllm"``."""
+        if self.config.args.generation_config == "vllm":
+            return {}
+        found = self.llm_engine.generation_config
+        return {
+            ours: found[theirs] for theirs, ours in _FROM_GENERATION_CONFIG.items() if found.get(theirs) is not None
+        }
+
+    # %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-loop
+    def _post(self, job: Callable[[LLMEngine], T]) -> "Future[T]":
+        """Have ``job`` done between two steps. The future raises EngineDeadError if that can no longer happen."""
+        future: Future[T] = Future()
+        with self._wake:
+            if self._closing or self.errored:
+                future.set_exception(self._death())
+            else:
+                self._inbox.append((job, future))
+                self._wake.notify()
+        return future
+
+    def _death(self) -> EngineDeadError:
+        if self.dead_error is None:
+            return EngineDeadError("the engine was shut down")
+        error = EngineDeadError(f"the engine has failed: {type(self.dead_error).__name__}: {self.dead_error}")
+        error.__cause__ = self.dead_error
+        return error
+
+    def _run(self) -> None:
+        engine = self.llm_engine
+        try:
+            while self._wait_for_work():
+                self._do_jobs()
+                if engine.core.has_requests():
+                    self._deliver(engine.step())
+        except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
+            self.dead_error = error
+        self._end()
+
+    def _wait_for_work(self) -> bool:
+        with self._wake:
+            while not (self._inbox or self._closing or self.llm_engine.core.has_requests()):
+                self._wake.wait()
+            return not self._closing
+
+    def _do_jobs(self) -> None:
+        while self._inbox:
+            job, future = self._inbox.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job(self.llm_engine))
+                except Exception as error:  # noqa: BLE001 - the caller's error, not the engine's
+                    future.set_exception(error)
+
+    # %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-deliver
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            if output.finished:
+                del self._streams[output.request_id]
+            by_loop.setdefault(stream.loop, []).append((stream, output))
+        for loop, pairs in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, pairs)
+            except RuntimeError:  # closed
+                self.llm_engine.abort_request([stream.request_id for stream, _ in pairs])
+                for stream, _ in pairs:
+                    self._streams.pop(stream.request_id, None)
+
+    def _end(self) -> None:
+        """The thread's last act: nobody may be left waiting."""
+        with self._wake:
+            self._closing = True
+            jobs, self._inbox = self._inbox, deque()
+        for _, future in jobs:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._death())
+        for stream in list(self._streams.values()):
+            try:
+                stream.loop.call_soon_threadsafe(stream.fail, self._death())
+            except RuntimeError:
+                pass
+        self._streams.clear()
+        self._inputs.shutdown(wait=False, cancel_futures=True)
+        try:
+            self.llm_engine.close()
+        finally:
+            if self.dead_error is not None:
+                self.on_death(self.dead_error)
+
+    # %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-submit
+    async def submit(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        user: str | None = None,
+    ) -> RequestStream:
+        """Queue a request and return its stream; when this returns, the engine has accepted it.
+
+        Raises:
+            TypeError, ValueError: a bad prompt, parameter or id. EngineDeadError.
+        """
+        name = f"async-{next(self._ids)}" if request_id is None else request_id
+        keep_all = sampling_params.output_kind is RequestOutputKind.DELTA
+        stream = RequestStream(name, keep_all, self._forget)
+        arrival = self.llm_engine.clock.now()
+        given = await self.run_input(
+            lambda: self.llm_engine.process(name, prompt, sampling_params, arrival, priority, user)
+        )
+        try:
+            await asyncio.wrap_future(self._post(lambda engine: self._add(engine, stream, given)))
+        except asyncio.CancelledError:
+            self._forget(name)
+            raise
+        return stream
+
+    def _add(self, engine: LLMEngine, stream: RequestStream, given: ProcessedInput) -> None:
+        engine.add_processed(stream.request_id, given)
+        self._streams[stream.request_id] = stream
+
+    async def run_input(self, work: Callable[[], T]) -> T:
+        """Do something with the tokenizer, in the thread that is there for it. Raises EngineDeadError, or what ``work`` raises."""
+        if self._closing or self.errored:
+            raise self._death()
+        return await asyncio.get_running_loop().run_in_executor(self._inputs, work)
+
+    def _forget(self, request_id: str) -> None:
+        """Abort a request that nobody reads any more."""
+
+        def job(engine: LLMEngine) -> None:
+            if self._streams.pop(request_id, None) is not None:
+                engine.abort_request(request_id)
+
+        self._post(job)  # a dead engine has forgotten it already
+
+    # %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-generate
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        user: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the outputs of one request as they come. Leaving the loop early aborts the request.
+
+        Raises:
+            TypeError, ValueError: a bad prompt, parameter or id. EngineDeadError: the engine failed.
+        """
+        stream = await self.submit(prompt, sampling_params, request_id, priority=priority, user=user)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its stream gets a last output with the finish reason "abort". Unknown ids are passed over."""
+        await self.call(lambda engine: self._deliver(engine.abort_request(request_id)))
+
+    async def call(self, job: Callable[[LLMEngine], T]) -> T:
+        """Do something with the engine between two steps. Raises what ``job`` raises, or EngineDeadError."""
+        return await asyncio.wrap_future(self._post(job))
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError if the engine has failed or was shut down."""
+        if self.errored or self._closing:
+            raise self._death()
+
+    def get_metrics(self) -> dict[str, float]:
+        """See `LLMEngine.get_metrics`. Reads counters without waiting for the step under way."""
+        return self.llm_engine.get_metrics()
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks held one."""
+        return await self.call(lambda engine: engine.reset_prefix_cache())
+
+    def shutdown(self) -> None:
+        """Stop after the step under way; streams that have not ended raise EngineDeadError. Twice is no error."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+# %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-deliver
+def _put_all(pairs: list[tuple[RequestStream, RequestOutput]]) -> None:
+    for stream, output in pairs:
+        stream.put(output)
