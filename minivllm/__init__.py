@@ -5,7 +5,7 @@ A language model server small enough to read: every module of the package is a c
 
 # Generated from nbs/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=134c1cbe7efa module=d50a415091c6
+# literate: notebook=10438c04f298 module=1dfc1559832d
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -17,16 +17,30 @@ __version__ = "0.1.0"
 # %% nbs/index.ipynb #lazy
 if TYPE_CHECKING:
     from minivllm.core.config import EngineArgs
+    from minivllm.engine.async_llm import AsyncLLM
     from minivllm.engine.llm import LLM
     from minivllm.engine.llm_engine import LLMEngine
+    from minivllm.engine.outputs import CompletionOutput, RequestOutput
     from minivllm.sampling.params import SamplingParams
 
-__all__ = ["LLM", "EngineArgs", "LLMEngine", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOMES = {
+    "AsyncLLM": "minivllm.engine.async_llm",
+    "CompletionOutput": "minivllm.engine.outputs",
     "EngineArgs": "minivllm.core.config",
     "LLM": "minivllm.engine.llm",
     "LLMEngine": "minivllm.engine.llm_engine",
+    "RequestOutput": "minivllm.engine.outputs",
     "SamplingParams": "minivllm.sampling.params",
 }
 
