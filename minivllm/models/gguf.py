@@ -6,7 +6,7 @@ llama.cpp.
 
 # Generated from nbs/3_model/07_gguf.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6cc829f25d76 module=536c5c356f6b
+# literate: notebook=ba3c430ad132 module=536c5c356f6b
 
 import json
 import os

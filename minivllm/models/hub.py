@@ -5,7 +5,7 @@
 
 # Generated from nbs/3_model/06_hub.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=315592f0ce5e module=7c0c83418d86
+# literate: notebook=58ed34b034c7 module=7c0c83418d86
 
 import contextlib
 import difflib

@@ -5,7 +5,7 @@ A model folder is on the disk.
 
 # Generated from nbs/3_model/08_loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c54f20fecb0b module=e6366b0a3fc1
+# literate: notebook=b7c6244a23b3 module=e6366b0a3fc1
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Not text.
 
 # Generated from nbs/3_model/09_tokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1de3afb87402 module=33a351ef5abb
+# literate: notebook=21e30847b8fd module=33a351ef5abb
 
 from __future__ import annotations
 
