@@ -6,7 +6,7 @@ want the same two cores.
 
 # Generated from nbs/4_kernels/21_cpu_kernel.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a7161f18045f module=fa1e676f4229
+# literate: notebook=5574aa1e6602 module=9e0152851eea
 
 import ctypes
 import functools
@@ -36,7 +36,9 @@ __all__ = [
     "cache_key",
     "compile_kernel",
     "compile_object",
+    "host_lanes",
     "host_machine",
+    "host_registers",
     "kernel",
     "load_object",
     "logger",
@@ -62,12 +64,28 @@ logger = logging.getLogger(__name__)
 
 
 # %% nbs/4_kernels/21_cpu_kernel.ipynb #host_machine
+@functools.cache
 def host_machine() -> tuple[str, str, str]:
-    """(triple, CPU, features) to compile for; numba's environment variables override what the machine says."""
+    """(triple, CPU, features) to compile for.
+
+    As numba does, NUMBA_CPU_NAME and NUMBA_CPU_FEATURES (`+avx2,+fma`), set together, choose another CPU of the family.
+    """
     cpu, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
-    if features is None:
-        features = llvm.get_host_cpu_features().flatten() if cpu is None else ""
-    return llvm.get_process_triple(), llvm.get_host_cpu_name() if cpu is None else cpu, features
+    if cpu is not None:
+        return llvm.get_process_triple(), cpu, features or ""
+    return llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+def host_lanes() -> int:
+    """float32 numbers in a vector register of this machine: 16 (AVX-512), 8 (AVX2), else 4 (SSE, NEON)."""
+    features = host_machine()[2].split(",")
+    return 16 if "+avx512f" in features else 8 if "+avx2" in features else 4
+
+
+def host_registers() -> int:
+    """Vector registers of this machine: 32 (AVX-512, Arm), else 16."""
+    arm = llvm.get_process_triple().startswith(("aarch64", "arm64"))
+    return 32 if arm or host_lanes() == 16 else 16
 
 
 def machine_for(triple: str, cpu: str, features: str) -> Any:

@@ -5,12 +5,11 @@ Question: a compiler turns numba's Python into machine code.
 
 # Generated from nbs/4_kernels/20_cpu_vector.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=80f45d80b049 module=32557fafe314
+# literate: notebook=e4752c30aab2 module=e9aecbb7a25d
 
 import operator
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -41,8 +40,6 @@ __all__ = [
     "floats_at",
     "fma",
     "fold_lanes",
-    "host_lanes",
-    "host_registers",
     "ints_at",
     "keep",
     "largest",
@@ -97,19 +94,6 @@ class Vector(types.Type):
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Vector) -> None:
         super().__init__(dmm, fe_type, ir.VectorType(F32, fe_type.lanes))
-
-
-# %% nbs/4_kernels/20_cpu_vector.ipynb #host_lanes
-def host_lanes() -> int:
-    """float32 numbers in a vector register of this machine: 16 (AVX-512), 8 (AVX2), else 4 (SSE, NEON)."""
-    features = llvm.get_host_cpu_features()
-    return 16 if features.get("avx512f") else 8 if features.get("avx2") else 4
-
-
-def host_registers() -> int:
-    """Vector registers of this machine: 32 (AVX-512, Arm), else 16."""
-    arm = llvm.get_process_triple().startswith(("aarch64", "arm64"))
-    return 32 if arm or llvm.get_host_cpu_features().get("avx512f") else 16
 
 
 # %% nbs/4_kernels/20_cpu_vector.ipynb #number

@@ -5,7 +5,7 @@ There are several ways to compute attention, and none is best everywhere.
 
 # Generated from nbs/3_model/03b_select.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0753f4489744 module=d948ad50654e
+# literate: notebook=b9c51e53211d module=c268b6f65516
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -21,10 +21,12 @@ __all__ = ["backend_names", "make_backend", "register_backend", "select_backend"
 _BACKENDS: dict[str, str | Callable[[], AttentionBackend]] = {
     "reference": "minivllm.attention.reference:ReferenceBackend",
     "sdpa": "minivllm.attention.sdpa:SDPABackend",
+    "numba_cpu": "minivllm.attention.numba_cpu:NumbaCPUBackend",
+    "numba_cpu_invariant": "minivllm.attention.numba_cpu:NumbaCPUInvariantBackend",
     "numba_cuda": "minivllm.attention.numba_cuda:NumbaCudaBackend",
     "numba_cuda_invariant": "minivllm.attention.numba_cuda:NumbaCudaInvariantBackend",
 }
-_AUTO_ORDER: list[str] = ["numba_cuda", "sdpa", "reference"]
+_AUTO_ORDER: list[str] = ["numba_cuda", "numba_cpu", "sdpa", "reference"]
 
 
 def backend_names() -> tuple[str, ...]:

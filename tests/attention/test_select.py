@@ -38,17 +38,24 @@ def test_asked_for_but_unable():
 
 
 def test_auto_takes_the_first_that_can_and_says_why_not_the_others():
-    backend, why = select.select_backend("auto", [spec(), spec(sliding_window=4)], CPU)
-    assert isinstance(backend, SDPABackend) and "fastest" in why
-    backend, why = select.select_backend("auto", [spec(), spec(soft_cap=5.0)], CPU)
+    odd = {"head_dim": 6}  # not for the CPU kernels
+    backend, why = select.select_backend("auto", [spec(**odd), spec(sliding_window=4, **odd)], CPU)
+    assert isinstance(backend, SDPABackend) and "fastest" in why and "numba_cpu cannot: head_dim 6" in why
+    backend, why = select.select_backend("auto", [spec(**odd), spec(soft_cap=5.0, **odd)], CPU)
     assert isinstance(backend, ReferenceBackend) and "sdpa cannot: " in why and "soft_cap=5.0" in why
+
+
+def test_auto_prefers_the_kernels():
+    pytest.importorskip("numba")
+    for one in (spec(), spec(soft_cap=5.0), spec(sliding_window=4), spec(chunk=8)):
+        assert select.select_backend("auto", one, CPU)[0].name == "numba_cpu"
 
 
 def test_register(monkeypatch):
     class Mine(ReferenceBackend):
         name = "mine"
 
-    select.register_backend("mine", Mine, auto_before="sdpa")
+    select.register_backend("mine", Mine, auto_before="numba_cpu")
     assert "mine" in select.backend_names()
     assert isinstance(select.select_backend("auto", spec(), CPU)[0], Mine)
     with pytest.raises(ValueError, match="exists already"):
@@ -59,7 +66,7 @@ def test_register(monkeypatch):
 
 def test_one_that_cannot_be_imported_is_passed_over_by_auto_and_not_by_name():
     select.register_backend("absent", "no_such_module:Backend", auto_before="sdpa")
-    backend, why = select.select_backend("auto", spec(), CPU)
+    backend, why = select.select_backend("auto", spec(head_dim=6), CPU)
     assert isinstance(backend, SDPABackend) and "absent cannot be loaded: No module named 'no_such_module'" in why
     with pytest.raises(ImportError, match="no_such_module"):
         select.select_backend("absent", spec(), CPU)
@@ -70,6 +77,6 @@ def test_nobody_can():
         def unsupported(self, spec, device):
             return "never"
 
-    select._BACKENDS.update({"sdpa": Never, "reference": Never})
+    select._BACKENDS.update({"numba_cpu": Never, "sdpa": Never, "reference": Never})
     with pytest.raises(ValueError, match=r"no attention backend runs this model on cpu: .*reference cannot: never"):
         select.select_backend("auto", spec(), CPU)

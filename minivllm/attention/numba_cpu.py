@@ -1,0 +1,141 @@
+"""The CPU kernels behind the engine.
+
+Question: what is between a scheduler's step and the kernels of the last chapters, and what does the
+engine gain?
+"""
+
+# Generated from nbs/4_kernels/26_cpu_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=13a72265f65d module=a1448cec2beb
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+from minivllm_kernels.cpu_kernel import Kernel, host_lanes, host_registers, kernel, pack, run
+from minivllm_kernels.cpu_planning import AttentionStep, CPUAttentionShape
+
+__all__ = ["BITS", "NumbaCPUBackend", "NumbaCPUInvariantBackend", "NumbaCPUPlan"]
+
+
+# %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUPlan
+"""Paged attention by numba kernels on the CPU: no gather, decode and prefill alike, any mix of lengths.
+
+A row's result does not depend on what else is in the batch, on how a prompt is cut into chunks, on the number of
+threads, or on where blocks lie: every sum has one order.
+"""
+
+BITS = {torch.float32: 32, torch.bfloat16: 16}
+
+
+@dataclass
+class NumbaCPUPlan(Plan):
+    """A step's work list, with the kernel that it is for."""
+
+    step: AttentionStep
+
+
+# %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend
+class NumbaCPUBackend(AttentionBackend):
+    """Attention by numba kernels that read the pages where they lie.
+
+    Args:
+        kv_dtype: of the cache: torch.float32 or torch.bfloat16; None for the model's own.
+    """
+
+    name: ClassVar[str] = "numba_cpu"
+
+    def __init__(self, kv_dtype: torch.dtype | None = None) -> None:
+        if kv_dtype is not None and kv_dtype not in BITS:
+            raise ValueError(f"kv_dtype must be torch.float32 or torch.bfloat16, got {kv_dtype}")
+        self.kv_dtype = kv_dtype
+
+    def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        """The kernels want a CPU, float32 or bf16, and sizes that are multiples of 4."""
+        if device.type != "cpu":
+            return f"its kernels run on the CPU, and the device is {device}"
+        if importlib.util.find_spec("numba") is None:
+            return "numba is not installed (pip install 'minivllm[kernels]')"
+        if spec.dtype not in BITS:
+            return f"it computes from float32 or bfloat16, and the model is {str(spec.dtype).removeprefix('torch.')}"
+        return CPUAttentionShape.problem(spec.head_dim, spec.block_size)
+
+    def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
+        """Keys and values of a head lie together in a block, keys transposed; see `minivllm_kernels.cpu_cache`."""
+        return (1, num_blocks, spec.num_kv_heads, 2, spec.head_dim * spec.block_size)
+
+    def kv_cache_dtype(self, spec: AttentionSpec) -> torch.dtype:
+        """Dtype of the cache."""
+        return self.kv_dtype or spec.dtype
+
+    # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-plan
+    def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> NumbaCPUPlan:
+        """See `AttentionBackend.plan`."""
+        batch.check(spec.block_size)
+        sizes = (spec.head_dim, spec.group_size, spec.block_size)
+        bits = (BITS[spec.dtype], BITS[self.kv_cache_dtype(spec)])
+        step = AttentionStep(
+            CPUAttentionShape(*sizes, *bits, host_lanes(), host_registers()),
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            num_kv_heads=spec.num_kv_heads,
+            scale=spec.scale,
+            window=spec.sliding_window or 0,
+            chunk=spec.chunk or 0,
+            soft_cap=spec.soft_cap or 0.0,
+            threads=torch.get_num_threads(),
+        )
+        return NumbaCPUPlan(spec=spec, slot_mapping=torch.as_tensor(batch.slot_mapping), step=step)
+
+    # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-attend
+    def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        assert isinstance(plan, NumbaCPUPlan)
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        plan.step.run(q.data_ptr(), out.data_ptr(), kv_cache.data_ptr())
+        return out
+
+    # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-_writer
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """See `AttentionBackend.write`. Tokens with a negative slot are not stored."""
+        tokens, heads, head_dim = k.shape
+        k, v = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (k, v))
+        writer = _writer(head_dim, kv_cache.shape[-1] // head_dim, BITS[k.dtype], BITS[kv_cache.dtype])
+        where = (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), slot_mapping.data_ptr(), kv_cache.data_ptr())
+        run(writer, pack(tokens, *where, heads), torch.get_num_threads() if tokens > 8 else 1)
+
+    # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-copy_blocks
+    def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `AttentionBackend.copy_blocks`."""
+        src, dst = {a for a, _ in pairs}, {b for _, b in pairs}
+        overlap = src_cache.data_ptr() == dst_cache.data_ptr() and src & dst
+        if overlap or len(dst) < len(pairs) or not pairs:
+            return AttentionBackend.copy_blocks(self, src_cache, dst_cache, pairs)
+        where = np.array(pairs, np.int64)
+        words = src_cache[0, 0].nbytes // 8
+        args = pack(len(pairs), src_cache.data_ptr(), dst_cache.data_ptr(), words, where.ctypes.data)
+        run(kernel("minivllm_kernels.cpu_cache:copy"), args, torch.get_num_threads())
+
+
+# %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-_writer
+@functools.cache
+def _writer(head_dim: int, block_size: int, bits: int, kv_bits: int) -> Kernel:
+    shape = CPUAttentionShape(head_dim, 1, block_size, bits, kv_bits, host_lanes())
+    return kernel("minivllm_kernels.cpu_cache:write", head_dim, block_size, bits, kv_bits, shape.lanes)
+
+
+# %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUInvariantBackend
+class NumbaCPUInvariantBackend(NumbaCPUBackend):
+    """The same, and it asks the model for matrix products whose rows do not depend on the batch either."""
+
+    name: ClassVar[str] = "numba_cpu_invariant"
+    batch_invariant: ClassVar[bool] = True
