@@ -6,7 +6,7 @@ Hugging Face config, in a dozen lines.
 
 # Generated from nbs/3_model/05a_spec.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=16e84909ed84 module=5e74ad78bc47
+# literate: notebook=57d8204b111a module=349ed2f0bc87
 
 import math
 from collections.abc import Callable
@@ -320,7 +320,7 @@ def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
         ValueError: unknown architecture, unsupported field or value; names it.
     """
     model_type = hf_config.get("model_type")
-    names = hf_config.get("architectures") or [_ARCHITECTURE_OF.get(model_type, "")]
+    names = hf_config.get("architectures") or [_ARCHITECTURE_OF.get(model_type or "", "")]
     if names[0] not in FAMILIES:
         what = f"architecture {names[0]!r}" if names[0] else f"model_type {model_type!r}"
         raise ValueError(f"{what} is not supported; supported architectures: {', '.join(FAMILIES)}")
