@@ -5,7 +5,7 @@
 
 # Generated from nbs/6_serving/03_async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a7bc6e190ef4 module=350e3edc9575
+# literate: notebook=a68e9724fe48 module=2a8b8dd2b135
 
 import asyncio
 import itertools
@@ -216,12 +216,12 @@ class AsyncLLM:
         for _, future in jobs:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._death())
-        for stream in list(self._streams.values()):
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
             try:
                 stream.loop.call_soon_threadsafe(stream.fail, self._death())
-            except RuntimeError:
+            except RuntimeError:  # its loop was closed
                 pass
-        self._streams.clear()
         self._inputs.shutdown(wait=False, cancel_futures=True)
         try:
             self.llm_engine.close()

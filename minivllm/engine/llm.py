@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/14_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=af303a72e59e module=0270b20ab3b6
+# literate: notebook=cdef3fb457d7 module=304db7ccd99b
 
 import itertools
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ class LLM:
     """A language model that answers lists of prompts.
 
     ``model``: an alias such as "smollm2", a folder, a ``.gguf`` file or a hub id. ``policy``: a scheduling policy object.
-    ``preemption``: `Recompute()` or `Swap(num_cpu_blocks)`. ``logits_processors``: applied to every request. All other keywords
-    are the fields of `EngineArgs`, under vLLM's names.
+    ``preemption``: `Recompute()` or `Swap(num_cpu_blocks)`. ``logits_processors``: transforms of the whole batch's logits,
+    `transform(logits [rows, vocabulary], batch) -> logits`. All other keywords are the fields of `EngineArgs`, under vLLM's names.
 
     Raises:
         TypeError: an unknown keyword; names the nearest known one. ValueError: an unknown model, a value out of range.

@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=05410abfe9ff module=554bf6ccd9b5
+# literate: notebook=587a251b6393 module=521205be5b45
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -67,7 +67,7 @@ class LLMEngine:
         """Find and load the model, and build everything around it.
 
         ``preemption``: `Recompute()` or `Swap(num_cpu_blocks)`; it overrides ``args.preemption_mode``.
-        ``logits_processors``: applied to every request, besides its own.
+        ``logits_processors``: transforms of the whole batch's logits, besides those of single requests.
         Raises ValueError for an unknown model or a setting out of range.
         """
         if isinstance(preemption, Swap):
