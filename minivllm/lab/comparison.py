@@ -5,7 +5,7 @@ Two averages say that one policy is better than another.
 
 # Generated from nbs/2_lab/08_diff.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4f8572139c08 module=3e77b8acfd55
+# literate: notebook=65e4881bf444 module=fe11aaeec735
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def decisions(trace: Trace, names: dict[str, str] | None = None) -> Iterator[Ste
 # %% nbs/2_lab/08_diff.ipynb #standing
 def standing(trace: Trace, request_id: str, step: int) -> str:
     """Where a request stood in a recorded step, and why, in one line."""
-    now, known, word, tokens, cut = -1, request_id in trace.start.requests, "was under way", 0, ""
+    now, known, word, tokens, cut, lost = -1, request_id in trace.start.requests, "was under way", 0, "", -1
     for event in trace.events:
         kind = event[0]
         if kind == "step":
@@ -86,7 +86,9 @@ def standing(trace: Trace, request_id: str, step: int) -> str:
             known = known or kind == "add"
             if kind == "chunk":
                 cut = f" of the {event[3]} that it wanted: {REASONS.get(event[4], event[4])}"
-            word = _word(event, now) or word
+            lost = now if kind == "preempt" else lost
+            if kind != "wait" or lost != now:  # losing its blocks tells more than having to wait for that
+                word = _word(event, now) or word
         elif kind == "wait" and word.startswith("waited"):
             word = f"waited behind {event[1]!r} ({REASONS.get(event[2], event[2])})"
         elif kind == "order" and request_id in event[1] and event[1].index(request_id):
