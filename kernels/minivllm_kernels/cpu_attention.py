@@ -6,7 +6,7 @@ each.
 
 # Generated from nbs/4_kernels/24_cpu_attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=549612a744dd module=2b88f2fb02fa
+# literate: notebook=15aa9e3ea787 module=2b88f2fb02fa
 
 from collections.abc import Callable
 from typing import Any

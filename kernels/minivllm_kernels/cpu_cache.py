@@ -5,7 +5,7 @@ Question: attention on a CPU wants to read sixteen keys at once.
 
 # Generated from nbs/4_kernels/23_cpu_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fe7f60e27e1b module=712d08f1ef8f
+# literate: notebook=552f2e1ed103 module=712d08f1ef8f
 
 from collections.abc import Callable
 from typing import Any

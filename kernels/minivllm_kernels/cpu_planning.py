@@ -6,7 +6,7 @@ with a very long past.
 
 # Generated from nbs/4_kernels/22_cpu_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=968f76c23329 module=95c924cfccef
+# literate: notebook=645e69cbbfba module=95c924cfccef
 
 import math
 from collections.abc import Callable
