@@ -1,6 +1,6 @@
 """Draw the picture of README.md: a real run, who held which KV block at which step, and what each request got.
 
-    python site/picture.py site/static/run.png
+python site/picture.py site/static/run.png
 """
 
 import sys
@@ -49,14 +49,21 @@ def draw(trace: Trace, path: str) -> None:
             elif not state.ref_cnt[block] and state.hashes[block] is not None:
                 owner[block, step] = 1
     fig, (top, low) = plt.subplots(2, 1, figsize=(9, 5.2), height_ratios=[3, 1.3], sharex=True, layout="constrained")
-    top.pcolormesh(owner[1:], cmap=ListedColormap(COLORS), vmin=0, vmax=len(COLORS) - 1, edgecolors="white", linewidth=0.15)
+    top.pcolormesh(
+        owner[1:], cmap=ListedColormap(COLORS), vmin=0, vmax=len(COLORS) - 1, edgecolors="white", linewidth=0.15
+    )
     if shared:
         top.plot(*zip(*[(x, y - 1) for x, y in shared], strict=True), ".", color="white", markersize=2)
-    top.set(ylabel="KV block", title="every KV block at every step (coloured: held by a request; white dot: shared; grey: free but cached)")
+    top.set(
+        ylabel="KV block",
+        title="every KV block at every step (coloured: held by a request; white dot: shared; grey: free but cached)",
+    )
     for row in frames["decisions"].itertuples():
         y = order.get(row.request_id)
         if row.decision in ("prefill", "decode"):
-            low.barh(y, 1, left=row.step, color=COLORS[2 + y], alpha=1.0 if row.decision == "prefill" else 0.45, linewidth=0)
+            low.barh(
+                y, 1, left=row.step, color=COLORS[2 + y], alpha=1.0 if row.decision == "prefill" else 0.45, linewidth=0
+            )
         elif row.decision.startswith("preempt"):
             low.text(row.step, y, "×", ha="center", va="center", fontsize=11, weight="bold")
     low.set(xlabel="step", ylabel="request", yticks=range(len(order)), xlim=(0, steps))

@@ -103,7 +103,7 @@ def test_publish_subscribe_replay():
         replayed = []
         while True:
             assert dealer.poll(5000)
-            _, number, payload = dealer.recv_multipart()
+            _, _, payload = dealer.recv_multipart()
             if number == END_OF_REPLAY:
                 break
             replayed.append(struct.unpack(">Q", number)[0])
@@ -145,7 +145,7 @@ def test_an_engine_publishes(tmp_path):
             dealer.connect(llm.llm_engine.core._publisher.replay_endpoint)
             dealer.send_multipart([b"", (0).to_bytes(8, "big")])
             assert dealer.poll(5000)
-            _, number, payload = dealer.recv_multipart()
+            _, _, payload = dealer.recv_multipart()
             (event,) = msgpack.unpackb(payload)[1]
             assert event[0] == "BlockStored"
             assert event[3] == list(range(16))

@@ -112,7 +112,10 @@ def test_what_the_cache_and_the_backend_are_told():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert", "architectures": ["BertModel"]}, "'BertModel' is not .* architectures: LlamaForCausalLM, Mistral"),
+        (
+            {"model_type": "bert", "architectures": ["BertModel"]},
+            "'BertModel' is not .* architectures: LlamaForCausalLM, Mistral",
+        ),
         ({"model_type": "bert"}, "model_type 'bert' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*awq"),
         ({"rope_interleaved": True}, "rope_interleaved=True"),
