@@ -1,0 +1,31 @@
+"""When should a request that loops be stopped?
+
+Small models, and large ones on strange prompts, fall into loops: `and and and and`, or the same
+sentence for ever.
+"""
+
+# Generated from nbs/3_model/18_repetition.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=671a1d74e987 module=527b711c60cc
+
+from collections.abc import Sequence
+
+from minivllm.sampling.params import RepetitionDetectionParams
+
+__all__ = ["REPETITION_STOP_REASON", "repeated_pattern_size"]
+
+
+# %% nbs/3_model/18_repetition.ipynb #repeated_pattern_size
+REPETITION_STOP_REASON = "repetition_detected"
+
+
+def repeated_pattern_size(token_ids: Sequence[int], params: RepetitionDetectionParams) -> int | None:
+    """The smallest pattern size p such that the tokens end in min_count copies of one pattern of p tokens, or None."""
+    total = len(token_ids)
+    for p in range(max(1, params.min_pattern_size), params.max_pattern_size + 1):
+        compared = p * (params.min_count - 1)
+        if p + compared > total:
+            return None
+        if all(token_ids[i] == token_ids[i - p] for i in range(total - 1, total - 1 - compared, -1)):
+            return p
+    return None
