@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a86c26cded00 module=0d62512191af
+# literate: notebook=d1faf7f8ff26 module=1e42a759a95e
 
 from __future__ import annotations
 
@@ -252,6 +252,7 @@ class Trace:
         header: versions and settings.
         start: the state when recording began.
         events: the list that grows while the engine runs.
+        samples: what the sampler saw, by request id and output position, if the engine was asked to keep it. Not saved to files.
     """
 
     SNAPSHOT_EVERY = 256
@@ -260,6 +261,7 @@ class Trace:
         self.header = header
         self.start = start or State.empty(header.num_blocks, header.num_groups, header.num_cpu_blocks)
         self.events: list[Event] = []
+        self.samples: dict[tuple[str, int], Any] = {}
         self._snapshots: list[tuple[int, State]] = []
         self._step_starts: list[int] = []
         self._scanned = 0

@@ -5,7 +5,7 @@ Everything that vLLM is famous for happens in three lines: decide, carry out, ta
 
 # Generated from nbs/5_engine/10_engine_core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a5deb31bb170 module=103284680d38
+# literate: notebook=230bf85317bd module=7bab4e3c5915
 
 from __future__ import annotations
 
@@ -116,7 +116,10 @@ class EngineCore:
         assert self.grammars is not None
         ready, failed = self.grammars.take_ready(wait=not self.scheduler.has_requests())
         for request in ready:
-            self.scheduler.add_request(request)
+            try:
+                self.scheduler.add_request(request)
+            except ValueError as error:  # a prompt that the cache can never hold; the other requests go on
+                failed.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error)))
         return failed
 
     # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-_give_up
@@ -127,8 +130,10 @@ class EngineCore:
 
     # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-record
     @contextmanager
-    def record(self) -> Iterator[Trace]:
+    def record(self, samples: bool = False) -> Iterator[Trace]:
         """Record everything that the scheduler does within the block.
+
+        ``samples``: also keep the logits of every sampled token (a row of the vocabulary each), for `LLM.explain`.
 
         Raises:
             RuntimeError: a recording is under way.
@@ -136,10 +141,14 @@ class EngineCore:
         if self.scheduler.is_recording:
             raise RuntimeError("this engine is recording already; leave the other record() block first")
         trace = self.scheduler.record()
+        if samples:
+            self.executor.keep_samples(trace.samples)
         try:
             yield trace
         finally:
             self.scheduler.stop_recording()
+            if samples:
+                self.executor.keep_samples(None)
 
     def shutdown(self) -> None:
         """Give the executor's memory back, and send the last KV events."""

@@ -5,13 +5,13 @@
 
 # Generated from nbs/5_engine/14_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cdef3fb457d7 module=304db7ccd99b
+# literate: notebook=70d53cd27aa6 module=4802bec130b0
 
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tqdm.auto import tqdm
 
@@ -32,6 +32,8 @@ __all__ = ["LLM", "Message"]
 
 
 # %% nbs/5_engine/14_llm.ipynb #LLM
+if TYPE_CHECKING:
+    import pandas as pd
 Message = dict[str, Any]
 
 
@@ -231,9 +233,19 @@ class LLM:
             search_beams(searches, lambda p, sampling: self.generate(p, sampling, use_tqdm=False), bar.update)
         return [beam_search_output(search, self.get_tokenizer()) for search in searches]
 
-    def record(self) -> AbstractContextManager[Trace]:
-        """``with llm.record() as trace:`` records all that the scheduler does in the block."""
-        return self.llm_engine.record()
+    def record(self, samples: bool = False) -> AbstractContextManager[Trace]:
+        """``with llm.record() as trace:`` records all that the scheduler does in the block.
+
+        ``samples``: also keep the logits of every sampled token (a row of the vocabulary each), for `explain`.
+        """
+        return self.llm_engine.record(samples)
+
+    def explain(self, trace: Trace, request: RequestOutput | str, step: int, top: int = 5) -> "pd.DataFrame":
+        """How the ``step``-th output token of a request (counted from 0) was chosen: see `LLMEngine.explain`.
+
+        ``request``: an output, or an id as in the trace (with ``n > 1`` each completion has its own).
+        """
+        return self.llm_engine.explain(trace, request if isinstance(request, str) else request.request_id, step, top)
 
     def get_metrics(self) -> dict[str, float]:
         """Counters since the start, and gauges of this moment; see `LLMEngine.get_metrics`."""

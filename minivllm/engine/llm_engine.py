@@ -5,12 +5,12 @@
 
 # Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=587a251b6393 module=521205be5b45
+# literate: notebook=4c12015d7d19 module=02789b7baf4c
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineArgs, EngineConfig
@@ -23,6 +23,7 @@ from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import RequestOutput
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import make_executor, plan_engine
+from minivllm.runtime.sample_record import explain_sample
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.transforms import Transform
@@ -31,6 +32,10 @@ __all__ = ["LLMEngine"]
 
 
 # %% nbs/5_engine/11_llm_engine.ipynb #LLMEngine
+if TYPE_CHECKING:
+    import pandas as pd
+
+
 class LLMEngine:
     """Requests in, outputs out, one step at a time. Make one with `from_engine_args`.
 
@@ -172,9 +177,29 @@ class LLMEngine:
             "generation_tokens": self.num_generation_tokens,
         }
 
-    def record(self) -> AbstractContextManager[Trace]:
-        """``with engine.record() as trace:`` records what the scheduler does in the block."""
-        return self.core.record()
+    def record(self, samples: bool = False) -> AbstractContextManager[Trace]:
+        """``with engine.record() as trace:`` records what the scheduler does in the block.
+
+        ``samples``: also keep the logits of every sampled token (a row of the vocabulary each), for `explain`.
+        """
+        return self.core.record(samples)
+
+    def explain(self, trace: Trace, request_id: str, step: int, top: int = 5) -> "pd.DataFrame":
+        """How the ``step``-th output token of a request (counted from 0) was chosen, stage by stage.
+
+        Needs a trace recorded with ``samples=True``. For the columns see `Sampler.explain`.
+
+        Raises:
+            KeyError: the trace has no record of this token.
+        """
+        if (record := trace.samples.get((request_id, step))) is None:
+            kept = sorted({name for name, _ in trace.samples})
+            known = f"samples of {', '.join(kept[:5])}" if kept else "no samples; record with record(samples=True)"
+            raise KeyError(f"output token {step} of request {request_id!r} is not in this trace: it has {known}")
+        runner = getattr(self.core.executor, "runner", None)
+        if runner is None:
+            raise RuntimeError("this engine was closed")
+        return explain_sample(record, runner.sampler, runner.grammar, self.tokenizer, top)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks held one."""

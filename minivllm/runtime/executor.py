@@ -6,7 +6,7 @@ GPUs, or not at all (a simulation answers from a cost model).
 
 # Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=71ff663adc89 module=239bfcdcf264
+# literate: notebook=cc22a58cd9a9 module=5e91e1ffb174
 
 import gc
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.runtime.machine import choose_device, has_native_bf16, machine_facts
 from minivllm.runtime.model_runner import ModelRunner
+from minivllm.runtime.sample_record import SampleLog
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
 
@@ -40,6 +41,10 @@ class Executor(Protocol):
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Carry out one decision and return what was sampled. Called once for every decision, in order."""
+        ...
+
+    def keep_samples(self, log: SampleLog | None) -> None:
+        """Put what the sampler sees into `log` from now on; None to stop."""
         ...
 
     def shutdown(self) -> None:
@@ -103,6 +108,10 @@ class UniProcExecutor:
         if self.runner is None:
             raise RuntimeError("this executor was shut down")
         return self.runner.execute(output)
+
+    def keep_samples(self, log: SampleLog | None) -> None:
+        if self.runner is not None:
+            self.runner.sample_log = log
 
     def shutdown(self) -> None:
         self.runner = None

@@ -5,7 +5,7 @@ The scheduler has decided: this request 40 tokens, that one 1, these two blocks 
 
 # Generated from nbs/5_engine/02_model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=19966f22931e module=b64ab7666daf
+# literate: notebook=961049731ecd module=5d42055e9614
 
 import math
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.runtime.input_batch import InputBatch, StepInputs
+from minivllm.runtime.sample_record import SampleLog, log_samples
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
 from minivllm.sampling.sampler import Sampler
@@ -94,6 +95,7 @@ class ModelRunner:
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(transforms=transforms, logprobs_mode=config.args.logprobs_mode)
         self._prompt_done: dict[str, int] = {}
+        self.sample_log: SampleLog | None = None
 
     # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-execute
     @torch.inference_mode()
@@ -164,6 +166,8 @@ class ModelRunner:
             return
         request_ids = [step.request_ids[i] for i in chosen]
         logits = self.model.compute_logits(self._pick(hidden, step.last_token[chosen]))
+        if self.sample_log is not None:
+            log_samples(self.sample_log, [self.sampling.requests[r] for r in request_ids], logits)
         drawn = self.sampler(logits, self.sampling.batch(request_ids))
         token_ids = drawn.token_ids.cpu().numpy()
         self.batch.append_tokens(step.rows[chosen], token_ids)

@@ -1,0 +1,89 @@
+"""Why this token?
+
+A request said "blue" at its fifth token.
+"""
+
+# Generated from nbs/5_engine/18_sample_record.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=75dcdca994aa module=c92f3c5f9043
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minivllm.sampling.grammar import GrammarCompiler
+from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.state import RequestView
+
+__all__ = ["SampleLog", "SampleRecord", "explain_sample", "log_samples"]
+
+
+# %% nbs/5_engine/18_sample_record.ipynb #code-129cc1
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+# %% nbs/5_engine/18_sample_record.ipynb #SampleRecord
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """What the sampler saw when it chose one token.
+
+    Attributes:
+        logits: float32 [V], before any stage.
+        params: the request's.
+        prompt_token_ids: its prompt.
+        output_token_ids: what it had sampled before.
+        seed: of its random numbers.
+    """
+
+    logits: npt.NDArray[np.float32]
+    params: SamplingParams
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    seed: int
+
+
+SampleLog = dict[tuple[str, int], SampleRecord]
+"""Records by request id and position in the output, counted from 0."""
+
+
+def log_samples(log: SampleLog, views: list[RequestView], logits: Tensor) -> None:
+    """Keep what the sampler is about to see. `logits`: [R, V], a row for each view."""
+    rows = logits.to("cpu", torch.float32, copy=True).numpy()
+    for view, row in zip(views, rows, strict=True):
+        output = tuple(view.output_token_ids)
+        log[view.request_id, len(output)] = SampleRecord(
+            row, view.params, tuple(view.prompt_token_ids), output, view.seed
+        )
+
+
+# %% nbs/5_engine/18_sample_record.ipynb #explain_sample
+def explain_sample(
+    record: SampleRecord,
+    sampler: Sampler,
+    grammar: GrammarCompiler | None = None,
+    tokenizer: Any = None,
+    top: int = 5,
+) -> pd.DataFrame:
+    """The stages of one token: see `Sampler.explain` for the columns. Tokens are texts if a tokenizer is given."""
+    matcher = None
+    if record.params.structured_outputs is not None:
+        assert grammar is not None, "a request with structured outputs ran, so there was a compiler"
+        matcher = grammar.matcher(record.params.structured_outputs)
+    return sampler.explain(
+        torch.from_numpy(record.logits),
+        record.params,
+        prompt_token_ids=record.prompt_token_ids,
+        output_token_ids=record.output_token_ids,
+        seed=record.seed,
+        matcher=matcher,
+        tokenizer=tokenizer,
+        top=top,
+    )
