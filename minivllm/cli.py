@@ -5,7 +5,7 @@ Not everybody opens a notebook.
 
 # Generated from nbs/6_serving/01_cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f9a7670a1d6f module=2b8588ec3d7e
+# literate: notebook=ba4f59fa5b18 module=fdc8c4cff7f9
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TextIO
 
-from minivllm.core.config import EngineArgs
+from minivllm.engine.arguments import add_engine_arguments, engine_args_from
 
 __all__ = [
     "CHAT_HELP",
     "ChatSession",
-    "add_engine_arguments",
     "add_sampling_arguments",
-    "engine_args_from",
     "main",
     "make_parser",
     "run_chat",
@@ -41,31 +38,6 @@ __all__ = [
 if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.sampling.params import SamplingParams
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of EngineArgs."""
-    group = parser.add_argument_group("engine")
-    for f in fields(EngineArgs):
-        flag, help_text = "--" + f.name.replace("_", "-"), f"{f.metadata['help']} (default: {f.default})"
-        kind = str(f.type).removesuffix(" | None")
-        if kind == "bool":
-            group.add_argument(flag, default=f.default, action=argparse.BooleanOptionalAction, help=f.metadata["help"])
-            continue
-        choices = f.metadata["choices"] or None
-        group.add_argument(
-            flag,
-            default=f.default,
-            type={"int": int, "float": float, "str": str}[kind],
-            choices=choices,
-            metavar=None if choices else f.name.upper(),
-            help=help_text.replace("%", "%%"),
-        )
-
-
-def engine_args_from(args: argparse.Namespace) -> EngineArgs:
-    """The EngineArgs that the flags say."""
-    return EngineArgs(**{f.name: getattr(args, f.name) for f in fields(EngineArgs)})
 
 
 # %% nbs/6_serving/01_cli.ipynb #add_sampling_arguments
@@ -247,7 +219,7 @@ def _read_piped(prompt: str) -> str:
 
 
 # %% nbs/6_serving/01_cli.ipynb #run_elsewhere
-_ELSEWHERE = {"serve": "minivllm.serving.api_server", "bench": "minivllm.bench"}
+_ELSEWHERE = {"serve": "minivllm.serving.app", "bench": "minivllm.bench"}
 
 
 def run_elsewhere(command: str, arguments: Sequence[str]) -> int:

@@ -5,9 +5,10 @@ Every command that starts an engine takes the same flags.
 
 # Generated from nbs/5_engine/17_arguments.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3d6754a54e3f module=1b04fd23f841
+# literate: notebook=db3f0646e84c module=9bc89ad3acc1
 
 import argparse
+import json
 from dataclasses import fields
 
 from minivllm.core.config import EngineArgs
@@ -29,7 +30,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             flag,
             default=f.default,
-            type={"int": int, "float": float, "str": str}[kind],
+            type={"int": int, "float": float, "str": str, "dict[str, Any]": json.loads}[kind],
             choices=choices,
             metavar=None if choices else f.name.upper(),
             help=help_text.replace("%", "%%"),

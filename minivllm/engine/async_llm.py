@@ -5,7 +5,7 @@
 
 # Generated from nbs/6_serving/03_async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a68e9724fe48 module=2a8b8dd2b135
+# literate: notebook=a13af6f16652 module=6df3bb97d83e
 
 import asyncio
 import itertools
@@ -251,12 +251,23 @@ class AsyncLLM:
         given = await self.run_input(
             lambda: self.llm_engine.process(name, prompt, sampling_params, arrival, priority, user)
         )
+        await self._compile_grammar(given.params)
         try:
             await asyncio.wrap_future(self._post(lambda engine: self._add(engine, stream, given)))
         except asyncio.CancelledError:
             self._forget(name)
             raise
         return stream
+
+    async def _compile_grammar(self, params: SamplingParams) -> None:
+        """Wait until the grammar is compiled, so that a wrong one is the caller's error and the engine never waits for one."""
+        grammars = self.llm_engine.core.grammars
+        if params.structured_outputs is None or grammars is None:
+            return
+        pending = grammars.compiler.submit(params.structured_outputs)
+        while not pending.done():
+            await asyncio.sleep(0.005)
+        pending.result()
 
     def _add(self, engine: LLMEngine, stream: RequestStream, given: ProcessedInput) -> None:
         engine.add_processed(stream.request_id, given)

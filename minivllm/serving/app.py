@@ -1,0 +1,346 @@
+"""How does an engine become a server?
+
+All that is left is to put the parts together: a state, the endpoints, the doors, and a program that
+starts and stops them in the right order.
+"""
+
+# Generated from nbs/6_serving/11_app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=167c7918da1c module=7b29fd2abe45
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import Response
+from starlette.middleware.cors import CORSMiddleware
+
+from minivllm import __version__
+from minivllm.core.trace import Trace
+from minivllm.engine.arguments import add_engine_arguments, engine_args_from
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.serving.chat import chat_router, render_request
+from minivllm.serving.completions import completions_router
+from minivllm.serving.errors import ApiError, as_api_error, install_error_handlers
+from minivllm.serving.generation import ServerState
+from minivllm.serving.metrics import Metrics
+from minivllm.serving.middleware import AccessLog, ApiKey, BodyLimit
+from minivllm.serving.protocol import DetokenizeRequest, TokenizeRequest
+
+__all__ = [
+    "ServerOptions",
+    "create_app",
+    "listen",
+    "logger",
+    "main",
+    "make_parser",
+    "operation_router",
+    "options_from",
+    "run_server",
+    "token_router",
+]
+
+
+# %% nbs/6_serving/11_app.ipynb #create_app
+logger = logging.getLogger("minivllm.serving")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What an operator may say of a server, besides the engine's arguments. Names are vLLM's where it has one."""
+
+    served_model_name: list[str] = field(
+        default_factory=list, metadata={"help": "names that clients may use; default: the model as given"}
+    )
+    api_key: list[str] = field(
+        default_factory=list,
+        metadata={"help": "keys that clients must show one of; default: MINIVLLM_API_KEY, or none"},
+    )
+    allowed_origins: list[str] = field(
+        default_factory=list, metadata={"help": "origins that browsers may call from; * for all"}
+    )
+    max_queue: int | None = field(
+        default=None, metadata={"help": "requests that may wait beyond those that run; more get 429"}
+    )
+    max_body_bytes: int = field(default=16 << 20, metadata={"help": "largest body of a request"})
+    request_timeout: float | None = field(default=None, metadata={"help": "seconds that one answer may take"})
+    trust_request_chat_template: bool = field(
+        default=False, metadata={"help": "run chat templates that come with requests"}
+    )
+    log_json: bool = field(default=False, metadata={"help": "write the access log as JSON"})
+    trace: str | None = field(
+        default=None, metadata={"help": "record the scheduler and write this file at the end (.jsonl or .parquet)"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_queue is not None and self.max_queue < 0:
+            raise ValueError(f"max_queue must be at least 0, got {self.max_queue}")
+        if self.max_body_bytes < 1:
+            raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise ValueError(f"request_timeout must be above 0, got {self.request_timeout}")
+        if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
+            raise ValueError(f"trace: there is no folder {Path(self.trace).absolute().parent}")
+
+
+def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
+    """The OpenAI-compatible app of a running engine, which it shuts down at its own end.
+
+    ``app.state.server`` is the `ServerState` that its endpoints share.
+    """
+    options = options or ServerOptions()
+    names = options.served_model_name or [llm.config.model.name]
+    metrics = Metrics(llm, names[0])
+    state = ServerState(
+        llm,
+        names,
+        max_queue=options.max_queue,
+        request_timeout=options.request_timeout,
+        trust_request_chat_template=options.trust_request_chat_template,
+        observe=metrics.observe,
+    )
+    app = FastAPI(title="minivllm", version=__version__, lifespan=_lifespan(llm, options.trace))
+    app.state.server = state
+    for router in (
+        completions_router(state),
+        chat_router(state),
+        token_router(state),
+        operation_router(state, metrics),
+    ):
+        app.include_router(router)
+    install_error_handlers(app)
+    _add_doors(app, options)
+    return app
+
+
+def _add_doors(app: FastAPI, options: ServerOptions) -> None:
+    """The last one added is the outermost."""
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
+    if options.api_key:
+        app.add_middleware(ApiKey, keys=options.api_key)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(AccessLog, as_json=options.log_json)
+
+
+def _lifespan(llm: AsyncLLM, trace_file: str | None) -> Callable[[FastAPI], Any]:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        trace: Trace | None = None
+        if trace_file is not None:
+            trace = await llm.call(lambda engine: engine.core.scheduler.record())
+        yield
+        await asyncio.to_thread(llm.shutdown)
+        if trace is not None:
+            await asyncio.to_thread(trace.save, trace_file)
+            logger.info("the trace of %d steps is in %s", trace.num_steps, trace_file)
+
+    return lifespan
+
+
+# %% nbs/6_serving/11_app.ipynb #token_router
+def token_router(state: ServerState) -> APIRouter:
+    """`/tokenize` and `/detokenize`, in vLLM's form."""
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a text, or of messages."""
+        state.check_model(body.model)
+        tokenizer = state.llm.get_tokenizer()
+        if body.messages is not None:
+            _, tokens = await render_request(state, body)
+        else:
+            special = body.add_special_tokens is not False
+            try:
+                tokens = await state.llm.run_input(lambda: tokenizer.encode(body.prompt, add_special_tokens=special))
+            except Exception as error:
+                raise as_api_error(error) from error
+        answer: dict[str, Any] = {
+            "count": len(tokens),
+            "max_model_len": state.llm.config.scheduler.max_model_len,
+            "tokens": list(tokens),
+        }
+        return answer | ({"token_strs": tokenizer.convert_ids_to_tokens(tokens)} if body.return_token_strs else {})
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids."""
+        state.check_model(body.model)
+        limit = state.llm.config.model.vocab_size
+        for i, token in enumerate(body.tokens):
+            if token >= limit:
+                raise ApiError(
+                    400, f"tokens[{i}] is {token}; token ids of this model are 0..{limit - 1}", param=f"tokens[{i}]"
+                )
+        return {"prompt": await state.llm.run_input(lambda: state.llm.get_tokenizer().decode(body.tokens))}
+
+    return router
+
+
+# %% nbs/6_serving/11_app.ipynb #operation_router
+def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
+    """What is served, and how it is."""
+    router = APIRouter()
+    max_model_len = state.llm.config.scheduler.max_model_len
+
+    def card(name: str) -> dict[str, Any]:
+        about = {"created": state.started, "owned_by": "minivllm", "root": state.llm.config.model.name}
+        return {"id": name, "object": "model", **about, "parent": None, "max_model_len": max_model_len}
+
+    @router.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        """The names that clients may use."""
+        return {"object": "list", "data": [card(name) for name in state.model_names]}
+
+    @router.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> dict[str, Any]:
+        """One of them."""
+        return card(state.check_model(name))
+
+    @router.get("/health")
+    @router.get("/ping")
+    @router.post("/ping")
+    async def health() -> Response:
+        """200 while the engine lives, 503 afterwards."""
+        state.llm.check_health()
+        return Response()
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of minivllm."""
+        return {"version": __version__}
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """Requests that are running or waiting."""
+        return {"server_load": state.in_flight}
+
+    @router.get("/metrics")
+    async def prometheus() -> Response:
+        """For Prometheus."""
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, int]:
+        """Forget all cached prefixes."""
+        return {"blocks": await state.llm.reset_prefix_cache()}
+
+    return router
+
+
+# %% nbs/6_serving/11_app.ipynb #run_server
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound. Raises OSError that names host and port if that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}") from error
+    return sock
+
+
+def run_server(app: FastAPI, sock: socket.socket, *, shutdown_timeout: float = 30.0, **uvicorn_options: Any) -> int:
+    """Serve until a signal, or until the engine dies. Returns the exit status, 1 for a dead engine."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=int(shutdown_timeout), **uvicorn_options
+    )
+    server = uvicorn.Server(config)
+    llm: AsyncLLM = app.state.server.llm
+
+    def stop(error: BaseException) -> None:
+        logger.critical("the engine has failed", exc_info=error)
+        server.should_exit = True
+
+    llm.on_death = stop
+    host, port = sock.getsockname()[:2]
+    logger.info("serving %s on http://%s:%d", ", ".join(app.state.server.model_names), host, port)
+    server.run(sockets=[sock])
+    llm.shutdown()
+    return 1 if llm.errored else 0
+
+
+# %% nbs/6_serving/11_app.ipynb #main
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of `minivllm serve`."""
+    parser = argparse.ArgumentParser(prog="minivllm serve", description="Serve a model over the OpenAI API.")
+    parser.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="alias, folder, .gguf file or hub id (same as --model)"
+    )
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    group.add_argument("--port", type=int, default=8000, help="port (default: 8000; 0: any that is free)")
+    group.add_argument(
+        "--shutdown-timeout", type=float, default=30.0, help="seconds that open requests get at the end (default: 30)"
+    )
+    group.add_argument("--ssl-keyfile", help="private key, for https")
+    group.add_argument("--ssl-certfile", help="certificate, for https")
+    group.add_argument(
+        "--log-level", default="info", choices=["debug", "info", "warning", "error"], help="(default: info)"
+    )
+    for f in fields(ServerOptions):
+        flag, kind = "--" + f.name.replace("_", "-"), str(f.type).removesuffix(" | None")
+        if kind == "<class 'bool'>":
+            group.add_argument(flag, action="store_true", help=f.metadata["help"])
+        elif kind == "list[str]":
+            group.add_argument(flag, action="extend", nargs="+", default=[], metavar="TEXT", help=f.metadata["help"])
+        else:
+            of = {"<class 'int'>": int, "int": int, "float": float}.get(kind, str)
+            group.add_argument(
+                flag,
+                type=of,
+                default=f.default,
+                metavar=f.name.upper(),
+                help=f"{f.metadata['help']} (default: {f.default})",
+            )
+    add_engine_arguments(parser)
+    return parser
+
+
+def options_from(args: argparse.Namespace) -> ServerOptions:
+    """The ServerOptions that the flags say."""
+    given = {f.name: getattr(args, f.name) for f in fields(ServerOptions)}
+    if not given["api_key"] and os.environ.get("MINIVLLM_API_KEY"):
+        given["api_key"] = [os.environ["MINIVLLM_API_KEY"]]
+    return ServerOptions(**given)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `minivllm serve` and `python -m minivllm.serving.app`; returns the exit status."""
+    args = make_parser().parse_args(argv)
+    args.model = args.model_tag or args.model
+    level = args.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    options, engine_args = options_from(args), engine_args_from(args)
+    sock = listen(args.host, args.port)
+    try:
+        llm = AsyncLLM.from_engine_args(engine_args)
+    except BaseException:
+        sock.close()
+        raise
+    tls = {"ssl_keyfile": args.ssl_keyfile, "ssl_certfile": args.ssl_certfile}
+    return run_server(create_app(llm, options), sock, shutdown_timeout=args.shutdown_timeout, **tls)
+
+
+# %% nbs/6_serving/11_app.ipynb #main-guard
+if __name__ == "__main__" and "get_ipython" not in globals():
+    try:
+        sys.exit(main())
+    except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+        print(f"minivllm serve: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,134 @@
+"""What does a client see when it was wrong?
+
+Client libraries look at two things: the status, and a body in OpenAI's shape.
+"""
+
+# Generated from nbs/6_serving/04_errors.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=ef5987887931 module=d0e79496c470
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from minivllm.engine.async_llm import EngineDeadError
+from minivllm.sampling.grammar import GrammarError
+from minivllm.sampling.params import InvalidParameter
+
+__all__ = ["ApiError", "as_api_error", "from_validation", "install_error_handlers", "logger"]
+
+
+# %% nbs/6_serving/04_errors.ipynb #ApiError
+logger = logging.getLogger("minivllm.serving")
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``param``: the field at fault. ``code``: a word for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's shape."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+# %% nbs/6_serving/04_errors.ipynb #from_validation
+def _place(where: Sequence[Any]) -> str:
+    """`("body", "messages", 0, "role")` -> `messages[0].role`; names of union members are no fields and are left out."""
+    text = ""
+    for part in where[1:] if where and where[0] in ("body", "query", "path") else where:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "list", "dict"):
+            text += f".{part}" if text else part
+    return text
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first fault that pydantic found, as a 400 that names the field. Where a value may have several forms, the form that came closest."""
+    first = max(
+        (error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]), key=lambda error: len(error["loc"])
+    )
+    place = first.get("ctx", {}).get("field") or _place(first["loc"])
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {place!r}", param=place, code="unknown_field")
+    given = first.get("input")
+    shown = f", got {repr(given)[:80]}" if isinstance(given, (str, int, float, bool, type(None))) else ""
+    message = f"{place or 'the request'}: {first['msg'].removeprefix('Value error, ')}{shown}"
+    return ApiError(400, message, param=place or None, code="invalid_value")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What goes to the client for an error that its request caused."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), code="engine_dead")
+    if isinstance(error, InvalidParameter):
+        return ApiError(400, str(error), param=error.parameter, code="invalid_value")
+    if isinstance(error, GrammarError):
+        return ApiError(400, f"what the answer must look like: {error}", code="invalid_grammar")
+    if isinstance(error, (ValueError, TypeError)):
+        code = "context_length_exceeded" if "max_model_len=" in str(error) else "invalid_value"
+        return ApiError(400, str(error), code=code)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details")
+
+
+# %% nbs/6_serving/04_errors.ipynb #install_error_handlers
+def install_error_handlers(app: FastAPI) -> None:
+    """Every error of ``app`` leaves in OpenAI's shape."""
+
+    async def ours(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    async def schema(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return from_validation(error.errors()).response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = error.detail
+        if error.status_code == 404:
+            message = f"there is no {request.method} {request.url.path} here; /docs lists what there is"
+        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+    async def bug(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details").response()
+
+    app.add_exception_handler(ApiError, ours)
+    app.add_exception_handler(EngineDeadError, ours)
+    app.add_exception_handler(RequestValidationError, schema)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, bug)

@@ -1,0 +1,254 @@
+"""How do tokens become an answer on the wire?
+
+Both endpoints do the same things: submit one request for each prompt, wait for all or pass on
+pieces, count tokens, and stop everything when the client hangs up.
+"""
+
+# Generated from nbs/6_serving/06_generation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=4f687abd10d9 module=62f8ab51fdd1
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+
+from minivllm.engine.async_llm import AsyncLLM, RequestStream
+from minivllm.engine.outputs import RequestOutput
+from minivllm.sampling.params import SamplingParams
+from minivllm.serving.errors import ApiError, as_api_error
+
+__all__ = [
+    "Counter",
+    "Job",
+    "ServerState",
+    "check_output",
+    "collect",
+    "event",
+    "merge",
+    "request_name",
+    "sse_response",
+    "unless_disconnected",
+    "usage",
+]
+
+
+# %% nbs/6_serving/06_generation.ipynb #ServerState
+T = TypeVar("T")
+
+
+@dataclass
+class ServerState:
+    """What the endpoints of one app share.
+
+    model_names: names that clients may use, the first is the one in answers. max_queue: requests that may wait beyond those
+    that run (``max_num_seqs``), None for no limit. request_timeout: seconds for one answer, None for no limit.
+    observe: called with every last output and the number of tokens generated, for the metrics. in_flight: engine requests of open HTTP requests.
+    """
+
+    llm: AsyncLLM
+    model_names: Sequence[str]
+    max_queue: int | None = None
+    request_timeout: float | None = None
+    trust_request_chat_template: bool = False
+    observe: Callable[[RequestOutput, int], None] = lambda output, generated: None
+    started: int = field(default_factory=lambda: int(time.time()))
+    in_flight: int = 0
+    open_requests: int = 0
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises ApiError 404 for a model that is not served."""
+        if name is not None and name not in self.model_names:
+            served = ", ".join(map(repr, self.model_names))
+            raise ApiError(
+                404, f"the model {name!r} is not served here; {served} is", param="model", code="model_not_found"
+            )
+        return name or self.model_names[0]
+
+    def check_room(self, count: int) -> None:
+        """Raises ApiError 429 if ``count`` more requests would make the queue too long."""
+        if self.max_queue is None:
+            return
+        limit = self.llm.config.scheduler.max_num_seqs + self.max_queue
+        if self.in_flight + count > limit:
+            message = f"{self.in_flight} requests are running or waiting, at most {limit} may; try again later"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+
+
+# %% nbs/6_serving/06_generation.ipynb #Job
+@dataclass
+class Job:
+    """One HTTP request that generates. ``streams``: one for each prompt."""
+
+    state: ServerState
+    id: str
+    model: str
+    streams: list[RequestStream] = field(default_factory=list)
+    count: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def submit(self, prompts: Sequence[Any], params: SamplingParams, priority: int, user: str | None) -> None:
+        """Queue one request for each prompt. Raises ApiError, and then nothing is queued."""
+        count = len(prompts) * params.num_children
+        self.state.check_room(count)
+        self.count = count
+        self.state.in_flight += count
+        try:
+            for i, prompt in enumerate(prompts):
+                name = f"{self.id}-{i}-{uuid4().hex[:8]}"
+                self.streams.append(await self.state.llm.submit(prompt, params, name, priority=priority, user=user))
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, Exception):
+                raise as_api_error(error) from error
+            raise
+
+    async def close(self) -> None:
+        """Abort what has not ended. Twice is no error."""
+        self.state.in_flight -= self.count
+        self.count = 0
+        for stream in self.streams:
+            await stream.aclose()
+
+
+def request_name(prefix: str, given: str | None, header: str | None) -> str:
+    """``prefix`` and the id that the client gave in the body or in X-Request-Id, if it is a plain word; else a new one."""
+    chosen = given or (header if header and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", header) else None)
+    return f"{prefix}-{chosen or uuid4().hex}"
+
+
+# %% nbs/6_serving/06_generation.ipynb #collect
+def check_output(output: RequestOutput) -> None:
+    """Raises ApiError 500 if the request failed inside the engine. (What is wrong with its wishes was found when it was submitted.)"""
+    if output.error is not None:
+        raise ApiError(500, output.error, code="generation_failed")
+
+
+async def collect(job: Job) -> list[RequestOutput]:
+    """The last output of every stream."""
+    finals = []
+    for stream in job.streams:
+        async for output in stream:
+            final = output
+        check_output(final)
+        job.state.observe(final, sum(len(completion.token_ids) for completion in final.outputs))
+        finals.append(final)
+    return finals
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T], timeout: float | None) -> T:
+    """The result of ``work``, which is cancelled when the client hangs up or the time is over.
+
+    Raises:
+        ApiError: 408 after ``timeout`` seconds, 499 when the client has gone (nobody reads it then).
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if watch.done():
+            raise ApiError(499, "the client has closed the connection")
+        raise ApiError(408, f"no answer within {timeout:g} seconds", code="timeout")
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+# %% nbs/6_serving/06_generation.ipynb #merge
+async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The outputs of all streams as they come, each with the number of its stream."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                i = waiting.pop(task)
+                output = task.result()
+                yield i, output
+                if not output.finished:
+                    waiting[asyncio.ensure_future(anext(streams[i]))] = i
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+# %% nbs/6_serving/06_generation.ipynb #sse
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+
+
+async def _in_time(chunks: AsyncIterator[T], seconds: float | None) -> AsyncIterator[T]:
+    """Pass on what comes; ApiError 408 if the last has not come after ``seconds``."""
+    loop = asyncio.get_running_loop()
+    end = None if seconds is None else loop.time() + seconds
+    while True:
+        try:
+            yield await asyncio.wait_for(anext(chunks), None if end is None else end - loop.time())
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise ApiError(408, f"no end within {seconds:g} seconds", code="timeout") from None
+
+
+def sse_response(job: Job, chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+    """Stream ``chunks``, then [DONE]; an error on the way is an event. When the client hangs up, the job is aborted."""
+
+    async def body() -> AsyncIterator[bytes]:
+        try:
+            async for chunk in _in_time(chunks, job.state.request_timeout):
+                yield event(chunk)
+        except Exception as error:  # noqa: BLE001 - the status is out, so it goes into the stream
+            yield event(as_api_error(error).body)
+        finally:
+            await job.close()
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+# %% nbs/6_serving/06_generation.ipynb #usage
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+class Counter:
+    """Adds up usage while pieces go out. With several prompts, all of them."""
+
+    def __init__(self) -> None:
+        self._prompt: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        self.generated: dict[int, int] = {}
+
+    def add(self, i: int, output: RequestOutput) -> None:
+        self._prompt[i] = len(output.prompt_token_ids)
+        self._cached[i] = output.num_cached_tokens
+        new = sum(len(completion.token_ids) for completion in output.outputs)
+        self.generated[i] = self.generated.get(i, 0) + new
+
+    def usage(self) -> dict[str, Any]:
+        return usage(*(sum(counts.values()) for counts in (self._prompt, self.generated, self._cached)))

@@ -1,0 +1,97 @@
+"""Is the server well?
+
+An operator asks the same few questions of every server: how many wait, how full is the cache, how
+long until the first token.
+"""
+
+# Generated from nbs/6_serving/09_metrics.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=f19643c1ac40 module=cd00ce87b759
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.outputs import RequestOutput
+
+__all__ = ["Metrics"]
+
+
+# %% nbs/6_serving/09_metrics.ipynb #Metrics
+_GAUGES = {
+    "num_requests_running": "Requests in the running batch.",
+    "num_requests_waiting": "Requests waiting to be admitted.",
+    "kv_cache_usage_perc": "Share of KV blocks in use, 1 is all.",
+}
+_COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "num_preemptions": "Preemptions.",
+    "prompt_tokens": "Prompt tokens of accepted requests.",
+    "generation_tokens": "Tokens generated.",
+}
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
+
+
+class _EngineCollector:
+    """Reads the engine's own counters when they are asked for."""
+
+    def __init__(self, llm: AsyncLLM, labels: dict[str, str]) -> None:
+        self.llm, self.names, self.values = llm, list(labels), list(labels.values())
+
+    def collect(self) -> Iterator[Any]:
+        now = self.llm.get_metrics()
+        for kind, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, text in names.items():
+                family = kind(f"vllm:{name}", text, labels=self.names)
+                family.add_metric(self.values, now[name])
+                yield family
+
+
+class Metrics:
+    """All metrics of one server, in a registry of its own."""
+
+    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.labels = {"model_name": model_name, "engine": "0"}
+        self.registry.register(_EngineCollector(llm, self.labels))
+        self._success = Counter(
+            "vllm:request_success",
+            "Requests that ended, by reason.",
+            [*self.labels, "finished_reason"],
+            registry=self.registry,
+        )
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time between tokens of a request.", _SECONDS
+        )
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._output = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
+        histogram = Histogram(f"vllm:{name}", text, list(self.labels), registry=self.registry, buckets=tuple(buckets))
+        return histogram.labels(**self.labels)
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)
+
+    # %% nbs/6_serving/09_metrics.ipynb #Metrics-observe
+    def observe(self, output: RequestOutput, generated: int) -> None:
+        """Note a finished request. ``generated``: tokens of all its answers."""
+        for completion in output.outputs:
+            self._success.labels(**self.labels, finished_reason=completion.finish_reason or "abort").inc()
+        self._prompt.observe(len(output.prompt_token_ids))
+        self._output.observe(generated)
+        times = output.metrics
+        if times is None or times.first_token_time is None or times.last_token_time is None:
+            return
+        self._ttft.observe(times.first_token_time - times.arrival_time)
+        self._e2e.observe(times.last_token_time - times.arrival_time)
+        if generated > 1:
+            self._tpot.observe((times.last_token_time - times.first_token_time) / (generated - 1))

@@ -1,0 +1,78 @@
+"""A server on a real port of this machine, in a thread of the test process."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from minivllm.core.config import EngineArgs
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.serving.app import ServerOptions, create_app, listen
+
+
+@dataclass
+class LiveServer:
+    """``url``: without /v1. ``model``: the first served name."""
+
+    llm: AsyncLLM
+    url: str
+    model: str
+    key: str
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, **options)
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.key}"} | options.pop("headers", {})
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=60, **options)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers={"Authorization": f"Bearer {self.key}"}, timeout=60)
+
+    @property
+    def at_rest(self) -> bool:
+        """No request anywhere, and no block held."""
+        scheduler = self.llm.llm_engine.core.scheduler
+        return not (scheduler.requests or self.llm.num_unfinished or self.get("/load").json()["server_load"]) and (
+            scheduler.kv.pool.usage == 0
+        )
+
+    def wait_at_rest(self, seconds: float = 20) -> bool:
+        end = time.monotonic() + seconds
+        while not self.at_rest:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True
+
+
+@contextmanager
+def live_server(args: EngineArgs, options: ServerOptions | None = None) -> Iterator[LiveServer]:
+    """Serve for the time of the block."""
+    llm = AsyncLLM.from_engine_args(args)
+    options = options or ServerOptions()
+    app, sock = create_app(llm, options), listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise RuntimeError("the server has not started")
+            time.sleep(0.01)
+        key = options.api_key[0] if options.api_key else "none"
+        yield LiveServer(llm, url, app.state.server.model_names[0], key)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        llm.shutdown()

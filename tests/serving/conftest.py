@@ -1,0 +1,39 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import LiveServer, live_server
+from tiny_models import tiny_model_path
+
+from minivllm.core.config import EngineArgs
+from minivllm.serving.app import ServerOptions
+
+__all__ = ["tiny_model_path"]
+
+
+@pytest.fixture(scope="session")
+def tiny_args(tiny_model_path: Any) -> EngineArgs:
+    """A tiny random model, with a small pool."""
+    return EngineArgs(
+        model=str(tiny_model_path("llama")),
+        dtype="float32",
+        num_gpu_blocks=128,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_args: EngineArgs) -> Iterator[LiveServer]:
+    """A server of the tiny model; leave it as it was found."""
+    with live_server(tiny_args, ServerOptions(served_model_name=["tiny", "tiny-alias"])) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def smol(smollm2_path: Path) -> Iterator[LiveServer]:
+    """A server of SmolLM2 in float32."""
+    args = EngineArgs(model=str(smollm2_path), dtype="float32", max_model_len=1024, num_gpu_blocks=512)
+    with live_server(args, ServerOptions(served_model_name=["smollm2"])) as server:
+        yield server

@@ -1,0 +1,169 @@
+"""Watching, limiting and stopping the server."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from live_server import LiveServer, live_server
+
+from minivllm.core.config import EngineArgs
+from minivllm.core.trace import Trace
+from minivllm.serving.app import ServerOptions, listen, make_parser, options_from
+
+COMPLETE = "/v1/completions"
+LONG = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True}
+
+
+def metric(server: LiveServer, name: str) -> float:
+    lines = [line for line in server.get("/metrics").text.splitlines() if line.startswith(name + "{")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def test_metrics_count(tiny: LiveServer):
+    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total")
+    timed = "vllm:time_to_first_token_seconds_count"
+    before = [metric(tiny, name) for name in (*names, timed)]
+    for stream in (False, True):
+        assert (
+            tiny.post(COMPLETE, {"prompt": "abcd", "max_tokens": 7, "ignore_eos": True, "stream": stream}).status_code
+            == 200
+        )
+    after = [metric(tiny, name) for name in (*names, timed)]
+    assert [a - b for a, b in zip(after, before, strict=True)] == [8, 14, 2, 2]
+    text = tiny.get("/metrics").text
+    assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in text
+    for name in ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prefix_cache_hits_total"):
+        assert name in text
+
+
+def test_small_endpoints(tiny: LiveServer):
+    from minivllm import __version__
+
+    assert tiny.get("/health").status_code == tiny.get("/ping").status_code == 200
+    assert tiny.get("/version").json() == {"version": __version__}
+    assert tiny.get("/load").json() == {"server_load": 0}
+    assert tiny.get("/docs").status_code == 200
+    assert {COMPLETE, "/tokenize"} <= set(tiny.get("/openapi.json").json()["paths"])
+    tokens = tiny.post("/tokenize", {"prompt": "ab", "return_token_strs": True}).json()
+    assert tokens["tokens"] == [64, 65] and tokens["count"] == 2 and tokens["token_strs"] == ["a", "b"]
+    assert tiny.post("/detokenize", {"tokens": [64, 65]}).json() == {"prompt": "ab"}
+    assert tiny.post("/detokenize", {"tokens": [99999]}).status_code == 400
+    tiny.post(COMPLETE, {"prompt": "x" * 40, "max_tokens": 1})
+    assert tiny.post("/reset_prefix_cache").json()["blocks"] > 0
+    assert tiny.post("/reset_prefix_cache").json()["blocks"] == 0
+
+
+def test_request_ids(tiny: LiveServer):
+    response = tiny.post(COMPLETE, {"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1" and response.json()["id"] == "cmpl-mine-1"
+    assert tiny.post(COMPLETE, {"prompt": "a", "max_tokens": 1}).headers["x-request-id"]
+
+
+def test_the_log_holds_no_prompt(tiny: LiveServer, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.DEBUG, logger="minivllm"):
+        tiny.post(COMPLETE, {"prompt": "secretword", "max_tokens": 1})
+        tiny.post(COMPLETE, {"prompt": "secretword", "max_tokens": 0})
+    text = caplog.text
+    assert "/v1/completions 200" in text and "/v1/completions 400" in text and "secretword" not in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hanging_up_frees_the_blocks(tiny: LiveServer, stream: bool):
+    body = json.dumps({**LONG, "n": 4, "temperature": 1, "stream": stream}).encode()
+    host, port = tiny.url.removeprefix("http://").split(":")
+    before = metric(tiny, "vllm:generation_tokens_total")
+    with socket.create_connection((host, int(port))) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        sock.sendall(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        while metric(tiny, "vllm:generation_tokens_total") == before:
+            time.sleep(0.01)
+    assert tiny.wait_at_rest()
+    assert metric(tiny, "vllm:generation_tokens_total") - before < 4 * 250
+
+
+def test_a_full_queue_says_when_to_come_back(tiny_args: EngineArgs):
+    with live_server(tiny_args, ServerOptions(max_queue=0)) as server:
+        body = {**LONG, "n": 16, "temperature": 1, "stream": True}
+        with httpx.stream("POST", server.url + COMPLETE, json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            refused = server.post(COMPLETE, {"prompt": "a", "max_tokens": 1})
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "queue_full"
+        assert server.wait_at_rest()
+        assert server.post(COMPLETE, {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_time_limit(tiny_args: EngineArgs):
+    with live_server(tiny_args, ServerOptions(request_timeout=0.05)) as server:
+        body = {**LONG, "n": 8, "temperature": 1}
+        assert server.post(COMPLETE, body).status_code == 408
+        lines = [line for line in server.post(COMPLETE, {**body, "stream": True}).text.splitlines() if line]
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "timeout"
+        assert server.wait_at_rest()
+
+
+def test_the_trace_of_a_run(tiny_args: EngineArgs, tmp_path):
+    path = tmp_path / "run.jsonl"
+    with live_server(tiny_args, ServerOptions(trace=str(path))) as server:
+        server.post(COMPLETE, {"prompt": ["ab", "cd"], "max_tokens": 5})
+    trace = Trace.load(path)
+    trace.check()
+    assert len(trace.to_pandas()["requests"]) == 2
+
+
+def test_flags():
+    args = make_parser().parse_args(
+        ["smollm2", "--api-key", "a", "b", "--max-queue", "4", "--max-model-len", "512", "--log-json"]
+    )
+    options = options_from(args)
+    assert (options.api_key, options.max_queue, options.log_json, args.max_model_len) == (["a", "b"], 4, True, 512)
+    assert args.host == "127.0.0.1"
+    with pytest.raises(ValueError, match="max_queue"):
+        options_from(make_parser().parse_args(["--max-queue", "-1"]))
+
+
+def test_port_in_use():
+    with listen("127.0.0.1", 0) as sock:
+        sock.listen()
+        port = sock.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            listen("127.0.0.1", port)
+
+
+@pytest.mark.slow
+def test_the_program_drains_at_sigterm(tiny_args: EngineArgs):
+    command = [sys.executable, "-m", "minivllm.cli", "serve", tiny_args.model, "--port", "0", "--dtype", "float32"]
+    program = subprocess.Popen([*command, "--num-gpu-blocks", "64"], stderr=subprocess.PIPE, text=True, env=os.environ)
+    try:
+        line = next(line for line in program.stderr if "serving" in line)
+        url = "http://127.0.0.1:" + line.strip().rpartition(":")[2]
+        body = {**LONG, "stream": True}
+        for _ in range(200):
+            try:
+                httpx.get(url + "/health")
+                break
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        with httpx.stream("POST", url + COMPLETE, json=body, timeout=60) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            program.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]" and "error" not in rest[-2] and '"length"' in rest[-2]
+        assert program.wait(30) in (0, -signal.SIGTERM)
+    finally:
+        program.kill()
+
+
+def test_a_missing_model_is_said_in_one_line():
+    command = [sys.executable, "-m", "minivllm.serving.app", "no/such/model.gguf", "--port", "0"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "no/such/model.gguf" in done.stderr and "Traceback" not in done.stderr
