@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b06aa2f23bce module=4a7768d93fb4
+# literate: notebook=f64c50781fe7 module=578f32cfcc53
 
 from __future__ import annotations
 
@@ -293,6 +293,9 @@ class EngineArgs:
 
     model: str = _arg("smollm2", "alias, folder, .gguf file or hub id")
     tokenizer: str | None = _arg(None, "folder or hub id of the tokenizer; default: the model's own")
+    hf_overrides: dict[str, Any] | None = _arg(
+        None, "entries that replace those of the model's config.json (on the command line: JSON)"
+    )
     revision: str | None = _arg(None, "branch, tag or commit of a hub id")
     download_dir: str | None = _arg(None, "where downloaded models are kept")
     load_format: str = _arg("auto", "where weights come from", ("auto", "safetensors", "gguf", "dummy"))
@@ -351,6 +354,8 @@ class EngineArgs:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs must be -1 or at least 0, got {self.max_logprobs}")
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
+            raise TypeError(f"hf_overrides must be a dict of config.json entries, got {self.hf_overrides!r}")
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:

@@ -5,11 +5,13 @@ Every command that starts an engine takes the same flags.
 
 # Generated from nbs/5_engine/17_arguments.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=db3f0646e84c module=9bc89ad3acc1
+# literate: notebook=753dc1944f3b module=12bc88cc01df
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 from minivllm.core.config import EngineArgs
 
@@ -17,6 +19,9 @@ __all__ = ["add_engine_arguments", "engine_args_from"]
 
 
 # %% nbs/5_engine/17_arguments.ipynb #add_engine_arguments
+_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "dict[str, Any]": json.loads}
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """One flag for each field of EngineArgs."""
     group = parser.add_argument_group("engine")
@@ -30,7 +35,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             flag,
             default=f.default,
-            type={"int": int, "float": float, "str": str, "dict[str, Any]": json.loads}[kind],
+            type=_PARSERS[kind],
             choices=choices,
             metavar=None if choices else f.name.upper(),
             help=help_text.replace("%", "%%"),

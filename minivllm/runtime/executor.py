@@ -6,7 +6,7 @@ GPUs, or not at all (a simulation answers from a cost model).
 
 # Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cc22a58cd9a9 module=5e91e1ffb174
+# literate: notebook=b633387d5afc module=a98fe9a5b058
 
 import gc
 from collections.abc import Sequence
@@ -73,6 +73,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         load_format=args.load_format,
         download_dir=args.download_dir,
         revision=args.revision,
+        hf_overrides=args.hf_overrides,
         seed=args.seed,
     )
     device = choose_device(args.device)

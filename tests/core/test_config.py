@@ -61,6 +61,8 @@ def test_every_setting_is_explained():
         ({"gpu_memory_utilization": 0.0}, ValueError, "gpu_memory_utilization must be in"),
         ({"kv_cache_memory_bytes": 10}, ValueError, "no room for the KV cache"),
         ({"watermark": 1.0}, ValueError, "watermark must be in"),
+        ({"hf_overrides": "{}"}, TypeError, "hf_overrides must be a dict"),
+        ({"kv_events_replay_endpoint": "tcp://x"}, ValueError, "needs kv_events_endpoint"),
         ({"preemption_mode": "swap"}, ValueError, "needs num_cpu_blocks"),
         ({"long_prefill_token_threshold": -1}, ValueError, "long_prefill_token_threshold must be at least 0"),
     ],
