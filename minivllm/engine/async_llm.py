@@ -5,7 +5,7 @@
 
 # Generated from nbs/6_serving/03_async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a13af6f16652 module=6df3bb97d83e
+# literate: notebook=7eb594c7e876 module=8a87c22d6e2f
 
 import asyncio
 import itertools
@@ -245,13 +245,12 @@ class AsyncLLM:
             TypeError, ValueError: a bad prompt, parameter or id. EngineDeadError.
         """
         name = f"async-{next(self._ids)}" if request_id is None else request_id
-        keep_all = sampling_params.output_kind is RequestOutputKind.DELTA
-        stream = RequestStream(name, keep_all, self._forget)
         arrival = self.llm_engine.clock.now()
         given = await self.run_input(
             lambda: self.llm_engine.process(name, prompt, sampling_params, arrival, priority, user)
         )
         await self._compile_grammar(given.params)
+        stream = RequestStream(name, given.params.output_kind is RequestOutputKind.DELTA, self._forget)
         try:
             await asyncio.wrap_future(self._post(lambda engine: self._add(engine, stream, given)))
         except asyncio.CancelledError:

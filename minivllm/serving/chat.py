@@ -5,7 +5,7 @@ A model reads one line of tokens.
 
 # Generated from nbs/6_serving/08_chat.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=69915ec50db1 module=0b201088d27b
+# literate: notebook=c0fb6d77a243 module=1b4880410195
 
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -23,11 +23,11 @@ from minivllm.serving.generation import (
     Counter,
     Job,
     ServerState,
+    SSEResponse,
     check_output,
     collect,
     merge,
     request_name,
-    sse_response,
     unless_disconnected,
 )
 from minivllm.serving.protocol import ChatCompletionRequest, ChatMessage
@@ -172,10 +172,10 @@ async def chat(body: ChatCompletionRequest, request: Request, state: ServerState
     prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
     if body.cache_salt is not None:
         prompt["cache_salt"] = body.cache_salt
-    await job.submit([prompt], params, body.priority, body.user or body.safety_identifier)
     writer = ChatWriter(body, job, token_bytes(state.llm.get_tokenizer()) if body.logprobs else None)
+    await job.submit([prompt], params, body.priority, body.user or body.safety_identifier)
     if body.stream:
-        return sse_response(job, writer.chunks())
+        return SSEResponse(job, writer.chunks())
     try:
         outputs = await unless_disconnected(request, collect(job), state.request_timeout)
     finally:

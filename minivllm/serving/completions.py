@@ -6,7 +6,7 @@ the prompt back, with `logprobs` of its tokens.
 
 # Generated from nbs/6_serving/07_completions.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=08b3f14b2e7e module=0b1456eb4793
+# literate: notebook=fca24b7565b7 module=e9259cab092d
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -21,11 +21,11 @@ from minivllm.serving.generation import (
     Counter,
     Job,
     ServerState,
+    SSEResponse,
     check_output,
     collect,
     merge,
     request_name,
-    sse_response,
     unless_disconnected,
     usage,
 )
@@ -203,10 +203,10 @@ async def complete(body: CompletionRequest, request: Request, state: ServerState
         raise
     except Exception as error:
         raise as_api_error(error) from error
-    await job.submit(prompts, params, body.priority, body.user or body.safety_identifier)
     writer = Writer(body, state.llm.get_tokenizer())
+    await job.submit(prompts, params, body.priority, body.user or body.safety_identifier)
     if body.stream:
-        return sse_response(job, _chunks(body, job, writer))
+        return SSEResponse(job, _chunks(body, job, writer))
     try:
         outputs = await unless_disconnected(request, collect(job), state.request_timeout)
     finally:

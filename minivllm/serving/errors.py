@@ -5,7 +5,7 @@ Client libraries look at two things: the status, and a body in OpenAI's shape.
 
 # Generated from nbs/6_serving/04_errors.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ef5987887931 module=d0e79496c470
+# literate: notebook=d55b6b77a37b module=56024a8b66f1
 
 import logging
 from collections.abc import Sequence
@@ -99,7 +99,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, GrammarError):
         return ApiError(400, f"what the answer must look like: {error}", code="invalid_grammar")
     if isinstance(error, (ValueError, TypeError)):
-        code = "context_length_exceeded" if "max_model_len=" in str(error) else "invalid_value"
+        too_long = any(words in str(error) for words in ("max_model_len=", "is too long"))
+        code = "context_length_exceeded" if too_long else "invalid_value"
         return ApiError(400, str(error), code=code)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details")

@@ -6,7 +6,7 @@ pieces, count tokens, and stop everything when the client hangs up.
 
 # Generated from nbs/6_serving/06_generation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4f687abd10d9 module=62f8ab51fdd1
+# literate: notebook=0e02811ac883 module=c4f93ee19f16
 
 import asyncio
 import json
@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from minivllm.engine.async_llm import AsyncLLM, RequestStream
 from minivllm.engine.outputs import RequestOutput
@@ -28,13 +29,13 @@ from minivllm.serving.errors import ApiError, as_api_error
 __all__ = [
     "Counter",
     "Job",
+    "SSEResponse",
     "ServerState",
     "check_output",
     "collect",
     "event",
     "merge",
     "request_name",
-    "sse_response",
     "unless_disconnected",
     "usage",
 ]
@@ -209,20 +210,29 @@ async def _in_time(chunks: AsyncIterator[T], seconds: float | None) -> AsyncIter
             raise ApiError(408, f"no end within {seconds:g} seconds", code="timeout") from None
 
 
-def sse_response(job: Job, chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Stream ``chunks``, then [DONE]; an error on the way is an event. When the client hangs up, the job is aborted."""
+class SSEResponse(StreamingResponse):
+    """Streams ``chunks``, then [DONE]; an error on the way is an event. When the client hangs up, the job is aborted.
 
-    async def body() -> AsyncIterator[bytes]:
+    The job is closed here and not in the generator, which is never entered if the client hangs up before the first byte.
+    """
+
+    def __init__(self, job: Job, chunks: AsyncIterator[dict[str, Any]]) -> None:
+        self.job, self.chunks = job, chunks
+        super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def _events(self) -> AsyncIterator[bytes]:
         try:
-            async for chunk in _in_time(chunks, job.state.request_timeout):
+            async for chunk in _in_time(self.chunks, self.job.state.request_timeout):
                 yield event(chunk)
         except Exception as error:  # noqa: BLE001 - the status is out, so it goes into the stream
             yield event(as_api_error(error).body)
-        finally:
-            await job.close()
         yield b"data: [DONE]\n\n"
 
-    return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.job.close()
 
 
 # %% nbs/6_serving/06_generation.ipynb #usage

@@ -5,7 +5,7 @@ An OpenAI client has dozens of fields, vLLM adds more, and each release brings n
 
 # Generated from nbs/6_serving/05_protocol.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8e5fe3a73841 module=f7c7a621e241
+# literate: notebook=25d1e18f8f2f module=3bfe89ef36cf
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -55,10 +55,11 @@ class StreamOptions(ApiModel):
 
 
 class JsonSchema(ApiModel):
-    """``strict`` asks for what is always done: the grammar holds exactly."""
+    """``strict`` asks for what is always done: the grammar holds exactly. ``name`` is for the client's own use."""
+
+    unsupported: ClassVar = {"description": (("",), "the model is not shown the schema; describe it in a message")}
 
     name: str
-    description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 

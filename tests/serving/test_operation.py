@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import httpx
@@ -15,7 +16,8 @@ from live_server import LiveServer, live_server
 
 from minivllm.core.config import EngineArgs
 from minivllm.core.trace import Trace
-from minivllm.serving.app import ServerOptions, listen, make_parser, options_from
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.serving.app import ServerOptions, create_app, listen, make_parser, options_from, run_server
 
 COMPLETE = "/v1/completions"
 LONG = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True}
@@ -167,3 +169,19 @@ def test_a_missing_model_is_said_in_one_line():
     command = [sys.executable, "-m", "minivllm.serving.app", "no/such/model.gguf", "--port", "0"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "no/such/model.gguf" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_dead_engine_ends_the_program_with_status_one(tiny_args: EngineArgs):
+    llm = AsyncLLM.from_engine_args(tiny_args)
+    sock, status = listen("127.0.0.1", 0), []
+    thread = threading.Thread(target=lambda: status.append(run_server(create_app(llm), sock)))
+    thread.start()
+
+    def cut(output):
+        raise OSError("the wire was cut")
+
+    llm.llm_engine.core.executor.execute = cut
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    assert httpx.post(url + COMPLETE, json={"prompt": "a", "max_tokens": 1}, timeout=30).status_code == 503
+    thread.join(20)
+    assert status == [1]

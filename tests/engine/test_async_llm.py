@@ -1,0 +1,176 @@
+"""Many callers and one engine: each gets its own tokens, nobody is left waiting, nothing leaks."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tiny_models import tiny_model_path
+
+from minivllm import AsyncLLM, EngineArgs, SamplingParams
+from minivllm.engine.async_llm import EngineDeadError
+from minivllm.sampling.params import RequestOutputKind
+
+__all__ = ["tiny_model_path"]
+
+DELTA = RequestOutputKind.DELTA
+
+
+@pytest.fixture
+def make(tiny_model_path: Any) -> Iterator[Callable[[], AsyncLLM]]:
+    made: list[AsyncLLM] = []
+    args = EngineArgs(model=str(tiny_model_path("llama")), dtype="float32", num_gpu_blocks=64, max_num_seqs=8)
+
+    def one() -> AsyncLLM:
+        made.append(AsyncLLM.from_engine_args(args))
+        return made[-1]
+
+    yield one
+    for llm in made:
+        llm.shutdown()
+
+
+def at_rest(llm: AsyncLLM) -> Any:
+    return llm.call(
+        lambda e: (len(e.core.scheduler.requests), len(e.output_processor.requests), e.core.scheduler.kv.pool.usage)
+    )
+
+
+async def text_of(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> str:
+    pieces = [output.outputs[0].text async for output in llm.generate(prompt, params)]
+    return "".join(pieces) if params.output_kind is DELTA else pieces[-1]
+
+
+def test_together_as_alone(make: Callable[[], AsyncLLM]):
+    llm = make()
+    wishes = [
+        (f"prompt {i}" * (1 + i % 3), SamplingParams(temperature=i % 2, seed=i, max_tokens=3 + i, output_kind=kind))
+        for i in range(12)
+        for kind in (DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)
+    ]
+
+    async def run():
+        alone = [await text_of(llm, *wish) for wish in wishes]
+        return alone, await asyncio.gather(*(text_of(llm, *wish) for wish in wishes)), await at_rest(llm)
+
+    alone, together, rest = asyncio.run(run())
+    assert together == alone and all(alone) and rest == (0, 0, 0.0)
+
+
+def test_two_loops_in_two_threads(make: Callable[[], AsyncLLM]):
+    llm, got = make(), {}
+    params = SamplingParams(temperature=0, max_tokens=30)
+    threads = [
+        threading.Thread(target=lambda name=name: got.setdefault(name, asyncio.run(text_of(llm, name, params))))
+        for name in "ab"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {name: asyncio.run(text_of(llm, name, params)) for name in "ab"}
+
+
+def test_whoever_leaves_is_forgotten(make: Callable[[], AsyncLLM]):
+    llm = make()
+    params = SamplingParams(max_tokens=200, ignore_eos=True, output_kind=DELTA)
+
+    async def leaves():
+        async for _ in llm.generate("abc", params):
+            break
+
+    async def run():
+        cancelled = asyncio.create_task(text_of(llm, "abc", params))
+        at_once = asyncio.create_task(text_of(llm, "abc", params))
+        await leaves()
+        at_once.cancel()
+        cancelled.cancel()
+        await asyncio.gather(cancelled, at_once, return_exceptions=True)
+        for _ in range(200):
+            if await at_rest(llm) == (0, 0, 0.0):
+                return llm.num_unfinished
+            await asyncio.sleep(0.01)
+
+    assert asyncio.run(run()) == 0
+
+
+def test_abort_ends_the_stream(make: Callable[[], AsyncLLM]):
+    llm = make()
+
+    async def run():
+        stream = await llm.submit("abc", SamplingParams(max_tokens=200, ignore_eos=True), "mine")
+        await anext(stream)
+        await llm.abort("mine")
+        await llm.abort("nobody")
+        return [output async for output in stream][-1]
+
+    assert asyncio.run(run()).outputs[0].finish_reason == "abort"
+
+
+def test_bad_input_is_the_callers_error(make: Callable[[], AsyncLLM]):
+    llm = make()
+
+    async def run():
+        with pytest.raises(ValueError, match="empty"):
+            await llm.submit("", SamplingParams())
+        with pytest.raises(TypeError):
+            await llm.submit("abc", {"temperature": 0})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="regex|parse|unclosed|class"):
+            await llm.submit("abc", SamplingParams(structured_outputs={"regex": "(["}))  # type: ignore[arg-type]
+        stream = await llm.submit("abc", SamplingParams(max_tokens=100, ignore_eos=True), "mine")
+        with pytest.raises(ValueError, match="in use"):
+            await llm.submit("abc", SamplingParams(), "mine")
+        await stream.aclose()
+        return await text_of(llm, "abc", SamplingParams(max_tokens=3))
+
+    assert asyncio.run(run())
+
+
+def test_everybody_hears_of_the_death(make: Callable[[], AsyncLLM]):
+    llm = make()
+    told: list[BaseException] = []
+    llm.on_death = told.append
+
+    def cut(output: Any) -> None:
+        raise OSError("the wire was cut")
+
+    async def run():
+        params = SamplingParams(max_tokens=200, ignore_eos=True, output_kind=DELTA)
+        streams = [await llm.submit("abc", params) for _ in range(12)]  # more than can run at once
+        await anext(streams[0])
+        await llm.call(lambda engine: setattr(engine.core.executor, "execute", cut))
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="the wire was cut") as caught:
+                async for _ in stream:
+                    pass
+            assert isinstance(caught.value.__cause__, OSError)
+        for late in (llm.submit("abc", params), llm.reset_prefix_cache(), llm.abort("x")):
+            with pytest.raises(EngineDeadError):
+                await late
+
+    asyncio.run(run())
+    llm.shutdown()
+    assert [str(error) for error in told] == ["the wire was cut"]
+    with pytest.raises(EngineDeadError):
+        llm.check_health()
+
+
+def test_shutdown_tells_those_who_wait(make: Callable[[], AsyncLLM]):
+    llm = make()
+
+    async def run():
+        stream = await llm.submit("abc", SamplingParams(max_tokens=200, ignore_eos=True))
+        await asyncio.to_thread(llm.shutdown)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(run())
+    llm.shutdown()
+    assert not llm.errored
+
+
+def test_a_process_of_its_own_is_named():
+    with pytest.raises(NotImplementedError, match="engine_in='process'"):
+        AsyncLLM.from_engine_args(EngineArgs(), engine_in="process")
