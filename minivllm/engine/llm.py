@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/14_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=70d53cd27aa6 module=4802bec130b0
+# literate: notebook=301b271cfca7 module=57ce4658df23
 
 import itertools
 from collections.abc import Sequence
@@ -140,12 +140,15 @@ class LLM:
                 f"{self.llm_engine.get_num_unfinished_requests()} requests that were added to llm.llm_engine are unfinished:"
                 " step them to their end or abort them first"
             )
+        final = {id(given): _final_only(given) for given in params}
         checked = []
         moment = self.llm_engine.clock.now()
         for i, prompt in enumerate(prompts):
-            request_id, final = str(next(self._ids)), params[i].clone(output_kind=RequestOutputKind.FINAL_ONLY)
+            request_id = str(next(self._ids))
             try:
-                given = self.llm_engine.process(request_id, prompt, final, moment, priorities[i], users[i])
+                given = self.llm_engine.process(
+                    request_id, prompt, final[id(params[i])], moment, priorities[i], users[i]
+                )
             except (TypeError, ValueError) as error:
                 if len(prompts) == 1:
                     raise
@@ -316,6 +319,15 @@ def _as_prompt_list(prompts: Any) -> list[Any]:
     if not listed:
         return []
     return listed if isinstance(listed[0], (str, dict)) or hasattr(listed[0], "__len__") else [listed]
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    """A copy for which nothing is put together before the end."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+    copy = params.clone()
+    copy.output_kind = RequestOutputKind.FINAL_ONLY
+    return copy
 
 
 def _one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:

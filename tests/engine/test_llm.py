@@ -78,6 +78,8 @@ def test_one_set_of_parameters_each(tiny):
         generate(tiny, ["a", "b"], [GREEDY])
     with pytest.raises(ValueError, match="priority has 1 entries for 2 prompts"):
         tiny.generate(["a", "b"], GREEDY, priority=[1])
+    with pytest.raises(TypeError, match="must be SamplingParams, got str"):
+        generate(tiny, "a", {"temperature": 0})
 
 
 def test_defaults_come_from_the_model(tiny, path, monkeypatch):
