@@ -5,7 +5,7 @@ The scheduler does not know what stands behind `executor.execute(output)`.
 
 # Generated from nbs/2_lab/04_fake_model.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c45e744f0583 module=dd8fef2ee2e8
+# literate: notebook=d716ed9aad9b module=cb7c2a119430
 
 from __future__ import annotations
 
@@ -58,18 +58,31 @@ class FakeExecutor:
         for new in output.new_requests:
             said = len(new.output_token_ids)
             rows[new.request_id] = [new.num_computed_tokens, len(new.prompt_token_ids) + said, said]
-        work = StepWork(swapped_tokens=(len(output.swap_out) + len(output.swap_in)) * self.block_size)
-        sampled, self.exhausted = {}, []
+        sampled: dict[str, list[int]] = {}
+        self.exhausted = []
+        decode_context = prefill_context = prefill_pairs = 0
         for name, n in output.num_scheduled_tokens.items():
             row = rows[name]
-            work.add(row[0], n)
-            row[0] += n
-            if row[0] == row[1]:
+            computed = row[0]
+            row[0] = end = computed + n
+            if n == 1:
+                decode_context += end
+            else:
+                prefill_context += end
+                prefill_pairs += n * computed + n * (n + 1) // 2
+            if end == row[1]:
                 answer, said = answers.get(name, ()), row[2]
                 sampled[name] = [answer[said] if said < len(answer) else 0]
-                row[1], row[2] = row[1] + 1, said + 1
+                row[1], row[2] = end + 1, said + 1
                 if said + 1 >= len(answer):
                     self.exhausted.append(name)
-        work.num_sampled = len(sampled)
-        self.work = work
+        self.work = StepWork(
+            output.total_num_scheduled_tokens,
+            len(output.num_scheduled_tokens),
+            len(sampled),
+            decode_context,
+            prefill_context,
+            prefill_pairs,
+            (len(output.swap_out) + len(output.swap_in)) * self.block_size,
+        )
         return ModelRunnerOutput(sampled)
