@@ -6,7 +6,7 @@ starts and stops them in the right order.
 
 # Generated from nbs/6_serving/11_app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=167c7918da1c module=7b29fd2abe45
+# literate: notebook=e577dc69c52f module=66fe0fa75e69
 
 import argparse
 import asyncio
@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
-from minivllm import __version__
 from minivllm.core.trace import Trace
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from
 from minivllm.engine.async_llm import AsyncLLM
@@ -109,7 +109,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         trust_request_chat_template=options.trust_request_chat_template,
         observe=metrics.observe,
     )
-    app = FastAPI(title="minivllm", version=__version__, lifespan=_lifespan(llm, options.trace))
+    app = FastAPI(title="minivllm", version=installed_version("minivllm"), lifespan=_lifespan(llm, options.trace))
     app.state.server = state
     for router in (
         completions_router(state),
@@ -221,7 +221,7 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     @router.get("/version")
     async def version() -> dict[str, str]:
         """The version of minivllm."""
-        return {"version": __version__}
+        return {"version": installed_version("minivllm")}
 
     @router.get("/load")
     async def load() -> dict[str, int]:
