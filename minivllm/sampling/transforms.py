@@ -5,7 +5,7 @@ Between the model's logits and the draw stands a list of transforms.
 
 # Generated from nbs/3_model/13_transforms.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b31f192191ec module=1fd700a2ad38
+# literate: notebook=d631783e9f2c module=01fdc9b44886
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +33,7 @@ __all__ = [
     "add_bias",
     "allow_only",
     "apply_bitmask",
+    "bitmask_costs",
     "chunk_sums",
     "draw",
     "entries",
@@ -48,13 +49,22 @@ __all__ = [
     "top_k_threshold",
     "top_p_threshold",
     "top_values",
-    "unpack_bitmask",
     "with_transforms",
 ]
 
 
 # %% nbs/3_model/13_transforms.ipynb #code-bf063a
 NEVER = -math.inf
+
+
+# %% nbs/3_model/13_transforms.ipynb #tiles
+_TILE = 1 << 21  # floats
+
+
+def tiles(logits: Tensor) -> Iterator[slice]:
+    """Slices of rows, each about 8 MB of logits on a CPU; one slice for all on other devices."""
+    step = max(1, _TILE // logits.shape[1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
+    return (slice(start, start + step) for start in range(0, logits.shape[0], step))
 
 
 # %% nbs/3_model/13_transforms.ipynb #Entries
@@ -94,24 +104,21 @@ def add_bias(logits: Tensor, at: Entries) -> Tensor:
     return logits
 
 
-# %% nbs/3_model/13_transforms.ipynb #unpack_bitmask
-_BYTE_FLAGS = torch.from_numpy(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64)
-)
+# %% nbs/3_model/13_transforms.ipynb #bitmask_costs
+_BYTES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_COSTS = torch.from_numpy(np.where(_BYTES == 1, 0.0, math.inf).astype(np.float32))
 
 
-def unpack_bitmask(bitmask: Tensor, vocab_size: int) -> Tensor:
-    """Bits to flags: int32 [S, ceil(V / 32)] -> bool [S, V]."""
-    bytes_ = bitmask.view(torch.uint8)
-    flags = _BYTE_FLAGS.to(bitmask.device)[:, 0][bytes_.to(torch.int64)]
-    return flags.view(torch.uint8).view(torch.bool)[:, :vocab_size]
+def bitmask_costs(bitmask: Tensor, vocab_size: int) -> Tensor:
+    """int32 [S, ceil(V / 32)] -> float32 [S, V]: 0 where the bit is 1, infinity where it is 0."""
+    bytes_ = bitmask.view(torch.uint8).to(torch.int64)
+    return torch.nn.functional.embedding(bytes_, _COSTS.to(bitmask.device)).flatten(1)[:, :vocab_size]
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> Tensor:
     """Minus infinity where a bit is 0. rows [S] int64: which rows of the logits the masks [S, ceil(V / 32)] belong to."""
-    allowed = unpack_bitmask(bitmask, logits.shape[1])
-    for row, flags in zip(rows.tolist(), allowed, strict=True):
-        logits[row].masked_fill_(~flags, NEVER)
+    for tile in tiles(logits[: len(rows)]):
+        logits[rows[tile]] -= bitmask_costs(bitmask[tile], logits.shape[1])
     return logits
 
 
@@ -138,21 +145,15 @@ def penalise(
     return logits
 
 
-# %% nbs/3_model/13_transforms.ipynb #tiles
-_TILE = 1 << 21  # floats
-
-
-def tiles(logits: Tensor) -> Iterator[slice]:
-    """Slices of rows, each about 8 MB of logits on a CPU; one slice for all on other devices."""
-    step = max(1, _TILE // logits.shape[1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
-    return (slice(start, start + step) for start in range(0, logits.shape[0], step))
-
-
+# %% nbs/3_model/13_transforms.ipynb #keep_from
 def keep_from(logits: Tensor, threshold: Tensor) -> Tensor:
-    """Minus infinity where a logit is below its row's threshold [R]."""
+    """Minus infinity where a logit is below its row's threshold [R]; all others as they were."""
+    buffer = None
     for tile in tiles(logits):
         part = logits[tile]
-        part.masked_fill_(part < threshold[tile, None], NEVER)
+        buffer = torch.empty_like(part) if buffer is None else buffer[: len(part)]
+        keep = torch.ge(part, threshold[tile, None], out=buffer)  # 1.0 or 0.0
+        part.sub_(keep.reciprocal_().sub_(1.0))  # minus zero, or minus infinity
     return logits
 
 
@@ -183,33 +184,52 @@ def top_k_threshold(logits: Tensor, k: Tensor, largest_k: int) -> Tensor:
 
 
 # %% nbs/3_model/13_transforms.ipynb #peak_and_mass
-LADDER = (128, 1024, 8192)
+_FEW = 128
 
 
 def peak_and_mass(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit [R] float32, and the sum of exp(logit - largest) [R] float64."""
-    peak = logits.amax(-1)
     mass = torch.empty(len(logits), dtype=torch.float64, device=logits.device)
     for tile in tiles(logits):
-        mass[tile] = chunk_sums((logits[tile] - peak[tile, None]).exp_()).sum(-1)
-    return peak, mass
+        p = torch.softmax(logits[tile], -1)
+        mass[tile] = chunk_sums(p).sum(-1) / p.amax(-1)
+    return logits.amax(-1), mass
 
 
 def top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
     """The logit of the last token of the smallest set of likeliest tokens with mass >= top_p [R] float64."""
     peak, mass = peak_and_mass(logits)
-    threshold = torch.full_like(peak, NEVER)
-    pending = torch.arange(len(logits), device=logits.device)
-    for k in [*(k for k in LADDER if k < logits.shape[1]), logits.shape[1]]:
-        values = top_values(logits if len(pending) == len(logits) else logits[pending], k)
-        p = (values - peak[pending, None]).double().exp() / mass[pending, None]
-        short = (p.cumsum(-1) < top_p[pending, None]).sum(-1)  # how many tokens do not reach the mass yet
-        done = short < k if k < logits.shape[1] else torch.ones_like(short, dtype=torch.bool)
-        threshold[pending[done]] = values.gather(1, short.clamp(max=k - 1)[:, None])[done, 0]
-        pending = pending[~done]
-        if len(pending) == 0:
-            break
+    values = top_values(logits, min(_FEW, logits.shape[1]))
+    cumulative = (values - peak[:, None]).exp().double().cumsum(-1)
+    short = (cumulative < (top_p * mass)[:, None]).sum(-1, keepdim=True)  # how many tokens do not reach the mass yet
+    threshold = values.gather(1, short.clamp(max=values.shape[1] - 1))[:, 0]
+    if values.shape[1] < logits.shape[1]:
+        wide = torch.nonzero(short[:, 0] == values.shape[1])[:, 0]
+        for tile in tiles(logits[: len(wide)]):
+            threshold[wide[tile]] = _threshold_by_histogram(logits[wide[tile]], top_p[wide[tile]])
     return threshold
+
+
+# %% nbs/3_model/13_transforms.ipynb #_threshold_by_histogram
+_BUCKETS, _DEPTH = 4096, 30.0  # the last bucket holds all that is e**30 times less likely than the likeliest
+
+
+def _threshold_by_histogram(logits: Tensor, top_p: Tensor) -> Tensor:
+    depth = logits.amax(-1, keepdim=True) - logits
+    bucket = (depth * (_BUCKETS / _DEPTH)).clamp_(max=_BUCKETS - 1).to(torch.int64)
+    sums = torch.zeros(len(logits), _BUCKETS, dtype=torch.float64, device=logits.device)
+    p = torch.softmax(logits, -1).double()
+    cumulative = sums.scatter_add_(1, bucket, p).cumsum(-1)
+    target = (top_p * cumulative[:, -1])[:, None]
+    crossed = (cumulative < target).sum(-1, keepdim=True)
+    before = (cumulative - sums).gather(1, crossed)
+    inside = bucket == crossed
+    size = inside.sum(-1, keepdim=True)
+    values = top_values(torch.where(inside, logits, NEVER), int(size.max()))
+    likeliest = p.amax(-1, keepdim=True)
+    mass = before + ((values - logits.amax(-1, keepdim=True)).exp().double() * likeliest).cumsum(-1)
+    short = (mass < target).sum(-1, keepdim=True)
+    return values.gather(1, torch.minimum(short, size - 1))[:, 0]
 
 
 # %% nbs/3_model/13_transforms.ipynb #chunk_sums
@@ -235,19 +255,21 @@ def _find(cumulative: Tensor, target: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row by inverse CDF, in the order of the token ids. Overwrites the logits.
+    """One token per row by inverse CDF, in the order of the token ids.
 
     u [R] float64 in [0, 1). Returns token ids [R] int64, and whether the row had a distribution [R] bool: at least one finite
     logit, no NaN, no plus infinity. A row's result depends on that row alone.
     """
-    parts = [logits[tile] for tile in tiles(logits)]
-    sums = torch.cat([chunk_sums(part.sub_(part.amax(-1, keepdim=True)).exp_()) for part in parts])
+    sums = torch.cat([chunk_sums(torch.softmax(logits[tile], -1)) for tile in tiles(logits)])
     cumulative = sums.cumsum(-1)
     target = u * cumulative[:, -1]
     chunk = _find(cumulative, target)
-    inside = (target - (cumulative - sums).gather(1, chunk)[:, 0]) / sums.gather(1, chunk)[:, 0]
+    inside = (target - (cumulative - sums).gather(1, chunk)[:, 0]) / sums.gather(1, chunk)[:, 0]  # in [0, 1)
     at = chunk * CHUNK + torch.arange(CHUNK, device=logits.device)
-    weights = logits.gather(1, at.clamp(max=logits.shape[1] - 1)).double() * (at < logits.shape[1])
+    exists = at < logits.shape[1]
+    weights = torch.softmax(
+        logits.gather(1, at.clamp(max=logits.shape[1] - 1)).masked_fill_(~exists, NEVER).double(), -1
+    )
     cumulative_inside = weights.cumsum(-1)
     token = _find(cumulative_inside, inside.clamp(0.0, _BELOW_ONE) * cumulative_inside[:, -1])
     return at.gather(1, token)[:, 0], cumulative[:, -1] > 0
@@ -389,6 +411,9 @@ def _filter(logits: Tensor, picked: Picked, threshold: Callable[[Tensor], Tensor
 
 
 # %% nbs/3_model/13_transforms.ipynb #_prepare_top_k
+LADDER = (128, 1024, 8192)
+
+
 def _prepare_top_k(batch: SamplingBatch) -> list[Picked] | None:
     k = batch.column("top_k")
     k = np.where(k < batch.vocab_size, k, 0)

@@ -233,8 +233,10 @@ def test_a_bad_transform_fails_its_own_request(transform: object, reason: str, t
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_bad_logits_fail_their_own_row(value: float) -> None:
-    logits, params = spread(3, 50), [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=2)]
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1}, {"repetition_penalty": 1.5}])
+def test_bad_logits_fail_their_own_row(value: float, filters: dict) -> None:
+    logits = spread(3, 500, scale=0.1)
+    params = [SamplingParams(temperature=0), SamplingParams(seed=1, **filters), SamplingParams(seed=2, **filters)]
     want = sample(logits, params).token_ids
     for bad in range(3):
         broken = logits.clone()

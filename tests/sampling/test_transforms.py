@@ -14,6 +14,8 @@ from transformers import generation
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.transforms import (
+    apply_bitmask,
+    bitmask_costs,
     chunk_sums,
     draw,
     keep_from,
@@ -22,7 +24,6 @@ from minivllm.sampling.transforms import (
     top_k_threshold,
     top_p_threshold,
     top_values,
-    unpack_bitmask,
     with_transforms,
 )
 
@@ -247,24 +248,33 @@ def test_top_values_brute_force(width: int, k: int, seed: int) -> None:
     assert torch.equal(top_values(x, k), x.sort(-1, descending=True).values[:, :k])
 
 
-@pytest.mark.parametrize("vocabulary", [1500, 9000, 12_345])
-def test_top_p_climbs_the_ladder(vocabulary: int) -> None:
-    """Rows that need 1, some hundred, some thousand and all tokens, side by side."""
-    scales = torch.tensor([100.0, 3.0, 0.7, 0.001])
-    logits = spread(4, vocabulary, scale=1.0) * scales[:, None]
-    p = torch.full((4,), 0.95, dtype=torch.float64)
+@pytest.mark.parametrize("vocabulary", [129, 1500, 12_345])
+@pytest.mark.parametrize("p", [0.3, 0.95, 0.9999])
+def test_top_p_of_wide_rows(vocabulary: int, p: float) -> None:
+    """Rows that need one token, some, thousands and all, and two with ties, side by side."""
+    scales = torch.tensor([100.0, 3.0, 0.7, 0.001, 1.0, 0.0])
+    logits = spread(6, vocabulary, scale=1.0) * scales[:, None]
+    logits[4] = logits[4].round(decimals=1)
+    logits[3, ::7] = NEVER
+    p = torch.full((6,), p, dtype=torch.float64)
     together = top_p_threshold(logits, p)
-    for i in range(4):
-        want, _ = brute_top_p(logits[i], 0.95)
-        assert torch.equal(logits[i] >= together[i], want)
+    for i in range(6):
+        want, _ = brute_top_p(logits[i], float(p[0]))
+        differ = (logits[i] >= together[i]) ^ want
+        assert float(torch.softmax(logits[i].double(), -1)[differ].sum()) < 2e-6  # rounding at the line
         assert torch.equal(top_p_threshold(logits[i : i + 1], p[:1])[0], together[i])
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=8), st.integers(0, 31))
-def test_unpack_bitmask(words: list[int], missing: int) -> None:
+def test_bitmask(words: list[int], missing: int) -> None:
     size = 32 * len(words) - missing
-    want = [(words[i // 32] & 0xFFFFFFFF) >> (i % 32) & 1 == 1 for i in range(size)]
-    assert unpack_bitmask(torch.tensor([words], dtype=torch.int32), size).tolist() == [want]
+    allowed = [(words[i // 32] & 0xFFFFFFFF) >> (i % 32) & 1 == 1 for i in range(size)]
+    bitmask = torch.tensor([words], dtype=torch.int32)
+    assert bitmask_costs(bitmask, size).tolist() == [[0.0 if flag else math.inf for flag in allowed]]
+    logits = spread(3, size)
+    want = logits.clone()
+    want[1, [i for i in range(size) if not allowed[i]]] = NEVER
+    assert torch.equal(apply_bitmask(logits, torch.tensor([1]), bitmask), want)
 
 
 # ---- the draw ---------------------------------------------------------------------------------------------------
