@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f64c50781fe7 module=578f32cfcc53
+# literate: notebook=fb6e5e52c0c5 module=cc815c45ac11
 
 from __future__ import annotations
 
@@ -293,9 +293,7 @@ class EngineArgs:
 
     model: str = _arg("smollm2", "alias, folder, .gguf file or hub id")
     tokenizer: str | None = _arg(None, "folder or hub id of the tokenizer; default: the model's own")
-    hf_overrides: dict[str, Any] | None = _arg(
-        None, "entries that replace those of the model's config.json (on the command line: JSON)"
-    )
+    hf_overrides: dict[str, Any] | None = _arg(None, "replaces entries of config.json (as JSON in a flag)")  # noqa: RUF009
     revision: str | None = _arg(None, "branch, tag or commit of a hub id")
     download_dir: str | None = _arg(None, "where downloaded models are kept")
     load_format: str = _arg("auto", "where weights come from", ("auto", "safetensors", "gguf", "dummy"))
@@ -328,7 +326,7 @@ class EngineArgs:
     scheduling_policy: str = _arg("fcfs", "order of the waiting queue", ("fcfs", "priority"))
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
-    enforce_eager: bool = _arg(False, "no CUDA graphs")
+    enforce_eager: bool = _arg(False, "no CUDA graphs (none are captured yet, so every run is eager)")
     max_logprobs: int = _arg(20, "most log-probabilities a request may ask for per token; -1: the whole vocabulary")
     logprobs_mode: str = _arg(
         "raw_logprobs",
