@@ -81,7 +81,7 @@ def test_publish_subscribe_replay():
             publisher.publish([AllBlocksCleared()])
             sent += 1
             assert time.monotonic() < deadline
-        topic, number, payload = subscriber.recv_multipart()
+        topic, number, _ = subscriber.recv_multipart()
         first = struct.unpack(">Q", number)[0]
         assert topic == b"kv"
         for _ in range(4):
@@ -103,7 +103,7 @@ def test_publish_subscribe_replay():
         replayed = []
         while True:
             assert dealer.poll(5000)
-            _, _, payload = dealer.recv_multipart()
+            _, number, _ = dealer.recv_multipart()
             if number == END_OF_REPLAY:
                 break
             replayed.append(struct.unpack(">Q", number)[0])
