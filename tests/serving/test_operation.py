@@ -72,6 +72,9 @@ def test_the_log_holds_no_prompt(tiny: LiveServer, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.DEBUG, logger="minivllm"):
         tiny.post(COMPLETE, {"prompt": "secretword", "max_tokens": 1})
         tiny.post(COMPLETE, {"prompt": "secretword", "max_tokens": 0})
+        deadline = time.monotonic() + 10  # a line is written after its answer was sent
+        while "/v1/completions 400" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
     text = caplog.text
     assert "/v1/completions 200" in text and "/v1/completions 400" in text and "secretword" not in text
 
