@@ -14,7 +14,7 @@ READY := $(VENV)/ready-$(KEY)
 GPU_READY := $(VENV)/ready-gpu-$(KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lab serve site export check format lint types bench gpu clean
+.PHONY: help install demo test fast slow notebooks lab serve site export check format lint types bench gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*##' '/^[a-z]+:.*##/ {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,8 +35,16 @@ $(READY): $(VENV)/bin/pip
 demo: $(READY)  ## answer four prompts with a real model, and show how they were scheduled
 	$(BIN)/minivllm demo
 
-test: $(READY)  ## run the tests, then every notebook, comparing its outputs with the stored ones
-	$(BIN)/pytest
+test: $(READY)  ## run the fast tests and, beside them, every notebook, comparing its outputs with the stored ones
+	$(MAKE) --no-print-directory -j2 --output-sync=target fast notebooks
+
+fast: $(READY)  ## run the fast tests alone
+	$(BIN)/pytest -m "not slow"
+
+slow: $(READY)  ## run the slow tests alone: long searches, the real model, kernels in the simulator
+	$(BIN)/pytest -m slow
+
+notebooks: $(READY)  ## run every notebook, comparing its outputs with the stored ones
 	$(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with nbs/sanitize.cfg -p no:cacheprovider nbs
 
 lab: $(READY)  ## open the book in JupyterLab; saving a notebook exports its module
