@@ -5,7 +5,7 @@ Why does the scheduler not simply ask what time it is?
 
 # Generated from nbs/1_core/04_clock.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1b0cf23ad10c module=38f5a90b16aa
+# literate: notebook=16fd684b7974 module=27027ca6116c
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Seconds since the clock was made, on the machine's monotonic clock."""
+    """Seconds since ``start`` on the machine's monotonic clock, which all its processes share; None: since the clock was made."""
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
+    def __init__(self, start: float | None = None) -> None:
+        self.start = time.perf_counter() if start is None else start
 
     def now(self) -> float:
-        return time.perf_counter() - self._start
+        return time.perf_counter() - self.start
 
 
 class VirtualClock:

@@ -5,10 +5,11 @@ Everything that vLLM is famous for happens in three lines: decide, carry out, ta
 
 # Generated from nbs/5_engine/10_engine_core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=230bf85317bd module=7bab4e3c5915
+# literate: notebook=80569eeed81f module=6a8a89b7ab9a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -25,12 +26,15 @@ from minivllm.engine.grammar_queue import GrammarQueue, wants_grammar
 from minivllm.engine.kv_publisher import KVEventPublisher
 from minivllm.sampling.grammar import GrammarCompiler
 
-__all__ = ["EngineCore"]
+__all__ = ["EngineCore", "logger"]
 
 
 # %% nbs/5_engine/10_engine_core.ipynb #EngineCore
 if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
     from minivllm.runtime.executor import Executor
+
+
+logger = logging.getLogger("minivllm.engine")
 
 
 class EngineCore:
@@ -56,6 +60,7 @@ class EngineCore:
         self.executor = executor
         self.grammars = None if grammar is None else GrammarQueue(grammar)
         self._publisher: KVEventPublisher | None = None
+        self._recording: tuple[Trace, str] | None = None
         self.clock = clock or WallClock()
         self.scheduler = Scheduler(
             config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
@@ -150,8 +155,35 @@ class EngineCore:
             if samples:
                 self.executor.keep_samples(None)
 
+    def record_to(self, path: str) -> None:
+        """Record from now on; `shutdown` writes the file. Raises RuntimeError if a recording is under way."""
+        if self.scheduler.is_recording:
+            raise RuntimeError("this engine is recording already")
+        self._recording = (self.scheduler.record(), path)
+
+    def get_stats(self) -> dict[str, float]:
+        """Gauges of this moment and counters since the start; the names are those of vLLM's metrics."""
+        scheduler = self.scheduler
+        return {
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting) + (len(self.grammars) if self.grammars else 0),
+            "kv_cache_usage_perc": scheduler.kv.pool.usage,
+            "prefix_cache_queries": scheduler.kv.stats.query_tokens,
+            "prefix_cache_hits": scheduler.kv.stats.hit_tokens,
+            "num_preemptions": scheduler.num_preemptions,
+        }
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks held one."""
+        return self.scheduler.reset_prefix_cache()
+
     def shutdown(self) -> None:
-        """Give the executor's memory back, and send the last KV events."""
+        """Give the executor's memory back, send the last KV events, write the trace that `record_to` began."""
+        if self._recording is not None:
+            (trace, path), self._recording = self._recording, None
+            self.scheduler.stop_recording()
+            trace.save(path)
+            logger.info("the trace of %d steps is in %s", trace.num_steps, path)
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
             self._publisher.close()

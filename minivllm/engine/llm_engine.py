@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4c12015d7d19 module=02789b7baf4c
+# literate: notebook=2faa48058ec0 module=02d1facc3e51
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -165,14 +165,8 @@ class LLMEngine:
     # %% nbs/5_engine/11_llm_engine.ipynb #LLMEngine-get_metrics
     def get_metrics(self) -> dict[str, float]:
         """Counters since the start, and gauges of this moment; the names are those of vLLM's metrics."""
-        scheduler = self.core.scheduler
         return {
-            "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting),
-            "kv_cache_usage_perc": scheduler.kv.pool.usage,
-            "prefix_cache_queries": scheduler.kv.stats.query_tokens,
-            "prefix_cache_hits": scheduler.kv.stats.hit_tokens,
-            "num_preemptions": scheduler.num_preemptions,
+            **self.core.get_stats(),
             "prompt_tokens": self.num_prompt_tokens,
             "generation_tokens": self.num_generation_tokens,
         }
@@ -203,7 +197,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks held one."""
-        return self.core.scheduler.reset_prefix_cache()
+        return self.core.reset_prefix_cache()
 
     def set_policy(self, policy: Policy) -> None:
         """Use another scheduling policy from the next step on."""

@@ -1,0 +1,135 @@
+"""What may cross between processes?
+
+An engine in a process of its own gets requests and gives back tokens, through a socket.
+"""
+
+# Generated from nbs/6_serving/16_wire.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=a73c5a5bfe95 module=ff716552deae
+
+import select
+import socket
+import struct
+import threading
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import msgpack
+
+from minivllm.core import config, output, request
+from minivllm.sampling import logprobs, params
+
+__all__ = ["CLASSES", "Channel", "pack", "unpack"]
+
+
+# %% nbs/6_serving/16_wire.ipynb #pack
+CLASSES: tuple[type, ...] = (
+    config.EngineArgs, config.EngineConfig, config.ModelFacts, config.KVCacheSpec, config.KVCacheGroup, config.KVCacheConfig,
+    config.CacheConfig, config.SchedulerConfig, config.Decision,
+    request.Request, request.RequestStatus, request.FinishReason,
+    params.SamplingParams, params.StructuredOutputsParams, params.RepetitionDetectionParams, params.RequestOutputKind,
+    output.EngineCoreOutput, logprobs.Logprob,
+)  # fmt: skip
+"""What may cross, besides numbers, text, bytes, None, lists, tuples, frozen sets and dictionaries."""
+
+_PLACE = {cls: place for place, cls in enumerate(CLASSES)}
+_NAMES: dict[type, tuple[str, ...]] = {
+    cls: tuple(f.name for f in fields(cls)) if is_dataclass(cls) else tuple(getattr(cls, "__slots__", ()))
+    for cls in CLASSES
+}
+_TUPLE, _FROZENSET, _OBJECT = 1, 2, 3
+
+
+def pack(value: Any) -> bytes:
+    """A value as MessagePack. Raises TypeError that names what cannot cross, OverflowError for an integer of more than 64 bits."""
+    return bytes(msgpack.packb(value, default=_encode, strict_types=True))
+
+
+def _encode(value: Any) -> msgpack.ExtType:
+    cls = type(value)
+    place = _PLACE.get(cls)
+    if place is not None:
+        body = value.value if isinstance(value, Enum) else [getattr(value, name) for name in _NAMES[cls]]
+        return msgpack.ExtType(_OBJECT, pack([place, body]))
+    if cls is tuple:
+        return msgpack.ExtType(_TUPLE, pack(list(value)))
+    if cls is frozenset:
+        return msgpack.ExtType(_FROZENSET, pack(list(value)))
+    raise TypeError(f"a value of type {cls.__name__} cannot cross between processes: {repr(value)[:60]}")
+
+
+def unpack(data: bytes) -> Any:
+    """What was packed. Builds nothing but the classes of `CLASSES`. Raises ValueError for anything else."""
+    return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False)
+
+
+def _decode(code: int, data: bytes) -> Any:
+    if code not in (_TUPLE, _FROZENSET, _OBJECT):
+        raise ValueError(f"a message holds a value of an unknown kind {code}")
+    body = unpack(data)
+    if code == _TUPLE:
+        return tuple(body)
+    if code == _FROZENSET:
+        return frozenset(body)
+    place, values = body
+    cls = CLASSES[place]
+    if issubclass(cls, Enum):
+        return cls(values)
+    made = object.__new__(cls)
+    for name, value in zip(_NAMES[cls], values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+# %% nbs/6_serving/16_wire.ipynb #Channel
+_LENGTH = struct.Struct(">I")
+
+
+class Channel:
+    """Values over a connected stream socket. Any thread may send; one thread receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._sending = threading.Lock()
+        self._poll = select.poll()  # select() itself knows no file numbers above 1023
+        self._poll.register(sock, select.POLLIN)
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, value: Any) -> None:
+        """Raises OSError if the other end is gone, TypeError if the value cannot cross (nothing is sent then)."""
+        data = pack(value)
+        with self._sending:
+            self.sock.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> Any:
+        """The next value; waits for it. Raises EOFError if the other end is gone."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return unpack(self._read(length))
+
+    def _read(self, count: int) -> bytes:
+        parts = []
+        while count:
+            try:
+                part = self.sock.recv(min(count, 1 << 20))
+            except OSError as error:
+                raise EOFError(str(error)) from error
+            if not part:
+                raise EOFError("the other end has closed")
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def ready(self) -> bool:
+        """Whether something has come, or the other end is gone."""
+        return bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        """The other end reads the end of the stream. Twice is no error."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:  # closed already, here or there
+            pass
+        self.sock.close()
