@@ -6,7 +6,7 @@ want the same two cores.
 
 # Generated from nbs/4_kernels/21_cpu_kernel.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5574aa1e6602 module=9e0152851eea
+# literate: notebook=3fd02318238d module=182d1efdfcb4
 
 import ctypes
 import functools
@@ -29,6 +29,7 @@ import llvmlite.binding as llvm
 __all__ = [
     "COUNT",
     "ENTERED",
+    "LIBC",
     "NEXT",
     "OWN",
     "Kernel",
@@ -43,6 +44,7 @@ __all__ = [
     "load_object",
     "logger",
     "machine_for",
+    "only",
     "openmp",
     "pack",
     "read_cached",
@@ -99,11 +101,36 @@ def machine_for(triple: str, cpu: str, features: str) -> Any:
 
 
 def to_llvm(body: Callable[[Any], None]) -> tuple[str, str]:
-    """Compile a kernel's body with numba: (name of its entry, LLVM code)."""
+    """Compile a kernel's body with numba: (name of its entry, LLVM code).
+
+    numba's own entry reports Python errors, with functions that only a process with numba has. A kernel has none to
+    report, so it gets another entry, which drops the status.
+    """
     from numba import cfunc, types
 
     function = cfunc(types.void(types.CPointer(types.int64)), error_model="numpy")(body)
-    return function.native_name, function.inspect_llvm()
+    native = function.native_name.removeprefix("cfunc.")
+    entry = f"kernel.{native}"
+    return entry, function.inspect_llvm() + (
+        f'define void @"{entry}"(ptr %args) {{\n'
+        "  %result = alloca ptr\n  %error = alloca ptr\n"
+        f'  call i32 @"{native}"(ptr %result, ptr %error, ptr %args)\n'
+        "  ret void\n}\n"
+    )
+
+
+def only(module: Any, entry: str, machine: Any) -> Any:
+    """Drop from an LLVM module all that `entry` does not call; ValueError if it calls what is not in the module."""
+    for function in module.functions:
+        if not function.is_declaration and function.name != entry:
+            function.linkage = llvm.Linkage.internal
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
+    outside = [f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")]
+    if outside:
+        raise ValueError(f"a kernel must not allocate, raise or touch Python objects, and this one calls {outside}")
+    return module
 
 
 # %% nbs/4_kernels/21_cpu_kernel.ipynb #Kernel
@@ -125,8 +152,23 @@ class Kernel:
     keep_alive: Any
 
 
+LIBC = ("memset", "memcpy", "memmove")
+
+
+"""What LLVM may make of a loop that clears or copies. A kernel calls nothing else outside itself."""
+
+
+@functools.cache
+def _know_libc() -> None:
+    """Tell LLVM where the C library is. One name that it does not find, and it fills in none of them."""
+    libc = ctypes.CDLL("msvcrt" if os.name == "nt" else None)
+    for name in LIBC:
+        llvm.add_symbol(name, ctypes.cast(getattr(libc, name), ctypes.c_void_p).value)
+
+
 def load_object(data: bytes, symbol: str) -> tuple[int, Any]:
     """(address of `symbol`, what must stay alive)."""
+    _know_libc()
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine_for(*host_machine()))
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
     engine.finalize_object()
@@ -139,7 +181,8 @@ def load_object(data: bytes, symbol: str) -> tuple[int, Any]:
 def compile_object(body: Callable[[Any], None]) -> tuple[bytes, str]:
     """(object, name of its entry) for this machine."""
     symbol, code = to_llvm(body)
-    return machine_for(*host_machine()).emit_object(llvm.parse_assembly(code)), symbol
+    machine = machine_for(*host_machine())
+    return machine.emit_object(only(llvm.parse_assembly(code), symbol, machine)), symbol
 
 
 def compile_kernel(body: Callable[[Any], None]) -> Kernel:

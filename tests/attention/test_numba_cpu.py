@@ -1,6 +1,10 @@
 """The compiled CPU backend against dense float64 attention, with poisoned holes; and bit for bit against itself."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.attention.numba_cpu import NumbaCPUBackend
+from minivllm_kernels.cpu_kernel import compile_kernel
 
 pytest.importorskip("numba")
 BACKEND = NumbaCPUBackend()
@@ -69,3 +74,36 @@ def test_what_it_cannot_do_is_said_in_words():
     assert "float16" in (BACKEND.unsupported(replace(spec, dtype=torch.float16), CPU) or "")
     assert BACKEND.unsupported(spec, torch.device("cuda")) is not None
     assert BACKEND.unsupported(replace(spec, block_size=3), CPU) is not None
+
+
+FROM_DISK = """
+import sys
+import torch
+from attention.test_backends import Case, make_spec
+from minivllm.attention.numba_cpu import NumbaCPUBackend
+from minivllm_kernels.cpu_kernel import compile_kernel
+
+case = Case(make_spec(num_heads=4, num_kv_heads=1, head_dim=256, block_size=16), [(1, 40), (30, 90)])
+torch.testing.assert_close(case.run(NumbaCPUBackend()).double(), case.expected(), atol=1e-5, rtol=1e-5)
+print("numba" in sys.modules)
+"""
+
+
+def test_a_kernel_from_disk_runs_without_numba():
+    """Heads this wide are cleared by a call of the C library, which LLVM must be able to find by itself."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    loaded = [
+        subprocess.run([sys.executable, "-c", FROM_DISK], env=environment, capture_output=True, text=True, check=False)
+        for _ in range(2)
+    ]
+    assert [result.returncode for result in loaded] == [0, 0], loaded[-1].stderr
+    assert loaded[1].stdout.split() == ["False"]
+
+
+def allocates(args):
+    args[3] = len([args[0], args[1]])
+
+
+def test_a_kernel_that_needs_python_is_refused():
+    with pytest.raises(ValueError, match="must not allocate"):
+        compile_kernel(allocates)
