@@ -13,6 +13,11 @@ KEY := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 READY := $(VENV)/ready-$(KEY)
 GPU_READY := $(VENV)/ready-gpu-$(KEY)
 
+# Processes that share the test files and notebooks; `make test JOBS=4` on a larger machine.
+JOBS ?= 2
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
+NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with nbs/sanitize.cfg -p no:cacheprovider
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test fast slow notebooks lab serve site export check format lint types bench gpu clean
 
@@ -35,17 +40,17 @@ $(READY): $(VENV)/bin/pip
 demo: $(READY)  ## answer four prompts with a real model, and show how they were scheduled
 	$(BIN)/minivllm demo
 
-test: $(READY)  ## run the fast tests and, beside them, every notebook, comparing its outputs with the stored ones
-	$(MAKE) --no-print-directory -j2 --output-sync=target fast notebooks
+test: $(READY)  ## run the fast tests and every notebook, comparing its outputs with the stored ones
+	$(PYTEST) -m "not slow" $(NBVAL) tests nbs
 
 fast: $(READY)  ## run the fast tests alone
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 slow: $(READY)  ## run the slow tests alone: long searches, the real model, kernels in the simulator
-	$(BIN)/pytest -m slow
+	$(PYTEST) -m slow
 
 notebooks: $(READY)  ## run every notebook, comparing its outputs with the stored ones
-	$(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with nbs/sanitize.cfg -p no:cacheprovider nbs
+	$(PYTEST) $(NBVAL) nbs
 
 lab: $(READY)  ## open the book in JupyterLab; saving a notebook exports its module
 	$(BIN)/jupyter lab --notebook-dir=nbs \
