@@ -5,7 +5,7 @@ Everything that vLLM is famous for happens in three lines: decide, carry out, ta
 
 # Generated from nbs/5_engine/10_engine_core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=80569eeed81f module=6a8a89b7ab9a
+# literate: notebook=98a4b3034ddb module=19c9fe8e61cd
 
 from __future__ import annotations
 
@@ -171,6 +171,7 @@ class EngineCore:
             "prefix_cache_queries": scheduler.kv.stats.query_tokens,
             "prefix_cache_hits": scheduler.kv.stats.hit_tokens,
             "num_preemptions": scheduler.num_preemptions,
+            "num_steps": scheduler.step,
         }
 
     def reset_prefix_cache(self) -> int:
