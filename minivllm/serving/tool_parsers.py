@@ -1,0 +1,462 @@
+"""How are calls found in a text that is still being written?
+
+Half a brace is not a call.
+"""
+
+# Generated from nbs/6_serving/13_tool_parsers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=8e286b0a68b6 module=3e7b12f332e8
+
+import ast
+import json
+import re
+import string
+from collections.abc import Collection, Generator, Sequence
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from minivllm.serving.tools import (
+    CallDelta,
+    CallFormat,
+    Function,
+    Piece,
+    ToolParser,
+    call_rules,
+    literal,
+    register_tool_parser,
+)
+
+__all__ = [
+    "TEXT_RULE",
+    "CallReader",
+    "HermesToolParser",
+    "JsonToolParser",
+    "Llama3JsonToolParser",
+    "MistralToolParser",
+    "NamedCallReader",
+    "NotACall",
+    "PythonicToolParser",
+    "held_back",
+    "marked_rules",
+]
+
+
+# %% nbs/6_serving/13_tool_parsers.ipynb #CallReader
+_SPACE = " \t\r\n"
+_CLOSES = {"{": "}", "[": "]"}
+
+
+class NotACall(ValueError):
+    """What was read is no call."""
+
+
+class CallReader:
+    """Reads ``{"name": ..., "arguments": {...}}`` one character at a time.
+
+    name: None until it has been read. text: of the arguments, as far as it is known and not taken yet. done: the object is closed.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.text = ""
+        self.done = False
+        self._steps = self._object()
+        next(self._steps)
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is certain to be a call: it has a name, and the arguments have begun or will not come."""
+        return self.name is not None and (self.done or self.text != "")
+
+    def push(self, char: str) -> None:
+        """Take one character. Raises NotACall."""
+        try:
+            self._steps.send(char)
+        except StopIteration:
+            self.done = True
+
+    # Each part returns the character behind it.
+
+    def _object(self) -> Generator[None, str, None]:
+        char = yield
+        if char != "{":
+            raise NotACall(char)
+        seen = False
+        char = yield from self._after_space()
+        while char != "}":
+            key = yield from self._string(char)
+            if (yield from self._after_space()) != ":":
+                raise NotACall(key)
+            char = yield from self._after_space()
+            if key == "name":
+                self.name = yield from self._string(char)
+                char = yield from self._after_space()
+            elif key in ("arguments", "parameters") and not seen:
+                seen = True
+                char = yield from self._arguments(char)
+            else:
+                char = yield from self._value(char, keep=False)
+            if char == ",":
+                char = yield from self._after_space()
+            elif char != "}":
+                raise NotACall(char)
+        if self.name is None:
+            raise NotACall("no name")
+        if not seen:
+            self.text = "{}"
+
+    def _after_space(self) -> Generator[None, str, str]:
+        char = yield
+        while char in _SPACE:
+            char = yield
+        return char
+
+    def _string(self, char: str) -> Generator[None, str, str]:
+        if char != '"':
+            raise NotACall(char)
+        raw, escaped = '"', False
+        while True:
+            char = yield
+            raw += char
+            if char == '"' and not escaped:
+                break
+            escaped = char == "\\" and not escaped
+        try:
+            return str(json.loads(raw, strict=False))
+        except ValueError:
+            raise NotACall(raw) from None
+
+    def _arguments(self, char: str) -> Generator[None, str, str]:
+        """An object; or a string that holds one, as some models write it; or null for none."""
+        if char == "{":
+            return (yield from self._value(char, keep=True))
+        if char == '"':
+            self.text = (yield from self._string(char)) or "{}"
+            return (yield from self._after_space())
+        if char == "n":
+            self.text = "{}"
+            return (yield from self._value(char, keep=False))
+        raise NotACall(char)
+
+    def _value(self, char: str, keep: bool) -> Generator[None, str, str]:
+        if char == '"':
+            yield from self._string(char)
+            return (yield from self._after_space())
+        if char not in _CLOSES:
+            while char not in ",}]":
+                char = yield
+            return char
+        yield from self._container(char, keep)
+        return (yield from self._after_space())
+
+    def _container(self, char: str, keep: bool) -> Generator[None, str, None]:
+        """From an opening bracket to the one that closes it."""
+        open_, quoted, escaped = [_CLOSES[char]], False, False
+        self.text += char if keep else ""
+        while open_:
+            char = yield
+            self.text += char if keep else ""
+            if quoted:
+                quoted, escaped = char != '"' or escaped, char == "\\" and not escaped
+            elif char == '"':
+                quoted = True
+            elif char in _CLOSES:
+                open_.append(_CLOSES[char])
+            elif char in "}]" and char != open_.pop():
+                raise NotACall(char)
+
+
+# %% nbs/6_serving/13_tool_parsers.ipynb #JsonToolParser
+class JsonToolParser(ToolParser):
+    """Calls as JSON objects behind a mark. ``begin``, ``end``: the marks; without ``end`` the calls go on to the end of the text.
+
+    bare: calls may also come without the mark, at the very beginning; then only the functions that there are make a call.
+    """
+
+    begin: ClassVar[str]
+    end_mark: ClassVar[str] = ""
+    bare: ClassVar[bool] = False
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._buffer = ""
+        self._inside = False  # behind the mark
+        self._fresh = self.bare  # nothing was written yet
+        self._made = False  # a call, since the mark
+        self._raw = ""  # of what may turn out not to be a call
+        self._space = ""  # in front of what may turn out to be a call
+        self._reader: CallReader | None = None
+        self._broken = False  # the call that was begun is no JSON
+        self._announced = False
+        self._count = 0
+
+    def push(self, text: str) -> Piece:
+        piece, self._buffer = Piece(), self._buffer + text
+        while self._buffer and (self._in_calls(piece) if self._inside else self._in_text(piece)):
+            pass
+        return piece
+
+    def end(self) -> Piece:
+        piece = Piece()
+        rest, self._buffer = self._buffer, ""
+        if self._announced and self._reader is not None:
+            self._broken = True
+            self._argue(piece, rest)
+        elif not (self._inside and self._made and self._reader is None):
+            text = self._space + self._raw + rest
+            piece.content = text if text.strip(_SPACE) or not self._count else ""
+        self._space = self._raw = ""
+        return piece
+
+    def _in_text(self, piece: Piece) -> bool:
+        """Pass text on up to the mark. Returns whether to go on with the buffer."""
+        if self._fresh:
+            lead = self._buffer.lstrip(_SPACE)
+            if not lead:
+                return False
+            self._fresh = False
+            if lead[0] == "{":
+                self._inside, self._made, self._raw, self._buffer = True, False, self._buffer[: -len(lead)], lead
+                return True
+        at = self._buffer.find(self.begin)
+        if at >= 0:
+            self._say(piece, self._buffer[:at])
+            self._inside, self._made, self._raw = True, False, self.begin
+            self._buffer = self._buffer[at + len(self.begin) :]
+            return True
+        held = held_back(self._buffer, self.begin)
+        self._say(piece, self._buffer[: len(self._buffer) - held])
+        self._buffer = self._buffer[len(self._buffer) - held :]
+        return False
+
+    def _say(self, piece: Piece, text: str) -> None:
+        """White space is held back: before a call it means nothing."""
+        text = self._space + text
+        kept = text.rstrip(_SPACE)
+        piece.content += kept
+        self._space = text[len(kept) :]
+
+    def _in_calls(self, piece: Piece) -> bool:
+        """Read on behind the mark, a character or a mark at a time."""
+        if self._reader is None:
+            return self._between(piece)
+        if self._broken:
+            return self._to_the_end_mark(piece)
+        char, self._buffer = self._buffer[0], self._buffer[1:]
+        self._raw += char
+        try:
+            self._reader.push(char)
+            if self._reader.begun and not self._announced and not self._is_offered(self._reader.name):
+                raise NotACall(self._reader.name)
+        except NotACall:
+            self._fail(piece)
+            return True
+        self._tell(piece)
+        if self._reader.done:
+            self._close()
+        return True
+
+    def _close(self) -> None:
+        """The call is over."""
+        self._reader, self._announced, self._broken, self._made, self._raw = None, False, False, True, ""
+        self._count += 1
+
+    def _is_offered(self, name: str | None) -> bool:
+        return not self.bare or name in self.names
+
+    def _between(self, piece: Piece) -> bool:
+        if self.end_mark and self._buffer.startswith(self.end_mark):
+            self._inside, self._raw, self._space = False, "", ""
+            self._buffer = self._buffer[len(self.end_mark) :]
+            return True
+        if self.end_mark and self.end_mark.startswith(self._buffer):
+            return False
+        if self._buffer.startswith(self.begin):  # a family may repeat the mark
+            self._buffer = self._buffer[len(self.begin) :]
+            return True
+        if len(self._buffer) < len(self.begin) and self.begin.startswith(self._buffer):
+            return False
+        char = self._buffer[0]
+        if char in _SPACE or char in "[],;":
+            self._raw, self._buffer = self._raw + char, self._buffer[1:]
+        elif (reader := self.start_call(char)) is not None:
+            self._reader = reader
+        else:
+            self._fail(piece)
+        return True
+
+    def start_call(self, char: str) -> CallReader | None:
+        """What reads a call that begins with ``char``; None if none does."""
+        return CallReader() if char == "{" else None
+
+    def _tell(self, piece: Piece) -> None:
+        reader = self._reader
+        assert reader is not None
+        if not self._announced and reader.begun:
+            self._announced, self._space = True, ""
+            piece.calls.append(CallDelta(self._count, reader.name, ""))
+        if self._announced and reader.text:
+            self._argue(piece, reader.text)
+            reader.text = ""
+
+    def _argue(self, piece: Piece, text: str) -> None:
+        last = piece.calls[-1] if piece.calls else None
+        if last is not None and last.index == self._count:
+            piece.calls[-1] = CallDelta(last.index, last.name, last.arguments + text)
+        elif text:
+            piece.calls.append(CallDelta(self._count, None, text))
+
+    def _fail(self, piece: Piece) -> None:
+        """What was no call is text again; if it had begun as one, what is wrong stays in its arguments, for the client to see."""
+        assert self._raw or self._buffer
+        if self._announced:
+            assert self._reader is not None
+            self._argue(piece, self._reader.text)
+            self._broken = True
+            return
+        raw, self._raw = self._raw, ""
+        self._inside, self._reader = False, None
+        self._say(piece, raw)
+
+    def _to_the_end_mark(self, piece: Piece) -> bool:
+        at = self._buffer.find(self.end_mark) if self.end_mark else -1
+        if at >= 0:
+            self._argue(piece, self._buffer[:at].rstrip(_SPACE))
+            self._buffer = self._buffer[at:]
+            self._close()
+            return True
+        held = held_back(self._buffer, self.end_mark) if self.end_mark else 0
+        self._argue(piece, self._buffer[: len(self._buffer) - held])
+        self._buffer = self._buffer[len(self._buffer) - held :]
+        return False
+
+
+# %% nbs/6_serving/13_tool_parsers.ipynb #held_back
+def held_back(text: str, mark: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of ``mark``."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
+
+
+# %% nbs/6_serving/13_tool_parsers.ipynb #families
+TEXT_RULE = "TEXT: /(.|\\n)*/"
+
+
+def marked_rules(
+    form: CallFormat, begin: str, functions: Sequence[Function], parallel: bool, tokenizer: Any
+) -> list[str]:
+    """Rules for free text in which whatever stands behind the mark ``begin`` is a call that fits."""
+    special = begin in tokenizer.all_special_tokens
+    head = f"head: TEXT {literal(begin, tokenizer)}" if special else f"head[lazy]: TEXT {literal(begin, tokenizer)}"
+    rest = CallFormat(form.begin.removeprefix(begin), form.end, form.separator, form.each, form.arguments)
+    tail = "(head calls)* TEXT" if parallel and form.each else "(head calls)? TEXT"
+    rules = call_rules(rest, functions, parallel and not form.each, tokenizer)
+    return [f"start: {tail}", TEXT_RULE, head, *rules]
+
+
+@register_tool_parser("hermes", "qwen", "smollm2")
+class HermesToolParser(JsonToolParser):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes, Qwen and SmolLM2 write it (the last as a list)."""
+
+    begin, end_mark = "<tool_call>", "</tool_call>"
+    special_tokens = True
+    form = CallFormat("<tool_call>\n", "\n</tool_call>", each=True)
+
+    @classmethod
+    def free_rules(cls, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:
+        return marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
+
+
+@register_tool_parser("llama3_json", "llama4_json")
+class Llama3JsonToolParser(JsonToolParser):
+    """``{"name": ..., "parameters": {...}}`` as the whole answer, several with ``;`` between, perhaps behind ``<|python_tag|>``."""
+
+    begin, bare = "<|python_tag|>", True
+    special_tokens = True
+    form = CallFormat(separator="; ", arguments="parameters")
+
+    @classmethod
+    def free_rules(cls, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:
+        text = "text: /([^{ \\t\\r\\n<](.|\\n)*)?/"
+        return ["start: calls | text", text, *call_rules(cls.form, functions, parallel, tokenizer)]
+
+
+# %% nbs/6_serving/13_tool_parsers.ipynb #MistralToolParser
+class NamedCallReader(CallReader):
+    """Reads ``name{...}`` or ``name[ARGS]{...}``."""
+
+    def _object(self) -> Generator[None, str, None]:
+        name = ""
+        while True:
+            char = yield
+            if char == "{":
+                break
+            name += char
+        self.name = re.split(r"\[(?:ARGS|CALL_ID)\]", name)[0].strip()
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise NotACall(name)
+        yield from self._container("{", keep=True)
+
+
+@register_tool_parser("mistral")
+class MistralToolParser(JsonToolParser):
+    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, and the newer ``[TOOL_CALLS]name{...}``."""
+
+    begin = "[TOOL_CALLS]"
+    special_tokens = True
+    form = CallFormat("[TOOL_CALLS][", "]", ", ")
+
+    def start_call(self, char: str) -> CallReader | None:
+        return NamedCallReader() if char.isalpha() or char == "_" else super().start_call(char)
+
+    @staticmethod
+    def new_id() -> str:
+        """Nine letters and digits: Mistral's templates accept no other."""
+        alphabet, number = string.ascii_letters + string.digits, uuid4().int
+        return "".join(alphabet[number // 62**i % 62] for i in range(9))
+
+    @classmethod
+    def free_rules(cls, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:
+        return marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
+
+
+# %% nbs/6_serving/13_tool_parsers.ipynb #PythonicToolParser
+@register_tool_parser("pythonic", "llama4_pythonic")
+class PythonicToolParser(ToolParser):
+    """``[weather(city="Paris"), time()]`` as the whole answer: Python, of which only calls with literal arguments are read."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._text = ""
+        self._plain = False
+
+    def push(self, text: str) -> Piece:
+        """Nothing is told of a list before its end; text that does not begin as one is passed on."""
+        if self._plain:
+            return Piece(text)
+        self._text += text
+        begun = self._text.lstrip(_SPACE)
+        self._plain = begun != "" and begun[0] != "["
+        return Piece(self._text) if self._plain else Piece()
+
+    def end(self) -> Piece:
+        if self._plain:
+            return Piece()
+        try:
+            calls = [self._call(node) for node in self._list(self._text)]
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return Piece(self._text)
+        return Piece(calls=[CallDelta(i, name, arguments) for i, (name, arguments) in enumerate(calls)])
+
+    def _list(self, text: str) -> list[ast.expr]:
+        body = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(body, ast.List) or not body.elts:
+            raise NotACall(text)
+        return body.elts
+
+    def _call(self, node: ast.expr) -> tuple[str, str]:
+        if not isinstance(node, ast.Call) or node.args or ast.unparse(node.func) not in self.names:
+            raise NotACall(ast.unparse(node))
+        given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+        if any(keyword.arg is None for keyword in node.keywords):
+            raise NotACall(ast.unparse(node))
+        return ast.unparse(node.func), json.dumps(given, ensure_ascii=False)
