@@ -5,13 +5,14 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d1faf7f8ff26 module=1e42a759a95e
+# literate: notebook=b3ea15bef389 module=f24af9f75eb3
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 __all__ = [
@@ -252,6 +253,7 @@ class Trace:
         header: versions and settings.
         start: the state when recording began.
         events: the list that grows while the engine runs.
+        tokenizer: what turns token ids into text, if the engine left it here. Not saved to files.
         samples: what the sampler saw, by request id and output position, if the engine was asked to keep it. Not saved to files.
     """
 
@@ -262,6 +264,7 @@ class Trace:
         self.start = start or State.empty(header.num_blocks, header.num_groups, header.num_cpu_blocks)
         self.events: list[Event] = []
         self.samples: dict[tuple[str, int], Any] = {}
+        self.tokenizer: Any = None
         self._snapshots: list[tuple[int, State]] = []
         self._step_starts: list[int] = []
         self._scanned = 0
@@ -420,6 +423,31 @@ class Trace:
 
         save_perfetto(self, path)
 
+    # %% nbs/1_core/08_trace.ipynb #Trace-show
+    def show(self, tokenizer: Any = None) -> Any:
+        """All linked views of the run on one cursor, for a notebook; `.save("run.html")` writes a page without a kernel: see `minivllm.viz`.
+
+        Args:
+            tokenizer: anything with `decode(token_ids)`, to show the tokens of a block as text; None takes `self.tokenizer`.
+        """
+        return _pictures("page").show(self, tokenizer)
+
+    def plot_blocks(self, step: int = -1, ax: Any = None) -> Any:
+        """Every KV block after a step, drawn with matplotlib; returns the axes."""
+        return _pictures("block_map").BlockMap(self).plot(ax, step=step)
+
+    def plot_timeline(self, ax: Any = None) -> Any:
+        """What each request did in each step, drawn with matplotlib; returns the axes."""
+        return _pictures("timeline").Timeline(self).plot(ax)
+
+    def plot_prefix_tree(self, ax: Any = None) -> Any:
+        """The cached prefixes as a tree, drawn with matplotlib; returns the axes."""
+        return _pictures("prefix_tree").PrefixTree(self).plot(ax)
+
+    def plot_waste(self, ax: Any = None) -> Any:
+        """Memory lost to fragmentation over time, drawn with matplotlib; returns the axes."""
+        return _pictures("waste").Waste(self).plot(ax)
+
 
 # %% nbs/1_core/08_trace.ipynb #Trace-TraceError
 class TraceError(ValueError):
@@ -482,3 +510,9 @@ def _tell(event: Event) -> str | None:
     if kind in ("alloc", "hit"):
         return f"{'took' if kind == 'alloc' else 'shared'} blocks {', '.join(map(str, event[3]))}"
     return None
+
+
+# %% nbs/1_core/08_trace.ipynb #Trace-show
+def _pictures(module: str) -> Any:
+    """A module of `minivllm.viz`, which stands on this one: by name and when asked for, so that the core loads alone."""
+    return import_module(f"minivllm.viz.{module}")

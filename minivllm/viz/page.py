@@ -1,0 +1,129 @@
+"""All views on one cursor.
+
+How does one see blocks, queues and prefixes at the same moment?
+"""
+
+# Generated from nbs/8_viz/06_page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=91b1ae4bbb9d module=34bee33b6f9b
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.viz.payload import Payload
+from minivllm.viz.view import TraceSource, View, open_trace
+
+__all__ = ["STANDARD", "Message", "Page", "show", "standard_views"]
+
+
+# %% nbs/8_viz/06_page.ipynb #code-c5b064
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# %% nbs/8_viz/06_page.ipynb #Page
+STANDARD = ("minivllm.viz.block_map:BlockMap",)
+
+
+class Page(View):
+    """Several views, one player. Views of the same trace move together.
+
+    Args:
+        views: in the order in which they stand on the page.
+        title: heading of the page, and of the file that `save` writes.
+
+    Raises:
+        ValueError: no view was given.
+    """
+
+    module = "page"
+
+    def __init__(self, views: Sequence[View], title: str = "minivllm") -> None:
+        if not views:
+            raise ValueError("a page needs at least one view")
+        self.views, self.title = list(views), title
+
+    def modules(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(["page", *(name for view in self.views for name in view.modules())]))
+
+    def build(self) -> Payload:
+        whole, headers, offset = Payload({}), [], 0
+        for view in self.views:
+            part = view.data()
+            headers.append(part.full_header(offset))
+            offset += len(part.bytes())
+            whole.extend(part)
+        traces = {header["trace"]["key"]: header["trace"] for header in headers if header.get("trace")}
+        whole.header = {"views": headers, "trace": next(iter(traces.values())) if len(traces) == 1 else None}
+        return whole
+
+    def describe(self) -> str:
+        return "\n\n".join(view.summary() for view in self.views)
+
+    def refresh(self) -> None:
+        for view in self.views:
+            view.refresh()
+        super().refresh()
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        raise TypeError("a page has several axes: figure() and to_png() draw it, and each view has its own plot()")
+
+    def figure(self) -> Figure:
+        """The views that can be drawn, one below the other."""
+        from matplotlib.figure import Figure
+
+        shown = [view for view in self.views if view.problem is None]
+        if not shown:
+            raise ValueError("; ".join(str(view.problem) for view in self.views))
+        heights = [view.figure_size[1] for view in shown]
+        figure = Figure(figsize=(max(view.figure_size[0] for view in shown), sum(heights)), layout="constrained")
+        for axes, view in zip(
+            figure.subplots(len(shown), 1, height_ratios=heights, squeeze=False)[:, 0], shown, strict=True
+        ):
+            view.plot(axes)
+        return figure
+
+
+# %% nbs/8_viz/06_page.ipynb #show
+def standard_views(trace: TraceSource, **options: Any) -> list[View]:
+    """One of each view of a trace. `options` go to the views that take them: see `show`."""
+    views: list[View] = []
+    for name in STANDARD:
+        module, _, cls = name.partition(":")
+        kind = getattr(importlib.import_module(module), cls)
+        views.append(kind(trace, **{k: v for k, v in options.items() if k in kind.options}))
+    return views
+
+
+def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None) -> View:
+    """The standard page of a trace, or of a saved one: every view of this package that shows a single trace.
+
+    Args:
+        tokenizer: anything with `decode(token_ids)`; with one, blocks show their tokens as text. None takes the one that the trace was
+            recorded with, if it is still here.
+        title: heading; None names the file, or the policy.
+    """
+    opened, problem = open_trace(trace)
+    if title is None:
+        title = (
+            Path(trace).name
+            if isinstance(trace, str | Path)
+            else f"A run of {opened.num_steps} steps, policy {opened.header.policy}"
+        )
+    if problem:
+        return Message(title, problem)
+    return Page(standard_views(opened, tokenizer=tokenizer), title)
+
+
+class Message(View):
+    """Words in place of views that cannot be shown."""
+
+    module = "page"
+
+    def __init__(self, title: str, problem: str) -> None:
+        self.title, self.problem = title, problem

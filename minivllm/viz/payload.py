@@ -1,0 +1,118 @@
+"""What travels to the page.
+
+How small can five thousand steps of sixty thousand blocks be?
+"""
+
+# Generated from nbs/8_viz/02_payload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=a060c9b76fd6 module=581d7340a814
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Payload", "read_varints", "varints"]
+
+
+# %% nbs/8_viz/02_payload.ipynb #varints
+def varints(numbers: Iterable[int] | np.ndarray) -> bytes:
+    """Whole numbers of 32 bits, small ones in one byte: zigzag-coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), 7 bits a byte, low bits first.
+
+    Raises:
+        ValueError: a number does not fit in 32 bits with sign.
+    """
+    wide = np.asarray(numbers if isinstance(numbers, np.ndarray) else list(numbers), dtype=np.int64).ravel()
+    if wide.size and (wide.min() < -(2**31) or wide.max() >= 2**31):
+        raise ValueError(f"numbers must fit in 32 bits with sign, got {wide.min()} to {wide.max()}")
+    coded = ((wide << 1) ^ (wide >> 63)).astype(np.uint64)
+    columns = [coded >> np.uint64(7 * i) for i in range(5)]
+    more = np.stack([column >= 128 for column in columns], axis=1)
+    used = np.concatenate([np.ones((wide.size, 1), bool), more[:, :4]], axis=1)
+    pieces = np.stack([column & np.uint64(127) for column in columns], axis=1).astype(np.uint8) | (
+        more.astype(np.uint8) << 7
+    )
+    return pieces[used].tobytes()
+
+
+def read_varints(data: bytes) -> np.ndarray:
+    """The numbers that `varints` was given, int64."""
+    raw = np.frombuffer(data, np.uint8)
+    ends = np.flatnonzero(raw < 128)
+    starts = np.concatenate([[0], ends[:-1] + 1]) if ends.size else ends
+    owner = np.repeat(np.arange(ends.size), ends - starts + 1)
+    place = np.arange(raw.size) - starts[owner]
+    coded = np.zeros(ends.size, np.int64)
+    np.add.at(coded, owner, (raw & 127).astype(np.int64) << (7 * place))
+    return (coded >> 1) ^ -(coded & 1)
+
+
+# %% nbs/8_viz/02_payload.ipynb #Payload
+class Payload:
+    """A header of plain values, and binary parts, each deflated alone so that the page inflates only what it shows.
+
+    Attributes:
+        header: goes to the page as JSON.
+        parts: the deflated parts.
+    """
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        self.header = header
+        self.parts: list[bytes] = []
+        self._counts: list[int] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Payload({len(self.json())} bytes of header, {len(self.parts)} parts, {sum(map(len, self.parts))} bytes)"
+        )
+
+    def _append(self, raw: bytes, count: int) -> int:
+        self.parts.append(zlib.compress(raw, 9))
+        self._counts.append(count)
+        return len(self.parts) - 1
+
+    def add_numbers(self, numbers: Iterable[int] | np.ndarray) -> int:
+        """Add whole numbers (an Int32Array on the page); returns the part's number for the header."""
+        numbers = np.asarray(numbers if isinstance(numbers, np.ndarray) else list(numbers), dtype=np.int64).ravel()
+        return self._append(varints(numbers), numbers.size)
+
+    def add_bytes(self, data: bytes) -> int:
+        """Add bytes (a Uint8Array on the page); returns the part's number."""
+        return self._append(data, -1)
+
+    def add_json(self, value: Any) -> int:
+        """Add a value as JSON; returns the part's number."""
+        return self.add_bytes(json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode())
+
+    def extend(self, other: Payload) -> None:
+        """Append the parts of another payload, in order."""
+        self.parts += other.parts
+        self._counts += other._counts
+
+    def numbers(self, part: int) -> np.ndarray:
+        """The numbers of a part."""
+        return read_varints(zlib.decompress(self.parts[part]))
+
+    def bytes(self) -> bytes:
+        """All parts, one after the other."""
+        return b"".join(self.parts)
+
+    def full_header(self, offset: int = 0) -> dict[str, Any]:
+        """The header with where each part lies: `blobs` is a list of [offset, length, count of numbers or -1]."""
+        blobs = []
+        for part, count in zip(self.parts, self._counts, strict=True):
+            blobs.append([offset, len(part), count])
+            offset += len(part)
+        return {**self.header, "blobs": blobs}
+
+    def json(self) -> str:
+        """The full header as JSON that may stand inside a script element."""
+        return (
+            json.dumps(self.full_header(), separators=(",", ":"), ensure_ascii=False)
+            .replace("</", "<\\/")
+            .replace("<!--", "<\\u0021--")
+        )

@@ -1,0 +1,75 @@
+// Where in time we look, and at what. All views of one trace on a page share one cursor.
+
+export class Cursor {
+  constructor(steps) {
+    this.steps = steps;
+    this.step = 0;
+    this.playing = false;
+    this.speed = 10; // steps a second
+    this.request = null; // id of the request that is looked at
+    this.block = null; // { pool: "gpu" | "cpu", id } of the block that is pinned
+    this.listeners = new Set();
+  }
+
+  // Calls listener(cursor, changed) after every change, `changed` being a Set of "step", "playing", "speed", "request", "block".
+  // Returns a function that ends it.
+  on(listener) {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
+  }
+
+  set(values) {
+    const changed = new Set();
+    for (const [name, value] of Object.entries(values)) {
+      if (this[name] !== value) {
+        this[name] = value;
+        changed.add(name);
+      }
+    }
+    if (changed.size) for (const listener of [...this.listeners]) listener(this, changed);
+  }
+
+  // Go to a step; outside the trace means its nearest end.
+  go(step) {
+    this.set({ step: Math.max(0, Math.min(this.steps - 1, Math.round(step))) });
+  }
+
+  move(by) {
+    this.go(this.step + by);
+  }
+
+  pause() {
+    this.set({ playing: false });
+  }
+
+  play() {
+    if (this.playing || this.steps < 2) return;
+    if (this.step === this.steps - 1) this.go(0);
+    this.set({ playing: true });
+    let last = performance.now();
+    let owed = 0;
+    const tick = (now) => {
+      if (!this.playing) return;
+      owed += (Math.min(now - last, 250) / 1000) * this.speed;
+      last = now;
+      const whole = Math.floor(owed);
+      owed -= whole;
+      if (whole) this.move(whole);
+      if (this.step === this.steps - 1) this.pause();
+      else requestAnimationFrame(tick);
+    };
+    requestAnimationFrame(tick);
+  }
+
+  toggle() {
+    if (this.playing) this.pause();
+    else this.play();
+  }
+}
+
+// The cursor of a trace. Lives on the page and not in this module: outputs made by two versions of minivllm share it too.
+export function cursorFor(key, steps) {
+  const cursors = (globalThis.minivllmCursors ??= new Map());
+  if (!cursors.has(key)) cursors.set(key, new Cursor(steps));
+  return cursors.get(key);
+}

@@ -1,0 +1,113 @@
+// Puts a view on the page: from the text of a saved page, or from a live widget.
+import { cursorFor } from "./cursor.js";
+import { Data, fromBase64 } from "./data.js";
+import { palette, watchTheme } from "./theme.js";
+import { h, makeCard } from "./ui.js";
+
+// A message in place of a view: an empty trace, a broken file.
+function showProblem(place, header) {
+  place.append(h("section", { class: "mv-card mv-problem", role: "note", "aria-label": header.title },
+    h("h3", { class: "mv-title" }, header.title), h("p", {}, header.problem)));
+}
+
+// Show the view of `header` inside `place`. Returns a function that takes it away.
+//   context.load(name)   a promise of another module of the page
+//   context.model        the anywidget model, or null in a page without a kernel
+//   context.player       false where the page around has a player
+export async function mountView(place, header, bytes, context) {
+  if (header.problem) {
+    showProblem(place, header);
+    return () => place.replaceChildren();
+  }
+  if (header.views) {
+    const page = await context.load(header.module); // several views, each with a card of its own
+    return page.render(place, new Data(header, bytes), context);
+  }
+  const cursor = header.trace ? cursorFor(header.trace.key, header.trace.steps) : null;
+  const card = makeCard(place, header, cursor, context);
+  const themed = new Set();
+  const inner = {
+    ...context,
+    cursor,
+    colour: palette(card.element), // colour("ink") is "#rrggbb", of the theme of the moment
+    onTheme: (listener) => themed.add(listener), // called after a change of theme: paint again
+  };
+  const endTheme = watchTheme(card.element, () => {
+    inner.colour = palette(card.element);
+    for (const listener of themed) listener();
+  });
+  inner.colour = palette(card.element);
+  const module = await context.load(header.module);
+  const end = await module.render(card, new Data(header, bytes), inner);
+  card.element.dataset.ready = "";
+  return () => {
+    if (typeof end === "function") end();
+    endTheme();
+    card.destroy();
+  };
+}
+
+// A view whose header and bytes stand in script elements of the page.
+export async function mountPage(place, load) {
+  const header = JSON.parse(place.querySelector("script.mv-header").textContent);
+  const bytes = fromBase64(place.querySelector("script.mv-bytes").textContent);
+  place.querySelector(".mv-text")?.remove();
+  await mountView(place, header, bytes, { load, model: null, player: true });
+}
+
+// A view of a live kernel. Its step, request and block follow the cursor, both ways; new data is shown when it comes.
+export async function mountWidget(model, element, load) {
+  element.classList.add("mv");
+  let end = () => {};
+  let unlink = () => {};
+  const show = async () => {
+    end();
+    unlink();
+    const header = JSON.parse(model.get("header"));
+    const raw = model.get("payload");
+    end = await mountView(element, header, new Uint8Array(raw.buffer, raw.byteOffset, raw.byteLength), { load, model, player: true });
+    unlink = header.trace && !header.problem ? link(model, cursorFor(header.trace.key, header.trace.steps)) : () => {};
+  };
+  model.on("change:header", show);
+  await show();
+  return () => {
+    model.off("change:header", show);
+    end();
+    unlink();
+  };
+}
+
+function link(model, cursor) {
+  let timer = null;
+  const tell = () => {
+    timer = null;
+    model.set("step", cursor.step);
+    model.set("request", cursor.request ?? "");
+    model.set("block", cursor.block === null || cursor.block.pool !== "gpu" ? -1 : cursor.block.id);
+    model.save_changes();
+  };
+  const hear = () => {
+    if (timer === null) cursor.go(model.get("step"));
+  };
+  const hearRequest = () => {
+    if (timer === null) cursor.set({ request: model.get("request") || null });
+  };
+  const hearBlock = () => {
+    const id = model.get("block");
+    if (timer === null && (cursor.block?.id ?? -1) !== id) cursor.set({ block: id < 0 ? null : { pool: "gpu", id } });
+  };
+  if (model.get("step") > 0 && cursor.step === 0) hear();
+  const stop = cursor.on((_, changed) => {
+    if (timer === null && (changed.has("step") || changed.has("request") || changed.has("block"))) timer = setTimeout(tell, 100);
+  });
+  model.on("change:step", hear);
+  model.on("change:request", hearRequest);
+  model.on("change:block", hearBlock);
+  return () => {
+    clearTimeout(timer);
+    stop();
+    model.off("change:step", hear);
+    model.off("change:request", hearRequest);
+    model.off("change:block", hearBlock);
+  };
+}

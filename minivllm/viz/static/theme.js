@@ -1,0 +1,83 @@
+// Colours come from the style sheet, whose variables Python writes from one palette. A view is as dark as the page around it.
+
+function parse(colour) {
+  const numbers = colour.match(/[\d.]+/g);
+  return numbers ? numbers.map(Number) : [255, 255, 255, 0];
+}
+
+// Whether the page behind an element is dark, by the first background that is not see-through.
+export function isDark(element) {
+  for (let at = element.parentElement; at; at = at.parentElement) {
+    const [r, g, b, alpha = 1] = parse(getComputedStyle(at).backgroundColor);
+    if (alpha > 0.5) return 0.2126 * r + 0.7152 * g + 0.0722 * b < 128;
+  }
+  return getComputedStyle(document.documentElement).colorScheme.includes("dark") && matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+// Keep data-theme of an element right, and call back when it has changed. Returns a function that ends it.
+export function watchTheme(element, onChange) {
+  const look = () => {
+    const theme = isDark(element) ? "dark" : "light";
+    if (element.dataset.theme !== theme) {
+      element.dataset.theme = theme;
+      onChange(theme);
+    }
+  };
+  const query = matchMedia("(prefers-color-scheme: dark)");
+  query.addEventListener("change", look);
+  const observer = new MutationObserver(look);
+  for (const node of [document.documentElement, document.body]) {
+    observer.observe(node, { attributes: true, attributeFilter: ["class", "style", "data-theme", "data-jp-theme-light", "data-jp-theme-name"] });
+  }
+  look();
+  return () => {
+    query.removeEventListener("change", look);
+    observer.disconnect();
+  };
+}
+
+// A reader of the palette: colour("ink") is "#rrggbb". Make a new one after a change of theme.
+export function palette(element) {
+  const style = getComputedStyle(element);
+  const cache = new Map();
+  return (name) => {
+    if (!cache.has(name)) {
+      const value = style.getPropertyValue(`--mv-${name}`).trim();
+      if (!value) throw new Error(`the palette has no colour ${name}`);
+      cache.set(name, value);
+    }
+    return cache.get(name);
+  };
+}
+
+// "#rrggbb" as the number that a Uint32Array over image data holds (little-endian: alpha, blue, green, red).
+export function pixel(hex, under = null, share = 1) {
+  const n = parseInt(hex.slice(1), 16);
+  let [r, g, b] = [n >> 16, (n >> 8) & 255, n & 255];
+  if (under !== null) {
+    const m = parseInt(under.slice(1), 16);
+    r = Math.round(r * share + (m >> 16) * (1 - share));
+    g = Math.round(g * share + ((m >> 8) & 255) * (1 - share));
+    b = Math.round(b * share + (m & 255) * (1 - share));
+  }
+  return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+}
+
+// Size a canvas in CSS pixels and give its 2D context, scaled for sharp lines on this screen.
+export function sharpen(canvas, width, height) {
+  const ratio = globalThis.devicePixelRatio || 1;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return context;
+}
+
+export const OWNER_COLOURS = 8;
+
+// The colour name of a request, by its number in order of arrival: neighbours differ, and every view agrees.
+export function ownerColour(number) {
+  return `owner-${number % OWNER_COLOURS}`;
+}

@@ -1,0 +1,285 @@
+"""A view.
+
+What do all pictures have in common?
+"""
+
+# Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=5b593706e3a6 module=7f580de1b795
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from minivllm.core.trace import TRACE_VERSION, Trace
+from minivllm.core.trace_files import TraceFileError
+from minivllm.viz.assets import document, fragment, widget_module
+from minivllm.viz.payload import Payload
+
+__all__ = ["HTML_LIMIT", "TraceSource", "TraceView", "View", "open_trace", "trace_key", "trace_note"]
+
+
+# %% nbs/8_viz/04_view.ipynb #code-c849c0
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# %% nbs/8_viz/04_view.ipynb #TraceSource
+TraceSource = Trace | str | Path
+HTML_LIMIT = 2_000_000
+
+
+def open_trace(source: TraceSource) -> tuple[Trace, str | None]:
+    """A trace, and a message if it cannot be shown: its file is broken, it is of another version, nothing happened in it.
+
+    Raises:
+        FileNotFoundError: no such file.
+        TypeError: neither a trace nor a path.
+    """
+    if isinstance(source, str | Path):
+        try:
+            source = Trace.load(source)
+        except TraceFileError as error:
+            return Trace(_no_header()), str(error)
+    if not isinstance(source, Trace):
+        raise TypeError(f"a view shows a Trace or the path of a saved one, got {type(source).__name__}")
+    if source.header.version != TRACE_VERSION:
+        return (
+            source,
+            f"This is a trace of version {source.header.version}; this program shows version {TRACE_VERSION}.",
+        )
+    return source, None if source.num_steps else _why_empty(source)
+
+
+def _no_header() -> Any:
+    from minivllm.core.trace import TraceHeader
+
+    return TraceHeader()
+
+
+def _why_empty(trace: Trace) -> str:
+    added = sum(event[0] == "add" for event in trace.events)
+    ended = sum(event[0] == "finish" for event in trace.events)
+    if added:
+        what = "was" if added == 1 else "were"
+        return (
+            f"No step was run while this trace was recorded: {added} request{'s' * (added != 1)} {what} added"
+            f"{f' and {ended} ended again' if ended else ''}. Run the engine inside `with llm.record() as trace:`."
+        )
+    return "Nothing happened while this trace was recorded. Run the engine inside `with llm.record() as trace:`."
+
+
+def trace_note(trace: Trace) -> str | None:
+    """A remark for above a view: there is nothing to scrub, or no request ever ran."""
+    notes = []
+    if trace.num_steps == 1:
+        notes.append("This trace has one step, so there is nothing to play.")
+    ran = any(event[0] == "schedule" for event in trace.events)
+    if not ran:
+        aborted = sum(event[0] == "finish" and event[2] == "abort" for event in trace.events)
+        notes.append(f"No request was given a token{f': {aborted} aborted before their turn' if aborted else ''}.")
+    return " ".join(notes) or None
+
+
+def trace_key(trace: Trace) -> str:
+    """A name for a trace, the same for every view of it: made of its header, its length, and its first and last events."""
+    ends = (trace.events[:50], trace.events[-50:]) if len(trace) > 100 else trace.events
+    return hashlib.sha256(repr((trace.header, len(trace), ends)).encode()).hexdigest()[:16]
+
+
+# %% nbs/8_viz/04_view.ipynb #View
+class View:
+    """One picture, in four forms: live in a notebook, a page without a kernel, a matplotlib figure, and words.
+
+    A subclass names its ES module, and gives `build`, `describe` and `draw`. In a notebook a view shows itself.
+
+    Attributes:
+        module: name of the ES module in `static/` that draws it; its `render(card, data, context)` is called.
+        more_modules: names of further ES modules that it loads by name.
+        title: heading.
+        wide: takes the whole width of a page with several views.
+        problem: a message that is shown in place of the view, or None.
+    """
+
+    module: ClassVar[str]
+    more_modules: Sequence[str] = ()
+    title: str = ""
+    wide: bool = False
+    problem: str | None = None
+
+    def build(self) -> Payload:
+        """What travels to the page. The base class adds `module`, `title`, `wide` and `summary` to the header."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """What the picture shows, in words."""
+        raise NotImplementedError
+
+    def draw(self, axes: Axes) -> None:
+        """Draw with matplotlib."""
+        raise NotImplementedError
+
+    figure_size: tuple[float, float] = (7.0, 3.5)  # inches
+    options: ClassVar[frozenset[str]] = frozenset()  # arguments of `Trace.show` that the constructor takes
+
+    # ---- the same for every view
+
+    @cached_property
+    def _payload(self) -> Payload:
+        payload = Payload({"problem": self.problem}) if self.problem else self.build()
+        payload.header = {
+            "module": self.module, "title": self.title, "wide": self.wide, **payload.header, "summary": self.summary(),
+        }  # fmt: skip
+        return payload
+
+    def data(self) -> Payload:
+        """Header and deflated parts, made once."""
+        return self._payload
+
+    def summary(self) -> str:
+        """Plain text: the title, and what the picture shows or why there is none."""
+        return f"{self.title}\n{self.problem or self.describe()}"
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def modules(self) -> tuple[str, ...]:
+        """The ES modules that the page needs."""
+        return (self.module, *self.more_modules)
+
+    # ---- a page without a kernel
+
+    def to_html(self, program: bool = True) -> str:
+        """A self-contained piece of HTML. `program=False` leaves the modules out, for a page that has them from another piece further down."""
+        return fragment(self.data(), self.modules(), self.summary(), program)
+
+    def save(self, path: str | Path) -> Path:
+        """Write one HTML file that needs neither a kernel nor a network; returns its path.
+
+        Raises:
+            ValueError: the name does not end in .html or .htm.
+        """
+        path = Path(path)
+        if path.suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f"a view is saved as .html, got {path.name!r}; to_png() makes an image")
+        path.write_text(document(self.title, self.to_html()), encoding="utf-8")
+        return path
+
+    # ---- figures
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw with matplotlib, into `ax` or into a new figure; returns the axes.
+
+        Raises:
+            ValueError: there is nothing to draw.
+        """
+        if self.problem:
+            raise ValueError(self.problem)
+        if ax is None:
+            from matplotlib.figure import Figure
+
+            ax = Figure(figsize=self.figure_size, layout="constrained").add_subplot()
+        self.draw(ax)
+        return ax
+
+    def figure(self) -> Figure:
+        """The matplotlib figure of the view."""
+        return self.plot().figure
+
+    def to_png(self, path: str | Path | None = None, dpi: int = 150) -> bytes:
+        """The figure as PNG; written to `path` too, if given."""
+        buffer = io.BytesIO()
+        self.figure().savefig(buffer, format="png", dpi=dpi)
+        if path is not None:
+            Path(path).write_bytes(buffer.getvalue())
+        return buffer.getvalue()
+
+    # ---- live in a notebook
+
+    @cached_property
+    def widget(self) -> Any:
+        """The live widget (anywidget). Its traits `step`, `request` and `block` follow what the reader does, and can be set.
+
+        Raises:
+            ImportError: anywidget is not installed.
+        """
+        payload = self.data()
+        return _widget_class(self.modules())(header=payload.json(), payload=payload.bytes())
+
+    def refresh(self) -> None:
+        """Build the data again, from what the trace holds now, and show it in the live widget."""
+        self.__dict__.pop("_payload", None)
+        if "widget" in self.__dict__:
+            payload = self.data()
+            with self.widget.hold_sync():
+                self.widget.payload = payload.bytes()
+                self.widget.header = payload.json()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        bundle = {"text/plain": self.summary(), "text/html": self._html_for_notebook()}
+        try:
+            live = self.widget._repr_mimebundle_()
+        except ImportError:  # a notebook without anywidget shows the page
+            return bundle
+        live = live[0] if isinstance(live, tuple) else live
+        return {**(live or {}), **bundle}
+
+    def _html_for_notebook(self) -> str:
+        page = self.to_html()
+        if len(page) <= HTML_LIMIT:
+            return page
+        small = Payload({"module": self.module, "title": self.title, "problem": (
+            f"The view without a kernel takes {len(page) / 1e6:.1f} MB, too much for a notebook's output."
+            ' Save it beside the notebook: view.save("view.html").')})  # fmt: skip
+        return fragment(small, (), self.summary())
+
+
+# %% nbs/8_viz/04_view.ipynb #widget_class
+@cache
+def _widget_class(modules: tuple[str, ...]) -> Any:
+    import anywidget
+    import traitlets
+
+    class ViewWidget(anywidget.AnyWidget):  # type: ignore[misc]
+        """A view on the page, and where its reader looks."""
+
+        _esm = widget_module(*modules)
+        header = traitlets.Unicode().tag(sync=True)
+        payload = traitlets.Bytes().tag(sync=True)
+        step = traitlets.Int(0).tag(sync=True)
+        request = traitlets.Unicode("").tag(sync=True)
+        block = traitlets.Int(-1).tag(sync=True)
+
+    return ViewWidget
+
+
+# %% nbs/8_viz/04_view.ipynb #TraceView
+class TraceView(View):
+    """A view of a trace, given as such or as the path of a saved one. All views of one trace on a page share the step, the request and the block.
+
+    Raises:
+        FileNotFoundError: no such file. TypeError: neither trace nor path.
+    """
+
+    def __init__(self, trace: TraceSource) -> None:
+        self.source = trace
+        self.trace, self.problem = open_trace(trace)
+
+    def refresh(self) -> None:
+        """Build the data again, from what the trace holds now, and show it in the live widget."""
+        self.trace, self.problem = open_trace(self.source)
+        super().refresh()
+
+    def header(self, **more: Any) -> dict[str, Any]:
+        """The header that every view of a trace starts from: the shared cursor's name and length, and remarks."""
+        return {
+            "trace": {"key": trace_key(self.trace), "steps": self.trace.num_steps},
+            "note": trace_note(self.trace),
+            **more,
+        }

@@ -1,0 +1,85 @@
+"""A browser for the tests of the views, and traces to look at."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+INSTALL = "no Chromium here: `apt-get install chromium`, or `playwright install chromium`, or name one in MINIVLLM_CHROMIUM"
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+def find_chromium() -> str | None:
+    """The Chromium or Chrome named in MINIVLLM_CHROMIUM, else one on the path; None leaves it to Playwright's own."""
+    named = os.environ.get("MINIVLLM_CHROMIUM")
+    if named:
+        if not Path(named).is_file():
+            pytest.fail(f"MINIVLLM_CHROMIUM names {named}, which is not a file")
+        return named
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium (playwright.sync_api.Browser). Skips, with the line that installs it, where there is none."""
+    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
+    with api.sync_playwright() as playwright:
+        path = find_chromium()
+        if path is None and not Path(playwright.chromium.executable_path).is_file():
+            pytest.skip(INSTALL)
+        launched = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield launched
+        launched.close()
+
+
+class Watched:
+    """A browser page that remembers what went wrong: errors on the console, and requests to anywhere but this machine."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        page.on("console", lambda message: self.errors.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", lambda request: self.requests.append(request.url))
+
+    def outside(self) -> list[str]:
+        """Requests that left this machine."""
+        inside = ("file:", "blob:", "data:", "http://127.0.0.1", "http://localhost", "ws://127.0.0.1", "ws://localhost")
+        return [url for url in self.requests if not url.startswith(inside)]
+
+    def check(self) -> None:
+        """Fail if anything went wrong."""
+        assert self.errors == []
+        assert self.outside() == []
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """`open_page(path, width=1000, dark=False)` shows a saved page from its file:// address once all its views are ready, and
+    gives the Playwright page. At the end of the test, errors on the console and requests to elsewhere fail it."""
+    watched: list[Watched] = []
+
+    def show(path: Path, width: int = 1000, height: int = 900, dark: bool = False, views: int = 1) -> Any:
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
+        watched.append(Watched(page))
+        page.goto(path.as_uri())
+        page.wait_for_function(f"document.querySelectorAll('[data-ready], .mv-problem').length >= {views}")
+        return page
+
+    yield show
+    for one in watched:
+        one.check()
+        one.page.close()
