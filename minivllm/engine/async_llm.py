@@ -5,10 +5,12 @@
 
 # Generated from nbs/6_serving/03_async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7eb594c7e876 module=8a87c22d6e2f
+# literate: notebook=0edc3980065d module=a51940432c3b
 
 import asyncio
 import itertools
+import select
+import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -22,11 +24,39 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 
-__all__ = ["AsyncLLM", "EngineDeadError", "RequestStream"]
+__all__ = ["AsyncLLM", "Bell", "EngineDeadError", "RequestStream"]
 
 
 # %% nbs/6_serving/03_async_llm.ipynb #RequestStream
 T = TypeVar("T")
+
+
+class Bell:
+    """Wakes the one thread that waits for it, and that may wait for a channel at the same time."""
+
+    def __init__(self, channel: Any | None = None) -> None:
+        self._button, self._ear = socket.socketpair()
+        self._button.setblocking(False)
+        self._poll = select.poll()
+        for source in (self._ear, channel):
+            if source is not None:
+                self._poll.register(source, select.POLLIN)
+
+    def ring(self) -> None:
+        """From any thread. A bell that rings already rings on."""
+        try:
+            self._button.send(b"!")
+        except BlockingIOError:
+            pass
+
+    def wait(self) -> None:
+        """Until the bell rings (or has rung since the last time), or something comes through the channel."""
+        if any(number == self._ear.fileno() for number, _ in self._poll.poll()):
+            self._ear.recv(4096)
+
+    def close(self) -> None:
+        self._button.close()
+        self._ear.close()
 
 
 class EngineDeadError(RuntimeError):
@@ -88,8 +118,8 @@ class RequestStream:
 class AsyncLLM:
     """One engine for many callers in asyncio. Make one with `from_engine_args`.
 
-    The engine runs in a thread. If it raises, it is dead: every stream and every later call raises EngineDeadError.
-    ``on_death``: called once, in the engine's thread, when that happens.
+    A thread drives the engine; the engine's core runs in that thread, or in a process of its own. If it raises or the process ends, it is
+    dead: every stream and every later call raises EngineDeadError. ``on_death``: called once, in the thread, when that happens.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -98,7 +128,8 @@ class AsyncLLM:
         self.dead_error: BaseException | None = None
         self._streams: dict[str, RequestStream] = {}
         self._inbox: deque[tuple[Callable[[LLMEngine], Any], Future[Any]]] = deque()
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
+        self._bell = Bell(getattr(engine.core, "channel", None))
         self._closing = False
         self._ids = itertools.count()
         self._inputs = ThreadPoolExecutor(1, thread_name_prefix="minivllm-inputs")
@@ -109,13 +140,17 @@ class AsyncLLM:
     def from_engine_args(cls, args: EngineArgs, *, engine_in: str = "thread", **options: Any) -> Self:
         """Load the model and start. ``options``: see `LLMEngine.from_engine_args`.
 
+        ``engine_in``: "thread", or "process" for an engine core in a process of its own (see `engine.core_process`).
+
         Raises:
-            NotImplementedError: ``engine_in="process"``. ValueError: an unknown model or setting.
+            ValueError: an unknown model or setting. TypeError: an option that cannot cross to the process.
         """
         if engine_in == "process":
-            raise NotImplementedError("AsyncLLM: engine_in='process' is not implemented; 'thread' is")
+            from minivllm.engine.core_process import connect_engine  # it needs msgpack
+
+            return cls(connect_engine(args, **options))
         if engine_in != "thread":
-            raise ValueError(f"engine_in must be 'thread', got {engine_in!r}")
+            raise ValueError(f"engine_in must be 'thread' or 'process', got {engine_in!r}")
         return cls(LLMEngine.from_engine_args(args, **options))
 
     @property
@@ -149,12 +184,12 @@ class AsyncLLM:
     def _post(self, job: Callable[[LLMEngine], T]) -> "Future[T]":
         """Have ``job`` done between two steps. The future raises EngineDeadError if that can no longer happen."""
         future: Future[T] = Future()
-        with self._wake:
+        with self._lock:
             if self._closing or self.errored:
                 future.set_exception(self._death())
             else:
                 self._inbox.append((job, future))
-                self._wake.notify()
+                self._bell.ring()
         return future
 
     def _death(self) -> EngineDeadError:
@@ -167,19 +202,15 @@ class AsyncLLM:
     def _run(self) -> None:
         engine = self.llm_engine
         try:
-            while self._wait_for_work():
+            while not self._closing:
                 self._do_jobs()
                 if engine.core.has_requests():
                     self._deliver(engine.step())
+                elif not self._inbox:
+                    self._bell.wait()
         except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             self.dead_error = error
         self._end()
-
-    def _wait_for_work(self) -> bool:
-        with self._wake:
-            while not (self._inbox or self._closing or self.llm_engine.core.has_requests()):
-                self._wake.wait()
-            return not self._closing
 
     def _do_jobs(self) -> None:
         while self._inbox:
@@ -210,9 +241,10 @@ class AsyncLLM:
 
     def _end(self) -> None:
         """The thread's last act: nobody may be left waiting."""
-        with self._wake:
+        with self._lock:
             self._closing = True
             jobs, self._inbox = self._inbox, deque()
+            self._bell.close()
         for _, future in jobs:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._death())
@@ -330,11 +362,16 @@ class AsyncLLM:
         """Forget all cached prefixes; returns how many blocks held one."""
         return await self.call(lambda engine: engine.reset_prefix_cache())
 
+    async def record_to(self, path: str) -> None:
+        """Record what the scheduler does, from now on; the shutdown writes the file (.jsonl or .parquet)."""
+        await self.call(lambda engine: engine.core.record_to(path))
+
     def shutdown(self) -> None:
         """Stop after the step under way; streams that have not ended raise EngineDeadError. Twice is no error."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._bell.ring()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

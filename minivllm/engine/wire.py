@@ -5,7 +5,7 @@ An engine in a process of its own gets requests and gives back tokens, through a
 
 # Generated from nbs/6_serving/16_wire.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a73c5a5bfe95 module=ff716552deae
+# literate: notebook=3cd30ef2943d module=fd9b2af7b64d
 
 import select
 import socket
@@ -43,7 +43,7 @@ _TUPLE, _FROZENSET, _OBJECT = 1, 2, 3
 
 def pack(value: Any) -> bytes:
     """A value as MessagePack. Raises TypeError that names what cannot cross, OverflowError for an integer of more than 64 bits."""
-    return bytes(msgpack.packb(value, default=_encode, strict_types=True))
+    return bytes(msgpack.packb(value, default=_encode, strict_types=True, unicode_errors="surrogatepass"))
 
 
 def _encode(value: Any) -> msgpack.ExtType:
@@ -61,7 +61,7 @@ def _encode(value: Any) -> msgpack.ExtType:
 
 def unpack(data: bytes) -> Any:
     """What was packed. Builds nothing but the classes of `CLASSES`. Raises ValueError for anything else."""
-    return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False)
+    return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, unicode_errors="surrogatepass")
 
 
 def _decode(code: int, data: bytes) -> Any:

@@ -1,0 +1,348 @@
+"""What if the engine had a process of its own?
+
+In a thread, the engine shares Python's global lock with the server: while one writes answers to
+sockets, the other cannot schedule.
+"""
+
+# Generated from nbs/6_serving/17_engine_process.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=5a3e5e77b110 module=81ed3a3e796c
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, cast
+
+from minivllm.core.clock import WallClock
+from minivllm.core.config import EngineArgs, EngineConfig
+from minivllm.core.output import EngineCoreOutput
+from minivllm.core.request import FinishReason, Request
+from minivllm.engine.core import EngineCore
+from minivllm.engine.grammar_queue import GrammarQueue
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.wire import Channel
+from minivllm.models.tokenizer import get_tokenizer
+from minivllm.sampling.grammar import GrammarCompiler
+
+__all__ = ["CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "connect_engine", "logger", "main"]
+
+
+# %% nbs/6_serving/17_engine_process.ipynb #EngineCoreProc
+logger = logging.getLogger("minivllm.engine")
+CALLS = ("reset_prefix_cache", "record_to")
+"""Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`)."""
+
+
+class EngineCoreProc:
+    """An engine core behind a channel: messages in, outputs and statistics out."""
+
+    GRACE = 5.0
+    """Seconds that a step may still take when the server has gone."""
+
+    def __init__(self, channel: Channel, core: EngineCore) -> None:
+        self.channel, self.core = channel, core
+        self._inbox: deque[list[Any]] = deque()
+        self._news = threading.Condition()
+        self._taken = 0
+        threading.Thread(target=self._listen, name="minivllm-listen", daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._put(self.channel.receive())
+        except EOFError:
+            self._put(["stop"])
+            time.sleep(self.GRACE)
+            os._exit(1)
+
+    def _put(self, message: list[Any]) -> None:
+        with self._news:
+            self._inbox.append(message)
+            self._news.notify()
+
+    def serve(self) -> None:
+        """Work until "stop" comes, or the other end of the channel closes. Raises what the core raises."""
+        while True:
+            outputs: list[EngineCoreOutput] = []
+            for message in self._take():
+                if message[0] == "stop":
+                    return
+                outputs += self._handle(*message)
+            if self.core.has_requests():
+                outputs += self.core.step()
+            self._send("outputs", outputs)
+
+    def _take(self) -> list[list[Any]]:
+        """All messages that have come; waits for one if the core has nothing to do."""
+        with self._news:
+            while not (self._inbox or self.core.has_requests()):
+                self._news.wait()
+            messages = list(self._inbox)
+            self._inbox.clear()
+        self._taken += len(messages)
+        return messages
+
+    def _handle(self, kind: str, *what: Any) -> list[EngineCoreOutput]:
+        """Do what a message asks for. Returns the last output of a request that was refused."""
+        if kind == "add":
+            (request,) = what
+            try:
+                self.core.add_request(request)
+            except ValueError as error:
+                return [EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error))]
+        elif kind == "abort":
+            self.core.abort(what[0])
+        elif kind == "call" and what[0] in CALLS:
+            name, arguments = what
+            try:
+                self._send("result", getattr(self.core, name)(*arguments))
+            except Exception as error:  # noqa: BLE001 - the caller's error, not the engine's
+                self._send("refused", [type(error).__name__, str(error)])
+        else:
+            raise ValueError(f"a message asks for {kind!r} {what[:1]}, which an engine does not do")
+        return []
+
+    def _send(self, kind: str, value: Any) -> None:
+        try:
+            self.channel.send([kind, value, self.core.get_stats(), self._taken])
+        except OSError:  # nobody is there any more; the listener has seen it too
+            self._put(["stop"])
+
+
+# %% nbs/6_serving/17_engine_process.ipynb #main
+def main(file_number: int) -> int:
+    """What runs in the engine's process; returns its exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=file_number))
+    args, options, clock_start, log_level = channel.receive()
+    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        engine = LLMEngine.from_engine_args(args, clock=WallClock(clock_start), **options)
+    except Exception as error:  # noqa: BLE001 - said by the one that started us
+        channel.send(["refused", [type(error).__name__, str(error)]])
+        return 1
+    core = engine.core
+    limit = core.scheduler.max_model_len
+    channel.send(["ready", [engine.config, engine.generation_config, limit], core.get_stats(), 0])
+    status = 0
+    try:
+        EngineCoreProc(channel, core).serve()
+    except BaseException as error:
+        logger.critical("the engine has failed", exc_info=error)
+        channel.send(["failed", [type(error).__name__, str(error)], {}, 0])
+        status = 1
+    core.shutdown()
+    return status
+
+
+# %% nbs/6_serving/17_engine_process.ipynb #EngineCoreClient
+class EngineProcessError(RuntimeError):
+    """The engine's process has failed or was killed."""
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (ValueError, TypeError, NotImplementedError, FileNotFoundError, PermissionError, OSError)
+}
+
+
+def _as_error(kind: str, text: str) -> Exception:
+    """An error of the other process, as one of here: of the same kind if the kind is one that callers tell apart."""
+    known = _ERRORS.get(kind)
+    return EngineProcessError(f"{kind}: {text}") if known is None else known(text)
+
+
+class EngineCoreClient:
+    """An engine core in a process of its own, with the methods of `EngineCore`. One thread uses it; `get_stats` is for all.
+
+    ``options``: see `LLMEngine.from_engine_args`; objects that would have to cross (policies, transforms) cannot.
+
+    Raises:
+        ValueError, ...: what loading the model raises there. TypeError: an option that cannot cross. EngineProcessError.
+    """
+
+    def __init__(self, args: EngineArgs, **options: Any) -> None:
+        for name, value in options.items():
+            if not (value is None or value == () or isinstance(value, str)):
+                raise TypeError(
+                    f"{name}: an object cannot be handed to an engine in another process, got {type(value).__name__};"
+                    ' use engine_in="thread"'
+                )
+        self.clock = WallClock()
+        self.grammars: GrammarQueue | None = None
+        self._stats: dict[str, float] = {}
+        self._sent = 0
+        self._born: dict[str, int] = {}
+        self._arrived: deque[list[Any]] = deque()
+        self.process, self.channel = _start_process()
+        try:
+            given = {name: value for name, value in options.items() if value}
+            level = logging.getLogger().getEffectiveLevel()
+            self.channel.send([args, given, self.clock.start, level])
+            kind, value, *_ = self._receive()
+            if kind == "refused":
+                raise _as_error(*value)
+            self.config: EngineConfig = value[0]
+            self.generation_config: dict[str, Any] = value[1]
+            self._max_model_len: int = value[2]
+        except BaseException:
+            self._end(0.0)
+            raise
+
+    @property
+    def scheduler(self) -> Any:
+        """There is none here. Raises EngineProcessError that says where it is."""
+        raise EngineProcessError('the scheduler is in the engine\'s process; engine_in="thread" has it here')
+
+    def record(self, samples: bool = False) -> Any:
+        raise EngineProcessError(
+            'an engine in another process records with record_to(path); record() needs engine_in="thread"'
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises ValueError if it can never run, or if it brings functions."""
+        if request.num_tokens >= self._max_model_len:
+            raise ValueError(
+                f"request {request.request_id!r}: a prompt of {request.num_tokens} tokens is too long; max_model_len, or what the"
+                f" KV cache can hold, is {self._max_model_len} tokens and at least one must be left for the output"
+            )
+        if getattr(request.sampling_params, "logits_processors", None):
+            raise ValueError(
+                'logits_processors are functions, which cannot cross to the engine\'s process; use engine_in="thread"'
+            )
+        self._send("add", request)
+        self._born[request.request_id] = self._sent
+
+    def abort(self, request_ids: Any) -> list[str]:
+        """End requests in any state; unknown ids are passed over. Returns those that had not ended."""
+        alive = [name for name in request_ids if self._born.pop(name, None) is not None]
+        if alive:
+            self._send("abort", alive)
+        return alive
+
+    def has_requests(self) -> bool:
+        """Whether `step` has something to deliver (or an end to tell) without waiting."""
+        return bool(self._arrived) or self.channel.ready()
+
+    def step(self) -> list[EngineCoreOutput]:
+        """The outputs of one step of the engine; waits for them. Raises EngineProcessError if the process has ended."""
+        kind, value, _, taken = self._arrived.popleft() if self._arrived else self._receive()
+        if kind == "failed":
+            raise EngineProcessError(f"{value[0]}: {value[1]}")
+        outputs = [output for output in value if self._born.get(output.request_id, taken + 1) <= taken]
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self._born[output.request_id]
+        return outputs
+
+    # %% nbs/6_serving/17_engine_process.ipynb #EngineCoreClient-call
+    def _send(self, *message: Any) -> None:
+        self._sent += 1
+        try:
+            self.channel.send(list(message))
+        except OSError:  # it has ended; the next step says so
+            pass
+
+    def _receive(self) -> list[Any]:
+        try:
+            message: list[Any] = self.channel.receive()
+        except EOFError:
+            raise EngineProcessError(f"the engine's process {self._how_it_ended()}") from None
+        if len(message) > 2 and message[2]:
+            self._stats = message[2]
+        return message
+
+    def _how_it_ended(self) -> str:
+        try:
+            status = self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            return "has closed its channel"
+        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the engine core. Raises what it raises, or EngineProcessError."""
+        self._send("call", name, list(arguments))
+        while True:
+            message = self._receive()
+            if message[0] == "result":
+                return message[1]
+            if message[0] == "refused":
+                raise _as_error(*message[1])
+            self._arrived.append(message)
+            if message[0] == "failed":
+                raise EngineProcessError(f"{message[1][0]}: {message[1][1]}")
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks held one."""
+        return int(self._call("reset_prefix_cache"))
+
+    def record_to(self, path: str) -> None:
+        """Record from now on; the file is written at the shutdown. Raises RuntimeError if a recording is under way."""
+        self._call("record_to", os.path.abspath(path))
+
+    def get_stats(self) -> dict[str, float]:
+        """See `EngineCore.get_stats`; as of the last message."""
+        return self._stats
+
+    # %% nbs/6_serving/17_engine_process.ipynb #start
+    def shutdown(self) -> None:
+        """End the process, and wait until it has ended. Twice is no error."""
+        self._send("stop")
+        self._end(30.0)
+        if self.grammars is not None:
+            self.grammars.compiler.shutdown()
+
+    def _end(self, seconds: float) -> None:
+        """Wait so long for the process to end by itself, then kill it."""
+        killer = threading.Timer(seconds, self.process.kill)
+        killer.start()
+        try:
+            while True:
+                self.channel.receive()
+        except EOFError:
+            pass
+        self.process.wait()
+        killer.cancel()
+        self.channel.close()
+
+
+# %% nbs/6_serving/17_engine_process.ipynb #start
+def _start_process() -> tuple["subprocess.Popen[bytes]", Channel]:
+    ours, theirs = socket.socketpair()
+    try:
+        command = [sys.executable, "-P", "-m", "minivllm.engine.core_process", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, Channel(ours)
+
+
+def connect_engine(args: EngineArgs, **options: Any) -> LLMEngine:
+    """An LLMEngine whose core runs in a process of its own. Raises what `EngineCoreClient` raises."""
+    core = EngineCoreClient(args, **options)
+    try:
+        config = core.config
+        tokenizer = get_tokenizer(args.tokenizer or config.model.path, args.download_dir)
+        found = core.generation_config.get("eos_token_id")
+        ends = [tokenizer.eos_token_id, *(found if isinstance(found, list) else [found])]
+        known = [token for token in dict.fromkeys(ends) if token is not None]
+        core.grammars = GrammarQueue(GrammarCompiler(tokenizer, config.model.vocab_size, known))
+        return LLMEngine(config, cast(EngineCore, core), tokenizer, core.generation_config)
+    except BaseException:
+        core.shutdown()
+        raise
+
+
+# %% nbs/6_serving/17_engine_process.ipynb #main-guard
+if __name__ == "__main__" and "get_ipython" not in globals():
+    sys.exit(main(int(sys.argv[1])))
