@@ -5,12 +5,13 @@ A run is a table of requests.
 
 # Generated from nbs/2_lab/10_metrics.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=38c959371776 module=6d09b537a1ed
+# literate: notebook=be9bd695fda9 module=cb337316b354
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,18 @@ from minivllm.core.trace import Trace
 from minivllm.lab.meter import Meter
 from minivllm.lab.simulation import Run
 
-__all__ = ["LATENCIES", "compare", "fragmentation", "goodput", "latency", "requests", "summary", "throughput"]
+__all__ = [
+    "LATENCIES",
+    "Occupancy",
+    "compare",
+    "fragmentation",
+    "goodput",
+    "latency",
+    "occupancy",
+    "requests",
+    "summary",
+    "throughput",
+]
 
 
 # %% nbs/2_lab/10_metrics.ipynb #typing
@@ -157,6 +169,52 @@ def compare(runs: Mapping[str, Run | Trace | Meter]) -> pd.DataFrame:
 
 
 # %% nbs/2_lab/10_metrics.ipynb #fragmentation-code
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """The KV cache of the running requests at the end of a step, in token slots. One slot has room for one token in one KV cache group.
+
+    Attributes:
+        step, time: which step, and when it began.
+        stored: slots that hold something; those of shared blocks count for each request that holds them.
+        reserved: slots set aside: with paging, and in one piece for the final length ("oracle"), for the next power of two, for the longest
+            allowed request ("max_len"). A piece has slots in every group; none is given back to a window.
+        empty: for each running request, the slots of its last block that are empty.
+    """
+
+    step: int
+    time: float
+    stored: int
+    reserved: dict[str, int]
+    empty: list[int]
+
+
+def occupancy(trace: Trace | Run, max_model_len: int | None = None) -> Iterator[Occupancy]:
+    """What is reserved and what is used, at the end of each step with running requests.
+
+    Args:
+        max_model_len: what "max_len" reserves per request; None for the recorded limit.
+
+    Raises:
+        ValueError: the run was not recorded, or no limit is recorded and none is given.
+    """
+    trace = _trace_of(trace)
+    longest = max_model_len or trace.header.settings.get("max_model_len")
+    if longest is None:
+        raise ValueError("the trace does not say how long a request may be; give max_model_len=")
+    block, groups = trace.header.block_size, trace.header.num_groups
+    for step, time, blocks, left, computed, lengths in _held(trace):
+        paged = sum(blocks.values()) * block
+        stored = groups * sum(computed.values()) - block * sum(left.get(name, 0) for name in computed)
+        reserved = {
+            "paged": paged,
+            "oracle": groups * sum(lengths[name] for name in computed),
+            "power_of_two": groups * sum(1 << (max(1, n) - 1).bit_length() for n in computed.values()),
+            "max_len": groups * longest * len(computed),
+        }
+        empty = [(blocks[name] + left.get(name, 0)) * block // groups - n for name, n in computed.items()]
+        yield Occupancy(step, time, stored, reserved, empty)
+
+
 def fragmentation(trace: Trace | Run, max_model_len: int | None = None) -> pd.DataFrame:
     """Memory reserved for running requests and not filled, with paging and with three ways to reserve in one piece.
 
@@ -165,23 +223,15 @@ def fragmentation(trace: Trace | Run, max_model_len: int | None = None) -> pd.Da
 
     Returns:
         Columns `step`, `time`, `scheme` ("paged", "oracle", "power_of_two", "max_len"), `reserved_tokens`, `stored_tokens`, `waste` (share of what is
-        reserved). At the end of each step with running requests; shared blocks count for each request that holds them.
+        reserved). One row per scheme and step of `occupancy`, in its token slots.
     """
     import pandas as pd
 
-    trace = _trace_of(trace)
-    longest = max_model_len or trace.header.settings["max_model_len"]
-    rows: list[tuple[Any, ...]] = []
-    for step, time, held, stored, lengths in _occupancy(trace):
-        block = trace.header.block_size
-        total = sum(stored.values())
-        reserved = {
-            "paged": sum(held.values()) * block,
-            "oracle": sum(lengths[name] for name in stored),
-            "power_of_two": sum(1 << (max(1, n) - 1).bit_length() for n in stored.values()),
-            "max_len": longest * len(stored),
-        }
-        rows += [(step, time, scheme, n, total, 1 - total / n if n else 0.0) for scheme, n in reserved.items()]
+    rows = [
+        (at.step, at.time, scheme, n, at.stored, 1 - at.stored / n if n else 0.0)
+        for at in occupancy(trace, max_model_len)
+        for scheme, n in at.reserved.items()
+    ]
     return pd.DataFrame(rows, columns=["step", "time", "scheme", "reserved_tokens", "stored_tokens", "waste"])
 
 
@@ -189,45 +239,44 @@ def _trace_of(x: Trace | Run) -> Trace:
     trace = x.trace if isinstance(x, Run) else x
     if trace is None:
         raise ValueError(f"{x!r} was not recorded; simulate with record=True")
-    if trace.header.num_groups > 1:
-        raise ValueError(
-            f"fragmentation() knows models with one KV cache group, this trace has {trace.header.num_groups}"
-        )
     return trace
 
 
 # %% nbs/2_lab/10_metrics.ipynb #_occupancy
-def _occupancy(trace: Trace) -> Any:
-    """After each step: step, time, blocks held and tokens stored per running request, and final lengths of all requests."""
-    held = {name: sum(map(bool, s.tables[0])) for name, s in trace.start.requests.items() if s.status == "RUNNING"}
-    stored = {name: trace.start.requests[name].num_computed_tokens for name in held}
+def _held(trace: Trace) -> Any:
+    """After each step: step, time, and per running request blocks held, blocks left by windows, tokens computed; and all final lengths."""
     lengths = {name: s.num_tokens for name, s in trace.start.requests.items()}
     for event in trace.events:
         if event[0] == "add":
-            lengths[event[1]] = event[2]
+            lengths[event[1]] = event[2] + len(event[8])
         elif event[0] == "update":
             for name, tokens in event[2].items():
                 lengths[name] += len(tokens)
-    step, time, dropped = -1, 0.0, 0
+    running = {name: s for name, s in trace.start.requests.items() if s.status == "RUNNING"}
+    computed = {name: s.num_computed_tokens for name, s in running.items()}
+    blocks = {name: sum(block > 0 for table in s.tables for block in table) for name, s in running.items()}
+    left = {name: sum(block == 0 for table in s.tables for block in table) for name, s in running.items()}
+    step, time = -1, 0.0
     for event in trace.events:
         kind = event[0]
         if kind == "step":
-            if held:
-                yield step, time, held, stored, lengths
+            if step >= 0 and computed:
+                yield step, time, blocks, left, computed, lengths
             step, time = step + 1, event[2]
         elif kind == "admit":
-            stored[event[1]] = event[2]
+            computed[event[1]] = event[2]
         elif kind in ("alloc", "hit"):
-            held[event[1]] = held.get(event[1], 0) + sum(map(bool, event[3]))
+            some = sum(map(bool, event[3]))
+            blocks[event[1]] = blocks.get(event[1], 0) + some
+            left[event[1]] = left.get(event[1], 0) + len(event[3]) - some
         elif kind == "skip":
-            held[event[1]] -= len(event[4])
-            dropped = len(event[4]) * trace.header.block_size
-            stored[event[1]] -= dropped
+            blocks[event[1]] -= len(event[5])
+            left[event[1]] += len(event[5])
         elif kind == "free":
-            held.pop(event[1], None)
-            stored.pop(event[1], None)
+            for counts in (blocks, left, computed):
+                counts.pop(event[1], None)
         elif kind == "schedule":
             for name, n in event[1].items():
-                stored[name] += n
-    if held:
-        yield step, time, held, stored, lengths
+                computed[name] += n
+    if step >= 0 and computed:
+        yield step, time, blocks, left, computed, lengths

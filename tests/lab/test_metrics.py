@@ -1,13 +1,19 @@
 """Metrics against plain calculations."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from scheduling import Driver, kv_config
 
+from minivllm.core.config import CacheConfig, SchedulerConfig
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.trace import Trace
 from minivllm.lab import simulate
 from minivllm.lab.cost import Constant, Roofline
-from minivllm.lab.metrics import compare, fragmentation, goodput, latency, requests, summary, throughput
+from minivllm.lab.metrics import compare, fragmentation, goodput, latency, occupancy, requests, summary, throughput
 from minivllm.lab.workload import poisson, shared_prefix
 
 SMALL = {"num_gpu_blocks": 40, "block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48}
@@ -68,8 +74,6 @@ def test_goodput_keeps_promises(run):
 
 
 def test_unfinished_requests_keep_no_promise(run):
-    from minivllm.core.trace import Trace
-
     half = Trace(run.trace.header, run.trace.start)
     half.events.extend(run.trace.events[: len(run.trace.events) // 2])
     frame = requests(half)
@@ -104,6 +108,36 @@ def test_fragmentation_is_what_the_states_say(run):
         checked += 1
     assert checked > 100
     assert set(fragmentation(run.trace).query("scheme == 'max_len'").reserved_tokens % 131_072) == {0}
+
+
+@pytest.mark.parametrize("kind", ["window", "hybrid", "all"])
+def test_occupancy_counts_every_group_and_what_windows_have_left(kind):
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128)
+    cache = CacheConfig(block_size=4, num_gpu_blocks=60, num_cpu_blocks=40)
+    driver = Driver(Scheduler(config, cache, kv_config(kind, 4, 60)))
+    for i in range(12):
+        prompt = [j % 3 for j in range(5 + 3 * i)]
+        driver.scheduler.add_request(Request(f"r{i}", prompt, max_tokens=30))
+    driver.drain()
+    assert {event[0] for event in driver.trace.events} >= {"skip", "hit"}
+    states, groups, waste = dict(driver.trace.states()), driver.trace.header.num_groups, 0
+    for at in occupancy(driver.trace):
+        running = [r for r in states[at.step].requests.values() if r.status == "RUNNING"]
+        held = sum(block > 0 for r in running for table in r.tables for block in table)
+        unseen = sum(block == 0 for r in running for table in r.tables for block in table)
+        assert at.reserved["paged"] == 4 * held
+        assert at.stored == groups * sum(r.num_computed_tokens for r in running) - 4 * unseen
+        assert sorted(at.empty) == sorted(-r.num_computed_tokens % 4 for r in running)
+        assert at.reserved["paged"] - at.stored == groups * sum(at.empty)
+        assert at.reserved["max_len"] == groups * 128 * len(running)
+        waste += at.reserved["paged"] - at.stored
+    assert waste > 0
+
+
+def test_occupancy_needs_a_limit(run):
+    bare = Trace(replace(run.trace.header, settings={}), run.trace.start)
+    with pytest.raises(ValueError, match="how long a request may be; give max_model_len="):
+        next(occupancy(bare))
 
 
 def test_tables_are_tidy(run):
