@@ -5,7 +5,7 @@ A request said "blue" at its fifth token.
 
 # Generated from nbs/5_engine/18_sample_record.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=75dcdca994aa module=c92f3c5f9043
+# literate: notebook=206cc11cecf5 module=ebe8d9a9ce3e
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ class SampleRecord:
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
     seed: int
+
+    def explain(
+        self,
+        sampler: Sampler | None = None,
+        grammar: GrammarCompiler | None = None,
+        tokenizer: Any = None,
+        top: int = 5,
+    ) -> pd.DataFrame:
+        """How the token was chosen: see `explain_sample`. `sampler`: the engine's, if it has stages of its own."""
+        return explain_sample(self, sampler or Sampler(), grammar, tokenizer, top)
 
 
 SampleLog = dict[tuple[str, int], SampleRecord]

@@ -5,7 +5,7 @@ The views of this part, each in a chapter of its own: what one asks for by name.
 
 # Generated from nbs/8_viz/00_viz.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ea94f005758b module=083c13891d57
+# literate: notebook=3ebe2e2572eb module=d39a758a22a0
 
 import importlib
 from typing import Any
@@ -13,11 +13,14 @@ from typing import Any
 # %% nbs/8_viz/00_viz.ipynb #lazy
 _HOMES = {
     "BlockMap": "minivllm.viz.block_map",
+    "Dashboard": "minivllm.viz.dashboard",
+    "EngineMonitor": "minivllm.viz.monitor",
     "Page": "minivllm.viz.page",
+    "SamplerExplorer": "minivllm.viz.sampler_explorer",
     "View": "minivllm.viz.view",
 }
 
-__all__ = ["BlockMap", "Page", "View"]
+__all__ = ["BlockMap", "Dashboard", "EngineMonitor", "Page", "SamplerExplorer", "View"]
 
 
 def __getattr__(name: str) -> Any:

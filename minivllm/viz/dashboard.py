@@ -1,0 +1,142 @@
+"""The engine at a glance.
+
+The monitor looks; the dashboard shows: six numbers, and how each came there within the last minute.
+"""
+
+# Generated from nbs/8_viz/16_dashboard.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=5652ad1a010c module=82323d319e9d
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from minivllm.viz.monitor import EngineMonitor, Sample
+from minivllm.viz.palette import LIGHT
+from minivllm.viz.payload import Payload
+from minivllm.viz.view import View
+
+__all__ = ["Dashboard"]
+
+
+# %% nbs/8_viz/16_dashboard.ipynb #Dashboard
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class Dashboard(View):
+    """An engine, live: requests running and waiting, tokens a second, step time, KV blocks in use, prefix cache hits.
+
+    ``engine``: an `LLM`, `LLMEngine` or `AsyncLLM`, stepped in any thread. It is looked at from a thread of its own, never inside a
+    step, from the first display (or `start`, or `with`) until `stop` or until the engine is closed. ``rate``: looks a second. ``keep``:
+    samples that are remembered. ``source``: for a page that a server shows, the path where it asks for `new_samples`.
+
+    Attributes:
+        monitor: the samples; ``monitor.to_pandas()`` gives them as a table.
+
+    Raises:
+        TypeError: not an engine. ValueError: a rate or a length out of range.
+    """
+
+    module: ClassVar[str] = "dashboard"
+    title = "Engine"
+    wide = True
+    figure_size = (7.0, 3.0)
+
+    def __init__(self, engine: Any, rate: float = 20.0, keep: int = 1200, source: str | None = None) -> None:
+        self.source = source
+        self.monitor = EngineMonitor(engine, rate, keep, on_sample=self._send, on_end=self._send_end)
+
+    def start(self) -> Self:
+        """Begin to look. Twice is no error."""
+        self.monitor.start()
+        return self
+
+    def stop(self) -> None:
+        """Look no more. Twice is no error; what was seen stays."""
+        self.monitor.stop()
+
+    @cached_property
+    def widget(self) -> Any:
+        """The live widget (anywidget). Raises ImportError if anywidget is not installed."""
+        made = View.widget.func(self)  # type: ignore[attr-defined]
+        made.on_msg(self._answer)
+        return made
+
+    @property
+    def _shown(self) -> Any:
+        return self.__dict__.get("widget")
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    # %% nbs/8_viz/16_dashboard.ipynb #Dashboard-build
+    def build(self) -> Payload:
+        payload = Payload({"fields": list(Sample._fields), "source": self.source})
+        payload.header["samples"] = payload.add_json([_row(sample) for sample in self.monitor.samples.copy()])
+        return payload
+
+    def data(self) -> Payload:
+        """Header and data as of now: unlike other views, this one changes."""
+        self.__dict__.pop("_payload", None)
+        return self._payload
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        if not self.monitor.ended:
+            self.start()
+        return super()._repr_mimebundle_(include, exclude)
+
+    # %% nbs/8_viz/16_dashboard.ipynb #Dashboard-_send
+    def _send(self, sample: Sample) -> None:
+        if (widget := self._shown) is not None:
+            widget.send({"samples": [_row(sample)]})
+
+    def _send_end(self, why: str) -> None:
+        if (widget := self._shown) is not None:
+            widget.send({"ended": why})
+
+    def _answer(self, widget: Any, content: dict[str, Any], buffers: Any) -> None:
+        widget.send(self.new_samples(int(content.get("more", -1))))
+
+    # %% nbs/8_viz/16_dashboard.ipynb #Dashboard-describe
+    def describe(self) -> str:
+        if not self.monitor.samples:
+            return "Nothing was seen yet."
+        now = self.monitor.samples[-1]
+        lines = [
+            f"after {now.time:.1f} s: {now.running} running, {now.waiting} waiting, {now.tokens_per_second:.0f} tokens/s",
+            f"KV blocks in use: {now.kv_usage:.1%}, steps: {now.steps}, preemptions: {now.preemptions}",
+        ]
+        if now.step_seconds is not None:
+            lines.append(f"time from step to step: {now.step_seconds * 1000:.1f} ms")
+        if now.hit_rate is not None:
+            lines.append(f"prompt tokens found in the prefix cache: {now.hit_rate:.1%}")
+        return "\n".join(lines)
+
+    def draw(self, axes: Axes) -> None:
+        """Requests running and waiting, and the share of KV blocks in use, over time."""
+        table = self.monitor.to_pandas()
+        axes.plot(table.time, table.running, color=LIGHT["owner-0"], label="running")
+        axes.plot(table.time, table.waiting, color=LIGHT["owner-1"], label="waiting", linestyle="--")
+        axes.set(xlabel="seconds", ylabel="requests", ylim=(0, None))
+        share = axes.twinx()
+        share.plot(table.time, 100 * table.kv_usage, color=LIGHT["owner-4"], label="KV blocks in use", linestyle=":")
+        share.set(ylabel="% of KV blocks", ylim=(0, 100))
+        lines = [*axes.get_lines(), *share.get_lines()]
+        axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False, loc="upper left", fontsize="small")
+        for one in (axes, share):
+            one.spines["top"].set_visible(False)
+
+    # %% nbs/8_viz/16_dashboard.ipynb #Dashboard-new_samples
+    def new_samples(self, after: int) -> dict[str, Any]:
+        """What a page asks a server for with `?after=NUMBER`: the samples after that one, and why no more will come, or None."""
+        return {"samples": [_row(sample) for sample in self.monitor.since(after)], "ended": self.monitor.ended}
+
+
+# %% nbs/8_viz/16_dashboard.ipynb #_row
+def _row(sample: Sample) -> list[float | None]:
+    return [value if value is None else round(value, 6) for value in sample]

@@ -1,0 +1,296 @@
+"""Why this token, and what if?
+
+The sampler bends the model's odds in ten stages and then draws.
+"""
+
+# Generated from nbs/8_viz/17_sampler_explorer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=c9418dffa08c module=09c87cf7669f
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from minivllm.viz.palette import LIGHT
+from minivllm.viz.payload import Payload
+from minivllm.viz.view import View
+
+__all__ = [
+    "NUM_TEXTS",
+    "PRECISIONS",
+    "STAGES",
+    "SamplerExplorer",
+    "check_stages",
+    "grammar_mask",
+    "named_tokens",
+    "page_params",
+    "planes",
+]
+
+
+# %% nbs/8_viz/17_sampler_explorer.ipynb #planes
+PRECISIONS = ("float32", "float16")
+
+
+def planes(values: np.ndarray) -> bytes:
+    """The first bytes of all values, then their second bytes, and so on: neighbours that are alike, which deflate well."""
+    return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
+
+
+# %% nbs/8_viz/17_sampler_explorer.ipynb #page_params
+STAGES = (
+    "grammar", "allowed_token_ids", "logit_bias", "bad_words", "min_tokens", "penalties", "temperature", "min_p", "top_k", "top_p",
+)  # fmt: skip
+"""What the page can compute, in its order."""
+
+_PLAIN = (
+    "temperature", "min_p", "top_k", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words_token_ids", "min_tokens",
+)  # fmt: skip
+
+
+def page_params(record: Any) -> dict[str, Any]:
+    """The parameters of a `SampleRecord` for the page, the seed as text (JavaScript has no 64-bit numbers).
+
+    Raises:
+        NotImplementedError: it was sampled with functions of the user's.
+    """
+    if record.params.logits_processors:
+        names = ", ".join(getattr(f, "__name__", type(f).__name__) for f in record.params.logits_processors)
+        raise NotImplementedError(
+            f"SamplerExplorer: logits_processors ({names}) are Python functions, which a page cannot run"
+        )
+    plain = {name: getattr(record.params, name) for name in _PLAIN}
+    return plain | {"seed": str(record.seed), "stop_token_ids": sorted(record.params.all_stop_token_ids)}
+
+
+def check_stages(sampler: Any) -> None:
+    """Raises NotImplementedError if a sampler has stages that the page cannot compute."""
+    names = tuple(stage.name for stage in sampler.stages)
+    if names != STAGES:
+        more = [name for name in names if name not in STAGES]
+        what = f"the stages {', '.join(more)}" if more else "another order of the stages"
+        raise NotImplementedError(f"SamplerExplorer: this engine's sampler has {what}, which a page cannot compute")
+
+
+# %% nbs/8_viz/17_sampler_explorer.ipynb #grammar_mask
+def grammar_mask(record: Any, grammar: Any) -> np.ndarray | None:
+    """What the grammar allowed at this token: uint8 [4 * ceil(V / 32)], a bit a token, lowest first; None without a grammar.
+
+    Raises:
+        ValueError: there is one, and no compiler is given.
+    """
+    if record.params.structured_outputs is None:
+        return None
+    if grammar is None:
+        raise ValueError(
+            "this token was sampled under a grammar: give its compiler too, SamplerExplorer(record, grammar=...)"
+        )
+    matcher = grammar.matcher(record.params.structured_outputs)
+    for token in record.output_token_ids:
+        matcher.accept(token)
+    mask = np.zeros(-(-len(record.logits) // 32), np.int32)
+    matcher.fill(mask)
+    return mask.view(np.uint8)
+
+
+# %% nbs/8_viz/17_sampler_explorer.ipynb #named_tokens
+NUM_TEXTS = 400
+
+
+def named_tokens(record: Any, mask: np.ndarray | None) -> list[int]:
+    """The tokens that get a text: likeliest ones with and without the grammar, and those that parameters and texts name."""
+    logits, p = record.logits, record.params
+    ids = set(_likeliest(logits)) | set(p.logit_bias or ()) | set(p.allowed_token_ids or ()) | set(p.all_stop_token_ids)
+    ids |= (
+        {ids[-1] for ids in p.bad_words_token_ids or ()} | set(record.prompt_token_ids) | set(record.output_token_ids)
+    )
+    if mask is not None:
+        allowed = np.unpackbits(mask, bitorder="little")[: len(logits)].astype(bool)
+        ids |= set(_likeliest(np.where(allowed, logits, -np.inf)))
+    return sorted(token for token in ids if token < len(logits))
+
+
+def _likeliest(logits: np.ndarray) -> Iterable[int]:
+    count = min(NUM_TEXTS, len(logits))
+    return np.argpartition(-logits, count - 1)[:count].tolist()
+
+
+# %% nbs/8_viz/17_sampler_explorer.ipynb #SamplerExplorer
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+
+class SamplerExplorer(View):
+    """The stages of one sampled token, with sliders for the sampling parameters. All logits travel, so the page needs no kernel.
+
+    Three ways to say which token:
+
+    - ``SamplerExplorer(record)``: a `SampleRecord`, say ``trace.samples["0", 3]``;
+    - ``SamplerExplorer(llm, "The sky is", params)``: the model completes a prompt; ``step`` says which output token, from 0;
+    - ``SamplerExplorer(llm, trace=trace, request="0", step=3)``: out of a trace recorded with ``samples=True``.
+
+    Args:
+        step: the output token, counted from 0.
+        request: an output or a request id (of a trace; not needed if it has samples of one request only).
+        tokenizer, grammar: for a bare record: they give tokens their texts, and grammars their mask.
+        precision: "float32", or "float16" for half the size; the odds are those of the rounded logits then.
+
+    Raises:
+        KeyError: the trace has no record of this token. ValueError: contradictory or missing arguments.
+        NotImplementedError: the token was sampled with Python functions, which a page cannot run.
+    """
+
+    module: ClassVar[str] = "sampler_explorer"
+    title = "Why this token"
+    wide = True
+    figure_size = (7.0, 4.0)
+
+    def __init__(
+        self,
+        source: Any,
+        prompt: Any = None,
+        params: Any = None,
+        *,
+        trace: Any = None,
+        request: Any = None,
+        step: int = 0,
+        tokenizer: Any = None,
+        grammar: Any = None,
+        precision: str = "float32",
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+        self.precision = precision
+        self.sampler: Any = None
+        self.tokenizer, self.grammar = tokenizer, grammar
+        if hasattr(source, "logits") and hasattr(source, "params"):
+            _refuse("a record", prompt=prompt, params=params, trace=trace, request=request)
+            self.record = source
+        elif hasattr(source, "llm_engine") and hasattr(source, "generate"):
+            _refuse("a model, which has its own", tokenizer=tokenizer, grammar=grammar)
+            self._connect(source)
+            self.record = _generated(source, prompt, params, step) if trace is None else _recorded(trace, request, step)
+            if trace is not None:
+                _refuse("a trace", prompt=prompt, params=params)
+        else:
+            raise TypeError(f"SamplerExplorer shows a SampleRecord or asks an LLM, got {type(source).__name__}")
+        self.params = page_params(self.record)
+        self.mask = grammar_mask(self.record, self.grammar)
+        if precision == "float16":
+            self.record = _rounded(self.record)
+
+    def _connect(self, llm: Any) -> None:
+        """Take the tokenizer, grammar compiler and sampler of a model."""
+        core = llm.llm_engine.core
+        self.tokenizer = llm.get_tokenizer()
+        self.grammar = core.grammars.compiler if core.grammars is not None else None
+        if (runner := getattr(core.executor, "runner", None)) is not None:
+            self.sampler = runner.sampler
+            check_stages(self.sampler)
+
+    # %% nbs/8_viz/17_sampler_explorer.ipynb #SamplerExplorer-build
+    def build(self) -> Payload:
+        payload = Payload({"recorded": self.params, "subtitle": self._place(), "note": self._approximation()})
+        texts = {} if self.tokenizer is None else self._texts(named_tokens(self.record, self.mask))
+        payload.header["token"] = {
+            "precision": self.precision,
+            "logits": payload.add_bytes(planes(self.record.logits.astype(self.precision))),
+            "bitmask": None if self.mask is None else payload.add_bytes(self.mask.tobytes()),
+            "texts": payload.add_json(texts),
+            "prompt": payload.add_numbers(self.record.prompt_token_ids),
+            "output": payload.add_numbers(self.record.output_token_ids),
+        }
+        return payload
+
+    def _texts(self, ids: Sequence[int]) -> dict[int, str]:
+        return {token: self.tokenizer.decode([token]) for token in ids}
+
+    def _place(self) -> str:
+        """Where the token stands: the end of the text before it."""
+        before = [*self.record.prompt_token_ids, *self.record.output_token_ids]
+        place = f"Output token {len(self.record.output_token_ids)}"
+        if self.tokenizer is None:
+            return f"{place}, after {len(before)} tokens"
+        text = " ".join(self.tokenizer.decode(before[-48:]).split())
+        return f"{place}, after “{'…' if len(text) > 90 else ''}{text[-90:]}”"
+
+    def _approximation(self) -> str | None:
+        if self.precision == "float32":
+            return None
+        return "The logits are rounded to float16, to about one part in two thousand; all that is shown follows from the rounded ones."
+
+    # %% nbs/8_viz/17_sampler_explorer.ipynb #SamplerExplorer-explain
+    def explain(self, top: int = 5) -> pd.DataFrame:
+        """The stages as a DataFrame: see `minivllm.sampling.sampler.Sampler.explain`."""
+        return self.record.explain(self.sampler, grammar=self.grammar, tokenizer=self.tokenizer, top=top)
+
+    def describe(self) -> str:
+        table = self.explain(top=1)
+        stages, last = table.iloc[:-1], table.iloc[-1]
+        lines = [self._place()]
+        lines += [
+            f"  {row.stage:18} {row.kept:>7} tokens, likeliest {row.tokens[0]!r} {row.probabilities[0]:.2%}"
+            for row in stages.itertuples()
+        ]
+        how = "the likeliest" if last.stage == "likeliest" else f"drawn with u = {last.u:.4f}"
+        return "\n".join([*lines, f"  chosen: {last.tokens[0]!r}, {how}"])
+
+    def draw(self, axes: Axes, top: int = 12) -> None:
+        """The likeliest tokens before the first and after the last stage; the chosen one is marked."""
+        table = self.explain(top=top)
+        first, last, chosen = table.iloc[0], table.iloc[-2], table.iloc[-1].tokens[0]
+        before, after = (dict(zip(row.tokens, row.probabilities, strict=True)) for row in (first, last))
+        names = list(dict.fromkeys([*after, *before]))[:top]
+        y = np.arange(len(names))
+        axes.barh(y - 0.2, [before.get(name, 0) for name in names], 0.4, color=LIGHT["free"], label="model")
+        axes.barh(y + 0.2, [after.get(name, 0) for name in names], 0.4, color=LIGHT["accent"], label="after all stages")
+        axes.set_yticks(y, [f"{'▶ ' if name == chosen else ''}{name!r}" for name in names], family="monospace")
+        axes.invert_yaxis()
+        axes.set_xlabel("probability")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower right")
+
+
+# %% nbs/8_viz/17_sampler_explorer.ipynb #_refuse
+def _refuse(what: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"SamplerExplorer: {name} does not go with {what}")
+
+
+def _generated(llm: Any, prompt: Any, params: Any, step: int) -> Any:
+    """The record of the `step`-th token of a completion."""
+    if prompt is None:
+        raise ValueError("SamplerExplorer: a model needs a prompt, or a trace: SamplerExplorer(llm, prompt, params)")
+    wish = llm.get_default_sampling_params() if params is None else params
+    if wish.num_children != 1:
+        raise ValueError(f"SamplerExplorer shows one completion; params ask for {wish.num_children}")
+    needed = max(step + 1, wish.min_tokens)
+    with llm.record(samples=True) as trace:
+        (output,) = llm.generate([prompt], wish.clone(max_tokens=needed), use_tqdm=False)
+    length = len(output.outputs[0].token_ids)
+    if step >= length:
+        raise ValueError(f"SamplerExplorer: the completion ended after {length} tokens; there is no token {step}")
+    return trace.samples[output.request_id, step]
+
+
+def _recorded(trace: Any, request: Any, step: int) -> Any:
+    names = sorted({name for name, _ in trace.samples})
+    if request is None and len(names) != 1:
+        raise ValueError(f"SamplerExplorer: say which request of the trace: {', '.join(names) or 'it has no samples'}")
+    name = names[0] if request is None else getattr(request, "request_id", request)
+    if (name, step) not in trace.samples:
+        known = f"samples of {', '.join(names[:5])}" if names else "no samples; record with record(samples=True)"
+        raise KeyError(f"output token {step} of request {name!r} is not in this trace: it has {known}")
+    return trace.samples[name, step]
+
+
+def _rounded(record: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(record, logits=record.logits.astype(np.float16).astype(np.float32))
