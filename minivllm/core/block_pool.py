@@ -5,7 +5,7 @@ Where does the memory for keys and values come from, and who gets which piece?
 
 # Generated from nbs/1_core/05_block_pool.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b47488dfdd79 module=b51f7cb02be2
+# literate: notebook=4efb396073bf module=97da64ae4894
 
 from __future__ import annotations
 
@@ -91,12 +91,14 @@ class FreeBlockQueue:
         block.prev = block.next = None
         self._len -= 1
 
-    def first(self) -> KVCacheBlock:
-        """The block that would be reused next."""
+    def popleft(self) -> KVCacheBlock:
+        """Take the block that is reused next."""
         if not self._len:
             raise IndexError("no free block")
         assert self._head.next is not None
-        return self._head.next
+        block = self._head.next
+        self.remove(block)
+        return block
 
 
 # %% nbs/1_core/05_block_pool.ipynb #BlockPool
@@ -148,13 +150,14 @@ class BlockPool:
         Raises:
             ValueError: fewer than `n` blocks are free; nothing is taken then.
         """
-        if n > len(self.free_queue):
-            raise ValueError(f"{n} blocks wanted, {len(self.free_queue)} free")
-        self._make_room(n - (len(self.free_queue) - self.num_cached_free))
+        free = len(self.free_queue)
+        if n > free:
+            raise ValueError(f"{n} blocks wanted, {free} free")
+        if n > free - self.num_cached_free:
+            self._make_room(n - (free - self.num_cached_free))
         taken = []
         for _ in range(n):
-            block = self.free_queue.first()
-            self.free_queue.remove(block)
+            block = self.free_queue.popleft()
             block.ref_cnt = 1
             block.num_hits = 0
             block.last_used = self.step
@@ -167,8 +170,6 @@ class BlockPool:
         return (block for block in self.free_queue if block.block_hash is not None)
 
     def _make_room(self, shortage: int) -> None:
-        if shortage <= 0:
-            return
         if self.choose_victim is None:
             for block in list(islice(self.cached_free_blocks(), shortage)):
                 self.evict(block)

@@ -5,12 +5,13 @@ Does this request fit, and where do its tokens go?
 
 # Generated from nbs/1_core/07_kv_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=19a1363ea314 module=a34790ccf814
+# literate: notebook=592fa45ff333 module=6e3990dcfbfc
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
@@ -226,23 +227,28 @@ class KVCacheManager:
             The new block ids per group (with those of the hit), or None if there are not enough free blocks.
         """
         request_id, pool = request.request_id, self.pool
-        computed = hit.num_tokens if hit else request.num_computed_tokens
+        if hit:
+            computed, held = hit.num_tokens, [len(table) for table in hit.tables]
+        else:
+            computed, held = request.num_computed_tokens, [len(group.tables[request_id]) for group in self.groups]
         total = computed + num_new_tokens
-        if hit is None and self._has_window:
+        blocks = -(-total // self.block_size)
+        counts = [blocks - n if blocks > n else 0 for n in held]
+        wanted = num_new = sum(counts)
+        if reserve_tokens:
+            most = [group.most_blocks(reserve_tokens, self.max_step_tokens) for group in self.groups]
+            wanted = sum(max(count, m - n) for count, m, n in zip(counts, most, held, strict=True))
+        if hit:
+            wanted += sum(block.ref_cnt == 0 and block is not pool.null_block for t in hit.tables for block in t)
+        elif self._has_window:
             for group in self.groups:
                 group.drop_skipped(request_id, computed)
-        counts, wanted = [], 0
-        for i, group in enumerate(self.groups):
-            held = len(hit.tables[i]) if hit else len(group.tables[request_id])
-            counts.append(max(0, -(-total // self.block_size) - held))
-            wanted += max(counts[-1], group.most_blocks(reserve_tokens, self.max_step_tokens) - held)
-        from_free = sum(b.ref_cnt == 0 and b is not pool.null_block for t in hit.tables for b in t) if hit else 0
-        if wanted + from_free + keep_free > pool.num_free:
+        if wanted + keep_free > pool.num_free:
             return None
         if hit:
             self._open(request_id, hit)
         try:
-            new = pool.allocate(sum(counts)) if any(counts) else []
+            new = pool.allocate(num_new) if num_new else []
         except BaseException:  # an eviction policy may raise anything
             if hit:
                 self.free(request)
@@ -263,10 +269,9 @@ class KVCacheManager:
         self, request: Request, total: int, counts: list[int], new: list[KVCacheBlock], opened: bool
     ) -> tuple[list[int], ...]:
         """Append new blocks to the tables and name what is full."""
-        request_id, start, ids = request.request_id, 0, []
+        request_id, rest, ids = request.request_id, iter(new), []
         for group, count in zip(self.groups, counts, strict=True):
-            table, blocks = group.tables[request_id], new[start : start + count]
-            start += count
+            table, blocks = group.tables[request_id], list(islice(rest, count))
             table.extend(blocks)
             new_ids = [block.block_id for block in blocks]
             if new_ids and self.trace is not None:

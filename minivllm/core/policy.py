@@ -5,7 +5,7 @@ Who goes first, how much does each get, who gives up memory, and which cached bl
 
 # Generated from nbs/1_core/09_policy.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2b3f9f6778ad module=431493a05ff2
+# literate: notebook=fa6b3fee7f6e module=c8e7d5802d32
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.request import Request
@@ -74,15 +74,21 @@ class SchedulerView:
         num_free_blocks, num_blocks: KV blocks that can be handed out, and all of them.
         block_size: tokens per block.
         budget: tokens left in this step.
-        served: tokens scheduled so far for each user.
     """
 
-    __slots__ = ("step", "now", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "block_size", "budget", "served", "_cached")  # fmt: skip
+    __slots__ = ("step", "now", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "block_size", "budget", "_cached", "_served")  # fmt: skip
 
-    def __init__(self, cached_tokens: Callable[[Request], int], served: dict[str | None, int], **values: Any) -> None:
-        self._cached, self.served = cached_tokens, served
+    def __init__(
+        self, cached_tokens: Callable[[Request], int], served: Callable[[], dict[str | None, int]], **values: Any
+    ) -> None:
+        self._cached, self._served = cached_tokens, served
         for name, value in values.items():
             setattr(self, name, value)
+
+    @property
+    def served(self) -> dict[str | None, int]:
+        """Tokens scheduled for each user since the engine was last idle, counted anew at each look: prompts, outputs, recomputed ones."""
+        return self._served()
 
     def cached_tokens(self, request: Any) -> int:
         """How many tokens at the start of a waiting request are in the prefix cache now."""
@@ -156,7 +162,8 @@ class FairShare(Policy):
     """The user who has been served the fewest tokens goes first (virtual token counter, Sheng et al. 2024)."""
 
     def order(self, waiting: Sequence[Any], view: SchedulerView) -> Sequence[Any]:
-        return sorted(waiting, key=lambda r: view.served.get(r.user, 0))
+        served = view.served
+        return sorted(waiting, key=lambda r: served.get(r.user, 0))
 
 
 class LongestPrefixMatch(Policy):
@@ -288,19 +295,24 @@ class PolicyGuard:
         self.has_order, self.has_chunk, self.has_victim, self.has_evict = (
             overrides(policy, hook) for hook in ("order", "chunk", "victim", "evict")
         )
-        self.key = policy.key
+        self.has_key = policy.key is not None
 
     def _ask(self, hook: str, *args: Any) -> Any:
         try:
             with self._watchdog.watch():
                 return getattr(self.policy, hook)(*args)
         except _TimeOut:
-            self._fail(hook, f"did not answer within {self._watchdog.seconds:g} s")
+            self.fail(hook, f"did not answer within {self._watchdog.seconds:g} s")
         except Exception as error:  # noqa: BLE001 - a policy may raise anything
-            self._fail(hook, f"raised {type(error).__name__}: {error}", error)
+            self.fail(hook, f"raised {type(error).__name__}: {error}", error)
 
-    def _fail(self, hook: str, what: str, cause: Exception | None = None) -> Any:
+    def fail(self, hook: str, what: str, cause: Exception | None = None) -> NoReturn:
+        """Raise PolicyError in the name of a hook."""
         raise PolicyError(f"policy {self.policy.name}.{hook} {what}") from cause
+
+    def key(self, request: Request) -> Any:
+        """What a waiting request is sorted by."""
+        return self._ask("key", View(request))
 
     def order(self, waiting: list[Request], view: SchedulerView) -> list[Request]:
         """All waiting requests in the policy's order."""
@@ -309,18 +321,18 @@ class PolicyGuard:
         try:
             ordered = [object.__getattribute__(v, "_target") for v in answer]
         except (TypeError, AttributeError):
-            self._fail("order", f"must return the views it was given, got {answer!r}")
+            self.fail("order", f"must return the views it was given, got {answer!r}")
         known = {id(request) for request in waiting}
         seen: set[int] = set()
         for request in ordered:
             if id(request) not in known:
-                self._fail("order", f"returned a request that is not waiting: {request!r}")
+                self.fail("order", f"returned a request that is not waiting: {request!r}")
             if id(request) in seen:
-                self._fail("order", f"returned request {request.request_id!r} twice")
+                self.fail("order", f"returned request {request.request_id!r} twice")
             seen.add(id(request))
         if len(seen) < len(known):
             lost = next(request.request_id for request in waiting if id(request) not in seen)
-            self._fail(
+            self.fail(
                 "order", f"dropped {len(known) - len(seen)} of {len(known)} waiting requests, {lost!r} among them"
             )
         return ordered
@@ -329,7 +341,7 @@ class PolicyGuard:
         """A cap on the request's tokens."""
         answer = self._ask("chunk", View(request), budget, view)
         if isinstance(answer, bool) or not isinstance(answer, int) or answer < 0:
-            self._fail(
+            self.fail(
                 "chunk", f"must return a whole number of tokens, at least 0, for {request.request_id!r}; got {answer!r}"
             )
         return min(answer, budget)
@@ -341,14 +353,12 @@ class PolicyGuard:
         for v, request in zip(views, running, strict=True):
             if v is answer:
                 return request
-        self._fail("victim", f"must return one of the {len(running)} running requests it was given, got {answer!r}")
-        raise AssertionError
+        self.fail("victim", f"must return one of the {len(running)} running requests it was given, got {answer!r}")
 
     def evict(self, blocks: Iterator[KVCacheBlock], view: SchedulerView) -> KVCacheBlock:
         """One of the cached free blocks."""
         answer = self._ask("evict", (View(block) for block in blocks), view)
         block = object.__getattribute__(answer, "_target") if isinstance(answer, View) else None
         if not isinstance(block, KVCacheBlock) or block.ref_cnt or block.block_hash is None:
-            self._fail("evict", f"must return one of the cached free blocks it was given, got {answer!r}")
-        assert block is not None
+            self.fail("evict", f"must return one of the cached free blocks it was given, got {answer!r}")
         return block

@@ -5,7 +5,7 @@ What does the engine need to know about one request in order to schedule it?
 
 # Generated from nbs/1_core/01_request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e2990b24e0b6 module=f156c04de4ff
+# literate: notebook=1063d12a72d1 module=bcaba88d90b1
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ class Request:
         "max_tokens", "min_tokens", "eos_token_id", "stop_token_ids", "ignore_eos", "sampling_params", "arrival_time",
         "priority", "user", "cache_salt", "lora_name", "extra_keys", "skip_reading_prefix_cache", "status",
         "finish_reason", "stop_reason", "num_preemptions", "block_hashes", "capacity", "sequence_number", "max_total_tokens",
+        "end_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +110,7 @@ class Request:
         self.eos_token_id = eos_token_id
         self.stop_token_ids = stop_token_ids
         self.ignore_eos = ignore_eos
+        self.end_token_ids = stop_token_ids if ignore_eos or eos_token_id is None else stop_token_ids | {eos_token_id}
         self.sampling_params = sampling_params
         self.arrival_time = arrival_time
         self.priority = priority
@@ -148,13 +150,11 @@ class Request:
         """Append one sampled token; set `finish_reason` and `stop_reason` and return True if it ends the request."""
         self.all_token_ids.append(token_id)
         self.num_tokens += 1
-        if self.num_tokens - self.num_prompt_tokens >= self.min_tokens:
-            if token_id == self.eos_token_id and not self.ignore_eos:
-                self.finish_reason = FinishReason.STOP
-                return True
-            if token_id in self.stop_token_ids:
-                self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
-                return True
+        if token_id in self.end_token_ids and self.num_output_tokens >= self.min_tokens:
+            self.finish_reason = FinishReason.STOP
+            if self.ignore_eos or token_id != self.eos_token_id:
+                self.stop_reason = token_id
+            return True
         if self.num_tokens >= self.max_total_tokens:
             self.finish_reason = FinishReason.LENGTH
             return True

@@ -5,7 +5,7 @@ Which tokens are computed in the next step?
 
 # Generated from nbs/1_core/10_scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8e09577e60ce module=aa6b1db2d0a0
+# literate: notebook=33816b698be9 module=e84aebf28b23
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = ["Preemption", "Recompute", "Scheduler", "Swap", "WaitingQueue"]
 
 # %% nbs/1_core/10_scheduler.ipynb #WaitingQueue
 class WaitingQueue:
-    """Requests that wait, in order of arrival, preempted ones in front; and, given a key, in the order of that key."""
+    """Requests that wait, in order of arrival, preempted ones in front; and, if a policy has a key, in the order of that key."""
 
-    def __init__(self, key: Callable[[Request], Any] | None = None) -> None:
+    def __init__(self, guard: PolicyGuard | None = None) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
-        self._key = key
-        self._heap: list[tuple[Any, int, Request]] = []
+        self._guard = guard
+        self._heap: list[tuple[Any, int, Request]] | None = []
         self._ticket = 0
 
     def __len__(self) -> int:
@@ -50,21 +50,34 @@ class WaitingQueue:
         self._requests[request.request_id] = request
         if front:
             self._requests.move_to_end(request.request_id, last=False)
-        if self._key is not None:
-            self._ticket += 1
-            heapq.heappush(self._heap, (self._key(request), self._ticket, request))
+        self._ticket += 1
+        if self._guard is not None and self._heap is not None:
+            try:
+                heapq.heappush(self._heap, (self._guard.key(request), self._ticket, request))
+            except Exception:  # noqa: BLE001 - a key may raise anything; `first` tells, within a step like all hooks
+                self._heap = None
 
     def remove(self, request: Request) -> None:
         """Leave, from any place."""
         del self._requests[request.request_id]
 
     def first(self) -> Request:
-        """The longest waiting request, or the one with the smallest key."""
-        if self._key is None:
+        """The longest waiting request, or the one with the smallest key. Raises PolicyError if the keys are no good."""
+        if self._guard is None:
             return next(iter(self._requests.values()))
-        while self._requests.get(self._heap[0][2].request_id) is not self._heap[0][2]:
-            heapq.heappop(self._heap)
-        return self._heap[0][2]
+        heap = self._heap = self._rank(self._guard) if self._heap is None else self._heap
+        while self._requests.get(heap[0][2].request_id) is not heap[0][2]:
+            heapq.heappop(heap)
+        return heap[0][2]
+
+    def _rank(self, guard: PolicyGuard) -> list[tuple[Any, int, Request]]:
+        """The heap anew, after a key failed."""
+        heap = [(guard.key(request), i - len(self), request) for i, request in enumerate(self)]
+        try:
+            heapq.heapify(heap)
+        except Exception as error:  # noqa: BLE001 - comparing keys may raise anything
+            guard.fail("key", f"returned values that cannot be compared: {error}", error)
+        return heap
 
 
 # %% nbs/1_core/10_scheduler.ipynb #Recompute
@@ -179,17 +192,28 @@ class Scheduler:
     def set_policy(self, policy: Policy) -> None:
         """Use another policy from the next step on."""
         self._guard = PolicyGuard(policy, self._policy_timeout)
-        queue = WaitingQueue(None if self._guard.has_order else self._guard.key)
+        queue = WaitingQueue(self._guard if self._guard.has_key and not self._guard.has_order else None)
         for request in self.waiting:
             queue.add(request)
         self.waiting = queue
         evict = (lambda blocks: self._guard.evict(blocks, self._view(0))) if self._guard.has_evict else None
         self.kv.pool.choose_victim = evict
 
+    def _served_tokens(self) -> dict[str | None, int]:
+        """Tokens scheduled for each user. Counted when somebody asks, so that a step need not count."""
+        served = dict(self._served)
+        for request in self.running:
+            served[request.user] = served.get(request.user, 0) + request.num_computed_tokens
+        return served
+
+    def _keep_account(self, request: Request, tokens: int) -> None:
+        """Note what a request had when it started to run (less), or has when it stops (more)."""
+        self._served[request.user] = self._served.get(request.user, 0) + tokens
+
     def _view(self, budget: int) -> SchedulerView:
         return SchedulerView(
             self.kv.cached_tokens,
-            self._served,
+            self._served_tokens,
             step=self.step,
             now=self.clock.now(),
             num_running=len(self.running),
@@ -239,8 +263,10 @@ class Scheduler:
         draft.budget = self.config.max_num_batched_tokens
         try:
             self._fill(draft)
-        except BaseException:
+        except BaseException as error:
             self._take_back(draft)
+            if trace is not None and isinstance(error, PolicyError):
+                trace(("policy_error", str(error)))
             raise
         self._draft = _Draft.empty()
         if trace is not None and draft.scheduled:
@@ -284,25 +310,26 @@ class Scheduler:
     # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_schedule_running
     def _schedule_running(self, draft: _Draft) -> None:
         scheduled, budget = draft.scheduled, draft.budget
-        threshold, ask = self.config.long_prefill_token_threshold, self._guard.has_chunk
+        threshold, ask, runs = self.config.long_prefill_token_threshold, self._guard.has_chunk, RequestStatus.RUNNING
         for request in tuple(self.running):
             if budget <= 0:
                 break
-            if request.status is not RequestStatus.RUNNING:  # gave way to one before it
+            if request.status is not runs:  # gave way to one before it
                 continue
-            n = request.num_tokens - request.num_computed_tokens
+            computed = request.num_computed_tokens
+            n = request.num_tokens - computed
             if n > 1 or ask:
                 n = self._cap(request, n, budget, threshold, ask)
                 if n == 0:
                     continue
-            if request.num_computed_tokens + n > request.capacity:
+            if computed + n > request.capacity:
                 draft.budget = budget
                 fits = self._make_room(request, n, draft)
                 budget = draft.budget
                 if not fits:
                     continue
             scheduled[request.request_id] = n
-            request.num_computed_tokens += n
+            request.num_computed_tokens = computed + n
             budget -= n
         draft.budget = budget
 
@@ -336,7 +363,10 @@ class Scheduler:
     def _note_blocks(self, request_id: str, new: tuple[list[int], ...], draft: _Draft) -> None:
         """Blocks reach the runner once: inside a new row, or appended to a row that it has."""
         row = draft.new_requests.get(request_id)
-        held = row.block_ids if row else draft.new_block_ids.setdefault(request_id, tuple([] for _ in new))
+        held = row.block_ids if row else draft.new_block_ids.get(request_id)
+        if held is None:
+            draft.new_block_ids[request_id] = new
+            return
         for ids, more in zip(held, new, strict=True):
             ids.extend(more)
 
@@ -353,6 +383,7 @@ class Scheduler:
         n = draft.scheduled.pop(request_id, 0)
         draft.budget += n
         victim.num_computed_tokens -= n
+        self._keep_account(victim, victim.num_computed_tokens)
         self.running.remove(victim)
         pairs = self.kv.swap_out(victim) if isinstance(self.preemption, Swap) and victim.num_computed_tokens else None
         if pairs is None:
@@ -478,10 +509,10 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             lora_name=request.lora_name,
         )
+        self._keep_account(request, -request.num_computed_tokens)
         draft.scheduled[request.request_id] = n
         request.num_computed_tokens += n
         draft.budget -= n
-        self._served[request.user] = self._served.get(request.user, 0) + n
 
     # %% nbs/1_core/10_scheduler.ipynb #Scheduler-update
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
@@ -496,31 +527,23 @@ class Scheduler:
         """
         outputs: list[EngineCoreOutput] = []
         ended: list[Request] = []
-        tokens_of, requests, served = result.sampled_token_ids, self.requests, self._served
-        gained: dict[str, list[int]] | None = {} if self.trace is not None else None
+        tokens_of, requests = result.sampled_token_ids, self.requests
         for request_id in output.num_scheduled_tokens:
-            request = requests.get(request_id)
-            new = tokens_of.get(request_id)
+            request, new = requests.get(request_id), tokens_of.get(request_id)
             if request is None or not new:
                 continue
-            for k, token in enumerate(new):
+            before = request.num_tokens
+            for token in new:
                 if request.append_output_token(token):
-                    new = new[: k + 1]
+                    new = new[: request.num_tokens - before]
                     ended.append(request)
                     break
-            if gained is not None:
-                gained[request_id] = new
             outputs.append(
                 EngineCoreOutput(
-                    request_id,
-                    new,
-                    request.finish_reason,
-                    request.stop_reason,
-                    num_cached_tokens=request.num_cached_tokens,
+                    request_id, new, request.finish_reason, request.stop_reason, None, None, request.num_cached_tokens
                 )
             )
-            if served:
-                served[request.user] = served.get(request.user, 0) + len(new)
+        gained = {out.request_id: out.new_token_ids for out in outputs} if self.trace is not None else None
         if result.logprobs or result.prompt_logprobs or result.errors:
             self._attach(result, outputs, ended)
         if gained is not None and self.trace is not None:
@@ -554,6 +577,8 @@ class Scheduler:
     # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_finish
     def _finish(self, request: Request) -> None:
         """Give everything back. The caller takes the request out of its queue."""
+        if request.status is RequestStatus.RUNNING:
+            self._keep_account(request, request.num_computed_tokens)
         request.status = RequestStatus.FINISHED
         self.kv.free(request)
         del self.requests[request.request_id]

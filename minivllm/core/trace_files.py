@@ -5,7 +5,7 @@ How does a run travel to another notebook, another machine, another tool?
 
 # Generated from nbs/1_core/12_trace_files.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d5759505c848 module=31e0ae15f8fb
+# literate: notebook=1d09391e191c module=507af8620527
 
 from __future__ import annotations
 
@@ -213,7 +213,11 @@ def perfetto_events(trace: Trace) -> list[dict[str, Any]]:
             span = {"ts": row.arrival * 1e6, "dur": row.queue_time * 1e6}
             events.append({"ph": "X", "pid": 2, "tid": track[row.request_id], "name": "waiting", **span})
     for row in frames["decisions"].itertuples():
-        at, tid = start.get(row.step, 0.0), track[row.request_id]
+        at, tid = start.get(row.step, 0.0), track.get(row.request_id)
+        if row.decision == "policy error":
+            events.append(
+                {"ph": "i", "s": "p", "pid": 1, "tid": 1, "name": row.decision, "ts": at, "args": {"why": row.reason}}
+            )
         if row.decision in ("prefill", "decode"):
             span = {"ts": at, "dur": length[row.step], "args": {"tokens": row.num_tokens, "step": row.step}}
             events.append({"ph": "X", "pid": 2, "tid": tid, "name": row.decision, **span})

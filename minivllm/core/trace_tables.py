@@ -5,7 +5,7 @@ How long did each request wait, and how full was the cache meanwhile?
 
 # Generated from nbs/1_core/11_trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b178f60a4915 module=2ad7ec8ed42c
+# literate: notebook=a036b8f215a1 module=6be03109064b
 
 from __future__ import annotations
 
@@ -115,6 +115,9 @@ class _Collector:
 
     def _on_chunk(self, request: str, n: int, wanted: int, reason: str) -> None:
         self.decisions.append((self.step, request, "cut", n, wanted, reason))
+
+    def _on_policy_error(self, message: str) -> None:
+        self.decisions.append((self.step, None, "policy error", None, None, message))
 
     def _on_wait(self, request: str, reason: str) -> None:
         self.decisions.append((self.step, request, "wait", None, None, reason))

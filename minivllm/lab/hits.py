@@ -5,7 +5,7 @@ A prefix cache finds a third of all blocks.
 
 # Generated from nbs/2_lab/09_hits.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d997012a8ffe module=e03839d0b9b4
+# literate: notebook=3e8070e7b147 module=7dedfc7bd07d
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def real_hits(workload: Workload, block_size: int, num_blocks: int, policy: Poli
 
 def _view(kv: KVCacheManager, moment: int) -> SchedulerView:
     return SchedulerView(
-        kv.cached_tokens, {}, step=kv.pool.step, now=float(moment), num_running=1, num_waiting=0, num_free_blocks=kv.pool.num_free,
+        kv.cached_tokens, dict, step=kv.pool.step, now=float(moment), num_running=1, num_waiting=0, num_free_blocks=kv.pool.num_free,
         num_blocks=kv.pool.num_blocks, block_size=kv.block_size, budget=0,
     )  # fmt: skip
 

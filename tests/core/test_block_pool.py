@@ -124,7 +124,7 @@ def test_too_small_a_pool_is_refused(n):
 
 def test_first_of_an_empty_queue():
     with pytest.raises(IndexError, match="no free block"):
-        FreeBlockQueue().first()
+        FreeBlockQueue().popleft()
 
 
 def test_queue_keeps_order():

@@ -330,6 +330,30 @@ def test_the_oldest_is_overtaken_at_most_so_often():
     assert before == limit
 
 
+def test_served_tokens_are_those_that_were_scheduled():
+    """Also under preemption, prefix hits and swapping, and whoever looks: counted here one by one."""
+
+    class Looks(FCFS):
+        def order(self, waiting, view):
+            seen.append(view.served)
+            return waiting
+
+    for preemption in (Recompute(), Swap(20)):
+        seen, given = [], {}
+        s = make(policy=Looks(), blocks=12, length=40, budget=12, preemption=preemption)
+        for i in range(8):
+            s.add_request(Request(str(i), [i % 3] * (5 + 2 * i), max_tokens=15, user="ann" if i % 3 else "bob"))
+        users = {r.request_id: r.user for r in s.requests.values()}
+        while len(s.requests) > 1:
+            before, looks = s._served_tokens(), len(seen)
+            assert {u: n for u, n in before.items() if n} == given
+            output = step(s)
+            for request_id, n in output.num_scheduled_tokens.items():
+                given[users[request_id]] = given.get(users[request_id], 0) + n
+            assert len(seen) == looks or all(seen[-1].get(u, 0) <= n for u, n in given.items())
+        assert s.num_preemptions > 2 and len(seen) > 2
+
+
 class Broken(Policy):
     def __init__(self, hook, answer):
         setattr(self, hook, answer)
@@ -351,6 +375,10 @@ BROKEN = [
     ("order", lambda waiting, view: None, "must return the views"),
     ("order", boom, "raised KeyError: 'boom'"),
     ("order", endless, "did not answer within 0.2 s"),
+    ("key", boom, "raised KeyError: 'boom'"),
+    ("key", endless, "did not answer within 0.2 s"),
+    ("key", lambda request: request.request_id if request.num_prompt_tokens > 7 else 7, "cannot be compared"),
+    ("key", lambda request: setattr(request, "priority", 0), "read-only"),
     ("chunk", lambda request, budget, view: -1, "at least 0.*got -1"),
     ("chunk", lambda request, budget, view: 1.5, "got 1.5"),
     ("chunk", boom, "raised KeyError"),
@@ -369,12 +397,13 @@ def test_a_broken_policy_is_named_and_leaks_nothing(hook, answer, words):
     driver = Driver(make(policy=Broken(hook, answer), blocks=9, length=32, timeout=0.2, caching=caching))
     s = driver.scheduler
     add(s, 9, 8, 7, max_tokens=20)
-    with pytest.raises(PolicyError, match=f"Broken.{hook} .*{words}"):
+    with pytest.raises(PolicyError, match=f"Broken.{hook} .*{words}") as caught:
         for i in range(40):
             driver.step()
             if hook == "evict" and not s.requests:
                 s.add_request(Request(f"more{i}", [i] * 30, max_tokens=1))
     driver.check()
+    assert driver.trace.events[-1] == ("policy_error", str(caught.value))
     s.set_policy(FCFS())
     driver.drain()
     assert {str(i) for i in range(3)} <= set(driver.outputs)
