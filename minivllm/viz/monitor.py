@@ -5,7 +5,7 @@ A trace tells what happened.
 
 # Generated from nbs/8_viz/15_monitor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2675663ce448 module=29fae0d0fa7c
+# literate: notebook=45dcd0aa5072 module=92cdea5f69f1
 
 from __future__ import annotations
 
@@ -152,11 +152,10 @@ class EngineMonitor:
         due = time.monotonic()
         try:
             while not (self._stop.is_set() or _is_closed(self._engine)):
-                sample = self.look()
-                if self.on_sample is not None:
-                    self.on_sample(sample)
+                self._tell(self.look())
                 due = max(due + 1 / self.rate, time.monotonic())
-                self._stop.wait(due - time.monotonic())
+                if self._stop.wait(due - time.monotonic()):
+                    self._tell(self.look())  # how it was at the end
             self.ended = "stopped" if self._stop.is_set() else "the engine was closed"
         except Exception as error:  # noqa: BLE001 - whatever it is: a monitor must not take the engine with it
             self.ended = f"{type(error).__name__}: {error}"
@@ -187,6 +186,10 @@ class EngineMonitor:
         )
         self.samples.append(sample)
         return sample
+
+    def _tell(self, sample: Sample) -> None:
+        if self.on_sample is not None:
+            self.on_sample(sample)
 
     def since(self, number: int) -> list[Sample]:
         """The remembered samples after the one with this number, oldest first."""

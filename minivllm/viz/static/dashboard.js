@@ -8,7 +8,7 @@ const POLL = 250; // milliseconds between two questions to a server
 const SAY_EVERY = 10_000; // milliseconds between two announcements to a screen reader
 
 const whole = (value) => Math.round(value).toLocaleString("en");
-const share = (value) => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
+const share = (value) => `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%`;
 const seconds = (value) => (value < 1 ? `${(1000 * value).toPrecision(3)} ms` : `${value.toPrecision(3)} s`);
 
 // `least`: what the axis reaches at least; `most`: where it always ends.

@@ -18,9 +18,9 @@ const SLIDERS = [
 ];
 
 export function percent(p) {
-  if (p === 0) return "0 %";
-  if (p < 0.0001) return "< 0.01 %";
-  return `${(100 * p).toFixed(p < 0.1 ? 2 : 1)} %`;
+  if (p === 0) return "0%";
+  if (p < 0.0001) return "< 0.01%";
+  return `${(100 * p).toFixed(p < 0.1 ? 2 : 1)}%`;
 }
 
 // The token of the page, from its parts: logits, grammar mask, texts.
@@ -85,8 +85,9 @@ export async function render(card, data, context) {
     const explained = explain(token, params);
     const rows = rowsOf(explained, ROWS);
     verdict.replaceChildren(...tellVerdict(explained, name));
-    table.replaceChildren(makeTable(explained, rows, name));
-    strip.replaceChildren(...makeStrip(explained, rows, name, context));
+    const colours = new Map(rows.map((id, i) => [id, context.colour(ownerColour(i))]));
+    table.replaceChildren(makeTable(explained, rows, name, colours));
+    strip.replaceChildren(...makeStrip(explained, colours, name, strip.clientWidth || 600));
     card.say(summary(explained, name));
     card.element.dataset.token = explained.token_id; // for tests and style sheets
   };
@@ -150,7 +151,7 @@ function makeControls(recorded, hasGrammar, change, reset) {
 
 // ---- the table: a row a token, a column a stage -----------------------------------------------------------------------
 
-function makeTable(explained, rows, name) {
+function makeTable(explained, rows, name, colours) {
   const { stages } = explained;
   const scale = stages.map((stage) => Math.max(...rows.map((id) => stage.probabilities[id]), 1e-12));
   const head = h("tr", {}, h("th", { scope: "col" }, "token"), stages.map((stage) => h("th", { scope: "col" }, stage.name,
@@ -160,7 +161,8 @@ function makeTable(explained, rows, name) {
     const cells = stages.map((stage, at) => cell(stage.probabilities[id], scale[at], out >= 0 && at >= out, at === out));
     const chosen = id === explained.token_id;
     return h("tr", { class: chosen ? "mv-chosen" : out >= 0 ? "mv-out" : null },
-      h("th", { scope: "row", title: `token ${id}` }, chosen ? h("span", { class: "mv-mark", "aria-label": "chosen: " }, "▶ ") : null, name(id)), cells);
+      h("th", { scope: "row", title: `token ${id}` }, h("span", { class: "mv-dot", style: out >= 0 ? null : `background:${colours.get(id)}`, "aria-hidden": "true" }),
+        chosen ? h("span", {}, "▶\u00a0", h("span", { class: "mv-live" }, "chosen: ")) : null, name(id)), cells);
   });
   const others = stages.map((stage) => rows.reduce((rest, id) => rest - stage.probabilities[id], 1));
   const listed = stages.map((stage) => rows.filter((id) => stage.probabilities[id] > 0).length);
@@ -172,27 +174,28 @@ function makeTable(explained, rows, name) {
 }
 
 function cell(p, most, out, first) {
-  if (out) return h("td", { class: "mv-gone" }, first ? h("span", { "aria-label": "removed" }, "✕") : "");
+  if (out) return h("td", { class: "mv-gone" }, first ? [h("span", { "aria-hidden": "true" }, "✕"), h("span", { class: "mv-live" }, "removed")] : "");
   return h("td", {}, h("span", { class: "mv-bar", style: `width:${((100 * p) / most).toFixed(2)}%`, "aria-hidden": "true" }), h("span", {}, percent(p)));
 }
 
 // ---- the draw --------------------------------------------------------------------------------------------------------
 
-function makeStrip(explained, rows, name, context) {
+const LETTER = 7.5; // pixels that a letter of a label takes, at most
+
+function makeStrip(explained, colours, name, width) {
   if (explained.token_id < 0 || explained.u === null) return [];
-  const colours = new Map(rows.map((id, i) => [id, i]));
-  const bars = pieces(explained.probabilities, rows).map(({ id, start, end }) => {
-    const colour = id === null ? context.colour("free") : context.colour(ownerColour(colours.get(id)));
+  const bars = pieces(explained.probabilities, [...colours.keys()]).map(({ id, start, end }) => {
     const label = id === null ? "others" : name(id);
-    return h("span", { class: `mv-piece${id === explained.token_id ? " mv-chosen" : ""}${id === null ? " mv-other" : ""}`,
-      style: `left:${100 * start}%;width:${100 * (end - start)}%;background:${colour}`, title: `${label}: ${percent(end - start)}` },
-    end - start > 0.06 ? h("span", {}, label) : null);
+    const chosen = id !== null && id === explained.token_id;
+    return h("span", { class: `mv-piece${chosen ? " mv-chosen" : ""}${id === null ? " mv-other" : ""}`, title: `${label}: ${percent(end - start)}`,
+      style: `left:${100 * start}%;width:${100 * (end - start)}%;${id === null ? "" : `background:${colours.get(id)}`}` },
+    (end - start) * width > LETTER * label.length + 18 ? h("span", {}, label) : null);
   });
   const at = 100 * explained.u;
   const side = at > 60 ? "mv-left" : "";
   return [
     h("p", { class: "mv-draw-title" }, "The draw: every surviving token has a piece of [0, 1), in the order of the token ids; a random number picks one."),
-    h("div", { class: "mv-line", role: "img", "aria-label": `u = ${explained.u.toFixed(4)} falls on ${name(explained.token_id)}` }, bars,
+    h("div", { class: "mv-line", role: "img", "aria-label": `u = ${explained.u.toFixed(4)} falls on ${name(explained.token_id)}` }, h("span", { class: "mv-pieces" }, bars),
       h("span", { class: `mv-needle ${side}`, style: `left:${at}%` }, h("span", {}, `u = ${explained.u.toFixed(4)}`))),
     h("div", { class: "mv-scale", "aria-hidden": "true" }, h("span", {}, "0"), h("span", {}, "1")),
   ];
