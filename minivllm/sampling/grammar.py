@@ -6,15 +6,16 @@ date.
 
 # Generated from nbs/3_model/17_grammar.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ff94073ade70 module=5efdc21a0ac0
+# literate: notebook=5adb1ddfc595 module=7187754c74e5
 
 import json as json_lib
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ __all__ = [
     "GrammarMatcher",
     "PendingGrammar",
     "grammar_text",
+    "special_token_ids",
     "without_additional_properties",
 ]
 
@@ -102,7 +104,13 @@ def _tag_parts(tag: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
     return tag["triggers"], tag["structures"]
 
 
-def _from_structural_tag(params: StructuredOutputsParams, special_tokens: Iterable[str]) -> str:
+def special_token_ids(tokenizer: Any) -> dict[str, int]:
+    """The tokens of a fast tokenizer that are no text: their ids. In a grammar, id 7 is `<[7]>`."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token.content: token_id for token_id, token in added.items() if token.special}
+
+
+def _from_structural_tag(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
     given = params.structural_tag
     triggers, structures = _tag_parts(json_lib.loads(given) if isinstance(given, str) else given or {})
     rules, names = [], []
@@ -116,7 +124,7 @@ def _from_structural_tag(params: StructuredOutputsParams, special_tokens: Iterab
         rest = " ".join(json_lib.dumps(text) for text in (begin[len(trigger) :],) if text)
         end = json_lib.dumps(structure["end"]) if structure["end"] else ""
         if trigger in special_tokens:  # one token, not text
-            head = f"TEXT {trigger}"
+            head = f"TEXT <[{special_tokens[trigger]}]>"
         else:
             rules.append(f"trigger_{i}[lazy]: TEXT {json_lib.dumps(trigger)}")
             head = f"trigger_{i}"
@@ -127,8 +135,8 @@ def _from_structural_tag(params: StructuredOutputsParams, special_tokens: Iterab
 
 
 # %% nbs/3_model/17_grammar.ipynb #grammar_text
-def grammar_text(params: StructuredOutputsParams, special_tokens: Iterable[str] = ()) -> str:
-    """The wish as the text of an llguidance grammar. GrammarError if it cannot be one."""
+def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The wish as the text of an llguidance grammar. ``special_tokens``: see `special_token_ids`. GrammarError if it cannot be one."""
     match params.kind:
         case "json" | "json_object":
             return _from_json(params)
@@ -252,7 +260,7 @@ class GrammarCompiler:
 
     # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-_compile
     def _compile(self, params: StructuredOutputsParams, engine_tokenizer: "Future[Any]") -> Any:
-        text = grammar_text(params, getattr(self.tokenizer, "all_special_tokens", ()))
+        text = grammar_text(params, special_token_ids(self.tokenizer))
         if len(text.encode()) > self.max_bytes:
             raise GrammarError(f"the grammar has {len(text.encode())} bytes, at most {self.max_bytes} are allowed")
         engine = _llguidance()

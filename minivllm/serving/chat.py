@@ -5,10 +5,11 @@ A model reads one line of tokens.
 
 # Generated from nbs/6_serving/08_chat.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c0fb6d77a243 module=1b4880410195
+# literate: notebook=3815aa106abf module=b3571e58652c
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,6 +18,7 @@ from fastapi.responses import Response
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.models.tokenizer import apply_chat_template
 from minivllm.sampling.params import SamplingParams
+from minivllm.serving.answers import AnswerReader, Said, structure, tool_use, whole_calls
 from minivllm.serving.completions import prompt_logprobs
 from minivllm.serving.errors import ApiError, as_api_error
 from minivllm.serving.generation import (
@@ -31,13 +33,18 @@ from minivllm.serving.generation import (
     unless_disconnected,
 )
 from minivllm.serving.protocol import ChatCompletionRequest, ChatMessage
+from minivllm.serving.reasoning import ReasoningParser
+from minivllm.serving.tool_parsers import HermesToolParser
+from minivllm.serving.tools import CallDelta, CallFormat, ToolUse, show_calls, show_tools
 
 __all__ = [
+    "ChatPlan",
     "ChatWriter",
     "chat",
     "chat_logprobs",
     "chat_params",
     "chat_router",
+    "plan_chat",
     "render_chat",
     "render_request",
     "token_bytes",
@@ -60,16 +67,26 @@ def render_chat(
     continue_final_message: bool,
     add_special_tokens: bool,
     template_kwargs: dict[str, Any],
+    tools: ToolUse | None = None,
+    form: CallFormat = HermesToolParser.form,
 ) -> tuple[str, list[int]]:
-    """The prompt's text and token ids. Raises ApiError or ValueError: a field that the template would drop, or that it refuses."""
+    """The prompt's text and token ids. Raises ApiError or ValueError: a field that the template would drop, or that it refuses.
+
+    ``form``: how functions, calls and results are shown where the template knows nothing of them.
+    """
     for name in template_kwargs:
         if name in _RESERVED:
             raise ApiError(400, f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs")
     plain = [message.for_template() for message in messages]
-    template = chat_template or str(tokenizer.chat_template or "")
+    definitions = None if tools is None else [function.definition() for function in tools.functions]
+    template = _template(tokenizer, chat_template, definitions)
+    if not _uses(template, "tool_calls"):
+        plain = show_calls(plain, form)
+    if tools is not None and not _uses(template, "tools"):
+        plain, definitions = show_tools(plain, tools, form), None
     for i, message in enumerate(plain):
-        for name in set(message) - {"role", "content"}:
-            if not re.search(rf"\b{name}\b", template):
+        for name in set(message) - {"role", "content", "tool_call_id"}:  # results are in the order of their calls
+            if not _uses(template, name):
                 what = f"messages[{i}].{name}"
                 raise ApiError(
                     400, f"{what}: the model's chat template has no use for it, it would be dropped", param=what
@@ -80,13 +97,28 @@ def render_chat(
         chat_template=chat_template,
         add_generation_prompt=add_generation_prompt and not continue_final_message,
         continue_final_message=continue_final_message,
+        tools=definitions,
         **template_kwargs,
     )
     return text, list(tokenizer(text).input_ids) if add_special_tokens else token_ids
 
 
-async def render_request(state: ServerState, body: Any) -> tuple[str, list[int]]:
+def _template(tokenizer: Any, chat_template: str | None, definitions: Any) -> str:
+    if chat_template is None and not tokenizer.chat_template:
+        return ""
+    return str(tokenizer.get_chat_template(chat_template, tools=definitions))
+
+
+def _uses(template: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", template) is not None
+
+
+async def render_request(
+    state: ServerState, body: Any, tools: ToolUse | None = None, template_kwargs: dict[str, Any] | None = None
+) -> tuple[str, list[int]]:
     """`render_chat` for a body with the fields of a chat, in the thread of the tokenizer. Raises ApiError."""
+    form = state.parsers.form_parser.form
+    assert form is not None, "that is what makes it a form parser"
     if body.chat_template is not None and not state.trust_request_chat_template:
         message = (
             "chat_template: this server takes no templates from requests (--trust-request-chat-template allows it)"
@@ -105,7 +137,9 @@ async def render_request(state: ServerState, body: Any) -> tuple[str, list[int]]
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 add_special_tokens=bool(body.add_special_tokens),
-                template_kwargs=body.chat_template_kwargs or {},
+                template_kwargs=(body.chat_template_kwargs or {}) | (template_kwargs or {}),
+                tools=tools,
+                form=form,
             )
         )
     except Exception as error:
@@ -148,8 +182,8 @@ def token_bytes(tokenizer: Any) -> Any:
 
 
 # %% nbs/6_serving/08_chat.ipynb #endpoint
-def chat_params(body: ChatCompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
-    """The request as SamplingParams. Raises what `SamplingParams` raises."""
+def chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: Any) -> SamplingParams:
+    """The request as SamplingParams. ``more``: fields that follow from the rest. Raises what `SamplingParams` raises."""
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     limit = limit if limit is not None else defaults.get("max_tokens")
     return body.sampling_params(
@@ -157,23 +191,58 @@ def chat_params(body: ChatCompletionRequest, defaults: dict[str, Any]) -> Sampli
         max_tokens=limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
+        **more,
     )
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """A conversation as the engine takes it, and how its answers are read."""
+
+    prompt: dict[str, Any]
+    params: SamplingParams
+    use: ToolUse | None
+    reasoning: Callable[[], ReasoningParser] | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that is written is content."""
+        return self.use is None and self.reasoning is None
+
+    def reader(self) -> AnswerReader:
+        """A reader for one answer."""
+        return AnswerReader(self.use, None if self.reasoning is None else self.reasoning())
+
+
+async def plan_chat(body: ChatCompletionRequest, state: ServerState) -> ChatPlan:
+    """Check a body and make its prompt. Raises ApiError."""
+    tokenizer, defaults = state.llm.get_tokenizer(), state.llm.get_default_sampling_params()
+    use, reasoner = tool_use(body, state.parsers), state.parsers.reasoning_parser
+    try:
+        chat_params(body, defaults)  # what is wrong with it is said before what is wrong with the messages
+        effort = {} if body.reasoning_effort in (None, "none") else {"reasoning_effort": body.reasoning_effort}
+        text, token_ids = await render_request(state, body, use, effort)
+        reasoning = None if reasoner is None else (lambda: reasoner(text))
+        form = structure(body.structure(), use, None if reasoning is None else reasoning(), tokenizer)
+        more: dict[str, Any] = {"structured_outputs": form}
+        if (use and use.parser.special_tokens) or (reasoner and reasoner.special_tokens):
+            more["skip_special_tokens"] = False
+        params = chat_params(body, defaults, **more)
+    except Exception as error:
+        raise as_api_error(error) from error
+    prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
+    if body.cache_salt is not None:
+        prompt["cache_salt"] = body.cache_salt
+    return ChatPlan(prompt, params, use, reasoning)
 
 
 async def chat(body: ChatCompletionRequest, request: Request, state: ServerState) -> dict[str, Any] | Response:
     """Answer one body."""
     name = request_name("chatcmpl", body.request_id, request.headers.get("x-request-id"))
     job = Job(state, name, state.check_model(body.model))
-    try:
-        params = chat_params(body, state.llm.get_default_sampling_params())
-    except Exception as error:
-        raise as_api_error(error) from error
-    text, token_ids = await render_request(state, body)
-    prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
-    if body.cache_salt is not None:
-        prompt["cache_salt"] = body.cache_salt
-    writer = ChatWriter(body, job, token_bytes(state.llm.get_tokenizer()) if body.logprobs else None)
-    await job.submit([prompt], params, body.priority, body.user or body.safety_identifier)
+    plan = await plan_chat(body, state)
+    writer = ChatWriter(body, job, plan)
+    await job.submit([plan.prompt], plan.params, body.priority, body.user or body.safety_identifier)
     if body.stream:
         return SSEResponse(job, writer.chunks())
     try:
@@ -184,34 +253,63 @@ async def chat(body: ChatCompletionRequest, request: Request, state: ServerState
 
 
 class ChatWriter:
-    """Writes one answer, whole or in pieces."""
+    """Writes the answers of one request, whole or in pieces."""
 
-    def __init__(self, body: ChatCompletionRequest, job: Job, to_bytes: Any) -> None:
-        self.body, self.job, self.to_bytes = body, job, to_bytes
+    def __init__(self, body: ChatCompletionRequest, job: Job, plan: ChatPlan) -> None:
+        self.body, self.job, self.plan = body, job, plan
+        self.tokenizer = job.state.llm.get_tokenizer()
+        self.to_bytes = token_bytes(self.tokenizer) if body.logprobs else None
+        self.readers = [plan.reader() for _ in range(body.n)]
+        self.waiting: list[CompletionOutput | None] = [None] * body.n
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.job.id, "object": kind, "created": self.job.created, "model": self.job.model}
 
-    def _choice(self, completion: CompletionOutput, name: str, message: dict[str, Any]) -> dict[str, Any]:
+    def _details(self, completion: CompletionOutput) -> dict[str, Any]:
+        """What belongs to tokens and not to text."""
         asked = self.body.logprobs and completion.logprobs is not None and completion.token_ids
         logprobs = chat_logprobs(completion, self.body.top_logprobs or 0, self.to_bytes) if asked else None
-        choice = {
-            "index": completion.index,
-            name: message,
-            "logprobs": logprobs,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-        }
-        return choice | ({"token_ids": completion.token_ids} if self.body.return_token_ids else {})
+        ids = {"token_ids": completion.token_ids} if self.body.return_token_ids else {}
+        return {"logprobs": logprobs, **ids}
+
+    def _usage(self, counter: Counter) -> dict[str, Any]:
+        bill = counter.usage()
+        if self.plan.reasoning is not None:
+            thought = sum(reader.count_thought_tokens(self.tokenizer.decode) for reader in self.readers)
+            bill["completion_tokens_details"] = {"reasoning_tokens": thought}
+        return bill
+
+    # Whole
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         counter = Counter()
         counter.add(0, output)
-        choices = [
-            self._choice(c, "message", {"role": "assistant", "content": c.text, "refusal": None})
-            for c in output.outputs
-        ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": counter.usage(), **self._prompt(output)}
+        choices = [self._choice(completion) for completion in output.outputs]
+        more = self._prompt(output)
+        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(counter), **more}
+
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        reader = self.readers[completion.index]
+        said = reader.push(completion)
+        made = whole_calls(said.calls)
+        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+        if made:
+            message["content"] = said.content or None
+            message["tool_calls"] = [self._call(delta) for delta in made]
+        if self.plan.reasoning is not None and self.body.include_reasoning:
+            message["reasoning"] = message["reasoning_content"] = said.thought or None
+        return {
+            "index": completion.index,
+            "message": message,
+            **self._details(completion),
+            "finish_reason": reader.finish_reason(completion),
+            "stop_reason": completion.stop_reason,
+        }
+
+    def _call(self, delta: CallDelta) -> dict[str, Any]:
+        assert self.plan.use is not None and delta.name is not None
+        function = {"name": delta.name, "arguments": delta.arguments}
+        return {"id": self.plan.use.parser.new_id(), "type": "function", "function": function}
 
     def _prompt(self, output: RequestOutput) -> dict[str, Any]:
         more: dict[str, Any] = {}
@@ -221,11 +319,41 @@ class ChatWriter:
             more["prompt_logprobs"] = prompt_logprobs(output)
         return more
 
+    # In pieces
+
+    def _deltas(self, said: Said) -> Iterator[dict[str, Any]]:
+        if said.thought and self.body.include_reasoning:
+            yield {"reasoning": said.thought, "reasoning_content": said.thought}
+        if said.content:
+            yield {"content": said.content}
+        for delta in said.calls:
+            if delta.name is not None:
+                yield {"tool_calls": [{"index": delta.index, **self._call(replace(delta, arguments=""))}]}
+            if delta.arguments:
+                yield {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.arguments}}]}
+
+    def _pieces(self, completion: CompletionOutput) -> Iterator[dict[str, Any]]:
+        """The choices of the chunks that a piece of one answer makes."""
+        reader, index = self.readers[completion.index], completion.index
+        deltas = list(self._deltas(reader.push(completion)))
+        tokens = completion if self.waiting[index] is None else _join(self.waiting[index], completion)
+        shows_tokens = (self.body.logprobs or self.body.return_token_ids) and tokens.token_ids
+        if not deltas and shows_tokens and (self.plan.is_plain or completion.finish_reason is not None):
+            deltas = [{"content": ""}]
+        self.waiting[index] = None if deltas else tokens
+        for delta in deltas:
+            yield {"index": index, "delta": delta, **self._details(tokens), "finish_reason": None}
+            tokens = replace(tokens, token_ids=[], logprobs=[])
+        if completion.finish_reason is not None:
+            reason = {"finish_reason": reader.finish_reason(completion), "stop_reason": completion.stop_reason}
+            yield {"index": index, "delta": {}, "logprobs": None, **reason}
+
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         head, counter = self._head("chat.completion.chunk"), Counter()
         unused = {"usage": None} if self.body.include_usage else {}
+        forced = self.plan.use is not None and self.plan.use.forced
         for index in range(self.body.n):
-            delta = {"role": "assistant", "content": ""}
+            delta = {"role": "assistant", "content": None if forced else "", "refusal": None}
             yield {
                 **head,
                 "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
@@ -235,16 +363,21 @@ class ChatWriter:
             check_output(output)
             counter.add(i, output)
             for completion in output.outputs:
-                if not completion.text and not completion.token_ids and completion.finish_reason is None:
-                    continue
-                delta = {"content": completion.text} if completion.text or completion.token_ids else {}
-                bill = {"usage": counter.usage()} if self.body.continuous_usage else unused
-                more = self._prompt(output) if output.finished else {}
-                yield {**head, "choices": [self._choice(completion, "delta", delta)], **bill, **more}
+                for choice in self._pieces(completion):
+                    bill = {"usage": self._usage(counter)} if self.body.continuous_usage else unused
+                    more = self._prompt(output) if output.finished and choice["finish_reason"] else {}
+                    yield {**head, "choices": [choice], **bill, **more}
             if output.finished:
                 self.job.state.observe(output, counter.generated[i])
         if self.body.include_usage:
-            yield {**head, "choices": [], "usage": counter.usage()}
+            yield {**head, "choices": [], "usage": self._usage(counter)}
+
+
+def _join(first: CompletionOutput | None, second: CompletionOutput) -> CompletionOutput:
+    """The tokens of two pieces of one answer."""
+    assert first is not None
+    logprobs = None if second.logprobs is None else [*(first.logprobs or ()), *second.logprobs]
+    return replace(second, token_ids=[*first.token_ids, *second.token_ids], logprobs=logprobs)
 
 
 def chat_router(state: ServerState) -> APIRouter:

@@ -6,7 +6,7 @@ pieces, count tokens, and stop everything when the client hangs up.
 
 # Generated from nbs/6_serving/06_generation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0e02811ac883 module=c4f93ee19f16
+# literate: notebook=f8d7487395f6 module=369f90e5bd11
 
 import asyncio
 import json
@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from minivllm.engine.async_llm import AsyncLLM, RequestStream
 from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling.params import SamplingParams
+from minivllm.serving.answers import ParserOptions
 from minivllm.serving.errors import ApiError, as_api_error
 
 __all__ = [
@@ -51,6 +52,7 @@ class ServerState:
 
     model_names: names that clients may use, the first is the one in answers. max_queue: requests that may wait beyond those
     that run (``max_num_seqs``), None for no limit. request_timeout: seconds for one answer, None for no limit.
+    parsers: how tool calls and thoughts are read.
     observe: called with every last output and the number of tokens generated, for the metrics. in_flight: engine requests of open HTTP requests.
     """
 
@@ -59,6 +61,7 @@ class ServerState:
     max_queue: int | None = None
     request_timeout: float | None = None
     trust_request_chat_template: bool = False
+    parsers: ParserOptions = field(default_factory=ParserOptions)
     observe: Callable[[RequestOutput, int], None] = lambda output, generated: None
     started: int = field(default_factory=lambda: int(time.time()))
     in_flight: int = 0

@@ -5,28 +5,39 @@ An OpenAI client has dozens of fields, vLLM adds more, and each release brings n
 
 # Generated from nbs/6_serving/05_protocol.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=25d1e18f8f2f module=3bfe89ef36cf
+# literate: notebook=dd87ef3bee03 module=941e550382f5
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from pydantic_core import PydanticCustomError
 
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 
 __all__ = [
+    "AllowedToolChoice",
+    "AllowedTools",
     "ApiModel",
     "ChatCompletionRequest",
     "ChatMessage",
     "ChatTemplateFields",
+    "ChatTool",
     "CompletionRequest",
     "ContentPart",
     "DetokenizeRequest",
+    "FunctionCall",
+    "FunctionDefinition",
+    "FunctionName",
     "JsonSchema",
+    "NamedToolChoice",
     "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
     "TokenizeRequest",
+    "ToolCall",
+    "ToolFields",
+    "check_tool_messages",
 ]
 
 
@@ -200,6 +211,34 @@ class ContentPart(ApiModel):
         return self
 
 
+_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+
+
+class FunctionCall(ApiModel):
+    name: str
+    arguments: str
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> "FunctionCall":
+        self.parsed()
+        return self
+
+    def parsed(self) -> dict[str, Any]:
+        """The arguments as an object. Raises ValueError if they are none."""
+        try:
+            return _OBJECT.validate_json(self.arguments or "{}")
+        except ValueError:
+            raise ValueError(f"arguments must be the text of a JSON object, got {self.arguments[:80]!r}") from None
+
+
+class ToolCall(ApiModel):
+    """A call that the model made earlier."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(ApiModel):
     unsupported: ClassVar = {"audio": ((), _LATER), "function_call": ((), "use tool_calls")}
 
@@ -207,16 +246,31 @@ class ChatMessage(ApiModel):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
+    @model_validator(mode="after")
+    def _fields_of_its_role(self) -> "ChatMessage":
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError(f"tool_calls belong to the role 'assistant', not {self.role!r}")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id belongs to the role 'tool', and to no other")
+        return self
+
     def for_template(self) -> dict[str, Any]:
-        """The dict that chat templates expect: content as one string, absent fields left out, developer a system role."""
+        """The dict that chat templates expect: content as one string, arguments as objects, absent fields left out, developer a system role."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text or part.refusal or "" for part in content)
-        more = {name: getattr(self, name) for name in ("name", "reasoning_content", "tool_calls", "tool_call_id")}
+        more: dict[str, Any] = {name: getattr(self, name) for name in ("name", "tool_call_id")}
+        more["reasoning_content"] = self.reasoning_content if self.reasoning is None else self.reasoning
+        if self.tool_calls:
+            more["tool_calls"] = [
+                {"id": c.id, "type": c.type, "function": {"name": c.function.name, "arguments": c.function.parsed()}}
+                for c in self.tool_calls
+            ]
         role = "system" if self.role == "developer" else self.role
         text = self.refusal if content is None else content
         return {"role": role, "content": text or ""} | {
@@ -225,7 +279,73 @@ class ChatMessage(ApiModel):
 
 
 # %% nbs/6_serving/05_protocol.ipynb #ChatTemplateFields
-class ChatTemplateFields(ApiModel):
+class FunctionDefinition(ApiModel):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _parameters_are_an_object(self) -> "FunctionDefinition":
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object":
+            raise ValueError(f"parameters must be a JSON schema of type 'object', got {kind!r}")
+        return self
+
+
+class ChatTool(ApiModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(ApiModel):
+    name: str
+
+
+class NamedToolChoice(ApiModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(ApiModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1)]
+
+
+class AllowedToolChoice(ApiModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class ToolFields(ApiModel):
+    """Functions that the model may call."""
+
+    tools: list[ChatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "ToolFields":
+        names = [tool.function.name for tool in self.tools or ()]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise PydanticCustomError(
+                    "twice", "two tools have the name {name}", {"name": name, "field": f"tools[{i}]"}
+                )
+        return self
+
+
+def check_tool_messages(messages: Sequence[ChatMessage]) -> None:
+    """Every result must belong to a call before it. Raises PydanticCustomError that names the message."""
+    made: set[str] = set()
+    for i, message in enumerate(messages):
+        made.update(call.id for call in message.tool_calls or ())
+        if message.role == "tool" and message.tool_call_id not in made:
+            what = {"field": f"messages[{i}].tool_call_id", "id": repr(message.tool_call_id)}
+            raise PydanticCustomError("no_call", "{field}: no message before it has a tool call with the id {id}", what)
+
+
+class ChatTemplateFields(ToolFields):
     """How messages become a prompt."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -235,14 +355,16 @@ class ChatTemplateFields(ApiModel):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _results_have_calls(self) -> "ChatTemplateFields":
+        check_tool_messages(self.messages)
+        return self
+
 
 class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     """`POST /v1/chat/completions`."""
 
     unsupported: ClassVar = {
-        "tools": (([],), _LATER),
-        "tool_choice": (("none", "auto"), "there are no tools"),
-        "parallel_tool_calls": ((True, False), "there are no tools"),
         "functions": (([],), "deprecated"),
         "function_call": (("none",), "deprecated"),
         "modalities": ((["text"],), "text is all that the models served here produce"),
@@ -251,11 +373,11 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
         "store": ((False,), "nothing is stored here"),
         "metadata": (({},), "nothing is stored here"),
         "service_tier": (("auto", "default"), "there is one tier"),
-        "reasoning_effort": (("none",), "the models served here do not reason"),
         "verbosity": (("medium",), _LATER),
         "web_search_options": ((), _LATER),
         "moderation": ((), _LATER),
         "prompt_cache_key": ((), "the prefix cache finds equal prefixes by itself; cache_salt keeps users apart"),
+        "prompt_cache_options": ((), "the prefix cache has no options"),
         "prompt_cache_retention": ((), "cached prefixes are kept while there is room"),
         "documents": (([],), _LATER),
         "echo": ((False,), _LATER),
@@ -268,6 +390,8 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     prompt_logprobs: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatCompletionRequest":
@@ -282,7 +406,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
 
 
 # %% nbs/6_serving/05_protocol.ipynb #TokenizeRequest
-class TokenizeRequest(ApiModel):
+class TokenizeRequest(ToolFields):
     """`POST /tokenize`: a prompt, or messages as they would go to the model."""
 
     model: str | None = None
@@ -299,6 +423,9 @@ class TokenizeRequest(ApiModel):
     def _one_source(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.tools and self.messages is None:
+            raise ValueError("tools need messages")
+        check_tool_messages(self.messages or ())
         return self
 
 

@@ -5,7 +5,7 @@ Half a brace is not a call.
 
 # Generated from nbs/6_serving/13_tool_parsers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8e286b0a68b6 module=3e7b12f332e8
+# literate: notebook=242ae85b7da8 module=8e96d4066cc8
 
 import ast
 import json
@@ -15,6 +15,7 @@ from collections.abc import Collection, Generator, Sequence
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from minivllm.sampling.grammar import special_token_ids
 from minivllm.serving.tools import (
     CallDelta,
     CallFormat,
@@ -345,7 +346,7 @@ def marked_rules(
     form: CallFormat, begin: str, functions: Sequence[Function], parallel: bool, tokenizer: Any
 ) -> list[str]:
     """Rules for free text in which whatever stands behind the mark ``begin`` is a call that fits."""
-    special = begin in tokenizer.all_special_tokens
+    special = begin in special_token_ids(tokenizer)
     head = f"head: TEXT {literal(begin, tokenizer)}" if special else f"head[lazy]: TEXT {literal(begin, tokenizer)}"
     rest = CallFormat(form.begin.removeprefix(begin), form.end, form.separator, form.each, form.arguments)
     tail = "(head calls)* TEXT" if parallel and form.each else "(head calls)? TEXT"

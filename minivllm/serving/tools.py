@@ -5,7 +5,7 @@ It writes text that says so, in the manner that its family was trained on.
 
 # Generated from nbs/6_serving/12_tools.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=45f406396855 module=ad3d34c1384f
+# literate: notebook=0dfec503f692 module=c6897430e61a
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
 
-from minivllm.sampling.grammar import without_additional_properties
+from minivllm.sampling.grammar import special_token_ids, without_additional_properties
 from minivllm.serving.errors import ApiError
 
 __all__ = [
@@ -114,11 +114,10 @@ class CallFormat:
 # %% nbs/6_serving/12_tools.ipynb #literal
 def literal(text: str, tokenizer: Any) -> str:
     """``text`` as terms of a Lark rule. A special token of the vocabulary is one token there and not its letters."""
-    special = sorted((token for token in tokenizer.all_special_tokens if token in text), key=len, reverse=True)
+    ids = special_token_ids(tokenizer)
+    special = sorted((token for token in ids if token in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
-    return " ".join(
-        f"<[{tokenizer.convert_tokens_to_ids(part)}]>" if part in special else quoted(part) for part in parts if part
-    )
+    return " ".join(f"<[{ids[part]}]>" if part in special else quoted(part) for part in parts if part)
 
 
 def quoted(value: Any) -> str:

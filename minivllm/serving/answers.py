@@ -1,0 +1,221 @@
+"""What is in an answer?
+
+Thoughts, words, and calls: one text holds all three, and every client wants them apart.
+"""
+
+# Generated from nbs/6_serving/15_answers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=aab3463ec222 module=58c916d63275
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from minivllm.engine.outputs import CompletionOutput
+from minivllm.sampling.grammar import without_additional_properties
+from minivllm.serving.errors import ApiError
+from minivllm.serving.protocol import AllowedToolChoice, NamedToolChoice, ToolFields
+from minivllm.serving.reasoning import REASONING_PARSERS, ReasoningParser, tokens_up_to
+from minivllm.serving.tool_parsers import HermesToolParser
+from minivllm.serving.tools import TOOL_PARSERS, CallDelta, Function, ToolParser, ToolUse, quoted
+
+__all__ = ["AnswerReader", "ParserOptions", "Said", "structure", "tool_use", "whole_calls"]
+
+
+# %% nbs/6_serving/15_answers.ipynb #tool_use
+@dataclass(frozen=True)
+class ParserOptions:
+    """How one server reads answers. tool_parser: None if models are not known to call functions unasked. auto: they may."""
+
+    tool_parser: type[ToolParser] | None = None
+    auto: bool = False
+    reasoning_parser: type[ReasoningParser] | None = None
+
+    @classmethod
+    def from_names(cls, tool_call_parser: str | None, auto: bool, reasoning_parser: str | None) -> "ParserOptions":
+        """Look the parsers up. Raises ValueError that lists the known ones."""
+        if auto and tool_call_parser is None:
+            raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
+        tools = _known("--tool-call-parser", tool_call_parser, TOOL_PARSERS)
+        return cls(tools, auto, _known("--reasoning-parser", reasoning_parser, REASONING_PARSERS))
+
+    @property
+    def form_parser(self) -> type[ToolParser]:
+        """A parser with a form, to force calls in; Hermes' where the family's own has none."""
+        has_form = self.tool_parser is not None and self.tool_parser.form is not None
+        return self.tool_parser if self.tool_parser is not None and has_form else HermesToolParser
+
+
+def _known(flag: str, name: str | None, parsers: dict[str, Any]) -> Any:
+    if name is None:
+        return None
+    if name not in parsers:
+        raise ValueError(f"{flag} {name!r} is not known; {', '.join(sorted(parsers))} are")
+    return parsers[name]
+
+
+def tool_use(body: ToolFields, options: ParserOptions) -> ToolUse | None:
+    """What the request says about calls; None if none may be made. Raises ApiError."""
+    choice = body.tool_choice
+    if not body.tools:
+        if choice not in (None, "none", "auto"):
+            raise ApiError(400, "tool_choice: it needs tools", param="tool_choice")
+        return None
+    if choice == "none":
+        return None
+    functions = [
+        Function(tool.function.name, tool.function.description, tool.function.parameters, bool(tool.function.strict))
+        for tool in body.tools
+    ]
+    parallel = body.parallel_tool_calls is not False
+    if isinstance(choice, NamedToolChoice):
+        named = _only(functions, [choice.function.name])
+        return ToolUse(named, "named", False, options.form_parser)
+    if isinstance(choice, AllowedToolChoice):
+        functions = _only(functions, [tool.function.name for tool in choice.allowed_tools.tools])
+        choice = choice.allowed_tools.mode
+    if choice == "required":
+        return ToolUse(functions, "required", parallel, options.form_parser)
+    if not options.auto or options.tool_parser is None:
+        message = (
+            "tool_choice 'auto' needs a server started with --enable-auto-tool-choice and --tool-call-parser; 'required',"
+            " 'none' and a named function do not"
+        )
+        raise ApiError(400, message, param="tool_choice")
+    return ToolUse(functions, "auto", parallel, options.tool_parser)
+
+
+def _only(functions: Sequence[Function], names: Sequence[str]) -> list[Function]:
+    known = {function.name: function for function in functions}
+    for name in names:
+        if name not in known:
+            raise ApiError(400, f"tool_choice: there is no function {name!r} among the tools", param="tool_choice")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+# %% nbs/6_serving/15_answers.ipynb #structure
+def structure(
+    wish: dict[str, Any] | None,
+    use: ToolUse | None,
+    reasoning: ReasoningParser | None,
+    tokenizer: Any,
+) -> dict[str, Any] | None:
+    """What the text must look like, as fields of StructuredOutputsParams, when calls and thoughts have their places in it.
+
+    ``wish``: the same for an answer alone. Raises ApiError where the parts do not go together.
+    """
+    rules: list[str] | None = None
+    if use is not None:
+        answer = None if wish is None else _schema(wish)
+        if wish is not None and answer is None:
+            raise ApiError(400, "structured_outputs: with tools it can be json only", param="structured_outputs")
+        rules = use.grammar(tokenizer, None if use.forced else answer)
+    if rules is None and wish is not None and reasoning is not None and reasoning.thinking is not False:
+        rules = [f"start: {_terms(wish)}"]
+    if rules is None:
+        return wish
+    if reasoning is not None:
+        rules = reasoning.rules(rules, tokenizer)
+    return {"grammar": "\n".join(["%llguidance {}", *rules])}
+
+
+def _schema(wish: dict[str, Any]) -> dict[str, Any] | None:
+    """The JSON schema of a wish, with its options inside; None for a wish of another kind."""
+    schema = {"type": "object"} if wish.get("json_object") else wish.get("json")
+    if not isinstance(schema, dict):
+        return None
+    if wish.get("disable_additional_properties"):
+        schema = without_additional_properties(schema)
+    options: dict[str, Any] = {"whitespace_flexible": not wish.get("disable_any_whitespace")}
+    if wish.get("whitespace_pattern"):
+        options["whitespace_pattern"] = wish["whitespace_pattern"]
+    return {**schema, "x-guidance": options}
+
+
+def _terms(wish: dict[str, Any]) -> str:
+    """A wish as terms of a Lark rule."""
+    schema = _schema(wish)
+    if schema is not None:
+        return f"%json {quoted(schema)}"
+    if isinstance(wish.get("choice"), list) and wish["choice"]:
+        return " | ".join(quoted(text) for text in wish["choice"])
+    if isinstance(wish.get("regex"), str):
+        return "/" + wish["regex"].replace("/", "\\/").replace("::=", ":\\x3a=") + "/"
+    kind = next(iter(wish), "nothing")
+    raise ApiError(
+        400,
+        f"structured_outputs.{kind}: not implemented for a model that thinks first; json, json_object, choice and regex are",
+        param=f"structured_outputs.{kind}",
+    )
+
+
+# %% nbs/6_serving/15_answers.ipynb #Said
+@dataclass(slots=True)
+class Said:
+    """What a piece of an answer has turned out to say."""
+
+    thought: str = ""
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+class AnswerReader:
+    """Divides one answer into thoughts, content and calls, while it comes or when it is whole."""
+
+    def __init__(self, use: ToolUse | None, reasoning: ReasoningParser | None) -> None:
+        self.use, self.reasoning = use, reasoning
+        self.tools = None if use is None else use.reader()
+        self.num_calls = 0
+        self._thought = False
+        self._token_ids: list[int] = []
+
+    def push(self, completion: CompletionOutput) -> Said:
+        """Take what is new of the answer; its finish reason says that it is the last."""
+        last = completion.finish_reason is not None
+        said = Said(content=completion.text)
+        if self.reasoning is not None:
+            self._think(self.reasoning, said, last)
+            self._token_ids += completion.token_ids
+        if self.tools is not None:
+            self._find_calls(said, last)
+        return said
+
+    def _think(self, parser: ReasoningParser, said: Said, last: bool) -> None:
+        before = parser.thinking
+        said.thought, said.content = parser.push(said.content)
+        if last:
+            thought, content = parser.end()
+            said.thought, said.content = said.thought + thought, said.content + content
+        self._thought = self._thought or bool(before or parser.thinking or said.thought)
+
+    def count_thought_tokens(self, decode: Callable[[Sequence[int]], str]) -> int:
+        """Tokens of the thoughts so far, with their tags."""
+        if self.reasoning is None or not self._thought:
+            return 0
+        if self.reasoning.thinking:
+            return len(self._token_ids)
+        return tokens_up_to(self.reasoning.end_mark, self._token_ids, decode)
+
+    def _find_calls(self, said: Said, last: bool) -> None:
+        assert self.tools is not None and self.use is not None
+        pieces = [self.tools.push(said.content), *([self.tools.end()] if last else [])]
+        said.content = "" if self.use.forced else "".join(piece.content for piece in pieces)
+        for delta in (delta for piece in pieces for delta in piece.calls):
+            if delta.index == 0 or self.use.parallel:
+                said.calls.append(delta)
+                self.num_calls = max(self.num_calls, delta.index + 1)
+
+    def finish_reason(self, completion: CompletionOutput) -> str | None:
+        """OpenAI's: an answer that ended with calls says so, unless the client had named the function."""
+        if completion.finish_reason == "stop" and self.num_calls and self.use is not None and self.use.mode != "named":
+            return "tool_calls"
+        return completion.finish_reason
+
+
+def whole_calls(deltas: Sequence[CallDelta]) -> list[CallDelta]:
+    """The calls that pieces add up to."""
+    calls: dict[int, CallDelta] = {}
+    for delta in deltas:
+        before = calls.get(delta.index)
+        calls[delta.index] = delta if before is None else replace(before, arguments=before.arguments + delta.arguments)
+    return list(calls.values())

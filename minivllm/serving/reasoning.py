@@ -1,0 +1,143 @@
+"""Where does thinking end?
+
+Some models think aloud before they answer, between two tags.
+"""
+
+# Generated from nbs/6_serving/14_reasoning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=df1283320940 module=38ee46c52f37
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from minivllm.sampling.grammar import special_token_ids
+from minivllm.serving.tool_parsers import held_back
+from minivllm.serving.tools import literal
+
+__all__ = [
+    "REASONING_PARSERS",
+    "DeepSeekR1ReasoningParser",
+    "MistralReasoningParser",
+    "Qwen3ReasoningParser",
+    "ReasoningParser",
+    "register_reasoning_parser",
+    "tokens_up_to",
+]
+
+
+# %% nbs/6_serving/14_reasoning.ipynb #ReasoningParser
+class ReasoningParser:
+    """Divides an answer into thoughts and content: make one for each answer, `push` its text, then `end`.
+
+    A family of one's own is a subclass, made known by `register_reasoning_parser`.
+    ``prompt``: what the answer goes on from. Its last word counts if it is a tag: templates open and close thoughts so.
+    """
+
+    start: ClassVar[str] = "<think>"
+    end_mark: ClassVar[str] = "</think>"
+    always: ClassVar[bool] = False
+    """Whether the model thinks first even if no opening tag says so."""
+    special_tokens: ClassVar[bool] = False
+    """Whether the tags are special tokens, so that these must be in the text."""
+
+    def __init__(self, prompt: str) -> None:
+        asked = prompt.rstrip()
+        skips = asked.endswith(self.end_mark)
+        self.thinking: bool | None = asked.endswith(self.start) or (False if skips else self.always or None)
+        """Whether what comes next is a thought; None while only the text can tell."""
+        self._buffer = ""
+        self._at_start = not skips
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Take more of the text; returns the thoughts and the content that can be told by now."""
+        self._buffer += text
+        if self._at_start:
+            self._look_for_start()
+        if self._at_start:
+            return "", ""
+        if not self.thinking:
+            return "", self._take(len(self._buffer))
+        at = self._buffer.find(self.end_mark)
+        if at < 0:
+            return self._take(len(self._buffer) - held_back(self._buffer, self.end_mark)), ""
+        thought = self._take(at)
+        self._take(len(self.end_mark))
+        self.thinking = False
+        return thought, self._take(len(self._buffer))
+
+    def end(self) -> tuple[str, str]:
+        """The text is over: returns the rest."""
+        rest = self._take(len(self._buffer))
+        return (rest, "") if self.thinking else ("", rest)
+
+    def _look_for_start(self) -> None:
+        begun = self._buffer.lstrip()
+        if begun.startswith(self.start):
+            self.thinking, self._buffer = True, begun[len(self.start) :]
+        elif self.start.startswith(begun):
+            return  # too short to tell
+        self.thinking, self._at_start = bool(self.thinking), False
+
+    def _take(self, count: int) -> str:
+        text, self._buffer = self._buffer[:count], self._buffer[count:]
+        return text
+
+    # The same in a grammar, for an answer that must have a form behind the thoughts.
+
+    def rules(self, body: Sequence[str], tokenizer: Any) -> list[str]:
+        """Lark rules that let thoughts come before what ``body``, rules from ``start`` on, allows."""
+        if self.thinking is False:
+            return list(body)
+        special = self.end_mark in special_token_ids(tokenizer)
+        thought = f"thought{'' if special else '[lazy]'}: THOUGHT {literal(self.end_mark, tokenizer)}"
+        opening = f"opened: {literal(self.start, tokenizer)} thought SPACE"
+        start = "opened | thought SPACE" if self.thinking else "opened?"
+        first, *others = body
+        spaces = ["THOUGHT: /(.|\\n)*/", "SPACE: /\\s*/"]
+        return [f"start: ({start}) body" if self.thinking else f"start: {start} body",
+                first.replace("start:", "body:", 1), thought, opening, *spaces, *others]  # fmt: skip
+
+
+# %% nbs/6_serving/14_reasoning.ipynb #register
+Parser = TypeVar("Parser", bound=type[ReasoningParser])
+REASONING_PARSERS: dict[str, type[ReasoningParser]] = {}
+
+
+def register_reasoning_parser(*names: str) -> Callable[[Parser], Parser]:
+    """Class decorator: make a `ReasoningParser` known under these names."""
+
+    def register(cls: Parser) -> Parser:
+        REASONING_PARSERS.update(dict.fromkeys(names, cls))
+        return cls
+
+    return register
+
+
+@register_reasoning_parser("qwen3")
+class Qwen3ReasoningParser(ReasoningParser):
+    """``<think>...</think>``, if the model writes it or the prompt has opened it."""
+
+
+@register_reasoning_parser("deepseek_r1")
+class DeepSeekR1ReasoningParser(ReasoningParser):
+    """Thoughts from the beginning, to ``</think>``: a text without the mark is all thought."""
+
+    always = True
+
+
+@register_reasoning_parser("mistral")
+class MistralReasoningParser(ReasoningParser):
+    """``[THINK]...[/THINK]``."""
+
+    start, end_mark = "[THINK]", "[/THINK]"
+    special_tokens = True
+
+
+# %% nbs/6_serving/14_reasoning.ipynb #tokens_up_to
+def tokens_up_to(mark: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
+    """How many tokens it takes until ``mark`` is in their text, which it is in the end."""
+    low, high = 0, len(token_ids)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if mark in decode(token_ids[:middle]) else (middle + 1, high)
+    return low
