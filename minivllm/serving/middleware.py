@@ -6,7 +6,7 @@ what is its id, and what goes into the log.
 
 # Generated from nbs/6_serving/10_middleware.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d5472223c97f module=bd56703576f9
+# literate: notebook=dd040ba7c7d3 module=0f6a288e0a3d
 
 import hashlib
 import hmac
@@ -74,7 +74,10 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 class ApiKey:
     """Lets in who sends ``Authorization: Bearer KEY`` with one of the keys, and anybody to the paths in ``OPEN``."""
 
-    OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/docs", "/redoc", "/openapi.json"})
+    OPEN = frozenset(
+        {"/health", "/ping", "/version", "/metrics", "/load", "/docs", "/redoc", "/openapi.json"}
+        | {"/dashboard", "/dashboard/samples"}  # a browser's first request has no key; no more is told than by /metrics
+    )
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app, self.hashes = app, [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -101,7 +104,10 @@ class AccessLog:
     """One line a request in the logger ``minivllm.access``, plain or JSON, and the header X-Request-Id in the answer."""
 
     def __init__(
-        self, app: ASGIApp, as_json: bool = False, quiet_paths: Sequence[str] = ("/health", "/metrics")
+        self,
+        app: ASGIApp,
+        as_json: bool = False,
+        quiet_paths: Sequence[str] = ("/health", "/metrics", "/dashboard/samples"),
     ) -> None:
         self.app, self.as_json, self.quiet_paths = app, as_json, frozenset(quiet_paths)
 

@@ -20,7 +20,7 @@ DOWNHILL: dict[str, set[str]] = {
     "sampling": {"core"},
     "runtime": {"core", *NUMERIC},
     "engine": {"core", *NUMERIC, "runtime"},
-    "serving": {"core", *NUMERIC, "runtime", "engine"},
+    "serving": {"core", *NUMERIC, "runtime", "engine", "viz"},  # its dashboard
     "minivllm_kernels": set(),
     "literate": set(),  # works where nothing is installed
 }
