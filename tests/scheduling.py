@@ -70,6 +70,7 @@ class Driver:
         self.done = len(self.trace.events)
         folded, live = self.fold.state(), self.scheduler.state()
         assert folded == live
+        assert self.fold.num_cached_free == sum(live.hashes[block] is not None for block in live.free)
         fault = find_fault(live)
         assert fault is None, fault
         pool = self.scheduler.kv.pool

@@ -5,7 +5,7 @@ Who goes first, how much does each get, who gives up memory, and which cached bl
 
 # Generated from nbs/1_core/09_policy.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fa6b3fee7f6e module=c8e7d5802d32
+# literate: notebook=30cd856df70d module=6c7fe036d197
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ __all__ = [
     "LFU",
     "LRU",
     "Clairvoyant",
+    "Combined",
     "DeepestFirst",
     "FairShare",
     "LongestPrefixMatch",
@@ -36,6 +37,7 @@ __all__ = [
     "ShortestFirst",
     "View",
     "Watchdog",
+    "arguments_of",
     "combine",
     "overrides",
 ]
@@ -213,19 +215,34 @@ class Clairvoyant(Policy):
 
 
 # %% nbs/1_core/09_policy.ipynb #combine
+class Combined(Policy):
+    """What `combine` makes. `parts`: the policy behind each hook."""
+
+    def __init__(self, parts: dict[str, Policy]) -> None:
+        self.parts = parts
+
+
 def combine(
     order: Policy | None = None, chunk: Policy | None = None, victim: Policy | None = None, evict: Policy | None = None
 ) -> Policy:
     """One policy that asks a different one for each question; None means first come, first served."""
     parts = {"order": order, "chunk": chunk, "victim": victim, "evict": evict}
-    combined = Policy()
+    combined = Combined({hook: part for hook, part in parts.items() if part is not None})
     for hook, part in parts.items():
         if part is not None and overrides(part, hook):
             setattr(combined, hook, getattr(part, hook))
     if order is not None and order.key is not None:
         combined.key = order.key
-    vars(combined)["parts"] = {hook: part.name for hook, part in parts.items() if part is not None}
     return combined
+
+
+def arguments_of(policy: Policy) -> dict[str, Any]:
+    """What a policy was made with, for the header of a trace: those of its attributes that are plain values; of a combined one, its parts."""
+    if isinstance(policy, Combined):
+        return {hook: {"name": part.name, "arguments": arguments_of(part)} for hook, part in policy.parts.items()}
+    return {
+        name: value for name, value in vars(policy).items() if value is None or isinstance(value, str | int | float)
+    }
 
 
 # %% nbs/1_core/09_policy.ipynb #PolicyError

@@ -5,7 +5,7 @@ Which tokens are computed in the next step?
 
 # Generated from nbs/1_core/10_scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=33816b698be9 module=e84aebf28b23
+# literate: notebook=d83970ec9395 module=68a41afacd8a
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
-from minivllm.core.policy import FCFS, Policy, PolicyError, PolicyGuard, Priority, SchedulerView
+from minivllm.core.policy import FCFS, Policy, PolicyError, PolicyGuard, Priority, SchedulerView, arguments_of
 from minivllm.core.request import FinishReason, Request, RequestStatus
 from minivllm.core.trace import RequestState, State, Trace, TraceHeader
 
@@ -149,7 +149,7 @@ class Scheduler:
     ) -> None:
         if isinstance(preemption, Swap):
             cache = CacheConfig(**{**asdict(cache), "num_cpu_blocks": preemption.num_cpu_blocks})
-        self.config, self.cache = config, cache
+        self.config, self.cache, self.kv_cache = config, cache, kv_cache
         self.preemption = preemption or (Swap(cache.num_cpu_blocks) if cache.num_cpu_blocks else Recompute())
         self.clock = clock or WallClock()
         self.kv = KVCacheManager(cache, kv_cache, config.max_num_batched_tokens)
@@ -247,6 +247,8 @@ class Scheduler:
         self.requests[request.request_id] = request
         if self.trace is not None:
             self.trace(_add_event(request))
+            if attributes := _attributes(request):
+                self.trace(("attributes", request.request_id, attributes))
         self.waiting.add(request)
 
     # %% nbs/1_core/10_scheduler.ipynb #Scheduler-schedule
@@ -543,7 +545,7 @@ class Scheduler:
                     request_id, new, request.finish_reason, request.stop_reason, None, None, request.num_cached_tokens
                 )
             )
-        gained = {out.request_id: out.new_token_ids for out in outputs} if self.trace is not None else None
+        gained = {out.request_id: tuple(out.new_token_ids) for out in outputs} if self.trace is not None else None
         if result.logprobs or result.prompt_logprobs or result.errors:
             self._attach(result, outputs, ended)
         if gained is not None and self.trace is not None:
@@ -658,6 +660,12 @@ class Scheduler:
             num_cpu_blocks=self.cache.num_cpu_blocks,
             policy=self.policy.name,
             settings=settings,
+            policy_arguments=arguments_of(self.policy),
+            preemption="swap" if isinstance(self.preemption, Swap) else "recompute",
+            groups=[
+                {"spec": asdict(group.spec), "layers": list(group.layers)}
+                for group in (self.kv_cache.groups if self.kv_cache else ())
+            ],
         )
         trace = Trace(header, self.state())
         self._recorder = trace.events.append
@@ -703,3 +711,14 @@ def _add_event(r: Request) -> tuple[Any, ...]:
         "add", r.request_id, r.num_prompt_tokens, r.max_tokens, r.arrival_time, r.priority, r.user,
         tuple(r.all_token_ids[: r.num_prompt_tokens]), tuple(r.output_token_ids), r.sequence_number,
     )  # fmt: skip
+
+
+def _attributes(r: Request) -> dict[str, Any]:
+    """What few requests have and decisions depend on."""
+    rare = {
+        "cache_salt": r.cache_salt,
+        "lora_name": r.lora_name,
+        "extra_keys": r.extra_keys,
+        "skip_reading_prefix_cache": r.skip_reading_prefix_cache,
+    }
+    return {name: value for name, value in rare.items() if value not in (None, (), False)}

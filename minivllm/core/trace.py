@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b3ea15bef389 module=f24af9f75eb3
+# literate: notebook=e2d79f5359c6 module=754ba0df9976
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 # %% nbs/1_core/08_trace.ipynb #code-7cbc30
 Event = tuple[Any, ...]
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 
 
 # %% nbs/1_core/08_trace.ipynb #RequestState
@@ -97,12 +97,18 @@ class State:
 
 # %% nbs/1_core/08_trace.ipynb #Fold
 class Fold:
-    """Applies events to a state. `state()` gives a copy of where it stands."""
+    """Applies events to a state. `state()` gives a copy of where it stands.
+
+    Attributes:
+        now: the state itself; its free lists are filled in by `state()` only.
+        num_cached_free: free blocks whose content could be reused.
+    """
 
     def __init__(self, start: State) -> None:
         self.now = start.copy()
         self._free = OrderedDict.fromkeys(start.free)
         self._cpu_free = OrderedDict.fromkeys(start.cpu_free)
+        self.num_cached_free = sum(start.hashes[block] is not None for block in start.free)
         self._handlers = {name[4:]: getattr(self, name) for name in dir(type(self)) if name.startswith("_do_")}
 
     def apply(self, event: Event) -> None:
@@ -128,7 +134,7 @@ class Fold:
     def _ignore(self, *args: Any) -> None:
         pass
 
-    _do_step = _do_wait = _do_chunk = _do_order = _do_policy_error = _ignore
+    _do_attributes = _do_step = _do_wait = _do_chunk = _do_order = _do_policy_error = _ignore
 
     # %% nbs/1_core/08_trace.ipynb #Fold-_do_add
     def _do_add(
@@ -165,7 +171,7 @@ class Fold:
         for request, n in num_scheduled.items():
             self.now.requests[request].num_computed_tokens += n
 
-    def _do_update(self, time: float, tokens: dict[str, list[int]]) -> None:
+    def _do_update(self, time: float, tokens: dict[str, tuple[int, ...]]) -> None:
         for request, new in tokens.items():
             self.now.requests[request].num_tokens += len(new)
 
@@ -189,6 +195,7 @@ class Fold:
                     raise ValueError(f"request {request} shares block {block}, which holds nothing reusable")
                 if self.now.ref_cnt[block] == 0:
                     del self._free[block]
+                    self.num_cached_free -= 1
                 self.now.ref_cnt[block] += 1
 
     def _do_cache(
@@ -204,6 +211,8 @@ class Fold:
                 self._free[block] = None
                 if self.now.hashes[block] is None:
                     self._free.move_to_end(block, last=False)
+                else:
+                    self.num_cached_free += 1
 
     def _do_free(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
         self.now.requests[request].tables[group] = []
@@ -215,10 +224,12 @@ class Fold:
 
     def _do_evict(self, block: int, name: bytes) -> None:
         self.now.hashes[block] = None
+        self.num_cached_free -= 1
         self._free.move_to_end(block, last=False)
 
     def _do_reset(self) -> None:
         self.now.hashes = [None] * len(self.now.hashes)
+        self.num_cached_free = 0
 
     def _do_swap_out(self, request: str, pairs: tuple[tuple[int, int], ...]) -> None:
         for _, cpu in pairs:
@@ -235,7 +246,17 @@ class Fold:
 # %% nbs/1_core/08_trace.ipynb #TraceHeader
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
-    """What a trace was recorded with. `settings` holds plain values only."""
+    """What a trace was recorded with. Plain values only.
+
+    Attributes:
+        version: of the events; a file of another version is refused.
+        block_size, num_blocks, num_cpu_blocks: of the pools, the null block of the first one counted.
+        num_groups: KV cache groups.
+        groups: for each of them `{"spec": fields of its KVCacheSpec, "layers": numbers}`; empty if no model was told.
+        policy, policy_arguments: its name, and what it was made with (see `Policy.arguments`).
+        preemption: "recompute" or "swap".
+        settings: fields of `SchedulerConfig` and `CacheConfig`.
+    """
 
     version: int = TRACE_VERSION
     block_size: int = 16
@@ -244,6 +265,9 @@ class TraceHeader:
     num_cpu_blocks: int = 0
     policy: str = "FCFS"
     settings: dict[str, Any] = field(default_factory=dict)
+    policy_arguments: dict[str, Any] = field(default_factory=dict)
+    preemption: str = "recompute"
+    groups: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Trace:
@@ -385,7 +409,9 @@ class Trace:
             elif kind == "schedule" or kind == "update":
                 if request_id in event[-1]:
                     what = event[-1][request_id]
-                    text = f"{what} token{'s' * (what != 1)} scheduled" if kind == "schedule" else f"sampled {what}"
+                    text = (
+                        f"{what} token{'s' * (what != 1)} scheduled" if kind == "schedule" else f"sampled {list(what)}"
+                    )
                     if step is None or now == step:
                         lines.append(f"step {now}: {text}")
             elif len(event) > 1 and event[1] == request_id:
@@ -497,6 +523,8 @@ def _tell(event: Event) -> str | None:
     kind = event[0]
     if kind == "add":
         return f"arrived with {event[2]} prompt tokens"
+    if kind == "attributes":
+        return "asked for " + ", ".join(f"{name}={value!r}" for name, value in event[2].items())
     if kind == "wait":
         return f"waited: {REASONS.get(event[2], event[2])}"
     if kind == "chunk":

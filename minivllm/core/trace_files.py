@@ -5,7 +5,7 @@ How does a run travel to another notebook, another machine, another tool?
 
 # Generated from nbs/1_core/12_trace_files.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1d09391e191c module=507af8620527
+# literate: notebook=222f8e9853de module=bf323b7c7927
 
 from __future__ import annotations
 
@@ -35,7 +35,26 @@ def encode_event(event: Event) -> list[Any]:
         return [*event[:5], [name.hex() for name in event[5]]]
     if event[0] == "evict":
         return ["evict", event[1], event[2].hex()]
+    if event[0] == "attributes":
+        return ["attributes", event[1], {name: _encode_key(value) for name, value in event[2].items()}]
     return list(event)
+
+
+def _encode_key(value: Any) -> Any:
+    """A cache salt, adapter name or extra key; bytes as `{"bytes": hex}`. Raises TypeError for what JSON cannot hold."""
+    if isinstance(value, tuple):
+        return [_encode_key(v) for v in value]
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(f"extra key {value!r} cannot be saved: only str, bytes, int, float, None and tuples of them can")
+
+
+def _decode_key(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode_key(v) for v in value)
+    return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
 
 
 def decode_event(values: list[Any]) -> Event:
@@ -45,6 +64,10 @@ def decode_event(values: list[Any]) -> Event:
         return (*_freeze(values[:5]), tuple(bytes.fromhex(name) for name in values[5]))
     if kind == "evict":
         return ("evict", values[1], bytes.fromhex(values[2]))
+    if kind == "attributes":
+        return (kind, values[1], {name: _decode_key(value) for name, value in values[2].items()})
+    if kind == "update":
+        return (kind, values[1], {name: tuple(tokens) for name, tokens in values[2].items()})
     return tuple(v if isinstance(v, dict) else _freeze(v) for v in values)
 
 
@@ -65,18 +88,23 @@ def save(trace: Trace, path: str | Path) -> None:
     """Write a trace.
 
     Args:
-        path: ends in `.jsonl` or `.parquet`.
+        path: ends in `.jsonl` or `.parquet`. A file that is there is replaced when the new one is complete.
 
     Raises:
-        ValueError: another ending.
+        ValueError: another ending. TypeError: an extra key of a request that cannot be saved.
     """
     path = Path(path)
     head = json.dumps({"trace": asdict(trace.header), "start": _encode_start(trace.start)})
     lines = (json.dumps(encode_event(event)) for event in trace.events)
     if path.suffix == ".jsonl":
-        with path.open("w", encoding="utf-8") as file:
-            file.write(head + "\n")
-            file.writelines(line + "\n" for line in lines)
+        part = path.with_name(path.name + ".part")  # a file that ends half-way is never left under the wanted name
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                file.write(head + "\n")
+                file.writelines(line + "\n" for line in lines)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     elif path.suffix == ".parquet":
         _save_parquet(path, head, list(lines), [event[0] for event in trace.events])
     else:

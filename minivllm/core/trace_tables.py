@@ -5,7 +5,7 @@ How long did each request wait, and how full was the cache meanwhile?
 
 # Generated from nbs/1_core/11_trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a036b8f215a1 module=6be03109064b
+# literate: notebook=2692890f2bb3 module=10852f290b53
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ class _Collector:
         """Fill in what is known when a step has ended: the lengths of the queues and the use of the blocks."""
         if self.steps:
             state = self.fold.now
-            cached = sum(state.hashes[b] is not None for b in self.fold.free_blocks)
-            free = len(self.fold.free_blocks)
+            free, cached = len(self.fold.free_blocks), self.fold.num_cached_free
             self.steps[-1][6:11] = [
                 len(state.running),
                 len(state.waiting),
@@ -129,7 +128,7 @@ class _Collector:
             (self.step, request, f"preempt ({mode})", None, None, f"{needed_by} needed blocks; chosen by {chosen_by}")
         )
 
-    def _on_update(self, time: float, gained: dict[str, list[int]]) -> None:
+    def _on_update(self, time: float, gained: dict[str, tuple[int, ...]]) -> None:
         self.time = self.steps[-1][2] = time
         for request, new in gained.items():
             row = self.requests[request]

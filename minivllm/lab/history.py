@@ -5,7 +5,7 @@ A scheduler has no will of its own.
 
 # Generated from nbs/2_lab/07_replay.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=eacfadce7a8d module=7066600bda11
+# literate: notebook=c07533bf7265 module=dea9acf482ce
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Scheduler
 from minivllm.core.trace import Event, State, Trace
 from minivllm.lab.cost import CostModel
-from minivllm.lab.simulation import Run, Session, Settings, make_settings, policy_of, preemption_of
+from minivllm.lab.simulation import Run, Session, Settings, kv_cache_of, make_settings, policy_of, preemption_of
 from minivllm.lab.workload import Recorded, recorded_requests
 
 __all__ = ["History", "RecordedStep", "ReplayDivergence", "fork", "recorded_steps", "replay", "restore"]
@@ -52,7 +52,7 @@ def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ..
     steps: list[RecordedStep] = []
     waiting: list[tuple[Any, ...]] = []
     step: RecordedStep | None = None
-    gained: dict[str, list[int]] = {}
+    gained: dict[str, tuple[int, ...]] = {}
     for event in trace.events:
         kind = event[0]
         if kind == "step":
@@ -127,7 +127,7 @@ class ReplayDivergence(ValueError):
         self.step, self.recorded, self.replayed = step, recorded, replayed
         super().__init__(
             f"step {step}: the recording has {_short(recorded)}, the replay {_short(replayed)}."
-            " Is the policy the recorded one (with the same arguments), and the preemption, and the KV cache groups?"
+            " Is the policy the recorded one, with the same arguments?"
         )
 
 
@@ -191,11 +191,7 @@ class History:
         trace = source.trace if isinstance(source, Run) else source
         if trace is None:
             raise ValueError(f"{source!r} was not recorded; simulate with record=True")
-        kv_cache = kv_cache or (source.settings.kv_cache if isinstance(source, Run) else None)
-        if trace.header.num_groups > 1 and kv_cache is None:
-            raise ValueError(
-                f"the trace has {trace.header.num_groups} KV cache groups; say which: kv_cache=llm.config.kv_cache"
-            )
+        kv_cache = kv_cache or kv_cache_of(trace)
         made = make_settings(None, trace.header.settings)
         self.trace, self.settings = trace, Settings(made.scheduler, made.cache, kv_cache)
         self.session = Session(
@@ -272,8 +268,7 @@ def replay(
 
     Args:
         source: a trace of a live engine, of a simulation, or from a file.
-        policy, preemption, kv_cache: those of the recording, where the trace does not tell: a policy that does not ship with minivllm or that
-            had arguments, KV cache groups with windows.
+        policy, preemption, kv_cache: None for those of the recording. A policy that does not ship with minivllm must be given.
 
     Returns:
         The run; its trace equals the recorded one.

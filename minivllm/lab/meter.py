@@ -5,7 +5,7 @@ How long did each request wait, and how steady were its tokens?
 
 # Generated from nbs/2_lab/05_meter.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ff497630e711 module=4da0be1b3857
+# literate: notebook=92f9ab558ec0 module=560086cb9b7d
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Meter:
         self.num_tokens += sum(scheduled.values())
 
     # %% nbs/2_lab/05_meter.ipynb #Meter-_on_update
-    def _on_update(self, time: float, gained: dict[str, list[int]]) -> None:
+    def _on_update(self, time: float, gained: dict[str, tuple[int, ...]]) -> None:
         self.end = time
         alive, last, first, outputs = (
             self._alive,

@@ -5,31 +5,33 @@ What would have happened with another policy, twice the traffic, half the memory
 
 # Generated from nbs/2_lab/06_simulate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5828894497a2 module=2c5ce3ae593b
+# literate: notebook=d278426058f5 module=96f0f3a8e762
 
 from __future__ import annotations
 
 import heapq
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.clock import VirtualClock
-from minivllm.core.config import CacheConfig, EngineConfig, KVCacheConfig, SchedulerConfig
+from minivllm.core.config import CacheConfig, EngineConfig, KVCacheConfig, KVCacheGroup, KVCacheSpec, SchedulerConfig
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.policy import (
     FCFS,
     LFU,
     LRU,
+    Combined,
     DeepestFirst,
     FairShare,
     LongestPrefixMatch,
     Policy,
     Priority,
     ShortestFirst,
+    combine,
 )
 from minivllm.core.request import FinishReason
 from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
@@ -39,7 +41,17 @@ from minivllm.lab.executor import Executor, FakeExecutor
 from minivllm.lab.meter import Meter
 from minivllm.lab.workload import Workload, WorkloadRequest
 
-__all__ = ["POLICIES", "Run", "Session", "Settings", "make_settings", "policy_of", "preemption_of", "simulate"]
+__all__ = [
+    "POLICIES",
+    "Run",
+    "Session",
+    "Settings",
+    "kv_cache_of",
+    "make_settings",
+    "policy_of",
+    "preemption_of",
+    "simulate",
+]
 
 
 # %% nbs/2_lab/06_simulate.ipynb #typing
@@ -286,31 +298,43 @@ class Run:
 
 
 # %% nbs/2_lab/06_simulate.ipynb #POLICIES
-POLICIES: dict[str, Callable[[], Policy]] = {
+POLICIES: dict[str, Callable[..., Policy]] = {
     policy.__name__: policy
     for policy in (FCFS, Priority, ShortestFirst, FairShare, LongestPrefixMatch, LRU, LFU, DeepestFirst)
 }
 
 
 def policy_of(trace: Trace) -> Policy:
-    """The policy that a trace was recorded under, with its default arguments.
+    """The policy that a trace was recorded under, made with the same arguments.
 
     Raises:
-        ValueError: it does not ship with minivllm.
+        ValueError: it, or a part of it, does not ship with minivllm.
     """
-    name = trace.header.policy
+    return _make_policy(trace.header.policy, trace.header.policy_arguments)
+
+
+def _make_policy(name: str, arguments: dict[str, Any]) -> Policy:
+    if name == Combined.__name__:
+        return combine(**{hook: _make_policy(part["name"], part["arguments"]) for hook, part in arguments.items()})
     if name not in POLICIES:
         raise ValueError(
             f"the trace was recorded under {name!r}, which does not ship with minivllm; give it as policy=..."
         )
-    return POLICIES[name]()
+    return POLICIES[name](**arguments)
 
 
 def preemption_of(trace: Trace) -> Preemption:
-    """How a trace's scheduler preempted: by swapping if it had CPU blocks, unless it preempted and never swapped."""
-    modes = {event[2] for event in trace.events if event[0] == "preempt"}
-    blocks = trace.header.num_cpu_blocks
-    return Swap(blocks) if blocks and modes != {"recompute"} else Recompute()
+    """How a trace's scheduler preempted."""
+    return Swap(trace.header.num_cpu_blocks) if trace.header.preemption == "swap" else Recompute()
+
+
+def kv_cache_of(trace: Trace) -> KVCacheConfig | None:
+    """The KV cache groups that a trace was recorded with; None if it was told of none."""
+    head = trace.header
+    if not head.groups:
+        return None
+    groups = tuple(KVCacheGroup(KVCacheSpec(**group["spec"]), tuple(group["layers"])) for group in head.groups)
+    return KVCacheConfig(head.num_blocks, head.block_size, groups, head.num_cpu_blocks)
 
 
 # %% nbs/2_lab/06_simulate.ipynb #simulate-2
@@ -336,7 +360,7 @@ def simulate(
         cost_model: None for one that is fitted to the trace; for a workload, `Roofline("h100", "llama-3.1-8b")`.
         executor: "fake", or an object with `execute(output)`. With another one and no cost model, its own time counts.
         preemption: `Recompute()` or `Swap(n)`; None for the trace's own, or as the CPU blocks in `config` say.
-        kv_cache: KV cache groups, for models with windows; `llm.config` brings its own.
+        kv_cache: KV cache groups, for models with windows; None for the trace's own, or those of `llm.config`.
         record: keep the whole trace. Without it, memory stays small: a row of numbers per request.
         sampling_params: given to every request, for an executor that reads them.
 
@@ -353,10 +377,11 @@ def simulate(
         known = source.cost_model if isinstance(source, Run) else None
         cost_model = known or (CostModel.fit(trace) if trace is not None else Roofline())
     settings = make_settings(config, trace.header.settings if trace is not None else None, cost_model)
+    if kv_cache is None and trace is not None and settings.kv_cache is None:
+        kv_cache = _fitting(kv_cache_of(trace), settings)
     if kv_cache is not None:
         settings = Settings(settings.scheduler, settings.cache, kv_cache)
     if trace is not None:
-        _needs_groups(trace, settings.kv_cache)
         policy, preemption = policy or policy_of(trace), preemption or preemption_of(trace)
     workload = _as_workload(source if trace is None else trace)
     session = Session(
@@ -365,17 +390,19 @@ def simulate(
     return _measure(session, workload, record)
 
 
+def _fitting(kv_cache: KVCacheConfig | None, settings: Settings) -> KVCacheConfig | None:
+    """Recorded groups for another block size, if the settings ask for one."""
+    if kv_cache is None:
+        return None
+    size = settings.cache.block_size
+    groups = tuple(replace(group, spec=replace(group.spec, block_size=size)) for group in kv_cache.groups)
+    return replace(kv_cache, block_size=size, groups=groups)
+
+
 def _as_workload(source: Any) -> Workload:
     if isinstance(source, Trace):
         return Workload.from_trace(source)
     return source if isinstance(source, Workload) else Workload.of(source)
-
-
-def _needs_groups(trace: Trace, kv_cache: KVCacheConfig | None) -> None:
-    if trace.header.num_groups > 1 and kv_cache is None:
-        raise ValueError(
-            f"the trace has {trace.header.num_groups} KV cache groups; say which: kv_cache=llm.config.kv_cache"
-        )
 
 
 # %% nbs/2_lab/06_simulate.ipynb #_measure

@@ -5,7 +5,7 @@ Whether a scheduling policy is good depends on who asks.
 
 # Generated from nbs/2_lab/01_workload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2ed2b8acf696 module=ec700ccedf7e
+# literate: notebook=e5d161d5b09b module=6a00a1031ba5
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class WorkloadRequest:
         user: whom it belongs to.
         session: the conversation that it belongs to.
         priority: smaller is more urgent.
-        cache_salt, lora_name, extra_keys: see `minivllm.core.request.Request`.
+        cache_salt, lora_name, extra_keys, skip_reading_prefix_cache: see `minivllm.core.request.Request`.
         ends_with_stop: the last token of the answer is a stop token; None: if `max_tokens` allows more than the answer.
         stop_token_id: that token as the request's own stop token; None: as the end of the text.
         follow_up: moment of the last token -> the request that comes after it.
@@ -92,6 +92,7 @@ class WorkloadRequest:
     cache_salt: str | None = None
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] = ()
+    skip_reading_prefix_cache: bool = False
     ends_with_stop: bool | None = None
     stop_token_id: int | None = None
     follow_up: Callable[[float], WorkloadRequest | None] | None = None
@@ -140,6 +141,7 @@ class WorkloadRequest:
             cache_salt=self.cache_salt,
             lora_name=self.lora_name,
             extra_keys=self.extra_keys,
+            skip_reading_prefix_cache=self.skip_reading_prefix_cache,
         )
 
     # %% nbs/2_lab/01_workload.ipynb #WorkloadRequest-block_names
@@ -564,6 +566,7 @@ def recorded_requests(trace: Trace) -> list[Recorded]:
     added: list[tuple[Any, ...]] = []
     answers: list[array[int]] = []
     ends: list[tuple[str, Any]] = []
+    attributes: list[dict[str, Any]] = []
     latest: dict[str, int] = {}
     for event in trace.events:
         kind = event[0]
@@ -572,16 +575,19 @@ def recorded_requests(trace: Trace) -> list[Recorded]:
             added.append(event)
             answers.append(array("q"))
             ends.append(("unfinished", None))
+            attributes.append({})
+        elif kind == "attributes":
+            attributes[latest[event[1]]] = event[2]
         elif kind == "update":
             for request_id, tokens in event[2].items():
                 if request_id in latest:
                     answers[latest[request_id]].extend(tokens)
         elif kind == "finish" and event[1] in latest:
             ends[latest[event[1]]] = event[2:]
-    return [_recorded(*values) for values in zip(added, answers, ends, strict=True)]
+    return [_recorded(*values) for values in zip(added, answers, ends, attributes, strict=True)]
 
 
-def _recorded(added: tuple[Any, ...], answer: array[int], end: tuple[str, Any]) -> Recorded:
+def _recorded(added: tuple[Any, ...], answer: array[int], end: tuple[str, Any], attributes: dict[str, Any]) -> Recorded:
     _, request_id, _, max_tokens, arrival, priority, user, prompt = added[:8]
     reason, stop_reason = end
     request = WorkloadRequest(
@@ -594,5 +600,6 @@ def _recorded(added: tuple[Any, ...], answer: array[int], end: tuple[str, Any]) 
         priority=priority,
         ends_with_stop=reason == "stop",
         stop_token_id=stop_reason if isinstance(stop_reason, int) else None,
+        **attributes,
     )
     return Recorded(request, reason, bool(answer))

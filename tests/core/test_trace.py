@@ -4,10 +4,11 @@ import json
 import math
 
 import pytest
-from scheduling import fake_model
+from scheduling import fake_model, kv_config
 
 from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
+from minivllm.core.policy import LFU
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler, Swap
 from minivllm.core.trace import Trace, TraceError
@@ -26,7 +27,15 @@ def trace(request) -> Trace:
     made = scheduler.record()
     for i in range(8):
         scheduler.add_request(
-            Request(f"r{i}", [1] * 5 + [i] * i, max_tokens=20, arrival_time=clock.now(), user="ann" if i % 2 else None)
+            Request(
+                f"r{i}",
+                [1] * 5 + [i] * i,
+                max_tokens=20,
+                arrival_time=clock.now(),
+                user="ann" if i % 2 else None,
+                cache_salt="salt" if i == 3 else None,
+                extra_keys=(("image", b"\x00\xff"), 7) if i == 4 else (),
+            )
         )
         step(scheduler, clock)
     scheduler.finish_requests(["r7"])
@@ -51,6 +60,29 @@ def test_files_bring_everything_back(trace, tmp_path, ending):
     again = Trace.load(path)
     assert again == trace
     assert [again.at(i) for i in range(again.num_steps)] == [state for _, state in trace.states()]
+
+
+def test_a_trace_tells_what_it_was_recorded_with(trace):
+    told = {event[1]: event[2] for event in trace.events if event[0] == "attributes"}
+    assert told == {"r3": {"cache_salt": "salt"}, "r4": {"extra_keys": (("image", b"\x00\xff"), 7)}}
+    assert "step 2: asked for cache_salt='salt'" in trace.why("r3")
+    assert (trace.header.preemption == "swap") == bool(trace.header.num_cpu_blocks)
+    groups = kv_config("hybrid", 4, 32)
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16), CacheConfig(4, 32), groups, policy=LFU(sample=9)
+    )
+    head = scheduler.record().header
+    assert head.policy_arguments == {"sample": 9}
+    assert [g["spec"]["kind"] for g in head.groups] == [g.spec.kind for g in groups.groups]
+
+
+def test_an_extra_key_that_no_file_can_hold_is_named(tmp_path):
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16), CacheConfig(4, 14))
+    made = scheduler.record()
+    scheduler.add_request(Request("a", [1], max_tokens=1, extra_keys=(frozenset({1}),)))
+    with pytest.raises(TypeError, match=r"extra key frozenset\(\{1\}\) cannot be saved"):
+        made.save(tmp_path / "x.jsonl")
+    assert not list(tmp_path.iterdir())
 
 
 def test_at_agrees_with_folding_in_order_in_any_order(trace):
@@ -147,7 +179,7 @@ def test_check_points_at_the_first_bad_event(trace):
         ("[1]\n", "not a trace of minivllm"),
         ("{}\n", "not a trace of minivllm"),
         ("not json\n", "line 1: not a trace event"),
-        ('{"trace": {"version": 99}}\n', "version 99; this program reads version 1"),
+        ('{"trace": {"version": 99}}\n', "version 99; this program reads version 2"),
     ],
 )
 def test_broken_files_are_named(tmp_path, text, words):

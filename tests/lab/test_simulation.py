@@ -180,7 +180,7 @@ def test_an_executor_of_ones_own_answers_and_is_timed():
     echo = Echo()
     run = simulate([asking(0), asking(1)], config=SMALL, executor=echo, sampling_params="greedy")
     said = [t for event in run.trace.events if event[0] == "update" for t in event[2].values()]
-    assert said == [[42]] * 8 and echo.params == {"greedy"} and 0 < run.seconds < 5 and run.cost_model is None
+    assert said == [(42,)] * 8 and echo.params == {"greedy"} and 0 < run.seconds < 5 and run.cost_model is None
     timed = simulate([asking(0)], config=SMALL, executor=Echo(), cost_model=Constant(0.5))
     assert timed.seconds == pytest.approx(2.0)
 
@@ -191,10 +191,11 @@ def test_windows_and_groups():
     run = simulate(poisson(40, 40, (4, 120), (1, 60), seed=5), config=SMALL, kv_cache=groups, cost_model=Constant(0.01))
     run.trace.check()
     assert run.trace.header.num_groups == 4 and any(event[0] == "skip" for event in run.trace.events)
-    with pytest.raises(ValueError, match=r"4 KV cache groups; say which: kv_cache="):
-        simulate(run.trace, cost_model=Constant(0.01))
-    again = simulate(run, kv_cache=groups)
+    again = simulate(run)
     assert again.requests.num_output_tokens.tolist() == run.requests.num_output_tokens.tolist()
+    assert simulate(run.trace, cost_model=Constant(0.01)).trace.header == run.trace.header
+    other = simulate(run, config={"block_size": 8})
+    assert other.settings.kv_cache.groups[1].spec == KVCacheSpec("sliding_window", 8, 1, 8, window=32)
     with pytest.raises(ValueError, match="block_size=8, but a KV cache group has blocks of 16"):
         simulate(poisson(1, 1), config={"block_size": 8}, kv_cache=groups)
 
