@@ -5,7 +5,7 @@ How does one file hold a view, its data and its program?
 
 # Generated from nbs/8_viz/03_assets.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=de6dc6871fe8 module=f018ca61319f
+# literate: notebook=5ef9104a07dc module=a9eae56c192a
 
 from __future__ import annotations
 
@@ -103,8 +103,9 @@ def fragment(payload: Payload, modules: tuple[str, ...], text: str, program: boo
     return "\n".join(parts)
 
 
-def document(title: str, body: str) -> str:
-    """A whole HTML file around fragments. It follows the reader's light or dark setting."""
+def document(title: str, body: str, heading: bool = True) -> str:
+    """A whole HTML file around fragments. It follows the reader's light or dark setting. `heading`: show the title, also to those who see."""
+    hidden = "" if heading else ' class="mv-live"'
     look = f"""
       :root {{ color-scheme: light dark; }}
       body {{ margin: 0 auto; padding: 20px clamp(12px, 2.5vw, 40px) 40px; max-width: 1720px; background: {LIGHT["page"]}; color: {LIGHT["ink"]}; font: 14px/1.5 system-ui, sans-serif; }}
@@ -114,7 +115,7 @@ def document(title: str, body: str) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<link rel="icon" href="data:,">\n<title>{html.escape(title)}</title>\n<style>{look}</style>\n</head>\n'
-        f"<body>\n<main>\n<h1>{html.escape(title)}</h1>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<body>\n<main>\n<h1{hidden}>{html.escape(title)}</h1>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 

@@ -5,7 +5,7 @@ How does one see blocks, queues and prefixes at the same moment?
 
 # Generated from nbs/8_viz/06_page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=91b1ae4bbb9d module=34bee33b6f9b
+# literate: notebook=740612292cd2 module=666b0857b7f5
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class Page(View):
     """
 
     module = "page"
+    page_heading = True
 
     def __init__(self, views: Sequence[View], title: str = "minivllm") -> None:
         if not views:

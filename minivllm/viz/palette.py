@@ -5,7 +5,7 @@ Which colours can everybody tell apart, on white and on black?
 
 # Generated from nbs/8_viz/01_palette.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3f15762139cb module=ca750c63ac5d
+# literate: notebook=2b00627aff3d module=c2039cccd8a6
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIGHT = {
     "accent": "#1f5fd0", "warning": "#a8480a",
     "owner-0": "#1a3fa2", "owner-1": "#ee677b", "owner-2": "#2c9ecd", "owner-3": "#611b59",
     "owner-4": "#ad6403", "owner-5": "#6264d5", "owner-6": "#75586f", "owner-7": "#940b00",
-    "free": "#c9ced6", "cached": "#66707e", "null": "#8a93a0",
+    "free": "#8b94a1", "cached": "#8b94a1", "null": "#8b94a1",
     "prefill": "#1a3fa2", "decode": "#2c9ecd", "waiting": "#8a93a0", "preempted": "#ad6403", "swapped": "#611b59", "finished": "#1b1f26",
 }  # fmt: skip
 DARK = {
@@ -39,7 +39,7 @@ DARK = {
     "accent": "#7fb0ff", "warning": "#f0a35e",
     "owner-0": "#bcb9ff", "owner-1": "#f08503", "owner-2": "#45ba98", "owner-3": "#f0ef5c",
     "owner-4": "#ac6fde", "owner-5": "#a0fbf4", "owner-6": "#3c7e80", "owner-7": "#bd4609",
-    "free": "#3d4450", "cached": "#98a2b0", "null": "#6f7987",
+    "free": "#737d8c", "cached": "#737d8c", "null": "#737d8c",
     "prefill": "#bcb9ff", "decode": "#45ba98", "waiting": "#6f7987", "preempted": "#f08503", "swapped": "#ac6fde", "finished": "#e8ebf0",
 }  # fmt: skip
 NUM_OWNER_COLOURS = 8

@@ -5,7 +5,7 @@ How small can five thousand steps of sixty thousand blocks be?
 
 # Generated from nbs/8_viz/02_payload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a060c9b76fd6 module=581d7340a814
+# literate: notebook=11e0410610f4 module=bcc5264702f6
 
 from __future__ import annotations
 
@@ -87,6 +87,10 @@ class Payload:
     def add_json(self, value: Any) -> int:
         """Add a value as JSON; returns the part's number."""
         return self.add_bytes(json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode())
+
+    def drop_last(self) -> None:
+        """Take the last part away again."""
+        del self.parts[-1], self._counts[-1]
 
     def extend(self, other: Payload) -> None:
         """Append the parts of another payload, in order."""

@@ -5,7 +5,7 @@ What do all pictures have in common?
 
 # Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5b593706e3a6 module=7f580de1b795
+# literate: notebook=1ab146ba6783 module=25e4e1416a5f
 
 from __future__ import annotations
 
@@ -111,6 +111,7 @@ class View:
     more_modules: Sequence[str] = ()
     title: str = ""
     wide: bool = False
+    page_heading: ClassVar[bool] = False  # a saved page has a heading besides the view's own
     problem: str | None = None
 
     def build(self) -> Payload:
@@ -168,7 +169,7 @@ class View:
         path = Path(path)
         if path.suffix.lower() not in (".html", ".htm"):
             raise ValueError(f"a view is saved as .html, got {path.name!r}; to_png() makes an image")
-        path.write_text(document(self.title, self.to_html()), encoding="utf-8")
+        path.write_text(document(self.title, self.to_html(), self.page_heading), encoding="utf-8")
         return path
 
     # ---- figures
@@ -181,16 +182,20 @@ class View:
         """
         if self.problem:
             raise ValueError(self.problem)
-        if ax is None:
-            from matplotlib.figure import Figure
-
-            ax = Figure(figsize=self.figure_size, layout="constrained").add_subplot()
+        ax = self._empty_figure().add_subplot() if ax is None else ax
         self.draw(ax)
         return ax
 
+    def _empty_figure(self) -> Figure:
+        from matplotlib.figure import Figure
+
+        return Figure(figsize=self.figure_size, layout="constrained")
+
     def figure(self) -> Figure:
         """The matplotlib figure of the view."""
-        return self.plot().figure
+        figure = self._empty_figure()
+        self.plot(figure.add_subplot())
+        return figure
 
     def to_png(self, path: str | Path | None = None, dpi: int = 150) -> bytes:
         """The figure as PNG; written to `path` too, if given."""
@@ -246,7 +251,7 @@ def _widget_class(modules: tuple[str, ...]) -> Any:
     import anywidget
     import traitlets
 
-    class ViewWidget(anywidget.AnyWidget):  # type: ignore[misc]
+    class ViewWidget(anywidget.AnyWidget):
         """A view on the page, and where its reader looks."""
 
         _esm = widget_module(*modules)

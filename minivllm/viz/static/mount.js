@@ -7,7 +7,7 @@ import { h, makeCard } from "./ui.js";
 // A message in place of a view: an empty trace, a broken file.
 function showProblem(place, header) {
   place.append(h("section", { class: "mv-card mv-problem", role: "note", "aria-label": header.title },
-    h("h3", { class: "mv-title" }, header.title), h("p", {}, header.problem)));
+    h("h2", { class: "mv-title" }, header.title), h("p", {}, header.problem)));
 }
 
 // Show the view of `header` inside `place`. Returns a function that takes it away.

@@ -153,7 +153,7 @@ export function swatch(width, height, paint) {
 
 // The frame around a view. In a page of several views the page has the player, and each card goes without.
 export function makeCard(place, header, cursor, { player = true } = {}) {
-  const title = h("h3", { class: "mv-title", id: uniqueId("title") }, header.title);
+  const title = h("h2", { class: "mv-title", id: uniqueId("title") }, header.title);
   const subtitle = h("p", { class: "mv-subtitle" }, header.subtitle ?? "");
   const tools = h("div", { class: "mv-tools" });
   const live = h("div", { class: "mv-live", "aria-live": "polite", role: "status" });

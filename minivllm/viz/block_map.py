@@ -1,0 +1,493 @@
+"""Every block, at every step.
+
+Who owns which piece of the cache, and how did it come to that?
+"""
+
+# Generated from nbs/8_viz/05_block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=e428a08ecde9 module=412f47f89249
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.core.trace import Fold, State, Trace
+from minivllm.viz.palette import LIGHT, owner_colour
+from minivllm.viz.payload import Payload
+from minivllm.viz.view import TraceSource, TraceView
+
+__all__ = [
+    "HASH_BYTES",
+    "BlockMap",
+    "BlockStream",
+    "Cause",
+    "Op",
+    "block_states",
+    "draw_blocks",
+    "request_numbers",
+    "request_tokens",
+    "token_texts",
+]
+
+
+# %% nbs/8_viz/05_block_map.ipynb #code-b6f050
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# %% nbs/8_viz/05_block_map.ipynb #Op
+HASH_BYTES = 3  # of a content hash that travel, to be read by people
+
+
+class Op:
+    """Operations of the stream, each followed by its operands. A list of blocks is its length, the first, then differences."""
+
+    ALLOC = 0  # request, group, why (0 runs on, 1 starts, 2 starts again, 3 comes back from the swap pool), list; or length -n: n from the free list
+    HIT = 1  # request, group, list
+    CACHE = 2  # request, group, n, then n times: position, block, name; or -n, position: n blocks of the table from there, with the next n names
+    FREE = 3  # request, group, cause, detail, by, list; or length -1: the whole table, last block first
+    SKIP = 4  # request, group, start, end, list
+    EVICT = (
+        5  # block, or -1 for the first in the free list with content; the request that needs it (-1 if none is known)
+    )
+    RESET = 6
+    SWAP_OUT = 7  # request, n, n times: block of the pool, block of the swap pool
+    FREE_CPU = 8  # request, list
+    SCHEDULE = 9  # n, n times: request, tokens (only where they differ from the step before; 0 for none)
+    FORGET = 10  # a request that has finished
+    RESTART = 11  # request, its computed tokens from now on
+
+
+class Cause:
+    """Why a request gave its blocks back."""
+
+    TAKEN_BACK = 0  # its admission failed half-way
+    FINISH = 1  # detail: the reason's string
+    PREEMPT = 2  # detail: the mode's string; by: the request that needed the blocks
+
+
+# %% nbs/8_viz/05_block_map.ipynb #_Numbers
+class _Numbers:
+    """Gives every distinct value a number, in order of appearance."""
+
+    def __init__(self) -> None:
+        self.of: dict[Any, int] = {}
+
+    def __call__(self, value: Any) -> int:
+        return self.of.setdefault(value, len(self.of))
+
+
+def _listed(blocks: Sequence[int]) -> list[int]:
+    return [len(blocks), *(b - a for a, b in zip((0, *blocks), blocks, strict=False))]
+
+
+# %% nbs/8_viz/05_block_map.ipynb #BlockStream
+class BlockStream:
+    """The block events of a trace in chunks of whole numbers.
+
+    Attributes:
+        chunks: (first step, numbers) each.
+        requests, strings: ids and words by number.
+        names: content hash -> number.
+        origins: runs of names: the request, the group and the position that filled the first of the run first, and the length of the run.
+            The request is -1 where that was before the trace.
+        windows: groups that leave old blocks behind.
+    """
+
+    LEAST = 2048  # numbers of a chunk
+    SHARE = 3  # events, as a multiple of the keyframe before them
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.fold = trace, Fold(trace.start)
+        self.requests, self.strings, self.names = _Numbers(), _Numbers(), _Numbers()
+        self.origins: list[list[int]] = []
+        self.windows: set[int] = set()
+        self.chunks: list[tuple[int, list[int]]] = []
+        self._scheduled: dict[int, int] = {}
+        for request in trace.start.requests:
+            self.requests(request)
+        for name in trace.start.hashes:
+            if name is not None:
+                self._name(name, -1, 0, 0)
+        self._run()
+
+    def _name(self, name: bytes, request: int, group: int, position: int) -> int:
+        known = len(self.names.of)
+        number = self.names(name)
+        if number == known:
+            last = self.origins[-1] if self.origins else [-2]
+            if last[:2] == [request, group] and last[2] + last[3] == position:
+                last[3] += 1
+            else:
+                self.origins.append([request, group, position, 1])
+        return number
+
+    def _run(self) -> None:
+        keyframe, step = 0, -1
+        for begin, end in _step_ranges(self.trace):
+            step += 1
+            if not self.chunks or len(self.chunks[-1][1]) > max(self.LEAST, (1 + self.SHARE) * keyframe):
+                self.chunks.append((step, self._keyframe()))
+                keyframe = len(self.chunks[-1][1])
+            ops: list[int] = []
+            for i in range(begin, end):
+                ops += self._code(i)
+                self.fold.apply(self.trace.events[i])
+            self.chunks[-1][1].extend([len(ops), *ops])
+
+    def _keyframe(self) -> list[int]:
+        """Length; names given so far; number of requests, then each one's number, computed tokens, block tables and swapped blocks; the free
+        list; for every block in the order of its first mention, what it holds: 0 or its name + 1, as differences (neighbours hold neighbours).
+        """
+        state, mentioned = self.fold.now, dict.fromkeys([0])
+        numbers = [len(self.names.of), len(state.requests)]
+        for request, its in state.requests.items():
+            numbers += [self.requests(request), its.num_computed_tokens]
+            for table in (*its.tables, its.cpu_blocks):
+                numbers += _listed(table)
+            for table in its.tables:
+                mentioned.update(dict.fromkeys(table))
+        free = list(self.fold.free_blocks)
+        held = [state.hashes[block] for block in dict.fromkeys([*mentioned, *free])][1:]
+        numbers += _listed(free) + _listed([0 if name is None else self.names(name) + 1 for name in held])[1:]
+        self._scheduled = {}
+        return [len(numbers), *numbers]
+
+    # ---- one event
+
+    def _code(self, i: int) -> list[int]:
+        event = self.trace.events[i]
+        coder = getattr(self, "_on_" + event[0], None)
+        return coder(i, *event[1:]) if coder else []
+
+    def _on_add(self, i: int, request: str, *_: Any) -> list[int]:
+        self.requests(request)
+        return []
+
+    def _on_alloc(self, i: int, request: str, group: int, blocks: Sequence[int]) -> list[int]:
+        why = {"RUNNING": 0, "WAITING": 1, "PREEMPTED": 2, "SWAPPED": 3}[self.fold.now.requests[request].status]
+        first = list(islice(self.fold.free_blocks, len(blocks)))
+        return [
+            Op.ALLOC,
+            self.requests(request),
+            group,
+            why,
+            *([-len(blocks)] if first == list(blocks) else _listed(blocks)),
+        ]
+
+    def _on_hit(self, i: int, request: str, group: int, blocks: Sequence[int]) -> list[int]:
+        return [Op.HIT, self.requests(request), group, *_listed(blocks)]
+
+    def _on_admit(self, i: int, request: str, computed: int, cached: int) -> list[int]:
+        return [Op.RESTART, self.requests(request), computed]
+
+    def _on_preempt(self, i: int, request: str, mode: str, *_: str) -> list[int]:
+        return [] if mode == "swap" else [Op.RESTART, self.requests(request), 0]
+
+    def _on_cache(self, i: int, request: str, group: int, positions: Any, blocks: Any, hashes: Any) -> list[int]:
+        number, known = self.requests(request), len(self.names.of)
+        names = [self._name(name, number, group, position) for position, name in zip(positions, hashes, strict=True)]
+        table = self.fold.now.requests[request].tables[group]
+        run = range(positions[0], positions[0] + len(positions))
+        if (
+            list(positions) == list(run)
+            and list(blocks) == table[run.start : run.stop]
+            and names == list(range(known, known + len(names)))
+        ):
+            return [Op.CACHE, number, group, -len(names), positions[0]]
+        return [
+            Op.CACHE,
+            number,
+            group,
+            len(names),
+            *(x for row in zip(positions, blocks, names, strict=True) for x in row),
+        ]
+
+    def _on_free(self, i: int, request: str, group: int, blocks: Sequence[int]) -> list[int]:
+        table = self.fold.now.requests[request].tables[group]
+        whole = list(blocks) == [block for block in reversed(table) if block]
+        return [Op.FREE, self.requests(request), group, *self._cause(i, request), *([-1] if whole else _listed(blocks))]
+
+    def _cause(self, i: int, request: str) -> tuple[int, int, int]:
+        """The blocks of a request are given back just before the event that says why."""
+        for event in islice(self.trace.events, i + 1, None):
+            if event[0] == "finish" and event[1] == request:
+                return Cause.FINISH, self.strings(event[2]), -1
+            if event[0] == "preempt" and event[1] == request:
+                return Cause.PREEMPT, self.strings(f"{event[2]}, chosen by {event[4]}"), self.requests(event[3])
+            if event[0] not in ("free", "free_cpu", "cache"):
+                break
+        return Cause.TAKEN_BACK, 0, -1
+
+    def _on_skip(self, i: int, request: str, group: int, start: int, end: int, blocks: Sequence[int]) -> list[int]:
+        self.windows.add(group)
+        return [Op.SKIP, self.requests(request), group, start, end, *_listed(blocks)]
+
+    def _on_evict(self, i: int, block: int, name: bytes) -> list[int]:
+        first = next(free for free in self.fold.free_blocks if self.fold.now.hashes[free] is not None)
+        return [Op.EVICT, -1 if block == first else block, self._taker(i)]
+
+    def _taker(self, i: int) -> int:
+        """Blocks are evicted just before somebody takes them."""
+        for event in islice(self.trace.events, i + 1, None):
+            if event[0] == "alloc":
+                return self.requests(event[1])
+            if event[0] not in ("evict", "hit"):
+                break
+        return -1
+
+    def _on_reset(self, i: int) -> list[int]:
+        return [Op.RESET]
+
+    def _on_swap_out(self, i: int, request: str, pairs: Any) -> list[int]:
+        return [Op.SWAP_OUT, self.requests(request), len(pairs), *(x for pair in pairs for x in pair)]
+
+    def _on_free_cpu(self, i: int, request: str, blocks: Sequence[int]) -> list[int]:
+        return [Op.FREE_CPU, self.requests(request), *_listed(blocks)]
+
+    def _on_schedule(self, i: int, scheduled: dict[str, int]) -> list[int]:
+        now = {self.requests(request): n for request, n in scheduled.items()}
+        changed = [(r, n) for r, n in now.items() if self._scheduled.get(r) != n]
+        changed += [(r, 0) for r in self._scheduled if r not in now]
+        self._scheduled = now
+        return [Op.SCHEDULE, len(changed), *(x for pair in changed for x in pair)]
+
+    def _on_finish(self, i: int, request: str, reason: str, stop_reason: Any) -> list[int]:
+        return [Op.FORGET, self.requests(request)]
+
+
+def _step_ranges(trace: Trace) -> Iterator[tuple[int, int]]:
+    """Where the events of each step begin and end; what came before the first step belongs to it."""
+    begin, seen = 0, False
+    for i, event in enumerate(trace.events):
+        if event[0] == "step":
+            if seen:
+                yield begin, i
+                begin = i
+            seen = True
+    if seen:
+        yield begin, len(trace.events)
+
+
+# %% nbs/8_viz/05_block_map.ipynb #request_tokens
+def request_tokens(trace: Trace) -> dict[str, list[int]]:
+    """The known token ids of every request that was added while recording, prompt first. A later request of the same id replaces the first."""
+    tokens: dict[str, list[int]] = {}
+    for event in trace.events:
+        if event[0] == "add":
+            tokens[event[1]] = [*(event[7] or ()), *event[8]]
+        elif event[0] == "update":
+            for request, new in event[2].items():
+                if request in tokens:
+                    tokens[request].extend(new)
+    return tokens
+
+
+def token_texts(tokenizer: Any, token_ids: Iterable[int]) -> dict[int, str]:
+    """The text of each distinct token, as it reads in the middle of a text: some tokenizers drop a blank at the start."""
+    texts = {}
+    for token in sorted(set(token_ids)):
+        once, twice = tokenizer.decode([token]), tokenizer.decode([token, token])
+        texts[token] = twice[len(once) :] if twice.startswith(once) and len(twice) > len(once) else once
+    return texts
+
+
+# %% nbs/8_viz/05_block_map.ipynb #BlockMap
+class BlockMap(TraceView):
+    """Every physical block of the KV cache, step by step: who holds it, what it holds, and its history.
+
+    Colour says which request holds a block (the oldest one, if several do); shape says in which state it is. Click a block to pin it and read its
+    history; choose a request to see its block table as arrows to the physical blocks.
+
+    Args:
+        trace: a trace, or the path of a saved one.
+        tokenizer: anything with `decode(token_ids)`, to show tokens as text; None takes `trace.tokenizer`, and without that token ids are shown.
+        tokens: whether the page carries the tokens. None carries them if they take less than 16 KB there.
+    """
+
+    module = "block_map"
+    title = "KV cache blocks"
+    wide = True
+    figure_size = (7.0, 4.2)
+    options = frozenset({"tokenizer"})
+    TOKENS_LIMIT = 16_000  # bytes, deflated
+
+    def __init__(self, trace: TraceSource, tokenizer: Any = None, tokens: bool | None = None) -> None:
+        super().__init__(trace)
+        self.tokenizer = tokenizer if tokenizer is not None else self.trace.tokenizer
+        self.tokens = tokens
+
+    def build(self) -> Payload:
+        stream, head = BlockStream(self.trace), self.trace.header
+        payload = Payload({})
+        chunks = [[first, payload.add_numbers(np.asarray(numbers))] for first, numbers in stream.chunks]
+        short = b"".join(name[:HASH_BYTES] for name in stream.names.of)
+        payload.header = self.header(
+            subtitle=f"{head.num_blocks - 1:,} blocks of {head.block_size} tokens",
+            num_blocks=head.num_blocks,
+            num_cpu_blocks=head.num_cpu_blocks,
+            block_size=head.block_size,
+            groups=[_group_name(g, head.num_groups, g in stream.windows) for g in range(head.num_groups)],
+            first_number=self._first_number(),
+            chunks=chunks,
+            words=payload.add_json({"requests": list(stream.requests.of), "strings": list(stream.strings.of)}),
+            origins=payload.add_numbers([x for origin in stream.origins for x in origin]),
+            hash_bytes=HASH_BYTES,
+            hashes=payload.add_bytes(short),
+            tokens=self._add_tokens(payload, stream),
+        )
+        return payload
+
+    def _first_number(self) -> int:
+        """The engine's own number of the first recorded step."""
+        return next(event[1] for event in self.trace.events if event[0] == "step")
+
+    def _add_tokens(self, payload: Payload, stream: BlockStream) -> dict[str, int] | None:
+        """Token ids of every request, and their texts; None if the page goes without."""
+        if self.tokens is False:
+            return None
+        known = request_tokens(self.trace)
+        listed = [known.get(request, []) for request in stream.requests.of]
+        ids = payload.add_numbers([x for tokens in listed for x in (len(tokens), *tokens)])
+        if self.tokens is None and len(payload.parts[ids]) > self.TOKENS_LIMIT:
+            payload.drop_last()
+            return None
+        parts = {"ids": ids}
+        if self.tokenizer is not None:
+            texts = token_texts(self.tokenizer, (token for tokens in listed for token in tokens))
+            parts["texts"] = payload.add_json({str(token): text for token, text in texts.items()})
+        return parts
+
+    def describe(self) -> str:
+        trace, head = self.trace, self.trace.header
+        usage = list(_usage(trace))
+        peak = max(range(len(usage)), key=lambda i: usage[i][0])
+        used, shared, cached = usage[-1]
+        events = [event[0] for event in trace.events]
+        most = f"Most in use: {usage[peak][0]:,} of {head.num_blocks - 1:,} blocks, at step {peak}."
+        last = (
+            f"At the last step {used:,} are in use, {shared:,} of them shared; {cached:,} free ones hold cached tokens."
+        )
+        what = f"{events.count('evict'):,} evictions, {events.count('preempt'):,} preemptions in {trace.num_steps:,} steps."
+        return f"{most}\n{last}\n{what}"
+
+    def plot(self, ax: Axes | None = None, step: int = -1) -> Axes:
+        """Draw the blocks after a step (-1: the last) with matplotlib; returns the axes.
+
+        Raises:
+            ValueError: there is nothing to draw. IndexError: there is no such step.
+        """
+        self._step = step
+        return super().plot(ax)
+
+    _step = -1
+
+    def draw(self, axes: Axes) -> None:
+        state, count = self.trace.at(self._step), self.trace.num_steps
+        draw_blocks(axes, state, request_numbers(self.trace))
+        axes.set_title(f"KV cache blocks after step {self._step % count} of {count - 1}", loc="left", fontsize=10)
+
+
+def _group_name(group: int, count: int, window: bool) -> str:
+    if count == 1:
+        return "blocks"
+    return f"KV cache group {group}" + (" (a window leaves old blocks behind)" if window else "")
+
+
+# %% nbs/8_viz/05_block_map.ipynb #request_numbers
+def request_numbers(trace: Trace) -> dict[str, int]:
+    """The number of every request, in order of arrival: what its colour is chosen by."""
+    ids = [*trace.start.requests, *(event[1] for event in trace.events if event[0] == "add")]
+    return {request: i for i, request in enumerate(dict.fromkeys(ids))}
+
+
+def block_states(state: State, numbers: dict[str, int]) -> list[tuple[str, int | None]]:
+    """For every physical block how it is drawn and the number of its oldest holder: ("used" | "shared", n), ("cached", None), ("free", None), ("null", None)."""
+    owner: dict[int, int] = {}
+    for request, its in state.requests.items():
+        for table in its.tables:
+            for block in table:
+                owner[block] = min(numbers[request], owner.get(block, numbers[request]))
+    drawn: list[tuple[str, int | None]] = [("null", None)]
+    for block in range(1, len(state.ref_cnt)):
+        count = state.ref_cnt[block]
+        if count:
+            drawn.append(("shared" if count > 1 else "used", owner[block]))
+        else:
+            drawn.append(("free" if state.hashes[block] is None else "cached", None))
+    return drawn
+
+
+def _usage(trace: Trace) -> Iterator[tuple[int, int, int]]:
+    """Blocks in use, shared, and free with content, after every step."""
+    fold = Fold(trace.start)
+    for begin, end in _step_ranges(trace):
+        for event in trace.events[begin:end]:
+            fold.apply(event)
+        counts, hashes = np.asarray(fold.now.ref_cnt[1:]), fold.now.hashes
+        cached = sum(hashes[block] is not None for block in fold.free_blocks)
+        yield int((counts > 0).sum()), int((counts > 1).sum()), cached
+
+
+# %% nbs/8_viz/05_block_map.ipynb #draw_blocks
+def draw_blocks(axes: Axes, state: State, numbers: dict[str, int]) -> None:
+    """Draw a state's blocks as a grid: filled squares are in use, those with a hole are shared, outlines are cached, dots are free, a cross is the null block."""
+    drawn = block_states(state, numbers)
+    columns = 2 ** math.ceil(math.log2(max(8.0, math.sqrt(len(drawn) * 1.8))))
+    rows = math.ceil(len(drawn) / columns)
+    box = axes.get_window_extent()
+    side = min(box.width / columns, box.height / rows) * 72 / axes.figure.dpi * 0.82  # points
+    spots = np.array([(i % columns, i // columns) for i in range(len(drawn))], dtype=float)
+    for kind, label in (
+        ("used", "in use, by request"),
+        ("shared", "shared"),
+        ("cached", "free, with cached tokens"),
+        ("free", "free"),
+        ("null", "null block"),
+    ):
+        chosen = [i for i, (state_, _) in enumerate(drawn) if state_ == kind]
+        if not chosen:
+            continue
+        xy = spots[chosen]
+        colours = [owner_colour(n) if (n := drawn[i][1]) is not None else LIGHT[kind] for i in chosen]
+        if kind in ("used", "shared"):
+            axes.scatter(*xy.T, s=side**2, marker="s", c=colours, linewidths=0, label=label)
+        elif kind == "cached":
+            axes.scatter(
+                *xy.T,
+                s=(side * 0.9) ** 2,
+                marker="s",
+                facecolors="none",
+                edgecolors=colours,
+                linewidths=max(0.4, side * 0.1),
+                label=label,
+            )
+        elif kind == "free":
+            axes.scatter(*xy.T, s=(side * 0.25) ** 2, marker="o", c=colours, linewidths=0, label=label)
+        else:
+            axes.scatter(
+                *xy.T, s=(side * 0.7) ** 2, marker="x", c=colours, linewidths=max(0.6, side * 0.12), label=label
+            )
+        if kind == "shared":
+            axes.scatter(*xy.T, s=(side * 0.36) ** 2, marker="s", c=LIGHT["panel"], linewidths=0)
+    axes.set(xlim=(-0.7, columns - 0.3), ylim=(rows - 0.3, -0.7), aspect="equal", xticks=[])
+    every = max(1, math.ceil(rows / 8))
+    axes.set_yticks(range(0, rows, every), [str(row * columns) for row in range(0, rows, every)])
+    axes.tick_params(length=0, labelsize=8, colors=LIGHT["muted"])
+    axes.spines[:].set_visible(False)
+    legend = axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(0, -0.02),
+        ncols=5,
+        frameon=False,
+        fontsize=8,
+        handletextpad=0.3,
+        columnspacing=1.2,
+    )
+    for handle in legend.legend_handles:
+        handle.set_sizes([40.0])  # type: ignore[union-attr]

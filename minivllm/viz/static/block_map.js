@@ -1,0 +1,494 @@
+// Every physical block, step by step.
+import { Frames, Origins } from "./block_fold.js";
+import { Grid, Look, layout, mask } from "./block_paint.js";
+import { Lexicon, decision, describe, describeNodes } from "./block_words.js";
+import { ownerColour, sharpen } from "./theme.js";
+import { button, facts, h, makeLegend, makeTooltip, swatch } from "./ui.js";
+
+const TALLEST = 430; // CSS pixels that the grids of a card should not exceed
+const LABELS = ["in use, one colour a request", "shared by several", "free, holds cached tokens", "free", "null block", "of another group"];
+
+export async function render(card, data, context) {
+  const { header } = data;
+  const origins = new Origins(await data.part(header.origins));
+  const lexicon = new Lexicon(header, await data.json(header.words), origins, await data.part(header.hashes));
+  const frames = new Frames(data, origins);
+  await frames.load(frames.chunkOf(context.cursor.step));
+  const view = new BlockMap(card, data, context, lexicon, frames);
+  lexicon.loadTokens(data);
+  return () => view.destroy();
+}
+
+// How block `id` looks in the pane of `group`: [look, colour name].
+function lookOf(fold, id, group, groups) {
+  if (id === 0) return [Look.NULL, "null"];
+  const count = fold.ref[id];
+  const named = fold.name[id] >= 0;
+  if ((count || named) && groups > 1 && fold.group[id] !== group) return [Look.ELSEWHERE, "free"];
+  if (count) return [count > 1 ? Look.SHARED : Look.USED, ownerColour(fold.owner[id])];
+  return named ? [Look.CACHED, "cached"] : [Look.FREE, "free"];
+}
+
+class BlockMap {
+  constructor(card, data, context, lexicon, frames) {
+    Object.assign(this, { card, data, context, lexicon, frames, fold: frames.fold, header: data.header, cursor: context.cursor });
+    this.focused = 1; // the block that the keyboard is on
+    this.hovered = null; // a position of the block table under the pointer
+    this.rows = []; // history of the pinned block
+    this.build();
+    this.tooltip = makeTooltip(card.element);
+    this.ends = [this.cursor.on((_, changed) => this.follow(changed))];
+    context.onTheme(() => this.recolour());
+    const watch = new ResizeObserver(() => this.fit());
+    watch.observe(this.stage);
+    this.ends.push(() => watch.disconnect());
+    this.frames.seek(this.cursor.step);
+    this.showRequest();
+    this.fit();
+    if (this.cursor.block) this.pin();
+  }
+
+  destroy() {
+    for (const end of this.ends) end();
+  }
+
+  // ---- the parts
+
+  build() {
+    const kinds = [[Look.USED, "owner-0"], [Look.SHARED, "owner-0"], [Look.CACHED, "cached"], [Look.FREE, "free"], [Look.NULL, "null"]];
+    if (this.header.groups.length > 1) kinds.push([Look.ELSEWHERE, "free"]);
+    this.swatches = kinds.map(([look, name]) => swatch(14, 14, (c) => this.paintSwatch(c, look, name)));
+    this.legend = makeLegend(this.swatches.map((canvas, i) => ({ label: LABELS[i], swatch: canvas })));
+    this.select = h("select", { class: "mv-select", "aria-label": "request whose block table is shown", onchange: () => this.choose(this.select.value || null) });
+    this.about = h("span", { class: "mv-muted" });
+    this.strip = h("div", { class: "mv-bm-strip", hidden: true });
+    this.panes = this.makePanes();
+    this.over = h("canvas", { class: "mv-bm-over", "aria-hidden": "true" });
+    this.stage = h("div", { class: "mv-bm-stage" },
+      h("div", { class: "mv-bm-request" }, h("span", {}, "Block table of"), this.select, this.about),
+      this.strip, h("div", { class: "mv-bm-panes" }, this.panes.map((pane) => pane.element)), this.over);
+    this.details = h("aside", { class: "mv-bm-details", "aria-label": "pinned block", hidden: true });
+    this.layout = h("div", { class: "mv-bm" }, this.stage, this.details);
+    const number = h("input", { type: "number", min: 0, max: this.header.num_blocks - 1, "aria-label": "block number to pin", placeholder: "block", style: "width: 6.5em",
+      onchange: () => { if (number.value !== "") this.choosePhysical("gpu", Math.max(0, Math.min(this.header.num_blocks - 1, Number(number.value)))); } });
+    this.card.tools.append(h("span", { class: "mv-muted" }, "pin"), number);
+    this.card.body.append(this.legend.element, this.layout);
+  }
+
+  paintSwatch(c, look, name) {
+    const n = 13;
+    const bits = mask(look, n);
+    c.fillStyle = this.context.colour(name);
+    for (let i = 0; i < bits.length; i++) if (bits[i]) c.fillRect(i % n, Math.floor(i / n), 1, 1);
+  }
+
+  makePanes() {
+    const { groups, num_blocks, num_cpu_blocks } = this.header;
+    const panes = groups.map((name, group) => ({ pool: "gpu", group, name, count: num_blocks }));
+    if (num_cpu_blocks) panes.push({ pool: "cpu", group: 0, name: "swap pool (CPU memory)", count: num_cpu_blocks + 1 });
+    for (const pane of panes) {
+      const keys = "Arrow keys move, Enter pins, Escape unpins.";
+      pane.canvas = h("canvas", { tabindex: 0, role: "application", "aria-label": `${pane.name}, ${pane.count} in a grid. ${keys}`, "data-pool": pane.pool, "data-group": pane.group,
+        onpointermove: (event) => this.hover(pane, event), onpointerleave: () => this.leave(), onclick: (event) => this.click(pane, event),
+        onkeydown: (event) => this.key(pane, event), onfocus: () => { this.keyPane = pane; this.overlay(); }, onblur: () => { this.keyPane = null; this.leave(); this.overlay(); } });
+      pane.gutter = h("div", { class: "mv-bm-gutter", "aria-hidden": "true" });
+      pane.element = h("div", {}, panes.length > 1 ? h("h3", { class: "mv-bm-name" }, pane.name) : null, h("div", { class: "mv-bm-pane" }, pane.gutter, pane.canvas));
+    }
+    return panes;
+  }
+
+  // ---- size and colour
+
+  fit() {
+    const width = Math.floor(this.stage.clientWidth);
+    if (width < 60 || width === this.width) return;
+    this.width = width;
+    const across = Math.max(1, Math.min(this.panes.length, Math.floor(width / 330)));
+    const room = (width - 20 * (across - 1)) / across - 44;
+    this.stage.querySelector(".mv-bm-panes").style.gridTemplateColumns = `repeat(${across}, minmax(0, 1fr))`;
+    for (const pane of this.panes) {
+      const { columns, cell } = layout(pane.count, room, this.panes.length > 1 ? TALLEST * 0.7 : TALLEST);
+      pane.grid = new Grid(pane.canvas, pane.count, columns, cell);
+      Object.assign(pane.canvas.dataset, { columns, pitch: pane.grid.pitch, inner: pane.grid.inner });
+      const every = Math.max(1, Math.ceil(30 / pane.grid.cell));
+      const labels = [];
+      for (let row = 0; row < pane.grid.rows; row += every) labels.push(h("span", { style: `top: ${(row + 0.5) * pane.grid.cell - 7}px` }, String(row * columns)));
+      pane.gutter.replaceChildren(...labels);
+    }
+    this.recolour();
+  }
+
+  recolour() {
+    if (!this.width) return;
+    for (const canvas of this.swatches) canvas.repaint();
+    for (const pane of this.panes) pane.grid.setColours(this.context.colour);
+    this.fold.all = true;
+    this.draw();
+  }
+
+  // ---- time
+
+  follow(changed) {
+    if (changed.has("request")) {
+      this.showRequest();
+      this.fold.all = true;
+    }
+    if (changed.has("block")) this.pin();
+    if (changed.has("step")) this.go();
+    else if (changed.has("request")) this.draw();
+    else if (changed.has("playing") && !this.cursor.playing) this.tell();
+  }
+
+  // Show the cursor's step; waits for its chunk where it is not in memory, and then shows where the cursor is by then.
+  async go() {
+    if (!this.frames.seek(this.cursor.step)) {
+      const chunk = this.frames.chunkOf(this.cursor.step);
+      await this.frames.load(chunk);
+      if (!this.frames.seek(this.cursor.step)) return; // the cursor has moved on, and its own call is waiting
+    }
+    this.draw();
+    if (!this.cursor.playing) this.tell();
+  }
+
+  tell() {
+    const [used, shared, cached, free] = this.counts;
+    this.card.say(`step ${this.cursor.step}: ${used + shared} blocks in use, ${shared} of them shared, ${cached} cached, ${free} free`);
+  }
+
+  draw() {
+    if (!this.width) return;
+    const { fold } = this;
+    const mine = this.held();
+    for (const pane of this.panes) if (pane.pool === "gpu") this.drawPane(pane, mine);
+    if (fold.all) for (const pane of this.panes) if (pane.pool === "cpu") this.drawCpu(pane);
+    fold.changed.length = 0;
+    fold.all = false;
+    this.count();
+    this.drawStrip();
+    this.overlay();
+    if (this.cursor.block) this.refreshDetails();
+  }
+
+  // The blocks of the request that is looked at; null if it has none, and nothing is to be faded.
+  held() {
+    const its = this.number === null ? undefined : this.fold.requests.get(this.number);
+    const blocks = its ? its.tables.flat() : [];
+    return blocks.length || its?.cpu.length ? new Set(blocks) : null;
+  }
+
+  drawPane(pane, mine) {
+    const { fold, header } = this;
+    const { grid, group } = pane;
+    const paint = (id) => {
+      const [look, name] = lookOf(fold, id, group, header.groups.length);
+      grid.paint(id, look, name, mine !== null && !mine.has(id) && (look === Look.USED || look === Look.SHARED));
+    };
+    if (fold.all) {
+      for (let id = 0; id < header.num_blocks; id++) paint(id);
+      grid.show();
+      return;
+    }
+    let first = header.num_blocks;
+    let last = -1;
+    for (const id of fold.changed) {
+      paint(id);
+      if (id < first) first = id;
+      if (id > last) last = id;
+    }
+    if (last >= 0) grid.show(Math.floor(first / grid.columns), Math.floor(last / grid.columns));
+  }
+
+  drawCpu({ grid, count }) {
+    for (let id = 0; id < count; id++) {
+      const owner = this.fold.cpuOwner[id];
+      const ghost = this.number !== null && owner !== this.number;
+      if (id === 0) grid.paint(0, Look.NULL, "null", false);
+      else if (owner >= 0) grid.paint(id, Look.USED, ownerColour(owner), ghost);
+      else grid.paint(id, Look.FREE, "free", false);
+    }
+    grid.show();
+  }
+
+  count() {
+    const { ref, name } = this.fold;
+    let used = 0, shared = 0, cached = 0;
+    for (let id = 1; id < ref.length; id++) {
+      if (ref[id] === 1) used++;
+      else if (ref[id] > 1) shared++;
+      else if (name[id] >= 0) cached++;
+    }
+    this.counts = [used, shared, cached, ref.length - 1 - used - shared - cached];
+    this.legend.update([...this.counts.map((n) => n.toLocaleString("en")), ""]);
+  }
+
+  // ---- the block table of one request
+
+  choose(id) {
+    this.cursor.set({ request: id });
+  }
+
+  showRequest() {
+    const id = this.cursor.request;
+    this.number = id === null ? null : (this.lexicon.numbers.get(id) ?? null);
+    this.strip.replaceChildren();
+    this.strips = [];
+    if (this.number === null) return;
+    for (const pane of this.panes) {
+      if (pane.pool === "cpu") continue;
+      const canvas = h("canvas", { role: "img", "aria-label": `block table of ${id}, ${pane.name}`,
+        onpointermove: (event) => this.hoverStrip(pane, event), onpointerleave: () => { this.hovered = null; this.leave(); this.overlay(); },
+        onclick: (event) => { const at = this.positionAt(pane, event); if (at !== null) this.choosePhysical("gpu", this.tables()[pane.group][at]); } });
+      this.strips.push({ pane, canvas });
+      this.strip.append(h("span", {}, this.header.groups.length > 1 ? `group ${pane.group}` : "logical"), canvas);
+    }
+  }
+
+  tables() {
+    return this.fold.requests.get(this.number)?.tables ?? this.header.groups.map(() => []);
+  }
+
+  drawStrip() {
+    this.fillSelect();
+    this.strip.hidden = this.number === null || !this.tables().some((table) => table.length);
+    if (this.number === null) {
+      this.about.textContent = "choose a request, or click one of its blocks, to see where its tokens lie";
+      return;
+    }
+    const its = this.fold.requests.get(this.number);
+    const blocks = this.tables().reduce((sum, table) => sum + table.filter((id) => id).length, 0);
+    const swapped = its?.cpu.length ?? 0;
+    if (!its) this.about.textContent = "not here at this step: not yet arrived, or finished";
+    else if (swapped) this.about.textContent = `swapped out: ${swapped} blocks in the swap pool`;
+    else if (!blocks) this.about.textContent = "waiting, holds no blocks";
+    else this.about.textContent = `${its.computed} tokens computed, in ${blocks} block${blocks === 1 ? "" : "s"}; arrows lead from logical to physical`;
+    for (const strip of this.strips) this.paintStrip(strip);
+  }
+
+  paintStrip({ pane, canvas }) {
+    const table = this.tables()[pane.group];
+    const width = this.width - 60;
+    const cell = table.length > 160 ? 9 : 16;
+    const columns = Math.max(1, Math.floor(width / cell));
+    const rows = Math.max(1, Math.ceil(table.length / columns));
+    Object.assign(canvas, { cell, columns });
+    const c = sharpen(canvas, Math.min(columns, Math.max(table.length, 1)) * cell, rows * cell);
+    const colour = this.context.colour(ownerColour(this.number));
+    c.lineWidth = 1;
+    for (let i = 0; i < table.length; i++) {
+      const x = (i % columns) * cell;
+      const y = Math.floor(i / columns) * cell;
+      c.fillStyle = c.strokeStyle = table[i] ? colour : this.context.colour("null");
+      if (table[i]) c.fillRect(x, y, cell - 2, cell - 2);
+      else c.strokeRect(x + 0.5, y + 0.5, cell - 3, cell - 3);
+      if (table[i] && this.fold.ref[table[i]] > 1) {
+        c.fillStyle = this.context.colour("panel");
+        c.fillRect(x + cell * 0.3, y + cell * 0.3, cell * 0.27, cell * 0.27);
+      }
+    }
+  }
+
+  // The requests that can be chosen now. Left alone while it is open.
+  fillSelect() {
+    const here = [...this.fold.requests].filter(([, its]) => its.cpu.length || its.tables.some((table) => table.length)).map(([r]) => r);
+    const chosen = this.cursor.request;
+    const key = `${here.join()} ${chosen}`;
+    if (key === this.selectKey || document.activeElement === this.select && this.cursor.playing) return;
+    this.selectKey = key;
+    const ids = here.map((r) => this.lexicon.requests[r]);
+    if (chosen !== null && !ids.includes(chosen)) ids.unshift(chosen);
+    this.select.replaceChildren(h("option", { value: "" }, "no request"), ...ids.map((id) => h("option", { value: id }, id)));
+    this.select.value = chosen ?? "";
+  }
+
+  positionAt(pane, event) {
+    const { canvas } = this.strips.find((strip) => strip.pane === pane);
+    const box = canvas.getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left) / canvas.cell);
+    const at = Math.floor((event.clientY - box.top) / canvas.cell) * canvas.columns + column;
+    return column < canvas.columns && this.tables()[pane.group][at] ? at : null;
+  }
+
+  hoverStrip(pane, event) {
+    const at = this.positionAt(pane, event);
+    this.hovered = at === null ? null : { pane, at };
+    this.overlay();
+    if (at === null) return this.leave();
+    this.tooltip.show(event.clientX, event.clientY, ...describeNodes(this.fold, this.lexicon, this.tables()[pane.group][at]));
+  }
+
+  // ---- what lies over the grids: arrows, the pinned block, the keyboard's block
+
+  overlay() {
+    if (!this.width) return;
+    const busy = this.number !== null || this.cursor.block !== null || this.keyPane;
+    if (!busy && !this.overDirty) return;
+    const frame = this.stage.getBoundingClientRect();
+    if (this.over.offsetWidth !== Math.floor(frame.width) || this.over.offsetHeight !== Math.floor(frame.height)) sharpen(this.over, Math.floor(frame.width), Math.floor(frame.height));
+    const c = this.over.getContext("2d");
+    c.clearRect(0, 0, frame.width, frame.height);
+    this.overDirty = busy;
+    const place = (canvas) => { const box = canvas.getBoundingClientRect(); return [box.left - frame.left, box.top - frame.top]; };
+    if (this.number !== null) for (const strip of this.strips) this.drawArrows(c, strip, place);
+    const { block } = this.cursor;
+    for (const pane of this.panes) {
+      if (block && block.pool === pane.pool) this.ring(c, pane, block.id, place, false);
+      if (this.keyPane === pane) this.ring(c, pane, Math.min(this.focused, pane.count - 1), place, true);
+    }
+  }
+
+  drawArrows(c, { pane, canvas }, place) {
+    const table = this.tables()[pane.group];
+    const [fromX, fromY] = place(canvas);
+    const [toX, toY] = place(pane.canvas);
+    c.strokeStyle = c.fillStyle = this.context.colour(ownerColour(this.number));
+    const hovered = this.hovered?.pane === pane ? this.hovered.at : -1;
+    const draw = (i, strong) => {
+      if (!table[i]) return;
+      const x = fromX + ((i % canvas.columns) + 0.5) * canvas.cell - 1;
+      const y = fromY + (Math.floor(i / canvas.columns) + 1) * canvas.cell - 2;
+      const [cx, cy] = pane.grid.centre(table[i]);
+      const [px, py] = [toX + cx, toY + cy - (pane.grid.inner / pane.grid.pitch / 2) * pane.grid.cell]; // its upper edge
+      c.globalAlpha = strong ? 1 : hovered >= 0 ? 0.15 : table.length > 100 ? 0.3 : 0.6;
+      c.lineWidth = strong ? 2 : 1;
+      c.beginPath();
+      c.moveTo(x, y);
+      c.bezierCurveTo(x, y + (py - y) * 0.45, px, py - (py - y) * 0.45, px, py - 5);
+      c.stroke();
+      c.globalAlpha = Math.max(c.globalAlpha, 0.8);
+      c.beginPath();
+      c.moveTo(px, py);
+      c.lineTo(px - 3.5, py - 7);
+      c.lineTo(px + 3.5, py - 7);
+      c.fill();
+    };
+    for (let i = 0; i < table.length; i++) if (i !== hovered) draw(i, false);
+    if (hovered >= 0) draw(hovered, true);
+    c.globalAlpha = 1;
+  }
+
+  ring(c, pane, id, place, dashed) {
+    const [x, y] = place(pane.canvas);
+    const [cx, cy] = pane.grid.centre(id);
+    const half = Math.max(5, (pane.grid.inner / pane.grid.pitch) * pane.grid.cell / 2 + 2);
+    c.lineWidth = 2;
+    c.setLineDash(dashed ? [3, 2] : []);
+    c.strokeStyle = this.context.colour("accent");
+    c.strokeRect(x + cx - half, y + cy - half, 2 * half, 2 * half);
+    c.setLineDash([]);
+  }
+
+  // ---- pointer and keyboard
+
+  blockAt(pane, event) {
+    const box = pane.canvas.getBoundingClientRect();
+    return pane.grid.at(event.clientX - box.left, event.clientY - box.top);
+  }
+
+  hover(pane, event) {
+    const id = this.blockAt(pane, event);
+    if (id < 0) return this.leave();
+    this.tooltip.show(event.clientX, event.clientY, ...this.nodes(pane, id));
+  }
+
+  leave() {
+    this.tooltip.hide();
+  }
+
+  nodes({ pool }, id) {
+    if (pool === "gpu") return describeNodes(this.fold, this.lexicon, id);
+    const owner = this.fold.cpuOwner[id];
+    return [h("div", {}, h("b", {}, `Swap block ${id}`), owner >= 0 ? ` · holds a block of ${this.lexicon.requests[owner]}` : id ? " · free" : " · the null block")];
+  }
+
+  click(pane, event) {
+    const id = this.blockAt(pane, event);
+    if (id < 0) return;
+    this.focused = id;
+    this.choosePhysical(pane.pool, id);
+  }
+
+  choosePhysical(pool, id) {
+    const old = this.cursor.block;
+    if (old && old.pool === pool && old.id === id) return this.cursor.set({ block: null });
+    const owner = pool === "gpu" ? this.fold.owner[id] : this.fold.cpuOwner[id];
+    const holders = pool === "gpu" ? this.fold.holders(id) : [owner];
+    const keep = this.number !== null && holders.includes(this.number);
+    this.cursor.set({ block: { pool, id }, request: keep ? this.cursor.request : owner >= 0 ? this.lexicon.requests[owner] : null });
+  }
+
+  key(pane, event) {
+    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -pane.grid.columns, ArrowDown: pane.grid.columns };
+    if (event.key in moves) {
+      const next = Math.min(this.focused, pane.count - 1) + moves[event.key];
+      if (next >= 0 && next < pane.count) this.focused = next;
+      const box = pane.canvas.getBoundingClientRect();
+      const [x, y] = pane.grid.centre(this.focused);
+      this.tooltip.show(box.left + x, box.top + y, ...this.nodes(pane, this.focused));
+      this.card.say(pane.pool === "gpu" ? describe(this.fold, this.lexicon, this.focused) : `Swap block ${this.focused}`);
+      this.overlay();
+    } else if (event.key === "Enter") {
+      this.choosePhysical(pane.pool, Math.min(this.focused, pane.count - 1));
+    } else if (event.key === "Escape") {
+      this.leave();
+      this.cursor.set({ block: null, request: null });
+    } else {
+      return;
+    }
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  // ---- the pinned block
+
+  async pin() {
+    const { block } = this.cursor;
+    this.details.hidden = block === null;
+    this.layout.toggleAttribute("data-pinned", block !== null);
+    this.overDirty = true;
+    this.rows = [];
+    if (block === null) {
+      this.fit();
+      return this.overlay();
+    }
+    this.now = h("div", {});
+    this.table = h("tbody", {});
+    const name = block.pool === "gpu" ? `Block ${block.id}` : `Swap block ${block.id}`;
+    this.details.replaceChildren(
+      h("div", { class: "mv-bm-details-head" }, this.now, button("unpin", null, () => this.cursor.set({ block: null }))),
+      ...(block.pool === "gpu" ? [h("h3", { class: "mv-bm-history" }, "History"),
+        h("div", { class: "mv-bm-scroll", tabindex: 0, role: "region", "aria-label": `history of ${name}` }, h("table", { class: "mv-table" },
+          h("thead", {}, h("tr", {}, ["step", "event", "what decided it"].map((text) => h("th", { scope: "col" }, text)))), this.table))] : []));
+    this.refreshDetails();
+    this.overlay();
+    if (block.pool !== "gpu") return;
+    const rows = await this.frames.history(block.id);
+    if (this.cursor.block !== block) return;
+    this.rows = rows;
+    this.table.replaceChildren(...rows.map((row) => this.historyRow(row)));
+    if (!rows.length) this.table.append(h("tr", {}, h("td", { colspan: 3, class: "mv-muted" }, "nothing happened to this block in this trace")));
+    this.refreshDetails();
+    this.card.say(`${describe(this.fold, this.lexicon, block.id)}. ${rows.length} events in its history.`);
+  }
+
+  historyRow(row) {
+    const { lexicon } = this;
+    const jump = h("button", { type: "button", class: "mv-bm-jump", onclick: () => { this.cursor.pause(); this.cursor.go(row.step); } }, String(row.step));
+    const event = row.event === "cached" ? [`cached as `, h("span", { class: "mv-code" }, lexicon.hash(row.name))] : [row.event];
+    const element = h("tr", { "data-step": row.step, "data-event": row.event, "data-request": row.request >= 0 ? lexicon.requests[row.request] : "",
+      "data-group": row.group, "data-position": row.position, "data-hash": lexicon.hash(row.name) },
+      h("td", {}, jump), h("td", {}, event), h("td", {}, decision(row, lexicon), row.position >= 0 && row.event === "allocated" ? h("span", { class: "mv-muted" }, ` (position ${row.position})`) : null));
+    row.element = element;
+    return element;
+  }
+
+  refreshDetails() {
+    const { block, step } = this.cursor;
+    if (!block || !this.now) return;
+    this.now.replaceChildren(...this.nodes({ pool: block.pool }, block.id));
+    for (const row of this.rows) {
+      row.element.dataset.when = row.step < step ? "before" : row.step === step ? "now" : "later";
+      if (row.step === step) row.element.setAttribute("aria-current", "step");
+      else row.element.removeAttribute("aria-current");
+    }
+  }
+}

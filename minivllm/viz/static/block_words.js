@@ -1,0 +1,126 @@
+// What is said about a block: in the tooltip, in the panel of a pinned block, to a screen reader.
+import { Cause, Why } from "./block_fold.js";
+import { count, facts, h } from "./ui.js";
+
+// Names, hashes and tokens of a trace, looked up by number.
+export class Lexicon {
+  constructor(header, words, origins, hashes) {
+    this.header = header;
+    this.requests = words.requests;
+    this.strings = words.strings;
+    this.origins = origins;
+    this.hashes = hashes;
+    this.numbers = new Map(words.requests.map((id, number) => [id, number]));
+    this.ids = null; // token ids of all requests, once they have been loaded
+    this.texts = null;
+  }
+
+  async loadTokens(data) {
+    const { tokens } = this.header;
+    if (!tokens) return;
+    const flat = await data.part(tokens.ids);
+    this.starts = [];
+    for (let at = 0; at < flat.length; at += 1 + flat[at]) this.starts.push(at + 1);
+    if (tokens.texts !== undefined) this.texts = await data.json(tokens.texts);
+    this.ids = flat;
+  }
+
+  // The first hex digits of a content hash.
+  hash(name) {
+    if (name < 0) return "";
+    const bytes = this.header.hash_bytes;
+    return Array.from(this.hashes.subarray(bytes * name, bytes * (name + 1)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+  }
+
+  // The tokens of one block of a request, at most `filled` of them: [ids, or texts if there is a tokenizer].
+  tokens(request, position, filled) {
+    if (!this.ids || request < 0) return null;
+    const size = this.header.block_size;
+    const start = this.starts[request];
+    const length = this.ids[start - 1];
+    const from = position * size;
+    const ids = Array.from(this.ids.subarray(start + from, start + Math.min(from + filled, length)));
+    return ids.length ? ids : null;
+  }
+
+  tokenNode(ids) {
+    if (!ids) return null;
+    if (!this.texts) return h("span", { class: "mv-code" }, ids.join(" "));
+    return h("span", { class: "mv-code" }, ids.map((id) => (this.texts[id] ?? `[${id}]`).replaceAll("\n", "⏎")).join(""));
+  }
+}
+
+// What there is to know about a block now: { state, words, holders: [{ request, position, filled }], name, tokens }.
+export function look(fold, lexicon, block) {
+  const size = lexicon.header.block_size;
+  const name = fold.name[block];
+  if (block === 0) return { words: "the null block: never owned, stands for blocks that a window left behind", holders: [], name: -1, tokens: null };
+  const group = fold.group[block];
+  const holders = fold.holders(block).map((request) => {
+    const its = fold.requests.get(request);
+    const position = its.tables[group].indexOf(block);
+    return { request, position, filled: Math.max(0, Math.min(size, its.computed - position * size)) };
+  });
+  let words = "free";
+  let tokens = null;
+  if (holders.length) {
+    words = holders.length > 1 ? `shared by ${holders.length} requests` : "in use";
+    tokens = lexicon.tokens(holders[0].request, holders[0].position, Math.max(...holders.map((its) => its.filled)));
+  } else if (name >= 0) {
+    words = "free, holds cached tokens";
+    tokens = lexicon.tokens(lexicon.origins.request(name), lexicon.origins.position(name), size);
+  }
+  return { words, holders, name, tokens, group };
+}
+
+export function describe(fold, lexicon, block) {
+  const { words, holders } = look(fold, lexicon, block);
+  const by = holders.slice(0, 3).map(({ request, position }) => `${lexicon.requests[request]} at position ${position}`).join(", ");
+  return `Block ${block}: ${words}${by ? `, ${by}` : ""}`;
+}
+
+export function describeNodes(fold, lexicon, block) {
+  const { words, holders, name, tokens, group } = look(fold, lexicon, block);
+  const size = lexicon.header.block_size;
+  const place = ({ position, filled }) => `position ${position} (tokens ${position * size} to ${position * size + Math.max(filled, 1) - 1}${filled < size ? `, ${filled} of ${size} filled` : ""})`;
+  const origin = name >= 0 && !holders.length && lexicon.origins.request(name) >= 0
+    ? `${lexicon.requests[lexicon.origins.request(name)]}, position ${lexicon.origins.position(name)}` : null;
+  const rank = holders.length || block === 0 ? -1 : fold.freeRank(block);
+  const listed = holders.slice(0, 4).map((its) => h("div", {}, h("b", {}, lexicon.requests[its.request]), `, ${place(its)}`));
+  if (holders.length > 4) listed.push(h("div", { class: "mv-muted" }, `and ${holders.length - 4} more`));
+  return [
+    h("div", { class: "mv-bm-what" }, h("b", {}, `Block ${block}`), ` · ${words}`),
+    facts([
+      holders.length ? ["request", h("div", {}, listed)] : null,
+      origin ? ["first filled by", origin] : null,
+      lexicon.header.groups.length > 1 && (holders.length || name >= 0) ? ["group", String(group)] : null,
+      ["ref count", String(fold.ref[block])],
+      ["hash", name >= 0 ? h("span", { class: "mv-code" }, lexicon.hash(name)) : "none yet: not full, or not reusable"],
+      rank >= 0 ? ["reused", rank ? `after ${count(rank, "other free block")}` : "next of all"] : null,
+      tokens ? [lexicon.texts ? "text" : "token ids", lexicon.tokenNode(tokens)] : null,
+    ].filter((row) => row && !(block === 0))),
+  ];
+}
+
+// The decision behind one row of a block's history.
+export function decision(row, lexicon) {
+  const who = row.request >= 0 ? lexicon.requests[row.request] : "";
+  if (row.event === "allocated") {
+    const room = `room for ${count(row.tokens, "token")} in this step`;
+    if (row.detail === Why.STARTS) return `${who} was admitted, with ${room}`;
+    if (row.detail === Why.STARTS_AGAIN) return `${who} was admitted again after its preemption, with ${room}`;
+    if (row.detail === Why.SWAPPED_IN) return `${who} came back from the swap pool`;
+    return row.tokens ? `${who} ran on and needed ${room}` : `${who} ran on, and lost the block again in the same step`;
+  }
+  if (row.event === "shared") return `${who} was admitted and found these tokens cached`;
+  if (row.event === "cached") return "the block was full: its tokens can be found and reused";
+  if (row.event === "left by the window") return `no later token of ${who} attends to it`;
+  if (row.event === "evicted") return row.detail >= 0 ? `${lexicon.requests[row.detail]} needed a block, and no empty one was left` : "a block was needed, and no empty one was left";
+  const [cause, detail, by] = row.detail;
+  if (cause === Cause.FINISH) return `${who} ended (${lexicon.strings[detail]})`;
+  if (cause === Cause.PREEMPT) {
+    const needed = by === row.request ? "it needed blocks itself and none were free" : `${lexicon.requests[by]} needed blocks and none were free`;
+    return `${who} was preempted (${lexicon.strings[detail]}): ${needed}`;
+  }
+  return `the admission of ${who} was taken back`;
+}

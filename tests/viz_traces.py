@@ -1,0 +1,52 @@
+"""Traces to look at, made by the real scheduler with a model that samples a few tokens over and over."""
+
+import random
+
+from scheduling import fake_model, kv_config
+
+from minivllm.core.clock import VirtualClock
+from minivllm.core.config import CacheConfig, SchedulerConfig
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler, Swap
+from minivllm.core.trace import Trace
+
+
+def make_trace(
+    num_blocks: int = 96,
+    steps: int = 80,
+    *,
+    kind: str = "full",
+    block_size: int = 4,
+    swap: int = 0,
+    seqs: int = 12,
+    rate: float = 0.5,
+    prompt: int = 40,
+    output: int = 40,
+    budget: int = 96,
+    seed: int = 0,
+    prefixes: int = 3,
+    vocabulary: int = 1000,
+) -> Trace:
+    """A run of `steps` steps in which about `rate` requests arrive a step, sharing `prefixes` first halves of their prompts."""
+    draw, clock = random.Random(seed), VirtualClock()
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=4 * (prompt + output)),
+        CacheConfig(block_size, num_blocks, num_cpu_blocks=swap),
+        None if kind == "full" else kv_config(kind, block_size, num_blocks, window=4 * block_size),
+        clock=clock,
+        preemption=Swap(swap) if swap else None,
+    )
+    heads = [[draw.randrange(vocabulary) for _ in range(prompt // 2)] for _ in range(prefixes)]
+    trace, number = scheduler.record(), 0
+    for _ in range(steps):
+        while draw.random() < rate / (1 + rate):
+            tail = [draw.randrange(vocabulary) for _ in range(draw.randint(1, prompt))]
+            scheduler.add_request(
+                Request(f"r{number}", draw.choice(heads) + tail, max_tokens=draw.randint(2, output), arrival_time=clock.now())
+            )
+            number += 1
+        made = scheduler.schedule()
+        clock.advance(0.01 + 0.0005 * made.total_num_scheduled_tokens)
+        scheduler.update(made, fake_model(made, scheduler))
+    scheduler.stop_recording()
+    return trace
