@@ -6,19 +6,22 @@ starts and stops them in the right order.
 
 # Generated from nbs/6_serving/11_app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e577dc69c52f module=66fe0fa75e69
+# literate: notebook=989c3cb178db module=6f5b5ca1390c
 
 import argparse
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -26,16 +29,19 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
-from minivllm.core.trace import Trace
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.serving.answers import ParserOptions, tool_use
 from minivllm.serving.chat import chat_router, render_request
 from minivllm.serving.completions import completions_router
+from minivllm.serving.dashboard import dashboard_router
 from minivllm.serving.errors import ApiError, as_api_error, install_error_handlers
 from minivllm.serving.generation import ServerState
 from minivllm.serving.metrics import Metrics
 from minivllm.serving.middleware import AccessLog, ApiKey, BodyLimit
 from minivllm.serving.protocol import DetokenizeRequest, TokenizeRequest
+from minivllm.serving.responses import responses_router
+from minivllm.serving.tools import load_plugin
 
 __all__ = [
     "ServerOptions",
@@ -77,6 +83,21 @@ class ServerOptions:
     trust_request_chat_template: bool = field(
         default=False, metadata={"help": "run chat templates that come with requests"}
     )
+    enable_auto_tool_choice: bool = field(
+        default=False, metadata={"help": "let the model decide by itself to call functions; needs --tool-call-parser"}
+    )
+    tool_call_parser: str | None = field(
+        default=None,
+        metadata={"help": "how this model writes calls: hermes, llama3_json, mistral, pythonic, or a plugin's"},
+    )
+    tool_parser_plugin: str | None = field(default=None, metadata={"help": "Python file that registers a tool parser"})
+    reasoning_parser: str | None = field(
+        default=None, metadata={"help": "how this model marks its thoughts: qwen3, deepseek_r1, mistral, or a plugin's"}
+    )
+    reasoning_parser_plugin: str | None = field(
+        default=None, metadata={"help": "Python file that registers a reasoning parser"}
+    )
+    dashboard: bool = field(default=False, metadata={"help": "show the engine live at /dashboard"})
     log_json: bool = field(default=False, metadata={"help": "write the access log as JSON"})
     trace: str | None = field(
         default=None, metadata={"help": "record the scheduler and write this file at the end (.jsonl or .parquet)"}
@@ -91,6 +112,14 @@ class ServerOptions:
             raise ValueError(f"request_timeout must be above 0, got {self.request_timeout}")
         if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
             raise ValueError(f"trace: there is no folder {Path(self.trace).absolute().parent}")
+        self.parsers()
+
+    def parsers(self) -> ParserOptions:
+        """How answers are read; runs the plugins. Raises ValueError for an unknown name."""
+        for plugin in (self.tool_parser_plugin, self.reasoning_parser_plugin):
+            if plugin is not None:
+                load_plugin(plugin)
+        return ParserOptions.from_names(self.tool_call_parser, self.enable_auto_tool_choice, self.reasoning_parser)
 
 
 def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
@@ -100,24 +129,28 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     """
     options = options or ServerOptions()
     names = options.served_model_name or [llm.config.model.name]
-    metrics = Metrics(llm, names[0])
     state = ServerState(
         llm,
         names,
         max_queue=options.max_queue,
         request_timeout=options.request_timeout,
         trust_request_chat_template=options.trust_request_chat_template,
-        observe=metrics.observe,
+        parsers=options.parsers(),
     )
-    app = FastAPI(title="minivllm", version=installed_version("minivllm"), lifespan=_lifespan(llm, options.trace))
+    metrics = Metrics(lambda: state.llm, names[0])
+    state.observe = metrics.observe
+    app = FastAPI(title="minivllm", version=installed_version("minivllm"), lifespan=_lifespan(state, options.trace))
     app.state.server = state
     for router in (
         completions_router(state),
         chat_router(state),
+        responses_router(state),
         token_router(state),
         operation_router(state, metrics),
     ):
         app.include_router(router)
+    if options.dashboard:
+        app.include_router(dashboard_router(llm))
     install_error_handlers(app)
     _add_doors(app, options)
     return app
@@ -135,17 +168,13 @@ def _add_doors(app: FastAPI, options: ServerOptions) -> None:
     app.add_middleware(AccessLog, as_json=options.log_json)
 
 
-def _lifespan(llm: AsyncLLM, trace_file: str | None) -> Callable[[FastAPI], Any]:
+def _lifespan(state: ServerState, trace_file: str | None) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        trace: Trace | None = None
         if trace_file is not None:
-            trace = await llm.call(lambda engine: engine.core.scheduler.record())
+            await state.llm.record_to(trace_file)
         yield
-        await asyncio.to_thread(llm.shutdown)
-        if trace is not None:
-            await asyncio.to_thread(trace.save, trace_file)
-            logger.info("the trace of %d steps is in %s", trace.num_steps, trace_file)
+        await asyncio.to_thread(state.llm.shutdown)
 
     return lifespan
 
@@ -161,7 +190,7 @@ def token_router(state: ServerState) -> APIRouter:
         state.check_model(body.model)
         tokenizer = state.llm.get_tokenizer()
         if body.messages is not None:
-            _, tokens = await render_request(state, body)
+            _, tokens = await render_request(state, body, tool_use(body, state.parsers))
         else:
             special = body.add_special_tokens is not False
             try:
@@ -255,24 +284,62 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def run_server(app: FastAPI, sock: socket.socket, *, shutdown_timeout: float = 30.0, **uvicorn_options: Any) -> int:
-    """Serve until a signal, or until the engine dies. Returns the exit status, 1 for a dead engine."""
+class _Server(uvicorn.Server):
+    """Ends with status 0 at SIGTERM, after the open requests; uvicorn's own would raise the signal again."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+
+def run_server(
+    app: FastAPI,
+    sock: socket.socket,
+    *,
+    shutdown_timeout: float = 30.0,
+    make_engine: Callable[[], AsyncLLM] | None = None,
+    max_engine_restarts: int = 0,
+    **uvicorn_options: Any,
+) -> int:
+    """Serve until a signal, or until the engine dies. Returns the exit status, 1 for a dead engine.
+
+    ``make_engine``: makes another engine when one has died, ``max_engine_restarts`` times at most.
+    """
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_graceful_shutdown=int(shutdown_timeout), **uvicorn_options
     )
-    server = uvicorn.Server(config)
-    llm: AsyncLLM = app.state.server.llm
+    server, state = _Server(config), app.state.server
+    left = max_engine_restarts if make_engine is not None else 0
 
-    def stop(error: BaseException) -> None:
+    def died(error: BaseException) -> None:
+        nonlocal left
         logger.critical("the engine has failed", exc_info=error)
-        server.should_exit = True
+        if left == 0 or server.should_exit:
+            server.should_exit = True
+            return
+        left -= 1
+        threading.Thread(target=replace, name="minivllm-restart", daemon=True).start()
 
-    llm.on_death = stop
+    def replace() -> None:
+        assert make_engine is not None
+        logger.warning("starting another engine; %d more may follow", left)
+        try:
+            engine = make_engine()
+        except Exception as error:
+            logger.critical("no other engine could be started", exc_info=error)
+            server.should_exit = True
+            return
+        engine.on_death = died
+        state.llm = engine
+        logger.info("serving again")
+
+    state.llm.on_death = died
     host, port = sock.getsockname()[:2]
-    logger.info("serving %s on http://%s:%d", ", ".join(app.state.server.model_names), host, port)
+    scheme = "https" if uvicorn_options.get("ssl_certfile") else "http"
+    logger.info("serving %s on %s://%s:%d", ", ".join(state.model_names), scheme, host, port)
     server.run(sockets=[sock])
-    llm.shutdown()
-    return 1 if llm.errored else 0
+    state.llm.shutdown()
+    return 1 if state.llm.errored else 0
 
 
 # %% nbs/6_serving/11_app.ipynb #main
@@ -287,6 +354,17 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--port", type=int, default=8000, help="port (default: 8000; 0: any that is free)")
     group.add_argument(
         "--shutdown-timeout", type=float, default=30.0, help="seconds that open requests get at the end (default: 30)"
+    )
+    group.add_argument(
+        "--disable-frontend-multiprocessing",
+        action="store_true",
+        help="run the engine in a thread of the server, not in a process of its own",
+    )
+    group.add_argument(
+        "--max-engine-restarts",
+        type=int,
+        default=0,
+        help="engines to start after one has died, before the server ends with status 1 (default: 0)",
     )
     group.add_argument("--ssl-keyfile", help="private key, for https")
     group.add_argument("--ssl-certfile", help="certificate, for https")
@@ -327,14 +405,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = args.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     options, engine_args = options_from(args), engine_args_from(args)
+    if args.max_engine_restarts and args.disable_frontend_multiprocessing:
+        raise ValueError("--max-engine-restarts needs an engine in a process of its own")
+    if args.max_engine_restarts and options.trace:
+        raise ValueError("--trace records one engine from its start to its end; it excludes --max-engine-restarts")
+    place = "thread" if args.disable_frontend_multiprocessing else "process"
     sock = listen(args.host, args.port)
+
+    def make_engine() -> AsyncLLM:
+        return AsyncLLM.from_engine_args(engine_args, engine_in=place)
+
     try:
-        llm = AsyncLLM.from_engine_args(engine_args)
+        app = create_app(make_engine(), options)
     except BaseException:
         sock.close()
         raise
-    tls = {"ssl_keyfile": args.ssl_keyfile, "ssl_certfile": args.ssl_certfile}
-    return run_server(create_app(llm, options), sock, shutdown_timeout=args.shutdown_timeout, **tls)
+    return run_server(
+        app,
+        sock,
+        shutdown_timeout=args.shutdown_timeout,
+        make_engine=make_engine,
+        max_engine_restarts=args.max_engine_restarts,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+    )
 
 
 # %% nbs/6_serving/11_app.ipynb #main-guard

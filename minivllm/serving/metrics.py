@@ -6,9 +6,9 @@ long until the first token.
 
 # Generated from nbs/6_serving/09_metrics.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f19643c1ac40 module=cd00ce87b759
+# literate: notebook=a73c24bb36c6 module=ce3bc0a772ed
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -40,11 +40,11 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
 class _EngineCollector:
     """Reads the engine's own counters when they are asked for."""
 
-    def __init__(self, llm: AsyncLLM, labels: dict[str, str]) -> None:
+    def __init__(self, llm: Callable[[], AsyncLLM], labels: dict[str, str]) -> None:
         self.llm, self.names, self.values = llm, list(labels), list(labels.values())
 
     def collect(self) -> Iterator[Any]:
-        now = self.llm.get_metrics()
+        now = self.llm().get_metrics()
         for kind, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, text in names.items():
                 family = kind(f"vllm:{name}", text, labels=self.names)
@@ -53,9 +53,9 @@ class _EngineCollector:
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one server, in a registry of its own. ``llm``: gives the engine of this moment."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+    def __init__(self, llm: Callable[[], AsyncLLM], model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model_name, "engine": "0"}
         self.registry.register(_EngineCollector(llm, self.labels))
