@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-INSTALL = "no Chromium here: `apt-get install chromium`, or `playwright install chromium`, or name one in MINIVLLM_CHROMIUM"
+INSTALL = (
+    "no Chromium here: `apt-get install chromium`, or `playwright install chromium`, or name one in MINIVLLM_CHROMIUM"
+)
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -31,7 +33,7 @@ def find_chromium() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: Playwright keeps an event loop running, so that asyncio.run would fail
 def browser() -> Iterator[Any]:
     """A headless Chromium (playwright.sync_api.Browser). Skips, with the line that installs it, where there is none."""
     api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
@@ -51,7 +53,10 @@ class Watched:
         self.page = page
         self.errors: list[str] = []
         self.requests: list[str] = []
-        page.on("console", lambda message: self.errors.append(message.text) if message.type in ("error", "warning") else None)
+        page.on(
+            "console",
+            lambda message: self.errors.append(message.text) if message.type in ("error", "warning") else None,
+        )
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", lambda request: self.requests.append(request.url))
 
