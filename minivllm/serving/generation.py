@@ -6,7 +6,7 @@ pieces, count tokens, and stop everything when the client hangs up.
 
 # Generated from nbs/6_serving/06_generation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f8d7487395f6 module=369f90e5bd11
+# literate: notebook=d31be372402f module=ceb73d53b845
 
 import asyncio
 import json
@@ -35,6 +35,7 @@ __all__ = [
     "check_output",
     "collect",
     "event",
+    "in_time",
     "merge",
     "request_name",
     "unless_disconnected",
@@ -200,7 +201,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
 
 
-async def _in_time(chunks: AsyncIterator[T], seconds: float | None) -> AsyncIterator[T]:
+async def in_time(chunks: AsyncIterator[T], seconds: float | None) -> AsyncIterator[T]:
     """Pass on what comes; ApiError 408 if the last has not come after ``seconds``."""
     loop = asyncio.get_running_loop()
     end = None if seconds is None else loop.time() + seconds
@@ -225,7 +226,7 @@ class SSEResponse(StreamingResponse):
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:
-            async for chunk in _in_time(self.chunks, self.job.state.request_timeout):
+            async for chunk in in_time(self.chunks, self.job.state.request_timeout):
                 yield event(chunk)
         except Exception as error:  # noqa: BLE001 - the status is out, so it goes into the stream
             yield event(as_api_error(error).body)

@@ -101,7 +101,7 @@ def test_one_bad_prompt_of_three_leaves_nothing_behind(tiny: LiveServer):
 
 def test_unknown_model_path_and_method(tiny: LiveServer):
     assert error_of(tiny.post(COMPLETE, {**PROMPT, "model": "gpt-7"}), 404)["param"] == "model"
-    assert "/v1/responses" in error_of(tiny.post("/v1/responses", {}), 404)["message"]
+    assert "/v1/audio" in error_of(tiny.post("/v1/audio", {}), 404)["message"]
     error_of(tiny.get(COMPLETE), 405)
 
 

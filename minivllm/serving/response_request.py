@@ -1,0 +1,362 @@
+"""What does a client of `/v1/responses` say?
+
+OpenAI's newer endpoint speaks of items, not messages.
+"""
+
+# Generated from nbs/6_serving/24_response_request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=d01550d59db4 module=da75a81f4652
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from minivllm.serving.errors import ApiError, from_validation
+from minivllm.serving.protocol import ApiModel, ChatCompletionRequest, FunctionDefinition
+
+__all__ = [
+    "CallItem",
+    "CallOutputItem",
+    "Item",
+    "MessageItem",
+    "Part",
+    "ReasoningItem",
+    "ReasoningOptions",
+    "ReasoningPart",
+    "RefusalPart",
+    "ResponseAllowedTools",
+    "ResponseFunctionName",
+    "ResponseFunctionTool",
+    "ResponseStreamOptions",
+    "ResponsesRequest",
+    "Status",
+    "TextFormat",
+    "TextOptions",
+    "TextPart",
+    "as_chat",
+    "messages_of",
+]
+
+
+# %% nbs/6_serving/24_response_request.ipynb #items
+_LATER = "not implemented"
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextPart(ApiModel):
+    """A part of a message; ``annotations`` and ``logprobs`` come back from an earlier answer and say nothing to a model."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class RefusalPart(ApiModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ReasoningPart(ApiModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
+class MessageItem(ApiModel):
+    """What somebody said. ``id``, ``status`` and ``phase`` are those of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+    id: str | None = None
+    status: Status | None = None
+    phase: str | None = None
+
+
+class CallItem(ApiModel):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+
+
+class CallOutputItem(ApiModel):
+    """What came of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[TextPart]
+    id: str | None = None
+    status: Status | None = None
+
+
+class ReasoningItem(ApiModel):
+    """What the model thought. It goes back to models whose chat template has a place for it."""
+
+    unsupported: ClassVar = {"encrypted_content": ((), "thoughts are plain text here")}
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[ReasoningPart] = Field(default_factory=list)
+    content: list[ReasoningPart] | None = None
+    status: Status | None = None
+
+
+Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
+_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
+
+
+# %% nbs/6_serving/24_response_request.ipynb #ResponsesRequest
+def _without_tags(where: Sequence[Any]) -> list[Any]:
+    """A place inside items, without the names that pydantic gives the kinds of items and parts."""
+    return [part for i, part in enumerate(where) if not (isinstance(part, str) and i and isinstance(where[i - 1], int))]
+
+
+class ResponseFunctionTool(FunctionDefinition):
+    """A function, with its fields side by side."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_function(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("type") != "function":
+            raise ValueError(f"type must be 'function', got {data.get('type')!r}; nothing else can be called here")
+        return data
+
+
+class ResponseFunctionName(ApiModel):
+    type: Literal["function"]
+    name: str
+
+
+class ResponseAllowedTools(ApiModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseFunctionName], Field(min_length=1)]
+
+
+class TextFormat(ApiModel):
+    unsupported: ClassVar = {"description": (("",), "the model is not shown the schema; describe it in a message")}
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _schema_given(self) -> "TextFormat":
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema belongs to type 'json_schema', and to no other")
+        return self
+
+    def response_format(self) -> dict[str, Any]:
+        """The same for chat."""
+        if self.schema_ is None:
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name or "answer", "schema": self.schema_}}
+
+
+class TextOptions(ApiModel):
+    unsupported: ClassVar = {"verbosity": (("medium",), _LATER)}
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(ApiModel):
+    unsupported: ClassVar = {
+        "summary": ((), "thoughts are given as they are"),
+        "generate_summary": ((), "thoughts are given as they are"),
+        "context": ((), _LATER),
+        "mode": ((), _LATER),
+    }
+
+    effort: str | None = None
+
+
+class ResponseStreamOptions(ApiModel):
+    unsupported: ClassVar = {"include_obfuscation": ((False,), "lengths of pieces are not hidden")}
+
+
+class ResponsesRequest(ApiModel):
+    """`POST /v1/responses`. Below ``user`` stand the fields that vLLM adds."""
+
+    unsupported: ClassVar = {
+        "access_programs": ((), _LATER),
+        "background": ((False,), "ask and wait, or stream"),
+        "background_options": ((), "there is no background"),
+        "context_management": (([],), _LATER),
+        "conversation": ((), "use previous_response_id"),
+        "image": ((), "text is all that the models served here produce"),
+        "moderation": ((), _LATER),
+        "prompt": ((), "no prompts are stored here"),
+        "prompt_cache_key": ((), "the prefix cache finds equal prefixes by itself; cache_salt keeps users apart"),
+        "prompt_cache_options": ((), "the prefix cache has no options"),
+        "prompt_cache_retention": ((), "cached prefixes are kept while there is room"),
+        "service_tier": (("auto", "default"), "there is one tier"),
+        "truncation": (("disabled",), "what does not fit is refused"),
+    }
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: list[ResponseFunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseFunctionName | ResponseAllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "ResponsesRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        for name, value in (self.metadata or {}).items():
+            if len(name) > 64 or len(value) > 512:
+                what = {"field": "metadata", "name": name[:64]}
+                raise PydanticCustomError(
+                    "long", "metadata: {name} is longer than 64 letters, or its value than 512", what
+                )
+        self.items()
+        return self
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items, with defaults filled in. Raises PydanticCustomError that names the field."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
+        if not self.input:
+            raise PydanticCustomError("empty", "input: an empty list; give at least one item", {"field": "input"})
+        typed = [item if "type" in item else {"type": "message", **item} for item in self.input]
+        try:
+            _ITEMS.validate_python(typed)
+        except ValidationError as error:
+            fault = from_validation([e | {"loc": ("input", *_without_tags(e["loc"]))} for e in error.errors()])
+            what = {"field": fault.param, "text": fault.message.removeprefix(f"{fault.param}: ")}
+            raise PydanticCustomError("item", "{text}", what) from None
+        return typed
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
+
+
+# %% nbs/6_serving/24_response_request.ipynb #messages_of
+def messages_of(items: Sequence[dict[str, Any]], keep_thoughts: bool) -> list[dict[str, Any]]:
+    """Items as chat messages. What the model thought, said and called in one turn is one message."""
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None  # the model's, still open
+    for item in items:
+        kind = item["type"]
+        if kind == "function_call_output" or (kind == "message" and item["role"] != "assistant"):
+            turn = None
+            messages.append(_from_outside(item))
+            continue
+        if kind == "reasoning" and not keep_thoughts:
+            continue
+        if turn is None or (turn["content"] is not None and kind != "function_call"):
+            turn = {"role": "assistant", "content": None}
+            messages.append(turn)
+        if kind == "reasoning":
+            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+            turn["reasoning_content"] = "".join(part["text"] for part in parts)
+        elif kind == "message":
+            turn["content"] = _text(item["content"])
+        else:
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+    return messages
+
+
+def _from_outside(item: dict[str, Any]) -> dict[str, Any]:
+    if item["type"] == "function_call_output":
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
+    return {"role": item["role"], "content": _text(item["content"])}
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return (
+        content
+        if isinstance(content, str)
+        else "\n".join(part.get("text") or part.get("refusal", "") for part in content)
+    )
+
+
+# %% nbs/6_serving/24_response_request.ipynb #as_chat
+_SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "priority", "cache_salt",
+           "chat_template_kwargs", "user", "safety_identifier", "parallel_tool_calls")  # fmt: skip
+
+
+def as_chat(
+    body: ResponsesRequest, items: Sequence[dict[str, Any]], *, keep_thoughts: bool, strict: bool
+) -> ChatCompletionRequest:
+    """The same wishes as a chat request. ``items``: the whole conversation. ``strict``: for functions that do not say.
+
+    Raises:
+        ApiError: names the field.
+    """
+    messages = messages_of(items, keep_thoughts)
+    if body.instructions is not None:
+        messages = [{"role": "system", "content": body.instructions}, *messages]
+    chat: dict[str, Any] = {name: getattr(body, name) for name in _SHARED if getattr(body, name) is not None}
+    chat |= {"messages": messages, "stream": bool(body.stream), "max_completion_tokens": body.max_output_tokens}
+    if body.wants_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if body.text is not None and body.text.format is not None:
+        chat["response_format"] = body.text.format.response_format()
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if body.tools:
+        chat["tools"] = [_chat_tool(tool, strict) for tool in body.tools]
+    choice: Any = body.tool_choice
+    if isinstance(choice, ResponseFunctionName):
+        choice = _chat_name(choice)
+    elif isinstance(choice, ResponseAllowedTools):
+        allowed = {"mode": choice.mode, "tools": [_chat_name(name) for name in choice.tools]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    if choice is not None:
+        chat["tool_choice"] = choice
+    try:
+        return ChatCompletionRequest.model_validate(chat)
+    except ValidationError as error:
+        fault = from_validation(error.errors())
+        raise ApiError(
+            400, fault.message.replace("messages", "input", 1), param=fault.param and "input", code=fault.code
+        ) from None
+
+
+def _chat_name(name: ResponseFunctionName) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name.name}}
+
+
+def _chat_tool(tool: ResponseFunctionTool, strict: bool) -> dict[str, Any]:
+    function = tool.model_dump(exclude={"type"}, exclude_none=True)
+    return {"type": "function", "function": {"strict": strict, **function}}

@@ -1,0 +1,393 @@
+"""What happens while a response is made?
+
+A stream of `/v1/responses` tells every step: an item begins, a part of it begins, text comes, the
+part ends, the item ends.
+"""
+
+# Generated from nbs/6_serving/25_responses.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=6596ad876fef module=ac9e1d3d4545
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from minivllm.engine.outputs import CompletionOutput, RequestOutput
+from minivllm.serving.answers import Said
+from minivllm.serving.chat import ChatPlan, chat_logprobs, plan_chat, token_bytes
+from minivllm.serving.errors import ApiError, as_api_error
+from minivllm.serving.generation import (
+    Counter,
+    Job,
+    ServerState,
+    SSEResponse,
+    check_output,
+    collect,
+    in_time,
+    merge,
+    unless_disconnected,
+)
+from minivllm.serving.response_request import ResponsesRequest, as_chat
+
+__all__ = ["EventResponse", "ResponseStore", "ResponseWriter", "Stored", "respond", "responses_router"]
+
+
+# %% nbs/6_serving/25_responses.ipynb #ResponseStore
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response, the input items of its request, and the whole conversation up to its last output."""
+
+    response: dict[str, Any]
+    input_items: list[dict[str, Any]]
+    conversation: list[dict[str, Any]]
+
+
+class ResponseStore:
+    """Responses by id, in memory: the oldest go when there are too many, or too many bytes of them."""
+
+    def __init__(self, max_count: int = 1000, max_bytes: int = 64 << 20) -> None:
+        self.max_count, self.max_bytes = max_count, max_bytes
+        self._entries: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, stored: Stored) -> None:
+        size = len(json.dumps([stored.response, stored.conversation]))
+        self._entries[stored.response["id"]] = (stored, size)
+        self._bytes += size
+        while len(self._entries) > self.max_count or self._bytes > self.max_bytes:
+            self._bytes -= self._entries.popitem(last=False)[1][1]
+
+    def get(self, response_id: str, param: str | None = None) -> Stored:
+        """Raises ApiError 404 (400 if it is a field of a request)."""
+        if response_id not in self._entries:
+            message = f"there is no response {response_id!r} here: it was not stored, was deleted, or had to make room"
+            code = "previous_response_not_found" if param else "not_found"
+            raise ApiError(400 if param else 404, message, param=param, code=code)
+        return self._entries[response_id][0]
+
+    def delete(self, response_id: str) -> None:
+        """Raises ApiError 404."""
+        self.get(response_id)
+        self._bytes -= self._entries.pop(response_id)[1]
+
+
+# %% nbs/6_serving/25_responses.ipynb #ResponseWriter
+class ResponseWriter:
+    """Makes one response, and the events that tell of it."""
+
+    def __init__(
+        self, body: ResponsesRequest, job: Job, plan: ChatPlan, items: list[dict[str, Any]], store: ResponseStore
+    ) -> None:
+        self.body, self.job, self.plan, self.items, self.responses = body, job, plan, items, store
+        self.tokenizer = job.state.llm.get_tokenizer()
+        self.reader = plan.reader()
+        self.to_bytes = token_bytes(self.tokenizer) if body.wants_logprobs else None
+        self.output: list[dict[str, Any]] = []
+        self.counter = Counter()
+        self.response = self._new()
+        self._open: dict[str, Any] | None = None  # the item under way, the last of output
+        self._logprobs: list[dict[str, Any]] = []
+        self._sequence = 0
+
+    def _new(self) -> dict[str, Any]:
+        body, params = self.body, self.plan.params
+        given = body.model_dump(
+            mode="json", include={"text", "tools", "tool_choice"}, by_alias=True, exclude_unset=True
+        )
+        effort = None if body.reasoning is None else body.reasoning.effort
+        return {
+            "id": self.job.id,
+            "object": "response",
+            "created_at": self.job.created,
+            "status": "in_progress",
+            "background": False,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "model": self.job.model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": effort, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": body.store is not False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}, "verbosity": "medium"} | (given.get("text") or {}),
+            "tool_choice": given.get("tool_choice") or "auto",
+            "tools": [{"parameters": None, "strict": None, **tool} for tool in given.get("tools") or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+
+    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+        self._sequence += 1
+        return {"type": f"response.{kind}", "sequence_number": self._sequence - 1, **more}
+
+    def _snapshot(self, kind: str) -> dict[str, Any]:
+        return self._event(kind, response=dict(self.response))
+
+    def take(self, completion: CompletionOutput) -> Iterator[dict[str, Any]]:
+        """The events of a piece of the answer."""
+        if self.to_bytes is not None and completion.logprobs is not None:
+            found = chat_logprobs(completion, self.body.top_logprobs or 0, self.to_bytes)["content"]
+            self._logprobs += [entry | {"bytes": entry["bytes"] or []} for entry in found]
+        said: Said = self.reader.push(completion)
+        if said.thought:
+            yield from self._say("reasoning", said.thought)
+        if said.content:
+            yield from self._say("message", said.content)
+        for delta in said.calls:
+            if delta.name is not None:
+                yield from self._begin("function_call", name=delta.name)
+            if delta.arguments:
+                yield from self._argue(delta.arguments)
+
+    def _say(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        if self._open is None or self._open["type"] != kind:
+            yield from self._begin(kind)
+        assert self._open is not None
+        part = self._open["content"][0]
+        part["text"] += text
+        where = {**self._where(), "content_index": 0}
+        if kind == "reasoning":
+            self._logprobs = []
+            yield self._event("reasoning_text.delta", **where, delta=text)
+            return
+        fresh, self._logprobs = self._logprobs, []
+        part["logprobs"] += fresh
+        yield self._event("output_text.delta", **where, delta=text, logprobs=fresh)
+
+    def _argue(self, text: str) -> Iterator[dict[str, Any]]:
+        assert self._open is not None
+        self._open["arguments"] += text
+        self._logprobs = []
+        yield self._event("function_call_arguments.delta", **self._where(), delta=text)
+
+    def _where(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self.output) - 1}
+
+    def _begin(self, kind: str, **more: Any) -> Iterator[dict[str, Any]]:
+        yield from self._close("completed")
+        item: dict[str, Any] = {"type": kind, "status": "in_progress"}
+        if kind == "message":
+            item |= {"id": f"msg_{uuid4().hex}", "role": "assistant", "content": []}
+        elif kind == "reasoning":
+            item |= {"id": f"rs_{uuid4().hex}", "summary": [], "content": []}
+        else:
+            assert self.plan.use is not None
+            item |= {"id": f"fc_{uuid4().hex}", "call_id": self.plan.use.parser.new_id(), "arguments": "", **more}
+        self.output.append(item)
+        self._open = item
+        yield self._event("output_item.added", output_index=len(self.output) - 1, item=_copy(item))
+        if kind != "function_call":
+            part = {"type": "reasoning_text", "text": ""}
+            if kind == "message":
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            yield self._event("content_part.added", **self._where(), content_index=0, part=_copy(part))
+            item["content"].append(part)
+
+    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+        """End the item under way."""
+        item = self._open
+        if item is None:
+            return
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._event("function_call_arguments.done", **self._where(), **done)
+        else:
+            part, where = item["content"][0], {**self._where(), "content_index": 0}
+            kind, more = (
+                ("reasoning_text", {})
+                if item["type"] == "reasoning"
+                else ("output_text", {"logprobs": part.get("logprobs")})
+            )
+            yield self._event(f"{kind}.done", **where, text=part["text"], **more)
+            yield self._event("content_part.done", **where, part=_copy(part))
+        yield self._event("output_item.done", output_index=len(self.output) - 1, item=_copy(item))
+        self._open = None
+
+    def finish(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """The last events."""
+        reason = output.outputs[0].finish_reason
+        cut = {"length": "max_output_tokens"}.get(reason or "")
+        if not self.output and self.plan.use is None:
+            yield from self._begin("message")  # an empty answer is an answer
+        yield from self._close("incomplete" if cut else "completed")
+        bill = self.counter.usage()
+        thought = self.reader.count_thought_tokens(self.tokenizer.decode)
+        self.response |= {
+            "status": "incomplete" if cut else "completed",
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": cut} if cut else None,
+            "output": self.output,
+            "usage": {
+                "input_tokens": bill["prompt_tokens"],
+                "input_tokens_details": {**bill["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": bill["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": thought},
+                "total_tokens": bill["total_tokens"],
+            },
+        }
+        yield self._snapshot("incomplete" if cut else "completed")
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The event of a response that will not come."""
+        fault = {"code": "server_error", "message": error.message}
+        self.response |= {"status": "failed", "error": fault, "output": self.output}
+        return self._snapshot("failed")
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """All events, in order."""
+        yield self._snapshot("created")
+        yield self._snapshot("in_progress")
+        async for i, output in merge(self.job.streams):
+            check_output(output)
+            self.counter.add(i, output)
+            for completion in output.outputs:
+                for event in self.take(completion):
+                    yield event
+            if output.finished:
+                self.job.state.observe(output, self.counter.generated[i])
+                for event in self.finish(output):
+                    if event["type"] in ("response.completed", "response.incomplete"):
+                        self.keep()
+                    yield event
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """The response at once."""
+        self.counter.add(0, output)
+        for _ in (*self.take(output.outputs[0]), *self.finish(output)):
+            pass
+        self.keep()
+        return self.response
+
+    def keep(self) -> None:
+        """Keep the response, if it may be kept."""
+        if self.body.store is not False:
+            given = [{"id": f"msg_{uuid4().hex}", **item} for item in self.body.items()]
+            self.responses.put(Stored(self.response, given, [*self.items, *self.output]))
+
+
+def _copy(item: dict[str, Any]) -> dict[str, Any]:
+    """The item as it is now."""
+    content = item.get("content")
+    return dict(item) if content is None else {**item, "content": [dict(part) for part in content]}
+
+
+# %% nbs/6_serving/25_responses.ipynb #EventResponse
+class EventResponse(SSEResponse):
+    """Streams the events of a writer under their names. A failure is the last event."""
+
+    def __init__(self, job: Job, writer: ResponseWriter) -> None:
+        self.writer = writer
+        super().__init__(job, writer.events())
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            async for event in in_time(self.chunks, self.job.state.request_timeout):
+                yield _named(event)
+        except Exception as error:  # noqa: BLE001 - the status is out, so it goes into the stream
+            yield _named(self.writer.failed(as_api_error(error)))
+
+
+def _named(event: dict[str, Any]) -> bytes:
+    data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {event['type']}\ndata: {data}\n\n".encode("utf-8", "replace")
+
+
+# %% nbs/6_serving/25_responses.ipynb #respond
+async def respond(
+    body: ResponsesRequest, request: Request, state: ServerState, store: ResponseStore
+) -> dict[str, Any] | Response:
+    """Answer one body."""
+    before: list[dict[str, Any]] = []
+    if body.previous_response_id is not None:
+        before = store.get(body.previous_response_id, "previous_response_id").conversation
+    items = [*before, *body.items()]
+    job = Job(state, f"resp_{uuid4().hex}", state.check_model(body.model))
+    tokenizer = state.llm.get_tokenizer()
+    parser = state.parsers.tool_parser
+    chat = as_chat(
+        body,
+        items,
+        keep_thoughts="reasoning_content" in str(tokenizer.chat_template),
+        strict=parser is not None and parser.form is not None,
+    )
+    try:
+        plan = await plan_chat(chat, state)
+    except ApiError as error:
+        if error.param in ("max_tokens", "response_format"):
+            error.param = {"max_tokens": "max_output_tokens", "response_format": "text.format"}[error.param]
+        raise
+    writer = ResponseWriter(body, job, plan, items, store)
+    await job.submit([plan.prompt], plan.params, body.priority, body.user or body.safety_identifier)
+    if body.stream:
+        return EventResponse(job, writer)
+    try:
+        outputs = await unless_disconnected(request, collect(job), state.request_timeout)
+    finally:
+        await job.close()
+    return writer.whole(outputs[0])
+
+
+def responses_router(state: ServerState) -> APIRouter:
+    """``/v1/responses``, with a store of its own."""
+    router, store = APIRouter(), ResponseStore()
+
+    @router.post("/v1/responses", response_model=None)
+    async def create_response(body: ResponsesRequest, request: Request) -> dict[str, Any] | Response:
+        """Answer items with items."""
+        return await respond(body, request, state, store)
+
+    @router.get("/v1/responses/{response_id}")
+    async def retrieve_response(response_id: str, stream: bool = False) -> dict[str, Any]:
+        """A response that was stored."""
+        if stream:
+            raise ApiError(400, "stream: a stored response is given whole", param="stream")
+        return store.get(response_id).response
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> dict[str, Any]:
+        """Forget a response."""
+        store.delete(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(
+        response_id: str, order: str = "desc", limit: int = 20, after: str | None = None
+    ) -> dict[str, Any]:
+        """The input items of a response that was stored."""
+        if order not in ("asc", "desc"):
+            raise ApiError(400, f"order must be 'asc' or 'desc', got {order!r}", param="order")
+        if not 1 <= limit <= 100:
+            raise ApiError(400, f"limit must be in 1..100, got {limit}", param="limit")
+        items = store.get(response_id).input_items[:: 1 if order == "asc" else -1]
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise ApiError(400, f"after: there is no item {after!r}", param="after")
+        start = 0 if after is None else ids.index(after) + 1
+        page = items[start : start + limit]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": page, **ends, "has_more": start + limit < len(items)}
+
+    return router
