@@ -5,7 +5,7 @@ Question: which thread read which slot, and was it a good idea?
 
 # Generated from nbs/4_kernels/12_lens.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7b9448bce6e9 module=afac6c8d2ad1
+# literate: notebook=ab4a83a97c27 module=b55d3582bb10
 
 import linecache
 import sys
@@ -272,7 +272,7 @@ class Lens:
             cost = (
                 f"{row['ways']}-way"
                 if row["space"] == "shared"
-                else f"{row['pieces']} of 32 bytes, {row['needed']} would do"
+                else f"{row['pieces']} pieces of 32 bytes; {row['needed']} would do"
             )
             lines.append(f"{row['does']:6} {row['array']}: {cost}: {row['source']}")
         return "\n".join(lines)
