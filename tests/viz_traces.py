@@ -42,7 +42,12 @@ def make_trace(
         while draw.random() < rate / (1 + rate):
             tail = [draw.randrange(vocabulary) for _ in range(draw.randint(1, prompt))]
             scheduler.add_request(
-                Request(f"r{number}", draw.choice(heads) + tail, max_tokens=draw.randint(2, output), arrival_time=clock.now())
+                Request(
+                    f"r{number}",
+                    draw.choice(heads) + tail,
+                    max_tokens=draw.randint(2, output),
+                    arrival_time=clock.now(),
+                )
             )
             number += 1
         made = scheduler.schedule()

@@ -5,7 +5,7 @@ Who owns which piece of the cache, and how did it come to that?
 
 # Generated from nbs/8_viz/05_block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e428a08ecde9 module=412f47f89249
+# literate: notebook=f2742fa4bba5 module=45a65fc310f1
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ __all__ = [
     "Op",
     "block_states",
     "draw_blocks",
+    "group_names",
     "request_numbers",
     "request_tokens",
     "token_texts",
@@ -96,7 +97,6 @@ class BlockStream:
         names: content hash -> number.
         origins: runs of names: the request, the group and the position that filled the first of the run first, and the length of the run.
             The request is -1 where that was before the trace.
-        windows: groups that leave old blocks behind.
     """
 
     LEAST = 2048  # numbers of a chunk
@@ -106,7 +106,6 @@ class BlockStream:
         self.trace, self.fold = trace, Fold(trace.start)
         self.requests, self.strings, self.names = _Numbers(), _Numbers(), _Numbers()
         self.origins: list[list[int]] = []
-        self.windows: set[int] = set()
         self.chunks: list[tuple[int, list[int]]] = []
         self._scheduled: dict[int, int] = {}
         for request in trace.start.requests:
@@ -225,7 +224,6 @@ class BlockStream:
         return Cause.TAKEN_BACK, 0, -1
 
     def _on_skip(self, i: int, request: str, group: int, start: int, end: int, blocks: Sequence[int]) -> list[int]:
-        self.windows.add(group)
         return [Op.SKIP, self.requests(request), group, start, end, *_listed(blocks)]
 
     def _on_evict(self, i: int, block: int, name: bytes) -> list[int]:
@@ -313,7 +311,6 @@ class BlockMap(TraceView):
     module = "block_map"
     title = "KV cache blocks"
     wide = True
-    figure_size = (7.0, 4.2)
     options = frozenset({"tokenizer"})
     TOKENS_LIMIT = 16_000  # bytes, deflated
 
@@ -321,6 +318,8 @@ class BlockMap(TraceView):
         super().__init__(trace)
         self.tokenizer = tokenizer if tokenizer is not None else self.trace.tokenizer
         self.tokens = tokens
+        columns, rows = _grid(self.trace.header.num_blocks)
+        self.figure_size = (7.0, 6.6 * rows / columns + 0.75)
 
     def build(self) -> Payload:
         stream, head = BlockStream(self.trace), self.trace.header
@@ -332,7 +331,7 @@ class BlockMap(TraceView):
             num_blocks=head.num_blocks,
             num_cpu_blocks=head.num_cpu_blocks,
             block_size=head.block_size,
-            groups=[_group_name(g, head.num_groups, g in stream.windows) for g in range(head.num_groups)],
+            groups=group_names(self.trace),
             first_number=self._first_number(),
             chunks=chunks,
             words=payload.add_json({"requests": list(stream.requests.of), "strings": list(stream.strings.of)}),
@@ -393,10 +392,25 @@ class BlockMap(TraceView):
         axes.set_title(f"KV cache blocks after step {self._step % count} of {count - 1}", loc="left", fontsize=10)
 
 
-def _group_name(group: int, count: int, window: bool) -> str:
-    if count == 1:
-        return "blocks"
-    return f"KV cache group {group}" + (" (a window leaves old blocks behind)" if window else "")
+def group_names(trace: Trace) -> list[str]:
+    """What the KV cache groups are called: their kind of attention and their layers, as far as the trace was told."""
+    groups = trace.header.groups
+    if len(groups) != trace.header.num_groups:
+        return (
+            ["KV cache group"]
+            if trace.header.num_groups == 1
+            else [f"KV cache group {i}" for i in range(trace.header.num_groups)]
+        )
+    names = []
+    for i, group in enumerate(groups):
+        spec, layers = group["spec"], len(group["layers"])
+        kind = {
+            "full": "full attention",
+            "sliding_window": f"sliding window of {spec['window']}",
+            "chunked_local": f"chunks of {spec['window']}",
+        }[spec["kind"]]
+        names.append(f"group {i}: {kind}, {layers} layer{'s' * (layers != 1)}")
+    return names
 
 
 # %% nbs/8_viz/05_block_map.ipynb #request_numbers
@@ -429,65 +443,72 @@ def _usage(trace: Trace) -> Iterator[tuple[int, int, int]]:
     for begin, end in _step_ranges(trace):
         for event in trace.events[begin:end]:
             fold.apply(event)
-        counts, hashes = np.asarray(fold.now.ref_cnt[1:]), fold.now.hashes
-        cached = sum(hashes[block] is not None for block in fold.free_blocks)
-        yield int((counts > 0).sum()), int((counts > 1).sum()), cached
+        counts = np.asarray(fold.now.ref_cnt[1:])
+        yield int((counts > 0).sum()), int((counts > 1).sum()), fold.num_cached_free
 
 
 # %% nbs/8_viz/05_block_map.ipynb #draw_blocks
+def _grid(count: int) -> tuple[int, int]:
+    """Columns (a power of two) and rows, about twice as wide as high."""
+    columns = 2 ** math.ceil(math.log2(max(8.0, math.sqrt(count * 1.8))))
+    return columns, math.ceil(count / columns)
+
+
+_MARKS = {
+    "used": ("in use, by request", "s", 1.0),
+    "shared": ("shared", "s", 1.0),
+    "cached": ("free, with cached tokens", "s", 0.9),
+    "free": ("free", "o", 0.25),
+    "null": ("null block", "x", 0.7),
+}
+
+
 def draw_blocks(axes: Axes, state: State, numbers: dict[str, int]) -> None:
     """Draw a state's blocks as a grid: filled squares are in use, those with a hole are shared, outlines are cached, dots are free, a cross is the null block."""
     drawn = block_states(state, numbers)
-    columns = 2 ** math.ceil(math.log2(max(8.0, math.sqrt(len(drawn) * 1.8))))
-    rows = math.ceil(len(drawn) / columns)
+    columns, rows = _grid(len(drawn))
     box = axes.get_window_extent()
     side = min(box.width / columns, box.height / rows) * 72 / axes.figure.dpi * 0.82  # points
-    spots = np.array([(i % columns, i // columns) for i in range(len(drawn))], dtype=float)
-    for kind, label in (
-        ("used", "in use, by request"),
-        ("shared", "shared"),
-        ("cached", "free, with cached tokens"),
-        ("free", "free"),
-        ("null", "null block"),
-    ):
-        chosen = [i for i, (state_, _) in enumerate(drawn) if state_ == kind]
+    for kind, (_, marker, size) in _MARKS.items():
+        chosen = [(i, n) for i, (look, n) in enumerate(drawn) if look == kind]
         if not chosen:
             continue
-        xy = spots[chosen]
-        colours = [owner_colour(n) if (n := drawn[i][1]) is not None else LIGHT[kind] for i in chosen]
-        if kind in ("used", "shared"):
-            axes.scatter(*xy.T, s=side**2, marker="s", c=colours, linewidths=0, label=label)
-        elif kind == "cached":
-            axes.scatter(
-                *xy.T,
-                s=(side * 0.9) ** 2,
-                marker="s",
-                facecolors="none",
-                edgecolors=colours,
-                linewidths=max(0.4, side * 0.1),
-                label=label,
-            )
-        elif kind == "free":
-            axes.scatter(*xy.T, s=(side * 0.25) ** 2, marker="o", c=colours, linewidths=0, label=label)
-        else:
-            axes.scatter(
-                *xy.T, s=(side * 0.7) ** 2, marker="x", c=colours, linewidths=max(0.6, side * 0.12), label=label
-            )
+        x, y = [i % columns for i, _ in chosen], [i // columns for i, _ in chosen]
+        colours = [LIGHT[kind] if n is None else owner_colour(n) for _, n in chosen]
+        inside = {"facecolors": "none", "edgecolors": colours} if kind == "cached" else {"c": colours}
+        line = max(0.5, side * 0.1) if kind in ("cached", "null") else 0
+        axes.scatter(x, y, s=(side * size) ** 2, marker=marker, linewidths=line, **inside)
         if kind == "shared":
-            axes.scatter(*xy.T, s=(side * 0.36) ** 2, marker="s", c=LIGHT["panel"], linewidths=0)
+            axes.scatter(x, y, s=(side * 0.36) ** 2, marker="s", c=LIGHT["panel"], linewidths=0)
     axes.set(xlim=(-0.7, columns - 0.3), ylim=(rows - 0.3, -0.7), aspect="equal", xticks=[])
     every = max(1, math.ceil(rows / 8))
     axes.set_yticks(range(0, rows, every), [str(row * columns) for row in range(0, rows, every)])
     axes.tick_params(length=0, labelsize=8, colors=LIGHT["muted"])
     axes.spines[:].set_visible(False)
-    legend = axes.legend(
-        loc="upper left",
-        bbox_to_anchor=(0, -0.02),
-        ncols=5,
-        frameon=False,
-        fontsize=8,
-        handletextpad=0.3,
-        columnspacing=1.2,
-    )
-    for handle in legend.legend_handles:
-        handle.set_sizes([40.0])  # type: ignore[union-attr]
+    _add_legend(axes)
+
+
+def _add_legend(axes: Axes) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.lines import Line2D
+
+    handles = []
+    for kind, (_, marker, size) in _MARKS.items():
+        colour = LIGHT["owner-0" if kind in ("used", "shared") else kind]
+        fill = "none" if kind == "cached" else colour
+        mark = Line2D(
+            [],
+            [],
+            ls="",
+            marker=marker,
+            ms=7 * size,
+            mfc=fill,
+            mec=colour,
+            mew=0.0 if fill == colour and marker != "x" else 1.0,
+        )
+        hole = Line2D([], [], ls="", marker="s", ms=2.5, mfc=LIGHT["panel"], mew=0)
+        handles.append((mark, hole) if kind == "shared" else (mark,))
+    axes.legend(
+        handles, [label for label, _, _ in _MARKS.values()], handler_map={tuple: HandlerTuple(ndivide=1)}, loc="upper left",
+        bbox_to_anchor=(0, -0.01), ncols=5, frameon=False, fontsize=8, handletextpad=0.2, columnspacing=1.2, borderpad=0,
+    )  # fmt: skip

@@ -235,7 +235,7 @@ class BlockMap {
     if (this.number === null) return;
     for (const pane of this.panes) {
       if (pane.pool === "cpu") continue;
-      const canvas = h("canvas", { role: "img", "aria-label": `block table of ${id}, ${pane.name}`,
+      const canvas = h("canvas", { role: "img", "aria-label": `block table of ${id} in ${pane.name}`,
         onpointermove: (event) => this.hoverStrip(pane, event), onpointerleave: () => { this.hovered = null; this.leave(); this.overlay(); },
         onclick: (event) => { const at = this.positionAt(pane, event); if (at !== null) this.choosePhysical("gpu", this.tables()[pane.group][at]); } });
       this.strips.push({ pane, canvas });

@@ -1,0 +1,264 @@
+"""The page folds what the trace folds: pixels, histories and words of a real browser against Python."""
+
+import numpy as np
+import pytest
+from viz_traces import make_trace
+
+from minivllm.core.trace import State, Trace
+from minivllm.viz.block_map import BlockMap, block_states, request_numbers
+from minivllm.viz.palette import DARK, LIGHT, owner_colour
+
+# Five points of every cell: the corner, a quarter in, the middle, the middle of the right edge, and the gap behind it.
+READ = """(canvas) => {
+  const { columns, pitch, inner } = Object.fromEntries(Object.entries(canvas.dataset).map(([k, v]) => [k, Number(v)]));
+  const image = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const half = Math.floor(inner / 2), quarter = Math.floor(inner / 4);
+  const points = [[0, 0], [quarter, quarter], [half, half], [inner - 1, half], [pitch - 1, half]];
+  const rows = canvas.height / pitch, seen = [];
+  for (let i = 0; i < rows * columns; i++) {
+    seen.push(points.map(([dx, dy]) => {
+      const at = 4 * ((Math.floor(i / columns) * pitch + dy) * canvas.width + (i % columns) * pitch + dx);
+      return "#" + [0, 1, 2].map((k) => image[at + k].toString(16).padStart(2, "0")).join("");
+    }));
+  }
+  return seen.map((row) => row.join(" ")).join(",");
+}"""
+SHAPES = {"used": "11110", "shared": "11010", "cached": "10010", "free": "00100", "null": "11100", "elsewhere": "10000"}
+GO = "(step) => { const cursor = [...globalThis.minivllmCursors.values()][0]; cursor.go(step); }"
+
+
+def read(canvas) -> list[list[str]]:
+    return [cell.split(" ") for cell in canvas.evaluate(READ).split(",")]
+
+
+def kinds_in_group(trace: Trace, step: int, group: int) -> list[tuple[str, int | None]]:
+    """What the pane of a group must show: from the state, and from which group cached a free block's content."""
+    state, numbers = trace.at(step), request_numbers(trace)
+    kinds = block_states(state, numbers)
+    if trace.header.num_groups == 1:
+        return kinds
+    of = cached_groups(trace, step)
+    for request in state.requests.values():
+        for g, table in enumerate(request.tables):
+            of.update(dict.fromkeys(table, g))
+    return [
+        ("elsewhere", None) if kind in ("used", "shared", "cached") and of[block] != group else (kind, owner)
+        for block, (kind, owner) in enumerate(kinds)
+    ]
+
+
+def cached_groups(trace: Trace, step: int) -> dict[int, int]:
+    found, now = {}, -1
+    for event in trace.events:
+        now += event[0] == "step"
+        if now > step:
+            break
+        if event[0] == "cache":
+            found.update(dict.fromkeys(event[4], event[2]))
+    return found
+
+
+def colours(kind: str, owner: int | None, dark: bool) -> list[str]:
+    theme = DARK if dark else LIGHT
+    ink = theme["free" if kind == "elsewhere" else kind] if owner is None else owner_colour(owner, dark)
+    return [ink if bit == "1" else theme["panel"] for bit in SHAPES[kind]]
+
+
+def expected_cpu(state: State, trace: Trace, dark: bool) -> list[list[str]]:
+    owner = {
+        block: n
+        for r, n in request_numbers(trace).items()
+        if r in state.requests
+        for block in state.requests[r].cpu_blocks
+    }
+    kinds = [("null", None)] + [
+        ("used", owner[b]) if b in owner else ("free", None) for b in range(1, trace.header.num_cpu_blocks + 1)
+    ]
+    return [colours(kind, n, dark) for kind, n in kinds]
+
+
+TRACES = {
+    "shared prefixes": {"num_blocks": 97, "steps": 120, "rate": 0.8},
+    "many chunks": {"num_blocks": 300, "steps": 400, "rate": 1.0, "seqs": 24},
+    "swap": {"num_blocks": 70, "swap": 60, "steps": 100, "rate": 0.9},
+    "groups": {"num_blocks": 150, "kind": "hybrid", "steps": 80, "rate": 0.8},
+}
+
+
+@pytest.fixture(scope="module", params=TRACES)
+def trace(request) -> Trace:
+    return make_trace(**TRACES[request.param])
+
+
+@pytest.fixture(scope="module")
+def saved(trace, tmp_path_factory):
+    return BlockMap(trace).save(tmp_path_factory.mktemp("page") / "blocks.html")
+
+
+def test_pixels_are_the_folded_state(trace, saved, open_page):
+    dark = trace.header.num_cpu_blocks > 0  # one of them will do
+    page = open_page(saved, dark=dark)
+    count = trace.num_steps
+    for step in [0, count - 1, count // 2, count // 2 + 1, count // 2 - 1, count // 4]:
+        page.evaluate(GO, step)
+        page.wait_for_function(f"document.querySelector('.mv-readout').textContent === 'step {step} of {count - 1}'")
+        page.evaluate("() => new Promise(requestAnimationFrame)")
+        for group in range(trace.header.num_groups):
+            seen = read(page.locator(f"canvas[data-pool=gpu][data-group='{group}']"))
+            wanted = [colours(kind, owner, dark) for kind, owner in kinds_in_group(trace, step, group)]
+            assert seen[: len(wanted)] == wanted, f"step {step}, group {group}"
+        if trace.header.num_cpu_blocks:
+            wanted = expected_cpu(trace.at(step), trace, dark)
+            assert read(page.locator("canvas[data-pool=cpu]"))[: len(wanted)] == wanted
+
+
+@pytest.mark.slow
+def test_histories_are_the_table_of_blocks(trace, saved, open_page):
+    page, table = open_page(saved), trace.to_pandas()["blocks"]
+    assert len(set(table["step"])) > 20
+    for block in (1, 7, trace.header.num_blocks // 2, trace.header.num_blocks - 1):
+        page.get_by_label("block number to pin").fill(str(block))
+        page.keyboard.press("Enter")
+        rows = table[table["block_id"] == block]
+        page.wait_for_function(f"document.querySelectorAll('tbody tr[data-step]').length === {len(rows)}")
+        seen = page.eval_on_selector_all("tbody tr[data-step]", "rows => rows.map(r => ({ ...r.dataset }))")
+        assert [(int(r["step"]), r["event"]) for r in seen] == list(zip(rows["step"], rows["event"], strict=True))
+        assert [r["hash"] for r in seen] == [name[:6] if isinstance(name, str) else "" for name in rows["hash"]]
+        assert [r["request"] for r in seen] == [r if isinstance(r, str) else "" for r in rows["request_id"]]
+        for column in ("group", "position"):
+            assert [int(r[column]) for r in seen] == [int(x) for x in rows[column].astype(float).fillna(-1)]
+
+
+@pytest.mark.slow
+def test_the_decision_behind_an_event_is_told(open_page, tmp_path):
+    trace = make_trace(num_blocks=50, steps=100, rate=0.9)
+    table = trace.to_pandas()["blocks"]
+    page = open_page(BlockMap(trace).save(tmp_path / "blocks.html"))
+    decisions = trace.to_pandas()["decisions"]
+    preempted = {
+        (row.step, row.request_id): row.reason for row in decisions.itertuples() if row.decision.startswith("preempt")
+    }
+    freed = [row for row in table.itertuples() if row.event == "freed" and (row.step, row.request_id) in preempted]
+    told = {}
+    for block in (freed[0].block_id, freed[-1].block_id):
+        page.get_by_label("block number to pin").fill(str(block))
+        page.keyboard.press("Enter")
+        page.wait_for_function(
+            f"document.querySelectorAll('tbody tr[data-step]').length === {(table['block_id'] == block).sum()}"
+        )
+        for row in page.query_selector_all("tbody tr[data-step]"):
+            told[
+                int(row.get_attribute("data-step")), row.get_attribute("data-request"), row.get_attribute("data-event")
+            ] = row.inner_text()
+    checked = 0
+    for (step, request, event), text in told.items():
+        if event == "freed" and (step, request) in preempted:
+            by = preempted[step, request].split(" needed")[0]
+            assert f"{request} was preempted (recompute, chosen by FCFS)" in text
+            assert (f"{by} needed blocks" if by != request else "it needed blocks itself") in text
+            checked += 1
+        elif event == "freed":
+            assert f"{request} ended (" in text
+    assert checked
+
+
+def test_pointer_and_keyboard(open_page, tmp_path):
+    trace = make_trace(num_blocks=97, steps=60, rate=0.8)
+    step = max(range(60), key=lambda i: sum(n > 1 for n in trace.at(i).ref_cnt))
+    state = trace.at(step)
+    shared = next(b for b, n in enumerate(state.ref_cnt) if n > 1)
+    page = open_page(BlockMap(trace).save(tmp_path / "blocks.html"))
+    page.evaluate(GO, step)
+    canvas = page.locator("canvas[data-pool=gpu]")
+    columns = int(canvas.get_attribute("data-columns"))
+    cell = canvas.bounding_box()["width"] / columns
+    spot = {"x": (shared % columns + 0.4) * cell, "y": (shared // columns + 0.4) * cell}
+    canvas.hover(position=spot)
+    words = page.locator(".mv-tooltip").inner_text()
+    owners = state.owners(shared)
+    assert f"Block {shared}" in words and f"shared by {len(owners)} requests" in words
+    assert all(owner in words for owner in owners[:4]) and state.hashes[shared].hex()[:6] in words
+    tokens = next(e for e in trace.events if e[0] == "add" and e[1] == owners[0])[7]
+    place = state.requests[owners[0]].tables[0].index(shared)
+    assert " ".join(map(str, tokens[4 * place : 4 * place + 4])) in words
+    canvas.click(position=spot)
+    assert page.locator("aside").is_visible()
+    assert page.get_by_label("request whose block table is shown").input_value() == owners[0]
+    assert f"in {len(state.requests[owners[0]].tables[0])} block" in page.locator(".mv-bm-request").inner_text()
+    page.keyboard.press("Escape")
+    assert page.locator("aside").is_hidden() and page.locator(".mv-bm-strip").is_hidden()
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert f"Block {shared + 1 + columns}" in page.locator("aside").inner_text()
+    page.keyboard.press(".")
+    assert page.locator(".mv-readout").inner_text() == f"step {min(step + 1, 59)} of 59"
+    page.wait_for_function("document.querySelector('.mv-live').textContent.length > 10")
+
+
+def test_tokens_are_text_when_a_tokenizer_is_known(open_page, tmp_path):
+    class Words:
+        def decode(self, ids):
+            return "".join(f" w{i}" if n else f"w{i}" for n, i in enumerate(ids))
+
+    trace = make_trace(num_blocks=97, steps=20)
+    page = open_page(BlockMap(trace, tokenizer=Words()).save(tmp_path / "blocks.html"))
+    page.evaluate(GO, 19)
+    page.wait_for_timeout(100)
+    owner, its = next((r, its) for r, its in trace.at(19).requests.items() if its.tables[0])
+    tokens = next(e for e in trace.events if e[0] == "add" and e[1] == owner)[7]
+    page.get_by_label("block number to pin").fill(str(its.tables[0][0]))
+    page.keyboard.press("Enter")
+    assert "".join(f" w{t}" for t in tokens[:4]).strip() in page.locator("aside").inner_text()
+    trace.tokenizer = Words()
+    assert BlockMap(trace).tokenizer is trace.tokenizer
+
+
+@pytest.mark.slow
+def test_a_large_page_is_small(tmp_path):
+    trace = make_trace(
+        num_blocks=4096, steps=500, rate=1.2, block_size=16, seqs=256, prompt=400, output=160, budget=2048
+    )
+    view = BlockMap(trace)
+    payload = view.data()
+    assert len(payload.bytes()) * 4 / 3 + len(payload.json()) < 150_000
+    assert payload.header["tokens"] is None, "tokens would not fit, and were not asked for"
+    assert BlockMap(trace, tokens=True).data().header["tokens"] is not None
+    assert view.save(tmp_path / "blocks.html").stat().st_size < 150_000 + 40_000
+
+
+def test_a_figure_shows_any_step(trace):
+    axes = trace.plot_blocks(step=5)
+    kinds = [kind for kind, _ in block_states(trace.at(5), request_numbers(trace))]
+    drawn = {c.get_offsets().shape[0] for c in axes.collections}
+    assert {kinds.count("used"), kinds.count("free"), 1} <= drawn | {0}
+    assert BlockMap(trace).to_png().startswith(b"\x89PNG")
+    with pytest.raises(IndexError):
+        trace.plot_blocks(step=trace.num_steps)
+
+
+def test_a_trace_that_begins_in_the_middle(open_page, tmp_path):
+    """The first keyframe is then not empty."""
+    whole = make_trace(num_blocks=97, steps=60, rate=0.8)
+    cut = next(i for i, e in enumerate(whole.events) if e[0] == "step" and e[1] == 30)
+    rest = Trace(whole.header, whole.at(29))
+    rest.events = whole.events[cut:]
+    page = open_page(BlockMap(rest).save(tmp_path / "blocks.html"))
+    for step in (0, 29):
+        page.evaluate(GO, step)
+        wanted = [
+            colours(kind, owner, False) for kind, owner in block_states(whole.at(30 + step), request_numbers(rest))
+        ]
+        assert read(page.locator("canvas[data-pool=gpu]"))[:97] == wanted
+
+
+def test_the_summary_counts():
+    trace = make_trace(num_blocks=97, steps=60, rate=0.8)
+    steps = trace.to_pandas()["steps"]
+    words = BlockMap(trace).summary()
+    assert (
+        f"Most in use: {steps['used_blocks'].max()} of 96 blocks, at step {int(np.argmax(steps['used_blocks']))}."
+        in words
+    )
+    assert f"{steps['cached_blocks'].iloc[-1]} free ones hold cached tokens" in words
