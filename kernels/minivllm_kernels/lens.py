@@ -5,7 +5,7 @@ Question: which thread read which slot, and was it a good idea?
 
 # Generated from nbs/4_kernels/12_lens.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ab4a83a97c27 module=b55d3582bb10
+# literate: notebook=cb4eb1b152b3 module=bcbe3b6e4d1c
 
 import linecache
 import sys
@@ -355,14 +355,15 @@ def _watching(lens: Lens) -> Iterator[None]:
     def array(self: Any, shape: Any, dtype: Any) -> Watched:
         line = sys._getframe(1).f_lineno
         target = linecache.getline(lens.filename, line).partition("=")[0].strip()
-        block = threading.current_thread().blockIdx
+        thread: Any = threading.current_thread()
+        block = str(thread.blockIdx)
         with lens._lock:
             made = self.__dict__.setdefault("watched", {})
-            if (line, str(block)) not in made:
+            if (line, block) not in made:
                 name = target if target.isidentifier() else f"shared, line {line}"
                 dtype = getattr(dtype, "name", dtype)
-                made[line, str(block)] = lens._watch(name, np.full(shape, np.nan).astype(dtype), "shared")
-            return made[line, str(block)]
+                made[line, block] = lens._watch(name, np.full(shape, np.nan).astype(dtype), "shared")
+            return made[line, block]
 
     def barrier(self: Any) -> None:
         plain_barrier(self)

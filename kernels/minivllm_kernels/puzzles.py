@@ -5,7 +5,7 @@ Question: can you write paged attention yourself, a few lines at a time?
 
 # Generated from nbs/4_kernels/13_puzzles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=04edce713ac2 module=1e10a6f8cece
+# literate: notebook=2c6a8b446bec module=8d53fb0ea28f
 
 import inspect
 import math
@@ -123,7 +123,7 @@ class Puzzle:
                 if not lens.accesses and kernel.__name__ in str(error):
                     raise
                 return Verdict(f"it raised: {error}", lens)
-            except Exception as error:  # whatever a reader's code may raise is the verdict on it
+            except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
                 return Verdict(f"it raised {type(error).__name__}: {error}", lens)
             complaint = _outside(lens) or _race(lens) or _first_wrong(lens, arguments, right)
             complaint = complaint or (self.demand(lens) if self.demand else None)
@@ -152,19 +152,19 @@ def _race(lens: Lens) -> str | None:
 
 def _first_wrong(lens: Lens, arguments: dict[str, Any], right: dict[str, np.ndarray]) -> str | None:
     for name, expected in right.items():
-        found = arguments[name]
-        for index in np.flatnonzero(~np.isclose(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True).reshape(-1)):
-            wrote = [a for a in lens.accesses if a.array == name and a.index == index and a.write]
-            who = (
-                f"thread {wrote[-1].thread} of block {wrote[-1].block} wrote it: {lens.source(wrote[-1].line)}"
-                if wrote
-                else "no thread wrote it"
-            )
-            value, wish = found.reshape(-1)[index], expected.reshape(-1)[index]
-            if np.isnan(wish) or (wish == -1 and found.dtype.kind == "i"):
-                return f"{lens.element(name, index)} should be left alone, and is {value:.6g}; {who}"
-            return f"{lens.element(name, index)} is {value:.6g} and should be {wish:.6g}; {who}"
+        wrong = np.flatnonzero(~np.isclose(arguments[name], expected, rtol=1e-4, atol=1e-5, equal_nan=True))
+        if len(wrong):
+            return _wrong_element(lens, name, int(wrong[0]), arguments[name].flat[wrong[0]], expected.flat[wrong[0]])
     return None
+
+
+def _wrong_element(lens: Lens, name: str, index: int, found: float, expected: float) -> str:
+    writes = [a for a in lens.accesses if (a.array, a.index, a.write) == (name, index, True)]
+    who = "no thread wrote it"
+    if writes:
+        who = f"thread {writes[-1].thread} of block {writes[-1].block} wrote it: {lens.source(writes[-1].line)}"
+    wish = "should be left alone, and is" if np.isnan(expected) else f"should be {expected:.6g}, and is"
+    return f"{lens.element(name, index)} {wish} {found:.6g}; {who}"
 
 
 def nothing(*shape: int) -> np.ndarray:
@@ -230,7 +230,7 @@ guard = Puzzle(
     1,
     8,
     _guard,
-    {_no_guard: "thread 6 of block 0 reads outside a", _tight_guard: "out[5] is nan"},
+    {_no_guard: "thread 6 of block 0 reads outside a", _tight_guard: "out[5] should be"},
 )
 
 
@@ -348,7 +348,7 @@ gather = Puzzle(
     10,
     4,
     _gather,
-    {_gather_no_table: "out[0, 0] is", _gather_by_token: "reads outside table"},
+    {_gather_no_table: "out[0, 0] should be", _gather_by_token: "reads outside table"},
 )
 
 
@@ -378,7 +378,7 @@ heads = Puzzle(
     1,
     6,
     _heads,
-    {_heads_in_turn: "out[1] is"},
+    {_heads_in_turn: "out[1] should be"},
 )
 
 
@@ -474,7 +474,7 @@ tree = Puzzle(
     1,
     32,
     _tree,
-    {_tree_no_barrier: "a race", _tree_one_round: "out[0] is"},
+    {_tree_no_barrier: "a race", _tree_one_round: "out[0] should be"},
 )
 
 
@@ -576,7 +576,7 @@ scores = Puzzle(
     1,
     12,
     _scores,
-    {_scores_past_the_end: "outside table", _scores_one_less: "is nan and should be"},
+    {_scores_past_the_end: "outside table", _scores_one_less: "and is nan; no thread"},
 )
 
 
@@ -621,7 +621,7 @@ softmax = Puzzle(
     1,
     1,
     _softmax,
-    {_softmax_overflows: "OverflowError", _softmax_unscaled: "out[0] is"},
+    {_softmax_overflows: "OverflowError", _softmax_unscaled: "out[0] should be"},
 )
 
 
@@ -677,7 +677,7 @@ online = Puzzle(
     1,
     4,
     _online,
-    {_online_keeps_old: "out[0] is", _twice: "not in one pass"},
+    {_online_keeps_old: "out[0] should be", _twice: "not in one pass"},
     _one_pass,
 )
 
@@ -736,7 +736,7 @@ window = Puzzle(
     1,
     4,
     _window,
-    {_window_all: "out[0] is nan", _window_one_more: "out[0] is"},
+    {_window_all: "and is nan", _window_one_more: "out[0] should be"},
     _null_block,
 )
 
@@ -794,7 +794,7 @@ fold = Puzzle(
     1,
     4,
     _fold,
-    {_fold_mean: "out[0] is nan", _fold_unscaled: "out[0] is"},
+    {_fold_mean: "and is nan", _fold_unscaled: "out[0] should be"},
 )
 
 
