@@ -5,7 +5,7 @@ Not everybody opens a notebook.
 
 # Generated from nbs/6_serving/01_cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ba4f59fa5b18 module=fdc8c4cff7f9
+# literate: notebook=2913fff1351b module=db1161c2a702
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from minivllm.engine.arguments import add_engine_arguments, engine_args_from
+from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
 
 __all__ = [
     "CHAT_HELP",
     "ChatSession",
+    "RemoteChatSession",
     "add_sampling_arguments",
+    "connect",
     "main",
     "make_parser",
+    "request_fields",
     "run_chat",
     "run_collect_env",
     "run_complete",
@@ -38,6 +41,7 @@ __all__ = [
 if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.sampling.params import SamplingParams
+    from minivllm.serving.client import Remote
 
 
 # %% nbs/6_serving/01_cli.ipynb #add_sampling_arguments
@@ -105,6 +109,9 @@ def run_complete(args: argparse.Namespace, out: TextIO) -> None:
     from minivllm.engine.llm import LLM
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if args.url is not None:
+        _complete_remotely(args, prompt, out)
+        return
     with _loading(args), LLM.from_engine_args(engine_args_from(args)) as llm:
         params = sampling_params_from(args, llm.get_default_sampling_params(), n=args.n)
         if args.stream and args.n == 1:
@@ -116,6 +123,36 @@ def run_complete(args: argparse.Namespace, out: TextIO) -> None:
         if output.error is not None:
             raise RuntimeError(output.error)
         print(("\n" + "-" * 8 + "\n").join(completion.text for completion in output.outputs), file=out)
+
+
+# %% nbs/6_serving/01_cli.ipynb #remote
+def connect(args: argparse.Namespace) -> Remote:
+    """The server that ``--url`` names. Raises ValueError for flags of an engine, which the server has started already."""
+    from dataclasses import fields
+
+    from minivllm.core.config import EngineArgs
+    from minivllm.serving.client import Remote
+
+    for f in fields(EngineArgs):
+        if getattr(args, f.name) != f.default:
+            hint = "; --model-name chooses among its models" if f.name == "model" else ""
+            raise ValueError(f"--{f.name.replace('_', '-')} is for an engine here, but --url asks a server{hint}")
+    return Remote(args.url, args.model_name, args.api_key, args.insecure)
+
+
+def request_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """What the sampling flags say, as fields of a request."""
+    given = {name: getattr(args, name) for name in [*_SAMPLING_FLAGS, "stop"] if getattr(args, name) is not None}
+    return given | ({"ignore_eos": True} if args.ignore_eos else {})
+
+
+def _complete_remotely(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
+    texts = [""] * args.n
+    for index, piece in connect(args).complete(prompt, n=args.n, **request_fields(args)):
+        texts[index] += piece
+        if args.stream and args.n == 1:
+            print(piece, end="", file=out, flush=True)
+    print(("\n" + "-" * 8 + "\n").join(texts) if args.n > 1 or not args.stream else "", file=out)
 
 
 # %% nbs/6_serving/01_cli.ipynb #ChatSession
@@ -161,22 +198,26 @@ class ChatSession:
 
     def answer(self, text: str) -> None:
         """Put a message to the model and stream its answer. A stopped answer stays in the conversation as far as it came."""
-        from minivllm.models.tokenizer import apply_chat_template
-
         asked = [*self.messages, {"role": "user", "content": text}]
         pieces: list[str] = []
         try:
-            _, token_ids = apply_chat_template(self.engine.tokenizer, asked)
-            for piece in stream_answer(self.engine, token_ids, self.params):
+            for piece in self.stream(asked):
                 pieces.append(piece)
                 self.say(piece, end="")
         except KeyboardInterrupt:
             self.say(" [stopped]", end="")
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             self.say(f"error: {error}. /reset starts over")
             return
         self.say()
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+    def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """Pieces of the answer to a conversation."""
+        from minivllm.models.tokenizer import apply_chat_template
+
+        _, token_ids = apply_chat_template(self.engine.tokenizer, messages)
+        yield from stream_answer(self.engine, token_ids, self.params)
 
     # %% nbs/6_serving/01_cli.ipynb #ChatSession-run
     def run(self, read: Callable[[str], str], prompt: str) -> None:
@@ -199,16 +240,32 @@ def run_chat(args: argparse.Namespace, out: TextIO) -> None:
     from minivllm.engine.llm import LLM
 
     interactive = sys.stdin.isatty()
+    if args.url is not None:
+        _chat(RemoteChatSession(connect(args), request_fields(args), out, args.system), interactive, args.url)
+        return
     with _loading(args), LLM.from_engine_args(engine_args_from(args)) as llm:
         params = sampling_params_from(args, llm.get_default_sampling_params())
         session = ChatSession(llm.llm_engine, params, out, args.system)
-        if interactive:
-            import readline  # noqa: F401 - gives input() line editing and history
+        _chat(session, interactive, f"{llm.config.model.name}, {llm.config.dtype} on {llm.config.device}")
 
-            session.say(
-                f"{llm.config.model.name}, {llm.config.dtype} on {llm.config.device}. /help lists the commands."
-            )
-        session.run(input if interactive else _read_piped, "> " if interactive else "")
+
+class RemoteChatSession(ChatSession):
+    """A conversation with a model of a server. ``fields``: of every request."""
+
+    def __init__(self, remote: Remote, fields: dict[str, Any], out: TextIO, system: str | None = None) -> None:
+        self.remote, self.fields, self.out, self.system = remote, fields, out, system
+        self.reset()
+
+    def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        return self.remote.chat(messages, **self.fields)
+
+
+def _chat(session: ChatSession, interactive: bool, with_whom: str) -> None:
+    if interactive:
+        import readline  # noqa: F401 - gives input() line editing and history
+
+        session.say(f"{with_whom}. /help lists the commands.")
+    session.run(input if interactive else _read_piped, "> " if interactive else "")
 
 
 def _read_piped(prompt: str) -> str:
@@ -219,7 +276,11 @@ def _read_piped(prompt: str) -> str:
 
 
 # %% nbs/6_serving/01_cli.ipynb #run_elsewhere
-_ELSEWHERE = {"serve": "minivllm.serving.app", "bench": "minivllm.bench"}
+_ELSEWHERE = {
+    "serve": "minivllm.serving.app",
+    "bench": "minivllm.bench",
+    "run-batch": "minivllm.serving.run_batch",
+}
 
 
 def run_elsewhere(command: str, arguments: Sequence[str]) -> int:
@@ -289,6 +350,12 @@ def make_parser() -> argparse.ArgumentParser:
     for command, max_tokens in ((complete, 64), (chat, 512)):
         add_sampling_arguments(command, max_tokens)
         add_engine_arguments(command)
+        remote = command.add_argument_group("server", "ask a running server instead of an engine here")
+        remote.add_argument("--url", help="of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
+        remote.add_argument("--model-name", metavar="NAME", help="one of its models (default: its first)")
+        remote.add_argument("--api-key", metavar="KEY", help="its key")
+        remote.add_argument("--insecure", action="store_true", help="do not check its certificate")
+        command.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
 
     demo = commands.add_parser("demo", help="answer four questions at once and show what the scheduler did")
     demo.add_argument("--model", default="smollm2", help="alias, folder, .gguf file or hub id (default: smollm2)")
@@ -298,7 +365,11 @@ def make_parser() -> argparse.ArgumentParser:
 
     collect = commands.add_parser("collect-env", help="print versions and facts for a bug report")
     collect.set_defaults(run=run_collect_env)
-    for name, what in (("serve", "serve a model over the OpenAI API"), ("bench", "measure")):
+    for name, what in (
+        ("serve", "serve a model over the OpenAI API"),
+        ("bench", "measure an engine or a server"),
+        ("run-batch", "answer a file of requests"),
+    ):
         commands.add_parser(name, help=what, add_help=False)
     return parser
 
@@ -311,7 +382,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = arguments[1:] if debug else arguments
         if place and place[0] in _ELSEWHERE:
             return run_elsewhere(place[0], place[1:])
-        args = make_parser().parse_args(arguments)
+        parser = make_parser()
+        args = parser.parse_args(with_config(arguments, parser))
         args.run(args, sys.stdout)
         return 0
     except KeyboardInterrupt:

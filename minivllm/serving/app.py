@@ -6,7 +6,7 @@ starts and stops them in the right order.
 
 # Generated from nbs/6_serving/11_app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=989c3cb178db module=6f5b5ca1390c
+# literate: notebook=d7a7e24d6ca5 module=d69b0787cd8f
 
 import argparse
 import asyncio
@@ -29,12 +29,13 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
-from minivllm.engine.arguments import add_engine_arguments, engine_args_from
+from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.serving.answers import ParserOptions, tool_use
 from minivllm.serving.chat import chat_router, render_request
 from minivllm.serving.completions import completions_router
 from minivllm.serving.dashboard import dashboard_router
+from minivllm.serving.embeddings import embeddings_router
 from minivllm.serving.errors import ApiError, as_api_error, install_error_handlers
 from minivllm.serving.generation import ServerState
 from minivllm.serving.metrics import Metrics
@@ -145,6 +146,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         completions_router(state),
         chat_router(state),
         responses_router(state),
+        embeddings_router(state),
         token_router(state),
         operation_router(state, metrics),
     ):
@@ -349,6 +351,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="alias, folder, .gguf file or hub id (same as --model)"
     )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     group.add_argument("--port", type=int, default=8000, help="port (default: 8000; 0: any that is free)")
@@ -400,7 +403,8 @@ def options_from(args: argparse.Namespace) -> ServerOptions:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `minivllm serve` and `python -m minivllm.serving.app`; returns the exit status."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(with_config(sys.argv[1:] if argv is None else argv, parser))
     args.model = args.model_tag or args.model
     level = args.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -21,6 +21,7 @@ DOWNHILL: dict[str, set[str]] = {
     "runtime": {"core", *NUMERIC},
     "engine": {"core", *NUMERIC, "runtime"},
     "serving": {"core", *NUMERIC, "runtime", "engine", "viz"},  # its dashboard
+    "bench": {"core", "lab", *NUMERIC, "runtime", "engine", "serving"},
     "minivllm_kernels": set(),
     "literate": set(),  # works where nothing is installed
 }

@@ -1,0 +1,194 @@
+"""What if nobody waits for the answer?
+
+A thousand documents to be summed up overnight need no server.
+"""
+
+# Generated from nbs/6_serving/23_run_batch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=420769aae34e module=3afa34c85cc6
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message
+from tqdm.auto import tqdm
+
+from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.serving.app import ServerOptions, create_app
+
+__all__ = ["BatchError", "BatchLine", "answer_line", "ask_app", "batch_answer", "main", "make_parser", "run_batch"]
+
+
+# %% nbs/6_serving/23_run_batch.ipynb #ask_app
+async def ask_app(app: ASGIApp, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
+    """POST a JSON body to an ASGI app, in this process. Returns status, headers and the body of the answer."""
+    data = json.dumps(body).encode()
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http", "path": path,
+        "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 0),
+        "headers": [(b"host", b"batch"), (b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())],
+    }  # fmt: skip
+    given, gone = False, asyncio.Event()
+    start: Message = {"status": 500, "headers": []}
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+        given = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal start
+        if message["type"] == "http.response.start":
+            start = message
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
+    return start["status"], headers, b"".join(parts)
+
+
+# %% nbs/6_serving/23_run_batch.ipynb #BatchLine
+class BatchError(ValueError):
+    """A line of a batch file that is no request."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request of a batch."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> "BatchLine":
+        """Raises BatchError that says what is wrong."""
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise BatchError(f"not JSON: {error}") from None
+        kinds = {"custom_id": str, "method": str, "url": str, "body": dict}
+        for name, kind in kinds.items():
+            if not isinstance(found, dict) or not isinstance(found.get(name), kind):
+                raise BatchError(
+                    f"a line is an object with {', '.join(kinds)}; {name!r} is missing or no {kind.__name__}"
+                )
+        if unknown := set(found) - set(kinds):
+            raise BatchError(f"unknown field {min(unknown)!r}; a line has {', '.join(kinds)}")
+        if found["method"] != "POST" or not found["url"].startswith("/v1/"):
+            raise BatchError(f"a request is POST to a path under /v1/, got {found['method']} {found['url']!r}")
+        if found["body"].get("stream"):
+            raise BatchError("body.stream: an answer in a file cannot be streamed")
+        return cls(found["custom_id"], found["url"], found["body"])
+
+
+def batch_answer(
+    custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None
+) -> dict[str, Any]:
+    """One line of the output file, in OpenAI's form."""
+    return {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+
+
+async def answer_line(app: ASGIApp, text: str) -> dict[str, Any]:
+    """The answer to one line. Never raises for what stands in the line."""
+    custom_id = None
+    try:
+        line = BatchLine.parse(text)
+        custom_id = line.custom_id
+    except BatchError as error:
+        return batch_answer(custom_id, None, {"code": "invalid_request", "message": str(error)})
+    status, headers, body = await ask_app(app, line.url, line.body)
+    found = {"status_code": status, "request_id": headers.get("x-request-id"), "body": json.loads(body)}
+    if status < 400:
+        return batch_answer(custom_id, found, None)
+    said = found["body"].get("error", {})
+    return batch_answer(custom_id, found, {"code": said.get("code") or str(status), "message": said.get("message")})
+
+
+# %% nbs/6_serving/23_run_batch.ipynb #run_batch
+async def run_batch(
+    app: ASGIApp, source: Path, target: Path, *, window: int, use_tqdm: bool = False
+) -> tuple[int, int]:
+    """Answer every line of ``source`` in ``target``. ``window``: lines that are open at once. Returns how many lines, and how many failed."""
+    count = failed = 0
+    open_lines: list[asyncio.Task[dict[str, Any]]] = []
+    with (
+        source.open(encoding="utf-8") as lines,
+        target.open("w", encoding="utf-8") as out,
+        tqdm(disable=not use_tqdm) as bar,
+    ):
+
+        async def write_first() -> None:
+            nonlocal count, failed
+            answer = await open_lines.pop(0)
+            out.write(json.dumps(answer, ensure_ascii=False) + "\n")
+            out.flush()
+            count, failed = count + 1, failed + (answer["error"] is not None)
+            bar.update()
+
+        for text in lines:
+            if text.strip():
+                open_lines.append(asyncio.create_task(answer_line(app, text)))
+                if len(open_lines) >= window:
+                    await write_first()
+        while open_lines:
+            await write_first()
+    return count, failed
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of `minivllm run-batch`, which are vLLM's."""
+    parser = argparse.ArgumentParser(
+        prog="minivllm run-batch", description="Answer a file of requests in OpenAI's batch format."
+    )
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="JSON lines, one request each")
+    parser.add_argument(
+        "-o", "--output-file", required=True, metavar="FILE", help="where the answers go, in the order of the requests"
+    )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that requests may use; default: the model as given",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
+    add_engine_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `minivllm run-batch`; returns the exit status, 1 if a request failed.
+
+    Raises:
+        OSError: a file that cannot be read or written. ValueError: a bad flag or model.
+    """
+    parser = make_parser()
+    args = parser.parse_args(with_config(sys.argv[1:] if argv is None else argv, parser))
+    source, target = Path(args.input_file), Path(args.output_file)
+    if source.resolve() == target.resolve():
+        raise ValueError("--output-file must be another file than --input-file")
+    with source.open(encoding="utf-8"):  # before a model is loaded
+        pass
+    llm = AsyncLLM.from_engine_args(engine_args_from(args))
+    try:
+        app = create_app(llm, ServerOptions(served_model_name=args.served_model_name, max_body_bytes=1 << 30))
+        window = 2 * llm.config.scheduler.max_num_seqs
+        count, failed = asyncio.run(run_batch(app, source, target, window=window, use_tqdm=sys.stderr.isatty()))
+    finally:
+        llm.shutdown()
+    print(f"{count} requests, {failed} failed; answers in {target}")
+    return 1 if failed else 0
