@@ -5,7 +5,7 @@ Question: a compiler turns numba's Python into machine code.
 
 # Generated from nbs/4_kernels/20_cpu_vector.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e4752c30aab2 module=e9aecbb7a25d
+# literate: notebook=23ca7a51e76d module=a0f9fcfb3ab6
 
 import operator
 from typing import Any
@@ -32,6 +32,7 @@ __all__ = [
     "ROUNDER",
     "Vector",
     "address",
+    "ask_for",
     "broadcast",
     "claim",
     "const",
@@ -40,11 +41,13 @@ __all__ = [
     "floats_at",
     "fma",
     "fold_lanes",
+    "fold_together",
     "ints_at",
     "keep",
     "largest",
     "load",
     "load_each",
+    "load_halves",
     "load_unzipped",
     "load_vector",
     "maximum",
@@ -54,6 +57,7 @@ __all__ = [
     "number",
     "plus",
     "prefetch",
+    "prefetch_rows",
     "primitive",
     "shuffle",
     "splat",
@@ -331,6 +335,12 @@ def claim(typing: Any, counter: Any, index: Any, count: Any) -> Any:
     )
 
 
+def ask_for(b: Any, pointer: Any) -> None:
+    fn = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    ask = cgutils.get_or_insert_function(b.module, fn, "llvm.prefetch.p0")
+    b.call(ask, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])  # to read, keep near, data
+
+
 @primitive
 def prefetch(typing: Any, array: Any, index: Any, size: Any) -> Any:
     """Ask for `size` bytes (a constant) from element `index` on, 64 at a time; harmless if nothing is there."""
@@ -338,14 +348,25 @@ def prefetch(typing: Any, array: Any, index: Any, size: Any) -> Any:
 
     def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
         start = address(c, b, array, a[0], a[1], I8)
-        fn = ir.FunctionType(ir.VoidType(), [start.type, I32, I32, I32])
-        ask = cgutils.get_or_insert_function(b.module, fn, "llvm.prefetch.p0")
         for offset in range(0, n, 64):
-            at = b.gep(start, [ir.Constant(I64, offset)])
-            b.call(ask, [at, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])  # to read, keep near, data
+            ask_for(b, b.gep(start, [ir.Constant(I64, offset)]))
         return c.get_dummy_value()
 
     return signature(types.void, array, types.int64, size), emit
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #prefetch_rows
+@primitive
+def prefetch_rows(typing: Any, array: Any, index: Any, stride: Any, rows: Any) -> Any:
+    """Ask for the cache line of element `index + r * stride`, for each of `rows` rows."""
+    n = number(rows, "rows")
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        for r in range(n):
+            ask_for(b, address(c, b, array, a[0], b.add(a[1], b.mul(a[2], ir.Constant(I64, r))), I8))
+        return c.get_dummy_value()
+
+    return signature(types.void, array, types.int64, types.int64, rows), emit
 
 
 # %% nbs/4_kernels/20_cpu_vector.ipynb #tile_zeros
@@ -414,16 +435,37 @@ def tile_outer(typing: Any, tile: Any, rows: Any, columns: Any) -> Any:
     return signature(tile, tile, rows, columns), emit
 
 
+def fold_together(b: Any, vectors: list[Any]) -> Any:
+    """A vector whose lane `i` is the sum of the lanes of `vectors[i]`, added in the order of `total`.
+
+    Two vectors are folded at a time, into the halves of one; then two such, into its quarters.
+    """
+    lanes = vectors[0].type.count
+    size = lanes
+    while size > 1:
+        if len(vectors) % 2:
+            vectors = [*vectors, vectors[-1]]
+        half = size // 2
+        low = [i for start in range(0, 2 * lanes, size) for i in range(start, start + half)]
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [b.fadd(shuffle(b, x, y, low), shuffle(b, x, y, [i + half for i in low])) for x, y in pairs]
+        size = half
+    return vectors[0]
+
+
 @primitive
 def tile_totals(typing: Any, array: Any, index: Any, stride: Any, columns: Any, tile: Any) -> Any:
     """Store the sum over the lanes of the vector in row `r`, column `i` to float32 `array[index + r * stride + i]`."""
-    m = number(columns, "columns")
+    m, width = number(columns, "columns"), tile.dtype.lanes
 
     def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        for i in range(tile.count):
-            at = plus(b, b.add(a[1], b.mul(a[2], ir.Constant(I64, i // m))), i % m)
-            value = fold_lanes(b, b.extract_value(a[4], i), b.fadd)
-            b.store(value, address(c, b, array, a[0], at, F32), align=4)
+        vectors = [b.extract_value(a[4], i) for i in range(tile.count)]
+        for first in range(0, tile.count, width):
+            sums = fold_together(b, vectors[first : first + width])
+            for i in range(first, min(first + width, tile.count)):
+                at = plus(b, b.add(a[1], b.mul(a[2], ir.Constant(I64, i // m))), i % m)
+                value = b.extract_element(sums, ir.Constant(I32, i - first))
+                b.store(value, address(c, b, array, a[0], at, F32), align=4)
         return c.get_dummy_value()
 
     return signature(types.void, array, types.int64, types.int64, columns, tile), emit
@@ -460,6 +502,27 @@ def load_unzipped(typing: Any, array: Any, index: Any, count: Any, lanes: Any) -
     if array.dtype != types.uint16:
         raise TypingError(f"load_unzipped reads bf16 (uint16), got {array.dtype}")
     return signature(ty, array, types.int64, count, lanes), emit
+
+
+@primitive
+def load_halves(typing: Any, array: Any, index: Any, stride: Any, rows: Any, odd: Any, lanes: Any) -> Any:
+    """One vector a row: the even (`odd` 0) or odd (1) ones of `2 * lanes` bf16 from `index + r * stride`."""
+    n, width, which = number(rows, "rows"), number(lanes, "lanes"), number(odd, "odd")
+    ty = types.UniTuple(Vector(width), n)
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        out = []
+        for r in range(n):
+            at = b.add(a[1], b.mul(a[2], ir.Constant(I64, r)))
+            words = b.load(address(c, b, array, a[0], at, vec(width, I32)), align=2)
+            if which:
+                words = b.and_(words, const(0xFFFF0000, width, I32))
+            else:
+                words = b.shl(words, const(16, width, I32))
+            out.append(b.bitcast(words, vec(width)))
+        return c.make_tuple(b, ty, out)
+
+    return signature(ty, array, types.int64, types.int64, rows, odd, lanes), emit
 
 
 @primitive

@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fb6e5e52c0c5 module=cc815c45ac11
+# literate: notebook=ac3ed7e15803 module=26d26bcbcb4b
 
 from __future__ import annotations
 
@@ -188,7 +188,8 @@ class SchedulerConfig:
         max_num_partial_prefills: most requests in the middle of a prompt at once; None for no cap.
         policy: `fcfs` or `priority`, when no policy object is given.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits into the free blocks, not just its first chunk.
-        starvation_limit: a policy may let younger requests overtake the oldest waiting one, or preempt one request, this often.
+        starvation_limit: a policy may let younger requests overtake the oldest waiting one, preempt one request, or give a request no
+            tokens in steps on end, this often.
     """
 
     max_num_seqs: int = 128
@@ -247,6 +248,7 @@ class ModelFacts:
         kv_specs: one per layer, for the block size and dtype in use.
         weight_bytes: size of the weights in the dtype in use.
         checkpoint_dtype: dtype named by the model's own configuration.
+        hidden_size: numbers in a hidden state; None if nobody will ask.
     """
 
     name: str
@@ -257,6 +259,7 @@ class ModelFacts:
     kv_specs: tuple[KVCacheSpec, ...]
     weight_bytes: int
     checkpoint_dtype: str = "float32"
+    hidden_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +274,7 @@ class MachineFacts:
         num_cores: physical cores.
         attention_backend: the backend chosen for "auto" (or the one asked for).
         attention_backend_why: the reason for it.
+        linear_kernel, linear_kernel_why: the matrix products that the model gets, likewise.
     """
 
     device: str
@@ -280,6 +284,8 @@ class MachineFacts:
     num_cores: int
     attention_backend: str
     attention_backend_why: str
+    linear_kernel: str = "torch"
+    linear_kernel_why: str = "default"
 
 
 # %% nbs/1_core/03_config.ipynb #_arg
@@ -507,6 +513,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
         budget, why = max_model_len, "max_model_len, since prompts may not be cut"
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
     decisions.append(Decision("attention_backend", machine.attention_backend, machine.attention_backend_why))
+    decisions.append(Decision("linear_kernel", machine.linear_kernel, machine.linear_kernel_why))
     groups = make_kv_cache_groups(model.kv_specs)
     bytes_per_block = len(groups[0].layers) * groups[0].spec.bytes_per_block
     useful = max_num_seqs * len(groups) * -(-max_model_len // args.block_size) + 1

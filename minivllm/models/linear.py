@@ -5,8 +5,9 @@ Linear layers whose weights are fused at load and whose product is chosen after 
 
 # Generated from nbs/3_model/04a_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d6b3e071d692 module=be87d7daffdc
+# literate: notebook=9797b8b1adb6 module=3e43dbc92da4
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 
@@ -20,7 +21,9 @@ __all__ = [
     "LinearKernel",
     "batch_invariant_kernel",
     "choose_kernel",
+    "explain_choice",
     "kernel_names",
+    "make_kernel",
     "register_kernel",
     "torch_kernel",
 ]
@@ -31,7 +34,11 @@ LinearKernel = Callable[[Tensor], Tensor]
 """From [T, in_features] to [T, out_features]."""
 
 KernelMaker = Callable[[Tensor, Tensor | None], LinearKernel]
-"""From weight [out_features, in_features] and bias [out_features] (or None) to a kernel; may repack the weight."""
+"""From weight [out_features, in_features] and bias [out_features] (or None) to a kernel.
+
+A kernel that keeps the weight in an order of its own has a method `unpack()` that gives it back, and the layer lets the
+ordinary one go.
+"""
 
 
 def torch_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
@@ -67,7 +74,12 @@ def batch_invariant_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
 
 
 # %% nbs/3_model/04a_linear.ipynb #kernel_names
-_KERNELS: dict[str, KernelMaker] = {"torch": torch_kernel, "batch_invariant": batch_invariant_kernel}
+_KERNELS: dict[str, str | KernelMaker] = {
+    "torch": torch_kernel,
+    "batch_invariant": batch_invariant_kernel,
+    "cpu": "minivllm.models.cpu_linear:cpu_kernel",
+    "cpu_invariant": "minivllm.models.cpu_linear:cpu_invariant_kernel",
+}
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -75,8 +87,8 @@ def kernel_names() -> tuple[str, ...]:
     return tuple(_KERNELS)
 
 
-def register_kernel(name: str, make: KernelMaker) -> None:
-    """Make a kernel known under a new name.
+def register_kernel(name: str, make: str | KernelMaker) -> None:
+    """Make a kernel known under a new name. `make` may be `"module:function"`, imported when it is first wanted.
 
     Raises:
         ValueError: the name is taken.
@@ -88,7 +100,42 @@ def register_kernel(name: str, make: KernelMaker) -> None:
 
 def choose_kernel(weight: Tensor) -> str:
     """The kernel that `auto` stands for, by the weight's shape, dtype and device."""
-    return "torch"
+    if weight.device.type != "cpu":
+        return "torch"
+    try:
+        from minivllm.models.cpu_linear import cpu_problem
+    except ImportError:  # numba and llvmlite are optional
+        return "torch"
+    return "torch" if cpu_problem(weight) else "cpu"
+
+
+def explain_choice(dtype: torch.dtype, device: torch.device, batch_invariant: bool) -> tuple[str, str]:
+    """(kernel that a model of this dtype gets if none is named, and why). Single weights of odd sizes may get `torch`."""
+    if batch_invariant:
+        return "batch_invariant", "the attention backend asks for rows that do not depend on the batch"
+    if device.type != "cpu":
+        return "torch", f"the one for {device.type}"
+    try:
+        from minivllm.models.cpu_linear import cpu_problem, explain
+    except ImportError:
+        return "torch", "numba is not installed (pip install 'minivllm[kernels]')"
+    typical = torch.empty(64, 64, dtype=dtype)
+    return ("torch", problem) if (problem := cpu_problem(typical)) else ("cpu", explain(dtype))
+
+
+def make_kernel(name: str, weight: Tensor, bias: Tensor | None) -> LinearKernel:
+    """The kernel of this name for a weight.
+
+    Raises:
+        ValueError: no such name, or it cannot use this weight. ImportError: what it stands on is not installed.
+    """
+    if name not in _KERNELS:
+        raise ValueError(f"no linear kernel {name!r}; known: auto, {', '.join(_KERNELS)}")
+    make = _KERNELS[name]
+    if isinstance(make, str):
+        module, _, function = make.partition(":")
+        make = getattr(importlib.import_module(module), function)
+    return make(weight, bias)
 
 
 # %% nbs/3_model/04a_linear.ipynb #Linear
@@ -104,12 +151,12 @@ class Linear:
         dtype, device: of the weight.
 
     Attributes:
-        weight: [sum of rows, in_features], not initialised.
+        weight: [sum of rows, in_features], not initialised. Once a kernel has packed it, a copy made on demand.
         bias: [sum of rows] or None.
         kernel: name of the kernel in use.
     """
 
-    __slots__ = ("_rows", "_run", "bias", "kernel", "weight")
+    __slots__ = ("_rows", "_run", "_weight", "bias", "kernel")
 
     def __init__(
         self, in_features: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
@@ -119,7 +166,7 @@ class Linear:
         for name, rows in parts.items():
             self._rows[name] = slice(end, end + rows)
             end += rows
-        self.weight = torch.empty(end, in_features, dtype=dtype, device=device)
+        self._weight: Tensor | None = torch.empty(end, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(end, dtype=dtype, device=device) if bias else None
         self.prepare("torch")
 
@@ -127,14 +174,20 @@ class Linear:
     def sharing(cls, weight: Tensor) -> "Linear":
         """A layer without bias over a weight that somebody else owns (tied embeddings)."""
         layer = cls.__new__(cls)
-        layer._rows, layer.weight, layer.bias = {}, weight, None
+        layer._rows, layer._weight, layer.bias = {}, weight, None
         layer.prepare("torch")
         return layer
 
+    @property
+    def weight(self) -> Tensor:
+        return self._run.unpack() if self._weight is None else self._weight  # type: ignore[attr-defined]
+
     # %% nbs/3_model/04a_linear.ipynb #Linear-part
     def part(self, name: str, kind: str = "weight") -> Tensor:
-        """The rows of one part, as a view to load into. `kind` is `weight` or `bias`."""
-        tensor = self.weight if kind == "weight" else self.bias
+        """The rows of one part, as a view to load into. `kind` is `weight` or `bias`. Call `prepare` afterwards."""
+        if kind == "weight" and self._weight is None:
+            self.prepare("torch")
+        tensor = self._weight if kind == "weight" else self.bias
         if tensor is None:
             raise ValueError(f"Linear part {name!r} has no {kind}")
         return tensor[self._rows[name]]
@@ -147,13 +200,12 @@ class Linear:
             kernel: a name from `kernel_names()`, or `auto`.
 
         Raises:
-            ValueError: unknown name.
+            ValueError: unknown name, or a kernel that cannot use this weight.
         """
-        name = choose_kernel(self.weight) if kernel == "auto" else kernel
-        if name not in _KERNELS:
-            raise ValueError(f"no linear kernel {name!r}; known: auto, {', '.join(_KERNELS)}")
-        self.kernel = name
-        self._run = _KERNELS[name](self.weight, self.bias)
+        weight = self.weight
+        name = choose_kernel(weight) if kernel == "auto" else kernel
+        self._run, self.kernel = make_kernel(name, weight, self.bias), name
+        self._weight = None if hasattr(self._run, "unpack") else weight
 
     # %% nbs/3_model/04a_linear.ipynb #Linear-__call__
     def __call__(self, x: Tensor) -> Tensor:

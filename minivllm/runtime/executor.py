@@ -6,7 +6,7 @@ GPUs, or not at all (a simulation answers from a cost model).
 
 # Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b633387d5afc module=a98fe9a5b058
+# literate: notebook=ef2548817dbb module=fedeece4d695
 
 import gc
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from minivllm.attention.select import select_backend
 from minivllm.core.config import EngineArgs, EngineConfig, KVCacheConfig, choose_dtype, resolve
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
+from minivllm.models.linear import explain_choice
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.runtime.machine import choose_device, has_native_bf16, machine_facts
 from minivllm.runtime.model_runner import ModelRunner
@@ -80,8 +81,9 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
     specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value))
     backend, why = select_backend(args.attention_backend, specs, torch.device(device))
+    linear = explain_choice(getattr(torch, dtype.value), torch.device(device), backend.batch_invariant)
     facts = loaded.facts(args.block_size, dtype.value)
-    config = resolve(args, facts, machine_facts(device, backend.name, why), dtype)
+    config = resolve(args, facts, machine_facts(device, (backend.name, why), linear), dtype)
     return EnginePlan(config, loaded, backend)
 
 

@@ -6,7 +6,7 @@ bfloat16 by itself.
 
 # Generated from nbs/5_engine/03_machine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=302c06a650c4 module=5adf50130676
+# literate: notebook=0aab377b6a9b module=b758b24fc59e
 
 import os
 import platform
@@ -82,8 +82,8 @@ def choose_device(asked: str) -> str:
     return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def machine_facts(device: str, attention_backend: str, attention_backend_why: str) -> MachineFacts:
-    """What `core.config.resolve` wants to know of this machine."""
+def machine_facts(device: str, attention: tuple[str, str], linear: tuple[str, str]) -> MachineFacts:
+    """What `core.config.resolve` wants to know of this machine. ``attention``, ``linear``: what was chosen, and why."""
     free, total = torch.cuda.mem_get_info() if device == "cuda" else cpu_memory()
     return MachineFacts(
         device=device,
@@ -91,8 +91,10 @@ def machine_facts(device: str, attention_backend: str, attention_backend_why: st
         total_memory_bytes=total,
         has_bf16=has_native_bf16(device),
         num_cores=torch.get_num_threads(),
-        attention_backend=attention_backend,
-        attention_backend_why=attention_backend_why,
+        attention_backend=attention[0],
+        attention_backend_why=attention[1],
+        linear_kernel=linear[0],
+        linear_kernel_why=linear[1],
     )
 
 

@@ -62,7 +62,7 @@ def test_device(monkeypatch):
 
 
 def test_facts():
-    facts = machine_facts("cpu", "sdpa", "why not")
+    facts = machine_facts("cpu", ("sdpa", "why not"), ("torch", "why not"))
     assert 0 < facts.free_memory_bytes <= facts.total_memory_bytes
     assert (facts.attention_backend, facts.attention_backend_why) == ("sdpa", "why not")
 

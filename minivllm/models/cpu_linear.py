@@ -1,0 +1,198 @@
+"""Which product for how many rows?
+
+Question: a step has one row, or eight, or five hundred.
+"""
+
+# Generated from nbs/4_kernels/27_cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=b8b6147697c6 module=a93524bb57ff
+
+import ctypes
+import functools
+import importlib.util
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.models.linear import LinearKernel
+from minivllm_kernels.cpu_packing import PackedProduct, packed_problem
+from minivllm_kernels.cpu_products import Product, product_problem
+
+__all__ = [
+    "BITS",
+    "FewRows",
+    "Packed",
+    "cpu_invariant_kernel",
+    "cpu_kernel",
+    "cpu_problem",
+    "explain",
+    "few_rows",
+    "onednn_block",
+    "onednn_packs",
+]
+
+
+# %% nbs/4_kernels/27_cpu_linear.ipynb #cpu_problem
+"""Linear kernels for the CPU: few rows by a numba kernel at the speed of memory, many by oneDNN, from one copy of the weight."""
+
+BITS = {torch.float32: 32, torch.bfloat16: 16}
+
+
+def cpu_problem(weight: Tensor) -> str | None:
+    """Why these kernels cannot use this weight, or None."""
+    if weight.device.type != "cpu":
+        return f"the weight is on {weight.device}"
+    if weight.dtype not in BITS:
+        return f"the weight is {str(weight.dtype).removeprefix('torch.')}, not float32 or bfloat16"
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed"
+    return product_problem(weight.shape[1], weight.shape[0], BITS[weight.dtype])
+
+
+class FewRows:
+    """The numba product. Sums are float32 in one fixed order: a row's result is bit-identical in any batch.
+
+    Args:
+        weight: [out, in], float32 or bf16.
+
+    Raises:
+        ValueError: `cpu_problem`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        if problem := cpu_problem(weight):
+            raise ValueError(f"no CPU kernel for this weight: {problem}")
+        (self.outputs, inputs), bits = weight.shape, 8 * weight.element_size()
+        self.weight, self.bias = weight.contiguous(), None if bias is None else bias.float().contiguous()
+        where = 0 if self.bias is None else self.bias.data_ptr()
+        self.product = Product(self.weight.data_ptr(), self.outputs, inputs, bits, bits, where)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], self.outputs)
+        self.product(x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
+        return out
+
+
+# %% nbs/4_kernels/27_cpu_linear.ipynb #onednn_packs
+def onednn_packs() -> bool:
+    """Whether torch can hand oneDNN a packed bf16 weight here, and show it; it needs a CPU with bf16 arithmetic."""
+    ops = torch.ops.mkldnn
+    wanted = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported", "data_ptr", "_nbytes")
+    if not torch.backends.mkldnn.is_available() or not all(hasattr(ops, name) for name in wanted):
+        return False
+    return bool(ops._is_mkldnn_bf16_supported())
+
+
+def _pack(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """oneDNN's packed weight, and its memory as flat bf16."""
+    ops = torch.ops.mkldnn
+    packed = ops._reorder_linear_weight(weight, 64)
+    memory = (ctypes.c_char * ops._nbytes(packed)).from_address(ops.data_ptr(packed))
+    return packed, torch.frombuffer(memory, dtype=torch.bfloat16)
+
+
+def _unpack(memory: Tensor, outputs: int, inputs: int, block: int) -> Tensor:
+    """[outputs, inputs] from [outputs / block][inputs / 2][block][2], both padded."""
+    blocks = -(-outputs // block)
+    parts = memory.view(blocks, -1, block, 2).transpose(1, 2)
+    return parts.reshape(blocks * block, -1)[:outputs, :inputs].contiguous()
+
+
+@functools.cache
+def onednn_block(outputs: int, inputs: int) -> int | None:
+    """Outputs of a block in oneDNN's order of a bf16 weight of this shape; None if it is not an order that we know.
+
+    oneDNN does not say: a weight whose elements are numbered is packed, and compared with what we would expect.
+    """
+    numbered = (torch.arange(outputs * inputs) % 30011).to(torch.int16).view(outputs, inputs)  # below bf16's infinity
+    _, memory = _pack(numbered.view(torch.bfloat16))
+    for block in (32, 64, 128):
+        whole = -(-outputs // block) * block
+        if memory.numel() % (2 * whole) or packed_problem(inputs, block):
+            continue
+        if torch.equal(_unpack(memory, outputs, inputs, block).view(torch.int16), numbered):
+            return block
+    return None
+
+
+class Packed:
+    """A bf16 weight in oneDNN's order, for oneDNN and for a numba product that reads the same order.
+
+    Args:
+        weight: [out, in] of bf16; not needed any more afterwards.
+        few: up to how many rows the numba product is used.
+
+    Raises:
+        ValueError: oneDNN's order is not known (`onednn_block`).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, few: int) -> None:
+        self.outputs, self.inputs = weight.shape
+        block = onednn_block(*weight.shape)
+        if block is None:
+            raise ValueError(f"oneDNN packs a weight of {tuple(weight.shape)} in an order that is not known")
+        self.block, self.few, self.bias = block, few, bias
+        self.packed, self.memory = _pack(weight)
+        self.wide_bias = None if bias is None else bias.float().contiguous()
+        padded = self.memory.numel() // (-(-self.outputs // block) * block)
+        where = 0 if self.wide_bias is None else self.wide_bias.data_ptr()
+        start = self.memory.data_ptr()
+        self.product = PackedProduct(start, self.outputs, self.inputs, padded, block, where)
+        self.multiply = torch.ops.mkldnn._linear_pointwise
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows > self.few:
+            return self.multiply(x, self.packed, self.bias, "none", [], "")
+        x = x.contiguous()
+        out = x.new_empty(rows, self.outputs)
+        self.product(x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads())
+        return out
+
+    def unpack(self) -> Tensor:
+        """The weight in its ordinary order, a copy."""
+        return _unpack(self.memory, self.outputs, self.inputs, self.block)
+
+
+# %% nbs/4_kernels/27_cpu_linear.ipynb #few_rows
+def few_rows(dtype: torch.dtype) -> float:
+    """Up to how many rows the numba product is the faster one."""
+    if dtype == torch.bfloat16:
+        return 4 if onednn_packs() else math.inf
+    return 16
+
+
+def explain(dtype: torch.dtype) -> str:
+    """What `cpu` does with weights of a dtype, in words."""
+    limit = few_rows(dtype)
+    if limit == math.inf:
+        return "numba, each weight read once; this CPU has no bf16 arithmetic for torch to use"
+    then = "oneDNN with weights packed once" if dtype == torch.bfloat16 else "torch"
+    return f"up to {limit} rows numba at the speed of memory, more rows {then}"
+
+
+def cpu_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
+    """The faster product for each number of rows. A row's rounding depends on which one it was.
+
+    Raises:
+        ValueError: `cpu_problem`.
+    """
+    if problem := cpu_problem(weight):
+        raise ValueError(f"no CPU kernel for this weight: {problem}")
+    limit = few_rows(weight.dtype)
+    if weight.dtype == torch.bfloat16 and onednn_packs() and onednn_block(*weight.shape):
+        return Packed(weight, bias, int(limit))
+    few = FewRows(weight, bias)
+    return few if limit == math.inf else lambda x: few(x) if x.shape[0] <= limit else F.linear(x, weight, bias)
+
+
+def cpu_invariant_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
+    """The numba product for any number of rows: bit-identical in any batch.
+
+    Raises:
+        ValueError: `cpu_problem`.
+    """
+    return FewRows(weight, bias)
