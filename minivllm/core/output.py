@@ -5,7 +5,7 @@ What passes between the scheduler and the thing that runs the model?
 
 # Generated from nbs/1_core/02_output.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fe512dc2d302 module=74d9e8ef1e65
+# literate: notebook=7c835c06e83e module=dfa6413c14ed
 
 from __future__ import annotations
 
@@ -79,12 +79,14 @@ class ModelRunnerOutput:
         logprobs: per request, one entry per sampled token.
         prompt_logprobs: per request, entries for prompt positions that were computed in this step.
         errors: requests that failed alone, with the reason; they are finished with `FinishReason.ERROR`.
+        pooled: vectors of requests that wanted one and no tokens; these requests have ended.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    pooled: dict[str, list[float]] = field(default_factory=dict)
 
 
 # %% nbs/1_core/02_output.ipynb #EngineCoreOutput
@@ -101,6 +103,7 @@ class EngineCoreOutput:
         prompt_logprobs: entries for prompt positions, or None.
         num_cached_tokens: prompt tokens that came from the prefix cache.
         error: why it failed, when `finish_reason` is `error`.
+        pooled: the vector of a request that wanted one.
     """
 
     request_id: str
@@ -111,3 +114,4 @@ class EngineCoreOutput:
     prompt_logprobs: list[Any] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    pooled: list[float] | None = None

@@ -5,10 +5,11 @@
 
 # Generated from nbs/6_serving/03_async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0edc3980065d module=a51940432c3b
+# literate: notebook=d11bab3872d3 module=705a4a0f8aac
 
 import asyncio
 import itertools
+import logging
 import select
 import socket
 import threading
@@ -18,17 +19,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 from minivllm.core.config import EngineArgs, EngineConfig
+from minivllm.core.policy import FCFS, PolicyError, Priority
 from minivllm.engine.input_processor import ProcessedInput, PromptType
-from minivllm.engine.llm import _FROM_GENERATION_CONFIG
+from minivllm.engine.llm import FROM_GENERATION_CONFIG
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
+from minivllm.sampling.pooling import PoolingParams
 
-__all__ = ["AsyncLLM", "Bell", "EngineDeadError", "RequestStream"]
+__all__ = ["AsyncLLM", "Bell", "EngineDeadError", "RequestStream", "logger"]
 
 
 # %% nbs/6_serving/03_async_llm.ipynb #RequestStream
 T = TypeVar("T")
+
+
+logger = logging.getLogger("minivllm.engine")
 
 
 class Bell:
@@ -120,12 +126,14 @@ class AsyncLLM:
 
     A thread drives the engine; the engine's core runs in that thread, or in a process of its own. If it raises or the process ends, it is
     dead: every stream and every later call raises EngineDeadError. ``on_death``: called once, in the thread, when that happens.
+    A policy that raises costs no request: the standard one takes its place, and ``policy_error`` is what it raised.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
         self.llm_engine = engine
         self.on_death: Callable[[BaseException], None] = lambda error: None
         self.dead_error: BaseException | None = None
+        self.policy_error: PolicyError | None = None
         self._streams: dict[str, RequestStream] = {}
         self._inbox: deque[tuple[Callable[[LLMEngine], Any], Future[Any]]] = deque()
         self._lock = threading.Lock()
@@ -176,9 +184,7 @@ class AsyncLLM:
         if self.config.args.generation_config == "vllm":
             return {}
         found = self.llm_engine.generation_config
-        return {
-            ours: found[theirs] for theirs, ours in _FROM_GENERATION_CONFIG.items() if found.get(theirs) is not None
-        }
+        return {ours: found[theirs] for theirs, ours in FROM_GENERATION_CONFIG.items() if found.get(theirs) is not None}
 
     # %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-loop
     def _post(self, job: Callable[[LLMEngine], T]) -> "Future[T]":
@@ -205,12 +211,23 @@ class AsyncLLM:
             while not self._closing:
                 self._do_jobs()
                 if engine.core.has_requests():
-                    self._deliver(engine.step())
+                    self._deliver(self._step())
                 elif not self._inbox:
                     self._bell.wait()
         except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             self.dead_error = error
         self._end()
+
+    def _step(self) -> list[RequestOutput]:
+        try:
+            return self.llm_engine.step()
+        except PolicyError as error:
+            if self.policy_error is not None:
+                raise
+            self.policy_error = error
+            logger.error("the policy has failed; the engine goes on with the standard one", exc_info=error)
+            self.llm_engine.set_policy(Priority() if self.config.scheduler.policy == "priority" else FCFS())
+            return []
 
     def _do_jobs(self) -> None:
         while self._inbox:
@@ -265,13 +282,15 @@ class AsyncLLM:
     async def submit(
         self,
         prompt: PromptType,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | PoolingParams,
         request_id: str | None = None,
         *,
         priority: int = 0,
         user: str | None = None,
     ) -> RequestStream:
         """Queue a request and return its stream; when this returns, the engine has accepted it.
+
+        With PoolingParams the stream has one output, whose ``pooled`` is the vector.
 
         Raises:
             TypeError, ValueError: a bad prompt, parameter or id. EngineDeadError.
@@ -290,7 +309,7 @@ class AsyncLLM:
             raise
         return stream
 
-    async def _compile_grammar(self, params: SamplingParams) -> None:
+    async def _compile_grammar(self, params: SamplingParams | PoolingParams) -> None:
         """Wait until the grammar is compiled, so that a wrong one is the caller's error and the engine never waits for one."""
         grammars = self.llm_engine.core.grammars
         if params.structured_outputs is None or grammars is None:

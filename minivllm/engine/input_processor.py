@@ -6,7 +6,7 @@ enough.
 
 # Generated from nbs/5_engine/05_input_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8f7c7748e422 module=1d4cb32b65b9
+# literate: notebook=f08bdf4322b6 module=73550e279a5f
 
 import difflib
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ import numpy as np
 from minivllm.core.config import EngineConfig
 from minivllm.core.request import Request
 from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.random import RequestSeeds
 
 __all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "parse_prompt"]
@@ -94,7 +95,7 @@ class ProcessedInput:
 
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     children: list[Request]
 
 
@@ -117,7 +118,7 @@ class InputProcessor:
         self._next_seed = RequestSeeds(config.seed)
 
     # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-tokenize
-    def tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def tokenize(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> list[int]:
         """Token ids of a prompt, shortened if ``truncate_prompt_tokens`` says so. Raises ValueError if a limit is broken."""
         if prompt.token_ids is not None:
             token_ids = [int(token) for token in prompt.token_ids]
@@ -160,7 +161,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float = 0.0,
         priority: int = 0,
@@ -173,11 +174,13 @@ class InputProcessor:
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {_brief(request_id)}")
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {_brief(params)}")
+        if not isinstance(params, (SamplingParams, PoolingParams)):
+            raise TypeError(f"params must be SamplingParams or PoolingParams, got {_brief(params)}")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be a whole number (smaller is more urgent), got {_brief(priority)}")
         parsed = parse_prompt(prompt)
+        if isinstance(params, PoolingParams):
+            return self._process_pooling(request_id, parsed, params, arrival_time, priority, user)
         params = self._complete(params)
         token_ids = self.tokenize(parsed, params)
         max_tokens = self.max_tokens(len(token_ids), params)
@@ -204,6 +207,31 @@ class InputProcessor:
             for child_id, child in self._children(request_id, params)
         ]
         return ProcessedInput(parsed.text, token_ids, params, children)
+
+    def _process_pooling(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        arrival_time: float,
+        priority: int,
+        user: str | None,
+    ) -> ProcessedInput:
+        """A request that ends when its prompt is computed. A mean needs every token's hidden state, so no cached prefix will do."""
+        params.verify(self.config.model.hidden_size)
+        token_ids = self.tokenize(prompt, params)
+        request = Request(
+            request_id,
+            token_ids,
+            max_tokens=1,
+            sampling_params=params,
+            arrival_time=arrival_time,
+            priority=priority,
+            user=user,
+            cache_salt=prompt.cache_salt,
+            skip_reading_prefix_cache=params.pooling_type == "mean",
+        )
+        return ProcessedInput(prompt.text, token_ids, params, [request])
 
     # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-_complete
     def _complete(self, params: SamplingParams) -> SamplingParams:

@@ -1,11 +1,11 @@
 """A whole engine behind three lines.
 
-```python from minivllm import LLM, SamplingParams
+A first script should need a class, a list of prompts, and nothing else:
 """
 
 # Generated from nbs/5_engine/14_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=301b271cfca7 module=57ce4658df23
+# literate: notebook=619a32e98a5c module=a5465c16cc7c
 
 import itertools
 from collections.abc import Sequence
@@ -23,12 +23,13 @@ from minivllm.engine.beam_search import Beams, BeamSearchOutput, beam_search_out
 from minivllm.engine.input_processor import ProcessedInput, PromptType, parse_prompt
 from minivllm.engine.interrupt import deferred_interrupts
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from minivllm.models.tokenizer import apply_chat_template
 from minivllm.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["LLM", "Message"]
+__all__ = ["FROM_GENERATION_CONFIG", "LLM", "Message"]
 
 
 # %% nbs/5_engine/14_llm.ipynb #LLM
@@ -97,7 +98,7 @@ class LLM:
             return SamplingParams()
         found = self.llm_engine.generation_config
         given = {
-            ours: found[theirs] for theirs, ours in _FROM_GENERATION_CONFIG.items() if found.get(theirs) is not None
+            ours: found[theirs] for theirs, ours in FROM_GENERATION_CONFIG.items() if found.get(theirs) is not None
         }
         return SamplingParams(**given)
 
@@ -126,13 +127,13 @@ class LLM:
     def _process_all(
         self,
         prompts: Sequence[PromptType],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | PoolingParams | Sequence[SamplingParams] | Sequence[PoolingParams] | None,
         priority: Sequence[int] | None = None,
         user: Sequence[str | None] | None = None,
     ) -> list[tuple[str, ProcessedInput]]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = _one_each("sampling_params", sampling_params, len(prompts), SamplingParams)
+        params = _one_each("sampling_params", sampling_params, len(prompts), (SamplingParams, PoolingParams))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts), int)
         users = _one_each("user", user, len(prompts), (str, type(None)))
         if self.llm_engine.has_unfinished_requests():
@@ -140,7 +141,7 @@ class LLM:
                 f"{self.llm_engine.get_num_unfinished_requests()} requests that were added to llm.llm_engine are unfinished:"
                 " step them to their end or abort them first"
             )
-        final = {id(given): _final_only(given) for given in params}
+        final = {id(given): given if isinstance(given, PoolingParams) else _final_only(given) for given in params}
         checked = []
         moment = self.llm_engine.clock.now()
         for i, prompt in enumerate(prompts):
@@ -173,6 +174,29 @@ class LLM:
             engine.abort_request([request_id for request_id, _ in requests])
             raise
         return [done[request_id] for request_id, _ in requests]
+
+    # %% nbs/5_engine/14_llm.ipynb #LLM-embed
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt, from the hidden states after the model's last norm; see `PoolingParams`.
+
+        The model predicts tokens and was not trained to make vectors: texts about the same thing come out nearer to each other than
+        others, but a model that was trained for it tells them apart far better.
+
+        Raises:
+            TypeError, ValueError: a bad prompt or parameter, found before anything runs.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        for given in params if isinstance(params, (list, tuple)) else [params]:
+            if not isinstance(given, PoolingParams):
+                raise TypeError(f"pooling_params must be PoolingParams, got {type(given).__name__}")
+        outputs = self._run(self._process_all(_as_prompt_list(prompts), params), use_tqdm)
+        return [_embedding(output) for output in outputs]
 
     # %% nbs/5_engine/14_llm.ipynb #LLM-chat
     def chat(
@@ -274,7 +298,7 @@ class LLM:
 
 
 # %% nbs/5_engine/14_llm.ipynb #LLM-get_default_sampling_params
-_FROM_GENERATION_CONFIG = {
+FROM_GENERATION_CONFIG = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -282,6 +306,7 @@ _FROM_GENERATION_CONFIG = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+"""Fields of a model's generation config, and the names that SamplingParams has for them."""
 
 
 # %% nbs/5_engine/14_llm.ipynb #_Progress
@@ -319,6 +344,19 @@ def _as_prompt_list(prompts: Any) -> list[Any]:
     if not listed:
         return []
     return listed if isinstance(listed[0], (str, dict)) or hasattr(listed[0], "__len__") else [listed]
+
+
+def _embedding(output: RequestOutput) -> EmbeddingRequestOutput:
+    if output.pooled is None:
+        raise RuntimeError(f"request {output.request_id!r} got no vector: {output.error or 'it was aborted'}")
+    return EmbeddingRequestOutput(
+        output.request_id,
+        EmbeddingOutput(output.pooled),
+        output.prompt_token_ids,
+        output.finished,
+        output.num_cached_tokens,
+        output.metrics,
+    )
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2faa48058ec0 module=02d1facc3e51
+# literate: notebook=2916b3b74da5 module=a0a8ca00acc0
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +26,7 @@ from minivllm.runtime.executor import make_executor, plan_engine
 from minivllm.runtime.sample_record import explain_sample
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
 __all__ = ["LLMEngine"]
@@ -92,7 +93,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -110,7 +111,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float,
         priority: int = 0,
         user: str | None = None,

@@ -5,7 +5,7 @@ The engine core speaks token ids.
 
 # Generated from nbs/5_engine/09_output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=da3ff6d291cd module=307c99cd6df6
+# literate: notebook=392526f04f7a module=f5c508e5e283
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +17,7 @@ from minivllm.engine.detokenizer import Detokenizer, DetokenizerFactory
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.engine.stop_strings import StopStrings, ends_in_loop
 from minivllm.sampling.params import RequestOutputKind, SamplingParams, best_indices
+from minivllm.sampling.pooling import PoolingParams
 
 __all__ = ["CompletionState", "OutputProcessor", "ProcessedOutputs", "RequestState"]
 
@@ -134,6 +135,8 @@ class RequestState:
     num_cached_tokens: int = 0
     error: str | None = None
     changed: set[int] = field(default_factory=set)
+    wants_vector: bool = False
+    pooled: list[float] | None = None
 
     @property
     def finished(self) -> bool:
@@ -148,7 +151,7 @@ class RequestState:
         delta = kind is RequestOutputKind.DELTA
         children = [c for c in self.children.values() if not delta or c.index in self.changed]
         self.changed.clear()
-        outputs = [child.completion(delta) for child in children]
+        outputs = [] if self.wants_vector else [child.completion(delta) for child in children]
         if self.params.ranks_children:
             outputs = self._best(outputs)
         return RequestOutput(
@@ -161,6 +164,7 @@ class RequestState:
             num_cached_tokens=self.num_cached_tokens,
             metrics=replace(self.metrics),
             error=self.error,
+            pooled=self.pooled,
         )
 
     def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
@@ -204,11 +208,13 @@ class OutputProcessor:
         request_id: str,
         prompt: str | None,
         prompt_token_ids: list[int],
-        params: SamplingParams,
-        children: dict[str, SamplingParams],
+        params: SamplingParams | PoolingParams,
+        children: dict[str, Any],
         arrival_time: float,
     ) -> None:
         """Expect outputs for a request. ``children``: {id in the engine core: its parameters}, at least one.
+
+        A request for a vector is followed like one whose answer has no text.
 
         Raises:
             ValueError: an id is in use, or text is wanted and there is no tokenizer.
@@ -216,6 +222,10 @@ class OutputProcessor:
         for name in (request_id, *children):
             if name in self.requests or name in self.parent_of:
                 raise ValueError(f"request id {name!r} is in use by an unfinished request")
+        wants_vector = isinstance(params, PoolingParams)
+        if isinstance(params, PoolingParams):
+            params = SamplingParams(output_kind=params.output_kind, detokenize=False)
+            children = dict.fromkeys(children, params)
         states = {
             child_id: CompletionState(index, child, self._detokenizer(prompt_token_ids, child))
             for index, (child_id, child) in enumerate(children.items())
@@ -225,6 +235,7 @@ class OutputProcessor:
             None if params.prompt_logprobs is None else [None]
         )  # nothing predicts the first token
         state = RequestState(request_id, prompt, prompt_token_ids, params, states, metrics, prompt_logprobs)
+        state.wants_vector = wants_vector
         self.requests[request_id] = state
         self.parent_of.update(dict.fromkeys(children, state))
 
@@ -262,6 +273,8 @@ class OutputProcessor:
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if output.error is not None:
             state.error = output.error
+        if output.pooled is not None:
+            state.pooled, state.num_cached_tokens = output.pooled, output.num_cached_tokens
         self._name_tokens(output)
         if output.prompt_logprobs:
             state.prompt_logprobs = [*(state.prompt_logprobs or ()), *output.prompt_logprobs]

@@ -6,12 +6,12 @@ each answer.
 
 # Generated from nbs/5_engine/08_outputs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1bda5e681ef6 module=c303b77f0799
+# literate: notebook=a73d2c243a84 module=639ca95e2120
 
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CompletionOutput", "RequestMetrics", "RequestOutput"]
+__all__ = ["CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "RequestMetrics", "RequestOutput"]
 
 
 # %% nbs/5_engine/08_outputs.ipynb #CompletionOutput
@@ -58,7 +58,8 @@ class RequestOutput:
 
     prompt: the text, None if token ids were given. prompt_logprobs: for each prompt token ``{token id: Logprob}`` (None for
     the first, which nothing predicts), or None. num_cached_tokens: prompt tokens found in the prefix cache.
-    error: why the request failed, if the finish reason is "error".
+    error: why the request failed, if the finish reason is "error". pooled: the vector, of a request with PoolingParams; it has no
+    ``outputs``.
     """
 
     request_id: str
@@ -70,3 +71,27 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
+    pooled: list[float] | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A vector that stands for a prompt. ``embedding``: as many numbers as the model's hidden states have, or ``dimensions``."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """What `LLM.embed` gives for one prompt; vLLM's shape."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None

@@ -5,7 +5,7 @@ An engine in a process of its own gets requests and gives back tokens, through a
 
 # Generated from nbs/6_serving/16_wire.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3cd30ef2943d module=fd9b2af7b64d
+# literate: notebook=dcd61b1bea83 module=ebeadec04241
 
 import select
 import socket
@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 
 from minivllm.core import config, output, request
-from minivllm.sampling import logprobs, params
+from minivllm.sampling import logprobs, params, pooling
 
 __all__ = ["CLASSES", "Channel", "pack", "unpack"]
 
@@ -29,6 +29,7 @@ CLASSES: tuple[type, ...] = (
     config.CacheConfig, config.SchedulerConfig, config.Decision,
     request.Request, request.RequestStatus, request.FinishReason,
     params.SamplingParams, params.StructuredOutputsParams, params.RepetitionDetectionParams, params.RequestOutputKind,
+    pooling.PoolingParams,
     output.EngineCoreOutput, logprobs.Logprob,
 )  # fmt: skip
 """What may cross, besides numbers, text, bytes, None, lists, tuples, frozen sets and dictionaries."""

@@ -5,7 +5,7 @@ A model folder is on the disk.
 
 # Generated from nbs/3_model/08_loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b7c6244a23b3 module=e6366b0a3fc1
+# literate: notebook=71230fa29222 module=f26117238151
 
 from __future__ import annotations
 
@@ -271,6 +271,7 @@ class LoadedModel:
             kv_specs=tuple(spec.kv_cache_specs(block_size, size)),
             weight_bytes=spec.num_parameters() * size,
             checkpoint_dtype=self.checkpoint_dtype,
+            hidden_size=spec.hidden_size,
         )
 
 

@@ -6,7 +6,7 @@ long until the first token.
 
 # Generated from nbs/6_serving/09_metrics.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a73c24bb36c6 module=ce3bc0a772ed
+# literate: notebook=48d561ff4e93 module=2583114da222
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -86,6 +86,8 @@ class Metrics:
         """Note a finished request. ``generated``: tokens of all its answers."""
         for completion in output.outputs:
             self._success.labels(**self.labels, finished_reason=completion.finish_reason or "abort").inc()
+        if output.pooled is not None:
+            self._success.labels(**self.labels, finished_reason="stop").inc()
         self._prompt.observe(len(output.prompt_token_ids))
         self._output.observe(generated)
         times = output.metrics

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model_path
 
-from minivllm import AsyncLLM, EngineArgs, SamplingParams
+from minivllm import AsyncLLM, EngineArgs, LLMEngine, SamplingParams
+from minivllm.core.policy import FCFS
+from minivllm.core.request import Request
 from minivllm.engine.async_llm import EngineDeadError
 from minivllm.sampling.params import RequestOutputKind
+from minivllm.sampling.pooling import PoolingParams
 
 __all__ = ["tiny_model_path"]
 
@@ -179,3 +182,56 @@ def test_shutdown_tells_those_who_wait(make: Callable[[], AsyncLLM]):
     asyncio.run(run())
     llm.shutdown()
     assert not llm.errored
+
+
+def test_a_vector(llm: AsyncLLM):
+    async def main():
+        stream = await llm.submit([64, 65, 66], PoolingParams(dimensions=8))
+        (output,) = [output async for output in stream]
+        words = await text_of(llm, [64, 65, 66], SamplingParams(temperature=0, max_tokens=4))
+        with pytest.raises(ValueError, match="dimensions"):
+            await llm.submit([64], PoolingParams(dimensions=1000))
+        assert await is_at_rest(llm)
+        return output, words
+
+    output, words = asyncio.run(main())
+    assert output.finished and output.outputs == [] and len(output.pooled) == 8 and words
+    assert sum(x * x for x in output.pooled) == pytest.approx(1, abs=1e-6)
+
+
+class Raises(FCFS):
+    def order(self, waiting, view):
+        raise KeyError("a bug")
+
+
+def test_a_policy_that_raises_costs_no_request(make: Callable[[], AsyncLLM], caplog: pytest.LogCaptureFixture):
+    llm, params = make(), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    async def main():
+        alone = await text_of(llm, [64], params)
+        running = asyncio.ensure_future(text_of(llm, [64], params))
+        await llm.call(lambda engine: engine.set_policy(Raises()))
+        return alone, await asyncio.wait_for(asyncio.gather(running, text_of(llm, [64], params)), 20)
+
+    alone, texts = asyncio.run(main())
+    assert texts == [alone, alone] and not llm.errored
+    assert "a bug" in str(llm.policy_error) and "policy has failed" in caplog.text
+    assert type(llm.llm_engine.core.scheduler.policy) is FCFS
+
+
+def test_a_prompt_that_never_fits_fails_alone_when_its_grammar_is_ready(args: EngineArgs):
+    """The scheduler sees it only then; whoever runs meanwhile goes on."""
+    engine = LLMEngine.from_engine_args(args)
+    engine.add_request("fits", [64], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    wish = SamplingParams(structured_outputs={"regex": "[a-z]{5}"})
+    engine.core.add_request(Request("never", [64] * 2000, max_tokens=5, sampling_params=wish))
+    ends = []
+    while engine.core.has_requests():
+        ends += [output for output in engine.core.step() if output.finish_reason is not None]
+    assert [(end.request_id, str(end.finish_reason)) for end in ends] in (
+        [("never", "error"), ("fits", "length")],
+        [("fits", "length"), ("never", "error")],
+    )
+    assert "too long" in next(end.error for end in ends if end.error)
+    assert engine.core.scheduler.kv.pool.usage == 0
+    engine.close()

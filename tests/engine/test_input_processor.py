@@ -83,7 +83,7 @@ def test_bad_parameters(processor, params, says):
 def test_wrong_types(processor):
     for request_id, params, priority, says in (
         (7, SamplingParams(), 0, "request_id must be a string, got int 7"),
-        ("r", {"temperature": 0}, 0, "params must be SamplingParams, got dict"),
+        ("r", {"temperature": 0}, 0, "params must be SamplingParams or PoolingParams, got dict"),
         ("r", SamplingParams(), "high", "priority must be a whole number .*got str 'high'"),
     ):
         with pytest.raises(TypeError, match=says):

@@ -1,0 +1,73 @@
+"""How does a prompt become a vector?
+
+The model computes a hidden state for every token anyway.
+"""
+
+# Generated from nbs/5_engine/19_pooler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=6b37daab26cb module=7e3418d3b3e2
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minivllm.sampling.pooling import PoolingParams
+
+__all__ = ["Pooler", "finish_vector"]
+
+
+# %% nbs/5_engine/19_pooler.ipynb #Pooler
+@dataclass(slots=True)
+class _Entry:
+    params: PoolingParams
+    num_tokens: int
+    done: int = 0
+    total: Tensor | None = None
+
+
+class Pooler:
+    """Gathers the hidden states of requests that want a vector, chunk by chunk.
+
+    Sums are kept in float64, so that how a prompt was cut into chunks leaves no trace in float32.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def add(self, request_id: str, params: PoolingParams, num_tokens: int, num_computed: int) -> None:
+        """Expect a request, or expect it back: from the beginning, or from where a swapped one had come to."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.done != num_computed:
+            self._entries[request_id] = _Entry(params, num_tokens, num_computed)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request; an unknown one is no error."""
+        self._entries.pop(request_id, None)
+
+    def take(self, request_id: str, hidden: Tensor) -> list[float] | None:
+        """Take the hidden states [n, H] of its next n tokens. Returns the vector when the prompt is complete."""
+        entry = self._entries[request_id]
+        entry.done += len(hidden)
+        if entry.params.pooling_type == "mean":
+            part = hidden.to(torch.float64).sum(0)
+            entry.total = part if entry.total is None else entry.total + part
+        if entry.done < entry.num_tokens:
+            return None
+        whole = hidden[-1].to(torch.float64) if entry.total is None else entry.total / entry.num_tokens
+        return finish_vector(whole, entry.params)
+
+
+def finish_vector(vector: Tensor, params: PoolingParams) -> list[float]:
+    """Cut and scale a float64 [H], and round it to float32."""
+    vector = vector[: params.dimensions]
+    if params.normalize:
+        vector = vector / torch.linalg.vector_norm(vector).clamp_min(1e-12)
+    numbers: list[float] = vector.to(torch.float32).tolist()
+    return numbers
