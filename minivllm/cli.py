@@ -291,7 +291,7 @@ def run_elsewhere(command: str, arguments: Sequence[str]) -> int:
     except ModuleNotFoundError:  # its package is missing
         found = False
     if not found:
-        raise RuntimeError(f"`minivllm {command}` is not available yet: this installation has no {module}")
+        raise RuntimeError(f"`minivllm {command}` is not part of this installation: there is no {module}")
     return int(importlib.import_module(module).main(list(arguments)) or 0)
 
 

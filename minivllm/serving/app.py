@@ -6,7 +6,7 @@ starts and stops them in the right order.
 
 # Generated from nbs/6_serving/11_app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d7a7e24d6ca5 module=d69b0787cd8f
+# literate: notebook=e96a265c836d module=ee314ae8de07
 
 import argparse
 import asyncio
@@ -81,6 +81,10 @@ class ServerOptions:
     )
     max_body_bytes: int = field(default=16 << 20, metadata={"help": "largest body of a request"})
     request_timeout: float | None = field(default=None, metadata={"help": "seconds that one answer may take"})
+    stall_timeout: float | None = field(
+        default=60.0,
+        metadata={"help": "seconds that the client of a stream may take nothing, before its request is ended"},
+    )
     trust_request_chat_template: bool = field(
         default=False, metadata={"help": "run chat templates that come with requests"}
     )
@@ -109,8 +113,10 @@ class ServerOptions:
             raise ValueError(f"max_queue must be at least 0, got {self.max_queue}")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
-        if self.request_timeout is not None and self.request_timeout <= 0:
-            raise ValueError(f"request_timeout must be above 0, got {self.request_timeout}")
+        for name in ("request_timeout", "stall_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and seconds <= 0:
+                raise ValueError(f"{name} must be above 0, got {seconds}")
         if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
             raise ValueError(f"trace: there is no folder {Path(self.trace).absolute().parent}")
         self.parsers()
@@ -135,6 +141,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         names,
         max_queue=options.max_queue,
         request_timeout=options.request_timeout,
+        stall_timeout=options.stall_timeout,
         trust_request_chat_template=options.trust_request_chat_template,
         parsers=options.parsers(),
     )

@@ -6,7 +6,7 @@ pieces, count tokens, and stop everything when the client hangs up.
 
 # Generated from nbs/6_serving/06_generation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d31be372402f module=ceb73d53b845
+# literate: notebook=d8f81ac4e7f8 module=78567a7bfea6
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minivllm.engine.async_llm import AsyncLLM, RequestStream
 from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling.params import SamplingParams
 from minivllm.serving.answers import ParserOptions
-from minivllm.serving.errors import ApiError, as_api_error
+from minivllm.serving.errors import ApiError, as_api_error, logger
 
 __all__ = [
     "Counter",
@@ -52,7 +52,8 @@ class ServerState:
     """What the endpoints of one app share.
 
     model_names: names that clients may use, the first is the one in answers. max_queue: requests that may wait beyond those
-    that run (``max_num_seqs``), None for no limit. request_timeout: seconds for one answer, None for no limit.
+    that run (``max_num_seqs``), None for no limit. request_timeout: seconds for one answer, None for no limit. stall_timeout: seconds
+    that a client of a stream may take nothing.
     parsers: how tool calls and thoughts are read.
     observe: called with every last output and the number of tokens generated, for the metrics. in_flight: engine requests of open HTTP requests.
     """
@@ -61,6 +62,7 @@ class ServerState:
     model_names: Sequence[str]
     max_queue: int | None = None
     request_timeout: float | None = None
+    stall_timeout: float | None = 60.0
     trust_request_chat_template: bool = False
     parsers: ParserOptions = field(default_factory=ParserOptions)
     observe: Callable[[RequestOutput, int], None] = lambda output, generated: None
@@ -148,6 +150,12 @@ async def collect(job: Job) -> list[RequestOutput]:
     return finals
 
 
+async def _hung_up(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def unless_disconnected(request: Request, work: Awaitable[T], timeout: float | None) -> T:
     """The result of ``work``, which is cancelled when the client hangs up or the time is over.
 
@@ -155,11 +163,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T], timeout: flo
         ApiError: 408 after ``timeout`` seconds, 499 when the client has gone (nobody reads it then).
     """
 
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request.receive))
     try:
         await asyncio.wait({task, watch}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -203,26 +207,36 @@ def event(body: dict[str, Any]) -> bytes:
 
 async def in_time(chunks: AsyncIterator[T], seconds: float | None) -> AsyncIterator[T]:
     """Pass on what comes; ApiError 408 if the last has not come after ``seconds``."""
-    loop = asyncio.get_running_loop()
-    end = None if seconds is None else loop.time() + seconds
+    if seconds is None:
+        async for chunk in chunks:
+            yield chunk
+        return
+    end = asyncio.get_running_loop().time() + seconds
     while True:
         try:
-            yield await asyncio.wait_for(anext(chunks), None if end is None else end - loop.time())
+            async with asyncio.timeout_at(end):
+                chunk = await anext(chunks)
         except StopAsyncIteration:
             return
         except TimeoutError:
             raise ApiError(408, f"no end within {seconds:g} seconds", code="timeout") from None
+        yield chunk
 
 
-class SSEResponse(StreamingResponse):
+class SSEResponse(Response):
     """Streams ``chunks``, then [DONE]; an error on the way is an event. When the client hangs up, the job is aborted.
 
-    The job is closed here and not in the generator, which is never entered if the client hangs up before the first byte.
+    A client that takes nothing for ``state.stall_timeout`` seconds is treated as one that has hung up: until then, what it has not taken waits
+    in its request's stream, as one output. The job is closed here and not in the generator, which is never entered if the client hangs up
+    before the first byte.
     """
+
+    media_type = "text/event-stream"
 
     def __init__(self, job: Job, chunks: AsyncIterator[dict[str, Any]]) -> None:
         self.job, self.chunks = job, chunks
-        super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:
@@ -232,10 +246,26 @@ class SSEResponse(StreamingResponse):
             yield event(as_api_error(error).body)
         yield b"data: [DONE]\n\n"
 
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events():
+            async with asyncio.timeout(self.job.state.stall_timeout):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = asyncio.ensure_future(self._stream(send))
+        watch = asyncio.ensure_future(_hung_up(receive))
         try:
-            await super().__call__(scope, receive, send)
+            await asyncio.wait({stream, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if stream.done():
+                stream.result()
+        except TimeoutError:
+            logger.warning("%s: the client has taken nothing for too long; its request is ended", self.job.id)
         finally:
+            for each in (stream, watch):
+                each.cancel()
+            await asyncio.gather(stream, watch, return_exceptions=True)
             await self.job.close()
 
 

@@ -82,7 +82,6 @@ def test_help_is_quick_and_loads_nothing_heavy():
     [
         (["complete", "x", "--model", "smollm"], "unknown model 'smollm'. Did you mean 'smollm2'"),
         (["complete", "x", "--max-num-seqs", "0"], "max_num_seqs must be at least 1, got 0"),
-        (["bench"], "`minivllm bench` is not available yet"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, says, capsys):
