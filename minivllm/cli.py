@@ -5,7 +5,7 @@ Not everybody opens a notebook.
 
 # Generated from nbs/6_serving/01_cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2913fff1351b module=db1161c2a702
+# literate: notebook=db2b152f1fb3 module=bac9cb8afae7
 
 from __future__ import annotations
 
