@@ -5,9 +5,10 @@ Question: a kernel believes whatever address it is given.
 
 # Generated from nbs/4_kernels/10_ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ba87df919688 module=eadbdffc7915
+# literate: notebook=c3931b4fe647 module=751a19d54152
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from minivllm_kernels import cache, decode, pointwise, prefill
 from minivllm_kernels.launch import compiler_missing, launcher
-from minivllm_kernels.planning import AttentionShape, plan_decode, plan_prefill, split_at_chunks
+from minivllm_kernels.planning import AttentionShape, DecodePlan, most_items, plan_decode, plan_prefill, split_at_chunks
 from minivllm_kernels.simt import LOG2E, Kernel
 
 __all__ = [
@@ -30,15 +31,20 @@ __all__ = [
     "check_cache",
     "check_rows",
     "copy_blocks",
+    "decode_work",
     "device_unsupported",
+    "fixed_decode_plan",
     "half_name",
     "halves_of",
+    "make_room",
+    "most_decode_items",
     "paged_attention",
     "plan_attention",
     "reshape_and_cache",
     "rms_norm",
     "rope_and_cache",
     "run",
+    "score_factors",
     "silu_mul",
     "upload",
 ]
@@ -229,6 +235,90 @@ def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     return views
 
 
+def decode_work(
+    shape: AttentionShape,
+    kv_heads: int,
+    ends: np.ndarray,
+    rows: np.ndarray,
+    seqs: np.ndarray,
+    device: torch.device,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> DecodePlan:
+    """Work items for one query token each in sequences of `ends` tokens; `rows` of q, `seqs` of the block table."""
+    last = np.asarray(ends, np.int64) - 1
+    first = np.zeros_like(last)
+    if window is not None:
+        first = np.maximum(last - window + 1, 0)
+    elif chunk is not None:
+        first = last // chunk * chunk
+    return plan_decode(
+        ends,
+        heads=kv_heads * decode.mma_parts(shape),
+        rows=rows,
+        seqs=seqs,
+        first=first,
+        multiprocessors=card(device.index or 0).multiprocessors,
+        max_warps=decode.max_warps(shape),
+    )
+
+
+def most_decode_items(shape: AttentionShape, kv_heads: int, num_rows: int, device: torch.device) -> int:
+    """Room for the work items of up to `num_rows` single-token rows, whatever their lengths."""
+    multiprocessors = card(device.index or 0).multiprocessors
+    return most_items(num_rows, kv_heads * decode.mma_parts(shape), multiprocessors, decode.max_warps(shape))
+
+
+def score_factors(scale: float, soft_cap: float | None) -> dict[str, float]:
+    """`scale` and `cap` as the kernels take them: their exponentials are powers of two."""
+    if soft_cap is None:
+        return {"scale": scale * LOG2E, "cap": 0.0}
+    return {"scale": scale * 2 * LOG2E / soft_cap, "cap": soft_cap * LOG2E}
+
+
+def fixed_decode_plan(
+    shape: AttentionShape,
+    *,
+    kv_heads: int,
+    scale: float,
+    soft_cap: float | None,
+    slot_mapping: Tensor,
+    items: Tensor,
+    warps: int,
+    words: Tensor,
+) -> AttentionPlan:
+    """A plan whose launches depend on nothing but sizes, for a CUDA graph: what changes is the contents of its tensors.
+
+    slot_mapping: int64 [rows]. items: int32 [n, 8], fields as in `planning.ITEM`, but `seq` is where the sequence's row of the
+    block table begins in `words`, int32 [m]; -1 for no work.
+    """
+    step = AttentionPlan(
+        shape=shape,
+        num_tokens=len(slot_mapping),
+        kv_heads=kv_heads,
+        **score_factors(scale, soft_cap),
+        window=prefill.NO_WINDOW,
+        slot_mapping=slot_mapping,
+        table=words[:, None],
+        items=items,
+        tiles=items[:0],
+        decode_grid=(kv_heads * decode.mma_parts(shape), len(items)),
+        prefill_grid=(kv_heads, 0),
+        decode_kernel=decode.mma_split_kv(shape, warps),
+    )
+    make_room(step, len(items))
+    return step
+
+
+def make_room(step: AttentionPlan, slots: int) -> None:
+    """Memory for `slots` partial results of decode. The counts of arrivals are zero here, and after every launch."""
+    shape, device = step.shape, step.slot_mapping.device
+    heads = step.kv_heads * shape.group
+    step.part_o = torch.empty(slots * heads * shape.head_dim, dtype=torch.float32, device=device)
+    step.part_ml = torch.empty(slots * heads * 2, dtype=torch.float32, device=device)
+    step.arrivals = torch.zeros(slots * step.decode_grid[0], dtype=torch.int32, device=device)
+
+
 def plan_attention(
     shape: AttentionShape,
     *,
@@ -243,8 +333,12 @@ def plan_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
     batch_invariant: bool = False,
+    put: Callable[[np.ndarray], Tensor] | None = None,
 ) -> AttentionPlan:
-    """Plan a step: host arrays as in `minivllm.attention.backend.AttentionBatch`; `window` or `chunk` limit what is seen."""
+    """Plan a step: host arrays as in `minivllm.attention.backend.AttentionBatch`; `window` or `chunk` limit what is seen.
+
+    put: takes a host array, gives the tensor that will hold it when the kernels run; None: they are copied at once.
+    """
     if scale <= 0:
         raise ValueError(f"scale must be above 0, not {scale}")
     if shape.soft_cap != (soft_cap is not None):
@@ -256,21 +350,7 @@ def plan_attention(
     seqs, rows = np.arange(len(lens)), np.asarray(query_start_loc[:-1], np.int64)
     items, slots, warps = np.zeros((0, 8), np.int32), 0, 4
     if single.any():
-        last = ends[single] - 1
-        first = np.zeros_like(last)
-        if window is not None:
-            first = np.maximum(last - window + 1, 0)
-        elif chunk is not None:
-            first = last // chunk * chunk
-        plan = plan_decode(
-            ends[single],
-            heads=kv_heads * decode.mma_parts(shape),
-            rows=rows[single],
-            seqs=seqs[single],
-            first=first,
-            multiprocessors=card(device.index or 0).multiprocessors,
-            max_warps=decode.max_warps(shape),
-        )
+        plan = decode_work(shape, kv_heads, ends[single], rows[single], seqs[single], device, window, chunk)
         items, slots, warps = plan.items, plan.slots, plan.warps
     tiles = np.zeros((0, 8), np.int32)
     if not single.all():
@@ -282,13 +362,13 @@ def plan_attention(
         tile_rows = prefill.best_warps(shape) * prefill.warp_rows(shape)
         tiles = plan_prefill(lens, ends, rows=rows, seqs=seqs, group=shape.group, tile_rows=tile_rows, floor=floor)
     arrays: list[np.ndarray] = [np.asarray(slot_mapping, np.int64), np.asarray(block_table, np.int32), items, tiles]
-    slots_there, table_there, items_there, tiles_there = upload(arrays, device)
+    placed = upload(arrays, device) if put is None else [put(array) for array in arrays]
+    slots_there, table_there, items_there, tiles_there = placed
     step = AttentionPlan(
         shape=shape,
         num_tokens=int(query_start_loc[-1]),
         kv_heads=kv_heads,
-        scale=scale * LOG2E if soft_cap is None else scale * 2 * LOG2E / soft_cap,
-        cap=0.0 if soft_cap is None else soft_cap * LOG2E,
+        **score_factors(scale, soft_cap),
         window=prefill.NO_WINDOW if window is None else window,
         slot_mapping=slots_there,
         table=table_there,
@@ -300,10 +380,7 @@ def plan_attention(
         prefill_kernel=prefill.mma_tiles(shape, prefill.best_warps(shape)) if len(tiles) else None,
     )
     if slots:
-        heads = kv_heads * shape.group
-        step.part_o = torch.empty(slots * heads * shape.head_dim, dtype=torch.float32, device=device)
-        step.part_ml = torch.empty(slots * heads * 2, dtype=torch.float32, device=device)
-        step.arrivals = torch.zeros(slots * kv_heads * decode.mma_parts(shape), dtype=torch.int32, device=device)
+        make_room(step, slots)
     return step
 
 

@@ -5,7 +5,7 @@ Question: a batch holds one sequence of 16,000 tokens and sixty short ones.
 
 # Generated from nbs/4_kernels/04_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bf7f484f0dc5 module=617149fd8828
+# literate: notebook=7313013a4885 module=916602359599
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ __all__ = [
     "DecodePlan",
     "choose_chunk",
     "cut",
+    "most_items",
     "plan_decode",
     "plan_prefill",
     "shape_unsupported",
@@ -198,6 +199,13 @@ def plan_decode(
     items, slots = cut(rows, seqs, first, end, chunk)
     items = items[np.argsort(items[:, 2] - items[:, 3], kind="stable")]
     return DecodePlan(items, slots, warps)
+
+
+def most_items(num_seqs: int, heads: int, multiprocessors: int = 132, max_warps: int = 8) -> int:
+    """No `plan_decode` for up to `num_seqs` sequences, whatever their lengths, has more items than this."""
+    waves = WAVES if max_warps == 8 else WIDE_WAVES
+    filled = [resident * multiprocessors // heads for _, resident, _ in waves]
+    return max(*filled, num_seqs + 3 * multiprocessors // heads + 1)
 
 
 # %% nbs/4_kernels/04_planning.ipynb #plan_prefill

@@ -6,18 +6,20 @@ between the model and whoever computes attention over those pages.
 
 # Generated from nbs/3_model/01_attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=73c43ab91356 module=f3f467dba052
+# literate: notebook=40b97c2f1fdd module=be6c0491e3ce
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionBackend", "AttentionBatch", "AttentionSpec", "Plan"]
+from minivllm.attention.step_buffer import StepBuffer
+
+__all__ = ["AttentionBackend", "AttentionBatch", "AttentionSpec", "FixedDecode", "Plan"]
 
 
 # %% nbs/3_model/01_attention.ipynb #AttentionSpec
@@ -160,6 +162,21 @@ class Plan:
     slot_mapping: Tensor
 
 
+class FixedDecode(Protocol):
+    """A step of up to N requests with one token each, for a CUDA graph: sizes and addresses are fixed, contents are not.
+
+    Made once a step, at the same place in the step's buffer, so that it finds the addresses of the time of the capture.
+    """
+
+    def fill(self, batch: AttentionBatch) -> Hashable:
+        """Write this step's arrays. Gives what the launches depend on: a graph is good for one such value."""
+        ...
+
+    def plan(self) -> Plan:
+        """The plan of N rows; those past the end of the batch have no work, and write to slot 0, in the null block."""
+        ...
+
+
 # %% nbs/3_model/01_attention.ipynb #AttentionBackend
 class AttentionBackend(ABC):
     """Attention over a paged KV cache. A backend keeps no state between calls.
@@ -183,6 +200,14 @@ class AttentionBackend(ABC):
         Raises:
             ValueError: the batch does not add up.
         """
+
+    def plan_into(self, batch: AttentionBatch, spec: AttentionSpec, buffer: StepBuffer) -> Plan:
+        """As `plan`, with host arrays put into `buffer`, which is sent before the plan is used. Here: they go by themselves."""
+        return self.plan(batch, spec, buffer.device)
+
+    def fixed_decode(self, num_rows: int, spec: AttentionSpec, buffer: StepBuffer) -> FixedDecode | None:
+        """A plan for up to `num_rows` single tokens whose launches never change. Here None: this backend has no such plans."""
+        return None
 
     @abstractmethod
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:

@@ -5,24 +5,27 @@ Question: what does it take for the engine to use them?
 
 # Generated from nbs/4_kernels/11_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4e73a78e7429 module=cc5a0c78ca4c
+# literate: notebook=318b86721900 module=b0e0e74b5bdf
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+from minivllm.attention.step_buffer import StepBuffer
 
-__all__ = ["NumbaCudaBackend", "NumbaCudaInvariantBackend", "NumbaCudaPlan"]
+__all__ = ["NumbaCudaBackend", "NumbaCudaFixedDecode", "NumbaCudaInvariantBackend", "NumbaCudaPlan"]
 
 
 # %% nbs/4_kernels/11_backend.ipynb #code-7f98b4
 if TYPE_CHECKING:
     from minivllm_kernels.ops import AttentionPlan
+    from minivllm_kernels.planning import AttentionShape
 
 
 # %% nbs/4_kernels/11_backend.ipynb #NumbaCudaPlan
@@ -41,6 +44,13 @@ def _ops() -> ModuleType:
 
 def _dtype(spec: AttentionSpec) -> str:
     return str(spec.dtype).removeprefix("torch.")
+
+
+def _shape(spec: AttentionSpec) -> "AttentionShape":
+    from minivllm_kernels.planning import AttentionShape
+
+    capped = spec.soft_cap is not None
+    return AttentionShape(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size, capped)
 
 
 class NumbaCudaBackend(AttentionBackend):
@@ -64,13 +74,24 @@ class NumbaCudaBackend(AttentionBackend):
         return reason or shape_unsupported(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size)
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> NumbaCudaPlan:
-        from minivllm_kernels.planning import AttentionShape
+        return self._plan(batch, spec, device, None)
 
+    def plan_into(self, batch: AttentionBatch, spec: AttentionSpec, buffer: StepBuffer) -> NumbaCudaPlan:
+        return self._plan(batch, spec, buffer.device, buffer.put)
+
+    def fixed_decode(self, num_rows: int, spec: AttentionSpec, buffer: StepBuffer) -> "NumbaCudaFixedDecode | None":
+        return None if self.batch_invariant else NumbaCudaFixedDecode(num_rows, spec, buffer)
+
+    def _plan(
+        self,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        device: torch.device,
+        put: Callable[[np.ndarray], Tensor] | None,
+    ) -> NumbaCudaPlan:
         batch.check(spec.block_size)
-        capped = spec.soft_cap is not None
-        shape = AttentionShape(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size, capped)
         device_plan = _ops().plan_attention(
-            shape,
+            _shape(spec),
             kv_heads=spec.num_kv_heads,
             query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens,
@@ -82,6 +103,7 @@ class NumbaCudaBackend(AttentionBackend):
             chunk=spec.chunk,
             soft_cap=spec.soft_cap,
             batch_invariant=self.batch_invariant,
+            put=put,
         )
         return NumbaCudaPlan(spec, device_plan.slot_mapping, device_plan)
 
@@ -106,6 +128,55 @@ class NumbaCudaBackend(AttentionBackend):
             return
         device = src_cache.device if src_cache.is_cuda else dst_cache.device
         _ops().copy_blocks(src_cache, dst_cache, torch.tensor(pairs, dtype=torch.int64).to(device))
+
+
+class NumbaCudaFixedDecode:
+    """See `FixedDecode`. The block table is the only array whose size changes from step to step: it comes last in the buffer,
+    and the work items say where in the buffer each row of it begins."""
+
+    def __init__(self, num_rows: int, spec: AttentionSpec, buffer: StepBuffer) -> None:
+        self.spec, self.buffer, self.shape, self.warps = spec, buffer, _shape(spec), 0
+        room = _ops().most_decode_items(self.shape, spec.num_kv_heads, num_rows, buffer.device)
+        self._slots, self.slot_mapping = buffer.reserve((num_rows,), np.int64)
+        self._items, self.items = buffer.reserve((room, 8), np.int32)
+
+    def fill(self, batch: AttentionBatch) -> int:
+        spec, count = self.spec, batch.num_reqs
+        rows = np.arange(count)
+        work = _ops().decode_work(
+            self.shape,
+            spec.num_kv_heads,
+            batch.seq_lens,
+            rows,
+            rows,
+            self.buffer.device,
+            spec.sliding_window,
+            spec.chunk,
+        )
+        self._slots[:count], self._slots[count:] = batch.slot_mapping, 0
+        table, _ = self.buffer.reserve(batch.block_table.shape, np.int32)
+        table[...] = batch.block_table
+        start = (table.ctypes.data - self.buffer.host_address) // table.itemsize
+        items, used = self._items, len(work.items)
+        items[:used], items[used:] = work.items, 0
+        items[:used, 0] = start + work.items[:, 0] * table.shape[1]
+        items[used:, 0] = -1
+        self.warps = work.warps
+        return work.warps
+
+    def plan(self) -> NumbaCudaPlan:
+        spec = self.spec
+        device_plan = _ops().fixed_decode_plan(
+            self.shape,
+            kv_heads=spec.num_kv_heads,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
+            slot_mapping=self.slot_mapping,
+            items=self.items,
+            warps=self.warps,
+            words=self.buffer.words,
+        )
+        return NumbaCudaPlan(spec, self.slot_mapping, device_plan)
 
 
 class NumbaCudaInvariantBackend(NumbaCudaBackend):

@@ -5,28 +5,41 @@ The scheduler has decided: this request 40 tokens, that one 1, these two blocks 
 
 # Generated from nbs/5_engine/02_model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=961049731ecd module=5d42055e9614
+# literate: notebook=a327a97c75ca module=3be51e9d700b
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionSpec
+from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from minivllm.models.decoder import Decoder
+from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, StepInputs
+from minivllm.runtime.pooler import Pooler
 from minivllm.runtime.sample_record import SampleLog, log_samples
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
+from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.state import SamplingState
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["ModelRunner", "group_attention_specs", "new_kv_caches", "zeros_on_demand"]
+__all__ = [
+    "GRAPH_BYTES",
+    "ModelRunner",
+    "group_attention_specs",
+    "new_kv_caches",
+    "new_swap_caches",
+    "step_bytes",
+    "zeros_on_demand",
+]
 
 
 # %% nbs/5_engine/02_model_runner.ipynb #zeros_on_demand
@@ -46,6 +59,27 @@ def new_kv_caches(
     return [zeros_on_demand(shape, dtype, device) for _ in range(config.num_tensors)]
 
 
+def new_swap_caches(
+    backend: AttentionBackend, config: KVCacheConfig, spec: AttentionSpec, device: torch.device
+) -> list[Tensor]:
+    """Cache tensors in main memory, block 0 a null block there too. Pinned if the caches are on a GPU, which then copies by itself."""
+    host, num_blocks = torch.device("cpu"), config.num_cpu_blocks + 1
+    if not config.num_cpu_blocks:
+        return []
+    if device.type == "cpu":
+        return new_kv_caches(backend, config, spec, num_blocks, host)
+    shape, dtype = backend.kv_cache_shape(num_blocks, spec), backend.kv_cache_dtype(spec)
+    return [torch.zeros(shape, dtype=dtype, pin_memory=True) for _ in range(config.num_tensors)]
+
+
+def step_bytes(config: EngineConfig) -> int:
+    """Room for the arrays of a step (see `StepBuffer`), generously: ids, positions, slots and work lists, block tables."""
+    limits, groups = config.scheduler, len(config.kv_cache.groups)
+    per_token, per_request = 16 + 8 + groups * (8 + 32), groups * 64 * 32
+    table = groups * 4 * -(-limits.max_model_len // config.kv_cache.block_size)
+    return limits.max_num_batched_tokens * per_token + limits.max_num_seqs * (per_request + table) + (1 << 18)
+
+
 # %% nbs/5_engine/02_model_runner.ipynb #group_attention_specs
 def group_attention_specs(config: KVCacheConfig, layer_specs: list[AttentionSpec]) -> list[AttentionSpec]:
     """The attention spec of each KV cache group.
@@ -63,6 +97,9 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[AttentionSpec
 
 
 # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner
+GRAPH_BYTES = 1 << 30  # most memory that CUDA graphs may take
+
+
 class ModelRunner:
     """Carries out scheduler outputs on one device.
 
@@ -87,15 +124,21 @@ class ModelRunner:
         layer_specs = model.spec.attention_specs(kv.block_size, model.dtype)
         self.specs = group_attention_specs(kv, layer_specs)
         self.kv_caches = new_kv_caches(backend, kv, self.specs[0], kv.num_blocks, self.device)
-        self.swap_caches: list[Tensor] = []
-        if kv.num_cpu_blocks:  # block 0 is the null block there too
-            self.swap_caches = new_kv_caches(backend, kv, self.specs[0], kv.num_cpu_blocks + 1, torch.device("cpu"))
+        self.swap_caches = new_swap_caches(backend, kv, self.specs[0], self.device)
         model.bind(kv)
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, [g.spec.block_size for g in kv.groups])
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(transforms=transforms, logprobs_mode=config.args.logprobs_mode)
+        self.pooler = Pooler()
         self._prompt_done: dict[str, int] = {}
         self.sample_log: SampleLog | None = None
+        self.buffer: StepBuffer | None = None
+        self.graphs: DecodeGraphs | None = None
+        self.ladder = graph_ladder(limits.max_num_seqs)
+        if self.device.type != "cpu":
+            self.buffer = StepBuffer(step_bytes(config), self.device)
+            if not config.args.enforce_eager:
+                self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
 
     # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-execute
     @torch.inference_mode()
@@ -106,10 +149,13 @@ class ModelRunner:
         self._swap_blocks(output)
         if output.total_num_scheduled_tokens:
             step = self.batch.prepare(output.num_scheduled_tokens)
-            hidden = self._forward(step)
+            chosen = self._chosen(step, result)
+            hidden, last = self._forward(step, step.last_token[chosen])
             self._compute_prompt_logprobs(step, hidden, result)
+            self._pool(step, hidden, result)
             self.batch.advance(step)
-            self._sample(step, hidden, result)
+            if len(chosen):
+                self._sample(step, chosen, hidden if last is None else hidden[last], result)
         return result
 
     # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_update_rows
@@ -120,10 +166,14 @@ class ModelRunner:
                 self.sampling.remove(request_id)
         for request_id in output.finished:
             self._prompt_done.pop(request_id, None)
+            self.pooler.drop(request_id)
         for new in output.new_requests:
             known = [*new.prompt_token_ids, *new.output_token_ids]
             self.batch.add(new.request_id, known, new.num_computed_tokens, new.block_ids)
             params = new.sampling_params
+            if isinstance(params, PoolingParams):
+                self.pooler.add(new.request_id, params, len(known), new.num_computed_tokens)
+                continue
             if params.prompt_logprobs is not None:
                 self._prompt_done.setdefault(new.request_id, 0)
             try:
@@ -147,29 +197,68 @@ class ModelRunner:
             self.backend.copy_blocks(cpu_cache, device_cache, output.swap_in)
 
     # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_forward
-    def _forward(self, step: StepInputs) -> Tensor:
-        """Hidden states after the last norm: [T, hidden_size]."""
+    def _forward(self, step: StepInputs, wanted: np.ndarray) -> tuple[Tensor, Tensor | None]:
+        """Hidden states after the last norm, [T, hidden_size], and the rows `wanted` as a tensor; None if they are all of them."""
+        every = len(wanted) == len(step.token_ids)
+        if self.buffer is None:
+            plans = [
+                self.backend.plan(batch, spec, self.device)
+                for batch, spec in zip(step.attention, self.specs, strict=True)
+            ]
+            token_ids, positions = torch.from_numpy(step.token_ids), torch.from_numpy(step.positions)
+            hidden = self.model.forward(token_ids, positions, self.kv_caches, plans)
+            return hidden, None if every else torch.from_numpy(wanted)
+        if every and self.graphs is not None and (hidden := self._replay(step, self.buffer)) is not None:
+            return hidden, None
+        self.buffer.begin()
+        token_ids, positions, rows = (self.buffer.put(x) for x in (step.token_ids, step.positions, wanted))
         plans = [
-            self.backend.plan(batch, spec, self.device) for batch, spec in zip(step.attention, self.specs, strict=True)
+            self.backend.plan_into(batch, spec, self.buffer)
+            for batch, spec in zip(step.attention, self.specs, strict=True)
         ]
-        token_ids = torch.from_numpy(step.token_ids).to(self.device)
-        positions = torch.from_numpy(step.positions).to(self.device)
-        return self.model.forward(token_ids, positions, self.kv_caches, plans)
+        self.buffer.send()
+        return self.model.forward(token_ids, positions, self.kv_caches, plans), None if every else rows
+
+    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_replay
+    def _replay(self, step: StepInputs, buffer: StepBuffer) -> Tensor | None:
+        """As `_forward`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one."""
+        rows = len(step.token_ids)
+        padded = rung(self.ladder, rows)
+        if self.graphs is None or padded is None or len(step.request_ids) != rows:
+            return None
+        buffer.begin()
+        (ids, token_ids), (at, positions) = (buffer.reserve((padded,), np.int64) for _ in range(2))
+        plans = [fixed for spec in self.specs if (fixed := self.backend.fixed_decode(padded, spec, buffer)) is not None]
+        if len(plans) < len(self.specs):
+            self.graphs = None
+            return None
+        ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, step.positions, 0
+        key = (padded, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
+        buffer.send()
+
+        def make() -> tuple[Callable[[], Tensor], object]:
+            made = [fixed.plan() for fixed in plans]
+            return lambda: self.model.forward(token_ids, positions, self.kv_caches, made), (token_ids, positions, made)
+
+        return self.graphs.run(key, make)[:rows]
 
     # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_sample
-    def _sample(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
+    def _chosen(self, step: StepInputs, result: ModelRunnerOutput) -> np.ndarray:
+        """Which of the step's requests get a token: int64."""
         samples = step.samples
-        if result.errors:
-            samples = samples & np.fromiter((r not in result.errors for r in step.request_ids), bool, len(samples))
-        chosen = np.flatnonzero(samples)
-        if not len(chosen):
-            return
+        if result.errors or self.pooler:
+            draws = (r not in result.errors and r not in self.pooler for r in step.request_ids)
+            samples = samples & np.fromiter(draws, bool, len(samples))
+        return np.flatnonzero(samples)
+
+    def _sample(self, step: StepInputs, chosen: np.ndarray, hidden: Tensor, result: ModelRunnerOutput) -> None:
+        """Draw a token for each of the requests `chosen`; hidden: [len(chosen), hidden_size]."""
         request_ids = [step.request_ids[i] for i in chosen]
-        logits = self.model.compute_logits(self._pick(hidden, step.last_token[chosen]))
+        logits = self.model.compute_logits(hidden)
         if self.sample_log is not None:
             log_samples(self.sample_log, [self.sampling.requests[r] for r in request_ids], logits)
         drawn = self.sampler(logits, self.sampling.batch(request_ids))
-        token_ids = drawn.token_ids.cpu().numpy()
+        token_ids = drawn.token_ids.numpy()
         self.batch.append_tokens(step.rows[chosen], token_ids)
         for request_id, token_id, logprobs in zip(request_ids, token_ids.tolist(), drawn.logprobs, strict=True):
             if request_id in drawn.errors:
@@ -180,9 +269,16 @@ class ModelRunner:
                 result.logprobs[request_id] = [logprobs]
         result.errors.update(drawn.errors)
 
-    def _pick(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
-        """``hidden[rows]``, without a copy when that is all of it."""
-        return hidden if len(rows) == len(hidden) else hidden[torch.from_numpy(rows).to(self.device)]
+    def _pool(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
+        """Hand the hidden states of requests that want a vector to the pooler."""
+        if not self.pooler:
+            return
+        starts = step.attention[0].query_start_loc
+        for i, request_id in enumerate(step.request_ids):
+            if request_id in self.pooler:
+                vector = self.pooler.take(request_id, hidden[int(starts[i]) : int(starts[i + 1])])
+                if vector is not None:
+                    result.pooled[request_id] = vector
 
     # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_compute_prompt_logprobs
     def _compute_prompt_logprobs(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:

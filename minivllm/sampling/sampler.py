@@ -6,7 +6,7 @@ reports.
 
 # Generated from nbs/3_model/15_sampler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e390a63dad7e module=b3720499f2ca
+# literate: notebook=d79b273fd4b0 module=ec237a5af70b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # %% nbs/3_model/15_sampler.ipynb #SamplerOutput
 @dataclass(slots=True)
 class SamplerOutput:
-    """One step's tokens. token_ids [R] int64, -1 for a request in `errors`; logprobs: a report per row, or None."""
+    """One step's tokens. token_ids [R] int64 on the host, -1 for a request in `errors`; logprobs: a report per row, or None."""
 
     token_ids: Tensor
     logprobs: list[dict[int, Logprob] | None]
@@ -90,8 +90,9 @@ class Sampler:
         errors |= {view.request_id: view.error for view in batch.requests if view.error is not None}
         processed = wanted.keep("processed", logits)
         token_ids, alive = self._choose(logits, batch)
-        if not bool(alive.all()):
-            for i in torch.nonzero(~alive)[:, 0].tolist():
+        token_ids = torch.where(alive, token_ids, -1).cpu()  # from a GPU, the one thing that the host waits for
+        if int(token_ids.min()) < 0:
+            for i in torch.nonzero(token_ids < 0)[:, 0].tolist():
                 errors.setdefault(
                     batch.request_ids[i], "no token can be drawn: every logit is -inf, or one is nan or +inf"
                 )
@@ -239,7 +240,7 @@ class _Wanted:
             rows, logits = kept
             normalised = torch.tensor([self.modes[i].endswith("logprobs") for i in rows], device=logits.device)
             values = torch.where(normalised[:, None], torch.log_softmax(logits, -1), logits)
-            chosen = token_ids[rows].clamp(min=0)
+            chosen = token_ids[rows].clamp(min=0).to(logits.device)
             for i, report in zip(rows, gather_logprobs(values, chosen, [self.counts[i] for i in rows]), strict=True):
                 out[i] = None if i in failed else report
         return out

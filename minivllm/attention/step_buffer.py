@@ -1,0 +1,91 @@
+"""How do the arrays of a step reach the GPU?
+
+A step is decided on the host: token ids, positions, cache slots, block tables, work lists.
+"""
+
+# Generated from nbs/3_model/01c_step_buffer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=ceb41db2cc09 module=f7c626175d39
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["ALIGNMENT", "StepBuffer"]
+
+
+# %% nbs/3_model/01c_step_buffer.ipynb #StepBuffer
+ALIGNMENT = 16  # bytes: the widest load of the kernels
+_TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+
+
+class StepBuffer:
+    """Host arrays of a step, sent to a device in one copy.
+
+    In a step: `begin`, any number of `reserve` and `put`, `send`. Arrays of equal sizes in equal order lie at equal
+    addresses in every step. What `put` returns is valid on the device's current stream after `send`.
+
+    Args:
+        num_bytes: room for a step. An array that no longer fits travels by itself.
+        device: where to.
+
+    Attributes:
+        words: int32 view of the whole buffer on the device.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self.device, self.used = device, 0
+        self._there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.words = self._there.view(torch.int32)
+        pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._fetched: list[torch.cuda.Event | None] = [None, None]
+
+    # %% nbs/3_model/01c_step_buffer.ipynb #StepBuffer-begin
+    def begin(self) -> None:
+        """Start a step. Waits, if need be, until the arrays of the last step but one were fetched."""
+        self._hosts.reverse()
+        self._fetched.reverse()
+        self.used = 0
+        if (event := self._fetched[0]) is not None:
+            event.synchronize()
+
+    @property
+    def host_address(self) -> int:
+        """Address of the first byte of this step's host copy."""
+        return self._hosts[0].data_ptr()
+
+    # %% nbs/3_model/01c_step_buffer.ipynb #StepBuffer-reserve
+    def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> tuple[np.ndarray, Tensor]:
+        """Room for an int32 or int64 array: the host array, to be written before `send`, and the tensor on the device.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        kind = np.dtype(dtype)
+        size, at = math.prod(shape) * kind.itemsize, self.used
+        if at + size > len(self._there):
+            raise ValueError(f"a step's arrays take more than the {len(self._there):,} bytes of the buffer")
+        self.used = at + -(-size // ALIGNMENT) * ALIGNMENT
+        host = self._hosts[0][at : at + size].numpy().view(kind).reshape(shape)
+        return host, self._there[at : at + size].view(_TORCH[kind]).view(shape)
+
+    def put(self, array: np.ndarray) -> Tensor:
+        """The tensor that will hold a copy of `array`, int32 or int64, after `send`."""
+        if self.used + array.nbytes > len(self._there):
+            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        host, there = self.reserve(array.shape, array.dtype)
+        host[...] = array
+        return there
+
+    # %% nbs/3_model/01c_step_buffer.ipynb #StepBuffer-send
+    def send(self) -> None:
+        """Copy what was put and reserved since `begin`. The host does not wait."""
+        self._there[: self.used].copy_(self._hosts[0][: self.used], non_blocking=True)
+        if self.device.type == "cuda":
+            self._fetched[0] = torch.cuda.Event()
+            self._fetched[0].record()

@@ -1,0 +1,101 @@
+"""What does Python cost when the GPU waits for it?
+
+One decode step of a small model is some three hundred kernels of a few microseconds each.
+"""
+
+# Generated from nbs/5_engine/02b_decode_graphs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=b5ac0bb07090 module=28f09efaba71
+
+import bisect
+import logging
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+__all__ = ["DecodeGraphs", "graph_ladder", "logger", "rung"]
+
+
+# %% nbs/5_engine/02b_decode_graphs.ipynb #graph_ladder
+logger = logging.getLogger("minivllm.runtime")
+
+
+def graph_ladder(largest: int) -> tuple[int, ...]:
+    """Numbers of rows that graphs are captured for: 1, 2, 4, then multiples of 8, and `largest`."""
+    if largest < 1:
+        raise ValueError(f"graph_ladder needs at least one row, got {largest}")
+    return tuple(n for n in (1, 2, 4, *range(8, largest, 8)) if n < largest) + (largest,)
+
+
+def rung(ladder: tuple[int, ...], rows: int) -> int | None:
+    """The smallest rung that holds `rows`, or None if none does."""
+    at = bisect.bisect_left(ladder, rows)
+    return ladder[at] if at < len(ladder) else None
+
+
+# %% nbs/5_engine/02b_decode_graphs.ipynb #DecodeGraphs
+class DecodeGraphs:
+    """Recordings of decode steps, one for each key, made when first wanted.
+
+    Args:
+        device: a CUDA device.
+        memory_limit: bytes that the recordings may take together; when they have, new keys run without one.
+        progress: show a bar that counts them.
+
+    Attributes:
+        used_bytes: what they take.
+    """
+
+    def __init__(self, device: torch.device, memory_limit: int, progress: bool = False) -> None:
+        self.device, self.memory_limit, self.used_bytes = device, memory_limit, 0
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, object]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(device)
+        self._full = False
+        self._bar = tqdm(desc="CUDA graphs", unit=" graphs", leave=False, disable=not progress)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    # %% nbs/5_engine/02b_decode_graphs.ipynb #DecodeGraphs-run
+    def run(self, key: Hashable, make: Callable[[], tuple[Callable[[], Tensor], object]]) -> Tensor:
+        """The step's result, which the next step overwrites.
+
+        Args:
+            key: all that the launches depend on.
+            make: gives the step as a function, and what must stay alive as long as a recording of it.
+        """
+        if key not in self._graphs:
+            step, owned = make()
+            if self._full:
+                return step()
+            return self._capture(key, step, owned)
+        graph, result, _ = self._graphs[key]
+        graph.replay()
+        return result
+
+    def _capture(self, key: Hashable, step: Callable[[], Tensor], owned: object) -> Tensor:
+        before = torch.cuda.memory_reserved(self.device)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            first = step()  # compiles kernels; its result is this step's
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = step()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(self._side)
+        first.record_stream(torch.cuda.current_stream(self.device))
+        self._graphs[key] = graph, result, owned
+        self._bar.update()
+        self.used_bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
+        if self.used_bytes > self.memory_limit:
+            self._full = True
+            logger.warning(
+                "%d CUDA graphs take %.1f GiB, more than their limit of %.1f: steps of other sizes run without one",
+                len(self), self.used_bytes / 2**30, self.memory_limit / 2**30,
+            )  # fmt: skip
+        return first
