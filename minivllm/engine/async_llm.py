@@ -5,7 +5,7 @@
 
 # Generated from nbs/6_serving/03_async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d11bab3872d3 module=705a4a0f8aac
+# literate: notebook=3e7f53dbfb67 module=022ea435a3ed
 
 import asyncio
 import itertools
@@ -72,23 +72,25 @@ class EngineDeadError(RuntimeError):
 class RequestStream:
     """The outputs of one request, in the loop that asked for it: ``async for output in stream``.
 
-    Whoever stops before the end calls `aclose`, which aborts the request.
+    Whoever stops before the end calls `aclose`, which aborts the request. One output waits at most: of a reader that is slow, deltas are
+    joined, and of cumulative outputs the newest is kept.
     """
 
-    def __init__(self, request_id: str, keep_all: bool, on_close: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, deltas: bool, on_close: Callable[[str], None]) -> None:
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self.finished = False
-        self._keep_all, self._on_close = keep_all, on_close
-        self._ready: deque[RequestOutput] = deque()
+        self._deltas, self._on_close = deltas, on_close
+        self._ready: RequestOutput | None = None
         self._error: BaseException | None = None
         self._news = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
         """Called in ``loop``."""
-        if self._ready and not self._keep_all:
-            self._ready.pop()
-        self._ready.append(output)
+        if self._ready is not None and self._deltas:
+            self._ready.add(output)
+        else:
+            self._ready = output
         self._news.set()
 
     def fail(self, error: BaseException) -> None:
@@ -103,13 +105,13 @@ class RequestStream:
         """The next output. Raises StopAsyncIteration after the last, EngineDeadError if the engine is gone."""
         if self.finished:
             raise StopAsyncIteration
-        while not self._ready:
+        while self._ready is None:
             if self._error is not None:
                 self.finished = True
                 raise self._error
             self._news.clear()
             await self._news.wait()
-        output = self._ready.popleft()
+        output, self._ready = self._ready, None
         self.finished = output.finished
         return output
 

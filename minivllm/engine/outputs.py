@@ -6,7 +6,7 @@ each answer.
 
 # Generated from nbs/5_engine/08_outputs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a73d2c243a84 module=639ca95e2120
+# literate: notebook=d226e5870753 module=ad58328a95d1
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,17 @@ class CompletionOutput:
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def add(self, later: "CompletionOutput") -> None:
+        """Take in what is new since this delta."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.cumulative_logprob = later.cumulative_logprob
+        if self.logprobs is not None and later.logprobs is not None:
+            self.logprobs += later.logprobs
+        if self.text_offsets is not None and later.text_offsets is not None:
+            self.text_offsets += later.text_offsets
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
 # %% nbs/5_engine/08_outputs.ipynb #RequestMetrics
@@ -72,6 +83,17 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     pooled: list[float] | None = None
+
+    def add(self, later: "RequestOutput") -> None:
+        """Take in the next delta of the same request, so that one output says what two would have said."""
+        known = {completion.index: completion for completion in self.outputs}
+        for completion in later.outputs:
+            if completion.index in known:
+                known[completion.index].add(completion)
+            else:
+                self.outputs.append(completion)
+        self.finished, self.error, self.metrics = later.finished, later.error, later.metrics
+        self.prompt_logprobs, self.num_cached_tokens = later.prompt_logprobs, later.num_cached_tokens
 
 
 @dataclass(slots=True)

@@ -235,3 +235,32 @@ def test_a_prompt_that_never_fits_fails_alone_when_its_grammar_is_ready(args: En
     assert "too long" in next(end.error for end in ends if end.error)
     assert engine.core.scheduler.kv.pool.usage == 0
     engine.close()
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_what_a_slow_reader_gets_is_joined(llm: AsyncLLM, logprobs: int | None):
+    params = SamplingParams(
+        n=2, temperature=1, seed=5, max_tokens=30, ignore_eos=True, output_kind=DELTA, logprobs=logprobs
+    )
+
+    async def run(slowly: bool) -> tuple[int, list[Any]]:
+        stream = await llm.submit("abc", params)
+        if slowly:
+            await anext(stream_end := llm.generate("abc", params.clone(output_kind=RequestOutputKind.FINAL_ONLY)))
+            await stream_end.aclose()
+        answers: dict[int, list[Any]] = {}
+        count = 0
+        async for output in stream:
+            count += 1
+            for piece in output.outputs:
+                sofar = answers.setdefault(piece.index, ["", [], [], [], None, None])
+                sofar[0] += piece.text
+                sofar[1] += piece.token_ids
+                sofar[2] += piece.text_offsets or []
+                sofar[3] += [entry.keys() for entry in piece.logprobs or []]
+                sofar[4], sofar[5] = piece.cumulative_logprob, piece.finish_reason
+        return count, [answers[i] for i in sorted(answers)]
+
+    (many, quick), (few, slow) = asyncio.run(run(False)), asyncio.run(run(True))
+    assert few <= 2 < many and slow == quick
+    assert all(len(answer[1]) == 30 and answer[5] == "length" for answer in slow)
