@@ -5,7 +5,7 @@ The views of this part, each in a chapter of its own: what one asks for by name.
 
 # Generated from nbs/8_viz/00_viz.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3ebe2e2572eb module=d39a758a22a0
+# literate: notebook=64d649b03d5a module=ff0248862535
 
 import importlib
 from typing import Any
@@ -16,11 +16,12 @@ _HOMES = {
     "Dashboard": "minivllm.viz.dashboard",
     "EngineMonitor": "minivllm.viz.monitor",
     "Page": "minivllm.viz.page",
+    "Predict": "minivllm.viz.predict",
     "SamplerExplorer": "minivllm.viz.sampler_explorer",
     "View": "minivllm.viz.view",
 }
 
-__all__ = ["BlockMap", "Dashboard", "EngineMonitor", "Page", "SamplerExplorer", "View"]
+__all__ = ["BlockMap", "Dashboard", "EngineMonitor", "Page", "Predict", "SamplerExplorer", "View"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,233 @@
+"""Predict, then look.
+
+Question: do you know what the engine will do next?
+"""
+
+# Generated from nbs/8_viz/20_predict.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=60417179657c module=a0450535100c
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from minivllm.core.trace import Event, Fold, State, Trace
+from minivllm.viz.payload import Payload
+from minivllm.viz.view import TraceSource, TraceView
+
+__all__ = ["KINDS", "Predict", "Question", "questions"]
+
+
+# %% nbs/8_viz/20_predict.ipynb #imports
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# %% nbs/8_viz/20_predict.ipynb #Question
+@dataclass(frozen=True)
+class Question:
+    """Something that is about to happen.
+
+    Attributes:
+        kind: "preempted", "evicted" or "steps".
+        step: in which it happens; situation: what can be known before it, line by line.
+        text: the question; options: to choose from; answer: the number of the right one.
+        because: why it is so.
+    """
+
+    kind: str
+    step: int
+    situation: tuple[str, ...]
+    text: str
+    options: tuple[str, ...]
+    answer: int
+    because: str
+
+    def grade(self, choice: int) -> str:
+        """`right: ...` or `no: ...`, with the reason. IndexError if there is no such option."""
+        if not 0 <= choice < len(self.options):
+            raise IndexError(f"there are {len(self.options)} options, 0 to {len(self.options) - 1}; got {choice}")
+        if choice == self.answer:
+            return f"right: {self.because}"
+        return f"no, {self.options[self.answer]}: {self.because}"
+
+
+# %% nbs/8_viz/20_predict.ipynb #preempted
+KINDS = ("preempted", "evicted", "steps")
+
+
+def _state_lines(state: State) -> Iterator[str]:
+    yield f"{len(state.free)} of {len(state.ref_cnt) - 1} blocks are free. Running, in the order in which they are scheduled:"
+    for name in state.running:
+        request = state.requests[name]
+        yield f"{name}: {request.num_computed_tokens} of {request.num_tokens} tokens computed, {sum(map(len, request.tables))} blocks"
+
+
+def _preempted(event: Event, state: State, step: int) -> Question | None:
+    _, request, mode, needed_by, chosen_by = event
+    if len(state.running) < 2:
+        return None
+    what = "its blocks are copied out" if mode == "swap" else "it loses its blocks and will compute them again"
+    return Question(
+        "preempted",
+        step,
+        tuple(_state_lines(state)),
+        f"{needed_by} needs a block and none is free. Who gives way?",
+        tuple(state.running),
+        state.running.index(request),
+        f"{request} gives way, chosen by {chosen_by}; {what}."
+        + (" FCFS takes whoever was admitted last." if chosen_by == "FCFS" else ""),
+    )
+
+
+# %% nbs/8_viz/20_predict.ipynb #evicted
+def _evicted(trace: Trace, block: int, fold: Fold, step: int) -> Question | None:
+    cached = [b for b in fold.free_blocks if fold.now.hashes[b] is not None]
+    if len(cached) < 3 or block not in cached:
+        return None
+    options = [block, *(b for b in (cached[0], cached[len(cached) // 2], cached[-1]) if b != block)][:4]
+    options.sort()
+    order = " ".join(map(str, cached[:12])) + (" …" if len(cached) > 12 else "")
+    front = (
+        "It is at the front: of all free blocks with content it was given back longest ago."
+        if block == cached[0]
+        else (f"The policy {trace.header.policy} chose it, though it is not at the front.")
+    )
+    return Question(
+        "evicted",
+        step,
+        (f"Every free block holds something that could be reused. The free list, front first: {order}",),
+        "A request needs a new block. Whose content is given up?",
+        tuple(f"block {b}" for b in options),
+        options.index(block),
+        f"{front} A leaf is given back before its prefix, so what is shared most lives longest.",
+    )
+
+
+# %% nbs/8_viz/20_predict.ipynb #steps
+def _steps(trace: Trace, request: str, first: int, pieces: list[int]) -> Question | None:
+    if len(pieces) < 2:
+        return None
+    options = sorted({len(pieces) - 1, len(pieces), len(pieces) + 1, sum(pieces)})
+    return Question(
+        "steps",
+        first,
+        (
+            f"{request} is admitted with {sum(pieces)} prompt tokens to compute.",
+            f"A step has {trace.header.settings['max_num_batched_tokens']} tokens for all requests together, and those that run already come first.",
+        ),
+        "In how many steps is its prompt computed?",
+        tuple(f"{n} step{'s' * (n != 1)}" for n in options),
+        options.index(len(pieces)),
+        f"it went in pieces of {', '.join(map(str, pieces))}: what the others left of the budget.",
+    )
+
+
+# %% nbs/8_viz/20_predict.ipynb #questions
+@dataclass
+class _Prompt:
+    """A prompt under way: the step of its admission, tokens still to compute, and the pieces so far."""
+
+    step: int
+    left: int
+    pieces: list[int] = field(default_factory=list)
+
+
+def _cut(prompts: dict[str, _Prompt], scheduled: dict[str, int]) -> list[tuple[str, _Prompt]]:
+    """Take a step's pieces off the prompts; gives those that are complete now."""
+    done = []
+    for request, n in scheduled.items():
+        if request in prompts:
+            prompts[request].pieces.append(n)
+            prompts[request].left -= n
+            if prompts[request].left <= 0:
+                done.append((request, prompts.pop(request)))
+    return done
+
+
+def questions(trace: Trace, kinds: Iterable[str] = KINDS, most: int = 6) -> list[Question]:
+    """Turning points of a run as questions: up to `most` of each kind, spread over the run.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    kinds = tuple(kinds)
+    if unknown := set(kinds) - set(KINDS):
+        raise ValueError(f"unknown kind {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    found: dict[str, list[Question]] = {kind: [] for kind in KINDS}
+    fold, step = Fold(trace.start), -1
+    prompts: dict[str, _Prompt] = {}
+    for event in trace.events:
+        question = None
+        if event[0] == "step":
+            step += 1
+        elif event[0] == "preempt":
+            prompts.pop(event[1], None)
+            question = _preempted(event, fold.state(), step) if "preempted" in kinds else None
+        elif event[0] == "evict" and "evicted" in kinds:
+            question = _evicted(trace, event[1], fold, step)
+        elif event[0] == "admit":
+            prompts[event[1]] = _Prompt(step, fold.now.requests[event[1]].num_tokens - event[2])
+        elif event[0] == "schedule" and "steps" in kinds:
+            done = _cut(prompts, event[1])
+            found["steps"] += filter(None, (_steps(trace, name, prompt.step, prompt.pieces) for name, prompt in done))
+        if question is not None:
+            found[question.kind].append(question)
+        fold.apply(event)
+    return sorted((q for kind in kinds for q in _spread(found[kind], most)), key=lambda q: q.step)
+
+
+def _spread(items: list[Question], most: int) -> list[Question]:
+    """At most `most` of them, evenly taken."""
+    return items if len(items) <= most else [items[i * len(items) // most] for i in range(most)]
+
+
+# %% nbs/8_viz/20_predict.ipynb #Predict
+class Predict(TraceView):
+    """Questions about a run, asked before the answer is shown; the cursor goes to the step in question.
+
+    Args:
+        trace: a trace, or the path of a saved one.
+        kinds: of questions: "preempted", "evicted", "steps".
+        most: questions of each kind.
+    """
+
+    module = "predict"
+    title = "What happens next?"
+
+    def __init__(self, trace: TraceSource, kinds: Iterable[str] = KINDS, most: int = 6) -> None:
+        super().__init__(trace)
+        self.questions: list[Question] = [] if self.problem else questions(self.trace, kinds, most)
+        if not self.problem and not self.questions:
+            self.problem = "This run has no turning points: nobody was preempted, nothing evicted, no prompt cut. Make the pool or the budget smaller."
+
+    def build(self) -> Payload:
+        """See `View.build`."""
+        payload = Payload(self.header())
+        payload.header["questions"] = payload.add_json([asdict(q) for q in self.questions])
+        return payload
+
+    def describe(self) -> str:
+        """See `View.describe`."""
+        kinds = [f"{sum(q.kind == kind for q in self.questions)} {kind}" for kind in KINDS]
+        lines = [
+            f"{len(self.questions)} questions about this run ({', '.join(kinds)}). view.questions holds them, and view.questions[0].grade(choice) judges."
+        ]
+        for i, question in enumerate(self.questions):
+            lines.append(f"{i}. before step {question.step}: {question.text} {' / '.join(question.options)}")
+        return "\n".join(lines)
+
+    def draw(self, axes: Axes) -> None:
+        """See `View.draw`: where in the run the questions are."""
+        for row, kind in enumerate(KINDS):
+            at = [q.step for q in self.questions if q.kind == kind]
+            axes.plot(at, [row] * len(at), "o")
+        axes.set(
+            yticks=range(len(KINDS)),
+            yticklabels=KINDS,
+            xlabel="step",
+            xlim=(0, self.trace.num_steps),
+            ylim=(-0.5, len(KINDS) - 0.5),
+        )
