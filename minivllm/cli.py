@@ -5,7 +5,7 @@ Not everybody opens a notebook.
 
 # Generated from nbs/6_serving/01_cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=db2b152f1fb3 module=bac9cb8afae7
+# literate: notebook=4262b111d412 module=fe2e4cd425e6
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import tempfile
+import webbrowser
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
@@ -32,6 +35,7 @@ __all__ = [
     "run_complete",
     "run_demo_command",
     "run_elsewhere",
+    "run_trace_view",
     "sampling_params_from",
     "stream_answer",
 ]
@@ -311,6 +315,33 @@ def run_collect_env(args: argparse.Namespace, out: TextIO) -> None:
         print(f"{name:16} {value}", file=out)
 
 
+def run_trace_view(args: argparse.Namespace, out: TextIO) -> None:
+    """Write the page of a saved trace and open it in the browser.
+
+    Raises:
+        OSError, ValueError: no such file, or not a trace that can be shown. RuntimeError: nothing happened in it.
+    """
+    from minivllm.core.trace import Trace
+    from minivllm.viz.page import show
+
+    if args.output is not None and args.output.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--output must end in .html, got {args.output.name!r}")
+    trace = Trace.load(args.file)
+    if args.tokenizer is not None:
+        from minivllm.models.hub import resolve_model
+        from minivllm.models.tokenizer import get_tokenizer
+
+        trace.tokenizer = get_tokenizer(resolve_model(args.tokenizer))
+    view = show(trace, title=args.file.name)
+    if view.problem is not None:
+        raise RuntimeError(f"{args.file.name}: {view.problem}")
+    folder = Path(tempfile.mkdtemp(prefix="minivllm-")) if args.output is None else args.output.parent
+    path = view.save(folder / (args.output.name if args.output else f"{args.file.stem}.html")).resolve()
+    print(path, file=out)
+    if args.open and not webbrowser.open(path.as_uri()):
+        print("no browser could be started: open the file by hand", file=out)
+
+
 # %% nbs/6_serving/01_cli.ipynb #_loading
 class _loading:
     """Say on a terminal that the model is being loaded: the first second or two are silent otherwise."""
@@ -365,6 +396,18 @@ def make_parser() -> argparse.ArgumentParser:
 
     collect = commands.add_parser("collect-env", help="print versions and facts for a bug report")
     collect.set_defaults(run=run_collect_env)
+    trace = commands.add_parser("trace", help="look at a recorded run")
+    doings = trace.add_subparsers(dest="doing", required=True, metavar="view")
+    view = doings.add_parser(
+        "view", help="open a saved trace in the browser: blocks, queues and prefixes, step by step"
+    )
+    view.add_argument("file", type=Path, help="what trace.save() wrote: .jsonl or .parquet")
+    view.add_argument("--output", type=Path, metavar="FILE", help="where the page goes (default: a temporary file)")
+    view.add_argument(
+        "--open", action=argparse.BooleanOptionalAction, default=True, help="open the page in the browser"
+    )
+    view.add_argument("--tokenizer", metavar="MODEL", help="show tokens as text, with this model's tokenizer")
+    view.set_defaults(run=run_trace_view)
     for name, what in (
         ("serve", "serve a model over the OpenAI API"),
         ("bench", "measure an engine or a server"),

@@ -5,10 +5,10 @@
 
 # Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2916b3b74da5 module=a0a8ca00acc0
+# literate: notebook=2a905583e6a1 module=ddb07bdbe002
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -172,12 +172,15 @@ class LLMEngine:
             "generation_tokens": self.num_generation_tokens,
         }
 
-    def record(self, samples: bool = False) -> AbstractContextManager[Trace]:
+    @contextmanager
+    def record(self, samples: bool = False) -> Iterator[Trace]:
         """``with engine.record() as trace:`` records what the scheduler does in the block.
 
         ``samples``: also keep the logits of every sampled token (a row of the vocabulary each), for `explain`.
         """
-        return self.core.record(samples)
+        with self.core.record(samples) as trace:
+            trace.tokenizer = self.tokenizer
+            yield trace
 
     def explain(self, trace: Trace, request_id: str, step: int, top: int = 5) -> "pd.DataFrame":
         """How the ``step``-th output token of a request (counted from 0) was chosen, stage by stage.

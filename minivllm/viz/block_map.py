@@ -5,7 +5,7 @@ Who owns which piece of the cache, and how did it come to that?
 
 # Generated from nbs/8_viz/05_block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f2742fa4bba5 module=45a65fc310f1
+# literate: notebook=efc2a9a67a0c module=ff0314f58315
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.trace import Fold, State, Trace
+from minivllm.core.trace import Event, Fold, State, Trace
 from minivllm.viz.palette import LIGHT, owner_colour
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
@@ -33,10 +33,11 @@ __all__ = [
     "request_numbers",
     "request_tokens",
     "token_texts",
+    "usage",
 ]
 
 
-# %% nbs/8_viz/05_block_map.ipynb #code-b6f050
+# %% nbs/8_viz/05_block_map.ipynb #code-17d13d
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -108,6 +109,8 @@ class BlockStream:
         self.origins: list[list[int]] = []
         self.chunks: list[tuple[int, list[int]]] = []
         self._scheduled: dict[int, int] = {}
+        self._oldest: Iterator[int] = iter(())
+        self._next_taker = -1
         for request in trace.start.requests:
             self.requests(request)
         for name in trace.start.hashes:
@@ -164,6 +167,9 @@ class BlockStream:
         coder = getattr(self, "_on_" + event[0], None)
         return coder(i, *event[1:]) if coder else []
 
+    def _after(self, i: int) -> Iterator[Event]:
+        return (self.trace.events[j] for j in range(i + 1, len(self.trace.events)))
+
     def _on_add(self, i: int, request: str, *_: Any) -> list[int]:
         self.requests(request)
         return []
@@ -214,7 +220,7 @@ class BlockStream:
 
     def _cause(self, i: int, request: str) -> tuple[int, int, int]:
         """The blocks of a request are given back just before the event that says why."""
-        for event in islice(self.trace.events, i + 1, None):
+        for event in self._after(i):
             if event[0] == "finish" and event[1] == request:
                 return Cause.FINISH, self.strings(event[2]), -1
             if event[0] == "preempt" and event[1] == request:
@@ -227,12 +233,16 @@ class BlockStream:
         return [Op.SKIP, self.requests(request), group, start, end, *_listed(blocks)]
 
     def _on_evict(self, i: int, block: int, name: bytes) -> list[int]:
-        first = next(free for free in self.fold.free_blocks if self.fold.now.hashes[free] is not None)
-        return [Op.EVICT, -1 if block == first else block, self._taker(i)]
+        if self.trace.events[i - 1][0] != "evict":  # the blocks that LRU would choose for a whole series, found once
+            count = next((k for k, event in enumerate(self._after(i - 1)) if event[0] != "evict"), 1)
+            cached = (free for free in self.fold.free_blocks if self.fold.now.hashes[free] is not None)
+            self._oldest = iter(list(islice(cached, count)))
+            self._next_taker = self._taker(i)
+        return [Op.EVICT, -1 if block == next(self._oldest, None) else block, self._next_taker]
 
     def _taker(self, i: int) -> int:
         """Blocks are evicted just before somebody takes them."""
-        for event in islice(self.trace.events, i + 1, None):
+        for event in self._after(i):
             if event[0] == "alloc":
                 return self.requests(event[1])
             if event[0] not in ("evict", "hit"):
@@ -352,6 +362,8 @@ class BlockMap(TraceView):
             return None
         known = request_tokens(self.trace)
         listed = [known.get(request, []) for request in stream.requests.of]
+        if self.tokens is None and sum(map(len, listed)) > 8 * self.TOKENS_LIMIT:  # hopeless: do not even try
+            return None
         ids = payload.add_numbers([x for tokens in listed for x in (len(tokens), *tokens)])
         if self.tokens is None and len(payload.parts[ids]) > self.TOKENS_LIMIT:
             payload.drop_last()
@@ -363,17 +375,15 @@ class BlockMap(TraceView):
         return parts
 
     def describe(self) -> str:
-        trace, head = self.trace, self.trace.header
-        usage = list(_usage(trace))
-        peak = max(range(len(usage)), key=lambda i: usage[i][0])
-        used, shared, cached = usage[-1]
+        trace, total = self.trace, self.trace.header.num_blocks - 1
+        used, last = usage(trace), trace.at(-1)
+        shared = sum(count > 1 for count in last.ref_cnt)
+        cached = sum(last.hashes[block] is not None for block in last.free)
         events = [event[0] for event in trace.events]
-        most = f"Most in use: {usage[peak][0]:,} of {head.num_blocks - 1:,} blocks, at step {peak}."
-        last = (
-            f"At the last step {used:,} are in use, {shared:,} of them shared; {cached:,} free ones hold cached tokens."
-        )
+        most = f"Most in use: {max(used):,} of {total:,} blocks, at step {used.index(max(used))}."
+        end = f"At the last step {used[-1]:,} are in use, {shared:,} of them shared; {cached:,} free ones hold cached tokens."
         what = f"{events.count('evict'):,} evictions, {events.count('preempt'):,} preemptions in {trace.num_steps:,} steps."
-        return f"{most}\n{last}\n{what}"
+        return f"{most}\n{end}\n{what}"
 
     def plot(self, ax: Axes | None = None, step: int = -1) -> Axes:
         """Draw the blocks after a step (-1: the last) with matplotlib; returns the axes.
@@ -437,14 +447,14 @@ def block_states(state: State, numbers: dict[str, int]) -> list[tuple[str, int |
     return drawn
 
 
-def _usage(trace: Trace) -> Iterator[tuple[int, int, int]]:
-    """Blocks in use, shared, and free with content, after every step."""
-    fold = Fold(trace.start)
+def usage(trace: Trace) -> list[int]:
+    """Blocks in use after every step."""
+    fold, counts = Fold(trace.start), []
     for begin, end in _step_ranges(trace):
         for event in trace.events[begin:end]:
             fold.apply(event)
-        counts = np.asarray(fold.now.ref_cnt[1:])
-        yield int((counts > 0).sum()), int((counts > 1).sum()), fold.num_cached_free
+        counts.append(trace.header.num_blocks - 1 - len(fold.free_blocks))
+    return counts
 
 
 # %% nbs/8_viz/05_block_map.ipynb #draw_blocks

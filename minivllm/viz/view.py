@@ -5,7 +5,7 @@ What do all pictures have in common?
 
 # Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1ab146ba6783 module=25e4e1416a5f
+# literate: notebook=a78d20f757cd module=043836ce2275
 
 from __future__ import annotations
 
@@ -145,6 +145,10 @@ class View:
 
     def summary(self) -> str:
         """Plain text: the title, and what the picture shows or why there is none."""
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> str:
         return f"{self.title}\n{self.problem or self.describe()}"
 
     def __repr__(self) -> str:
@@ -220,6 +224,7 @@ class View:
     def refresh(self) -> None:
         """Build the data again, from what the trace holds now, and show it in the live widget."""
         self.__dict__.pop("_payload", None)
+        self.__dict__.pop("_summary", None)
         if "widget" in self.__dict__:
             payload = self.data()
             with self.widget.hold_sync():
