@@ -5,7 +5,7 @@ What do all pictures have in common?
 
 # Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a78d20f757cd module=043836ce2275
+# literate: notebook=609123afc2f3 module=b4dd395f324d
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from minivllm.viz.payload import Payload
 __all__ = ["HTML_LIMIT", "TraceSource", "TraceView", "View", "open_trace", "trace_key", "trace_note"]
 
 
-# %% nbs/8_viz/04_view.ipynb #code-c849c0
+# %% nbs/8_viz/04_view.ipynb #code-fa4ffc
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

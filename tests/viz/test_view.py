@@ -1,0 +1,259 @@
+"""What all views share: forms, messages in place of a view, pages with one cursor, the command, the palette, the payload."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from viz_traces import make_trace
+
+from minivllm.cli import main
+from minivllm.core.trace import Trace, TraceHeader
+from minivllm.viz import BlockMap, Page
+from minivllm.viz.assets import sources, version
+from minivllm.viz.page import show
+from minivllm.viz.palette import DARK, LIGHT, NUM_OWNER_COLOURS, contrast, least_difference
+from minivllm.viz.payload import Payload, read_varints, varints
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return make_trace(num_blocks=97, steps=40)
+
+
+def aborted(steps: int) -> Trace:
+    from minivllm.core.config import CacheConfig, SchedulerConfig
+    from minivllm.core.output import ModelRunnerOutput
+    from minivllm.core.request import Request
+    from minivllm.core.scheduler import Scheduler
+
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40), CacheConfig(4, 14)
+    )
+    made = scheduler.record()
+    scheduler.add_request(Request("a", [1, 2, 3], max_tokens=4))
+    scheduler.finish_requests(["a"])
+    for _ in range(steps):
+        scheduler.update(scheduler.schedule(), ModelRunnerOutput({}))
+    return made
+
+
+# ---- messages
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: Trace(TraceHeader()), "Nothing happened"),
+        (lambda: aborted(0), "1 request was added and 1 ended again"),
+        (lambda: Trace(TraceHeader(version=99)), "a trace of version 99"),
+    ],
+)
+def test_a_message_stands_in_place_of_the_view(made, words, open_page, tmp_path):
+    for view in (BlockMap(made()), show(made())):
+        assert words in view.summary()
+        page = open_page(view.save(tmp_path / "view.html"))
+        assert words in page.locator(".mv-problem").inner_text()
+        with pytest.raises(ValueError, match=words):
+            view.to_png()
+
+
+def test_broken_files(open_page, tmp_path):
+    broken, other = tmp_path / "broken.jsonl", tmp_path / "other.jsonl"
+    broken.write_text("not json\n")
+    other.write_text('{"trace": {"version": 99}}\n')
+    assert "broken.jsonl, line 1" in BlockMap(broken).summary()
+    assert "version 99" in show(other).summary()
+    page = open_page(BlockMap(broken).save(tmp_path / "view.html"))
+    assert "broken.jsonl, line 1" in page.locator(".mv-problem").inner_text()
+    with pytest.raises(FileNotFoundError):
+        BlockMap(tmp_path / "none.jsonl")
+    with pytest.raises(TypeError, match="got int"):
+        BlockMap(3)
+
+
+def test_short_lives(open_page, tmp_path):
+    one = make_trace(num_blocks=97, steps=1, rate=3.0)
+    page = open_page(BlockMap(one).save(tmp_path / "one.html"))
+    assert "one step" in page.locator(".mv-note").inner_text()
+    assert page.get_by_label("play", exact=True).is_disabled()
+    page = open_page(BlockMap(aborted(2)).save(tmp_path / "aborted.html"))
+    assert "1 aborted before their turn" in page.locator(".mv-note").inner_text()
+
+
+# ---- forms
+
+
+def test_the_notebook_gets_widget_page_and_words(trace):
+    pytest.importorskip("anywidget")
+    view = BlockMap(trace)
+    bundle = view._repr_mimebundle_()
+    assert set(bundle) == {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"}
+    assert bundle["text/plain"] == view.summary() == repr(view)
+    assert "http" not in bundle["text/html"].replace("http://www.w3.org/2000/svg", "")
+    state = view.widget.get_state()
+    assert len(state["payload"]) == len(view.data().bytes()) < 20_000
+    assert len(bundle["text/html"]) < 70_000
+
+
+def test_what_does_not_fit_in_a_notebook_says_so(trace, monkeypatch):
+    monkeypatch.setattr("minivllm.viz.view.HTML_LIMIT", 10_000)
+    assert "Save it beside the notebook" in BlockMap(trace)._html_for_notebook()
+
+
+def test_refresh_shows_what_has_come_since():
+    trace = make_trace(num_blocks=97, steps=40)
+    events, trace.events = trace.events, []
+    view = BlockMap(trace)
+    assert "Nothing happened" in view.summary()
+    trace.events += events
+    view.refresh()
+    assert "in 40 steps" in view.summary() and view.data().header["trace"]["steps"] == 40
+
+
+def test_saving_names_what_is_wrong(trace, tmp_path):
+    with pytest.raises(ValueError, match=r"saved as \.html, got 'x\.png'"):
+        BlockMap(trace).save(tmp_path / "x.png")
+    with pytest.raises(ValueError, match="at least one view"):
+        Page([])
+    with pytest.raises(ValueError, match="no ES module nothing"):
+        sources("nothing")
+
+
+# ---- several views
+
+
+def test_views_of_one_trace_share_a_cursor(trace, open_page, tmp_path):
+    other = make_trace(num_blocks=97, steps=30, seed=5)
+    body = "".join(view.to_html() for view in (BlockMap(trace), BlockMap(trace), BlockMap(other)))
+    (tmp_path / "three.html").write_text(f"<!doctype html><link rel=icon href='data:,'><body>{body}")
+    page = open_page(tmp_path / "three.html", views=3)
+    page.get_by_label("step", exact=True).first.fill("7")
+    assert [out.inner_text() for out in page.locator(".mv-readout").all()] == [
+        "step 7 of 39",
+        "step 7 of 39",
+        "step 0 of 29",
+    ]
+
+
+def test_a_page_has_one_player(trace, open_page, tmp_path):
+    view = Page([BlockMap(trace), BlockMap(trace)], "Two")
+    page = open_page(view.save(tmp_path / "two.html"), views=2)
+    assert page.locator(".mv-player").count() == 1
+    page.get_by_label("last step").click()
+    images = page.eval_on_selector_all("canvas[data-pool=gpu]", "all => all.map(c => c.toDataURL())")
+    assert images[0] == images[1]
+    page.get_by_label("first step").click()
+    assert page.locator("canvas[data-pool=gpu]").first.evaluate("c => c.toDataURL()") != images[0]
+    assert view.to_png().startswith(b"\x89PNG")
+
+
+def test_playing_reaches_the_end(trace, open_page, tmp_path):
+    page = open_page(BlockMap(trace).save(tmp_path / "view.html"))
+    page.get_by_label("speed, in steps a second").select_option("100")
+    page.get_by_label("play", exact=True).click()
+    page.wait_for_function("document.querySelector('.mv-readout').textContent === 'step 39 of 39'")
+    assert page.get_by_label("play", exact=True).is_visible()
+
+
+def test_it_follows_the_page_into_the_dark(trace, open_page, tmp_path):
+    page = open_page(BlockMap(trace).save(tmp_path / "view.html"))
+    assert page.locator(".mv-card").get_attribute("data-theme") == "light"
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_selector(".mv-card[data-theme=dark]")
+    background = page.locator(".mv-card").evaluate("e => getComputedStyle(e).backgroundColor")
+    assert background == "rgb({}, {}, {})".format(*bytes.fromhex(DARK["panel"][1:]))
+
+
+# ---- the command
+
+
+def test_the_command_writes_a_page(trace, tmp_path, capsys, open_page, monkeypatch):
+    trace.save(tmp_path / "run.jsonl")
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    assert main(["trace", "view", str(tmp_path / "run.jsonl"), "--output", str(tmp_path / "page.html")]) == 0
+    assert opened == [(tmp_path / "page.html").as_uri()]
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    assert page.title() == "run.jsonl" and page.locator("h1").inner_text() == "run.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("x", "run.jsonl, line 1"),
+        ('{"trace": {"version": 99}}', "version 99"),
+        ("", "is empty"),
+    ],
+)
+def test_the_command_says_what_is_wrong(text, words, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / "run.jsonl").write_text(text)
+    assert main(["trace", "view", str(tmp_path / "run.jsonl"), "--no-open"]) == 2
+    assert words in capsys.readouterr().err
+
+
+# ---- what travels
+
+
+def test_varints_bring_every_number_back():
+    draw = np.random.default_rng(0)
+    numbers = np.concatenate(
+        [
+            [0, -1, 1, 63, 64, -64, -65, 2**31 - 1, -(2**31)],
+            draw.integers(-(2**31), 2**31, 500),
+            draw.integers(-99, 99, 500),
+        ]
+    )
+    assert (read_varints(varints(numbers)) == numbers).all()
+    assert varints([0, -1, 1]) == bytes([0, 1, 2]) and varints([]) == b"" and read_varints(b"").size == 0
+    with pytest.raises(ValueError, match="32 bits"):
+        varints([2**31])
+
+
+def test_the_page_reads_what_python_packs(browser):
+    payload = Payload({})
+    numbers = [0, -1, 2**31 - 1, -(2**31), 300, -300]
+    payload.add_numbers(numbers)
+    payload.add_json({"text": "é</script>"})
+    page = browser.new_page()
+    page.add_script_tag(
+        content=sources()["data"].replace("export ", "") + "\nglobalThis.made = { Data, fromBase64 };", type="module"
+    )
+    seen = page.evaluate(
+        """async ([header, bytes]) => {
+          const data = new made.Data(header, Uint8Array.from(bytes));
+          return [Array.from(await data.part(0)), await data.json(1)];
+        }""",
+        [payload.full_header(), list(payload.bytes())],
+    )
+    page.close()
+    assert seen == [numbers, {"text": "é</script>"}]
+    assert "</script>" not in Payload({"x": "</script><!--"}).json()
+
+
+# ---- colours
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_colours_can_be_told_apart_by_everybody(theme):
+    assert least_difference([theme[f"owner-{i}"] for i in range(NUM_OWNER_COLOURS)]) > 0.12
+    for name in ("ink", "muted", "accent", "warning"):
+        assert min(contrast(theme[name], theme[paper]) for paper in ("panel", "raised", "page")) >= 4.5, name
+    for name in (*(f"owner-{i}" for i in range(NUM_OWNER_COLOURS)), "free", "cached", "null"):
+        assert contrast(theme[name], theme["panel"]) >= 3, name
+    assert LIGHT.keys() == DARK.keys()
+
+
+def test_both_languages_count_the_owners_alike():
+    assert f"OWNER_COLOURS = {NUM_OWNER_COLOURS};" in sources()["theme"]
+    assert len(version()) == 8
+
+
+def test_views_load_light():
+    """A view is made and saved without torch, and without the libraries of figures and widgets."""
+    code = "import sys, minivllm.viz.page, minivllm.viz.block_map; print(*{'torch', 'pandas', 'matplotlib', 'anywidget', 'ipywidgets'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
