@@ -19,6 +19,7 @@ PARTS = {
     "5_engine": "The engine",
     "6_serving": "Serving",
     "7_scale": "Scale",
+    "8_viz": "Pictures",
 }
 
 

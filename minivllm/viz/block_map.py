@@ -5,7 +5,7 @@ Who owns which piece of the cache, and how did it come to that?
 
 # Generated from nbs/8_viz/05_block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=efc2a9a67a0c module=ff0314f58315
+# literate: notebook=be772f41f4c0 module=855b62f4f4fd
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class BlockStream:
     """
 
     LEAST = 2048  # numbers of a chunk
-    SHARE = 3  # events, as a multiple of the keyframe before them
+    SHARE = 2  # events, as a multiple of the keyframe before them
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.fold = trace, Fold(trace.start)

@@ -49,6 +49,7 @@ class BlockMap {
   }
 
   destroy() {
+    clearTimeout(this.filling);
     for (const end of this.ends) end();
   }
 
@@ -59,7 +60,7 @@ class BlockMap {
     if (this.header.groups.length > 1) kinds.push([Look.ELSEWHERE, "free"]);
     this.swatches = kinds.map(([look, name]) => swatch(14, 14, (c) => this.paintSwatch(c, look, name)));
     this.legend = makeLegend(this.swatches.map((canvas, i) => ({ label: LABELS[i], swatch: canvas })));
-    this.select = h("select", { class: "mv-select", "aria-label": "request whose block table is shown", onchange: () => this.choose(this.select.value || null) });
+    this.select = h("select", { class: "mv-select", "aria-label": "request whose block table is shown", onchange: () => this.choose(this.select.value || null), onpointerdown: () => this.fillSelect(), onfocus: () => this.fillSelect() });
     this.about = h("span", { class: "mv-muted" });
     this.strip = h("div", { class: "mv-bm-strip", hidden: true });
     this.panes = this.makePanes();
@@ -164,7 +165,8 @@ class BlockMap {
     fold.changed.length = 0;
     fold.all = false;
     this.count();
-    this.drawStrip();
+    this.drawStrip(this.cursor.request !== this.selected);
+    this.selected = this.cursor.request;
     this.overlay();
     if (this.cursor.block) this.refreshDetails();
   }
@@ -188,14 +190,8 @@ class BlockMap {
       grid.show();
       return;
     }
-    let first = header.num_blocks;
-    let last = -1;
-    for (const id of fold.changed) {
-      paint(id);
-      if (id < first) first = id;
-      if (id > last) last = id;
-    }
-    if (last >= 0) grid.show(Math.floor(first / grid.columns), Math.floor(last / grid.columns));
+    for (const id of fold.changed) paint(id);
+    grid.showBlocks(fold.changed);
   }
 
   drawCpu({ grid, count }) {
@@ -247,8 +243,9 @@ class BlockMap {
     return this.fold.requests.get(this.number)?.tables ?? this.header.groups.map(() => []);
   }
 
-  drawStrip() {
-    this.fillSelect();
+  drawStrip(changedRequest) {
+    if (changedRequest) this.fillSelect();
+    else this.fillSoon();
     this.strip.hidden = this.number === null || !this.tables().some((table) => table.length);
     if (this.number === null) {
       this.about.textContent = "choose a request, or click one of its blocks, to see where its tokens lie";
@@ -287,12 +284,18 @@ class BlockMap {
     }
   }
 
-  // The requests that can be chosen now. Left alone while it is open.
+  // A list of options costs more than a step: it is renewed when the steps have stopped, or somebody opens it.
+  fillSoon() {
+    clearTimeout(this.filling);
+    this.filling = setTimeout(() => this.fillSelect(), 120);
+  }
+
+  // The requests that can be chosen now.
   fillSelect() {
     const here = [...this.fold.requests].filter(([, its]) => its.cpu.length || its.tables.some((table) => table.length)).map(([r]) => r);
     const chosen = this.cursor.request;
     const key = `${here.join()} ${chosen}`;
-    if (key === this.selectKey || document.activeElement === this.select && this.cursor.playing) return;
+    if (key === this.selectKey) return;
     this.selectKey = key;
     const ids = here.map((r) => this.lexicon.requests[r]);
     if (chosen !== null && !ids.includes(chosen)) ids.unshift(chosen);

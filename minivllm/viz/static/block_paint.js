@@ -83,6 +83,24 @@ export class Grid {
     this.context.putImageData(this.image, 0, 0, 0, firstRow * pitch, this.canvas.width, (lastRow - firstRow + 1) * pitch);
   }
 
+  // Put some blocks on the screen: one by one where they are few, else the rows that they lie in.
+  showBlocks(blocks) {
+    const { pitch, columns } = this;
+    if (blocks.length <= 200) {
+      for (const block of blocks) {
+        this.context.putImageData(this.image, 0, 0, (block % columns) * pitch, Math.floor(block / columns) * pitch, pitch, pitch);
+      }
+      return;
+    }
+    let first = this.count;
+    let last = 0;
+    for (const block of blocks) {
+      if (block < first) first = block;
+      if (block > last) last = block;
+    }
+    this.show(Math.floor(first / columns), Math.floor(last / columns));
+  }
+
   // The block at a point of the canvas in CSS pixels, or -1.
   at(x, y) {
     const column = Math.floor(x / this.cell);
