@@ -1,0 +1,198 @@
+"""Two runs on one cursor.
+
+Where do two runs of the same requests part, and why?
+"""
+
+# Generated from nbs/8_viz/14b_compare.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=7bc8f991aa35 module=7673c196caa2
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.lab.comparison import Difference, first_difference
+from minivllm.lab.simulation import Run
+from minivllm.viz.payload import Payload
+from minivllm.viz.timeline import describe_lanes, draw_lanes, pack_lanes
+from minivllm.viz.timeline_data import TimelineData, timeline_data
+from minivllm.viz.view import TraceSource, View, open_trace, trace_key
+
+__all__ = ["Compare", "aligned", "plot_compare"]
+
+
+# %% nbs/8_viz/14b_compare.ipynb #code-57f577
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# %% nbs/8_viz/14b_compare.ipynb #_numbered
+def _numbered(ids: list[str]) -> list[tuple[str, int]]:
+    """Ids with how often they came before: an id may be used again after its request has ended."""
+    seen: Counter[str] = Counter()
+    keys = []
+    for name in ids:
+        keys.append((name, seen[name]))
+        seen[name] += 1
+    return keys
+
+
+def aligned(a: TimelineData, b: TimelineData, names: dict[str, str] | None = None) -> tuple[TimelineData, TimelineData]:
+    """Two runs with the same request in the same row: those of a in a's order, then those that only b has.
+
+    Args:
+        names: what the requests of b are called in a, where that differs.
+    """
+    mine, theirs = _numbered(a.request_ids), _numbered([(names or {}).get(name, name) for name in b.request_ids])
+    rows = {key: row for row, key in enumerate(dict.fromkeys([*mine, *theirs]))}
+    ids = [name for name, _ in rows]
+    return _on_rows(a, ids, [rows[key] for key in mine]), _on_rows(b, ids, [rows[key] for key in theirs])
+
+
+def _on_rows(d: TimelineData, ids: list[str], row_of: list[int]) -> TimelineData:
+    rows, n = np.array(row_of, np.int32), len(ids)
+
+    def spread(values: np.ndarray, fill: int) -> Any:
+        out = np.full(n, fill, values.dtype)
+        out[rows] = values
+        return out
+
+    def renamed(table: np.ndarray, *columns: int) -> Any:
+        table = table.copy()
+        for column in columns:
+            table[:, column] = rows[table[:, column]] if len(table) else 0
+        return table
+
+    request = rows[d.request] if len(rows) else d.request
+    order = np.lexsort((d.start, request))
+    spans = {name: getattr(d, name)[order] for name in ("start", "end", "kind", "tokens", "wanted", "reason")}
+    return replace(
+        d, request_ids=ids, prompt=spread(d.prompt, 0), output=spread(d.output, 0), finish=spread(d.finish, d.num_steps),
+        finish_kind=spread(d.finish_kind, 0), request=request[order], preemptions=renamed(d.preemptions, 1, 2),
+        admissions=renamed(d.admissions, 1), waits=renamed(d.waits, 1), **spans,
+    )  # fmt: skip
+
+
+# %% nbs/8_viz/14b_compare.ipynb #Compare
+class Compare(View):
+    """Two runs of the same requests side by side on one cursor, with the first step in which they decided differently, and both reasons.
+
+    Args:
+        trace_a, trace_b: traces, paths of saved ones, or recorded runs of `lab.simulate`.
+        names: what to call the two.
+        match: "id" for equal request ids, "order" for the order in which they were added.
+
+    Raises:
+        ValueError: no such way to match, a run that was not recorded, or different numbers of requests under match="order".
+    """
+
+    module = "compare"
+    title = "Two runs"
+    wide = True
+    figure_size = (9.0, 6.0)
+
+    def __init__(
+        self,
+        trace_a: TraceSource | Run,
+        trace_b: TraceSource | Run,
+        *,
+        names: tuple[str, str] | None = None,
+        match: str = "id",
+    ) -> None:
+        if match not in ("id", "order"):
+            raise ValueError(f'match must be "id" or "order", got {match!r}')
+        self.sources, self.match = (_trace(trace_a), _trace(trace_b)), match
+        (self.a, problem_a), (self.b, problem_b) = (open_trace(source) for source in self.sources)
+        different = self.a.header.policy != self.b.header.policy
+        self.names = (
+            tuple(names)
+            if names
+            else (f"a: {self.a.header.policy}", f"b: {self.b.header.policy}")
+            if different
+            else ("a", "b")
+        )
+        if len(self.names) != 2:
+            raise ValueError(f"names must be two, got {len(self.names)}")
+        told = [
+            f"{name}: {problem}" for name, problem in zip(self.names, (problem_a, problem_b), strict=True) if problem
+        ]
+        self.problem = " ".join(told) or None
+
+    @cached_property
+    def runs(self) -> tuple[TimelineData, TimelineData]:
+        """Both runs, each request in the same row."""
+        return aligned(timeline_data(self.a), timeline_data(self.b), self._renamed)
+
+    @cached_property
+    def _renamed(self) -> dict[str, str]:
+        if self.match == "id":
+            return {}
+        a, b = (timeline_data(trace).request_ids for trace in (self.a, self.b))
+        if len(a) != len(b):
+            raise ValueError(f'match="order" needs equally many requests, got {len(a)} and {len(b)}')
+        return dict(zip(b, a, strict=True))
+
+    @cached_property
+    def difference(self) -> Difference | None:
+        """The first step in which the runs decided differently; None if they never did."""
+        return first_difference(self.a, self.b, self._renamed)
+
+    def refresh(self) -> None:
+        for name in ("runs", "_renamed", "difference"):
+            self.__dict__.pop(name, None)
+        (self.a, _), (self.b, _) = (open_trace(source) for source in self.sources)
+        super().refresh()
+
+    def build(self) -> Payload:
+        payload, (a, b), first = Payload({}), self.runs, self.difference
+        key = hashlib.sha256(f"{trace_key(self.a)} {trace_key(self.b)}".encode()).hexdigest()[:16]
+        payload.header = {
+            "trace": {"key": key, "steps": max(a.num_steps, b.num_steps)}, "names": list(self.names),
+            "lanes": [pack_lanes(payload, a), pack_lanes(payload, b)],
+            "difference": first and {
+                "step": first.step, "over": [first.a is None, first.b is None], "reasons": [[name, *both] for name, both in first.reasons.items()],
+                "orders": [list(d.scheduled) if d else [] for d in (first.a, first.b)] if not first.reasons else None,
+            },
+        }  # fmt: skip
+        return payload
+
+    def describe(self) -> str:
+        told = [f"{name}. {describe_lanes(run)}" for name, run in zip(self.names, self.runs, strict=True)]
+        return "\n".join([*told, str(self.difference or "All decisions are the same.")])
+
+    def draw(self, axes: Axes) -> None:
+        axes.set_axis_off()
+        steps = max(run.num_steps for run in self.runs)
+        for run, name, bottom in zip(self.runs, self.names, (0.56, 0.0), strict=True):
+            ax = axes.inset_axes((0, bottom, 1, 0.42))
+            draw_lanes(ax, run)
+            ax.set_xlim(0, steps)
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.text(1.0, 1.02, name, transform=ax.transAxes, ha="right", va="bottom", weight="bold")
+            if self.difference is not None:
+                ax.axvline(self.difference.step, color="#a8480a", linewidth=1.2)
+                if bottom:
+                    ax.annotate(f"first difference: step {self.difference.step}", (self.difference.step, 0), xytext=(4, -2), textcoords="offset points", va="top", fontsize="small", color="#a8480a",
+                                xycoords=("data", "data"))  # fmt: skip
+        ax.set_xlabel("step")
+
+
+def _trace(source: Any) -> TraceSource:
+    if isinstance(source, Run):
+        if source.trace is None:
+            raise ValueError(f"{source!r} was not recorded; simulate with record=True")
+        return source.trace
+    return source
+
+
+def plot_compare(
+    trace_a: TraceSource | Run, trace_b: TraceSource | Run, ax: Axes | None = None, **options: Any
+) -> Axes:
+    """Draw two runs with matplotlib; `options` are those of `Compare`. Returns the axes."""
+    return Compare(trace_a, trace_b, **options).plot(ax)

@@ -1,0 +1,321 @@
+"""The cached prefixes as a tree.
+
+Which prompt brought this block into the cache, who found it there, and who pushed it out?
+"""
+
+# Generated from nbs/8_viz/12_prefix_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=6a4fb00d75b0 module=91db32b20879
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minivllm.core.prefix import hash_block
+from minivllm.core.trace import Event, Trace
+
+__all__ = [
+    "CACHED",
+    "DEFAULT_ROOT",
+    "EVICTED",
+    "FORGOTTEN",
+    "HIT",
+    "Ints",
+    "PrefixTreeData",
+    "TreeState",
+    "prefix_tree_data",
+]
+
+
+# %% nbs/8_viz/12_prefix_data.ipynb #code-35e016
+CACHED, HIT, EVICTED, FORGOTTEN = range(4)
+
+
+# %% nbs/8_viz/12_prefix_data.ipynb #TreeState
+DEFAULT_ROOT = b"minivllm"  # `core.prefix.root_hash` of a request without salt, adapter or other extra keys
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeState:
+    """The tree after one step. All arrays have one entry per node.
+
+    Attributes:
+        cached: whether a block holds the node's content.
+        hits: how often a request has found it so far.
+        refs: requests that hold its block now.
+        ever: whether it has been cached at all so far.
+    """
+
+    cached: npt.NDArray[np.bool_]
+    hits: Ints
+    refs: Ints
+    ever: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTreeData:
+    """Every block of tokens that was ever cached, once per content and KV cache group, and what happened to it.
+
+    Attributes:
+        request_ids: in order of arrival; the numbers below index this list.
+        parent: node of the block before it, -1 for the first block of a text or an unknown one. Parents come before children. [num_nodes]
+        depth: which block of its text it is, from 0. [num_nodes]
+        group: KV cache group. [num_nodes]
+        names: the content's hash.
+        tokens: its token ids; -1 where the recording began too late to know. [num_nodes, block_size]
+        events: rows of step, node, kind (`CACHED`, `HIT`, `EVICTED`, `FORGOTTEN` by a reset), physical block, and request: who computed it,
+            found it, or needed its room; -1 if unknown. In order. [num_events, 5]
+        refs: rows of step, node, change of the number of requests that hold it. In order. [n, 3]
+        queries: rows of step, prompt tokens looked up, tokens found; one per admission. [n, 3]
+    """
+
+    request_ids: list[str]
+    block_size: int
+    num_groups: int
+    num_steps: int
+    parent: Ints
+    depth: Ints
+    group: Ints
+    names: list[bytes]
+    tokens: Ints
+    events: Ints
+    refs: Ints
+    queries: Ints
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parent)
+
+    def at(self, step: int) -> TreeState:
+        """The tree after a recorded step."""
+        n = self.num_nodes
+        events = self.events[: np.searchsorted(self.events[:, 0], step, side="right")]
+        refs = self.refs[: np.searchsorted(self.refs[:, 0], step, side="right")]
+        node, kind = events[:, 1], events[:, 2]
+        held = np.bincount(node[kind == CACHED], minlength=n) - np.bincount(node[kind >= EVICTED], minlength=n)
+        hits = np.bincount(node[kind == HIT], minlength=n).astype(np.int32)
+        users = np.zeros(n, np.int32)
+        np.add.at(users, refs[:, 1], refs[:, 2])
+        return TreeState(held > 0, hits, users, np.bincount(node[kind == CACHED], minlength=n) > 0)
+
+
+# %% nbs/8_viz/12_prefix_data.ipynb #_Text
+@dataclass(slots=True)
+class _Text:
+    """One request: its tokens, if the trace has them, and the names of its blocks per group, as far as they are known."""
+
+    number: int
+    tokens: list[int] | None
+    length: int
+    names: list[dict[int, bytes]]
+
+
+class _Grower:
+    """Grows the tree while the events go by."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.block_size, self.num_groups = trace.header.block_size, trace.header.num_groups
+        self.step = -1
+        self.ids: list[str] = []
+        self.texts: dict[str, _Text] = {}
+        self.number: dict[tuple[int, bytes], int] = {}
+        self.name: list[bytes] = []
+        self.nodes: list[tuple[int, int, int]] = []
+        self.tokens: list[Sequence[int]] = []
+        self.first: dict[tuple[int, tuple[int, ...]], list[bytes]] = {}
+        self.events: list[list[int]] = []
+        self.refs: list[tuple[int, int, int]] = []
+        self.queries: list[tuple[int, int, int]] = []
+        self.of_block: dict[int, int] = {}
+        self.users: dict[int, int] = {}
+        self._pushed_out: list[list[int]] = []
+        self._handlers: dict[str, Any] = {n[4:]: getattr(self, n) for n in dir(type(self)) if n.startswith("_on_")}
+        self._begin(trace)
+
+    def _begin(self, trace: Trace) -> None:
+        """What is cached when the recording begins. Whose text it is can only be told where a request holds the blocks."""
+        start = trace.start
+        self.users = {block: count for block, count in enumerate(start.ref_cnt) if count}
+        for request, state in start.requests.items():
+            text = self._open(request, None, state.num_tokens)
+            for group, table in enumerate(state.tables):
+                for position, block in enumerate(table):
+                    name = start.hashes[block] if block else None
+                    if name is not None and block not in self.of_block:
+                        self._cache(block, self._node(text, group, position, name), text.number)
+                    if name is not None:
+                        text.names[group][position] = name
+        for block, name in enumerate(start.hashes):
+            if name is not None and block not in self.of_block:
+                self._cache(block, self._add(0, name, -1, 0, ()), -1)
+
+    def feed(self, events: Iterable[Event]) -> None:
+        get = self._handlers.get
+        for event in events:
+            handler = get(event[0])
+            if handler is not None:
+                handler(*event[1:])
+
+    def _open(self, name: str, tokens: list[int] | None, length: int) -> _Text:
+        text = _Text(len(self.ids), tokens, length, [{} for _ in range(self.num_groups)])
+        self.ids.append(name)
+        self.texts[name] = text
+        return text
+
+    def _tokens(self, text: _Text, position: int) -> tuple[int, ...]:
+        size = self.block_size
+        return tuple(text.tokens[position * size : (position + 1) * size]) if text.tokens else ()
+
+    def _add(self, group: int, name: bytes, parent: int, depth: int, tokens: tuple[int, ...]) -> int:
+        number = self.number[group, name] = len(self.nodes)
+        self.nodes.append((parent, depth, group))
+        self.name.append(name)
+        self.tokens.append(tokens)
+        if depth == 0:
+            self.first.setdefault((group, tokens), []).append(name)
+        return number
+
+    def _node(self, text: _Text, group: int, position: int, name: bytes) -> int:
+        known = self.number.get((group, name))
+        if known is not None:
+            return known
+        before = self._parent_name(text, group, position, name) if position else None
+        parent = -1 if before is None else self.number.get((group, before), -1)
+        return self._add(group, name, parent, position, self._tokens(text, position))
+
+    def _parent_name(self, text: _Text, group: int, position: int, name: bytes) -> bytes | None:
+        """The name of the block before. A block whose content was cached already has no event of its own; its name follows from its tokens."""
+        names = text.names[group]
+        if position - 1 in names:
+            return names[position - 1]
+        if text.tokens is None:
+            return None
+        known = max((p for p in names if p < position), default=-1)
+        starts = [names[known]] if known >= 0 else [DEFAULT_ROOT]
+        if known < 0 and position:
+            starts += self.first.get((group, self._tokens(text, 0)), [])
+        for i, begin in enumerate(starts):
+            at = known if known >= 0 or i == 0 else 0
+            chain = self._chain(text, at, begin, position)
+            if chain[position] == name:
+                names.update({p: h for p, h in chain.items() if p >= 0 and p < position})
+                return chain[position - 1]
+        return None
+
+    def _chain(self, text: _Text, at: int, name: bytes, end: int) -> dict[int, bytes]:
+        """Names of the blocks `at` (given; -1 for what stands before the first) to `end`."""
+        chain = {at: name}
+        for position in range(at + 1, end + 1):
+            chain[position] = hash_block(chain[position - 1], list(self._tokens(text, position)))
+        return chain
+
+    def _cache(self, block: int, node: int, request: int) -> None:
+        self.of_block[block] = node
+        self.events.append([self.step, node, CACHED, block, request])
+        if users := self.users.get(block, 0):
+            self.refs.append((self.step, node, users))
+
+    def _use(self, block: int, change: int) -> None:
+        self.users[block] = self.users.get(block, 0) + change
+        if (node := self.of_block.get(block)) is not None:
+            self.refs.append((self.step, node, change))
+
+    def _lose(self, block: int, kind: int) -> list[int]:
+        node = self.of_block.pop(block)
+        event = [self.step, node, kind, block, -1]
+        self.events.append(event)
+        if users := self.users.get(block, 0):
+            self.refs.append((self.step, node, -users))
+        return event
+
+    def _on_step(self, step: int, time: float) -> None:
+        self.step += 1
+
+    def _on_add(
+        self,
+        name: str,
+        prompt: int,
+        most: int,
+        arrival: float,
+        priority: int,
+        user: Any,
+        ids: Any,
+        out: Any,
+        number: int,
+    ) -> None:
+        self._open(name, [*ids, *out], prompt + len(out))
+
+    def _on_update(self, time: float, gained: dict[str, list[int]]) -> None:
+        for name, new in gained.items():
+            text = self.texts[name]
+            text.length += len(new)
+            if text.tokens is not None:
+                text.tokens.extend(new)
+
+    def _on_admit(self, name: str, computed: int, cached: int) -> None:
+        self.queries.append((self.step, self.texts[name].length, computed))
+
+    def _on_alloc(self, name: str, group: int, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            if block:
+                self._use(block, 1)
+        for event in self._pushed_out:
+            event[4] = self.texts[name].number
+        self._pushed_out.clear()
+
+    def _on_hit(self, name: str, group: int, blocks: tuple[int, ...]) -> None:
+        text = self.texts[name]
+        for position, block in enumerate(blocks):
+            if block:
+                node = self.of_block[block]
+                text.names[group][position] = self.name[node]
+                self.events.append([self.step, node, HIT, block, text.number])
+                self._use(block, 1)
+
+    def _on_cache(self, name: str, group: int, positions: Any, blocks: Any, names: Any) -> None:
+        text = self.texts[name]
+        for position, block, hash_ in zip(positions, blocks, names, strict=True):
+            node = self._node(text, group, position, hash_)
+            text.names[group][position] = hash_
+            self._cache(block, node, text.number)
+
+    def _on_free(self, name: str, group: int, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            self._use(block, -1)
+
+    def _on_skip(self, name: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            self._use(block, -1)
+
+    def _on_evict(self, block: int, name: bytes) -> None:
+        self._pushed_out.append(self._lose(block, EVICTED))
+
+    def _on_reset(self) -> None:
+        for block in list(self.of_block):
+            self._lose(block, FORGOTTEN)
+
+
+# %% nbs/8_viz/12_prefix_data.ipynb #_rows
+def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
+    return np.array(rows, np.int32).reshape(len(rows), width)
+
+
+def prefix_tree_data(trace: Trace) -> PrefixTreeData:
+    """Read a trace once."""
+    grower = _Grower(trace)
+    grower.feed(trace.events)
+    nodes = _rows(grower.nodes, 3)
+    tokens = np.full((len(nodes), grower.block_size), -1, np.int32)
+    for row, ids in zip(tokens, grower.tokens, strict=True):
+        row[: len(ids)] = ids
+    return PrefixTreeData(
+        grower.ids, grower.block_size, grower.num_groups, trace.num_steps, nodes[:, 0], nodes[:, 1], nodes[:, 2],
+        grower.name, tokens, _rows(grower.events, 5), _rows(grower.refs, 3), _rows(grower.queries, 3),
+    )  # fmt: skip

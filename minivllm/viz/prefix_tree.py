@@ -1,0 +1,310 @@
+"""The prefix tree.
+
+Where do texts part, which of their beginnings are found again, and which are lost?
+"""
+
+# Generated from nbs/8_viz/13_prefix_tree.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=32b89910ca6c module=d2f8818e121b
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from minivllm.viz.palette import LIGHT
+from minivllm.viz.payload import Payload
+from minivllm.viz.prefix_data import EVICTED, HIT, Ints, PrefixTreeData, prefix_tree_data
+from minivllm.viz.view import TraceSource, TraceView
+
+__all__ = ["FOLD_FROM", "MOST_ROWS", "Branches", "PrefixTree", "branches", "draw_tree", "plot_prefix_tree"]
+
+
+# %% nbs/8_viz/13_prefix_tree.ipynb #code-e5c56c
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# %% nbs/8_viz/13_prefix_tree.ipynb #Branches
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The tree cut where texts part: one branch is a chain of blocks, each the only child of the one before.
+
+    Attributes:
+        nodes: all nodes, branch by branch, from the top of the picture down. [num_nodes]
+        first: where each branch begins in `nodes`. [num_branches + 1]
+        parent: the branch that it grows out of, -1 for none. [num_branches]
+        hits: hits of its first block in the whole run. [num_branches]
+    """
+
+    nodes: Ints
+    first: Ints
+    parent: Ints
+    hits: Ints
+
+
+def branches(tree: PrefixTreeData) -> Branches:
+    """Cut the tree into branches, the most found ones first."""
+    hits = np.bincount(tree.events[tree.events[:, 2] == HIT, 1], minlength=tree.num_nodes)
+    weight = hits.copy()
+    children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
+    roots = []
+    for node in range(tree.num_nodes - 1, -1, -1):  # children come after their parents
+        parent = int(tree.parent[node])
+        if parent >= 0:
+            weight[parent] += weight[node]
+            children[parent].append(node)
+        else:
+            roots.append(node)
+
+    def order(some: list[int]) -> list[int]:  # last first: they are taken from the end of a stack
+        return sorted(some, key=lambda node: (-int(tree.group[node]), int(weight[node]), -node))
+
+    nodes, first, parents = [], [0], list[int]()
+    stack = [(node, -1) for node in order(roots)]
+    while stack:
+        node, parent = stack.pop()
+        while True:
+            nodes.append(node)
+            if len(children[node]) != 1:
+                break
+            node = children[node][0]
+        stack += [(child, len(parents)) for child in order(children[node])]
+        parents.append(parent)
+        first.append(len(nodes))
+    order_ = np.array(nodes, np.int32)
+    starts = np.array(first, np.int32)
+    return Branches(
+        order_,
+        starts,
+        np.array(parents, np.int32),
+        hits[order_[starts[:-1]]].astype(np.int32) if parents else np.zeros(0, np.int32),
+    )
+
+
+# %% nbs/8_viz/13_prefix_tree.ipynb #PrefixTree
+class PrefixTree(TraceView):
+    """The tree of cached prefixes after each step: what is in use, kept, lost, and how often it was found.
+
+    Args:
+        trace: a trace, or the path of a saved one.
+        tokenizer: anything with `decode(token_ids)`, to show the text of blocks; None takes the trace's own, or shows token ids.
+    """
+
+    module = "prefix_tree"
+    title = "Prefix tree"
+    figure_size = (8.0, 4.5)
+    options: ClassVar[frozenset[str]] = frozenset({"tokenizer"})
+
+    def __init__(self, trace: TraceSource, tokenizer: Any = None) -> None:
+        super().__init__(trace)
+        self.tokenizer = tokenizer if tokenizer is not None else getattr(self.trace, "tokenizer", None)
+
+    @cached_property
+    def tree(self) -> PrefixTreeData:
+        """What is drawn."""
+        return prefix_tree_data(self.trace)
+
+    @cached_property
+    def branches(self) -> Branches:
+        """How it is laid out."""
+        return branches(self.tree)
+
+    def refresh(self) -> None:
+        for name in ("tree", "branches"):
+            self.__dict__.pop(name, None)
+        super().refresh()
+
+    def build(self) -> Payload:
+        tree, laid = self.tree, self.branches
+        payload = Payload({})
+        place = np.empty(tree.num_nodes, np.int32)
+        place[laid.nodes] = np.arange(tree.num_nodes, dtype=np.int32)
+        events, refs = tree.events.T.copy(), tree.refs.T.copy()
+        for rows in (events, refs):
+            rows[1] = place[rows[1]]
+            rows[0] = np.diff(rows[0], prepend=0)
+        payload.header = self.header(
+            blockSize=tree.block_size, groups=tree.num_groups, nodes=tree.num_nodes, branches=len(laid.parent), caching=self._caching,
+            ids=payload.add_json(tree.request_ids),
+            layout=payload.add_numbers(np.concatenate([np.diff(laid.first), laid.parent, laid.hits, tree.group[laid.nodes[laid.first[:-1]]], tree.depth[laid.nodes]])),
+            events=payload.add_numbers(events), refs=payload.add_numbers(refs),
+            names=payload.add_json([tree.names[node].hex()[:12] for node in laid.nodes]),
+            tokens=None if self.tokenizer else payload.add_numbers(tree.tokens[laid.nodes]),
+            texts=payload.add_json([self._text(node) for node in laid.nodes]) if self.tokenizer else None,
+        )  # fmt: skip
+        return payload
+
+    @property
+    def _caching(self) -> bool:
+        return bool(self.trace.header.settings.get("enable_prefix_caching", True))
+
+    def _text(self, node: int) -> str:
+        ids = [int(token) for token in self.tree.tokens[node] if token >= 0]
+        if self.tokenizer is None:
+            return " ".join(map(str, ids))
+        return str(self.tokenizer.decode(ids)) if ids else ""
+
+    def describe(self) -> str:
+        tree = self.tree
+        if not tree.num_nodes:
+            return (
+                "Prefix caching was off, so nothing was kept."
+                if not self._caching
+                else "No block was full long enough to be cached."
+            )
+        now, kinds = tree.at(tree.num_steps - 1), tree.events[:, 2]
+        text = f"{_count(tree.num_nodes, 'different block')} cached in {_count(len(self.branches.parent), 'branch', 'branches')}; at the end {int(now.cached.sum())} are, "
+        text += f"{int((now.refs > 0).sum())} of them in use. Found again: {_count(int((kinds == HIT).sum()), 'time')}. Lost: {_count(int((kinds >= EVICTED).sum()), 'time')}."
+        asked = tree.queries[:, 1].sum()
+        if asked:
+            text += f" {100 * tree.queries[:, 2].sum() / asked:.0f} % of the tokens of admitted requests were there already."
+        if now.hits.max() > 0:
+            best = int(np.argmax(now.hits))
+            text += f" Most found: {_clip(self._text(best))!r}, {_count(int(now.hits[best]), 'time')}."
+        return text
+
+    def plot(self, ax: Axes | None = None, step: int = -1) -> Axes:
+        """Draw the tree after a recorded step with matplotlib; returns the axes.
+
+        Raises:
+            ValueError: there is nothing to draw. IndexError: there is no such step.
+        """
+        if self.problem is None and not -self.tree.num_steps <= step < self.tree.num_steps:
+            raise IndexError(f"step {step} of a trace with {self.tree.num_steps} steps")
+        self._step = step % max(1, self.tree.num_steps) if self.problem is None else 0
+        return super().plot(ax)
+
+    def draw(self, axes: Axes) -> None:
+        draw_tree(axes, self.tree, self.branches, self._step, self._text)
+
+
+# %% nbs/8_viz/13_prefix_tree.ipynb #_count
+def _count(n: int, noun: str, plural: str | None = None) -> str:
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
+
+
+def _clip(text: str, most: int = 36) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+MOST_ROWS, FOLD_FROM = 40, 4
+
+
+def _shown(laid: Branches, most: int = MOST_ROWS) -> tuple[list[tuple[int, int]], int]:
+    """Rows of the picture as (branch, how many it stands for), and branches left out. Siblings that end and were never found share a row."""
+    has_children = np.zeros(len(laid.parent), bool)
+    has_children[laid.parent[laid.parent >= 0]] = True
+    plain = [not has_children[b] and laid.hits[b] == 0 for b in range(len(laid.parent))]
+    siblings: dict[int, list[int]] = {}
+    for b, parent in enumerate(laid.parent):
+        if plain[b]:
+            siblings.setdefault(int(parent), []).append(b)
+    rows = []
+    for b, parent in enumerate(laid.parent):
+        same = siblings.get(int(parent), [])
+        if not plain[b] or len(same) < FOLD_FROM:
+            rows.append((b, 1))
+        elif b == same[0]:
+            rows.append((b, len(same)))
+    return rows[:most], sum(n for _, n in rows[most:])
+
+
+def draw_tree(ax: Axes, tree: PrefixTreeData, laid: Branches, step: int, text: Any) -> None:
+    """Branches as rows of blocks; filled: in use, grey: kept, outlined: lost. The number says how often a branch was found."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Patch, Rectangle
+
+    now, (rows, left_out) = tree.at(step), _shown(laid)
+    longest = 24
+    end_of: dict[int, int] = {}
+    at_row: dict[int, int] = {}
+    boxes: dict[str, list[Rectangle]] = {"use": [], "kept": [], "lost": [], "later": []}
+    for row, (branch, stands_for) in enumerate(rows):
+        nodes, parent = laid.nodes[laid.first[branch] : laid.first[branch + 1]], int(laid.parent[branch])
+        x = end_of[parent] + 1 if parent in end_of else 0
+        at_row[branch] = row
+        shown = nodes[:longest]
+        end_of[branch] = x + len(shown)
+        if parent in at_row:
+            ax.plot(
+                [end_of[parent] - 0.5, end_of[parent] - 0.5, x],
+                [at_row[parent] + 0.4, row, row],
+                color=LIGHT["muted"],
+                linewidth=0.7,
+                zorder=1,
+            )
+        for i, node in enumerate(shown):
+            kind = (
+                "later"
+                if not now.ever[node]
+                else "lost"
+                if not now.cached[node]
+                else "use"
+                if now.refs[node]
+                else "kept"
+            )
+            boxes[kind].append(Rectangle((x + i + 0.06, row - 0.36), 0.88, 0.72))
+        hits = int(now.hits[nodes[0]])
+        more = f" +{len(nodes) - longest} blocks" if len(nodes) > longest else ""
+        note = (
+            f"{stands_for} branches like this, never found"
+            if stands_for > 1
+            else f"{f'{hits}×  ' if hits else ''}{_clip(text(nodes[0]), 30)}"
+        )
+        ax.text(
+            end_of[branch] + 0.5,
+            row,
+            more + " " + note,
+            va="center",
+            fontsize=7.5,
+            color=LIGHT["ink" if hits else "muted"],
+            parse_math=False,
+        )
+    styles: dict[str, tuple[str, dict[str, Any]]] = {
+        "use": ("in use", {"facecolor": LIGHT["prefill"], "edgecolor": LIGHT["prefill"]}),
+        "kept": ("kept", {"facecolor": LIGHT["free"], "edgecolor": LIGHT["cached"]}),
+        "lost": ("lost", {"facecolor": "none", "edgecolor": LIGHT["preempted"], "hatch": "xxxx"}),
+        "later": ("not yet cached", {"facecolor": "none", "edgecolor": LIGHT["line"]}),
+    }  # fmt: skip
+    legend = []
+    for kind, (name, style) in styles.items():
+        if boxes[kind]:
+            ax.add_collection(PatchCollection(boxes[kind], linewidths=0.6, **style))
+            legend.append(Patch(label=name, linewidth=0.6, **style))
+    if left_out:
+        ax.text(
+            0,
+            len(rows),
+            f"and {_count(left_out, 'branch', 'branches')} more",
+            va="center",
+            fontsize=7.5,
+            color=LIGHT["muted"],
+        )
+    ax.set_xlim(-0.3, max([*end_of.values(), 10]) * 1.5 + 8)
+    ax.set_ylim(max(len(rows), 1) + (0.6 if left_out else -0.4), -0.7)
+    ax.set_yticks([])
+    ax.set_xticks([])
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel(f"blocks of {tree.block_size} tokens, after step {step}")
+    if legend:
+        ax.legend(
+            handles=legend,
+            loc="lower left",
+            bbox_to_anchor=(0, 1.0),
+            ncols=4,
+            fontsize="small",
+            frameon=False,
+            borderaxespad=0.2,
+        )
+    if not rows:
+        ax.text(0.5, 0.5, "nothing was cached", transform=ax.transAxes, ha="center", color=LIGHT["muted"])
+
+
+def plot_prefix_tree(trace: TraceSource, ax: Axes | None = None, step: int = -1, tokenizer: Any = None) -> Axes:
+    """Draw the prefix tree of a trace after a step with matplotlib; returns the axes."""
+    return PrefixTree(trace, tokenizer).plot(ax, step)

@@ -1,0 +1,356 @@
+"""Every request's life as a few spans.
+
+Ten thousand steps of two thousand requests are twenty million cells.
+"""
+
+# Generated from nbs/8_viz/10_timeline_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=dfca47e2a29b module=fb9683d5ad15
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minivllm.core.trace import REASONS, Event, Trace
+
+__all__ = [
+    "DECODE",
+    "FINISHES",
+    "KINDS",
+    "PREEMPTED",
+    "PREFILL",
+    "STALLED",
+    "SWAPPED",
+    "WAITING",
+    "Ints",
+    "TimelineData",
+    "timeline_data",
+]
+
+
+# %% nbs/8_viz/10_timeline_data.ipynb #TimelineData
+KINDS = ("waiting", "preempted", "swapped", "stalled", "prefill", "decode")
+WAITING, PREEMPTED, SWAPPED, STALLED, PREFILL, DECODE = range(len(KINDS))
+FINISHES = ("unfinished", "stop", "length", "abort", "error")
+_TEXTS = {"": "", "arrived": "arrived during this step", **REASONS}
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineData:
+    """What happened to each request in each step, run-length encoded, and the strips beneath.
+
+    Attributes:
+        request_ids: in order of arrival; the numbers below index this list.
+        reasons: in words; the first is empty.
+        prompt, output: tokens of the prompt, and sampled by the end. [num_requests]
+        finish: the step in which it ended, -1 if before the first; `num_steps` if not at all. [num_requests]
+        finish_kind: index into `FINISHES`. [num_requests]
+        request, start, end, kind, tokens, wanted, reason: the spans, by request and then by time; steps `start` to `end - 1`. `kind` indexes
+            `KINDS`, `reason` indexes `reasons`. One span per prefill chunk (`tokens` of the `wanted`); decodes in a row are one. [num_spans]
+        preemptions: rows of step, request, who needed its blocks, 1 if swapped. [n, 4]
+        admissions: rows of step, request, tokens computed already, those of them that were cached at first. [n, 4]
+        waits: rows of step, first in the queue, index into `reasons`: from this step on, as long as it waits. [n, 3]
+        time: when each step began, and when the last one ended. In seconds. [num_steps + 1]
+        step_end: when the result of each step was there; the beginning of the next one if there was none. [num_steps]
+        prefill_tokens, decode_tokens, running, waiting: per step; the queues at its end. [num_steps]
+        budget: most tokens of one step, 0 if the trace does not say.
+    """
+
+    request_ids: list[str]
+    reasons: list[str]
+    prompt: Ints
+    output: Ints
+    finish: Ints
+    finish_kind: npt.NDArray[np.uint8]
+    request: Ints
+    start: Ints
+    end: Ints
+    kind: npt.NDArray[np.uint8]
+    tokens: Ints
+    wanted: Ints
+    reason: npt.NDArray[np.uint8]
+    preemptions: Ints
+    admissions: Ints
+    waits: Ints
+    time: npt.NDArray[np.float64]
+    step_end: npt.NDArray[np.float64]
+    prefill_tokens: Ints
+    decode_tokens: Ints
+    running: Ints
+    waiting: Ints
+    budget: int
+    policy: str
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.step_end)
+
+    def first_span(self) -> Ints:
+        """Where each request's spans begin. [num_requests + 1]"""
+        counts = np.bincount(self.request, minlength=len(self.request_ids))
+        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+    def cell(self, request: int, step: int) -> int | None:
+        """The kind of a request in a step; None before it came and after it ended."""
+        i = self._span(request, step)
+        return None if i is None else int(self.kind[i])
+
+    def _span(self, request: int, step: int) -> int | None:
+        low, high = np.searchsorted(self.request, [request, request + 1])
+        i = low + int(np.searchsorted(self.start[low:high], step, side="right")) - 1
+        return int(i) if i >= low and step < self.end[i] else None
+
+    def describe(self, request: int, step: int) -> str:
+        """What happened to a request in a step, and why, in one line."""
+        i = self._span(request, step)
+        if i is None:
+            return (
+                "not there yet" if step <= self.finish[request] else f"finished: {FINISHES[self.finish_kind[request]]}"
+            )
+        kind, tokens, reason = int(self.kind[i]), int(self.tokens[i]), self.reasons[self.reason[i]]
+        if kind == DECODE:
+            return "decode"
+        if kind == PREFILL:
+            cut = f" of the {self.wanted[i]} that it wanted: {reason}" if reason else ""
+            return f"prefill, {tokens} token{'s' * (tokens != 1)}{cut}"
+        word = {
+            WAITING: "waiting",
+            PREEMPTED: "preempted",
+            SWAPPED: "swapped out",
+            STALLED: "running, but got no tokens",
+        }[kind]
+        why = self._why_waiting(request, step, reason) if kind != STALLED else ""
+        return f"{word}: {why}" if why else word
+
+    def _why_waiting(self, request: int, step: int, reason: str) -> str:
+        if reason:
+            return reason
+        head = int(np.searchsorted(self.waits[:, 0], step, side="right")) - 1
+        if head < 0:
+            return ""
+        first, code = int(self.waits[head, 1]), int(self.waits[head, 2])
+        if first == request or self.cell(first, step) not in (WAITING, PREEMPTED, SWAPPED):
+            return ""
+        return f"behind {self.request_ids[first]} ({self.reasons[code]})"
+
+
+# %% nbs/8_viz/10_timeline_data.ipynb #_Life
+class _Life:
+    """Where a request stands while the events go by."""
+
+    __slots__ = ("number", "prompt", "output", "computed", "kind", "start", "tokens", "wanted", "reason")
+
+    def __init__(
+        self, number: int, prompt: int, output: int, computed: int, kind: int | None, start: int, reason: int = 0
+    ) -> None:
+        self.number, self.prompt, self.output, self.computed = number, prompt, output, computed
+        self.kind, self.start, self.reason = kind, start, reason
+        self.tokens = self.wanted = 0
+
+
+class _Reader:
+    """Turns events into spans. One method per kind of event; kinds that change nothing here have none."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.now = -1
+        self.codes = {name: i for i, name in enumerate(_TEXTS)}
+        self.ids: list[str] = []
+        self.lives: dict[str, _Life] = {}
+        self.all: list[_Life] = []
+        self.running: dict[str, None] = {}
+        self.waiting: set[str] = set()
+        self.spans: list[tuple[int, ...]] = []
+        self.finishes: dict[int, tuple[int, int]] = {}
+        self.preemptions: list[tuple[int, int, int, int]] = []
+        self.admissions: list[tuple[int, int, int, int]] = []
+        self.waits: list[tuple[int, int, int]] = []
+        self.steps: list[list[int]] = []
+        self.starts: list[float] = []
+        self.ends: list[float | None] = []
+        self._fresh: list[_Life] = []
+        self._cuts: dict[str, tuple[int, int]] = {}
+        self._head: _Life | None = None
+        self._handlers: dict[str, Any] = {
+            name[4:]: getattr(self, name) for name in dir(type(self)) if name.startswith("_on_")
+        }
+        for name, s in trace.start.requests.items():
+            kind = {"RUNNING": None, "PREEMPTED": PREEMPTED, "SWAPPED": SWAPPED}.get(s.status, WAITING)
+            self._open(name, s.num_prompt_tokens, s.num_tokens - s.num_prompt_tokens, s.num_computed_tokens, kind)
+            if kind is None:
+                self.running[name] = None
+            else:
+                self.waiting.add(name)
+
+    def feed(self, events: Iterable[Event]) -> None:
+        get = self._handlers.get
+        for event in events:
+            handler = get(event[0])
+            if handler is not None:
+                handler(*event[1:])
+        self._close_step()
+        for life in self.all:
+            if life.number not in self.finishes:
+                self._turn(life, None, self.now + 1)
+
+    def _code(self, reason: str) -> int:
+        """The number of a reason; one that this version does not know is told by its name."""
+        return self.codes.setdefault(reason, len(self.codes))
+
+    def _open(self, name: str, prompt: int, output: int, computed: int, kind: int | None, reason: int = 0) -> _Life:
+        life = _Life(len(self.ids), prompt, output, computed, kind, max(self.now, 0), reason)
+        self.ids.append(name)
+        self.all.append(life)
+        self.lives[name] = life
+        return life
+
+    def _turn(
+        self, life: _Life, kind: int | None, step: int, tokens: int = 0, wanted: int = 0, reason: int = 0
+    ) -> None:
+        """End a request's span before `step` and begin another."""
+        if life.kind is not None and step > life.start:
+            self.spans.append((life.number, life.start, step, life.kind, life.tokens, life.wanted, life.reason))
+        life.kind, life.start, life.tokens, life.wanted, life.reason = kind, step, tokens, wanted, reason
+
+    def _on_step(self, step: int, time: float) -> None:
+        self._close_step()
+        self.now += 1
+        self.starts.append(time)
+        self.ends.append(None)
+        self.steps.append([0, 0, 0, 0])
+        self._scheduled = False
+        for life in self._fresh:  # from now on it stands in the queue like any other
+            if life.kind == WAITING:
+                self._turn(life, WAITING, self.now)
+        self._fresh.clear()
+
+    def _close_step(self) -> None:
+        if self.now < 0:
+            return
+        if not self._scheduled:
+            self._stall({})
+        self.steps[-1][2:] = len(self.running), len(self.waiting)
+        self._cuts.clear()
+
+    def _on_add(
+        self,
+        name: str,
+        prompt: int,
+        most: int,
+        arrival: float,
+        priority: int,
+        user: Any,
+        ids: Any,
+        out: Any,
+        number: int,
+    ) -> None:
+        life = self._open(name, prompt, len(out), 0, WAITING, self._code("arrived") if self.now >= 0 else 0)
+        self._fresh.append(life)
+        self.waiting.add(name)
+
+    def _on_wait(self, name: str, reason: str) -> None:
+        life, code = self.lives[name], self._code(reason)
+        before, self._head = self._head, life
+        if before is not None and before is not life and before.kind in (WAITING, PREEMPTED, SWAPPED):
+            self._turn(before, before.kind, self.now)
+        if life.reason != code:
+            self._turn(life, life.kind, self.now, reason=code)
+        self.waits.append((self.now, life.number, code))
+
+    def _on_chunk(self, name: str, n: int, wanted: int, reason: str) -> None:
+        self._cuts[name] = (wanted, self._code(reason))
+
+    def _on_admit(self, name: str, computed: int, cached: int) -> None:
+        life = self.lives[name]
+        self._turn(life, None, self.now)
+        life.computed = computed
+        self.waiting.discard(name)
+        self.running[name] = None
+        self.admissions.append((self.now, life.number, computed, cached))
+
+    def _on_preempt(self, name: str, mode: str, needed_by: str, chosen_by: str) -> None:
+        life = self.lives[name]
+        self._turn(life, SWAPPED if mode == "swap" else PREEMPTED, self.now)
+        self.running.pop(name, None)
+        self.waiting.add(name)
+        self.preemptions.append((self.now, life.number, self.lives[needed_by].number, int(mode == "swap")))
+
+    def _on_schedule(self, scheduled: dict[str, int]) -> None:
+        self._scheduled, lives, now, decodes, prefill = True, self.lives, self.now, 0, 0
+        for name, n in scheduled.items():
+            life = lives[name]
+            if n == 1 and life.kind == DECODE:
+                decodes += 1
+            elif n == 1 and life.computed >= life.prompt:
+                decodes += 1
+                self._turn(life, DECODE, now)
+            else:
+                prefill += n
+                self._turn(life, PREFILL, now, n, *self._cuts.get(name, (n, 0)))
+                life.computed += n
+        self.steps[-1][:2] = prefill, decodes
+        if len(scheduled) < len(self.running):
+            self._stall(scheduled)
+
+    def _stall(self, scheduled: dict[str, int]) -> None:
+        for name in self.running:
+            if name not in scheduled and self.lives[name].kind != STALLED:
+                self._turn(self.lives[name], STALLED, self.now)
+
+    def _on_update(self, time: float, gained: dict[str, list[int]]) -> None:
+        self.ends[-1] = time
+        for name, tokens in gained.items():
+            self.lives[name].output += len(tokens)
+
+    def _on_finish(self, name: str, reason: str, stop_reason: Any) -> None:
+        life = self.lives[name]
+        self._turn(life, None, self.now + 1)
+        self.running.pop(name, None)
+        self.waiting.discard(name)
+        self.finishes[life.number] = (
+            self.now,
+            FINISHES.index(reason) if reason in FINISHES else FINISHES.index("error"),
+        )
+
+
+# %% nbs/8_viz/10_timeline_data.ipynb #_rows
+def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
+    return np.array(rows, np.int32).reshape(len(rows), width)
+
+
+def timeline_data(trace: Trace) -> TimelineData:
+    """Read a trace once. Takes about 0.1 µs for each request in each step."""
+    reader = _Reader(trace)
+    reader.feed(trace.events)
+    spans, steps = _rows(sorted(reader.spans), 7), _rows([tuple(s) for s in reader.steps], 4)
+    n = len(reader.starts)
+    following = [
+        *reader.starts[1:],
+        reader.ends[-1] if n and reader.ends[-1] is not None else (reader.starts[-1] if n else 0.0),
+    ]
+    ends = [end if end is not None else later for end, later in zip(reader.ends, following, strict=True)] if n else []
+    finish = [reader.finishes.get(i, (n, 0)) for i in range(len(reader.ids))]
+    return TimelineData(
+        request_ids=reader.ids,
+        reasons=[_TEXTS.get(name, name) for name in reader.codes],
+        prompt=np.array([life.prompt for life in reader.all], np.int32),
+        output=np.array([life.output for life in reader.all], np.int32),
+        finish=np.array([step for step, _ in finish], np.int32),
+        finish_kind=np.array([kind for _, kind in finish], np.uint8),
+        request=spans[:, 0], start=spans[:, 1], end=spans[:, 2], kind=spans[:, 3].astype(np.uint8),
+        tokens=spans[:, 4], wanted=spans[:, 5], reason=spans[:, 6].astype(np.uint8),
+        preemptions=_rows(reader.preemptions, 4),
+        admissions=_rows(reader.admissions, 4),
+        waits=_rows(reader.waits, 3),
+        time=np.array([*reader.starts, *following[-1:]] if n else [0.0]),
+        step_end=np.array(ends, np.float64),
+        prefill_tokens=steps[:, 0], decode_tokens=steps[:, 1], running=steps[:, 2], waiting=steps[:, 3],
+        budget=int(trace.header.settings.get("max_num_batched_tokens") or 0),
+        policy=trace.header.policy,
+    )  # fmt: skip
