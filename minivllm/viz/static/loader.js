@@ -38,16 +38,21 @@
       return new Response(stream).text();
     }
 
-    // Mount every view of this version on the page that has not been mounted yet.
+    // Mount every view of this version that stands on the page by now and has not been mounted. What to mount is settled before
+    // anything is waited for: views further down come with programs of their own.
     async function boot() {
-      const packed = [...document.querySelectorAll(`script.mv-modules[data-version="${version}"]:not([data-read])`)];
+      const fresh = (selector, mark) => {
+        const found = [...document.querySelectorAll(`${selector}[data-version="${version}"]:not([data-${mark}])`)];
+        for (const element of found) element.dataset[mark] = "";
+        return found;
+      };
+      const packed = fresh("script.mv-modules", "read");
+      const places = fresh(".mv", "mounted");
       for (const script of packed) {
-        script.dataset.read = "";
         const { modules, styles } = JSON.parse(await inflate(script.textContent));
         add(modules, styles);
       }
-      for (const place of document.querySelectorAll(`.mv[data-version="${version}"]:not([data-mounted])`)) {
-        place.dataset.mounted = "";
+      for (const place of places) {
         const { mountPage } = await load("mount");
         await mountPage(place, load);
       }
