@@ -5,7 +5,7 @@ The views of this part, each in a chapter of its own: what one asks for by name.
 
 # Generated from nbs/8_viz/00_viz.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=64d649b03d5a module=ff0248862535
+# literate: notebook=98e4a47ab0cd module=743169f1811c
 
 import importlib
 from typing import Any
@@ -13,15 +13,31 @@ from typing import Any
 # %% nbs/8_viz/00_viz.ipynb #lazy
 _HOMES = {
     "BlockMap": "minivllm.viz.block_map",
+    "Compare": "minivllm.viz.compare",
     "Dashboard": "minivllm.viz.dashboard",
     "EngineMonitor": "minivllm.viz.monitor",
     "Page": "minivllm.viz.page",
     "Predict": "minivllm.viz.predict",
+    "PrefixTree": "minivllm.viz.prefix_tree",
     "SamplerExplorer": "minivllm.viz.sampler_explorer",
+    "Timeline": "minivllm.viz.timeline",
     "View": "minivllm.viz.view",
+    "Waste": "minivllm.viz.waste",
 }
 
-__all__ = ["BlockMap", "Dashboard", "EngineMonitor", "Page", "Predict", "SamplerExplorer", "View"]
+__all__ = [
+    "BlockMap",
+    "Compare",
+    "Dashboard",
+    "EngineMonitor",
+    "Page",
+    "Predict",
+    "PrefixTree",
+    "SamplerExplorer",
+    "Timeline",
+    "View",
+    "Waste",
+]
 
 
 def __getattr__(name: str) -> Any:

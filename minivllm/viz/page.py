@@ -5,7 +5,7 @@ How does one see blocks, queues and prefixes at the same moment?
 
 # Generated from nbs/8_viz/06_page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=740612292cd2 module=666b0857b7f5
+# literate: notebook=abd1c2ea79a3 module=976e52ce682b
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 
 # %% nbs/8_viz/06_page.ipynb #Page
-STANDARD = ("minivllm.viz.block_map:BlockMap",)
+STANDARD = (
+    "minivllm.viz.block_map:BlockMap",
+    "minivllm.viz.timeline:Timeline",
+    "minivllm.viz.prefix_tree:PrefixTree",
+    "minivllm.viz.waste:Waste",
+)
 
 
 class Page(View):
