@@ -6,7 +6,7 @@ date.
 
 # Generated from nbs/3_model/17_grammar.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5adb1ddfc595 module=7187754c74e5
+# literate: notebook=c36dcab2350b module=c439e95bccf8
 
 import json as json_lib
 import re
@@ -268,6 +268,8 @@ class GrammarCompiler:
         inner = engine.LLMatcher(engine_tokenizer.result(), text, log_level=0, limits=limits)
         if inner.is_error():
             raise GrammarError(_reason(inner))
+        first = np.zeros(-(-self.vocab_size // 32), np.int32)
+        GrammarMatcher(inner.deep_copy()).fill(first)  # some faults show only now
         return inner
 
     # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-shutdown

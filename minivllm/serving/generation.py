@@ -6,7 +6,7 @@ pieces, count tokens, and stop everything when the client hangs up.
 
 # Generated from nbs/6_serving/06_generation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d8f81ac4e7f8 module=78567a7bfea6
+# literate: notebook=8d98386fa38d module=3bc9485565d9
 
 import asyncio
 import json
@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from minivllm.engine.async_llm import AsyncLLM, RequestStream
 from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.pooling import PoolingParams
 from minivllm.serving.answers import ParserOptions
 from minivllm.serving.errors import ApiError, as_api_error, logger
 
@@ -101,7 +102,9 @@ class Job:
     count: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def submit(self, prompts: Sequence[Any], params: SamplingParams, priority: int, user: str | None) -> None:
+    async def submit(
+        self, prompts: Sequence[Any], params: SamplingParams | PoolingParams, priority: int, user: str | None
+    ) -> None:
         """Queue one request for each prompt. Raises ApiError, and then nothing is queued."""
         count = len(prompts) * params.num_children
         self.state.check_room(count)

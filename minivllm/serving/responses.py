@@ -6,7 +6,7 @@ part ends, the item ends.
 
 # Generated from nbs/6_serving/25_responses.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6596ad876fef module=ac9e1d3d4545
+# literate: notebook=d4c37f99a93d module=459e0537627e
 
 import json
 import time
@@ -199,7 +199,7 @@ class ResponseWriter:
         self._open = item
         yield self._event("output_item.added", output_index=len(self.output) - 1, item=_copy(item))
         if kind != "function_call":
-            part = {"type": "reasoning_text", "text": ""}
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             if kind == "message":
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             yield self._event("content_part.added", **self._where(), content_index=0, part=_copy(part))
