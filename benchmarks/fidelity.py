@@ -34,10 +34,10 @@ LIMITS = {"total": 0.10, "median TTFT": 0.15, "median TPOT": 0.15}
 def workloads() -> dict[str, Workload]:
     """The one to learn from, and those to predict: other lengths, other arrivals, shared prefixes, everything at once."""
     return {
-        "learnt": bursts(6.0, 36, (8, 400), (4, 48), burstiness=0.3, seed=1),
-        "steady": poisson(5.0, 20, (30, 250), (16, 40), seed=2),
-        "bursts": bursts(4.0, 16, (100, 500), (8, 32), burstiness=0.15, seed=3),
-        "shared": shared_prefix(6.0, 24, 4, 256, (8, 64), (16, 40), seed=4),
+        "learnt": bursts(4.0, 36, (8, 400), (4, 48), burstiness=0.3, seed=1),
+        "steady": poisson(2.5, 20, (30, 250), (16, 40), seed=2),
+        "bursts": bursts(2.0, 16, (100, 500), (8, 32), burstiness=0.15, seed=3),
+        "shared": shared_prefix(3.0, 24, 4, 256, (8, 64), (16, 40), seed=4),
         "all at once": poisson(1e6, 24, (16, 128), (16, 48), seed=5),
     }
 

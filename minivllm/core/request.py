@@ -5,7 +5,7 @@ What does the engine need to know about one request in order to schedule it?
 
 # Generated from nbs/1_core/01_request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1063d12a72d1 module=bcaba88d90b1
+# literate: notebook=32805725a507 module=82960fd0375b
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Request:
         "max_tokens", "min_tokens", "eos_token_id", "stop_token_ids", "ignore_eos", "sampling_params", "arrival_time",
         "priority", "user", "cache_salt", "lora_name", "extra_keys", "skip_reading_prefix_cache", "status",
         "finish_reason", "stop_reason", "num_preemptions", "block_hashes", "capacity", "sequence_number", "max_total_tokens",
-        "end_token_ids",
+        "end_token_ids", "num_denied",
     )  # fmt: skip
 
     def __init__(
@@ -123,6 +123,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.num_preemptions = 0
+        self.num_denied = 0
         self.block_hashes: list[bytes] = []
         self.capacity = 0
         self.sequence_number = 0

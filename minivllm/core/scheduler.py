@@ -5,7 +5,7 @@ Which tokens are computed in the next step?
 
 # Generated from nbs/1_core/10_scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d83970ec9395 module=68a41afacd8a
+# literate: notebook=722994cf5925 module=134bc0ab923a
 
 from __future__ import annotations
 
@@ -340,13 +340,22 @@ class Scheduler:
         wanted, why = n, ""
         if 0 < threshold < n:
             n, why = threshold, "long_prefill_token_threshold"
-        if ask and (cap := self._guard.chunk(request, budget, self._view(budget))) < n:
+        if ask and (cap := self._ask_chunk(request, budget)) < n:
             n, why = cap, "policy"
         if budget < n:
             n, why = budget, "budget"
         if n < wanted and self.trace is not None:
             self.trace(("chunk", request.request_id, n, wanted, why))
         return n
+
+    def _ask_chunk(self, request: Request, budget: int) -> int:
+        """The policy's cap; no cap once it has given this request nothing, and others something, in too many steps on end."""
+        cap = self._guard.chunk(request, budget, self._view(budget))
+        request.num_denied = 0 if cap else request.num_denied + 1
+        if request.num_denied <= self.config.starvation_limit or self._idle_steps:
+            return cap
+        request.num_denied = 0
+        return budget
 
     # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_make_room
     def _make_room(self, request: Request, n: int, draft: _Draft) -> bool:
@@ -525,7 +534,7 @@ class Scheduler:
             result: what came of it. Requests that were aborted meanwhile are passed over.
 
         Returns:
-            One entry per request that gained a token, failed, or has prompt log-probabilities to report.
+            One entry per request that gained a token or its vector, failed, or has prompt log-probabilities to report.
         """
         outputs: list[EngineCoreOutput] = []
         ended: list[Request] = []
@@ -546,7 +555,7 @@ class Scheduler:
                 )
             )
         gained = {out.request_id: tuple(out.new_token_ids) for out in outputs} if self.trace is not None else None
-        if result.logprobs or result.prompt_logprobs or result.errors:
+        if result.logprobs or result.prompt_logprobs or result.errors or result.pooled:
             self._attach(result, outputs, ended)
         if gained is not None and self.trace is not None:
             self.trace(("update", self.clock.now(), gained))
@@ -558,9 +567,9 @@ class Scheduler:
         return outputs
 
     def _attach(self, result: ModelRunnerOutput, outputs: list[EngineCoreOutput], ended: list[Request]) -> None:
-        """Add log-probabilities and errors to the outputs."""
+        """Add log-probabilities, vectors and errors to the outputs."""
         by_id = {out.request_id: out for out in outputs}
-        for request_id in (*result.prompt_logprobs, *result.errors):
+        for request_id in (*result.prompt_logprobs, *result.errors, *result.pooled):
             if request_id in self.requests and request_id not in by_id:
                 request = self.requests[request_id]
                 by_id[request_id] = EngineCoreOutput(request_id, [], num_cached_tokens=request.num_cached_tokens)
@@ -569,10 +578,12 @@ class Scheduler:
             if request_id in result.logprobs:
                 out.logprobs = result.logprobs[request_id][: len(out.new_token_ids)]
             out.prompt_logprobs = result.prompt_logprobs.get(request_id)
-            if request_id in result.errors:
+            out.pooled = result.pooled.get(request_id)
+            if request_id in result.errors or out.pooled is not None:
                 request = self.requests[request_id]
-                request.finish_reason = out.finish_reason = FinishReason.ERROR
-                out.error = result.errors[request_id]
+                out.error = result.errors.get(request_id)
+                reason = FinishReason.STOP if out.error is None else FinishReason.ERROR
+                request.finish_reason = out.finish_reason = reason
                 if request not in ended:
                     ended.append(request)
 

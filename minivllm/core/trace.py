@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e2d79f5359c6 module=754ba0df9976
+# literate: notebook=0620e229dcd0 module=62df96d4aca5
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ class Trace:
             end = self._end_of(step) if step >= 0 else (self._step_starts[0] if self._step_starts else len(self.events))
             for i in range(done, end):
                 event = self.events[i]
-                if event[0] in ("alloc", "hit", "admit", "preempt") and event[1] in finished:
+                if event[0] in _OF_A_REQUEST and event[1] in finished:
                     raise TraceError(f"event {i} {event}: the request has finished")
                 if event[0] == "finish":
                     finished.add(event[1])
@@ -383,6 +383,8 @@ class Trace:
                     finished.discard(event[1])
                 if event[0] == "schedule" and budget is not None and sum(event[1].values()) > budget:
                     raise TraceError(f"event {i} {event}: more than the budget of {budget} tokens")
+                if event[0] == "update" and (fault := _too_early(fold.now, event[2])):
+                    raise TraceError(f"event {i} {event}: {fault}")
                 try:
                     fold.apply(event)
                 except ValueError as error:
@@ -480,7 +482,22 @@ class TraceError(ValueError):
     """A trace that contradicts itself. Says at which event."""
 
 
+_OF_A_REQUEST = frozenset(
+    ("attributes", "wait", "admit", "chunk", "preempt", "alloc", "hit", "cache", "skip", "free", "swap_out", "free_cpu")
+)
+
+
+def _too_early(state: State, gained: dict[str, tuple[int, ...]]) -> str | None:
+    """Tokens are sampled from the last known token only: all before it must have been computed."""
+    for name in gained:
+        request = state.requests.get(name)
+        if request is not None and request.num_computed_tokens != request.num_tokens:
+            return f"{name} gained a token, but {request.num_computed_tokens} of its {request.num_tokens} tokens are computed"
+    return None
+
+
 def find_fault(state: State) -> str | None:
+    """What contradicts itself in a state, or None: owners against reference counts, free lists, queues, progress."""
     counts = [0] * len(state.ref_cnt)
     for request in state.requests.values():
         for table in request.tables:
@@ -498,6 +515,9 @@ def find_fault(state: State) -> str | None:
     for block in range(1, len(counts)):
         if (block in free) != (counts[block] == 0):
             return f"block {block} with ref_cnt {counts[block]} is {'' if block in free else 'not '}in the free list"
+    copies = [*state.cpu_free, *(block for request in state.requests.values() for block in request.cpu_blocks)]
+    if len(set(copies)) < len(copies):
+        return "a block of the swap pool has two owners, or is both owned and free"
     if set(state.waiting) & set(state.running):
         return f"requests both waiting and running: {set(state.waiting) & set(state.running)}"
     if set(state.waiting) | set(state.running) != set(state.requests):

@@ -5,7 +5,7 @@ How does a run travel to another notebook, another machine, another tool?
 
 # Generated from nbs/1_core/12_trace_files.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=222f8e9853de module=bf323b7c7927
+# literate: notebook=e94ecc9d46c4 module=3702fee00215
 
 from __future__ import annotations
 
@@ -186,6 +186,7 @@ def perfetto_events(trace: Trace) -> list[dict[str, Any]]:
     """The trace as a list of Chrome trace events; times in microseconds."""
     frames = trace.to_pandas()
     steps, requests = frames["steps"], frames["requests"]
+    budget = trace.header.settings.get("max_num_batched_tokens")
     start = dict(zip(steps["step"], steps["start"] * 1e6, strict=True))
     length = dict(zip(steps["step"], (steps["end"] - steps["start"]).fillna(0) * 1e6, strict=True))
     track = {request_id: i + 1 for i, request_id in enumerate(requests["request_id"])}
@@ -218,6 +219,9 @@ def perfetto_events(trace: Trace) -> list[dict[str, Any]]:
                 "args": {"prefill": row.num_prefill_tokens, "decode": row.num_decodes},
             }
         )
+        if budget is not None:
+            left = {"unused": budget - row.num_tokens}
+            events.append({"ph": "C", "pid": 1, "name": "budget", "ts": at, "args": left})
         events.append(
             {
                 "ph": "C",

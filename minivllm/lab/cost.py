@@ -5,7 +5,7 @@ A simulation needs no model, but it needs to know how long the model would have 
 
 # Generated from nbs/2_lab/03_cost.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=781ecde334bf module=6c6ad345fe30
+# literate: notebook=9656df4b881a module=d087ba0ad6f3
 
 from __future__ import annotations
 
@@ -301,11 +301,13 @@ def timed_steps(trace: Trace) -> Iterator[tuple[StepWork, float, float | None]]:
 
 
 # %% nbs/2_lab/03_cost.ipynb #least-squares
-def _nonnegative_least_squares(a: np.ndarray, b: np.ndarray, rounds: int = 3000) -> np.ndarray:
-    """The x >= 0 that minimises |a x - b|, by coordinate descent. a: [rows, columns] float64."""
+def _nonnegative_least_squares(
+    a: np.ndarray, b: np.ndarray, rounds: int = 3000, start: np.ndarray | None = None
+) -> np.ndarray:
+    """The x >= 0 that minimises |a x - b|, by coordinate descent from `start`. a: [rows, columns] float64."""
     scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
     gram, target = (a / scale).T @ (a / scale), (a / scale).T @ b
-    x = np.zeros(a.shape[1])
+    x = np.zeros(a.shape[1]) if start is None else start * scale
     for _ in range(rounds):
         before = x.copy()
         for i in range(len(x)):
@@ -377,8 +379,12 @@ def fit_cost(trace: Trace, knots: Sequence[int]) -> FittedCost:
 
 
 def _solve(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Weights that are right on the whole and nearly so for each step: errors count less in long steps, and the sum is kept."""
-    share = 1 / np.sqrt(np.maximum(times, 1e-9))
-    weights = _nonnegative_least_squares(rows * share[:, None], times * share)
-    total = float((rows @ weights).sum())
-    return weights * (times.sum() / total) if total > 0 else weights
+    """Weights with small relative errors. Steps far off the others (somebody else had the machine) count less: Huber's rule, reweighted."""
+    share = 1 / np.maximum(times, 1e-9)
+    rows, target = rows * share[:, None], times * share
+    weights = _nonnegative_least_squares(rows, target)
+    for _ in range(6):
+        off = np.abs(rows @ weights - target)
+        trust = np.sqrt(np.minimum(1.0, max(float(np.median(off)), 1e-3) / np.maximum(off, 1e-9)))
+        weights = _nonnegative_least_squares(rows * trust[:, None], target * trust, start=weights)
+    return weights

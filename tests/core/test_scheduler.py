@@ -354,6 +354,48 @@ def test_served_tokens_are_those_that_were_scheduled():
         assert s.num_preemptions > 2 and len(seen) > 2
 
 
+def test_a_request_is_chosen_as_victim_at_most_so_often():
+    """A policy that always picks the same one: its limit reached, others give way, and it ends."""
+
+    class PicksOnA(FCFS):
+        def victim(self, running, view):
+            return next((r for r in running if r.request_id == "a"), running[-1])
+
+    limit = 2
+    s = make(policy=PicksOnA(), blocks=9, length=28, caching=False, starvation_limit=limit)
+    for name in "abcdef":
+        s.add_request(Request(name, [1] * 6, max_tokens=20))
+    chosen = []
+    while s.has_requests():
+        chosen += step(s).preempted
+    assert chosen.count("a") == limit and len(chosen) > limit
+
+
+def test_a_request_is_denied_tokens_at_most_so_often():
+    """Also a running one: a policy that gives nothing to it must give way in the end."""
+
+    class Ignores(FCFS):
+        def chunk(self, request, budget_left, view):
+            return 0 if request.request_id == "a" and request.num_computed_tokens else budget_left
+
+    limit = 5
+    s = make(policy=Ignores(), starvation_limit=limit, budget=8, length=64)
+    s.add_request(Request("a", [1] * 12, max_tokens=2))
+    s.add_request(Request("b", [2], max_tokens=40))
+    steps = [step(s).num_scheduled_tokens for _ in range(1 + 2 * (limit + 1))]
+    given = [i for i, scheduled in enumerate(steps) if "a" in scheduled]
+    assert given == [0, limit + 1, 2 * (limit + 1)] and all("b" in scheduled for scheduled in steps[1:])
+
+
+def test_the_whole_prompt_in_the_cache_leaves_one_block_to_compute():
+    """Somebody must produce the logits of the last token, so its block is computed again."""
+    s = make()
+    s.add_request(Request("first", list(range(8)), max_tokens=1))
+    step(s)
+    s.add_request(Request("again", list(range(8)), max_tokens=1))
+    assert step(s).num_scheduled_tokens == {"again": 4} and s.kv.stats.hit_tokens == 4
+
+
 class Broken(Policy):
     def __init__(self, hook, answer):
         setattr(self, hook, answer)

@@ -166,6 +166,19 @@ def test_check_points_at_the_first_bad_event(trace):
         (mutate(trace, where("schedule"), ("schedule", {"r0": 17})), "more than the budget of 16"),
         (mutate(trace, where("free"), ("what",)), "unknown event 'what'"),
         (mutate(trace, where("free")), r"event \d+"),
+        (
+            mutate(
+                trace,
+                where("finish"),
+                trace.events[where("finish")],
+                ("wait", trace.events[where("finish")][1], "budget"),
+            ),
+            "has finished",
+        ),
+        (
+            mutate(trace, where("step"), trace.events[where("step")], ("update", 0.0, {"r0": (1,)})),
+            "r0 gained a token, but 0 of its 5",
+        ),
     ]
     for broken, words in cases:
         with pytest.raises(TraceError, match=words):
@@ -214,7 +227,7 @@ def test_perfetto_file(trace, tmp_path):
     assert sum(e["ph"] == "X" and e["name"] == "step" for e in events) == trace.num_steps
     assert {"waiting", "prefill", "decode"} <= {e["name"] for e in events if e["ph"] == "X"}
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
-    assert {"tokens", "blocks", "requests"} == {e["name"] for e in events if e["ph"] == "C"}
+    assert {"tokens", "budget", "blocks", "requests"} == {e["name"] for e in events if e["ph"] == "C"}
 
 
 def test_recording_can_start_in_the_middle():
