@@ -5,7 +5,7 @@ Question: which thread read which slot, and was it a good idea?
 
 # Generated from nbs/4_kernels/12_lens.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cb4eb1b152b3 module=bcbe3b6e4d1c
+# literate: notebook=35fc05eaf448 module=d659773ad89c
 
 import linecache
 import sys
@@ -306,7 +306,7 @@ class Lens:
         for a in self.accesses:
             if a.array == watched.name:
                 touched[a.index][a.thread] = touched[a.index].get(a.thread, False) or a.write
-        cells = []
+        cells: list[str] = []
         rows = -(-watched.size // wide)
         for index in [*range(watched.size), *sorted(i for i in touched if not 0 <= i < watched.size)[:32]]:
             inside = 0 <= index < watched.size
