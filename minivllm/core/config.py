@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ac3ed7e15803 module=26d26bcbcb4b
+# literate: notebook=161b2fcd51d1 module=aa9dc61516a4
 
 from __future__ import annotations
 
