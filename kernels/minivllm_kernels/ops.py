@@ -5,7 +5,7 @@ Question: a kernel believes whatever address it is given.
 
 # Generated from nbs/4_kernels/10_ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c3931b4fe647 module=751a19d54152
+# literate: notebook=508d54bb0561 module=e779bc0cda5e
 
 import functools
 from collections.abc import Callable
@@ -269,11 +269,9 @@ def most_decode_items(shape: AttentionShape, kv_heads: int, num_rows: int, devic
     return most_items(num_rows, kv_heads * decode.mma_parts(shape), multiprocessors, decode.max_warps(shape))
 
 
-def score_factors(scale: float, soft_cap: float | None) -> dict[str, float]:
-    """`scale` and `cap` as the kernels take them: their exponentials are powers of two."""
-    if soft_cap is None:
-        return {"scale": scale * LOG2E, "cap": 0.0}
-    return {"scale": scale * 2 * LOG2E / soft_cap, "cap": soft_cap * LOG2E}
+def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """Scale and cap as the kernels take them: their exponentials are powers of two."""
+    return (scale * LOG2E, 0.0) if soft_cap is None else (scale * 2 * LOG2E / soft_cap, soft_cap * LOG2E)
 
 
 def fixed_decode_plan(
@@ -292,11 +290,13 @@ def fixed_decode_plan(
     slot_mapping: int64 [rows]. items: int32 [n, 8], fields as in `planning.ITEM`, but `seq` is where the sequence's row of the
     block table begins in `words`, int32 [m]; -1 for no work.
     """
+    factor, cap = score_factors(scale, soft_cap)
     step = AttentionPlan(
         shape=shape,
         num_tokens=len(slot_mapping),
         kv_heads=kv_heads,
-        **score_factors(scale, soft_cap),
+        scale=factor,
+        cap=cap,
         window=prefill.NO_WINDOW,
         slot_mapping=slot_mapping,
         table=words[:, None],
@@ -364,11 +364,13 @@ def plan_attention(
     arrays: list[np.ndarray] = [np.asarray(slot_mapping, np.int64), np.asarray(block_table, np.int32), items, tiles]
     placed = upload(arrays, device) if put is None else [put(array) for array in arrays]
     slots_there, table_there, items_there, tiles_there = placed
+    factor, cap = score_factors(scale, soft_cap)
     step = AttentionPlan(
         shape=shape,
         num_tokens=int(query_start_loc[-1]),
         kv_heads=kv_heads,
-        **score_factors(scale, soft_cap),
+        scale=factor,
+        cap=cap,
         window=prefill.NO_WINDOW if window is None else window,
         slot_mapping=slots_there,
         table=table_there,

@@ -6,7 +6,7 @@ GPUs, or not at all (a simulation answers from a cost model).
 
 # Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ef2548817dbb module=fedeece4d695
+# literate: notebook=360c2d3b93b2 module=7ed085902d85
 
 import gc
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from minivllm.attention.select import select_backend
 from minivllm.core.config import EngineArgs, EngineConfig, KVCacheConfig, choose_dtype, resolve
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
+from minivllm.models.fused import fuse
 from minivllm.models.linear import explain_choice
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.runtime.machine import choose_device, has_native_bf16, machine_facts
@@ -92,6 +93,7 @@ def load_decoder(plan: EnginePlan) -> Decoder:
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
     decoder = Decoder(plan.model.spec, plan.backend, dtype, device)
     decoder.load_weights(plan.model.weights(plan.config.dtype))
+    fuse(decoder, plan.config.scheduler.max_model_len)
     return decoder
 
 

@@ -5,7 +5,7 @@ The scheduler has decided: this request 40 tokens, that one 1, these two blocks 
 
 # Generated from nbs/5_engine/02_model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a327a97c75ca module=3be51e9d700b
+# literate: notebook=2345f39de9a5 module=7bd00add2551
 
 import math
 import sys
@@ -208,8 +208,8 @@ class ModelRunner:
             token_ids, positions = torch.from_numpy(step.token_ids), torch.from_numpy(step.positions)
             hidden = self.model.forward(token_ids, positions, self.kv_caches, plans)
             return hidden, None if every else torch.from_numpy(wanted)
-        if every and self.graphs is not None and (hidden := self._replay(step, self.buffer)) is not None:
-            return hidden, None
+        if every and (replayed := self._replay(step, self.buffer)) is not None:
+            return replayed, None
         self.buffer.begin()
         token_ids, positions, rows = (self.buffer.put(x) for x in (step.token_ids, step.positions, wanted))
         plans = [

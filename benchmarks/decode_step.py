@@ -1,0 +1,103 @@
+"""How far is a decode step from the memory's speed? Prints, for each batch size, its share of the floor.
+
+    python benchmarks/decode_step.py [--output FOLDER] [--context 1024] [--batch 1 16 64 256]
+
+The model has the shape of Qwen3-0.6B and random bfloat16 weights. A step is what the engine's model runner replays as one
+CUDA graph, with the product that gives the logits and the choice of the likeliest token behind it. The floor is the time
+in which the card, at the bandwidth of a copy measured in the same run (bytes read plus bytes written), moves the weights
+and the keys and values once.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kernels import CUDA, copy_bandwidth, median_ms, random_batch
+from minivllm.attention.numba_cuda import NumbaCudaBackend
+from minivllm.attention.step_buffer import StepBuffer
+from minivllm.core.config import KVCacheConfig, make_kv_cache_groups
+from minivllm.models.decoder import Decoder
+from minivllm.models.fused import fuse
+from minivllm.models.spec import spec_from_config
+from minivllm.runtime.decode_graphs import DecodeGraphs
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+BLOCK = 16
+
+
+def make_decoder(max_model_len: int) -> Decoder:
+    decoder = Decoder(spec_from_config(QWEN3), NumbaCudaBackend(), torch.bfloat16, CUDA)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    for name, target in decoder._targets().items():
+        target.fill_(1.0) if name.endswith("norm.weight") else target.normal_(0.0, 0.02, generator=generator)
+    decoder.prepare()
+    fuse(decoder, max_model_len)
+    return decoder
+
+
+@torch.inference_mode()
+def step_ms(decoder: Decoder, batch: int, context: int) -> tuple[float, float]:
+    """Milliseconds of the step's graph alone, and with the product and the choice behind it."""
+    spec = decoder.spec.attention_specs(BLOCK, torch.bfloat16)[0]
+    host, blocks = random_batch(np.ones(batch, int), np.full(batch, context), BLOCK)
+    host.slot_mapping = host.block_table[:, -1].astype(np.int64) * BLOCK + (context - 1) % BLOCK
+    decoder.bind(KVCacheConfig(blocks, BLOCK, make_kv_cache_groups(decoder.spec.kv_cache_specs(BLOCK, 2))))
+    shape = decoder.backend.kv_cache_shape(blocks, spec)
+    caches = [torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for _ in decoder.layers]
+    buffer, graphs = StepBuffer(8 << 20, CUDA), DecodeGraphs(CUDA, 1 << 30)
+    buffer.begin()
+    (ids, token_ids), (at, positions) = (buffer.reserve((batch,), np.int64) for _ in range(2))
+    ids[:], at[:] = np.random.default_rng(0).integers(0, decoder.spec.vocab_size, batch), context - 1
+    fixed = decoder.backend.fixed_decode(batch, spec, buffer)
+    assert fixed is not None
+    key = fixed.fill(host)
+    buffer.send()
+
+    def make():
+        plan = fixed.plan()
+        return lambda: decoder.forward(token_ids, positions, caches, [plan]), plan
+
+    def whole():
+        return decoder.compute_logits(graphs.run(key, make)).max(-1).indices
+
+    whole()
+    return median_ms(lambda: graphs.run(key, make)), median_ms(whole)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--output", type=Path, help="folder for decode_step-CARD.json")
+    args = parser.parse_args()
+    card, copy = torch.cuda.get_device_name(), copy_bandwidth()
+    decoder = make_decoder(args.context)
+    weights = sum(x.numel() * x.element_size() for x in decoder._targets().values())
+    kv_token = 28 * 2 * 8 * 128 * 2
+    rows = []
+    print(f"{card}, copy {copy:.0f} GB/s, weights {weights / 1e6:.0f} MB, context {args.context}")
+    print("batch  layers ms  step ms  floor ms  of floor  tokens/s")
+    for batch in args.batch:
+        layers, whole = step_ms(decoder, batch, args.context)
+        floor = (weights + batch * args.context * kv_token) / copy / 1e6
+        rows.append(
+            {"batch": batch, "layers_ms": layers, "step_ms": whole, "floor_ms": floor, "of_floor": floor / whole}
+        )
+        print(f"{batch:5} {layers:10.3f} {whole:8.3f} {floor:9.3f} {floor / whole:9.2f} {batch / whole * 1e3:9.0f}")
+        torch.cuda.empty_cache()
+    if args.output:
+        name = f"decode_step-{card.lower().replace(' ', '-')}.json"
+        result = {"card": card, "copy_gb_s": copy, "context": args.context, "rows": rows}
+        (args.output / name).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
