@@ -5,7 +5,7 @@ The monitor looks; the dashboard shows: six numbers, and how each came there wit
 
 # Generated from nbs/8_viz/16_dashboard.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5652ad1a010c module=82323d319e9d
+# literate: notebook=d956521fd2c6 module=1c7aa8143d26
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Dashboard(View):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if not self.monitor.ended:
             self.start()
-        return super()._repr_mimebundle_(include, exclude)
+        return View._repr_mimebundle_(self, include, exclude)
 
     # %% nbs/8_viz/16_dashboard.ipynb #Dashboard-_send
     def _send(self, sample: Sample) -> None:

@@ -165,9 +165,9 @@ def test_an_async_llm(path, engine_in):
 
     llm = AsyncLLM.from_engine_args(EngineArgs(model=path, dtype="float32", num_gpu_blocks=128), engine_in=engine_in)
     try:
-        with EngineMonitor(llm, rate=50) as monitor:
-            with ThreadPoolExecutor(1) as apart:  # from the event loop that a browser keeps running
-                apart.submit(asyncio.run, run(llm)).result()
+        # a thread, apart from the event loop that a browser keeps running in this one
+        with EngineMonitor(llm, rate=50) as monitor, ThreadPoolExecutor(1) as apart:
+            apart.submit(asyncio.run, run(llm)).result()
         saw_the_run(monitor, 400)
     finally:
         llm.shutdown()
@@ -206,7 +206,7 @@ def test_a_server_shows_it_live(path, browser):
             ),
         )
         page.goto(f"{server.url}/dashboard")
-        page.wait_for_function("document.querySelector('.mv-card').dataset.samples > 3")
+        page.wait_for_function("document.querySelector('.mv-card')?.dataset.samples > 3")
         assert page.locator(".mv-status").inner_text() == "live"
         body = {"model": server.model, "prompt": "x", "max_tokens": 200, "ignore_eos": True}
         thread = threading.Thread(target=server.post, args=("/v1/completions", body))
