@@ -11,7 +11,9 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -55,7 +57,10 @@ def start_server(model: str, *more: str) -> tuple["subprocess.Popen[str]", str]:
     command = [sys.executable, "-P", "-m", "minivllm.cli", "serve", model, "--port", "0", *flags, *more]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
-    line = next(line for line in server.stderr if " on http" in line)
+    line = next((line for line in server.stderr if " on http" in line), None)
+    if line is None:
+        raise RuntimeError(f"the server has not started: status {server.wait()}")
+    threading.Thread(target=deque, args=(server.stderr, 0), daemon=True).start()  # a full pipe would stop it
     url = line.strip().rpartition(" on ")[2]
     for _ in range(400):
         try:
