@@ -75,7 +75,7 @@ export function look(fold, lexicon, block) {
 
 export function describe(fold, lexicon, block) {
   const { words, holders } = look(fold, lexicon, block);
-  const by = holders.slice(0, 3).map(({ request, position }) => `${lexicon.requests[request]} at position ${position}`).join(", ");
+  const by = holders.slice(0, 3).map(({ request, position }) => `request ${lexicon.requests[request]} at position ${position}`).join(", ");
   return `Block ${block}: ${words}${by ? `, ${by}` : ""}`;
 }
 
@@ -104,7 +104,8 @@ export function describeNodes(fold, lexicon, block) {
 
 // The decision behind one row of a block's history.
 export function decision(row, lexicon) {
-  const who = row.request >= 0 ? lexicon.requests[row.request] : "";
+  const name = (request) => `request ${lexicon.requests[request]}`;
+  const who = row.request >= 0 ? name(row.request) : "";
   if (row.event === "allocated") {
     const room = `room for ${count(row.tokens, "token")} in this step`;
     if (row.detail === Why.STARTS) return `${who} was admitted, with ${room}`;
@@ -115,11 +116,11 @@ export function decision(row, lexicon) {
   if (row.event === "shared") return `${who} was admitted and found these tokens cached`;
   if (row.event === "cached") return "the block was full: its tokens can be found and reused";
   if (row.event === "left by the window") return `no later token of ${who} attends to it`;
-  if (row.event === "evicted") return row.detail >= 0 ? `${lexicon.requests[row.detail]} needed a block, and no empty one was left` : "a block was needed, and no empty one was left";
+  if (row.event === "evicted") return row.detail >= 0 ? `${name(row.detail)} needed a block, and no empty one was left` : "a block was needed, and no empty one was left";
   const [cause, detail, by] = row.detail;
   if (cause === Cause.FINISH) return `${who} ended (${lexicon.strings[detail]})`;
   if (cause === Cause.PREEMPT) {
-    const needed = by === row.request ? "it needed blocks itself and none were free" : `${lexicon.requests[by]} needed blocks and none were free`;
+    const needed = by === row.request ? "it needed blocks itself and none were free" : `${name(by)} needed blocks and none were free`;
     return `${who} was preempted (${lexicon.strings[detail]}): ${needed}`;
   }
   return `the admission of ${who} was taken back`;
