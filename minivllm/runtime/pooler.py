@@ -1,11 +1,12 @@
 """How does a prompt become a vector?
 
-The model computes a hidden state for every token anyway.
+The model computes a hidden state for every token anyway; a request that wants a vector takes them
+and ends where others would draw their first token.
 """
 
 # Generated from nbs/5_engine/19_pooler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6b37daab26cb module=7e3418d3b3e2
+# literate: notebook=f36634ba0cec module=c6d3244e1b87
 
 from dataclasses import dataclass
 

@@ -1,11 +1,12 @@
 """What does a client of `/v1/responses` say?
 
-OpenAI's newer endpoint speaks of items, not messages.
+OpenAI's newer endpoint speaks of items, not messages: something said, a call, what came of it, a
+thought, one after another in a flat list.
 """
 
 # Generated from nbs/6_serving/24_response_request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d01550d59db4 module=da75a81f4652
+# literate: notebook=a7ce7d889109 module=347668dafe29
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,11 +1,11 @@
 """How are calls found in a text that is still being written?
 
-Half a brace is not a call.
+Half a brace is not a call, and the letter `<` may be the beginning of `<tool_call>` or of "a < b".
 """
 
 # Generated from nbs/6_serving/13_tool_parsers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=242ae85b7da8 module=8e96d4066cc8
+# literate: notebook=f91c107ad271 module=d46b5d5353da
 
 import ast
 import json

@@ -1,11 +1,12 @@
 """How does a model call a function?
 
-It writes text that says so, in the manner that its family was trained on.
+It writes text that says so, in the manner that its family was trained on: Hermes and Qwen between
+two tags, Llama as bare JSON, Mistral behind a mark.
 """
 
 # Generated from nbs/6_serving/12_tools.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0dfec503f692 module=c6897430e61a
+# literate: notebook=46edbfbc8ab5 module=48a44023d5df
 
 import importlib.util
 import json
