@@ -6,7 +6,7 @@ starts and stops them in the right order.
 
 # Generated from nbs/6_serving/11_app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e96a265c836d module=ee314ae8de07
+# literate: notebook=f8c609b81c7a module=fce1761c337e
 
 import argparse
 import asyncio
@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -46,6 +47,7 @@ from minivllm.serving.tools import load_plugin
 
 __all__ = [
     "ServerOptions",
+    "check_certificate",
     "create_app",
     "listen",
     "logger",
@@ -400,6 +402,19 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_certificate(certificate: str | None, key: str | None) -> None:
+    """Raises ValueError that names the file, before a model is loaded for nothing."""
+    if certificate is None:
+        if key is not None:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile")
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except OSError as error:  # ssl.SSLError is one
+        names = certificate if key is None else f"{certificate}, --ssl-keyfile {key}"
+        raise ValueError(f"--ssl-certfile {names}: {error.strerror or error}") from error
+
+
 def options_from(args: argparse.Namespace) -> ServerOptions:
     """The ServerOptions that the flags say."""
     given = {f.name: getattr(args, f.name) for f in fields(ServerOptions)}
@@ -420,6 +435,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError("--max-engine-restarts needs an engine in a process of its own")
     if args.max_engine_restarts and options.trace:
         raise ValueError("--trace records one engine from its start to its end; it excludes --max-engine-restarts")
+    check_certificate(args.ssl_certfile, args.ssl_keyfile)
     place = "thread" if args.disable_frontend_multiprocessing else "process"
     sock = listen(args.host, args.port)
 
