@@ -5,7 +5,7 @@ A language model server small enough to read: every module of the package is a c
 
 # Generated from nbs/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=10438c04f298 module=1dfc1559832d
+# literate: notebook=697b6055426f module=d680784220aa
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.engine.outputs import CompletionOutput, RequestOutput
     from minivllm.sampling.params import SamplingParams
+    from minivllm.sampling.pooling import PoolingParams
 
 __all__ = [
     "LLM",
@@ -29,6 +30,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "__version__",
@@ -40,6 +42,7 @@ _HOMES = {
     "EngineArgs": "minivllm.core.config",
     "LLM": "minivllm.engine.llm",
     "LLMEngine": "minivllm.engine.llm_engine",
+    "PoolingParams": "minivllm.sampling.pooling",
     "RequestOutput": "minivllm.engine.outputs",
     "SamplingParams": "minivllm.sampling.params",
 }
