@@ -5,7 +5,7 @@ Who owns which piece of the cache, and how did it come to that?
 
 # Generated from nbs/8_viz/05_block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=be772f41f4c0 module=855b62f4f4fd
+# literate: notebook=4b9389fab583 module=81687226e21a
 
 from __future__ import annotations
 
@@ -460,7 +460,7 @@ def usage(trace: Trace) -> list[int]:
 # %% nbs/8_viz/05_block_map.ipynb #draw_blocks
 def _grid(count: int) -> tuple[int, int]:
     """Columns (a power of two) and rows, about twice as wide as high."""
-    columns = 2 ** math.ceil(math.log2(max(8.0, math.sqrt(count * 1.8))))
+    columns = 2 ** math.ceil(math.log2(max(16.0, math.sqrt(count * 1.8))))
     return columns, math.ceil(count / columns)
 
 
@@ -478,7 +478,7 @@ def draw_blocks(axes: Axes, state: State, numbers: dict[str, int]) -> None:
     drawn = block_states(state, numbers)
     columns, rows = _grid(len(drawn))
     box = axes.get_window_extent()
-    side = min(box.width / columns, box.height / rows) * 72 / axes.figure.dpi * 0.82  # points
+    side = min(box.width / columns, box.height / rows) * 72 / axes.figure.dpi * 0.8  # points
     for kind, (_, marker, size) in _MARKS.items():
         chosen = [(i, n) for i, (look, n) in enumerate(drawn) if look == kind]
         if not chosen:

@@ -257,3 +257,25 @@ def test_views_load_light():
     code = "import sys, minivllm.viz.page, minivllm.viz.block_map; print(*{'torch', 'pandas', 'matplotlib', 'anywidget', 'ipywidgets'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+# ---- a real model
+
+
+@pytest.mark.slow
+def test_a_recorded_run_shows_its_text(llm, open_page, tmp_path):
+    from minivllm import SamplingParams
+
+    with llm.record() as trace:
+        (output,) = llm.generate(
+            ["The quick brown fox jumps over the lazy dog, and the next day it does so once more."],
+            SamplingParams(temperature=0, max_tokens=8),
+            use_tqdm=False,
+        )
+    page = open_page(trace.show().save(tmp_path / "run.html"), views=len(trace.show().views))
+    block = next(event[3][0] for event in trace.events if event[0] == "alloc")
+    page.get_by_label("block number to pin").fill(str(block))
+    page.keyboard.press("Enter")
+    page.wait_for_selector("aside dd")
+    assert "The quick brown fox jumps over the lazy dog" in page.locator("aside").inner_text()
+    assert output.outputs[0].text
