@@ -1,0 +1,67 @@
+"""Every view of a trace, where there is little or nothing to show: a clear message, in the words and on the page."""
+
+import pytest
+from viz_traces import make_trace
+
+from minivllm.core.config import CacheConfig, SchedulerConfig
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.trace import Trace, TraceHeader
+from minivllm.viz import BlockMap, Compare, Page, PrefixTree, Timeline, Waste
+
+VIEWS = {
+    "BlockMap": BlockMap,
+    "Timeline": Timeline,
+    "PrefixTree": PrefixTree,
+    "Waste": Waste,
+    "Compare": lambda trace: Compare(trace, trace),
+}
+
+
+def aborted(steps: int) -> Trace:
+    """One request that is aborted before it ran, and so many empty steps."""
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40)
+    scheduler = Scheduler(config, CacheConfig(4, 14))
+    made = scheduler.record()
+    scheduler.add_request(Request("a", [1, 2, 3], max_tokens=4))
+    scheduler.finish_requests(["a"])
+    for _ in range(steps):
+        scheduler.update(scheduler.schedule(), ModelRunnerOutput({}))
+    return made
+
+
+def broken(folder):
+    (folder / "broken.jsonl").write_text("not json\n")
+    return folder / "broken.jsonl"
+
+
+SITUATIONS = {
+    "empty": (lambda folder: Trace(TraceHeader()), "Nothing happened"),
+    "another version": (lambda folder: Trace(TraceHeader(version=99)), "of version 99"),
+    "broken file": (broken, "broken.jsonl, line 1"),
+    "no step": (lambda folder: aborted(0), "1 request was added"),
+    "one step": (lambda folder: make_trace(num_blocks=97, steps=1, rate=3.0), None),
+    "aborted only": (lambda folder: aborted(2), None),
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_little_or_nothing_to_show(name, open_page, tmp_path):
+    make, words = SITUATIONS[name]
+    views = {kind: build(make(tmp_path)) for kind, build in VIEWS.items()}
+    for kind, view in views.items():
+        assert view.summary().strip(), kind
+        if words is not None:
+            assert words in view.summary(), kind
+            with pytest.raises(ValueError, match=words):
+                view.to_png()
+        else:
+            assert view.to_png()[:4] == b"\x89PNG", kind
+    page = open_page(Page(list(views.values())).save(tmp_path / "page.html"), views=len(views))
+    assert page.locator(".mv-problem, .mv-card[data-ready]").count() == len(views)
+    problems = page.locator(".mv-problem").all_inner_texts()
+    if words is None:
+        assert problems == []
+    else:
+        assert len(problems) == len(views) and all(words in text for text in problems)
