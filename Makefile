@@ -90,13 +90,13 @@ bench: $(READY)  ## run the benchmarks; each prints a table of ratios
 # Extra arguments for compute-sanitizer's runs: the attention kernels, over lengths around the edges of a tile.
 SANITIZE := --kernel-regex kns=decode_mma --kernel-regex kns=prefill_mma --error-exitcode 1
 
-gpu: $(GPU_READY)  ## on a machine with an NVIDIA GPU: test, sanitize and time the kernels
-	$(BIN)/pytest -m gpu tests/kernels_cuda
+gpu: $(GPU_READY)  ## on a machine with an NVIDIA GPU: test, sanitize and time the kernels and the engine
+	$(BIN)/pytest -m gpu tests/kernels_cuda tests/engine
 	@if command -v compute-sanitizer >/dev/null; then for tool in memcheck racecheck; do \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool $(SANITIZE) \
 		$(BIN)/python -m pytest -q tests/kernels_cuda/test_gpu.py -k "lengths_around or view_of" || exit 1; done; \
 	else echo "compute-sanitizer is not here (it comes with the CUDA toolkit): not run"; fi
-	$(BIN)/python benchmarks/kernels.py --output benchmarks/results
+	for name in kernels decode_step engine_gpu; do $(BIN)/python benchmarks/$$name.py --output benchmarks/results || exit 1; done
 
 $(GPU_READY): $(READY)
 	$(BIN)/pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,cuda]'

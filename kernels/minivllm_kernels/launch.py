@@ -5,7 +5,7 @@ Question: a decode step launches a hundred kernels.
 
 # Generated from nbs/4_kernels/09_launch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=39be8d70e257 module=b343586e0ecd
+# literate: notebook=c6a43cbc3833 module=b912013b9ab6
 
 import ctypes
 import hashlib
@@ -132,7 +132,7 @@ def compiler_missing() -> str | None:
         return f"numba-cuda is not installed ({install})"
     version = importlib.metadata.version("numba-cuda")
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_NUMBA_CUDA:
-        return f"numba-cuda {version} is too old ({install})"
+        return f"numba-cuda {version} is too old, {'.'.join(map(str, OLDEST_NUMBA_CUDA))} is needed ({install})"
     return None
 
 

@@ -5,7 +5,7 @@ Question: a kernel believes whatever address it is given.
 
 # Generated from nbs/4_kernels/10_ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=508d54bb0561 module=e779bc0cda5e
+# literate: notebook=2db2c36e4fb8 module=7532ece78b8d
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minivllm_kernels import cache, decode, pointwise, prefill
 from minivllm_kernels.launch import compiler_missing, launcher
-from minivllm_kernels.planning import AttentionShape, DecodePlan, most_items, plan_decode, plan_prefill, split_at_chunks
+from minivllm_kernels.planning import AttentionShape, DecodePlan, item_rungs, plan_decode, plan_prefill, split_at_chunks
 from minivllm_kernels.simt import LOG2E, Kernel
 
 __all__ = [
@@ -31,13 +31,13 @@ __all__ = [
     "check_cache",
     "check_rows",
     "copy_blocks",
+    "decode_rungs",
     "decode_work",
     "device_unsupported",
     "fixed_decode_plan",
     "half_name",
     "halves_of",
     "make_room",
-    "most_decode_items",
     "paged_attention",
     "plan_attention",
     "reshape_and_cache",
@@ -263,10 +263,10 @@ def decode_work(
     )
 
 
-def most_decode_items(shape: AttentionShape, kv_heads: int, num_rows: int, device: torch.device) -> int:
-    """Room for the work items of up to `num_rows` single-token rows, whatever their lengths."""
+def decode_rungs(shape: AttentionShape, kv_heads: int, num_rows: int, device: torch.device) -> tuple[int, ...]:
+    """Numbers of work items to launch for up to `num_rows` single-token rows; the last is enough whatever their lengths."""
     multiprocessors = card(device.index or 0).multiprocessors
-    return most_items(num_rows, kv_heads * decode.mma_parts(shape), multiprocessors, decode.max_warps(shape))
+    return item_rungs(num_rows, kv_heads * decode.mma_parts(shape), multiprocessors, decode.max_warps(shape))
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:

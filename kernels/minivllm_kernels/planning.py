@@ -5,7 +5,7 @@ Question: a batch holds one sequence of 16,000 tokens and sixty short ones.
 
 # Generated from nbs/4_kernels/04_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7313013a4885 module=916602359599
+# literate: notebook=8d8d66dcafd3 module=fcfaf13f8f50
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ __all__ = [
     "DecodePlan",
     "choose_chunk",
     "cut",
-    "most_items",
+    "item_rungs",
     "plan_decode",
     "plan_prefill",
     "shape_unsupported",
@@ -201,11 +201,15 @@ def plan_decode(
     return DecodePlan(items, slots, warps)
 
 
-def most_items(num_seqs: int, heads: int, multiprocessors: int = 132, max_warps: int = 8) -> int:
-    """No `plan_decode` for up to `num_seqs` sequences, whatever their lengths, has more items than this."""
+def item_rungs(num_seqs: int, heads: int, multiprocessors: int = 132, max_warps: int = 8) -> tuple[int, ...]:
+    """Sizes to pad a list of work items to, ascending: what fills the card once at each width of `WAVES`, and one item a sequence.
+
+    No `plan_decode` for up to `num_seqs` sequences, whatever their lengths, has more items than the last of them.
+    """
     waves = WAVES if max_warps == 8 else WIDE_WAVES
-    filled = [resident * multiprocessors // heads for _, resident, _ in waves]
-    return max(*filled, num_seqs + 3 * multiprocessors // heads + 1)
+    filled = {max(1, resident * multiprocessors // heads) for _, resident, _ in waves}
+    most = max(*filled, num_seqs + 3 * multiprocessors // heads + 1)
+    return tuple(sorted({*filled, num_seqs, most}))
 
 
 # %% nbs/4_kernels/04_planning.ipynb #plan_prefill

@@ -5,8 +5,9 @@ Question: what does it take for the engine to use them?
 
 # Generated from nbs/4_kernels/11_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=318b86721900 module=b0e0e74b5bdf
+# literate: notebook=9374cc765626 module=ae03d922e4cf
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -136,11 +137,11 @@ class NumbaCudaFixedDecode:
 
     def __init__(self, num_rows: int, spec: AttentionSpec, buffer: StepBuffer) -> None:
         self.spec, self.buffer, self.shape, self.warps = spec, buffer, _shape(spec), 0
-        room = _ops().most_decode_items(self.shape, spec.num_kv_heads, num_rows, buffer.device)
+        self._rungs = _ops().decode_rungs(self.shape, spec.num_kv_heads, num_rows, buffer.device)
         self._slots, self.slot_mapping = buffer.reserve((num_rows,), np.int64)
-        self._items, self.items = buffer.reserve((room, 8), np.int32)
+        self._items, self.items = buffer.reserve((self._rungs[-1], 8), np.int32)
 
-    def fill(self, batch: AttentionBatch) -> int:
+    def fill(self, batch: AttentionBatch) -> tuple[int, int]:
         spec, count = self.spec, batch.num_reqs
         rows = np.arange(count)
         work = _ops().decode_work(
@@ -158,11 +159,11 @@ class NumbaCudaFixedDecode:
         table[...] = batch.block_table
         start = (table.ctypes.data - self.buffer.host_address) // table.itemsize
         items, used = self._items, len(work.items)
-        items[:used], items[used:] = work.items, 0
+        items[:used], items[used:] = work.items, -1
         items[:used, 0] = start + work.items[:, 0] * table.shape[1]
-        items[used:, 0] = -1
-        self.warps = work.warps
-        return work.warps
+        launched = self._rungs[bisect.bisect_left(self._rungs, used)]
+        self.warps, self.items = work.warps, self.items[:launched]
+        return work.warps, launched
 
     def plan(self) -> NumbaCudaPlan:
         spec = self.spec

@@ -5,7 +5,7 @@ There are several ways to compute attention, and none is best everywhere.
 
 # Generated from nbs/3_model/03b_select.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b9c51e53211d module=c268b6f65516
+# literate: notebook=cb64a792fe0d module=7cd23b5de25f
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -94,7 +94,9 @@ def select_backend(
         backend = make_backend(name)
         for one in specs:
             if reason := backend.unsupported(one, device):
-                raise ValueError(f"attention backend {name!r} cannot run this model on {device}: {reason}")
+                raise ValueError(
+                    f"attention backend {name!r} cannot run this model on {device}: {reason}; attention_backend='auto' finds one that can"
+                )
         return backend, "asked for"
     refused: list[str] = []
     for candidate in _AUTO_ORDER:

@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=161b2fcd51d1 module=aa9dc61516a4
+# literate: notebook=83490b0b6936 module=bc4f6b339b32
 
 from __future__ import annotations
 
@@ -332,7 +332,9 @@ class EngineArgs:
     scheduling_policy: str = _arg("fcfs", "order of the waiting queue", ("fcfs", "priority"))
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
-    enforce_eager: bool = _arg(False, "no CUDA graphs (none are captured yet, so every run is eager)")
+    enforce_eager: bool = _arg(
+        False, "launch every kernel of every step, with no CUDA graphs of decode steps (on a GPU)"
+    )
     max_logprobs: int = _arg(20, "most log-probabilities a request may ask for per token; -1: the whole vocabulary")
     logprobs_mode: str = _arg(
         "raw_logprobs",

@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2a905583e6a1 module=ddb07bdbe002
+# literate: notebook=f31bf58f6ebc module=e2734bf896d0
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from minivllm.engine.input_processor import InputProcessor, ProcessedInput, Prom
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import RequestOutput
 from minivllm.models.tokenizer import get_tokenizer
-from minivllm.runtime.executor import make_executor, plan_engine
+from minivllm.runtime.executor import fit_memory, make_executor, plan_engine
 from minivllm.runtime.sample_record import explain_sample
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import SamplingParams
@@ -78,7 +78,7 @@ class LLMEngine:
         """
         if isinstance(preemption, Swap):
             args = replace(args, num_cpu_blocks=preemption.num_cpu_blocks, preemption_mode="swap")
-        plan = plan_engine(args)
+        plan = fit_memory(plan_engine(args))
         tokenizer = get_tokenizer(args.tokenizer or plan.model.path, args.download_dir)
         ends = dict.fromkeys([tokenizer.eos_token_id, *plan.model.eos_token_ids])
         grammar = GrammarCompiler(tokenizer, plan.config.model.vocab_size, [i for i in ends if i is not None])

@@ -5,7 +5,7 @@ Norms, rotations, activations: nothing to compute, much to move.
 
 # Generated from nbs/4_kernels/11b_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1b87688f1c59 module=cf91f68a27c2
+# literate: notebook=2989c1c79dca module=f95a97cf7a1f
 
 from typing import Any, TypeVar
 
@@ -27,10 +27,11 @@ Part = TypeVar("Part")
 
 
 def become(cls: type[Part], part: Any) -> Part:
-    """An object of class `cls` with the attributes of `part`, an object of the class that `cls` was derived from."""
+    """An object of class `cls` with the attributes of `part`, whose class it was derived from, or the other way round."""
     new = cls.__new__(cls)
-    for name in type(part).__slots__:
-        setattr(new, name, getattr(part, name))
+    for one in type(part).__mro__:
+        for name in getattr(one, "__slots__", ()):
+            setattr(new, name, getattr(part, name))
     return new
 
 

@@ -6,30 +6,31 @@ GPUs, or not at all (a simulation answers from a cost model).
 
 # Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=360c2d3b93b2 module=7ed085902d85
+# literate: notebook=159cffdf8d72 module=66c6f6348abd
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from minivllm.attention.backend import AttentionBackend
 from minivllm.attention.select import select_backend
-from minivllm.core.config import EngineArgs, EngineConfig, KVCacheConfig, choose_dtype, resolve
+from minivllm.core.config import Decision, EngineArgs, EngineConfig, KVCacheConfig, MachineFacts, choose_dtype, resolve
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.models.fused import fuse
 from minivllm.models.linear import explain_choice
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.runtime.machine import choose_device, has_native_bf16, machine_facts
-from minivllm.runtime.model_runner import ModelRunner
+from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
+from minivllm.runtime.peak_memory import peak_bytes
 from minivllm.runtime.sample_record import SampleLog
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["EnginePlan", "Executor", "UniProcExecutor", "load_decoder", "make_executor", "plan_engine"]
+__all__ = ["EnginePlan", "Executor", "UniProcExecutor", "fit_memory", "load_decoder", "make_executor", "plan_engine"]
 
 
 # %% nbs/5_engine/04_executor.ipynb #Executor
@@ -57,11 +58,13 @@ class Executor(Protocol):
 # %% nbs/5_engine/04_executor.ipynb #EnginePlan
 @dataclass(frozen=True)
 class EnginePlan:
-    """What is going to be loaded, decided and checked, with no weight read yet."""
+    """What is going to be loaded, decided and checked. ``decoder``: the model, if it has been loaded already."""
 
     config: EngineConfig
     model: LoadedModel
     backend: AttentionBackend
+    machine: MachineFacts
+    decoder: Decoder | None = None
 
 
 def plan_engine(args: EngineArgs) -> EnginePlan:
@@ -84,8 +87,8 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     backend, why = select_backend(args.attention_backend, specs, torch.device(device))
     linear = explain_choice(getattr(torch, dtype.value), torch.device(device), backend.batch_invariant)
     facts = loaded.facts(args.block_size, dtype.value)
-    config = resolve(args, facts, machine_facts(device, (backend.name, why), linear), dtype)
-    return EnginePlan(config, loaded, backend)
+    machine = machine_facts(device, (backend.name, why), linear)
+    return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
 
 def load_decoder(plan: EnginePlan) -> Decoder:
@@ -97,6 +100,27 @@ def load_decoder(plan: EnginePlan) -> Decoder:
     return decoder
 
 
+def fit_memory(plan: EnginePlan) -> EnginePlan:
+    """On a GPU, load the model, measure what its largest step takes, and give the KV cache what is left of
+    `gpu_memory_utilization`. Elsewhere, or if the user says how large the cache is, the plan as it came.
+
+    Raises:
+        ValueError: nothing is left; says what to change.
+    """
+    args, config = plan.config.args, plan.config
+    if config.device == "cpu" or args.num_gpu_blocks is not None or args.kv_cache_memory_bytes is not None:
+        return plan
+    decoder = load_decoder(plan)
+    peak = peak_bytes(decoder, config.kv_cache, config.scheduler)
+    graphs = 0 if args.enforce_eager else GRAPH_BYTES
+    free, _ = torch.cuda.mem_get_info()
+    left = free - peak - graphs + config.model.weight_bytes  # which `resolve` takes off, but they are loaded already
+    dtype = next(d for d in config.decisions if d.setting == "dtype")
+    measured = resolve(args, config.model, replace(plan.machine, free_memory_bytes=left), dtype)
+    decision = Decision("peak_memory_bytes", peak, f"the largest step, measured; CUDA graphs may take {graphs:,} more")
+    return replace(plan, config=replace(measured, decisions=(*measured.decisions, decision)), decoder=decoder)
+
+
 # %% nbs/5_engine/04_executor.ipynb #UniProcExecutor
 class UniProcExecutor:
     """Runs the model in the engine's own process."""
@@ -105,9 +129,8 @@ class UniProcExecutor:
         self, plan: EnginePlan, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None
     ) -> None:
         self.kv_cache_config = plan.config.kv_cache
-        self.runner: ModelRunner | None = ModelRunner(
-            load_decoder(plan), plan.backend, plan.config, transforms, grammar
-        )
+        decoder = plan.decoder or load_decoder(plan)
+        self.runner: ModelRunner | None = ModelRunner(decoder, plan.backend, plan.config, transforms, grammar)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         if self.runner is None:

@@ -80,3 +80,26 @@ def test_nobody_can():
     select._BACKENDS.update({"numba_cpu": Never, "sdpa": Never, "reference": Never})
     with pytest.raises(ValueError, match=r"no attention backend runs this model on cpu: .*reference cannot: never"):
         select.select_backend("auto", spec(), CPU)
+
+
+def test_auto_says_why_not_the_gpu_kernels_and_asking_for_them_says_what_to_do():
+    pytest.importorskip("minivllm_kernels.ops")
+    assert (
+        "numba_cuda cannot: it needs an NVIDIA GPU, and the device is cpu"
+        in select.select_backend("auto", spec(), CPU)[1]
+    )
+    with pytest.raises(
+        ValueError, match=r"'numba_cuda' cannot run .* needs an NVIDIA GPU.*attention_backend='auto' finds"
+    ):
+        select.select_backend("numba_cuda", spec(), CPU)
+
+
+def test_a_head_that_is_not_built_is_named_with_those_that_are(monkeypatch):
+    ops = pytest.importorskip("minivllm_kernels.ops")
+    monkeypatch.setattr(ops, "device_unsupported", lambda device: None)
+    odd, cuda = spec(head_dim=72, dtype=torch.bfloat16), torch.device("cuda")
+    with pytest.raises(
+        ValueError, match=r"head_dim 72 is not built: the CUDA kernels know 64, 80, 96, 128, 256; .*'auto'"
+    ):
+        select.select_backend("numba_cuda", odd, cuda)
+    assert "head_dim 72 is not built" in select.select_backend("auto", odd, cuda)[1]

@@ -45,7 +45,7 @@ def test_a_missing_or_old_compiler_is_named(monkeypatch):
     assert "numba-cuda is not installed (pip install" in launch.compiler_missing()
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: "0.9.1")
-    assert "numba-cuda 0.9.1 is too old (pip install" in launch.compiler_missing()
+    assert "numba-cuda 0.9.1 is too old, 0.30 is needed (pip install" in launch.compiler_missing()
 
 
 def test_driver_errors_say_what_to_do():

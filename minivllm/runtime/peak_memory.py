@@ -1,0 +1,65 @@
+"""How much memory does the largest step take?
+
+A GPU's memory holds the weights, the KV cache, and what a step needs while it runs: activations,
+logits, the sampler's copies of them.
+"""
+
+# Generated from nbs/5_engine/03b_peak_memory.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=e919c9c0ce10 module=f329bed553f0
+
+import numpy as np
+import torch
+
+from minivllm.attention.backend import AttentionBatch
+from minivllm.core.config import KVCacheConfig, SchedulerConfig
+from minivllm.models.decoder import Decoder
+from minivllm.sampling.transforms import draw, keep_from, top_p_threshold
+
+__all__ = ["peak_batch", "peak_bytes", "run_largest_step"]
+
+
+# %% nbs/5_engine/03b_peak_memory.ipynb #peak_batch
+def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
+    """`max_num_batched_tokens` tokens in prompts of `max_model_len`, the last one shorter, each in blocks of its own from block 1 on."""
+    tokens, longest = limits.max_num_batched_tokens, limits.max_model_len
+    lens = np.full(-(-tokens // longest), longest, np.int32)
+    lens[-1] = tokens - longest * (len(lens) - 1)
+    blocks = -(-lens // block_size)
+    first = np.cumsum(blocks) - blocks + 1
+    starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
+    place = np.arange(tokens) - np.repeat(starts[:-1], lens)
+    number = np.arange(blocks.max())
+    table = np.where(number < blocks[:, None], first[:, None] + number, 0).astype(np.int32)
+    slots = np.repeat(first, lens) * block_size + place
+    return AttentionBatch(starts, lens, table, slots.astype(np.int64))
+
+
+# %% nbs/5_engine/03b_peak_memory.ipynb #run_largest_step
+@torch.inference_mode()
+def run_largest_step(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig) -> int:
+    """Run the step of `peak_batch` with random tokens, and a draw for `max_num_seqs` requests. Gives the bytes of its cache."""
+    device, batch = decoder.device, peak_batch(limits, kv.block_size)
+    decoder.bind(kv)
+    specs = decoder.spec.attention_specs(kv.block_size, decoder.dtype)
+    cache = decoder.backend.new_kv_cache(int(batch.block_table.max()) + 1, specs[0], device)
+    plans = [decoder.backend.plan(batch, specs[group.layers[0]], device) for group in kv.groups]
+    token_ids = torch.randint(decoder.spec.vocab_size, (batch.num_tokens,), device=device)
+    positions = np.arange(batch.num_tokens) - np.repeat(batch.query_start_loc[:-1], batch.query_lens)
+    hidden = decoder.forward(token_ids, torch.from_numpy(positions).to(device), [cache] * kv.num_tensors, plans)
+    logits = decoder.compute_logits(hidden[: limits.max_num_seqs])
+    rows = torch.full((len(logits),), 0.9, dtype=torch.float64, device=device)
+    draw(keep_from(logits, top_p_threshold(logits, rows)), rows)
+    return cache.numel() * cache.element_size()
+
+
+def peak_bytes(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig) -> int:
+    """Bytes of GPU memory that the largest step takes at its peak, besides weights and cache."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(decoder.device)
+    torch.cuda.reset_peak_memory_stats(decoder.device)
+    cache = run_largest_step(decoder, kv, limits)
+    torch.cuda.synchronize(decoder.device)
+    peak = torch.cuda.max_memory_allocated(decoder.device) - before - cache
+    torch.cuda.empty_cache()
+    return peak
