@@ -78,6 +78,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--output", type=Path, help="folder for decode_step-CARD.json")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("not run: torch sees no NVIDIA GPU here")
+        return
     card, copy = torch.cuda.get_device_name(), copy_bandwidth()
     decoder = make_decoder(args.context)
     weights = sum(x.numel() * x.element_size() for x in decoder._targets().values())

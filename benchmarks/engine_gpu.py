@@ -171,6 +171,9 @@ def main() -> None:
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--output", type=Path, help="folder for engine_gpu-CARD.json")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("not run: torch sees no NVIDIA GPU here")
+        return
     card, work = torch.cuda.get_device_name(), workload(args.requests)
     with tempfile.TemporaryDirectory() as name:
         folder = model_folder(Path(name))
