@@ -5,7 +5,7 @@ A step is decided on the host: token ids, positions, cache slots, block tables, 
 
 # Generated from nbs/3_model/01c_step_buffer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ceb41db2cc09 module=f7c626175d39
+# literate: notebook=3e527c10e88e module=61597eb7915b
 
 import math
 
@@ -87,5 +87,6 @@ class StepBuffer:
         """Copy what was put and reserved since `begin`. The host does not wait."""
         self._there[: self.used].copy_(self._hosts[0][: self.used], non_blocking=True)
         if self.device.type == "cuda":
-            self._fetched[0] = torch.cuda.Event()
-            self._fetched[0].record()
+            event = torch.cuda.Event()
+            event.record()
+            self._fetched[0] = event
