@@ -5,12 +5,25 @@ The views of this part, each in a chapter of its own: what one asks for by name.
 
 # Generated from nbs/8_viz/00_viz.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=98e4a47ab0cd module=743169f1811c
+# literate: notebook=6cb6a87279f8 module=87379d68b8c2
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # %% nbs/8_viz/00_viz.ipynb #lazy
+if TYPE_CHECKING:
+    from minivllm.viz.block_map import BlockMap
+    from minivllm.viz.compare import Compare
+    from minivllm.viz.dashboard import Dashboard
+    from minivllm.viz.monitor import EngineMonitor
+    from minivllm.viz.page import Page
+    from minivllm.viz.predict import Predict
+    from minivllm.viz.prefix_tree import PrefixTree
+    from minivllm.viz.sampler_explorer import SamplerExplorer
+    from minivllm.viz.timeline import Timeline
+    from minivllm.viz.view import View
+    from minivllm.viz.waste import Waste
+
 _HOMES = {
     "BlockMap": "minivllm.viz.block_map",
     "Compare": "minivllm.viz.compare",
