@@ -1,0 +1,195 @@
+"""The timeline: every cell is what the folded state and the decisions say, in Python and in the page."""
+
+import time
+
+import numpy as np
+import pytest
+from viz_runs import Moody, busy_trace
+
+from minivllm.core.trace import Trace
+from minivllm.lab import Constant, simulate
+from minivllm.lab.workload import poisson
+from minivllm.viz.palette import LIGHT
+from minivllm.viz.timeline import Timeline
+from minivllm.viz.timeline_data import DECODE, KINDS, PREEMPTED, PREFILL, STALLED, SWAPPED, WAITING, timeline_data
+
+RUNS = {
+    "full": {},
+    "swap": {"seed": 1, "swap": 12},
+    "hybrid": {"seed": 2, "kind": "hybrid", "blocks": 40},
+    "tight": {"seed": 5, "blocks": 17},
+    "stalled": {"seed": 3, "policy": Moody()},
+}
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return {name: busy_trace(**how) for name, how in RUNS.items()}
+
+
+def test_every_cell_is_what_the_state_says(traces):
+    seen = set()
+    for trace in traces.values():
+        data, frames = timeline_data(trace), trace.to_pandas()
+        first = int(frames["steps"].step[0])
+        done = frames["decisions"].query("decision in ('prefill', 'decode')")
+        scheduled = {(row.step - first, row.request_id): (row.decision, row.num_tokens) for row in done.itertuples()}
+        number = {name: i for i, name in enumerate(data.request_ids)}
+        for step, state in trace.states():
+            for name, request in state.requests.items():
+                kind = data.cell(number[name], step)
+                seen.add(kind)
+                if (step, name) in scheduled:
+                    decision, tokens = scheduled[step, name]
+                    assert KINDS[kind] == decision
+                    if kind == PREFILL:
+                        assert data.tokens[data._span(number[name], step)] == tokens
+                else:
+                    told = {"WAITING": WAITING, "RUNNING": STALLED, "PREEMPTED": PREEMPTED, "SWAPPED": SWAPPED}
+                    assert kind == told[request.status]
+            for name in set(number) - set(state.requests):
+                kind = data.cell(number[name], step)
+                assert kind is None or data.finish[number[name]] == step  # ended within the step
+    assert seen == {WAITING, PREEMPTED, SWAPPED, STALLED, PREFILL, DECODE}
+
+
+def test_strips_are_the_table_of_steps(traces):
+    for trace in traces.values():
+        data, steps = timeline_data(trace), trace.to_pandas()["steps"]
+        for mine, theirs in (
+            ("prefill_tokens", "num_prefill_tokens"),
+            ("decode_tokens", "num_decodes"),
+            ("running", "num_running"),
+            ("waiting", "num_waiting"),
+        ):
+            np.testing.assert_array_equal(getattr(data, mine), steps[theirs])
+        np.testing.assert_allclose(data.time[:-1], steps.start)
+        assert data.budget == 14
+
+
+def test_reasons_are_those_of_the_trace(traces):
+    told = set()
+    for name in ("full", "swap", "tight"):
+        data = timeline_data(traces[name])
+        told |= {data.describe(request, step) for request in range(25) for step in range(data.num_steps)}
+    assert any(line.startswith("waiting: behind r") and "too few KV blocks" in line for line in told)
+    assert "waiting: as many requests were running as max_num_seqs allows" in told
+    assert any("that it wanted: the token budget of the step was used up" in line for line in told)
+    assert any(line.startswith("preempted: ") for line in told)
+    assert {"decode", "not there yet", "finished: length", "finished: abort"} <= told
+    stalled = timeline_data(traces["stalled"])
+    assert "running, but got no tokens" in {stalled.describe(r, s) for r in range(25) for s in range(stalled.num_steps)}
+
+
+def test_an_unknown_reason_is_told_by_its_name(traces):
+    trace = Trace(traces["full"].header, traces["full"].start)
+    trace.events += [e if e[0] != "wait" else ("wait", e[1], "moon phase") for e in traces["full"].events]
+    assert "moon phase" in timeline_data(trace).reasons
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_page_tells_and_draws_the_same(traces, name, open_page, tmp_path):
+    view = Timeline(traces[name])
+    data = view.lanes
+    page = open_page(view.save(tmp_path / "x.html"), width=1300)
+    steps = list(range(0, data.num_steps, max(1, data.num_steps // 25)))
+    told, computed = page.evaluate(
+        """steps => { const { lanes } = document.querySelector('.mv-timeline').lanes;
+        return [steps.map(s => lanes.ids.map((_, r) => lanes.describe(r, s))), steps.map(s => lanes.ids.map((_, r) => lanes.computed(r, s)))]; }""",
+        steps,
+    )
+    for k, step in enumerate(steps):
+        state = view.trace.at(step)
+        for r, request in enumerate(data.request_ids):
+            assert told[k][r] == data.describe(r, step)
+            known = computed[k][r]
+            if known is not None and request in state.requests:
+                assert known == state.requests[request].num_computed_tokens
+    # Pixels in the middle of prefill and decode cells of a row, from the drawn canvas.
+    page.evaluate("document.querySelector('.mv-timeline').lanes.axis.show(0, 40)")
+    page.wait_for_timeout(100)
+    hits = page.evaluate(
+        """() => { const { lanes, chart, axis } = document.querySelector('.mv-timeline').lanes;
+        const canvas = document.querySelector('.mv-lanes-canvas'), pen = canvas.getContext('2d'), ratio = devicePixelRatio, out = [];
+        const height = chart.pane.firstChild.clientHeight / lanes.count;
+        for (let r = 0; r < lanes.count; r++) for (let s = 1; s < 39; s++) {
+          const x = chart.xOf(s + 0.5), y = (r + 0.5) * height - chart.pane.scrollTop;
+          out.push([r, s, ...pen.getImageData(Math.round(x * ratio), Math.round(y * ratio), 1, 1).data]); }
+        return out; }"""
+    )
+    colour = {
+        kind: tuple(int(LIGHT[c][i : i + 2], 16) for i in (1, 3, 5))
+        for kind, c in ((PREFILL, "prefill"), (DECODE, "decode"))
+    }
+    checked = 0
+    for r, step, *rgba in hits:
+        kind, end = data.cell(r, step), data.finish[r]
+        if abs(step - end) <= 2:  # the sign of the end may lie over it
+            continue
+        if kind == DECODE:
+            assert tuple(rgba[:3]) == colour[kind], (data.request_ids[r], step)
+            checked += 1
+        elif kind is None:
+            assert rgba[3] == 0, (data.request_ids[r], step)
+        elif kind != PREFILL:  # a number may stand in the middle of a chunk
+            assert tuple(rgba[:3]) not in colour.values()
+    assert checked > 20
+
+
+def test_keys_clicks_and_zoom(traces, open_page, tmp_path):
+    view = Timeline(traces["full"])
+    page = open_page(view.save(tmp_path / "x.html"), width=1000, dark=True)
+    cursor = "[...globalThis.minivllmCursors.values()][0]"
+    page.locator(".mv-lanes-pane").focus()
+    for key in ("ArrowRight", "ArrowRight", "Shift+ArrowRight", "ArrowLeft", "ArrowDown", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.evaluate(f"[{cursor}.step, {cursor}.request]") == [11, "r1"]
+    assert page.locator(".mv-lanes-detail").inner_text() == f"Step 11, request r1: {view.lanes.describe(1, 11)}."
+    page.keyboard.press("+")
+    size = page.evaluate("(({ axis }) => axis.to - axis.from)(document.querySelector('.mv-timeline').lanes)")
+    assert size == pytest.approx(view.lanes.num_steps / 2)
+    page.keyboard.press("0")
+    box = page.locator(".mv-lanes-pane").bounding_box()
+    x = page.evaluate("document.querySelector('.mv-timeline').lanes.chart.xOf(20.5)")
+    page.mouse.click(box["x"] + x, box["y"] + 5)
+    assert page.evaluate(f"[{cursor}.step, {cursor}.request]") == [20, "r0"]
+    page.mouse.move(box["x"] + x, box["y"] + 5)
+    assert view.lanes.describe(0, 20) in page.locator(".mv-tooltip:visible").inner_text()
+    page.keyboard.press("Escape")
+    page.select_option("select[aria-label='horizontal axis']", "time")
+    assert page.evaluate(f"{cursor}.request") is None
+
+
+def test_pictures_and_words(traces):
+    view = Timeline(traces["tight"])
+    assert view.to_png().startswith(b"\x89PNG") and view.trace.plot_timeline() is not None
+    data = view.lanes
+    assert view.describe().startswith(f"25 requests in {data.num_steps} steps")
+    assert (
+        f"{len(data.preemptions)} preemption" in view.describe()
+        and f"Most in the queue: {data.waiting.max()}" in view.describe()
+    )
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_in_ten_thousand_steps(open_page, tmp_path):
+    workload = poisson(16, 2000, (20, 400), (60, 900), seed=1)
+    config = {"num_gpu_blocks": 3000, "max_num_seqs": 128, "max_num_batched_tokens": 512}
+    trace = simulate(workload, config=config, cost_model=Constant(0.012)).trace
+    assert trace.num_steps > 8000
+    began = time.perf_counter()
+    view = Timeline(trace)
+    path = view.save(tmp_path / "big.html")
+    seconds = time.perf_counter() - began
+    page = open_page(path, width=1500)
+    paints = page.evaluate(
+        """async () => { const { axis, chart } = document.querySelector('.mv-timeline').lanes, times = [];
+        const frame = () => new Promise(requestAnimationFrame);
+        for (const tall of [true, false]) { chart.setRows(tall); await frame(); await frame();
+          for (let i = 0; i < 10; i++) { const t = performance.now(); axis.pan(0.001 * (i % 2 ? 1 : -1)); await frame(); times.push(performance.now() - t); } axis.zoom(8); }
+        return times; }"""
+    )
+    print(
+        f"\n{trace.num_steps} steps: read and packed in {seconds:.2f} s, {path.stat().st_size / 1e3:.0f} KB; frame {np.median(paints):.1f} ms, worst {max(paints):.1f} ms"
+    )
+    assert path.stat().st_size < 400_000 and np.median(paints) < 100
