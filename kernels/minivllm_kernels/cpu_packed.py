@@ -5,7 +5,7 @@ Question: the packed order has the outputs in the lanes.
 
 # Generated from nbs/4_kernels/25d_cpu_packed.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ee71df32cf27 module=ea32b5387e5b
+# literate: notebook=384ee07c9aa8 module=85eb5d0c30c2
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,6 @@ __all__ = ["jit", "make_tile", "multiply", "tile_vectors"]
 
 Sums are float32, in an order that does not depend on the number of rows: a row's result is bit-identical in any batch.
 """
-
 
 jit = njit(error_model="numpy")
 

@@ -5,7 +5,7 @@ Question: a compiler turns numba's Python into machine code.
 
 # Generated from nbs/4_kernels/20_cpu_vector.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=23ca7a51e76d module=a0f9fcfb3ab6
+# literate: notebook=869336afe1f9 module=1f7d20c847df
 
 import operator
 from typing import Any
@@ -59,6 +59,7 @@ __all__ = [
     "prefetch",
     "prefetch_rows",
     "primitive",
+    "root",
     "shuffle",
     "splat",
     "store",
@@ -222,6 +223,17 @@ def splat(typing: Any, x: Any, lanes: Any) -> Any:
 def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z."""
     return signature(x, x, y, z), lambda c, b, s, a: multiply_add(b, *a)
+
+
+@primitive
+def root(typing: Any, x: Any) -> Any:
+    """The square root of each lane, rounded correctly."""
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        fn = ir.FunctionType(a[0].type, [a[0].type])
+        return b.call(cgutils.get_or_insert_function(b.module, fn, f"llvm.sqrt.v{x.lanes}f32"), [a[0]])
+
+    return signature(x, x), emit
 
 
 @primitive

@@ -5,7 +5,7 @@ Question: a step has one row, or eight, or five hundred.
 
 # Generated from nbs/4_kernels/27_cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b8b6147697c6 module=a93524bb57ff
+# literate: notebook=55c59411ce94 module=1bc82c4875ea
 
 import ctypes
 import functools
@@ -107,7 +107,8 @@ def onednn_block(outputs: int, inputs: int) -> int | None:
 
     oneDNN does not say: a weight whose elements are numbered is packed, and compared with what we would expect.
     """
-    numbered = (torch.arange(outputs * inputs) % 30011).to(torch.int16).view(outputs, inputs)  # below bf16's infinity
+    numbers = torch.arange(30011, dtype=torch.int16)  # a prime, below the bits of bf16's infinity
+    numbered = numbers.repeat(outputs * inputs // len(numbers) + 1)[: outputs * inputs].view(outputs, inputs)
     _, memory = _pack(numbered.view(torch.bfloat16))
     for block in (32, 64, 128):
         whole = -(-outputs // block) * block

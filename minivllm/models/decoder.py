@@ -5,7 +5,7 @@ One decoder for many families: built from a `DecoderSpec`, run over a paged KV c
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6bd4feee8377 module=93a1e42d3484
+# literate: notebook=5f5693a27814 module=f6946bc35f79
 
 from collections.abc import Iterable, Sequence
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, Plan
 from minivllm.core.config import KVCacheConfig
+from minivllm.models import cpu_pointwise
 from minivllm.models.layers import GatedMLP, QKNorm, RMSNorm
 from minivllm.models.linear import Linear
 from minivllm.models.rope import Rope, apply_rope
@@ -29,9 +30,13 @@ RopeTable = tuple[Tensor, Tensor] | None
 
 
 class Attention:
-    """Self-attention of one layer: QKV product, head norms, rotation, cache, attention, output product."""
+    """Self-attention of one layer: QKV product, head norms, rotation, cache, attention, output product.
 
-    __slots__ = ("backend", "head_dim", "num_heads", "num_qk_heads", "o", "qk_norm", "qkv")
+    Attributes:
+        fused: the rotation is one kernel of `cpu_pointwise`, where that has one; set by the model.
+    """
+
+    __slots__ = ("backend", "fused", "head_dim", "num_heads", "num_qk_heads", "o", "qk_norm", "qkv")
 
     def __init__(self, spec: DecoderSpec, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> None:
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -42,13 +47,17 @@ class Attention:
         if spec.qk_norm:
             heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
             self.qk_norm = QKNorm(*heads, spec.norm_eps, dtype=norm_dtype(spec, dtype), device=device)
-        self.backend, self.head_dim = backend, spec.head_dim
+        self.backend, self.head_dim, self.fused = backend, spec.head_dim, False
         self.num_heads, self.num_qk_heads = spec.num_heads, spec.num_heads + spec.num_kv_heads
 
     # %% nbs/3_model/05b_decoder.ipynb #Attention-__call__
     def __call__(self, x: Tensor, rope: RopeTable, kv_cache: Tensor, plan: Plan) -> Tensor:
         """[T, hidden_size] to the same shape; writes the step's keys and values into `kv_cache`."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        if self.fused and rope is not None and self.qk_norm is None:
+            q, k = cpu_pointwise.rotate(heads, *rope, self.num_heads, self.num_qk_heads - self.num_heads)
+            self.backend.write(k, heads[:, self.num_qk_heads :], kv_cache, plan.slot_mapping)
+            return self.o(self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1))
         qk, v = heads[:, : self.num_qk_heads], heads[:, self.num_qk_heads :]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
@@ -229,6 +238,10 @@ class Decoder:
             ValueError: a tensor is missing, unexpected, given twice or of the wrong shape; names it. Also if a checkpoint
                 with tied embeddings brings an output layer that differs from them.
         """
+        self._fill(weights)  # a function of its own: what it held of the checkpoint is gone before weights are packed
+        self.prepare()
+
+    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         shapes, targets = self.spec.weight_shapes(), self._targets()
         seen: set[str] = set()
         head: Tensor | None = None
@@ -260,11 +273,18 @@ class Decoder:
                 f"{self.spec.family}: tie_word_embeddings is true, but {self.spec.names.head!r} differs from"
                 f" {self.spec.names.embedding!r}"
             )
-        self.prepare()
 
     # %% nbs/3_model/05b_decoder.ipynb #Decoder-prepare
     def prepare(self) -> None:
-        """Choose the matrix products, now that the weights are known."""
+        """Choose the matrix products, now that the weights are known, and what is done between them.
+
+        Where the choice of products is left to us on a CPU, norms, rotations and activations are fused kernels too.
+        """
+        fused = self.linear_kernel == "auto" and cpu_pointwise.can_fuse(self.dtype, self.device)
+        self.final_norm.fused = fused
+        for layer in self.layers:
+            for part in (layer.attention_norm, layer.mlp_norm, layer.attention, layer.mlp):
+                part.fused = fused
         for layer in self.layers:
             for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
                 linear.prepare(self.linear_kernel)

@@ -5,7 +5,7 @@ The small layers: RMS norm, norm of query and key heads, gated MLP.
 
 # Generated from nbs/3_model/04c_layers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e81bac58b2f0 module=76574d1fd163
+# literate: notebook=8171b90679af module=f5d6dfbff997
 
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.models import cpu_pointwise
 from minivllm.models.linear import Linear
 
 __all__ = ["ACTIVATIONS", "GatedMLP", "QKNorm", "RMSNorm"]
@@ -28,12 +29,15 @@ class RMSNorm:
         eps: added to the mean square.
         dtype, device: of the weight. With `dtype=torch.float32` and a narrower input the product with the weight is
             also in float32, before rounding (Gemma).
+
+    Attributes:
+        fused: `add` is one kernel of `cpu_pointwise`, where that has one; set by the model.
     """
 
-    __slots__ = ("eps", "shape", "weight")
+    __slots__ = ("eps", "fused", "shape", "weight")
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.eps = (size,), eps
+        self.shape, self.eps, self.fused = (size,), eps, False
         self.weight = torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -53,6 +57,8 @@ class RMSNorm:
         Returns:
             The normed stream and the stream.
         """
+        if self.fused and x.dtype == self.weight.dtype:
+            return cpu_pointwise.add_norm(x, residual, self.weight, self.eps)
         residual = x if residual is None else residual.add_(x)
         return self(residual), residual
 
@@ -104,9 +110,12 @@ class GatedMLP:
         activation: a name in `ACTIVATIONS`.
         bias: of all three products.
         dtype, device: of the weights.
+
+    Attributes:
+        fused: activation and product are one kernel of `cpu_pointwise`, where that has one; set by the model.
     """
 
-    __slots__ = ("activation", "down", "gate_up")
+    __slots__ = ("activation", "down", "fused", "gate_up")
 
     def __init__(
         self,
@@ -121,9 +130,12 @@ class GatedMLP:
         parts = {"gate": intermediate_size, "up": intermediate_size}
         self.gate_up = Linear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
         self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, dtype=dtype, device=device)
-        self.activation = ACTIVATIONS[activation]
+        self.activation, self.fused = ACTIVATIONS[activation], False
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
-        gate, up = self.gate_up(x).chunk(2, -1)
+        both = self.gate_up(x)
+        if self.fused and self.activation is F.silu:
+            return self.down(cpu_pointwise.gated_silu(both))
+        gate, up = both.chunk(2, -1)
         return self.down(self.activation(gate).mul_(up))

@@ -1,0 +1,137 @@
+"""Between the products.
+
+Question: when the products are at the speed of memory, who takes the time?
+"""
+
+# Generated from nbs/4_kernels/28_cpu_pointwise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=2d76d8bea614 module=79b5a515521b
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from minivllm_kernels.cpu_kernel import COUNT, NEXT, OWN
+from minivllm_kernels.cpu_vector import claim, exp, floats_at, fma, load, maximum, root, splat, store, total
+
+__all__ = [
+    "GATED_OUT",
+    "GATED_SIZE",
+    "GATED_X",
+    "NORM_ADD",
+    "NORM_OUT",
+    "NORM_RESIDUAL",
+    "NORM_SIZE",
+    "NORM_WEIGHT",
+    "NORM_X",
+    "ROPE_COS",
+    "ROPE_HEADS",
+    "ROPE_K",
+    "ROPE_KV_HEADS",
+    "ROPE_Q",
+    "ROPE_SIN",
+    "ROPE_STRIDE",
+    "ROPE_X",
+    "add_norm",
+    "gated_silu",
+    "rotate",
+]
+
+
+# %% nbs/4_kernels/28_cpu_pointwise.ipynb #add_norm
+"""What stands between the products of a decoder on a CPU, each as one kernel. Sums are float32; a row's result does not depend
+on other rows."""
+
+(NORM_X, NORM_RESIDUAL, NORM_WEIGHT, NORM_OUT, NORM_SIZE, NORM_ADD) = range(OWN, OWN + 6)
+"""Arguments of `add_norm`: addresses of x, the residual stream, the weight and the result; numbers in a row; whether x is
+added to the stream first. The work items are rows."""
+
+
+def add_norm(bits: int, lanes: int, eps_bits: int) -> Callable[[Any], None]:
+    """Body of the kernel that adds x to the residual stream, in place, and gives the stream's RMS norm.
+
+    ``bits``: of all arrays, 32 (float32) or 16 (bf16). ``eps_bits``: the float32 that is added to the mean square, as an int.
+    """
+    L, eps = lanes, np.array(eps_bits, np.int32).view(np.float32).item()
+
+    def body(args):
+        x, stream = floats_at(args[NORM_X], bits), floats_at(args[NORM_RESIDUAL], bits)
+        weight, out, size = floats_at(args[NORM_WEIGHT], bits), floats_at(args[NORM_OUT], bits), args[NORM_SIZE]
+        while True:
+            row = claim(args, NEXT, 1)
+            if row >= args[COUNT]:
+                break
+            at, squares = row * size, splat(np.float32(0), L)
+            for i in range(at, at + size, L):
+                if args[NORM_ADD] != 0:
+                    store(stream, i, load(x, i, L) + load(stream, i, L))
+                value = load(stream, i, L)
+                squares = fma(value, value, squares)
+            mean = splat(total(squares) / np.float32(size) + np.float32(eps), L)
+            scale = splat(np.float32(1), L) / root(mean)
+            for i in range(0, size, L):
+                store(out, at + i, load(stream, at + i, L) * scale * load(weight, i, L))
+
+    return body
+
+
+# %% nbs/4_kernels/28_cpu_pointwise.ipynb #gated_silu
+(GATED_X, GATED_OUT, GATED_SIZE) = range(OWN, OWN + 3)
+"""Arguments of `gated_silu`: addresses of the rows of gate and up, side by side, and of the result; numbers in a row of the
+result. The work items are rows."""
+
+
+def gated_silu(bits: int, lanes: int) -> Callable[[Any], None]:
+    """Body of the kernel for `silu(gate) * up`."""
+    L = lanes
+
+    def body(args):
+        x, out, size = floats_at(args[GATED_X], bits), floats_at(args[GATED_OUT], bits), args[GATED_SIZE]
+        one, least = splat(np.float32(1), L), splat(np.float32(-80), L)
+        while True:
+            row = claim(args, NEXT, 1)
+            if row >= args[COUNT]:
+                break
+            for i in range(0, size, L):
+                gate, up = load(x, row * 2 * size + i, L), load(x, row * 2 * size + size + i, L)
+                power = exp(splat(np.float32(0), L) - maximum(gate, least))
+                store(out, row * size + i, gate / (one + power) * up)
+
+    return body
+
+
+# %% nbs/4_kernels/28_cpu_pointwise.ipynb #rotate
+(ROPE_X, ROPE_COS, ROPE_SIN, ROPE_Q, ROPE_K, ROPE_STRIDE, ROPE_HEADS, ROPE_KV_HEADS) = range(OWN, OWN + 8)
+"""Arguments of `rotate`: addresses of the rows (query heads, key heads, anything), of cosine and sine [rows, head_dim], and of
+the rotated queries and keys; numbers from one row to the next; query and key heads. The work items are rows."""
+
+
+def rotate(head_dim: int, bits: int, lanes: int) -> Callable[[Any], None]:
+    """Body of the kernel that rotates pairs (i, i + head_dim / 2) of query and key heads, into arrays of their own."""
+    D, HALF, L = head_dim, head_dim // 2, lanes
+
+    def body(args):
+        x, cos, sin = floats_at(args[ROPE_X], bits), floats_at(args[ROPE_COS], bits), floats_at(args[ROPE_SIN], bits)
+        queries, keys = floats_at(args[ROPE_Q], bits), floats_at(args[ROPE_K], bits)
+        heads, kv_heads = args[ROPE_HEADS], args[ROPE_KV_HEADS]
+        while True:
+            row = claim(args, NEXT, 1)
+            if row >= args[COUNT]:
+                break
+            for h in range(heads + kv_heads):
+                at = row * args[ROPE_STRIDE] + h * D
+                for i in range(0, HALF, L):
+                    low, high = load(x, at + i, L), load(x, at + HALF + i, L)
+                    a = fma(high, load(sin, row * D + i, L), low * load(cos, row * D + i, L))
+                    b = fma(low, load(sin, row * D + HALF + i, L), high * load(cos, row * D + HALF + i, L))
+                    if h < heads:
+                        to = (row * heads + h) * D + i
+                        store(queries, to, a)
+                        store(queries, to + HALF, b)
+                    else:
+                        to = (row * kv_heads + h - heads) * D + i
+                        store(keys, to, a)
+                        store(keys, to + HALF, b)
+
+    return body

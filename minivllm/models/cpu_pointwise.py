@@ -1,0 +1,89 @@
+"""Between the products, in one go.
+
+Question: three fused kernels are there.
+"""
+
+# Generated from nbs/4_kernels/29_cpu_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=ea9fb4cdf5e4 module=41de42ef95a9
+
+import functools
+import importlib.util
+import math
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ALONE", "BITS", "add_norm", "can_fuse", "gated_silu", "rotate"]
+
+
+# %% nbs/4_kernels/29_cpu_fused.ipynb #fused-code
+"""Norms, rotations and activations of a decoder on a CPU, each as one numba kernel."""
+
+BITS = {torch.float32: 32, torch.bfloat16: 16}
+ALONE = 200_000
+"""Up to so many numbers one thread is not slower than several that have to meet."""
+
+
+def can_fuse(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels of this module can be used for activations like these."""
+    return device.type == "cpu" and dtype in BITS and importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
+def _kernel(name: str, size: int, *params: int) -> Any:
+    from minivllm_kernels.cpu_kernel import host_lanes, kernel
+
+    head = (size,) if name == "rotate" else ()
+    lanes = math.gcd(host_lanes(), size // 2 if name == "rotate" else size)
+    return kernel(f"minivllm_kernels.cpu_pointwise:{name}", *head, params[0], lanes, *params[1:])
+
+
+def _run(which: Any, numbers: int, rows: int, *own: int) -> None:
+    from minivllm_kernels.cpu_kernel import pack, run  # numba and llvmlite are optional
+
+    run(which, pack(rows, *own), torch.get_num_threads() if numbers > ALONE else 1)
+
+
+@functools.cache
+def _as_int(eps: float) -> int:
+    return struct.unpack("i", struct.pack("f", eps))[0]
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`RMSNorm.add` in one pass: x [T, size] joins the residual stream in place; (the normed stream, the stream)."""
+    x = x.contiguous()
+    stream = x if residual is None else residual
+    out = torch.empty_like(x)
+    rows, size = x.shape
+    which = _kernel("add_norm", size, BITS[x.dtype], _as_int(eps))
+    where = (x.data_ptr(), stream.data_ptr(), weight.data_ptr(), out.data_ptr())
+    _run(which, x.numel(), rows, *where, size, int(residual is not None))
+    return out, stream
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """[T, 2 * inner], gate and up side by side, to `silu(gate) * up` [T, inner]."""
+    gate_up = gate_up.contiguous()
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    which = _kernel("gated_silu", size, BITS[gate_up.dtype])
+    _run(which, gate_up.numel(), rows, gate_up.data_ptr(), out.data_ptr(), size)
+    return out
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Rotated queries [T, num_heads, dim] and keys [T, num_kv_heads, dim], of heads [T, any, dim] that begin with them.
+
+    cos, sin: from `Rope`.
+    """
+    heads = heads.contiguous()
+    rows, _, dim = heads.shape
+    q, k = heads.new_empty(rows, num_heads, dim), heads.new_empty(rows, num_kv_heads, dim)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    where = (heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.data_ptr(), k.data_ptr())
+    which = _kernel("rotate", dim, BITS[heads.dtype])
+    _run(which, heads.numel(), rows, *where, heads.stride(0), num_heads, num_kv_heads)
+    return q, k
