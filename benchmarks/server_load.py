@@ -19,14 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from server_overhead import start_server
 
 from minivllm.core.trace import Trace
 from minivllm.serving.client import ServerError, get_json, request
-
-try:
-    from server_overhead import start_server
-except ImportError:  # imported from a test
-    from benchmarks.server_overhead import start_server
 
 
 @dataclass

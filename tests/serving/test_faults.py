@@ -61,7 +61,7 @@ def program(args: EngineArgs, *flags: str) -> Iterator[Program]:
     started = Program(process, "", [])
     threading.Thread(target=lambda: started.lines.extend(iter(process.stderr.readline, "")), daemon=True).start()
     try:
-        started.url = started.wait_for(" on http").strip().rpartition(" on ")[2]
+        started.url = started.wait_for(" on http", 120).strip().rpartition(" on ")[2]
         until(lambda: can_connect(started.url))
         yield started
     finally:
