@@ -5,7 +5,7 @@ Question: what does it take for the engine to use them?
 
 # Generated from nbs/4_kernels/11_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=9374cc765626 module=ae03d922e4cf
+# literate: notebook=d7b960c54ab4 module=15d74db2424e
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
 from minivllm.attention.step_buffer import StepBuffer
 
-__all__ = ["NumbaCudaBackend", "NumbaCudaFixedDecode", "NumbaCudaInvariantBackend", "NumbaCudaPlan"]
+__all__ = ["NumbaCudaBackend", "NumbaCudaFixedDecode", "NumbaCudaInvariantBackend", "NumbaCudaPlan", "cuda_ops"]
 
 
 # %% nbs/4_kernels/11_backend.ipynb #code-7f98b4
@@ -37,7 +37,8 @@ class NumbaCudaPlan(Plan):
     device_plan: "AttentionPlan"
 
 
-def _ops() -> ModuleType:
+def cuda_ops() -> ModuleType:
+    """The kernels behind torch calls, `minivllm_kernels.ops`. Raises ImportError if numba is not installed."""
     from minivllm_kernels import ops
 
     return ops
@@ -69,7 +70,7 @@ class NumbaCudaBackend(AttentionBackend):
         try:
             from minivllm_kernels.planning import shape_unsupported
 
-            reason = _ops().device_unsupported(device)
+            reason = cuda_ops().device_unsupported(device)
         except ImportError as error:
             return f'{error}; install the kernels with pip install "minivllm[cuda]"'
         return reason or shape_unsupported(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size)
@@ -91,7 +92,7 @@ class NumbaCudaBackend(AttentionBackend):
         put: Callable[[np.ndarray], Tensor] | None,
     ) -> NumbaCudaPlan:
         batch.check(spec.block_size)
-        device_plan = _ops().plan_attention(
+        device_plan = cuda_ops().plan_attention(
             _shape(spec),
             kv_heads=spec.num_kv_heads,
             query_start_loc=batch.query_start_loc,
@@ -109,12 +110,12 @@ class NumbaCudaBackend(AttentionBackend):
         return NumbaCudaPlan(spec, device_plan.slot_mapping, device_plan)
 
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        _ops().reshape_and_cache(k, v, kv_cache, slot_mapping)
+        cuda_ops().reshape_and_cache(k, v, kv_cache, slot_mapping)
 
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         if not isinstance(plan, NumbaCudaPlan):
             raise TypeError(f"attend needs a plan made by this backend, not {type(plan).__name__}")
-        return _ops().paged_attention(q, kv_cache, plan.device_plan)
+        return cuda_ops().paged_attention(q, kv_cache, plan.device_plan)
 
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         targets = {b for _, b in pairs}
@@ -128,7 +129,7 @@ class NumbaCudaBackend(AttentionBackend):
             super().copy_blocks(src_cache, dst_cache, pairs)
             return
         device = src_cache.device if src_cache.is_cuda else dst_cache.device
-        _ops().copy_blocks(src_cache, dst_cache, torch.tensor(pairs, dtype=torch.int64).to(device))
+        cuda_ops().copy_blocks(src_cache, dst_cache, torch.tensor(pairs, dtype=torch.int64).to(device))
 
 
 class NumbaCudaFixedDecode:
@@ -137,14 +138,14 @@ class NumbaCudaFixedDecode:
 
     def __init__(self, num_rows: int, spec: AttentionSpec, buffer: StepBuffer) -> None:
         self.spec, self.buffer, self.shape, self.warps = spec, buffer, _shape(spec), 0
-        self._rungs = _ops().decode_rungs(self.shape, spec.num_kv_heads, num_rows, buffer.device)
+        self._rungs = cuda_ops().decode_rungs(self.shape, spec.num_kv_heads, num_rows, buffer.device)
         self._slots, self.slot_mapping = buffer.reserve((num_rows,), np.int64)
         self._items, self.items = buffer.reserve((self._rungs[-1], 8), np.int32)
 
     def fill(self, batch: AttentionBatch) -> tuple[int, int]:
         spec, count = self.spec, batch.num_reqs
         rows = np.arange(count)
-        work = _ops().decode_work(
+        work = cuda_ops().decode_work(
             self.shape,
             spec.num_kv_heads,
             batch.seq_lens,
@@ -167,7 +168,7 @@ class NumbaCudaFixedDecode:
 
     def plan(self) -> NumbaCudaPlan:
         spec = self.spec
-        device_plan = _ops().fixed_decode_plan(
+        device_plan = cuda_ops().fixed_decode_plan(
             self.shape,
             kv_heads=spec.num_kv_heads,
             scale=spec.scale,

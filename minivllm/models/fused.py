@@ -5,7 +5,7 @@ Norms, rotations, activations: nothing to compute, much to move.
 
 # Generated from nbs/4_kernels/11b_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2989c1c79dca module=f95a97cf7a1f
+# literate: notebook=0f1fe9dc789e module=b09d28b84311
 
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.attention.backend import Plan
-from minivllm.attention.numba_cuda import NumbaCudaBackend
+from minivllm.attention.numba_cuda import NumbaCudaBackend, cuda_ops
 from minivllm.models.decoder import Attention, Decoder, RopeTable
 from minivllm.models.layers import GatedMLP, RMSNorm
 from minivllm.models.rope import Rope
@@ -41,9 +41,7 @@ class FusedNorm(RMSNorm):
     __slots__ = ()
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        from minivllm_kernels import ops
-
-        return ops.rms_norm(x, self.weight, self.eps, residual), x if residual is None else residual
+        return cuda_ops().rms_norm(x, self.weight, self.eps, residual), x if residual is None else residual
 
 
 class FusedMLP(GatedMLP):
@@ -52,9 +50,7 @@ class FusedMLP(GatedMLP):
     __slots__ = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        from minivllm_kernels import ops
-
-        return self.down(ops.silu_mul(self.gate_up(x)))
+        return self.down(cuda_ops().silu_mul(self.gate_up(x)))
 
 
 # %% nbs/4_kernels/11b_fused.ipynb #FusedRope
@@ -76,12 +72,10 @@ class FusedAttention(Attention):
     __slots__ = ()
 
     def __call__(self, x: Tensor, rope: RopeTable, kv_cache: Tensor, plan: Plan) -> Tensor:
-        from minivllm_kernels import ops
-
         if rope is None:
             return super().__call__(x, rope, kv_cache, plan)
         norm, (table, positions) = self.qk_norm, rope
-        q = ops.rope_and_cache(
+        q = cuda_ops().rope_and_cache(
             self.qkv(x),
             kv_cache,
             table,
