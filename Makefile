@@ -19,7 +19,7 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with nbs/sanitize.cfg -p no:cacheprovider
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test fast slow notebooks lab serve site export check format lint types bench gpu clean
+.PHONY: help install demo test fast slow load notebooks lab serve site export check format lint types bench gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*##' '/^[a-z]+:.*##/ {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,13 +41,16 @@ demo: $(READY)  ## answer four prompts with a real model, and show how they were
 	$(BIN)/minivllm demo
 
 test: $(READY)  ## run the fast tests and every notebook, comparing its outputs with the stored ones
-	$(PYTEST) -m "not slow" $(NBVAL) tests nbs
+	$(PYTEST) -m "not slow and not load" $(NBVAL) tests nbs
 
 fast: $(READY)  ## run the fast tests alone
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not load"
 
 slow: $(READY)  ## run the slow tests alone: long searches, the real model, kernels in the simulator
 	$(PYTEST) -m slow
+
+load: $(READY)  ## send thousands of requests to a server: the OpenAPI document's cases, a queue that overflows
+	$(BIN)/pytest -m load
 
 notebooks: $(READY)  ## run every notebook, comparing its outputs with the stored ones
 	$(PYTEST) $(NBVAL) nbs

@@ -245,7 +245,7 @@ def test_who_does_not_read_stalls_nobody(tiny_args: EngineArgs):
             sock.close()
 
 
-@pytest.mark.slow
+@pytest.mark.load
 def test_ten_thousand_requests(tiny_args: EngineArgs):
     """Sixteen run, a hundred wait, the rest is told to come back; memory stays where it was."""
 

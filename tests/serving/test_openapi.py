@@ -51,7 +51,7 @@ def generated(server: LiveServer, examples: int) -> tuple[Counter[int], list[str
     return statuses, faults
 
 
-@pytest.mark.slow
+@pytest.mark.load
 def test_two_thousand_generated_requests(tiny_args: EngineArgs):
     options = ServerOptions(request_timeout=20)
     with live_server(tiny_args, options) as server:
