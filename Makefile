@@ -14,7 +14,8 @@ READY := $(VENV)/ready-$(KEY)
 GPU_READY := $(VENV)/ready-gpu-$(KEY)
 
 # Processes that share the test files and notebooks; `make test JOBS=4` on a larger machine.
-JOBS ?= 2
+JOBS ?= 3
+SLOW ?= slow
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with nbs/sanitize.cfg -p no:cacheprovider
 
@@ -47,7 +48,7 @@ fast: $(READY)  ## run the fast tests alone
 	$(PYTEST) -m "not slow and not load"
 
 slow: $(READY)  ## run the slow tests alone: long searches, the real model, kernels in the simulator
-	$(PYTEST) -m slow
+	$(PYTEST) -m "$(SLOW)"
 
 load: $(READY)  ## send thousands of requests to a server: the OpenAPI document's cases, a queue that overflows
 	$(BIN)/pytest -m load

@@ -5,7 +5,7 @@ One decoder for many families: built from a `DecoderSpec`, run over a paged KV c
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5f5693a27814 module=f6946bc35f79
+# literate: notebook=b3296a08e949 module=fcc5645ee471
 
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, Plan
 from minivllm.core.config import KVCacheConfig
 from minivllm.models import cpu_pointwise
-from minivllm.models.layers import GatedMLP, QKNorm, RMSNorm
+from minivllm.models.layers import ACTIVATIONS, GatedMLP, QKNorm, RMSNorm, row_by_row
 from minivllm.models.linear import Linear
 from minivllm.models.rope import Rope, apply_rope
 from minivllm.models.spec import DecoderSpec
@@ -285,6 +285,8 @@ class Decoder:
         for layer in self.layers:
             for part in (layer.attention_norm, layer.mlp_norm, layer.attention, layer.mlp):
                 part.fused = fused
+            if self.linear_kernel == "batch_invariant" and self.device.type == "cpu":
+                layer.mlp.activation = row_by_row(ACTIVATIONS[self.spec.activation])
         for layer in self.layers:
             for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
                 linear.prepare(self.linear_kernel)

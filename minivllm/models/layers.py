@@ -5,7 +5,7 @@ The small layers: RMS norm, norm of query and key heads, gated MLP.
 
 # Generated from nbs/3_model/04c_layers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8171b90679af module=f5d6dfbff997
+# literate: notebook=d4014814c422 module=1a0001f5d7c4
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor
 from minivllm.models import cpu_pointwise
 from minivllm.models.linear import Linear
 
-__all__ = ["ACTIVATIONS", "GatedMLP", "QKNorm", "RMSNorm"]
+__all__ = ["ACTIVATIONS", "GatedMLP", "QKNorm", "RMSNorm", "row_by_row"]
 
 
 # %% nbs/3_model/04c_layers.ipynb #RMSNorm
@@ -99,6 +99,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+
+
+def row_by_row(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same on [T, n], each row by itself, so that a row's bits do not depend on T.
+
+    Applied to all rows at once, a vectorised function splits them among threads, and rounds the last few numbers of each
+    part with other instructions than the rest.
+    """
+    return lambda x: torch.stack([function(row) for row in x])
 
 
 # %% nbs/3_model/04c_layers.ipynb #GatedMLP

@@ -146,6 +146,7 @@ TestQuick.settings = settings(max_examples=100, stateful_step_count=12, deadline
 
 
 @pytest.mark.slow
+@pytest.mark.long
 class TestMany(EngineMachine.TestCase):
     settings = settings(max_examples=2000, stateful_step_count=12, deadline=None, suppress_health_check=HEALTH)
 

@@ -16,7 +16,7 @@ DOWNHILL: dict[str, set[str]] = {
     "lab": {"core"},
     "viz": {"core", "lab"},
     "attention": {"core", "minivllm_kernels"},
-    "models": {"core", "attention"},
+    "models": {"core", "attention", "minivllm_kernels"},  # products and norms have kernels too, not attention alone
     "sampling": {"core"},
     "runtime": {"core", *NUMERIC},
     "engine": {"core", *NUMERIC, "runtime"},

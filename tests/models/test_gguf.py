@@ -500,6 +500,7 @@ def test_smollm2_loads_in_plain_transformers_without_gguf(smollm2_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_smollm2_weights_equal_transformers_own_reading_of_the_gguf(smollm2_path, tmp_path, monkeypatch):
     """transformers dequantises with code of its own."""
     import transformers.modeling_utils

@@ -346,6 +346,7 @@ def is_valid(kind: str, wish: object, text: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_500_random_wishes_give_valid_texts(compiler, tokenizer, capsys: pytest.CaptureFixture) -> None:
     """Random walks through 300 schemas and 200 regexes, 50 side by side in one batch, all with masks."""
     rng = random.Random(7)

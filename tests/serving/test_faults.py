@@ -231,6 +231,7 @@ def test_a_huge_body_is_not_taken_in(tiny_args: EngineArgs):
         assert server.post(COMPLETE, {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_who_does_not_read_stalls_nobody(tiny_args: EngineArgs):
     """Forty streams that nobody reads; the others are as quick as ever, and after the time limit all is free."""
     with live_server(tiny_args, ServerOptions(stall_timeout=1.0)) as server:

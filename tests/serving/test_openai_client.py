@@ -110,7 +110,8 @@ def test_prompt_logprobs_are_those_of_transformers(tiny: LiveServer):
     ids = [64, 70, 75, 71]
     with tiny.client() as client:
         choice = client.completions.create(model="tiny", prompt=ids, max_tokens=0, echo=True, logprobs=0).choices[0]
-    logprobs = torch.log_softmax(hf_model("llama")(torch.tensor([ids])).logits[0], -1)
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(hf_model("llama")(torch.tensor([ids])).logits[0], -1)
     expected = [logprobs[i, token].item() for i, token in enumerate(ids[1:])]
     assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
 

@@ -132,6 +132,9 @@ LONG = SamplingParams(max_tokens=100, ignore_eos=True)
 
 def saw_the_run(monitor, tokens):
     """Busy in the middle, at rest at the end, all tokens counted."""
+    until = time.monotonic() + 5
+    while monitor.samples[-1].running and time.monotonic() < until:  # the last look may be older than the end
+        time.sleep(0.02)
     samples = list(monitor.samples)
     assert max(sample.running for sample in samples) > 1 and max(sample.kv_usage for sample in samples) > 0
     assert (samples[-1].running, samples[-1].waiting, samples[-1].kv_usage) == (0, 0, 0)
