@@ -101,7 +101,7 @@ def test_imports_run_downhill(path):
         ("minivllm/core/x.py", "def f():\n    import torch", 2),
         ("minivllm/core/x.py", "import tqdm", 1),
         ("minivllm/sampling/x.py", "import torch\nimport minivllm.runtime.model_runner", 1),
-        ("minivllm/models/x.py", "from minivllm_kernels import decode", 1),
+        ("minivllm/sampling/x.py", "from minivllm_kernels import decode", 1),
         ("minivllm/attention/x.py", "from minivllm_kernels import decode", 0),
         ("kernels/minivllm_kernels/x.py", "from minivllm.core.request import Request\nimport torch", 2),
         ("minivllm/cli.py", "from minivllm.engine.llm import LLM", 0),
