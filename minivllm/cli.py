@@ -5,7 +5,7 @@ Not everybody opens a notebook.
 
 # Generated from nbs/6_serving/01_cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4262b111d412 module=fe2e4cd425e6
+# literate: notebook=d14a0e49152a module=7fe72c327ab2
 
 from __future__ import annotations
 
@@ -434,7 +434,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
         return 0
-    except (ValueError, TypeError, RuntimeError, NotImplementedError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
         if debug:
             raise
         print(f"minivllm: error: {error}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import uvicorn
 
 from minivllm.core.config import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.sampling.sampler import Sampler
 from minivllm.serving.app import ServerOptions, create_app, listen
 
 
@@ -53,6 +54,32 @@ class LiveServer:
                 return False
             time.sleep(0.02)
         return True
+
+
+@contextmanager
+def scripted_model(server: LiveServer, *, against_grammar: bool = False) -> Iterator[Callable[..., LiveServer]]:
+    """A function that makes the model write this text from now on, as far as a grammar allows it (or in spite of one). Of several
+    texts it writes the one whose number is that of the tool results in the prompt."""
+    runner, tokenizer = server.llm.llm_engine.core.executor.runner, server.llm.get_tokenizer()
+    before = runner.sampler
+
+    def say(*texts: str) -> LiveServer:
+        answers = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
+
+        def wish(logits: Any, batch: Any) -> Any:
+            for row, view in enumerate(batch.requests):
+                results = tokenizer.decode(view.prompt_token_ids).count("<tool_response>") if len(answers) > 1 else 0
+                tokens = answers[min(results, len(answers) - 1)]
+                if against_grammar:
+                    logits[row] = 0.0
+                logits[row, tokens[min(len(view.output_token_ids), len(tokens) - 1)]] += 1000.0
+            return logits
+
+        runner.sampler = Sampler(transforms=[wish], logprobs_mode=before.logprobs_mode)
+        return server
+
+    yield say
+    runner.sampler = before
 
 
 @contextmanager

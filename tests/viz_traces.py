@@ -6,6 +6,7 @@ from scheduling import fake_model, kv_config
 
 from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
+from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler, Swap
 from minivllm.core.trace import Trace
@@ -55,3 +56,15 @@ def make_trace(
         scheduler.update(made, fake_model(made, scheduler))
     scheduler.stop_recording()
     return trace
+
+
+def aborted(steps: int) -> Trace:
+    """One request that is aborted before it ran, and so many empty steps."""
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40)
+    scheduler = Scheduler(config, CacheConfig(4, 14))
+    made = scheduler.record()
+    scheduler.add_request(Request("a", [1, 2, 3], max_tokens=4))
+    scheduler.finish_requests(["a"])
+    for _ in range(steps):
+        scheduler.update(scheduler.schedule(), ModelRunnerOutput({}))
+    return made

@@ -12,11 +12,24 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 Request = tuple[list[int], int]
 Run = Callable[[Sequence[Request]], int]
 """Answers requests; returns how many tokens came out."""
 MAX_LEN, MAX_SEQS = 1024, 64
+
+
+def _all_together(llm: Any, sampling_params: Any) -> Run:
+    """The same calls for minivllm and vLLM."""
+
+    def run(requests: Sequence[Request]) -> int:
+        llm.reset_prefix_cache()
+        params = [sampling_params(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in requests]
+        outputs = llm.generate([{"prompt_token_ids": p} for p, _ in requests], params, use_tqdm=False)
+        return sum(len(o.outputs[0].token_ids) for o in outputs)
+
+    return run
 
 
 def minivllm(model: str, dtype: str, threads: int) -> Run:
@@ -26,14 +39,7 @@ def minivllm(model: str, dtype: str, threads: int) -> Run:
 
     torch.set_num_threads(threads)
     llm = LLM(model, dtype=dtype, max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS)
-
-    def run(requests: Sequence[Request]) -> int:
-        llm.reset_prefix_cache()
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in requests]
-        outputs = llm.generate([{"prompt_token_ids": p} for p, _ in requests], params, use_tqdm=False)
-        return sum(len(o.outputs[0].token_ids) for o in outputs)
-
-    return run
+    return _all_together(llm, SamplingParams)
 
 
 def vllm_cpu(model: str, dtype: str, threads: int) -> Run:
@@ -45,14 +51,7 @@ def vllm_cpu(model: str, dtype: str, threads: int) -> Run:
     from vllm import LLM, SamplingParams
 
     llm = LLM(model, dtype=dtype, max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, disable_log_stats=True)
-
-    def run(requests: Sequence[Request]) -> int:
-        llm.reset_prefix_cache()
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in requests]
-        outputs = llm.generate([{"prompt_token_ids": p} for p, _ in requests], params, use_tqdm=False)
-        return sum(len(o.outputs[0].token_ids) for o in outputs)
-
-    return run
+    return _all_together(llm, SamplingParams)
 
 
 def llama_cpp_python(model: str, dtype: str, threads: int) -> Run:

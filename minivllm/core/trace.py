@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0620e229dcd0 module=62df96d4aca5
+# literate: notebook=94082e147438 module=954cc870e8c8
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "REASONS",
     "TRACE_VERSION",
+    "Added",
     "Event",
+    "EventReader",
     "Fold",
     "RequestState",
     "State",
@@ -32,6 +34,38 @@ __all__ = [
 # %% nbs/1_core/08_trace.ipynb #code-7cbc30
 Event = tuple[Any, ...]
 TRACE_VERSION = 2
+
+
+class Added(NamedTuple):
+    """What an `add` event says, after its kind. `prompt`: token ids, or None; `output`: tokens that it had already."""
+
+    request: str
+    num_prompt: int
+    max_tokens: int
+    arrival: float
+    priority: int
+    user: Any
+    prompt: Any
+    output: Any
+    number: int
+
+
+class EventReader:
+    """Hands each event to the method of its kind, `_on_alloc(request, group, blocks)` say. Kinds without a method mean nothing here."""
+
+    def __init__(self) -> None:
+        self._handlers = {name[4:]: getattr(self, name) for name in dir(type(self)) if name.startswith("_on_")}
+
+    def feed(self, event: Event) -> None:
+        """Take in one event."""
+        handler = self._handlers.get(event[0])
+        if handler is not None:
+            handler(*event[1:])
+
+    def feed_all(self, events: Iterable[Event]) -> None:
+        """Take in many."""
+        for event in events:
+            self.feed(event)
 
 
 # %% nbs/1_core/08_trace.ipynb #RequestState
@@ -137,21 +171,12 @@ class Fold:
     _do_attributes = _do_step = _do_wait = _do_chunk = _do_order = _do_policy_error = _ignore
 
     # %% nbs/1_core/08_trace.ipynb #Fold-_do_add
-    def _do_add(
-        self,
-        request: str,
-        num_prompt: int,
-        max_tokens: int,
-        arrival: float,
-        priority: int,
-        user: Any,
-        prompt: Any,
-        output: Any,
-        number: int,
-    ) -> None:
+    def _do_add(self, *fields: Any) -> None:
+        new = Added(*fields)
         tables: list[list[int]] = [[] for _ in range(self.now.num_groups)]
-        self.now.requests[request] = RequestState("WAITING", num_prompt, num_prompt + len(output), tables=tables)
-        self.now.waiting.append(request)
+        state = RequestState("WAITING", new.num_prompt, new.num_prompt + len(new.output), tables=tables)
+        self.now.requests[new.request] = state
+        self.now.waiting.append(new.request)
 
     def _do_admit(self, request: str, num_computed: int, num_cached: int) -> None:
         state = self.now.requests[request]

@@ -5,13 +5,13 @@ How long did each request wait, and how full was the cache meanwhile?
 
 # Generated from nbs/1_core/11_trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2692890f2bb3 module=10852f290b53
+# literate: notebook=e4086bed34d9 module=2e9ac8f739d6
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.trace import Fold, Trace
+from minivllm.core.trace import Added, EventReader, Fold, Trace
 
 __all__ = ["tables"]
 
@@ -31,10 +31,11 @@ _TOKEN = ["request_id", "position", "token_id", "step", "time"]
 _DECISION = ["step", "request_id", "decision", "num_tokens", "wanted", "reason"]
 
 
-class _Collector:
+class _Collector(EventReader):
     """Turns events into rows. One method per kind; kinds without rows are only folded."""
 
     def __init__(self, trace: Trace) -> None:
+        super().__init__()
         self.fold = Fold(trace.start)
         self.step, self.time = -1, 0.0
         self.steps: list[list[Any]] = []
@@ -60,9 +61,7 @@ class _Collector:
         self.requests[request_id] = dict(zip(_REQUEST, values, strict=True))
 
     def feed(self, event: tuple[Any, ...]) -> None:
-        handler = getattr(self, "_on_" + event[0], None)
-        if handler is not None:
-            handler(*event[1:])
+        super().feed(event)
         self.fold.apply(event)
 
     def _on_step(self, step: int, time: float) -> None:
@@ -83,19 +82,9 @@ class _Collector:
                 free - cached,
             ]
 
-    def _on_add(
-        self,
-        request: str,
-        prompt: int,
-        most: int,
-        arrival: float,
-        priority: int,
-        user: Any,
-        ids: Any,
-        out: Any,
-        number: int,
-    ) -> None:
-        self._open(request, user, priority, arrival, prompt, most, len(out))
+    def _on_add(self, *fields: Any) -> None:
+        new = Added(*fields)
+        self._open(new.request, new.user, new.priority, new.arrival, new.num_prompt, new.max_tokens, len(new.output))
 
     def _on_admit(self, request: str, computed: int, cached: int) -> None:
         row = self.requests[request]

@@ -5,18 +5,17 @@ How long did each request wait, and how steady were its tokens?
 
 # Generated from nbs/2_lab/05_meter.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=92f9ab558ec0 module=560086cb9b7d
+# literate: notebook=494b776a9bc0 module=c873ead4fa7c
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.trace import Event, Trace
+from minivllm.core.trace import Added, EventReader, Trace
 
 __all__ = ["LogHistogram", "Meter"]
 
@@ -63,7 +62,7 @@ _WHOLES = ("priority", "num_prompt_tokens", "max_tokens", "num_output_tokens", "
 _REASONS = ("", "stop", "length", "abort", "error")
 
 
-class Meter:
+class Meter(EventReader):
     """Takes events, keeps measurements: `scheduler.subscribe(meter.feed)`, or `Meter.of(trace)`.
 
     Attributes:
@@ -75,6 +74,7 @@ class Meter:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.gaps = LogHistogram()
         self.num_steps = self.num_tokens = self.num_preemptions = 0
         self.start: float | None = None
@@ -85,7 +85,6 @@ class Meter:
         self._floats = {name: array("d") for name in _FLOATS}
         self._wholes = {name: array("q") for name in _WHOLES}
         self._alive: dict[str, int] = {}
-        self._handlers = {name[4:]: getattr(self, name) for name in dir(type(self)) if name.startswith("_on_")}
 
     @classmethod
     def of(cls, trace: Trace) -> Meter:
@@ -102,17 +101,6 @@ class Meter:
         """Requests seen."""
         return len(self._ids)
 
-    def feed(self, event: Event) -> None:
-        """Take in one event."""
-        handler = self._handlers.get(event[0])
-        if handler is not None:
-            handler(*event[1:])
-
-    def feed_all(self, events: Iterable[Event]) -> None:
-        """Take in many."""
-        for event in events:
-            self.feed(event)
-
     # %% nbs/2_lab/05_meter.ipynb #Meter-_open
     def _open(
         self, name: str, arrival: float, priority: int, prompt: int, most: int, user: str | None, outputs: int
@@ -126,19 +114,9 @@ class Meter:
         for numbers, number in zip(self._wholes.values(), (priority, prompt, most, outputs, 0, 0), strict=True):
             numbers.append(number)
 
-    def _on_add(
-        self,
-        name: str,
-        prompt: int,
-        most: int,
-        arrival: float,
-        priority: int,
-        user: str | None,
-        ids: Any,
-        out: Any,
-        *rest: Any,
-    ) -> None:
-        self._open(name, arrival, priority, prompt, most, user, len(out))
+    def _on_add(self, *fields: Any) -> None:
+        new = Added(*fields)
+        self._open(new.request, new.arrival, new.priority, new.num_prompt, new.max_tokens, new.user, len(new.output))
 
     def _on_step(self, step: int, time: float) -> None:
         self.num_steps += 1

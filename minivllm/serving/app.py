@@ -6,7 +6,7 @@ starts and stops them in the right order.
 
 # Generated from nbs/6_serving/11_app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f8c609b81c7a module=fce1761c337e
+# literate: notebook=944a16329f5f module=0e2f6fe0a22d
 
 import argparse
 import asyncio
@@ -462,6 +462,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__" and "get_ipython" not in globals():
     try:
         sys.exit(main())
-    except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"minivllm serve: error: {error}", file=sys.stderr)
         sys.exit(2)

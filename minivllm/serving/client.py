@@ -5,7 +5,7 @@ A request over HTTP is a few lines of text, and so is the answer.
 
 # Generated from nbs/6_serving/18_client.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=19934feff68b module=a657a1501f9e
+# literate: notebook=13d141e77ec2 module=30901c1589b8
 
 import asyncio
 import http.client
@@ -22,6 +22,7 @@ __all__ = [
     "Remote",
     "Response",
     "ServerError",
+    "StreamReader",
     "error_text",
     "get_json",
     "post_events",
@@ -51,6 +52,25 @@ class EventSplitter:
         """The events that are complete now."""
         *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         return [event[5:].strip() for event in whole if event.startswith(b"data:")]
+
+
+class StreamReader:
+    """The events of a streamed answer, parsed, from its bytes. ``done``: [DONE] has come, and nothing after it counts."""
+
+    def __init__(self) -> None:
+        self._splitter = EventSplitter()
+        self.done = False
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The events that are complete now. Raises ServerError for one that is an error."""
+        for part in self._splitter.feed(data):
+            if part == b"[DONE]":
+                self.done = True
+                return
+            event = json.loads(part)
+            if event.get("error"):
+                raise ServerError(200, error_text(part))
+            yield event
 
 
 def error_text(body: bytes) -> str:
@@ -107,15 +127,12 @@ class Response:
 
     async def events(self) -> AsyncIterator[Any]:
         """The events of a stream, parsed, up to [DONE]. Raises ServerError for an event that is an error, ConnectionError."""
-        splitter = EventSplitter()
+        stream = StreamReader()
         async for piece in self.pieces():
-            for data in splitter.feed(piece):
-                if data == b"[DONE]":
-                    return
-                event = json.loads(data)
-                if event.get("error"):
-                    raise ServerError(200, error_text(data))
+            for event in stream.feed(piece):
                 yield event
+            if stream.done:
+                return
         raise ConnectionError("the stream has ended without [DONE]")
 
 
@@ -182,15 +199,11 @@ def post_events(url: str, body: dict[str, Any], api_key: str | None = None, inse
         response = line.getresponse()
         if response.status >= 400:
             raise ServerError(response.status, error_text(response.read()))
-        splitter = EventSplitter()
+        stream = StreamReader()
         while piece := response.read1(65536):
-            for data in splitter.feed(piece):
-                if data == b"[DONE]":
-                    return
-                event = json.loads(data)
-                if event.get("error"):
-                    raise ServerError(200, error_text(data))
-                yield event
+            yield from stream.feed(piece)
+            if stream.done:
+                return
         raise ServerError(200, "the stream has ended without [DONE]")
     finally:
         line.close()

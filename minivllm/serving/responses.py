@@ -6,7 +6,7 @@ part ends, the item ends.
 
 # Generated from nbs/6_serving/25_responses.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d4c37f99a93d module=459e0537627e
+# literate: notebook=515052729228 module=ae2d717142ac
 
 import json
 import time
@@ -148,6 +148,8 @@ class ResponseWriter:
         """The events of a piece of the answer."""
         if self.to_bytes is not None and completion.logprobs is not None:
             found = chat_logprobs(completion, self.body.top_logprobs or 0, self.to_bytes)["content"]
+            if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
+                found.pop()  # the token that ended the answer has no text, whatever output it came with
             self._logprobs += [entry | {"bytes": entry["bytes"] or []} for entry in found]
         said: Said = self.reader.push(completion)
         if said.thought:

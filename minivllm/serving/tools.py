@@ -6,11 +6,12 @@ two tags, Llama as bare JSON, Mistral behind a mark.
 
 # Generated from nbs/6_serving/12_tools.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=46edbfbc8ab5 module=48a44023d5df
+# literate: notebook=56fec75546b6 module=a35ee40ff064
 
 import importlib.util
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +150,7 @@ def call_rules(form: CallFormat, functions: Sequence[Function], parallel: bool, 
 
 
 # %% nbs/6_serving/12_tools.ipynb #ToolParser
-class ToolParser:
+class ToolParser(ABC):
     """Reads calls in what a model writes, a piece at a time: make one for each answer, `push` its text, then `end`.
 
     A family of one's own is a subclass with `push` and `end`, made known by `register_tool_parser`. ``names``: functions that
@@ -163,13 +164,13 @@ class ToolParser:
     def __init__(self, names: Collection[str]) -> None:
         self.names = names
 
+    @abstractmethod
     def push(self, text: str) -> Piece:
         """Take more of the text; returns what can be told by now."""
-        raise NotImplementedError(f"{type(self).__name__}.push")
 
+    @abstractmethod
     def end(self) -> Piece:
         """The text is over: returns the rest."""
-        raise NotImplementedError(f"{type(self).__name__}.end")
 
     @staticmethod
     def new_id() -> str:

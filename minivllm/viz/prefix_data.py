@@ -5,11 +5,11 @@ Which prompt brought this block into the cache, who found it there, and who push
 
 # Generated from nbs/8_viz/12_prefix_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6a4fb00d75b0 module=91db32b20879
+# literate: notebook=23f146d0fd7d module=7561d42e3047
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minivllm.core.prefix import hash_block
-from minivllm.core.trace import Event, Trace
+from minivllm.core.trace import Added, EventReader, Trace
 
 __all__ = [
     "CACHED",
@@ -117,10 +117,11 @@ class _Text:
     names: list[dict[int, bytes]]
 
 
-class _Grower:
+class _Grower(EventReader):
     """Grows the tree while the events go by."""
 
     def __init__(self, trace: Trace) -> None:
+        super().__init__()
         self.block_size, self.num_groups = trace.header.block_size, trace.header.num_groups
         self.step = -1
         self.ids: list[str] = []
@@ -136,7 +137,6 @@ class _Grower:
         self.of_block: dict[int, int] = {}
         self.users: dict[int, int] = {}
         self._pushed_out: list[list[int]] = []
-        self._handlers: dict[str, Any] = {n[4:]: getattr(self, n) for n in dir(type(self)) if n.startswith("_on_")}
         self._begin(trace)
 
     def _begin(self, trace: Trace) -> None:
@@ -155,13 +155,6 @@ class _Grower:
         for block, name in enumerate(start.hashes):
             if name is not None and block not in self.of_block:
                 self._cache(block, self._add(0, name, -1, 0, ()), -1)
-
-    def feed(self, events: Iterable[Event]) -> None:
-        get = self._handlers.get
-        for event in events:
-            handler = get(event[0])
-            if handler is not None:
-                handler(*event[1:])
 
     def _open(self, name: str, tokens: list[int] | None, length: int) -> _Text:
         text = _Text(len(self.ids), tokens, length, [{} for _ in range(self.num_groups)])
@@ -238,19 +231,9 @@ class _Grower:
     def _on_step(self, step: int, time: float) -> None:
         self.step += 1
 
-    def _on_add(
-        self,
-        name: str,
-        prompt: int,
-        most: int,
-        arrival: float,
-        priority: int,
-        user: Any,
-        ids: Any,
-        out: Any,
-        number: int,
-    ) -> None:
-        self._open(name, [*ids, *out], prompt + len(out))
+    def _on_add(self, *fields: Any) -> None:
+        new = Added(*fields)
+        self._open(new.request, [*new.prompt, *new.output], new.num_prompt + len(new.output))
 
     def _on_update(self, time: float, gained: dict[str, list[int]]) -> None:
         for name, new in gained.items():
@@ -310,7 +293,7 @@ def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
 def prefix_tree_data(trace: Trace) -> PrefixTreeData:
     """Read a trace once."""
     grower = _Grower(trace)
-    grower.feed(trace.events)
+    grower.feed_all(trace.events)
     nodes = _rows(grower.nodes, 3)
     tokens = np.full((len(nodes), grower.block_size), -1, np.int32)
     for row, ids in zip(tokens, grower.tokens, strict=True):

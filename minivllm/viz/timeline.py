@@ -5,7 +5,7 @@ Which request ran when, in what pieces, and what did it wait for?
 
 # Generated from nbs/8_viz/11_timeline.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=03d528cc7fbf module=e50c6d639d5a
+# literate: notebook=97aa23f13af9 module=97f88740c17c
 
 from __future__ import annotations
 
@@ -221,6 +221,8 @@ def draw_lanes(ax: Axes, d: TimelineData) -> None:
         ax.tick_params(axis="y", length=0)
     else:
         ax.set_ylabel("request")
+    if not ax.get_legend_handles_labels()[0]:
+        return
     ax.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1.0),

@@ -5,7 +5,7 @@ Ten thousand steps of two thousand requests are twenty million cells.
 
 # Generated from nbs/8_viz/10_timeline_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=dfca47e2a29b module=fb9683d5ad15
+# literate: notebook=d4434da089fd module=fbe688a07485
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.core.trace import REASONS, Event, Trace
+from minivllm.core.trace import REASONS, Added, Event, EventReader, Trace
 
 __all__ = [
     "DECODE",
@@ -155,10 +155,11 @@ class _Life:
         self.tokens = self.wanted = 0
 
 
-class _Reader:
+class _Reader(EventReader):
     """Turns events into spans. One method per kind of event; kinds that change nothing here have none."""
 
     def __init__(self, trace: Trace) -> None:
+        super().__init__()
         self.now = -1
         self.codes = {name: i for i, name in enumerate(_TEXTS)}
         self.ids: list[str] = []
@@ -177,9 +178,6 @@ class _Reader:
         self._fresh: list[_Life] = []
         self._cuts: dict[str, tuple[int, int]] = {}
         self._head: _Life | None = None
-        self._handlers: dict[str, Any] = {
-            name[4:]: getattr(self, name) for name in dir(type(self)) if name.startswith("_on_")
-        }
         for name, s in trace.start.requests.items():
             kind = {"RUNNING": None, "PREEMPTED": PREEMPTED, "SWAPPED": SWAPPED}.get(s.status, WAITING)
             self._open(name, s.num_prompt_tokens, s.num_tokens - s.num_prompt_tokens, s.num_computed_tokens, kind)
@@ -188,12 +186,9 @@ class _Reader:
             else:
                 self.waiting.add(name)
 
-    def feed(self, events: Iterable[Event]) -> None:
-        get = self._handlers.get
-        for event in events:
-            handler = get(event[0])
-            if handler is not None:
-                handler(*event[1:])
+    def read(self, events: Iterable[Event]) -> None:
+        """Take in all events, and end what is open after the last."""
+        self.feed_all(events)
         self._close_step()
         for life in self.all:
             if life.number not in self.finishes:
@@ -238,21 +233,12 @@ class _Reader:
         self.steps[-1][2:] = len(self.running), len(self.waiting)
         self._cuts.clear()
 
-    def _on_add(
-        self,
-        name: str,
-        prompt: int,
-        most: int,
-        arrival: float,
-        priority: int,
-        user: Any,
-        ids: Any,
-        out: Any,
-        number: int,
-    ) -> None:
-        life = self._open(name, prompt, len(out), 0, WAITING, self._code("arrived") if self.now >= 0 else 0)
+    def _on_add(self, *fields: Any) -> None:
+        new = Added(*fields)
+        reason = self._code("arrived") if self.now >= 0 else 0
+        life = self._open(new.request, new.num_prompt, len(new.output), 0, WAITING, reason)
         self._fresh.append(life)
-        self.waiting.add(name)
+        self.waiting.add(new.request)
 
     def _on_wait(self, name: str, reason: str) -> None:
         life, code = self.lives[name], self._code(reason)
@@ -327,7 +313,7 @@ def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
 def timeline_data(trace: Trace) -> TimelineData:
     """Read a trace once. Takes about 0.1 µs for each request in each step."""
     reader = _Reader(trace)
-    reader.feed(trace.events)
+    reader.read(trace.events)
     spans, steps = _rows(sorted(reader.spans), 7), _rows([tuple(s) for s in reader.steps], 4)
     n = len(reader.starts)
     following = [

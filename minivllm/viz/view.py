@@ -5,7 +5,7 @@ What do all pictures have in common?
 
 # Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=609123afc2f3 module=b4dd395f324d
+# literate: notebook=5bc5bc996f41 module=5a3933de7f68
 
 from __future__ import annotations
 
@@ -116,15 +116,15 @@ class View:
 
     def build(self) -> Payload:
         """What travels to the page. The base class adds `module`, `title`, `wide` and `summary` to the header."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.build")
 
     def describe(self) -> str:
         """What the picture shows, in words."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.describe")
 
     def draw(self, axes: Axes) -> None:
         """Draw with matplotlib."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.draw")
 
     figure_size: tuple[float, float] = (7.0, 3.5)  # inches
     options: ClassVar[frozenset[str]] = frozenset()  # arguments of `Trace.show` that the constructor takes

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import LiveServer, live_server
+from live_server import LiveServer, live_server, scripted_model
 from pydantic import BaseModel, Field
 
 from minivllm.core.config import EngineArgs
-from minivllm.sampling.sampler import Sampler
 from minivllm.serving.app import ServerOptions
 
 
@@ -27,25 +26,8 @@ def server(tiny_args: EngineArgs) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def scripted(server: LiveServer) -> Iterator[Any]:
-    """A function that makes the model give these answers, one after another, by the number of results in the prompt."""
-    runner, tokenizer = server.llm.llm_engine.core.executor.runner, server.llm.get_tokenizer()
-    before = runner.sampler
-
-    def say(*texts: str) -> LiveServer:
-        answers = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
-
-        def wish(logits: Any, batch: Any) -> Any:
-            for row, view in enumerate(batch.requests):
-                done = tokenizer.decode(view.prompt_token_ids).count("<tool_response>")
-                tokens = answers[min(done, len(answers) - 1)]
-                logits[row, tokens[min(len(view.output_token_ids), len(tokens) - 1)]] += 1000.0
-            return logits
-
-        runner.sampler = Sampler(transforms=[wish], logprobs_mode=before.logprobs_mode)
-        return server
-
-    yield say
-    runner.sampler = before
+    with scripted_model(server) as say:
+        yield say
 
 
 class City(BaseModel):

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from live_server import LiveServer, live_server
+from live_server import LiveServer, live_server, scripted_model
 
 from minivllm.core.config import EngineArgs
-from minivllm.sampling.sampler import Sampler
 from minivllm.serving import reasoning
 from minivllm.serving.app import ServerOptions
 from minivllm.serving.reasoning import REASONING_PARSERS, ReasoningParser, register_reasoning_parser, tokens_up_to
@@ -77,23 +76,8 @@ def thinker(tiny_args: EngineArgs) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def scripted(thinker: LiveServer) -> Iterator[Any]:
-    """A function that lets the model write this text from now on, as far as a grammar allows it."""
-    runner = thinker.llm.llm_engine.core.executor.runner
-    before = runner.sampler
-
-    def say(text: str) -> LiveServer:
-        tokens = [*thinker.llm.get_tokenizer().encode(text), thinker.llm.get_tokenizer().eos_token_id]
-
-        def wish(logits: Any, batch: Any) -> Any:
-            for row, view in enumerate(batch.requests):
-                logits[row, tokens[min(len(view.output_token_ids), len(tokens) - 1)]] += 1000.0
-            return logits
-
-        runner.sampler = Sampler(transforms=[wish], logprobs_mode=before.logprobs_mode)
-        return thinker
-
-    yield say
-    runner.sampler = before
+    with scripted_model(thinker) as say:
+        yield say
 
 
 def test_chat_tells_thoughts_apart(scripted: Any):

@@ -8,13 +8,12 @@ from typing import Any
 
 import openai
 import pytest
-from live_server import LiveServer, live_server
+from live_server import LiveServer, live_server, scripted_model
 from openai.types import responses as types
 from openai.types.responses.response_stream_event import ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
 from minivllm.core.config import EngineArgs
-from minivllm.sampling.sampler import Sampler
 from minivllm.serving.app import ServerOptions
 from minivllm.serving.errors import ApiError
 from minivllm.serving.response_request import messages_of
@@ -39,23 +38,8 @@ def server(tiny_args: EngineArgs) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def scripted(server: LiveServer) -> Iterator[Any]:
-    """A function that lets the model write this text from now on, as far as a grammar allows it."""
-    runner = server.llm.llm_engine.core.executor.runner
-    before = runner.sampler
-
-    def say(text: str) -> LiveServer:
-        tokens = [*server.llm.get_tokenizer().encode(text), server.llm.get_tokenizer().eos_token_id]
-
-        def wish(logits: Any, batch: Any) -> Any:
-            for row, view in enumerate(batch.requests):
-                logits[row, tokens[min(len(view.output_token_ids), len(tokens) - 1)]] += 1000.0
-            return logits
-
-        runner.sampler = Sampler(transforms=[wish], logprobs_mode=before.logprobs_mode)
-        return server
-
-    yield say
-    runner.sampler = before
+    with scripted_model(server) as say:
+        yield say
 
 
 def raw_events(server: LiveServer, **body: Any) -> list[dict[str, Any]]:
@@ -171,7 +155,7 @@ def test_logprobs(scripted: Any):
             model="tiny", input="Hi", top_logprobs=2, include=["message.output_text.logprobs"]
         )
     entries = answer.output[0].content[0].logprobs
-    assert [entry.token for entry in entries[:6]] == list("Hello.") and len(entries[0].top_logprobs) == 2
+    assert [entry.token for entry in entries] == list("Hello.") and len(entries[0].top_logprobs) == 2
     streamed = [
         entry
         for event in raw_events(live, input="Hi", top_logprobs=2)

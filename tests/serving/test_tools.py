@@ -10,11 +10,10 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from live_server import LiveServer, live_server
+from live_server import LiveServer, live_server, scripted_model
 from pydantic import BaseModel, Field
 
 from minivllm.core.config import EngineArgs
-from minivllm.sampling.sampler import Sampler
 from minivllm.serving.app import ServerOptions, make_parser, options_from
 from minivllm.serving.tools import Call, CallFormat, Function, call_rules, literal, quoted
 
@@ -161,24 +160,8 @@ HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "days": 
 
 @pytest.fixture
 def scripted(auto: LiveServer) -> Iterator[Any]:
-    """A function that lets the model write this text from now on, whatever it is asked."""
-    runner = auto.llm.llm_engine.core.executor.runner
-    before = runner.sampler
-
-    def say(text: str) -> LiveServer:
-        tokens = [*auto.llm.get_tokenizer().encode(text), auto.llm.get_tokenizer().eos_token_id]
-
-        def force(logits: Any, batch: Any) -> Any:
-            for row, view in enumerate(batch.requests):
-                logits[row] = float("-inf")
-                logits[row, tokens[min(len(view.output_token_ids), len(tokens) - 1)]] = 0.0
-            return logits
-
-        runner.sampler = Sampler(transforms=[force], logprobs_mode=before.logprobs_mode)
-        return auto
-
-    yield say
-    runner.sampler = before
+    with scripted_model(auto, against_grammar=True) as say:
+        yield say
 
 
 def test_the_model_decides(scripted: Any):

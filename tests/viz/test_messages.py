@@ -1,12 +1,8 @@
 """Every view of a trace, where there is little or nothing to show: a clear message, in the words and on the page."""
 
 import pytest
-from viz_traces import make_trace
+from viz_traces import aborted, make_trace
 
-from minivllm.core.config import CacheConfig, SchedulerConfig
-from minivllm.core.output import ModelRunnerOutput
-from minivllm.core.request import Request
-from minivllm.core.scheduler import Scheduler
 from minivllm.core.trace import Trace, TraceHeader
 from minivllm.viz import BlockMap, Compare, Page, PrefixTree, Timeline, Waste
 
@@ -17,18 +13,6 @@ VIEWS = {
     "Waste": Waste,
     "Compare": lambda trace: Compare(trace, trace),
 }
-
-
-def aborted(steps: int) -> Trace:
-    """One request that is aborted before it ran, and so many empty steps."""
-    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40)
-    scheduler = Scheduler(config, CacheConfig(4, 14))
-    made = scheduler.record()
-    scheduler.add_request(Request("a", [1, 2, 3], max_tokens=4))
-    scheduler.finish_requests(["a"])
-    for _ in range(steps):
-        scheduler.update(scheduler.schedule(), ModelRunnerOutput({}))
-    return made
 
 
 def broken(folder):

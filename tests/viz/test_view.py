@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from viz_traces import make_trace
+from viz_traces import aborted, make_trace
 
 from minivllm.cli import main
 from minivllm.core.trace import Trace, TraceHeader
@@ -19,23 +19,6 @@ from minivllm.viz.payload import Payload, read_varints, varints
 @pytest.fixture(scope="module")
 def trace() -> Trace:
     return make_trace(num_blocks=97, steps=40)
-
-
-def aborted(steps: int) -> Trace:
-    from minivllm.core.config import CacheConfig, SchedulerConfig
-    from minivllm.core.output import ModelRunnerOutput
-    from minivllm.core.request import Request
-    from minivllm.core.scheduler import Scheduler
-
-    scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40), CacheConfig(4, 14)
-    )
-    made = scheduler.record()
-    scheduler.add_request(Request("a", [1, 2, 3], max_tokens=4))
-    scheduler.finish_requests(["a"])
-    for _ in range(steps):
-        scheduler.update(scheduler.schedule(), ModelRunnerOutput({}))
-    return made
 
 
 # ---- messages

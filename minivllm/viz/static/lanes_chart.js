@@ -2,7 +2,7 @@
 import { lastAtMost } from "./lanes.js";
 import { COLOURS, paintBar, paintEnd, paintLanes } from "./lanes_paint.js";
 import { ownerColour, sharpen } from "./theme.js";
-import { button, h, makeTooltip, swatch } from "./ui.js";
+import { button, h, makeTooltip, onceAFrame, swatch } from "./ui.js";
 
 export const GUTTER = 92;
 const RIGHT = 16;
@@ -80,7 +80,6 @@ export function makeLanesChart(card, context, lanes, axis, { label, most = 360, 
   let width = 0;
   let rowHeight = TALLEST;
   let fit = true;
-  let scheduled = false;
 
   const plot = () => Math.max(50, width - GUTTER - RIGHT);
   const xOf = (value) => GUTTER + ((value - axis.from) / (axis.to - axis.from)) * plot();
@@ -104,17 +103,12 @@ export function makeLanesChart(card, context, lanes, axis, { label, most = 360, 
     draw();
   }
 
-  function draw() {
-    if (scheduled) return;
-    scheduled = true;
-    requestAnimationFrame(() => {
-      scheduled = false;
-      if (!element.isConnected || !width) return;
-      drawRows();
-      drawStrips();
-      drawCursor();
-    });
-  }
+  const draw = onceAFrame(() => {
+    if (!element.isConnected || !width) return;
+    drawRows();
+    drawStrips();
+    drawCursor();
+  });
 
   function drawRows() {
     const height = rows.clientHeight;

@@ -1,24 +1,9 @@
 // Draws lanes: one row per request. Kinds differ in height and texture, not in colour alone.
 import { DECODE, FINISHES, lastAtMost, PREEMPTED, PREFILL, STALLED, SWAPPED, WAITING } from "./lanes.js";
-import { pixel } from "./theme.js";
+import { hatch, pixel } from "./theme.js";
 
 export const COLOURS = ["waiting", "preempted", "swapped", "decode", "prefill", "decode"];
 const SHAPES_FROM = 5; // pixels: a lower row has room for colours only
-
-function hatch(context, colour) {
-  const tile = document.createElement("canvas");
-  tile.width = tile.height = 6;
-  const pen = tile.getContext("2d");
-  pen.strokeStyle = colour;
-  pen.lineWidth = 1.6;
-  pen.beginPath();
-  for (const x of [-6, 0, 6]) {
-    pen.moveTo(x - 1, 7);
-    pen.lineTo(x + 7, -1);
-  }
-  pen.stroke();
-  return context.createPattern(tile, "repeat");
-}
 
 // One bar of a kind, `height` being that of the row. Also draws the legend's swatches.
 export function paintBar(context, kind, x, y, width, height, colour, patterns = {}) {

@@ -1,6 +1,6 @@
 // The cached prefixes as a tree: a branch a row, a block a box. What is in use, kept or lost at the step, and how often it was found.
 import { sharpen } from "./theme.js";
-import { button, count, facts, h, makeLegend, makeTooltip, swatch } from "./ui.js";
+import { button, count, facts, h, makeLegend, makeTooltip, onceAFrame, swatch } from "./ui.js";
 
 const CACHED = 0, HIT = 1, EVICTED = 2;
 const ROW = 22, HEAD = 6, MOST = 380, FOLD_FROM = 4, LONG = 24, STRIP = 74, GUTTER = 92, RIGHT = 16;
@@ -137,7 +137,6 @@ export async function render(card, data, context) {
   let chosen = -1; // node
   let width = 0;
   let cell = 14;
-  let scheduled = false;
 
   const plain = (b) => tree.leaf[b] && tree.branchHits[b] === 0;
 
@@ -175,18 +174,13 @@ export async function render(card, data, context) {
     draw();
   }
 
-  function draw() {
-    if (scheduled) return;
-    scheduled = true;
-    requestAnimationFrame(() => {
-      scheduled = false;
-      if (!card.element.isConnected || !width) return;
-      drawTree();
-      drawStrip();
-      drawCursor();
-      count_();
-    });
-  }
+  const draw = onceAFrame(() => {
+    if (!card.element.isConnected || !width) return;
+    drawTree();
+    drawStrip();
+    drawCursor();
+    count_();
+  });
 
   const kindOf = (node) => (!state.ever[node] ? "later" : !state.cached[node] ? "lost" : state.refs[node] ? "use" : "kept");
 

@@ -81,3 +81,19 @@ export const OWNER_COLOURS = 8;
 export function ownerColour(number) {
   return `owner-${number % OWNER_COLOURS}`;
 }
+
+// Slanted lines in a colour, to fill with.
+export function hatch(context, colour) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 6;
+  const pen = tile.getContext("2d");
+  pen.strokeStyle = colour;
+  pen.lineWidth = 1.5;
+  pen.beginPath();
+  for (const x of [-6, 0, 6]) {
+    pen.moveTo(x - 1, 7);
+    pen.lineTo(x + 7, -1);
+  }
+  pen.stroke();
+  return context.createPattern(tile, "repeat");
+}

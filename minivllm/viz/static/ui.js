@@ -188,3 +188,16 @@ export function makeCard(place, header, cursor, { player = true } = {}) {
     },
   };
 }
+
+// A function that asks for `paint` before the next frame, once however often it is called.
+export function onceAFrame(paint) {
+  let asked = false;
+  return () => {
+    if (asked) return;
+    asked = true;
+    requestAnimationFrame(() => {
+      asked = false;
+      paint();
+    });
+  };
+}

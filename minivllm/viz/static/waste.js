@@ -1,24 +1,9 @@
 // Memory that is set aside and empty: in pages, and if each request had one piece.
-import { sharpen } from "./theme.js";
+import { hatch, sharpen } from "./theme.js";
 import { count, h, makeLegend, makeTooltip, swatch } from "./ui.js";
 
 const GUTTER = 74, RIGHT = 14, TOP = [10, 130], SHARE = [172, 104], AXIS = 282, HEIGHT = 304;
 const LINES = [["prefill", [], 2.2], ["swapped", [7, 4], 1.6], ["preempted", [7, 3, 2, 3], 1.6], ["ink", [2, 3], 1.8]];
-
-function hatch(pen, colour) {
-  const tile = document.createElement("canvas");
-  tile.width = tile.height = 6;
-  const ink = tile.getContext("2d");
-  ink.strokeStyle = colour;
-  ink.lineWidth = 1.4;
-  ink.beginPath();
-  for (const x of [-6, 0, 6]) {
-    ink.moveTo(x - 1, 7);
-    ink.lineTo(x + 7, -1);
-  }
-  ink.stroke();
-  return pen.createPattern(tile, "repeat");
-}
 
 const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)} %` : "–");
 
