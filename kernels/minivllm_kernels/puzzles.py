@@ -5,7 +5,7 @@ Question: can you write paged attention yourself, a few lines at a time?
 
 # Generated from nbs/4_kernels/13_puzzles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2c6a8b446bec module=8d53fb0ea28f
+# literate: notebook=562213b9f1c0 module=86d8602c0419
 
 import inspect
 import math
@@ -87,15 +87,15 @@ class Puzzle:
     wrong: dict[Callable, str]
     demand: Callable[[Lens], str | None] | None = None
 
-    def run(self, kernel: Callable, seed: int = 0) -> tuple[Lens, dict[str, Any], dict[str, np.ndarray]]:
-        """(lens, arguments after the run, right outputs) of one case."""
+    def deal(self, seed: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """(arguments by name, right outputs) of one case."""
         arguments = self.case(np.random.default_rng(seed))
-        right = self.expected(**{n: a.copy() if isinstance(a, np.ndarray) else a for n, a in arguments.items()})
-        return Lens().run(kernel, self.grid, self.threads, **arguments), arguments, right
+        copies = {n: a.copy() if isinstance(a, np.ndarray) else a for n, a in arguments.items()}
+        return arguments, self.expected(**copies)
 
     def show(self, kernel: Callable) -> Lens:
         """What the kernel did on the first case: a picture in a notebook, and in words."""
-        return self.run(kernel)[0]
+        return Lens().run(kernel, self.grid, self.threads, **self.deal(0)[0])
 
     @property
     def solution(self) -> str:
@@ -103,7 +103,7 @@ class Puzzle:
         return textwrap.dedent(inspect.getsource(self.answer))
 
     def _repr_html_(self) -> str:
-        lens, _, _ = self.run(self.answer)
+        lens = self.show(self.answer)
         launch = f"{self.grid} block{'s' * (self.grid > 1)} of {self.threads} thread{'s' * (self.threads > 1)}"
         return f"<b>{escape(self.name)}</b> ({launch}): {escape(self.task)}{lens.svg()}"
 
@@ -114,9 +114,7 @@ class Puzzle:
     def check(self, kernel: Callable) -> Verdict:
         """Try the kernel on three cases. TypeError if its arguments have other names than the puzzle's."""
         for seed in range(3):
-            arguments = self.case(np.random.default_rng(seed))
-            lens = Lens()
-            right = self.expected(**{n: a.copy() if isinstance(a, np.ndarray) else a for n, a in arguments.items()})
+            (arguments, right), lens = self.deal(seed), Lens()
             try:
                 lens.run(kernel, self.grid, self.threads, **arguments)
             except TypeError as error:
