@@ -1,0 +1,85 @@
+"""How is this book read?
+
+Every chapter answers one question, and its cells are the program: those marked for export become
+the module that the package imports.
+"""
+
+# Generated from nbs/0_start/02_reading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=227f676072ba module=2151199592ec
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Exercise", "Verdict"]
+
+
+# %% nbs/0_start/02_reading.ipynb #Verdict
+@dataclass(frozen=True)
+class Verdict:
+    """What a checker says. True if it begins with "right"."""
+
+    text: str
+
+    def __bool__(self) -> bool:
+        return self.text.startswith("right")
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+# %% nbs/0_start/02_reading.ipynb #Exercise
+@dataclass(frozen=True)
+class Exercise:
+    """A checker, made from a function of the answer: `@Exercise` above its `def`.
+
+    Attributes:
+        judge: gives a complaint about an answer; or None, or words that begin with "right", if there is none.
+    """
+
+    judge: Callable[..., str | None]
+
+    def __call__(self, *answer: Any) -> Verdict:
+        """Judge an answer. What the answer's own code raises is a verdict too."""
+        if any(map(_is_blank, answer)):
+            return Verdict("no answer yet: put yours in place of the dots")
+        try:
+            return Verdict(self.judge(*answer) or "right")
+        except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
+            return Verdict(f"it raised {type(error).__name__}: {error}{_place(error, answer)}")
+
+    def accepts(self, *answer: Any) -> None:
+        """For the folded solution: AssertionError unless the answer is found right."""
+        verdict = self(*answer)
+        if not verdict:
+            raise AssertionError(f"a solution was refused: {verdict}")
+
+    def rejects(self, *answer: Any, because: str) -> None:
+        """For a wrong answer: AssertionError unless it is caught, in words that hold `because`."""
+        verdict = self(*answer)
+        if verdict or because not in verdict.text:
+            raise AssertionError(f"a wrong answer should be refused with {because!r}, not: {verdict}")
+
+
+# %% nbs/0_start/02_reading.ipynb #_is_blank
+def _blank() -> None: ...
+
+
+def _is_blank(answer: Any) -> bool:
+    if isinstance(answer, dict):
+        return any(map(_is_blank, answer.values()))
+    if isinstance(answer, list | tuple | set):
+        return any(map(_is_blank, answer))
+    code = getattr(answer, "__code__", None)
+    return answer is ... or (code is not None and code.co_code == _blank.__code__.co_code and code.co_consts[0] is None)
+
+
+def _place(error: Exception, answer: tuple[Any, ...]) -> str:
+    """The line of the reader's function that raised, if it is one and its source is known."""
+    files = {part.__code__.co_filename for part in answer if hasattr(part, "__code__")}
+    lines = [
+        frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files and frame.line
+    ]
+    return f", at `{lines[-1]}`" if lines else ""
