@@ -11,7 +11,11 @@ import pytest
 from tiny_models import tiny_model_path  # noqa: F401
 
 from minivllm import LLM, EngineArgs, SamplingParams
-from minivllm.cli import ChatSession, engine_args_from, main, make_parser, sampling_params_from, stream_answer
+from minivllm.cli import main, make_parser
+from minivllm.commands.chat import ChatSession
+from minivllm.commands.complete import stream_answer
+from minivllm.commands.flags import sampling_params_from
+from minivllm.engine.arguments import engine_args_from
 
 COMMAND = [sys.executable, "-c", "import sys; from minivllm.cli import main; sys.exit(main())"]
 

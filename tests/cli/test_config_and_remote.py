@@ -11,7 +11,8 @@ import pytest
 from live_server import LiveServer, live_server
 from tiny_models import tiny_model_path
 
-from minivllm.cli import RemoteChatSession, main, make_parser
+from minivllm.cli import main, make_parser
+from minivllm.commands.chat import RemoteChatSession
 from minivllm.core.config import EngineArgs
 from minivllm.engine.arguments import with_config
 from minivllm.serving import app, run_batch

@@ -1,0 +1,106 @@
+"""What does one answer look like, as it grows?
+
+`minivllm complete "Once upon a time"` prints a completion piece by piece.
+"""
+
+# Generated from nbs/6_serving/01b_complete.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=55221e5210e9 module=1400477075c2
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+from minivllm.commands.flags import (
+    add_remote_arguments,
+    add_sampling_arguments,
+    connect,
+    request_fields,
+    sampling_params_from,
+    say_loading,
+)
+from minivllm.engine.arguments import add_engine_arguments, engine_args_from
+
+__all__ = ["add_parser", "run_complete", "stream_answer"]
+
+
+# %% nbs/6_serving/01b_complete.ipynb #stream_answer
+if TYPE_CHECKING:
+    from minivllm.engine.llm_engine import LLMEngine
+    from minivllm.sampling.params import SamplingParams
+
+
+def stream_answer(engine: LLMEngine, prompt: Any, params: SamplingParams) -> Iterator[str]:
+    """Yield the pieces of one answer. KeyboardInterrupt or an abandoned generator aborts the request.
+
+    Raises:
+        ValueError: a bad prompt or parameter. RuntimeError: the request failed.
+    """
+    from minivllm.engine.interrupt import deferred_interrupts
+    from minivllm.sampling.params import RequestOutputKind
+
+    request_id = "cli"
+    engine.add_request(request_id, prompt, params.clone(output_kind=RequestOutputKind.DELTA))
+    try:
+        while engine.has_unfinished_requests():
+            with deferred_interrupts():
+                outputs = engine.step()
+            for output in outputs:
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                yield output.outputs[0].text
+    finally:
+        engine.abort_request(request_id)
+
+
+# %% nbs/6_serving/01b_complete.ipynb #run_complete
+_BETWEEN = "\n" + "-" * 8 + "\n"
+
+
+def run_complete(args: argparse.Namespace, out: TextIO) -> None:
+    """Print completions of one text."""
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    answer = _complete_here if args.url is None else _complete_remotely
+    answer(args, prompt, out)
+
+
+def _complete_here(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
+    from minivllm.engine.llm import LLM
+
+    say_loading(args.model)
+    with LLM.from_engine_args(engine_args_from(args)) as llm:
+        params = sampling_params_from(args, llm.get_default_sampling_params(), n=args.n)
+        if args.stream and args.n == 1:
+            for piece in stream_answer(llm.llm_engine, prompt, params):
+                print(piece, end="", file=out, flush=True)
+            print(file=out)
+            return
+        output = llm.generate(prompt, params, use_tqdm=False)[0]
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        print(_BETWEEN.join(completion.text for completion in output.outputs), file=out)
+
+
+def _complete_remotely(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
+    texts = [""] * args.n
+    for index, piece in connect(args).complete(prompt, n=args.n, **request_fields(args)):
+        texts[index] += piece
+        if args.stream and args.n == 1:
+            print(piece, end="", file=out, flush=True)
+    print(_BETWEEN.join(texts) if args.n > 1 or not args.stream else "", file=out)
+
+
+def add_parser(commands: Any) -> None:
+    """The flags of `minivllm complete`. ``commands``: what argparse's `add_subparsers` gives."""
+    parser = commands.add_parser("complete", help="complete a text")
+    parser.add_argument("prompt", help="the text; - reads it from standard input")
+    parser.add_argument("--n", type=int, default=1, help="number of completions (default: 1)")
+    parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="print as it comes")
+    add_sampling_arguments(parser, max_tokens=64)
+    add_engine_arguments(parser)
+    add_remote_arguments(parser)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
+    parser.set_defaults(run=run_complete)

@@ -1,0 +1,97 @@
+"""Which words does a command understand?
+
+`minivllm complete` and `minivllm chat` take the same flags: how tokens are drawn, which engine is
+started here, or which server is asked instead.
+"""
+
+# Generated from nbs/6_serving/01a_flags.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=16c8af7aafad module=1608b35ace00
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+__all__ = [
+    "add_remote_arguments",
+    "add_sampling_arguments",
+    "connect",
+    "request_fields",
+    "sampling_params_from",
+    "say_loading",
+]
+
+
+# %% nbs/6_serving/01a_flags.ipynb #add_sampling_arguments
+if TYPE_CHECKING:
+    from minivllm.sampling.params import SamplingParams
+    from minivllm.serving.client import Remote
+
+_SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
+    "temperature": (float, "0 is greedy; higher is more varied"),
+    "top_p": (float, "keep the likeliest tokens that together reach this probability"),
+    "top_k": (int, "keep the k likeliest tokens; 0 for all"),
+    "min_p": (float, "keep tokens at least this times as likely as the likeliest"),
+    "presence_penalty": (float, "subtracted from tokens that occurred"),
+    "frequency_penalty": (float, "subtracted from tokens for each time they occurred"),
+    "repetition_penalty": (float, "above 1 makes repetition less likely"),
+    "max_tokens": (int, "most tokens of an answer"),
+    "min_tokens": (int, "fewest tokens of an answer"),
+}
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Flags for SamplingParams. What is not given comes from the model's generation config."""
+    group = parser.add_argument_group("sampling")
+    for name, (kind, help_text) in _SAMPLING_FLAGS.items():
+        default = max_tokens if name == "max_tokens" else None
+        group.add_argument(
+            "--" + name.replace("_", "-"), type=kind, default=default, metavar=name.upper(), help=help_text
+        )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+
+
+def request_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """What the sampling flags say, as fields of a request; also as SamplingParams names them."""
+    given = {name: getattr(args, name) for name in [*_SAMPLING_FLAGS, "stop"] if getattr(args, name) is not None}
+    return given | ({"ignore_eos": True} if args.ignore_eos else {})
+
+
+def sampling_params_from(args: argparse.Namespace, defaults: SamplingParams, **more: Any) -> SamplingParams:
+    """SamplingParams with what the flags say, over ``defaults``."""
+    return defaults.clone(**request_fields(args), **more)
+
+
+# %% nbs/6_serving/01a_flags.ipynb #connect
+def add_remote_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that name a server."""
+    group = parser.add_argument_group("server", "ask a running server instead of an engine here")
+    group.add_argument("--url", help="of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
+    group.add_argument("--model-name", metavar="NAME", help="one of its models (default: its first)")
+    group.add_argument("--api-key", metavar="KEY", help="its key")
+    group.add_argument("--insecure", action="store_true", help="do not check its certificate")
+
+
+def connect(args: argparse.Namespace) -> Remote:
+    """The server that ``--url`` names. Raises ValueError for flags of an engine, which the server has started already."""
+    from dataclasses import fields
+
+    from minivllm.core.config import EngineArgs
+    from minivllm.serving.client import Remote
+
+    for f in fields(EngineArgs):
+        if getattr(args, f.name) != f.default:
+            hint = "; --model-name chooses among its models" if f.name == "model" else ""
+            raise ValueError(f"--{f.name.replace('_', '-')} is for an engine here, but --url asks a server{hint}")
+    return Remote(args.url, args.model_name, args.api_key, args.insecure)
+
+
+def say_loading(model: str) -> None:
+    """On a terminal: the first second or two would be silent otherwise."""
+    if sys.stderr.isatty():
+        print(f"Loading {model} ...", file=sys.stderr)

@@ -1,0 +1,62 @@
+"""How is a recorded run opened?
+
+`minivllm trace view run.parquet` writes the page of a saved trace and opens it in the browser.
+"""
+
+# Generated from nbs/6_serving/01d_trace_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=2fbfaffed996 module=e52aef0661cb
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import webbrowser
+from pathlib import Path
+from typing import Any, TextIO
+
+__all__ = ["add_parser", "run_trace_view"]
+
+
+# %% nbs/6_serving/01d_trace_view.ipynb #run_trace_view
+def run_trace_view(args: argparse.Namespace, out: TextIO) -> None:
+    """Write the page of a saved trace and open it in the browser.
+
+    Raises:
+        OSError, ValueError: no such file, or not a trace that can be shown. RuntimeError: nothing happened in it.
+    """
+    from minivllm.core.trace import Trace
+    from minivllm.viz.page import show
+
+    if args.output is not None and args.output.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--output must end in .html, got {args.output.name!r}")
+    trace = Trace.load(args.file)
+    if args.tokenizer is not None:
+        from minivllm.models.hub import resolve_model
+        from minivllm.models.tokenizer import get_tokenizer
+
+        trace.tokenizer = get_tokenizer(resolve_model(args.tokenizer))
+    view = show(trace, title=args.file.name)
+    if view.problem is not None:
+        raise RuntimeError(f"{args.file.name}: {view.problem}")
+    folder = Path(tempfile.mkdtemp(prefix="minivllm-")) if args.output is None else args.output.parent
+    path = view.save(folder / (args.output.name if args.output else f"{args.file.stem}.html")).resolve()
+    print(path, file=out)
+    if args.open and not webbrowser.open(path.as_uri()):
+        print("no browser could be started: open the file by hand", file=out)
+
+
+def add_parser(commands: Any) -> None:
+    """The flags of `minivllm trace`. ``commands``: what argparse's `add_subparsers` gives."""
+    trace = commands.add_parser("trace", help="look at a recorded run")
+    doings = trace.add_subparsers(dest="doing", required=True, metavar="view")
+    view = doings.add_parser(
+        "view", help="open a saved trace in the browser: blocks, queues and prefixes, step by step"
+    )
+    view.add_argument("file", type=Path, help="what trace.save() wrote: .jsonl or .parquet")
+    view.add_argument("--output", type=Path, metavar="FILE", help="where the page goes (default: a temporary file)")
+    view.add_argument(
+        "--open", action=argparse.BooleanOptionalAction, default=True, help="open the page in the browser"
+    )
+    view.add_argument("--tokenizer", metavar="MODEL", help="show tokens as text, with this model's tokenizer")
+    view.set_defaults(run=run_trace_view)
