@@ -6,14 +6,14 @@ the module that the package imports.
 
 # Generated from nbs/0_start/02_reading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=227f676072ba module=2151199592ec
+# literate: notebook=541255133ce8 module=3316f6b22aec
 
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Exercise", "Verdict"]
+__all__ = ["Exercise", "Verdict", "is_blank"]
 
 
 # %% nbs/0_start/02_reading.ipynb #Verdict
@@ -43,7 +43,7 @@ class Exercise:
 
     def __call__(self, *answer: Any) -> Verdict:
         """Judge an answer. What the answer's own code raises is a verdict too."""
-        if any(map(_is_blank, answer)):
+        if any(map(is_blank, answer)):
             return Verdict("no answer yet: put yours in place of the dots")
         try:
             return Verdict(self.judge(*answer) or "right")
@@ -63,15 +63,16 @@ class Exercise:
             raise AssertionError(f"a wrong answer should be refused with {because!r}, not: {verdict}")
 
 
-# %% nbs/0_start/02_reading.ipynb #_is_blank
+# %% nbs/0_start/02_reading.ipynb #is_blank
 def _blank() -> None: ...
 
 
-def _is_blank(answer: Any) -> bool:
+def is_blank(answer: Any) -> bool:
+    """Whether an answer is dots, has dots in it, or is a function whose body is dots."""
     if isinstance(answer, dict):
-        return any(map(_is_blank, answer.values()))
+        return any(map(is_blank, answer.values()))
     if isinstance(answer, list | tuple | set):
-        return any(map(_is_blank, answer))
+        return any(map(is_blank, answer))
     code = getattr(answer, "__code__", None)
     return answer is ... or (code is not None and code.co_code == _blank.__code__.co_code and code.co_consts[0] is None)
 

@@ -1,0 +1,53 @@
+"""The one form of all exercises."""
+
+import pytest
+
+from minivllm.book.exercise import Exercise
+
+
+@Exercise
+def check_half(answer):
+    for n in (0, 4, 10):
+        if answer(n) != n // 2:
+            return f"half of {n} is {n // 2}, not {answer(n)}"
+
+
+@Exercise
+def check_number(answer, other=2):
+    return f"right: {answer}" if answer == other else f"not {answer}"
+
+
+def test_a_verdict_is_true_if_it_is_right():
+    assert check_half(lambda n: n // 2) and str(check_half(lambda n: n // 2)) == "right"
+    assert not check_half(lambda n: n) and str(check_half(lambda n: n)) == "half of 4 is 2, not 4"
+    assert check_number(2) and str(check_number(2)) == "right: 2"
+
+
+def blank(n): ...
+
+
+@pytest.mark.parametrize("answer", [..., [1, ...], {"a": ...}, (..., 2), blank])
+def test_dots_are_no_answer_yet(answer):
+    assert str(check_number(answer)).startswith("no answer yet")
+
+
+def test_a_function_that_returns_something_is_an_answer():
+    assert not str(check_half(lambda n: 7)).startswith("no answer")
+
+
+def test_an_error_of_the_reader_names_the_line():
+    def divides(n):
+        return n / 0
+
+    assert str(check_half(divides)) == "it raised ZeroDivisionError: division by zero, at `return n / 0`"
+
+
+def test_a_checker_that_is_wrong_itself_is_noticed():
+    check_number.accepts(2)
+    check_number.rejects(3, because="not 3")
+    with pytest.raises(AssertionError, match="a solution was refused: not 3"):
+        check_number.accepts(3)
+    with pytest.raises(AssertionError, match="should be refused with 'x', not: not 3"):
+        check_number.rejects(3, because="x")
+    with pytest.raises(AssertionError, match="should be refused"):
+        check_number.rejects(2, because="right")
