@@ -5,7 +5,7 @@ The model gives one number per word of its vocabulary: the logits.
 
 # Generated from nbs/3_model/10_sampling_params.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=567616c73177 module=468915e6d8c8
+# literate: notebook=de42695b16eb module=a527deb023c0
 
 import copy
 import difflib
@@ -336,29 +336,33 @@ _NORMALISE: dict[str, Callable[[Any], Any]] = {
 class SamplingParams:
     """All the control that a request has over its tokens; vLLM's names and defaults.
 
-    n: outputs per prompt. best_of: generate this many, return the `n` with the highest log probability per token
-        (OpenAI's definition of best), best first.
-    presence_penalty, frequency_penalty: subtracted from the logit of a token that is in the output so far, once, or
-        once per occurrence. repetition_penalty: divides a positive logit (multiplies a negative one) of a token that
-        is in the prompt or the output.
-    temperature: divides the logits; below 1e-5 means greedy. top_k, top_p, min_p: keep the k likeliest tokens; the
-        likeliest ones that together reach probability p; those at least min_p times as likely as the likeliest.
-    seed: the same seed gives the same tokens, alone or in any batch. Child i of n gets seed + i. -1 means None.
-    stop, stop_token_ids, include_stop_str_in_output, ignore_eos, max_tokens (None: as many as fit), min_tokens (before
-        it, neither the end token nor a stop token id can be drawn).
-    bad_words: words that cannot be generated (`update_from_tokenizer` turns them into token ids).
-    logprobs, prompt_logprobs: number of likeliest tokens to report beside the chosen one; -1 all, True means 1.
+    Attributes:
+        n: outputs per prompt.
+        best_of: generate this many, return the `n` with the highest log probability per token (OpenAI's definition of best), best first.
+        presence_penalty, frequency_penalty: subtracted from the logit of a token that is in the output so far, once, or once per occurrence.
+        repetition_penalty: divides a positive logit (multiplies a negative one) of a token that is in the prompt or the output.
+        temperature: divides the logits; below 1e-5 means greedy.
+        top_k, top_p, min_p: keep the k likeliest tokens; the likeliest ones that together reach probability p; those at least min_p times as
+            likely as the likeliest.
+        seed: the same seed gives the same tokens, alone or in any batch. Child i of n gets seed + i. -1 means None.
+        stop, stop_token_ids: texts and tokens that end an answer. include_stop_str_in_output: the text is part of it.
+        ignore_eos: go on after the end token.
+        max_tokens, min_tokens: None for as many as fit; before the least, neither the end token nor a stop token id can be drawn.
+        bad_words: words that cannot be generated (`update_from_tokenizer` turns them into token ids).
+        logprobs, prompt_logprobs: number of likeliest tokens to report beside the chosen one; -1 all, True means 1.
         logprobs_mode: raw or processed, logprobs or logits; None is the engine's.
-    detokenize, skip_special_tokens, spaces_between_special_tokens: how token ids become text.
-    logits_processors: callables `transform(logits, view) -> logits` of this request alone.
-    truncate_prompt_tokens: keep only the last so many tokens of the prompt; -1 as many as fit.
-    output_kind: what each RequestOutput carries. structured_outputs: what the output must look like.
-    logit_bias: {token id: bias} added to the logits. allowed_token_ids: nothing else can be drawn.
-    repetition_detection: stop a request that loops.
-    extra_args: for your own transforms; they find it in `view.params.extra_args`.
+        detokenize, skip_special_tokens, spaces_between_special_tokens: how token ids become text.
+        logits_processors: callables `transform(logits, view) -> logits` of this request alone.
+        truncate_prompt_tokens: keep only the last so many tokens of the prompt; -1 as many as fit.
+        output_kind: what each RequestOutput carries.
+        structured_outputs: what the output must look like.
+        logit_bias: {token id: bias} added to the logits.
+        allowed_token_ids: nothing else can be drawn.
+        repetition_detection: stop a request that loops.
+        extra_args: for your own transforms; they find it in `view.params.extra_args`.
 
-    A value out of range, or two that contradict each other, raise InvalidParameter (a ValueError); an unknown name
-    raises TypeError.
+    Raises:
+        InvalidParameter: a value out of range, or two that contradict each other (a ValueError). TypeError: an unknown name.
     """
 
     n: int = 1
