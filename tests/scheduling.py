@@ -1,7 +1,10 @@
 """A scheduler without a model: deterministic tokens, and a driver that checks the laws after every step."""
 
+from collections import deque
+
 from minivllm.core.config import KVCacheConfig, KVCacheSpec, make_kv_cache_groups
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.trace import Fold, State, Trace, find_fault
 
@@ -64,33 +67,40 @@ class Driver:
         self.runner = Runner()
         self.outputs: dict[str, list[int]] = {}
 
-    def check(self) -> State:
+    def check(self, ahead: int = 0) -> State:
         for event in self.trace.events[self.done :]:
             self.fold.apply(event)
         self.done = len(self.trace.events)
         folded, live = self.fold.state(), self.scheduler.state()
         assert folded == live
         assert self.fold.num_cached_free == sum(live.hashes[block] is not None for block in live.free)
-        fault = find_fault(live)
+        fault = find_fault(live, ahead)
         assert fault is None, fault
         pool = self.scheduler.kv.pool
         assert pool.num_cached_free == sum(block.block_hash is not None for block in pool.free_queue)
         return live
 
     def step(self) -> SchedulerOutput:
+        output = self.decide()
+        self.check()
+        self.take_in(output, fake_model(output, self.scheduler))
+        return output
+
+    def take_in(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        for out in self.scheduler.update(output, result):
+            self.outputs.setdefault(out.request_id, []).extend(out.new_token_ids)
+        self.check()
+
+    def decide(self, may_wait: bool = False) -> SchedulerOutput:
         output = self.scheduler.schedule()
         assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
         assert output.total_num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
         assert all(n > 0 for n in output.num_scheduled_tokens.values())
-        if self.scheduler.requests:
+        if self.scheduler.requests and not may_wait:
             assert output.num_scheduled_tokens, "a step without progress"
         self.runner.apply(output)
         self._compare_rows(output)
-        self.check()
-        for out in self.scheduler.update(output, fake_model(output, self.scheduler)):
-            self.outputs.setdefault(out.request_id, []).extend(out.new_token_ids)
-        self.check()
         return output
 
     def _compare_rows(self, output: SchedulerOutput) -> None:
@@ -113,3 +123,33 @@ class Driver:
         assert pool.num_free == pool.num_blocks
         assert cpu is None or cpu.num_free == cpu.num_blocks
         self.trace.check()
+
+
+class LateDriver(Driver):
+    """Decides every step before it hands over the result of the one before, as async scheduling does."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.flying: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+
+    def step(self) -> SchedulerOutput:
+        output = self.decide(may_wait=bool(self.flying))
+        requests = [self.scheduler.requests[name] for name in output.num_scheduled_tokens]
+        self.flying.append((output, [r for r in requests if r.num_computed_tokens >= r.num_tokens]))
+        self.check(ahead=len(self.flying) - 1)
+        if len(self.flying) == 2:
+            self.land()
+        return output
+
+    def land(self) -> None:
+        """Hand over the oldest result. It has tokens for requests that ended meanwhile, too."""
+        output, sampling = self.flying.popleft()
+        tokens = {request.request_id: [sum(request.all_token_ids) % 3] for request in sampling}
+        self.take_in(output, ModelRunnerOutput(tokens))
+
+    def drain(self, limit: int = 10_000) -> None:
+        while self.scheduler.has_requests():
+            self.step()
+        while self.flying:
+            self.land()
+        super().drain(limit)

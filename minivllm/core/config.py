@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=83490b0b6936 module=bc4f6b339b32
+# literate: notebook=c8fbc16b6046 module=65a6c456408e
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from math import gcd
 from typing import Any, Literal, get_args
 
 __all__ = [
+    "GROUP_SIZES",
+    "QUANTIZATIONS",
     "AttentionKind",
     "CacheConfig",
     "Decision",
@@ -289,6 +291,15 @@ class MachineFacts:
 
 
 # %% nbs/1_core/03_config.ipynb #_arg
+_INT8, _INT4 = QUANTIZATIONS = ("int8_per_channel_weight_only", "int4_per_group_weight_only")
+
+
+GROUP_SIZES = (32, 64, 128)
+
+
+"""Inputs of a weight of 4 bits that share a scale; the first is the default."""
+
+
 def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
@@ -335,7 +346,16 @@ class EngineArgs:
     enforce_eager: bool = _arg(
         False, "launch every kernel of every step, with no CUDA graphs of decode steps (on a GPU)"
     )
+    quantization: str | None = _arg(
+        None, "weights of the linear layers in fewer bits, made at load (on a CPU)", QUANTIZATIONS
+    )
+    quantization_config: dict[str, Any] | None = _arg(  # noqa: RUF009
+        None, 'of int4: {"group_size": 32, 64 or 128}, inputs that share a scale (as JSON in a flag)'
+    )
     max_logprobs: int = _arg(20, "most log-probabilities a request may ask for per token; -1: the whole vocabulary")
+    async_scheduling: bool | None = _arg(
+        None, "decide a step, and deliver the tokens of the one before, while the model computes"
+    )
     logprobs_mode: str = _arg(
         "raw_logprobs",
         "what `logprobs` reports",
@@ -349,7 +369,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         for f in fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
-            if choices:
+            if choices and value != f.default:
                 _one_of(f.name, value, choices)
         least = {"block_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
                  "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1}  # fmt: skip
@@ -362,10 +382,28 @@ class EngineArgs:
             raise ValueError(f"max_logprobs must be -1 or at least 0, got {self.max_logprobs}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise TypeError(f"hf_overrides must be a dict of config.json entries, got {self.hf_overrides!r}")
+        self._check_quantization()
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
             raise ValueError('preemption_mode="swap" needs num_cpu_blocks of at least 1, got 0')
+
+    def _check_quantization(self) -> None:
+        config = self.quantization_config
+        if config is None:
+            return
+        if not isinstance(config, dict) or set(config) != {"group_size"}:
+            raise ValueError(f'quantization_config must be {{"group_size": n}}, got {config!r}')
+        if self.quantization != _INT4:
+            raise ValueError(f"quantization_config goes with quantization={_INT4!r}, not with {self.quantization!r}")
+        _one_of('quantization_config["group_size"]', config["group_size"], GROUP_SIZES)
+
+    @property
+    def linear_kernel(self) -> str | None:
+        """The linear kernel that `quantization` asks for, `int8` or `int4_` and the group size; None for no quantization."""
+        if self.quantization == _INT4:
+            return f"int4_{(self.quantization_config or {}).get('group_size', GROUP_SIZES[0])}"
+        return "int8" if self.quantization == _INT8 else None
 
     # %% nbs/1_core/03_config.ipynb #EngineArgs-from_kwargs
     @classmethod
@@ -408,6 +446,7 @@ class EngineConfig:
     attention_backend: str
     seed: int
     decisions: tuple[Decision, ...]
+    async_scheduling: bool = False
 
     def explain(self) -> str:
         """A table of every setting that was chosen, and why. One line each."""
@@ -514,6 +553,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     if not args.enable_chunked_prefill and budget < max_model_len:
         budget, why = max_model_len, "max_model_len, since prompts may not be cut"
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
+    overlap = choose("async_scheduling", args.async_scheduling, False, "default")
     decisions.append(Decision("attention_backend", machine.attention_backend, machine.attention_backend_why))
     decisions.append(Decision("linear_kernel", machine.linear_kernel, machine.linear_kernel_why))
     groups = make_kv_cache_groups(model.kv_specs)
@@ -566,4 +606,5 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
         attention_backend=machine.attention_backend,
         seed=args.seed,
         decisions=tuple(decisions),
+        async_scheduling=overlap,
     )

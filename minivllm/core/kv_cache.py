@@ -5,7 +5,7 @@ Does this request fit, and where do its tokens go?
 
 # Generated from nbs/1_core/07_kv_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=592fa45ff333 module=6e3990dcfbfc
+# literate: notebook=44acda45bf54 module=7ec67b499927
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class GroupManager:
 
     # %% nbs/1_core/07_kv_cache.ipynb #GroupManager-name_full_blocks
     def name_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Make the blocks that hold the first `num_tokens` tokens findable, as far as they are full."""
-        request_id = request.request_id
-        table, start, end = self.tables[request_id], self.num_named[request_id], num_tokens // self.block_size
+        """Make the blocks that hold the first `num_tokens` tokens findable, as far as they are full and their tokens known."""
+        request_id, known = request.request_id, min(num_tokens, request.num_tokens)
+        table, start, end = self.tables[request_id], self.num_named[request_id], known // self.block_size
         if end <= start:
             return
         hashes = extend_block_hashes(request, self.block_size)

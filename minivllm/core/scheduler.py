@@ -5,7 +5,7 @@ Which tokens are computed in the next step?
 
 # Generated from nbs/1_core/10_scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=722994cf5925 module=134bc0ab923a
+# literate: notebook=56ea7cf43bd4 module=862b469813d8
 
 from __future__ import annotations
 
@@ -163,6 +163,8 @@ class Scheduler:
         self._idle_steps = 0
         self._served: dict[str | None, int] = {}
         self._finished: list[str] = []
+        self._newest_result = -1
+        self._ended_in_flight: dict[str, int] = {}
         self._draft = _Draft.empty()
         self._last_wait: tuple[Any, ...] | None = None
         self._sinks: list[Callable[[tuple[Any, ...]], None]] = []
@@ -320,6 +322,12 @@ class Scheduler:
                 continue
             computed = request.num_computed_tokens
             n = request.num_tokens - computed
+            if (
+                n <= 0
+            ):  # its newest token is still on its way: this step goes on from it, unless the request ends with it
+                if computed + 1 >= request.max_total_tokens:
+                    continue
+                n = 1
             if n > 1 or ask:
                 n = self._cap(request, n, budget, threshold, ask)
                 if n == 0:
@@ -529,15 +537,20 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take in what a step produced.
 
+        The next step may have been decided before (async scheduling): then a request that ends here is in that step in vain.
+
         Args:
-            output: the decision that was run.
-            result: what came of it. Requests that were aborted meanwhile are passed over.
+            output: the decision that was run, the oldest one whose result has not been taken in.
+            result: what came of it. Requests that ended meanwhile are passed over.
 
         Returns:
             One entry per request that gained a token or its vector, failed, or has prompt log-probabilities to report.
         """
         outputs: list[EngineCoreOutput] = []
         ended: list[Request] = []
+        self._newest_result = output.step
+        if self._ended_in_flight:
+            self._drop_late(output, result)
         tokens_of, requests = result.sampled_token_ids, self.requests
         for request_id in output.num_scheduled_tokens:
             request, new = requests.get(request_id), tokens_of.get(request_id)
@@ -558,13 +571,25 @@ class Scheduler:
         if result.logprobs or result.prompt_logprobs or result.errors or result.pooled:
             self._attach(result, outputs, ended)
         if gained is not None and self.trace is not None:
-            self.trace(("update", self.clock.now(), gained))
+            late = () if output.step == self.step - 1 else (output.step,)
+            self.trace(("update", self.clock.now(), gained, *late))
         for request in ended:
+            if request.status is not RequestStatus.RUNNING:  # preempted while its last token was computed
+                self.waiting.remove(request)
             self._finish(request)
         if ended:
             gone = {id(request) for request in ended}
             self.running = [request for request in self.running if id(request) not in gone]
         return outputs
+
+    def _drop_late(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Forget what a step brings to requests that ended while it ran: their ids may be in use again."""
+        for request_id, last in list(self._ended_in_flight.items()):
+            if output.step <= last:
+                for table in (result.sampled_token_ids, result.prompt_logprobs, result.errors, result.pooled):
+                    table.pop(request_id, None)
+            if output.step >= last:
+                del self._ended_in_flight[request_id]
 
     def _attach(self, result: ModelRunnerOutput, outputs: list[EngineCoreOutput], ended: list[Request]) -> None:
         """Add log-probabilities, vectors and errors to the outputs."""
@@ -596,6 +621,8 @@ class Scheduler:
         self.kv.free(request)
         del self.requests[request.request_id]
         self._finished.append(request.request_id)
+        if self._newest_result < self.step - 1:
+            self._ended_in_flight[request.request_id] = self.step - 1
         if not self.requests:
             self._served.clear()
         if self.trace is not None:

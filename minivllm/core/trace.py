@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=94082e147438 module=954cc870e8c8
+# literate: notebook=32d4293ba158 module=56f25735eacb
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Fold:
         for request, n in num_scheduled.items():
             self.now.requests[request].num_computed_tokens += n
 
-    def _do_update(self, time: float, tokens: dict[str, tuple[int, ...]]) -> None:
+    def _do_update(self, time: float, tokens: dict[str, tuple[int, ...]], step: int | None = None) -> None:
         for request, new in tokens.items():
             self.now.requests[request].num_tokens += len(new)
 
@@ -408,7 +408,7 @@ class Trace:
                     finished.discard(event[1])
                 if event[0] == "schedule" and budget is not None and sum(event[1].values()) > budget:
                     raise TraceError(f"event {i} {event}: more than the budget of {budget} tokens")
-                if event[0] == "update" and (fault := _too_early(fold.now, event[2])):
+                if event[0] == "update" and (fault := _too_early(fold.now, *event[2:])):
                     raise TraceError(f"event {i} {event}: {fault}")
                 try:
                     fold.apply(event)
@@ -434,8 +434,9 @@ class Trace:
             if kind == "step":
                 now += 1
             elif kind == "schedule" or kind == "update":
-                if request_id in event[-1]:
-                    what = event[-1][request_id]
+                counts = event[1 if kind == "schedule" else 2]
+                if request_id in counts:
+                    what = counts[request_id]
                     text = (
                         f"{what} token{'s' * (what != 1)} scheduled" if kind == "schedule" else f"sampled {list(what)}"
                     )
@@ -512,24 +513,33 @@ _OF_A_REQUEST = frozenset(
 )
 
 
-def _too_early(state: State, gained: dict[str, tuple[int, ...]]) -> str | None:
-    """Tokens are sampled from the last known token only: all before it must have been computed."""
+def _too_early(state: State, gained: dict[str, tuple[int, ...]], step: int | None = None) -> str | None:
+    """Tokens are sampled from the last known token only: all before it must have been computed.
+
+    step: given if a later one has been decided already. It may go on from these tokens, or have preempted the request.
+    """
     for name in gained:
         request = state.requests.get(name)
-        if request is not None and request.num_computed_tokens != request.num_tokens:
+        if request is None or (step is not None and request.status != "RUNNING"):
+            continue
+        ahead = request.num_computed_tokens - request.num_tokens
+        if ahead and not (step is not None and ahead == 1):
             return f"{name} gained a token, but {request.num_computed_tokens} of its {request.num_tokens} tokens are computed"
     return None
 
 
-def find_fault(state: State) -> str | None:
-    """What contradicts itself in a state, or None: owners against reference counts, free lists, queues, progress."""
+def find_fault(state: State, ahead: int = 0) -> str | None:
+    """What contradicts itself in a state, or None: owners against reference counts, free lists, queues, progress.
+
+    ahead: steps that were decided on tokens that are not known yet.
+    """
     counts = [0] * len(state.ref_cnt)
     for request in state.requests.values():
         for table in request.tables:
             for block in table:
                 if block:
                     counts[block] += 1
-        if not 0 <= request.num_computed_tokens <= request.num_tokens:
+        if not 0 <= request.num_computed_tokens <= request.num_tokens + ahead:
             return f"{request.num_computed_tokens} tokens computed of {request.num_tokens}"
     for block, (count, ref) in enumerate(zip(counts, state.ref_cnt, strict=True)):
         if count != ref:

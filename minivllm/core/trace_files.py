@@ -5,7 +5,7 @@ How does a run travel to another notebook, another machine, another tool?
 
 # Generated from nbs/1_core/12_trace_files.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e94ecc9d46c4 module=3702fee00215
+# literate: notebook=577a98d5145b module=7f584eec35b5
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def decode_event(values: list[Any]) -> Event:
     if kind == "attributes":
         return (kind, values[1], {name: _decode_key(value) for name, value in values[2].items()})
     if kind == "update":
-        return (kind, values[1], {name: tuple(tokens) for name, tokens in values[2].items()})
+        return (kind, values[1], {name: tuple(tokens) for name, tokens in values[2].items()}, *values[3:])
     return tuple(v if isinstance(v, dict) else _freeze(v) for v in values)
 
 

@@ -5,7 +5,7 @@ How long did each request wait, and how full was the cache meanwhile?
 
 # Generated from nbs/1_core/11_trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e4086bed34d9 module=2e9ac8f739d6
+# literate: notebook=b2e30e139aaa module=772e49f4bbf0
 
 from __future__ import annotations
 
@@ -117,15 +117,15 @@ class _Collector(EventReader):
             (self.step, request, f"preempt ({mode})", None, None, f"{needed_by} needed blocks; chosen by {chosen_by}")
         )
 
-    def _on_update(self, time: float, gained: dict[str, tuple[int, ...]]) -> None:
-        self.time = self.steps[-1][2] = time
+    def _on_update(self, time: float, gained: dict[str, tuple[int, ...]], step: int | None = None) -> None:
+        self.time, step = time, self.step if step is None else step
+        if (late := self.step - step) < len(self.steps):
+            self.steps[-1 - late][2] = time
         for request, new in gained.items():
             row = self.requests[request]
             row["first_token"] = time if row["first_token"] is None else row["first_token"]
             for token in new:
-                self.tokens.append(
-                    (request, row["num_prompt_tokens"] + row["num_output_tokens"], token, self.step, time)
-                )
+                self.tokens.append((request, row["num_prompt_tokens"] + row["num_output_tokens"], token, step, time))
                 row["num_output_tokens"] += 1
 
     def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:

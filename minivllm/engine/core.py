@@ -5,7 +5,7 @@ Everything that vLLM is famous for happens in three lines: decide, carry out, ta
 
 # Generated from nbs/5_engine/10_engine_core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=98a4b3034ddb module=19c9fe8e61cd
+# literate: notebook=0c6341d60b35 module=89bc9d356ad2
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from minivllm.core.policy import Policy
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
 from minivllm.core.trace import Trace
+from minivllm.engine.batch_queue import BatchQueue
 from minivllm.engine.grammar_queue import GrammarQueue, wants_grammar
 from minivllm.engine.kv_publisher import KVEventPublisher
 from minivllm.sampling.grammar import GrammarCompiler
@@ -58,6 +59,8 @@ class EngineCore:
             swaps = config.args.preemption_mode == "swap"
             preemption = Swap(config.cache.num_cpu_blocks) if swaps else Recompute()
         self.executor = executor
+        self.queue = BatchQueue(executor, 2 if config.async_scheduling else 1)
+        self._kept: list[EngineCoreOutput] = []
         self.grammars = None if grammar is None else GrammarQueue(grammar)
         self._publisher: KVEventPublisher | None = None
         self._recording: tuple[Trace, str] | None = None
@@ -92,34 +95,56 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether `step` has anything to do, be it only rows to drop."""
-        return self.scheduler.has_requests() or bool(self.grammars)
+        return self.scheduler.has_requests() or any((self.grammars, self.queue, self._kept))
 
     # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-step
     def step(self) -> list[EngineCoreOutput]:
         """Run one step; returns what requests gained. Does nothing when there is nothing to do.
 
+        With async scheduling: begin one step, and return what requests gained in the one before.
+
         Raises:
-            PolicyError: a hook of the policy failed; no request is lost. Whatever the executor raises: the requests of that
-            step have ended then (see `_give_up`).
+            PolicyError: a hook of the policy failed; no request is lost. Whatever the executor raises: the requests of the steps
+            under way have ended then (see `_give_up`).
         """
-        failed = self._admit_compiled() if self.grammars else []
-        if not self.scheduler.has_requests():
-            return failed
-        output = self.scheduler.schedule()
+        if self.grammars:
+            self._kept += self._admit_compiled()
+        if self.scheduler.has_requests():
+            self._begin(self.scheduler.schedule())
+            if len(self.queue) == self.queue.size:
+                self._take_in()
+        else:
+            self.drain()
+        outputs, self._kept = self._kept, []
+        return outputs
+
+    def _begin(self, output: SchedulerOutput) -> None:
         try:
-            result = self.executor.execute(output)
+            self.queue.put(output)
         except BaseException:
-            self._give_up(output)
+            self._give_up()
             raise
-        outputs = self.scheduler.update(output, result)
+
+    def _take_in(self) -> None:
+        """Wait for the oldest step under way, and note what came of it."""
+        try:
+            output, result = self.queue.take()
+        except BaseException:
+            self._give_up()
+            raise
+        self._kept += self.scheduler.update(output, result)
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
-        return failed + outputs
+
+    def drain(self) -> None:
+        """Wait for all steps under way. What requests gained comes with the next `step`."""
+        while self.queue:
+            self._take_in()
 
     def _admit_compiled(self) -> list[EngineCoreOutput]:
         """Let requests whose grammar is compiled join the scheduler; returns the ends of those whose grammar is wrong."""
         assert self.grammars is not None
-        ready, failed = self.grammars.take_ready(wait=not self.scheduler.has_requests())
+        ready, failed = self.grammars.take_ready(wait=not (self.scheduler.has_requests() or self.queue))
         for request in ready:
             try:
                 self.scheduler.add_request(request)
@@ -128,9 +153,10 @@ class EngineCore:
         return failed
 
     # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-_give_up
-    def _give_up(self, output: SchedulerOutput) -> None:
-        """After a step that was decided but not carried out: end its requests, forget the prefix cache."""
-        self.scheduler.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
+    def _give_up(self) -> None:
+        """After a step that was decided but not carried out: end its requests and those of the next, forget the prefix cache."""
+        for output in self.queue.clear():
+            self.scheduler.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
         self.scheduler.reset_prefix_cache()
 
     # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-record
@@ -145,20 +171,25 @@ class EngineCore:
         """
         if self.scheduler.is_recording:
             raise RuntimeError("this engine is recording already; leave the other record() block first")
+        self.drain()
         trace = self.scheduler.record()
         if samples:
             self.executor.keep_samples(trace.samples)
         try:
             yield trace
         finally:
-            self.scheduler.stop_recording()
-            if samples:
-                self.executor.keep_samples(None)
+            try:
+                self.drain()
+            finally:
+                self.scheduler.stop_recording()
+                if samples:
+                    self.executor.keep_samples(None)
 
     def record_to(self, path: str) -> None:
         """Record from now on; `shutdown` writes the file. Raises RuntimeError if a recording is under way."""
         if self.scheduler.is_recording:
             raise RuntimeError("this engine is recording already")
+        self.drain()
         self._recording = (self.scheduler.record(), path)
 
     def get_stats(self) -> dict[str, float]:
@@ -180,6 +211,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Give the executor's memory back, send the last KV events, write the trace that `record_to` began."""
+        self.drain()
         if self._recording is not None:
             (trace, path), self._recording = self._recording, None
             self.scheduler.stop_recording()

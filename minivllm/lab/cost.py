@@ -5,7 +5,7 @@ A simulation needs no model, but it needs to know how long the model would have 
 
 # Generated from nbs/2_lab/03_cost.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=9656df4b881a module=d087ba0ad6f3
+# literate: notebook=f2550b4e919d module=a279cee2cb3e
 
 from __future__ import annotations
 
@@ -271,6 +271,9 @@ def timed_steps(trace: Trace) -> Iterator[tuple[StepWork, float, float | None]]:
     """Work, seconds until the model had answered, and seconds until the next decision, for each recorded step that came to its end.
 
     The last is None where the engine had nothing left to do in between, or the recording ended.
+
+    Raises:
+        ValueError: steps overlapped (async scheduling), so that none has a time of its own.
     """
     computed = {name: state.num_computed_tokens for name, state in trace.start.requests.items()}
     alive = set(computed)
@@ -290,6 +293,10 @@ def timed_steps(trace: Trace) -> Iterator[tuple[StepWork, float, float | None]]:
         elif kind in ("swap_out", "free_cpu"):
             work.swapped_tokens += len(event[2]) * trace.header.block_size
         elif kind == "update":
+            if len(event) > 3:
+                raise ValueError(
+                    "steps of a recording with async_scheduling overlap; record with async_scheduling=False"
+                )
             end, work.num_sampled = event[1], len(event[2])
         elif kind == "add":
             alive.add(event[1])

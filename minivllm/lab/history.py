@@ -5,7 +5,7 @@ A scheduler has no will of its own.
 
 # Generated from nbs/2_lab/07_replay.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c07533bf7265 module=dea9acf482ce
+# literate: notebook=75f63dcf4592 module=69ee6c964ca6
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RecordedStep:
 
 
 def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ...]]]:
-    """The steps of a trace, and the causes that came after the last one."""
+    """The steps of a trace, and the causes that came after the last one. Raises ValueError if steps overlapped."""
     steps: list[RecordedStep] = []
     waiting: list[tuple[Any, ...]] = []
     step: RecordedStep | None = None
@@ -61,6 +61,11 @@ def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ..
             steps.append(step)
         running = step is not None and step.end is None
         if kind == "update":
+            if len(event) > 3:
+                raise ValueError(
+                    "this was recorded with async_scheduling, where a step is decided before the tokens of the one before are known;"
+                    " the lab decides one step after the other. Record with async_scheduling=False"
+                )
             assert step is not None
             step.end, gained = event[1], event[2]
         elif kind in ("add", "reset"):

@@ -5,7 +5,7 @@ How long did each request wait, and how steady were its tokens?
 
 # Generated from nbs/2_lab/05_meter.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=494b776a9bc0 module=c873ead4fa7c
+# literate: notebook=803435283398 module=22276033ee6d
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Meter(EventReader):
         self.num_tokens += sum(scheduled.values())
 
     # %% nbs/2_lab/05_meter.ipynb #Meter-_on_update
-    def _on_update(self, time: float, gained: dict[str, tuple[int, ...]]) -> None:
+    def _on_update(self, time: float, gained: dict[str, tuple[int, ...]], step: int | None = None) -> None:
         self.end = time
         alive, last, first, outputs = (
             self._alive,

@@ -6,10 +6,11 @@ GPUs, or not at all (a simulation answers from a cost model).
 
 # Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=159cffdf8d72 module=66c6f6348abd
+# literate: notebook=f8145e8a5592 module=512c91eab289
 
 import gc
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from minivllm.core.config import Decision, EngineArgs, EngineConfig, KVCacheConf
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.models.fused import fuse
-from minivllm.models.linear import explain_choice
+from minivllm.models.linear import explain_choice, explain_quantized
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.runtime.machine import choose_device, has_native_bf16, machine_facts
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
@@ -30,10 +31,27 @@ from minivllm.runtime.sample_record import SampleLog
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["EnginePlan", "Executor", "UniProcExecutor", "fit_memory", "load_decoder", "make_executor", "plan_engine"]
+__all__ = [
+    "EnginePlan",
+    "Executor",
+    "Pending",
+    "UniProcExecutor",
+    "fit_memory",
+    "load_decoder",
+    "make_executor",
+    "plan_engine",
+]
 
 
 # %% nbs/5_engine/04_executor.ipynb #Executor
+class Pending(Protocol):
+    """A step under way."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for it. Raises what it raised."""
+        ...
+
+
 class Executor(Protocol):
     """Carries out decisions of the scheduler."""
 
@@ -44,6 +62,10 @@ class Executor(Protocol):
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Carry out one decision and return what was sampled. Called once for every decision, in order."""
+        ...
+
+    def submit(self, output: SchedulerOutput) -> "Pending":
+        """Begin to carry out one decision; its result may be asked for after the next was submitted. Instead of `execute`."""
         ...
 
     def keep_samples(self, log: SampleLog | None) -> None:
@@ -85,8 +107,9 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
     specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value))
     backend, why = select_backend(args.attention_backend, specs, torch.device(device))
-    linear = explain_choice(getattr(torch, dtype.value), torch.device(device), backend.batch_invariant)
-    facts = loaded.facts(args.block_size, dtype.value)
+    about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
+    linear = explain_quantized(args.linear_kernel, *about) if args.linear_kernel else explain_choice(*about)
+    facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel)
     machine = machine_facts(device, (backend.name, why), linear)
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
@@ -94,7 +117,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
 def load_decoder(plan: EnginePlan) -> Decoder:
     """Build the model and read its weights."""
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
-    decoder = Decoder(plan.model.spec, plan.backend, dtype, device)
+    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, plan.config.args.linear_kernel)
     decoder.load_weights(plan.model.weights(plan.config.dtype))
     fuse(decoder, plan.config.scheduler.max_model_len)
     return decoder
@@ -123,7 +146,7 @@ def fit_memory(plan: EnginePlan) -> EnginePlan:
 
 # %% nbs/5_engine/04_executor.ipynb #UniProcExecutor
 class UniProcExecutor:
-    """Runs the model in the engine's own process."""
+    """Runs the model in the engine's own process. Submitted steps run on a GPU by themselves, on a CPU in a thread."""
 
     def __init__(
         self, plan: EnginePlan, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None
@@ -131,17 +154,26 @@ class UniProcExecutor:
         self.kv_cache_config = plan.config.kv_cache
         decoder = plan.decoder or load_decoder(plan)
         self.runner: ModelRunner | None = ModelRunner(decoder, plan.backend, plan.config, transforms, grammar)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="minivllm-runner")  # starts with the first submission
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        return self._alive().execute(output)
+
+    def submit(self, output: SchedulerOutput) -> Pending:
+        runner = self._alive()
+        return runner.launch(output) if runner.future is not None else self._thread.submit(runner.execute, output)
+
+    def _alive(self) -> ModelRunner:
         if self.runner is None:
             raise RuntimeError("this executor was shut down")
-        return self.runner.execute(output)
+        return self.runner
 
     def keep_samples(self, log: SampleLog | None) -> None:
         if self.runner is not None:
             self.runner.sample_log = log
 
     def shutdown(self) -> None:
+        self._thread.shutdown()
         self.runner = None
         gc.collect()
         if torch.cuda.is_available():

@@ -6,7 +6,7 @@ requests.
 
 # Generated from nbs/5_engine/01_input_batch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0776b8d1ec15 module=c7e5d0826310
+# literate: notebook=530d5336543d module=d5cd747653a2
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,3 +169,15 @@ class InputBatch:
         fits = at < self.token_ids.shape[1]
         self.token_ids[rows[fits], at[fits]] = token_ids[fits]
         self.num_tokens[rows] = at + 1
+
+    # %% nbs/5_engine/01_input_batch.ipynb #InputBatch-expect_tokens
+    def expect_tokens(self, rows: Int64) -> Int64:
+        """Append to each of ``rows`` a token that is not known yet: ~row stands for it. Returns the places, for `set_tokens`."""
+        places = self.num_tokens[rows]
+        self.append_tokens(rows, ~rows)
+        return places
+
+    def set_tokens(self, rows: Int64, places: Int64, token_ids: Int64) -> None:
+        """Say which tokens they were."""
+        fits = places < self.token_ids.shape[1]
+        self.token_ids[rows[fits], places[fits]] = token_ids[fits]

@@ -5,7 +5,7 @@ The scheduler has decided: this request 40 tokens, that one 1, these two blocks 
 
 # Generated from nbs/5_engine/02_model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2345f39de9a5 module=7bd00add2551
+# literate: notebook=a24562ce312d module=8bd224c994b8
 
 import math
 import sys
@@ -15,25 +15,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionSpec
+from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
 from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
-from minivllm.runtime.input_batch import InputBatch, StepInputs
+from minivllm.runtime.future_tokens import FutureTokens
+from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
 from minivllm.runtime.pooler import Pooler
 from minivllm.runtime.sample_record import SampleLog, log_samples
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
 from minivllm.sampling.pooling import PoolingParams
-from minivllm.sampling.sampler import Sampler
-from minivllm.sampling.state import SamplingState
+from minivllm.sampling.sampler import PendingSample, Sampler
+from minivllm.sampling.state import RequestView, SamplingState
 from minivllm.sampling.transforms import Transform
 
 __all__ = [
     "GRAPH_BYTES",
     "ModelRunner",
+    "PendingStep",
     "group_attention_specs",
     "new_kv_caches",
     "new_swap_caches",
@@ -130,6 +132,9 @@ class ModelRunner:
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(transforms=transforms, logprobs_mode=config.args.logprobs_mode)
         self.pooler = Pooler()
+        self._looks_back = bool(transforms)
+        self._latest: PendingStep | None = None
+        self.future: FutureTokens | None = None
         self._prompt_done: dict[str, int] = {}
         self.sample_log: SampleLog | None = None
         self.buffer: StepBuffer | None = None
@@ -137,26 +142,38 @@ class ModelRunner:
         self.ladder = graph_ladder(limits.max_num_seqs)
         if self.device.type != "cpu":
             self.buffer = StepBuffer(step_bytes(config), self.device)
+            if config.async_scheduling:
+                self.future = FutureTokens(limits.max_num_seqs, self.device)
             if not config.args.enforce_eager:
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
 
     # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-execute
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Carry out one decision. A request that fails by itself is reported in ``errors``; the others go on."""
-        result = ModelRunnerOutput()
+        return self.launch(output).result()
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> "PendingStep":
+        """Have the device carry out one decision, and do not wait for it.
+
+        With `future` the next may be launched before the result of this one is asked for.
+        """
+        pending = PendingStep(self)
+        result = pending.output
         self._update_rows(output, result)
         self._swap_blocks(output)
         if output.total_num_scheduled_tokens:
             step = self.batch.prepare(output.num_scheduled_tokens)
-            chosen = self._chosen(step, result)
-            hidden, last = self._forward(step, step.last_token[chosen])
+            chosen = self._chosen(step)
+            hidden, rows = self._forward(step, chosen)
             self._compute_prompt_logprobs(step, hidden, result)
             self._pool(step, hidden, result)
             self.batch.advance(step)
             if len(chosen):
-                self._sample(step, chosen, hidden if last is None else hidden[last], result)
-        return result
+                every = len(chosen) == len(step.token_ids)
+                self._sample(step, chosen, hidden if every else hidden[rows[0]], rows[1], pending)
+            self._latest = pending
+        return pending
 
     # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_update_rows
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
@@ -197,77 +214,81 @@ class ModelRunner:
             self.backend.copy_blocks(cpu_cache, device_cache, output.swap_in)
 
     # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_forward
-    def _forward(self, step: StepInputs, wanted: np.ndarray) -> tuple[Tensor, Tensor | None]:
-        """Hidden states after the last norm, [T, hidden_size], and the rows `wanted` as a tensor; None if they are all of them."""
-        every = len(wanted) == len(step.token_ids)
+    def _forward(self, step: StepInputs, chosen: Int64) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Hidden states after the last norm, [T, hidden_size]; and of the requests `chosen`, on the device: the last token's
+        place among the T, and the row."""
+        arrays = step.token_ids, step.positions, step.last_token[chosen], step.rows[chosen]
         if self.buffer is None:
             plans = [
                 self.backend.plan(batch, spec, self.device)
                 for batch, spec in zip(step.attention, self.specs, strict=True)
             ]
-            token_ids, positions = torch.from_numpy(step.token_ids), torch.from_numpy(step.positions)
-            hidden = self.model.forward(token_ids, positions, self.kv_caches, plans)
-            return hidden, None if every else torch.from_numpy(wanted)
-        if every and (replayed := self._replay(step, self.buffer)) is not None:
-            return replayed, None
+            token_ids, positions, *rows = (torch.from_numpy(x) for x in arrays)
+            return self._layers(token_ids, positions, plans), (rows[0], rows[1])
+        if len(chosen) == len(step.token_ids) and (replayed := self._replay(step, self.buffer)) is not None:
+            return replayed
         self.buffer.begin()
-        token_ids, positions, rows = (self.buffer.put(x) for x in (step.token_ids, step.positions, wanted))
+        token_ids, positions, *rows = (self.buffer.put(x) for x in arrays)
         plans = [
             self.backend.plan_into(batch, spec, self.buffer)
             for batch, spec in zip(step.attention, self.specs, strict=True)
         ]
         self.buffer.send()
-        return self.model.forward(token_ids, positions, self.kv_caches, plans), None if every else rows
+        return self._layers(token_ids, positions, plans), (rows[0], rows[1])
+
+    def _layers(self, token_ids: Tensor, positions: Tensor, plans: list[Plan]) -> Tensor:
+        if self.future is not None:
+            token_ids = self.future.resolve(token_ids)
+        return self.model.forward(token_ids, positions, self.kv_caches, plans)
 
     # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_replay
-    def _replay(self, step: StepInputs, buffer: StepBuffer) -> Tensor | None:
+    def _replay(self, step: StepInputs, buffer: StepBuffer) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
         """As `_forward`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)
         if self.graphs is None or padded is None or len(step.request_ids) != rows:
             return None
         buffer.begin()
-        (ids, token_ids), (at, positions) = (buffer.reserve((padded,), np.int64) for _ in range(2))
+        (ids, token_ids), (at, positions), (of, rows_there) = (buffer.reserve((padded,), np.int64) for _ in range(3))
         plans = [fixed for spec in self.specs if (fixed := self.backend.fixed_decode(padded, spec, buffer)) is not None]
         if len(plans) < len(self.specs):
             self.graphs = None
             return None
         ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, step.positions, 0
+        of[:rows] = step.rows
         key = (padded, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
         buffer.send()
 
         def make() -> tuple[Callable[[], Tensor], object]:
             made = [fixed.plan() for fixed in plans]
-            return lambda: self.model.forward(token_ids, positions, self.kv_caches, made), (token_ids, positions, made)
+            return lambda: self._layers(token_ids, positions, made), (token_ids, positions, made)
 
-        return self.graphs.run(key, make)[:rows]
+        return self.graphs.run(key, make)[:rows], (rows_there[:rows], rows_there[:rows])
 
     # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_sample
-    def _chosen(self, step: StepInputs, result: ModelRunnerOutput) -> np.ndarray:
+    def _chosen(self, step: StepInputs) -> Int64:
         """Which of the step's requests get a token: int64."""
         samples = step.samples
-        if result.errors or self.pooler:
-            draws = (r not in result.errors and r not in self.pooler for r in step.request_ids)
+        if len(self.sampling.requests) < len(self.batch):  # some want a vector, or failed when they were added
+            draws = (r in self.sampling.requests for r in step.request_ids)
             samples = samples & np.fromiter(draws, bool, len(samples))
         return np.flatnonzero(samples)
 
-    def _sample(self, step: StepInputs, chosen: np.ndarray, hidden: Tensor, result: ModelRunnerOutput) -> None:
-        """Draw a token for each of the requests `chosen`; hidden: [len(chosen), hidden_size]."""
-        request_ids = [step.request_ids[i] for i in chosen]
+    def _sample(
+        self, step: StepInputs, chosen: Int64, hidden: Tensor, rows_there: Tensor, pending: "PendingStep"
+    ) -> None:
+        """Choose a token for each of the requests `chosen`; hidden: [len(chosen), hidden_size]; rows_there: their rows, on the device."""
+        rows = step.rows[chosen]
+        batch = self.sampling.batch([step.request_ids[i] for i in chosen])
         logits = self.model.compute_logits(hidden)
+        if self._latest is not None and (self._looks_back or self.sample_log is not None or batch.looks_back):
+            self._latest.result()
         if self.sample_log is not None:
-            log_samples(self.sample_log, [self.sampling.requests[r] for r in request_ids], logits)
-        drawn = self.sampler(logits, self.sampling.batch(request_ids))
-        token_ids = drawn.token_ids.numpy()
-        self.batch.append_tokens(step.rows[chosen], token_ids)
-        for request_id, token_id, logprobs in zip(request_ids, token_ids.tolist(), drawn.logprobs, strict=True):
-            if request_id in drawn.errors:
-                continue
-            self.sampling.append(request_id, token_id)
-            result.sampled_token_ids[request_id] = [token_id]
-            if logprobs is not None:
-                result.logprobs[request_id] = [logprobs]
-        result.errors.update(drawn.errors)
+            log_samples(self.sample_log, batch.requests, logits)
+        drawn = self.sampler.start(logits, batch)
+        if self.future is not None:
+            self.future.put(rows_there, drawn.token_ids)
+        pending.expect(drawn, batch.requests, rows)
 
     def _pool(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
         """Hand the hidden states of requests that want a vector to the pooler."""
@@ -308,3 +329,44 @@ class ModelRunner:
             part = slice(start, start + self.PROMPT_SLICE)
             reports += compute_logprobs(self.model.compute_logits(hidden[part]), token_ids[part], count)
         return reports
+
+
+# %% nbs/5_engine/02_model_runner.ipynb #PendingStep
+class PendingStep:
+    """A step that the device has or will carry out, and the tokens that the host does not know yet.
+
+    Attributes:
+        output: what is known of the result.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.output, self._runner = ModelRunnerOutput(), runner
+        self._drawn: PendingSample | None = None
+        self._views: list[RequestView] = []
+
+    def expect(self, drawn: PendingSample, views: list[RequestView], rows: Int64) -> None:
+        """Give every row a token that is not known yet."""
+        self._drawn, self._views, self._rows = drawn, views, rows
+        self._places = self._runner.batch.expect_tokens(rows)
+        self._runner.sampling.expect(rows)
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the tokens, and put them into their rows."""
+        if self._drawn is None:
+            return self.output
+        drawn, self._drawn = self._drawn.finish(), None
+        runner, output, token_ids = self._runner, self.output, drawn.token_ids.numpy()
+        alive = [runner.sampling.requests.get(view.request_id) is view for view in self._views]  # else it lost its row
+        keep = np.flatnonzero(alive)
+        known = token_ids[keep].clip(min=0)  # -1 for one that failed: it may be in the next step already, in vain
+        runner.batch.set_tokens(self._rows[keep], self._places[keep], known)
+        for view, token_id, logprobs, lives in zip(self._views, token_ids.tolist(), drawn.logprobs, alive, strict=True):
+            if view.request_id in drawn.errors:
+                continue
+            if lives:
+                runner.sampling.arrive(view, token_id)
+            output.sampled_token_ids[view.request_id] = [token_id]
+            if logprobs is not None:
+                output.logprobs[view.request_id] = [logprobs]
+        output.errors.update(drawn.errors)
+        return output

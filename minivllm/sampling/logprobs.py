@@ -6,7 +6,7 @@ alternatives.
 
 # Generated from nbs/3_model/14_logprobs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=130dd15010a6 module=9aedd995fd64
+# literate: notebook=b991779cb97a module=288785e25e28
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Logprob", "compute_logprobs", "gather_logprobs"]
+__all__ = ["HostCopy", "Logprob", "LogprobsOnTheWay", "compute_logprobs", "gather_logprobs"]
 
 
 # %% nbs/3_model/14_logprobs.ipynb #Logprob
@@ -27,6 +27,24 @@ class Logprob:
     decoded_token: str | None = None
 
 
+# %% nbs/3_model/14_logprobs.ipynb #HostCopy
+class HostCopy:
+    """A tensor on its way to the host. From a GPU it is copied behind what runs there, and nobody waits before `wait`."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._here, self._arrived = x, None
+        if x.is_cuda:
+            self._here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> Tensor:
+        """The tensor, on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._here
+
+
 # %% nbs/3_model/14_logprobs.ipynb #gather_logprobs
 def gather_logprobs(values: Tensor, token_ids: Tensor, num_logprobs: Sequence[int]) -> list[dict[int, Logprob]]:
     """Reports for chosen tokens.
@@ -34,13 +52,24 @@ def gather_logprobs(values: Tensor, token_ids: Tensor, num_logprobs: Sequence[in
     values [R, V] float32: logprobs or logits. token_ids [R] int64: the chosen ones. num_logprobs: for each row, how many
     of the likeliest to report too; -1 means all.
     """
-    vocab_size = values.shape[1]
-    counts = [vocab_size if n == -1 else min(n, vocab_size) for n in num_logprobs]
-    chosen = values.gather(1, token_ids[:, None])
-    ranks = ((values > chosen).sum(-1) + 1).tolist()
-    top = values.topk(max(counts, default=0))
-    columns = (token_ids.tolist(), chosen[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist(), counts)
-    return [_report(*row) for row in zip(*columns, strict=True)]
+    return LogprobsOnTheWay(values, token_ids, num_logprobs).wait()
+
+
+class LogprobsOnTheWay:
+    """As `gather_logprobs`, whose result `wait` gives; a GPU finds and copies the numbers meanwhile."""
+
+    def __init__(self, values: Tensor, token_ids: Tensor, num_logprobs: Sequence[int]) -> None:
+        vocab_size = values.shape[1]
+        self._counts = [vocab_size if n == -1 else min(n, vocab_size) for n in num_logprobs]
+        chosen = values.gather(1, token_ids[:, None])
+        ranks = (values > chosen).sum(-1) + 1
+        top = values.topk(max(self._counts, default=0))
+        self._columns = [HostCopy(x) for x in (token_ids, chosen[:, 0], ranks, top.indices, top.values)]
+
+    def wait(self) -> list[dict[int, Logprob]]:
+        """The reports."""
+        columns = [column.wait().tolist() for column in self._columns]
+        return [_report(*row) for row in zip(*columns, self._counts, strict=True)]
 
 
 def _report(token: int, value: float, rank: int, ids: list[int], values: list[float], count: int) -> dict[int, Logprob]:

@@ -6,7 +6,7 @@ reports.
 
 # Generated from nbs/3_model/15_sampler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d79b273fd4b0 module=ec237a5af70b
+# literate: notebook=e0a7427ac030 module=cec6e2bca4dd
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.sampling.logprobs import Logprob, gather_logprobs
+from minivllm.sampling.logprobs import HostCopy, Logprob, LogprobsOnTheWay
 from minivllm.sampling.params import LOGPROBS_MODES, SamplingParams
 from minivllm.sampling.random import uniforms
 from minivllm.sampling.state import NO_LOGPROBS, Matcher, SamplingBatch, SamplingState
@@ -30,7 +30,7 @@ from minivllm.sampling.transforms import (
     with_transforms,
 )
 
-__all__ = ["Observer", "Sampler", "SamplerOutput"]
+__all__ = ["Observer", "PendingSample", "Sampler", "SamplerOutput"]
 
 
 # %% nbs/3_model/15_sampler.ipynb #code-2e7448
@@ -80,6 +80,10 @@ class Sampler:
 
         observe(name, logits) is called with the logits before the first and after every stage that ran.
         """
+        return self.start(logits, batch, observe).finish()
+
+    def start(self, logits: Tensor, batch: SamplingBatch, observe: Observer | None = None) -> "PendingSample":
+        """The same, but do not wait for a GPU: the tokens are there already, the host asks for them with `finish`."""
         self._check(logits, batch)
         errors: dict[str, str] = {}
         if self not in batch.prepared:
@@ -90,15 +94,8 @@ class Sampler:
         errors |= {view.request_id: view.error for view in batch.requests if view.error is not None}
         processed = wanted.keep("processed", logits)
         token_ids, alive = self._choose(logits, batch)
-        token_ids = torch.where(alive, token_ids, -1).cpu()  # from a GPU, the one thing that the host waits for
-        if int(token_ids.min()) < 0:
-            for i in torch.nonzero(token_ids < 0)[:, 0].tolist():
-                errors.setdefault(
-                    batch.request_ids[i], "no token can be drawn: every logit is -inf, or one is nan or +inf"
-                )
-        failed = [i for i, request_id in enumerate(batch.request_ids) if request_id in errors] if errors else []
-        token_ids[failed] = -1
-        return SamplerOutput(token_ids, wanted.report(raw, processed, token_ids, failed), errors)
+        token_ids = torch.where(alive, token_ids, -1)
+        return PendingSample(batch.request_ids, token_ids, wanted.report(raw, processed, token_ids), errors)
 
     # %% nbs/3_model/15_sampler.ipynb #Sampler-_check
     def _check(self, logits: Tensor, batch: SamplingBatch) -> None:
@@ -132,10 +129,12 @@ class Sampler:
         greedy = batch.column("greedy")
         if greedy.all():
             return take_largest(logits)
-        u = torch.from_numpy(uniforms(batch.column("seed"), batch.column("num_output_tokens"))).to(logits.device)
+        u = torch.from_numpy(uniforms(batch.column("seed"), batch.column("num_output_tokens")))
+        u = u.to(logits.device, non_blocking=True)
         if not greedy.any():
             return draw(logits, u)
-        certain, chance = (torch.from_numpy(np.flatnonzero(mask)).to(logits.device) for mask in (greedy, ~greedy))
+        where = (torch.from_numpy(np.flatnonzero(mask)) for mask in (greedy, ~greedy))
+        certain, chance = (rows.to(logits.device, non_blocking=True) for rows in where)
         token_ids = torch.empty(len(batch), dtype=torch.int64, device=logits.device)
         alive = torch.empty(len(batch), dtype=torch.bool, device=logits.device)
         token_ids[certain], alive[certain] = take_largest(logits[certain])
@@ -226,24 +225,51 @@ class _Wanted:
 
     # %% nbs/3_model/15_sampler.ipynb #_Wanted-report
     def report(
-        self,
-        raw: tuple[list[int], Tensor] | None,
-        processed: tuple[list[int], Tensor] | None,
-        token_ids: Tensor,
-        failed: Sequence[int],
-    ) -> list[dict[int, Logprob] | None]:
-        """The reports of all rows, None for those that want none or failed."""
-        out: list[dict[int, Logprob] | None] = [None] * len(token_ids)
+        self, raw: tuple[list[int], Tensor] | None, processed: tuple[list[int], Tensor] | None, token_ids: Tensor
+    ) -> list[tuple[list[int], LogprobsOnTheWay]]:
+        """Rows that want reports, and these."""
+        out = []
         for kept in (raw, processed):
             if kept is None:
                 continue
             rows, logits = kept
-            normalised = torch.tensor([self.modes[i].endswith("logprobs") for i in rows], device=logits.device)
+            normalised = torch.tensor([self.modes[i].endswith("logprobs") for i in rows])
+            normalised = normalised.to(logits.device, non_blocking=True)
             values = torch.where(normalised[:, None], torch.log_softmax(logits, -1), logits)
-            chosen = token_ids[rows].clamp(min=0).to(logits.device)
-            for i, report in zip(rows, gather_logprobs(values, chosen, [self.counts[i] for i in rows]), strict=True):
-                out[i] = None if i in failed else report
+            at = torch.tensor(rows).to(logits.device, non_blocking=True)
+            counts = [self.counts[i] for i in rows]
+            out.append((rows, LogprobsOnTheWay(values, token_ids[at].clamp(min=0), counts)))
         return out
+
+
+# %% nbs/3_model/15_sampler.ipynb #PendingSample
+class PendingSample:
+    """Tokens that are chosen, or will be when the GPU comes to it. token_ids [R] int64: on the device, -1 where none can be drawn."""
+
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        token_ids: Tensor,
+        reports: list[tuple[list[int], LogprobsOnTheWay]],
+        errors: dict[str, str],
+    ) -> None:
+        self.token_ids = token_ids
+        self._request_ids, self._reports, self._errors = request_ids, reports, errors
+        self._here = HostCopy(token_ids)
+
+    def finish(self) -> SamplerOutput:
+        """Wait for the tokens. From a GPU they, and reports, are all that is waited for."""
+        token_ids, errors, ids = self._here.wait().clone(), self._errors, self._request_ids
+        if int(token_ids.min()) < 0:
+            for i in torch.nonzero(token_ids < 0)[:, 0].tolist():
+                errors.setdefault(ids[i], "no token can be drawn: every logit is -inf, or one is nan or +inf")
+        failed = [i for i, request_id in enumerate(ids) if request_id in errors] if errors else []
+        token_ids[failed] = -1
+        logprobs: list[dict[int, Logprob] | None] = [None] * len(ids)
+        for rows, pending in self._reports:
+            for i, report in zip(rows, pending.wait(), strict=True):
+                logprobs[i] = None if i in failed else report
+        return SamplerOutput(token_ids, logprobs, errors)
 
 
 # %% nbs/3_model/15_sampler.ipynb #_texts

@@ -5,7 +5,7 @@ The model computes the logits of all running requests at once, `[rows, vocabular
 
 # Generated from nbs/3_model/12_sampling_state.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b13020402de9 module=7501afa68097
+# literate: notebook=1911bd5fd73c module=7dc6970a876a
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -219,8 +219,16 @@ class SamplingState:
     def append(self, request_id: str, token_id: int) -> None:
         """A request has produced one more token."""
         view = self.requests[request_id]
+        self.expect(view.row)
+        self.arrive(view, token_id)
+
+    def expect(self, rows: Array | int) -> None:
+        """Each of the rows has one more output token, which `arrive` will name."""
+        self.columns["num_output_tokens"][rows] += 1
+
+    def arrive(self, view: RequestView, token_id: int) -> None:
+        """Name a token that was expected."""
         view.output_token_ids.append(token_id)
-        self.columns["num_output_tokens"][view.row] += 1
         if self.columns["penalised"][view.row]:
             self.counts.append(view.row, token_id)
         if view.matcher is not None and view.error is None and not view.matcher.accept(token_id):
@@ -280,4 +288,9 @@ class SamplingBatch:
     def tensor(self, name: str, rows: Array | None = None) -> Tensor:
         """The values of one column now, [R] or those at the batch positions `rows`, on the device."""
         values = self.column(name)
-        return torch.from_numpy(values if rows is None else values[rows]).to(self.device)
+        return torch.from_numpy(values if rows is None else values[rows]).to(self.device, non_blocking=True)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a choice depends on which tokens the outputs hold: penalties, bad words, grammars, own transforms."""
+        return bool(self.column("penalised").any() or self.column("unusual").any())

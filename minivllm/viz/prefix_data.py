@@ -5,7 +5,7 @@ Which prompt brought this block into the cache, who found it there, and who push
 
 # Generated from nbs/8_viz/12_prefix_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=23f146d0fd7d module=7561d42e3047
+# literate: notebook=c3471368b353 module=679eb0d92241
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class _Grower(EventReader):
         new = Added(*fields)
         self._open(new.request, [*new.prompt, *new.output], new.num_prompt + len(new.output))
 
-    def _on_update(self, time: float, gained: dict[str, list[int]]) -> None:
+    def _on_update(self, time: float, gained: dict[str, list[int]], step: int | None = None) -> None:
         for name, new in gained.items():
             text = self.texts[name]
             text.length += len(new)

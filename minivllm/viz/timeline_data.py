@@ -5,7 +5,7 @@ Ten thousand steps of two thousand requests are twenty million cells.
 
 # Generated from nbs/8_viz/10_timeline_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d4434da089fd module=fbe688a07485
+# literate: notebook=7b7334cb4dfc module=ed1227b4c024
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class _Reader(EventReader):
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
-        self.now = -1
+        self.now = self._number = -1
         self.codes = {name: i for i, name in enumerate(_TEXTS)}
         self.ids: list[str] = []
         self.lives: dict[str, _Life] = {}
@@ -215,7 +215,7 @@ class _Reader(EventReader):
 
     def _on_step(self, step: int, time: float) -> None:
         self._close_step()
-        self.now += 1
+        self.now, self._number = self.now + 1, step
         self.starts.append(time)
         self.ends.append(None)
         self.steps.append([0, 0, 0, 0])
@@ -289,8 +289,10 @@ class _Reader(EventReader):
             if name not in scheduled and self.lives[name].kind != STALLED:
                 self._turn(self.lives[name], STALLED, self.now)
 
-    def _on_update(self, time: float, gained: dict[str, list[int]]) -> None:
-        self.ends[-1] = time
+    def _on_update(self, time: float, gained: dict[str, list[int]], step: int | None = None) -> None:
+        late = 0 if step is None else self._number - step
+        if late < len(self.ends):
+            self.ends[-1 - late] = time
         for name, tokens in gained.items():
             self.lives[name].output += len(tokens)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from scheduling import GROUPS, Driver, fake_model, kv_config
+from scheduling import GROUPS, Driver, LateDriver, fake_model, kv_config
 
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import (
@@ -48,6 +48,8 @@ POLICIES: list[type[Policy]] = [
 
 
 class EngineMachine(RuleBasedStateMachine):
+    driver_class = Driver
+
     @initialize(data=st.data())
     def start(self, data):
         draw = data.draw
@@ -76,8 +78,18 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.policy = draw(st.sampled_from(POLICIES))
         preemption = draw(st.sampled_from([Recompute(), Swap(3), Swap(100)]))
-        self.driver = Driver(Scheduler(config, cache, kv, policy=self.policy(), preemption=preemption))
+        self.driver = self.driver_class(Scheduler(config, cache, kv, policy=self.policy(), preemption=preemption))
         self.count = 0
+        self.truth = {}
+
+    def add_request(self, request):
+        self.driver.scheduler.add_request(request)
+        tokens = list(request.all_token_ids)
+        while len(tokens) < request.max_total_tokens:
+            tokens.append(sum(tokens) % 3)
+            if tokens[-1] in request.end_token_ids:
+                break
+        self.truth[request.request_id] = tokens[request.num_prompt_tokens :]
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
@@ -90,7 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def add(self, prompt, max_tokens, stop, priority, salt, user, skip):
         self.count += 1
-        self.driver.scheduler.add_request(
+        self.add_request(
             Request(str(self.count), prompt, max_tokens=max_tokens, stop_token_ids=stop, priority=priority, cache_salt=salt, user=user, skip_reading_prefix_cache=skip)
         )  # fmt: skip
 
@@ -100,13 +112,15 @@ class EngineMachine(RuleBasedStateMachine):
         for length in lengths:
             self.count += 1
             prompt = [2] * min(shared, length) + [(self.count + i) % 3 for i in range(length - min(shared, length))]
-            self.driver.scheduler.add_request(Request(str(self.count), prompt, max_tokens=self.longest - length))
+            self.add_request(Request(str(self.count), prompt, max_tokens=self.longest - length))
 
     @rule(data=st.data())
     def abort(self, data):
         ids = sorted(self.driver.scheduler.requests)
         if ids:
-            self.driver.scheduler.finish_requests([data.draw(st.sampled_from(ids))])
+            name = data.draw(st.sampled_from(ids))
+            self.driver.scheduler.finish_requests([name])
+            self.truth[name] = self.truth[name][: len(self.driver.outputs.get(name, []))]
 
     @rule(n=st.integers(1, 9))
     def steps(self, n):
@@ -127,8 +141,9 @@ class EngineMachine(RuleBasedStateMachine):
         if scheduler.requests:
             output = scheduler.schedule()
             self.driver.runner.apply(output)
-            scheduler.finish_requests(sorted(scheduler.requests)[:1])
-            scheduler.update(output, fake_model(output, scheduler))
+            for name in scheduler.finish_requests(sorted(scheduler.requests)[:1]):
+                self.truth[name] = self.truth[name][: len(self.driver.outputs.get(name, []))]
+            self.driver.take_in(output, fake_model(output, scheduler))
 
     @invariant()
     def folded_is_live(self):
@@ -138,17 +153,50 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "driver"):
             self.driver.drain()
+            assert self.driver.outputs == {name: tokens for name, tokens in self.truth.items() if tokens}
+
+
+class LateMachine(EngineMachine):
+    """The same laws, and the same tokens, when every step is decided before the tokens of the one before are known."""
+
+    driver_class = LateDriver
+
+    @invariant()
+    def folded_is_live(self):
+        if hasattr(self, "driver"):
+            self.driver.check(ahead=len(self.driver.flying) - 1 if self.driver.flying else 0)
+
+    @rule()
+    def abort_between_schedule_and_update(self):
+        """And take the id for another request at once, while the step is under way."""
+        scheduler = self.driver.scheduler
+        for name in scheduler.finish_requests(sorted(scheduler.requests)[:1]):
+            said = self.driver.outputs.pop(name, [])
+            assert said == self.truth[name][: len(said)]
+            self.add_request(Request(name, [2, 1, 2], max_tokens=5))
+
+    @rule()
+    def wait_for_the_step_under_way(self):
+        if self.driver.flying:
+            self.driver.land()
 
 
 HEALTH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-TestQuick = EngineMachine.TestCase
-TestQuick.settings = settings(max_examples=100, stateful_step_count=12, deadline=None, suppress_health_check=HEALTH)
+QUICK = settings(max_examples=100, stateful_step_count=12, deadline=None, suppress_health_check=HEALTH)
+TestQuick, TestQuickLate = EngineMachine.TestCase, LateMachine.TestCase
+TestQuick.settings = TestQuickLate.settings = QUICK
 
 
 @pytest.mark.slow
 @pytest.mark.long
 class TestMany(EngineMachine.TestCase):
     settings = settings(max_examples=2000, stateful_step_count=12, deadline=None, suppress_health_check=HEALTH)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+class TestManyLate(LateMachine.TestCase):
+    settings = TestMany.settings
 
 
 def test_combined_policies_run():

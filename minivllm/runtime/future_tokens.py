@@ -1,0 +1,32 @@
+"""Which token comes next, when nobody knows the last one?
+
+A GPU works through a queue of launches.
+"""
+
+# Generated from nbs/5_engine/02c_future_tokens.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=3192a649f1dd module=fe2dbc0c0434
+
+import torch
+from torch import Tensor
+
+__all__ = ["FutureTokens"]
+
+
+# %% nbs/5_engine/02c_future_tokens.ipynb #FutureTokens
+class FutureTokens:
+    """The newest token of every row, kept where it was chosen.
+
+    ids: int64 [num_rows], on the device. The host writes ~row, which is negative, where it does not know the newest token of a row.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def put(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Keep what was chosen for these rows; -1, for a row that failed, as token 0: what comes of it is thrown away."""
+        self.ids[rows] = token_ids.clamp(min=0)
+
+    def resolve(self, token_ids: Tensor) -> Tensor:
+        """The token ids with the newest tokens in the places of ~row."""
+        return torch.where(token_ids < 0, self.ids[(~token_ids).clamp_(min=0)], token_ids)
