@@ -2,10 +2,11 @@
 
     python benchmarks/fidelity.py [--rounds 3] [--model smollm2]
 
-A run is recorded and fitted; then another workload runs for real, and in simulation with requests that arrive at the same moments. The model
-runs on one thread, and the engine's clock counts the time that this thread has had on a core (`--clock wall`: all time), so that other programs
-on the machine do not count. Machines are unsteady all the same: each workload is predicted from a run just before it, `--rounds` times over, and its
-median error counts. Below stands what the machine alone contributes: how much the learnt workload differs from itself. Status 1 if a limit is missed.
+A workload runs for real, and in simulation with requests that arrive at the same moments. The cost model comes from another workload, recorded at the
+same time: machines are unsteady, so two engines take turns step by step, and what slows one slows the other. The models run on one thread; the clock of
+each engine counts the time that this thread has had on a core for its own steps (`--clock wall`: all time), and waiting for an arrival is a jump. Each
+workload is run and predicted `--rounds` times over; the median prediction is held against the median run. Below stands what the machine alone
+contributes: how much the learnt workload differs from itself. Status 1 if a limit is missed.
 """
 
 import os
@@ -16,16 +17,16 @@ import argparse
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from statistics import median
 
 from minivllm import SamplingParams
-from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs
 from minivllm.core.trace import Trace
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lab import CostModel, Workload, replay, simulate
 from minivllm.lab.meter import Meter
-from minivllm.lab.simulation import Run
 from minivllm.lab.workload import bursts, poisson, shared_prefix
 
 LIMITS = {"total": 0.10, "median TTFT": 0.15, "median TPOT": 0.15}
@@ -42,42 +43,59 @@ def workloads() -> dict[str, Workload]:
     }
 
 
-class ThreadClock:
-    """Seconds that the calling thread has had on a core; waiting for an arrival is a jump."""
+class OwnClock:
+    """Seconds on `clock` that have passed while it was running: those of its engine's own steps. Waiting for an arrival is a jump."""
 
-    def __init__(self) -> None:
-        self._jumped = 0.0
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._before = 0.0
+        self._since: float | None = None
 
     def now(self) -> float:
-        return time.thread_time() + self._jumped
+        return self._before + (0.0 if self._since is None else self._clock() - self._since)
 
     def wait_until(self, moment: float) -> None:
-        self._jumped += max(0.0, moment - self.now())
+        self._before += max(0.0, moment - self.now())
+
+    def run(self) -> None:
+        self._since = self._clock()
+
+    def stop(self) -> None:
+        self._before, self._since = self.now(), None
 
 
-class PatientWallClock(WallClock):
-    def wait_until(self, moment: float) -> None:
-        time.sleep(max(0.0, moment - self.now()))
-
-
-def live(engine: LLMEngine, workload: Workload) -> Trace:
-    """Serve a workload with the real model and record it."""
+def live(engine: LLMEngine, workload: Workload) -> Iterator[None]:
+    """Serve a workload with the real model, one step for each `next`. The clock runs during the steps alone."""
     clock = engine.clock
-    assert isinstance(clock, ThreadClock | PatientWallClock)
-    engine.reset_prefix_cache()
+    assert isinstance(clock, OwnClock)
     coming = deque(workload.in_vocabulary(1000, 40_000))
-    with engine.record() as trace:
-        start = clock.now()
-        while coming or engine.has_unfinished_requests():
-            if not engine.has_unfinished_requests():
-                clock.wait_until(start + coming[0].arrival_time)
-            while coming and start + coming[0].arrival_time <= clock.now():
-                request = coming.popleft()
-                params = SamplingParams(temperature=0, max_tokens=request.num_output_tokens, ignore_eos=True)
-                prompt = {"prompt_token_ids": request.prompt_token_ids()}
-                engine.add_request(request.request_id, prompt, params, arrival_time=start + request.arrival_time)
-            engine.step()
-    return trace
+    start = clock.now()
+    while coming or engine.has_unfinished_requests():
+        clock.run()
+        if not engine.has_unfinished_requests():
+            clock.wait_until(start + coming[0].arrival_time)
+        while coming and start + coming[0].arrival_time <= clock.now():
+            request = coming.popleft()
+            params = SamplingParams(temperature=0, max_tokens=request.num_output_tokens, ignore_eos=True)
+            prompt = {"prompt_token_ids": request.prompt_token_ids()}
+            engine.add_request(request.request_id, prompt, params, arrival_time=start + request.arrival_time)
+        engine.step()
+        clock.stop()
+        yield
+
+
+def in_turns(engines: Sequence[LLMEngine], workloads: Sequence[Workload]) -> list[Trace]:
+    """Run each workload on its engine, one step of each in turn until all are done; their traces."""
+    with ExitStack() as stack:
+        for engine in engines:
+            engine.reset_prefix_cache()
+        traces = [stack.enter_context(engine.record()) for engine in engines]
+        runs = deque(live(*each) for each in zip(engines, workloads, strict=True))
+        while runs:
+            run = runs.popleft()
+            if next(run, runs) is not runs:
+                runs.append(run)
+    return traces
 
 
 def figures(meter: Meter) -> dict[str, float]:
@@ -87,12 +105,6 @@ def figures(meter: Meter) -> dict[str, float]:
     return dict(zip(LIMITS, (total, table["ttft"].median(), table["tpot"].median()), strict=True))
 
 
-def errors(real: Trace, run: Run) -> list[float]:
-    """Relative error of each figure."""
-    truth, guess = figures(Meter.of(real)), figures(run.meter)
-    return [guess[name] / truth[name] - 1 for name in LIMITS]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -100,37 +112,32 @@ def main() -> int:
     parser.add_argument("--clock", choices=["thread", "wall"], default="thread")
     args = parser.parse_args()
     settings = EngineArgs(model=args.model, max_model_len=1024, max_num_seqs=32, max_num_batched_tokens=512)
-    clock = ThreadClock() if args.clock == "thread" else PatientWallClock()
-    engine = LLMEngine.from_engine_args(settings, clock=clock)
+    clock = time.thread_time if args.clock == "thread" else time.perf_counter
+    engines = [LLMEngine.from_engine_args(settings, clock=OwnClock(clock)) for _ in range(2)]
     todo = workloads()
     learnt = todo.pop("learnt")
-    live(engine, learnt.head(8))  # warm up
-    found: dict[str, list[list[float]]] = {name: [] for name in todo}
+    in_turns(engines, [learnt.head(8)] * 2)  # warm up
+    found: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {name: [] for name in todo}
     itself: list[dict[str, float]] = []
-    last: dict[str, tuple[Trace, Run]] = {}
     for _ in range(args.rounds):
         for name, workload in todo.items():
-            known = live(engine, learnt)
+            known, trace = in_turns(engines, [learnt, workload])
             itself.append(figures(Meter.of(known)))
             cost = CostModel.fit(known)
-            trace = live(engine, workload)
             replay(trace)  # raises if one decision differs
-            run = simulate(trace, cost_model=cost)
-            last[name] = trace, run
-            found[name].append(errors(trace, run))
+            found[name].append((figures(Meter.of(trace)), figures(simulate(trace, cost_model=cost).meter)))
     print(f"the last cost model: {cost}\n")
     print(
         f"{'workload':>12} {'requests':>8} {'figure':>12} {'real ms':>9} {'predicted':>9} {'error':>7} {'limit':>6}  every round"
     )
     missed = 0
-    for name, (trace, run) in last.items():
-        real, guess = figures(Meter.of(trace)), figures(run.meter)
-        for (figure, limit), values in zip(LIMITS.items(), zip(*found[name], strict=True), strict=True):
-            error = median(values)
-            missed += abs(error) > limit
+    for name, rounds in found.items():
+        for figure, limit in LIMITS.items():
+            real, guess = (median(each[i][figure] for each in rounds) for i in (0, 1))
+            missed += abs(guess / real - 1) > limit
+            every = " ".join(f"{predicted[figure] / ran[figure] - 1:+.1%}" for ran, predicted in rounds)
             print(
-                f"{name:>12} {len(run.meter):>8} {figure:>12} {real[figure] * 1e3:>9.1f} {guess[figure] * 1e3:>9.1f} {error:>+7.1%} {limit:>6.0%}"
-                f"  {' '.join(f'{value:+.1%}' for value in values)}"
+                f"{name:>12} {sum(1 for _ in todo[name]):>8} {figure:>12} {real * 1e3:>9.1f} {guess * 1e3:>9.1f} {guess / real - 1:>+7.1%} {limit:>6.0%}  {every}"
             )
     print("\nthe machine itself: the learnt workload, each time against its median")
     for figure in LIMITS:
