@@ -5,13 +5,13 @@ Who owns which piece of the cache, and how did it come to that?
 
 # Generated from nbs/8_viz/05_block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4b9389fab583 module=81687226e21a
+# literate: notebook=65dbc9fa82d3 module=9118d6710482
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,16 +47,16 @@ HASH_BYTES = 3  # of a content hash that travel, to be read by people
 
 
 class Op:
-    """Operations of the stream, each followed by its operands. A list of blocks is its length, the first, then differences."""
+    """Operations of the stream, each followed by its operands. A list of blocks is its length, the first, then differences. A request is
+    the difference of its number from that of the request before it in the step (0 before the first); "absolute" ones are plain.
+    """
 
     ALLOC = 0  # request, group, why (0 runs on, 1 starts, 2 starts again, 3 comes back from the swap pool), list; or length -n: n from the free list
     HIT = 1  # request, group, list
-    CACHE = 2  # request, group, n, then n times: position, block, name; or -n, position: n blocks of the table from there, with the next n names
-    FREE = 3  # request, group, cause, detail, by, list; or length -1: the whole table, last block first
+    CACHE = 2  # request, group, n, then n times: position, block, name; or -n, jump: n blocks of its table with the next n names, so far from where such a run of its last ended
+    FREE = 3  # request, group, cause, detail, by (absolute), list; or length -1: the whole table, last block first
     SKIP = 4  # request, group, start, end, list
-    EVICT = (
-        5  # block, or -1 for the first in the free list with content; the request that needs it (-1 if none is known)
-    )
+    EVICT = 5  # request that needs them (number -1 if none is known), list; or length -n: the first n in the free list that have content
     RESET = 6
     SWAP_OUT = 7  # request, n, n times: block of the pool, block of the swap pool
     FREE_CPU = 8  # request, list
@@ -101,16 +101,16 @@ class BlockStream:
     """
 
     LEAST = 2048  # numbers of a chunk
-    SHARE = 2  # events, as a multiple of the keyframe before them
+    SHARE = 6  # events, as a multiple of the keyframe before them
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.fold = trace, Fold(trace.start)
         self.requests, self.strings, self.names = _Numbers(), _Numbers(), _Numbers()
         self.origins: list[list[int]] = []
         self.chunks: list[tuple[int, list[int]]] = []
-        self._scheduled: dict[int, int] = {}
-        self._oldest: Iterator[int] = iter(())
-        self._next_taker = -1
+        self._scheduled: dict[str, int] = {}
+        self._filled: dict[tuple[int, int], int] = {}  # (request, group) -> where its last run of new content ended
+        self._last = 0  # the request before, in this step
         for request in trace.start.requests:
             self.requests(request)
         for name in trace.start.hashes:
@@ -137,6 +137,7 @@ class BlockStream:
                 self.chunks.append((step, self._keyframe()))
                 keyframe = len(self.chunks[-1][1])
             ops: list[int] = []
+            self._last = 0
             for i in range(begin, end):
                 ops += self._code(i)
                 self.fold.apply(self.trace.events[i])
@@ -157,10 +158,16 @@ class BlockStream:
         free = list(self.fold.free_blocks)
         held = [state.hashes[block] for block in dict.fromkeys([*mentioned, *free])][1:]
         numbers += _listed(free) + _listed([0 if name is None else self.names(name) + 1 for name in held])[1:]
-        self._scheduled = {}
+        self._scheduled, self._filled = {}, {}
         return [len(numbers), *numbers]
 
     # ---- one event
+
+    def _request(self, request: str | None) -> int:
+        """The difference from the request before; None is number -1."""
+        number = -1 if request is None else self.requests(request)
+        self._last, last = number, self._last
+        return number - last
 
     def _code(self, i: int) -> list[int]:
         event = self.trace.events[i]
@@ -177,46 +184,35 @@ class BlockStream:
     def _on_alloc(self, i: int, request: str, group: int, blocks: Sequence[int]) -> list[int]:
         why = {"RUNNING": 0, "WAITING": 1, "PREEMPTED": 2, "SWAPPED": 3}[self.fold.now.requests[request].status]
         first = list(islice(self.fold.free_blocks, len(blocks)))
-        return [
-            Op.ALLOC,
-            self.requests(request),
-            group,
-            why,
-            *([-len(blocks)] if first == list(blocks) else _listed(blocks)),
-        ]
+        which = [-len(blocks)] if first == list(blocks) else _listed(blocks)
+        return [Op.ALLOC, self._request(request), group, why, *which]
 
     def _on_hit(self, i: int, request: str, group: int, blocks: Sequence[int]) -> list[int]:
-        return [Op.HIT, self.requests(request), group, *_listed(blocks)]
+        return [Op.HIT, self._request(request), group, *_listed(blocks)]
 
     def _on_admit(self, i: int, request: str, computed: int, cached: int) -> list[int]:
-        return [Op.RESTART, self.requests(request), computed]
+        return [Op.RESTART, self._request(request), computed]
 
     def _on_preempt(self, i: int, request: str, mode: str, *_: str) -> list[int]:
-        return [] if mode == "swap" else [Op.RESTART, self.requests(request), 0]
+        return [] if mode == "swap" else [Op.RESTART, self._request(request), 0]
 
     def _on_cache(self, i: int, request: str, group: int, positions: Any, blocks: Any, hashes: Any) -> list[int]:
         number, known = self.requests(request), len(self.names.of)
         names = [self._name(name, number, group, position) for position, name in zip(positions, hashes, strict=True)]
         table = self.fold.now.requests[request].tables[group]
-        run = range(positions[0], positions[0] + len(positions))
-        if (
-            list(positions) == list(run)
-            and list(blocks) == table[run.start : run.stop]
-            and names == list(range(known, known + len(names)))
-        ):
-            return [Op.CACHE, number, group, -len(names), positions[0]]
-        return [
-            Op.CACHE,
-            number,
-            group,
-            len(names),
-            *(x for row in zip(positions, blocks, names, strict=True) for x in row),
-        ]
+        first, end = positions[0], positions[0] + len(positions)
+        runs_on = list(positions) == list(range(first, end)) and names == list(range(known, known + len(names)))
+        if not (runs_on and list(blocks) == table[first:end]):
+            rows = zip(positions, blocks, names, strict=True)
+            return [Op.CACHE, self._request(request), group, len(names), *(x for row in rows for x in row)]
+        jump = first - self._filled.get((number, group), 0)
+        self._filled[number, group] = end
+        return [Op.CACHE, self._request(request), group, -len(names), jump]
 
     def _on_free(self, i: int, request: str, group: int, blocks: Sequence[int]) -> list[int]:
         table = self.fold.now.requests[request].tables[group]
         whole = list(blocks) == [block for block in reversed(table) if block]
-        return [Op.FREE, self.requests(request), group, *self._cause(i, request), *([-1] if whole else _listed(blocks))]
+        return [Op.FREE, self._request(request), group, *self._cause(i, request), *([-1] if whole else _listed(blocks))]
 
     def _cause(self, i: int, request: str) -> tuple[int, int, int]:
         """The blocks of a request are given back just before the event that says why."""
@@ -230,43 +226,55 @@ class BlockStream:
         return Cause.TAKEN_BACK, 0, -1
 
     def _on_skip(self, i: int, request: str, group: int, start: int, end: int, blocks: Sequence[int]) -> list[int]:
-        return [Op.SKIP, self.requests(request), group, start, end, *_listed(blocks)]
+        return [Op.SKIP, self._request(request), group, start, end, *_listed(blocks)]
 
     def _on_evict(self, i: int, block: int, name: bytes) -> list[int]:
-        if self.trace.events[i - 1][0] != "evict":  # the blocks that LRU would choose for a whole series, found once
-            count = next((k for k, event in enumerate(self._after(i - 1)) if event[0] != "evict"), 1)
-            cached = (free for free in self.fold.free_blocks if self.fold.now.hashes[free] is not None)
-            self._oldest = iter(list(islice(cached, count)))
-            self._next_taker = self._taker(i)
-        return [Op.EVICT, -1 if block == next(self._oldest, None) else block, self._next_taker]
+        if self.trace.events[i - 1][0] == "evict":
+            return []  # told with the first of the series
+        evicted = [event[1] for event in takewhile(lambda event: event[0] == "evict", self._after(i - 1))]
+        cached = (free for free in self.fold.free_blocks if self.fold.now.hashes[free] is not None)
+        oldest = list(islice(cached, len(evicted)))
+        return [Op.EVICT, self._request(self._taker(i)), *([-len(evicted)] if evicted == oldest else _listed(evicted))]
 
-    def _taker(self, i: int) -> int:
+    def _taker(self, i: int) -> str | None:
         """Blocks are evicted just before somebody takes them."""
         for event in self._after(i):
             if event[0] == "alloc":
-                return self.requests(event[1])
+                return str(event[1])
             if event[0] not in ("evict", "hit"):
                 break
-        return -1
+        return None
 
     def _on_reset(self, i: int) -> list[int]:
         return [Op.RESET]
 
     def _on_swap_out(self, i: int, request: str, pairs: Any) -> list[int]:
-        return [Op.SWAP_OUT, self.requests(request), len(pairs), *(x for pair in pairs for x in pair)]
+        return [Op.SWAP_OUT, self._request(request), len(pairs), *(x for pair in pairs for x in pair)]
 
     def _on_free_cpu(self, i: int, request: str, blocks: Sequence[int]) -> list[int]:
-        return [Op.FREE_CPU, self.requests(request), *_listed(blocks)]
+        return [Op.FREE_CPU, self._request(request), *_listed(blocks)]
 
     def _on_schedule(self, i: int, scheduled: dict[str, int]) -> list[int]:
-        now = {self.requests(request): n for request, n in scheduled.items()}
-        changed = [(r, n) for r, n in now.items() if self._scheduled.get(r) != n]
-        changed += [(r, 0) for r in self._scheduled if r not in now]
-        self._scheduled = now
-        return [Op.SCHEDULE, len(changed), *(x for pair in changed for x in pair)]
+        changed = [(r, n) for r, n in scheduled.items() if self._scheduled.get(r) != n]
+        changed += [(r, 0) for r in self._scheduled if r not in scheduled]
+        self._scheduled = scheduled
+        return [Op.SCHEDULE, len(changed), *(x for r, n in changed for x in (self._request(r), n))]
 
     def _on_finish(self, i: int, request: str, reason: str, stop_reason: Any) -> list[int]:
-        return [Op.FORGET, self.requests(request)]
+        for group in range(self.trace.header.num_groups):
+            self._filled.pop((self.requests(request), group), None)
+        return [Op.FORGET, self._request(request)]
+
+    def packed_origins(self) -> list[int]:
+        """Origins in columns: requests, as differences; groups; positions, from where the last run of the request and the group ended; lengths."""
+        ends: dict[tuple[int, int], int] = {}
+        jumps, last, requests = [], 0, []
+        for request, group, position, length in self.origins:
+            jumps.append(position - ends.get((request, group), 0))
+            ends[request, group] = position + length
+            requests.append(request - last)
+            last = request
+        return [*requests, *(o[1] for o in self.origins), *jumps, *(o[3] for o in self.origins)]
 
 
 def _step_ranges(trace: Trace) -> Iterator[tuple[int, int]]:
@@ -345,7 +353,7 @@ class BlockMap(TraceView):
             first_number=self._first_number(),
             chunks=chunks,
             words=payload.add_json({"requests": list(stream.requests.of), "strings": list(stream.strings.of)}),
-            origins=payload.add_numbers([x for origin in stream.origins for x in origin]),
+            origins=payload.add_numbers(stream.packed_origins()),
             hash_bytes=HASH_BYTES,
             hashes=payload.add_bytes(short),
             tokens=self._add_tokens(payload, stream),

@@ -4,14 +4,22 @@ const Op = { ALLOC: 0, HIT: 1, CACHE: 2, FREE: 3, SKIP: 4, EVICT: 5, RESET: 6, S
 export const Cause = { TAKEN_BACK: 0, FINISH: 1, PREEMPT: 2 };
 export const Why = { RUNS: 0, STARTS: 1, STARTS_AGAIN: 2, SWAPPED_IN: 3 };
 
-// Which request filled each content first, and where: from runs of (request, group, position, length).
+// Which request filled each content first, and where: from runs of (request, group, position, length), as BlockStream.packed_origins writes them.
 export class Origins {
-  constructor(runs) {
-    this.runs = runs;
-    this.starts = [];
-    for (let i = 0, name = 0; i < runs.length; i += 4) {
-      this.starts.push(name);
-      name += runs[i + 3];
+  constructor(packed) {
+    const count = packed.length / 4;
+    const ends = new Map();
+    this.runs = new Int32Array(packed.length);
+    this.starts = new Int32Array(count);
+    for (let i = 0, name = 0, request = 0; i < count; i++) {
+      request += packed[i];
+      const group = packed[count + i];
+      const position = packed[2 * count + i] + (ends.get(`${request} ${group}`) ?? 0);
+      const length = packed[3 * count + i];
+      ends.set(`${request} ${group}`, position + length);
+      this.runs.set([request, group, position, length], 4 * i);
+      this.starts[i] = name;
+      name += length;
     }
   }
 
@@ -39,6 +47,12 @@ export class Origins {
   }
 }
 
+const LOOKS = ["ref", "name", "owner", "group"]; // what a block's look depends on
+const ARRAYS = [...LOOKS, "cpuOwner", "before", "after"];
+const copied = (map, copy) => new Map(Array.from(map, ([key, value]) => [key, copy(value)]));
+const copiedRequest = (its) => ({ ...its, tables: its.tables.map((table) => table.slice()), cpu: its.cpu.slice(), filled: its.filled.slice() });
+const copiedList = (list) => list.slice();
+
 // Applies operations to a state. `watch`, if there is one, is told every event of a block:
 //   watch(event, block, request, group, position, name, detail)   with the words of to_pandas()["blocks"] for events.
 export class Fold {
@@ -61,10 +75,16 @@ export class Fold {
     this.all = true; // everything may look different
   }
 
+  // What differences are taken from begins anew with each chunk.
+  forgetHabits() {
+    this.scheduled.clear();
+    for (const its of this.requests.values()) its.filled.fill(0);
+  }
+
   request(r) {
     let its = this.requests.get(r);
     if (its === undefined) {
-      its = { tables: Array.from({ length: this.groups }, () => []), computed: 0, cpu: [] };
+      its = { tables: Array.from({ length: this.groups }, () => []), computed: 0, cpu: [], filled: new Int32Array(this.groups) };
       this.requests.set(r, its);
     }
     return its;
@@ -117,6 +137,41 @@ export class Fold {
     return end;
   }
 
+  // A copy of the whole state, to go back to.
+  save() {
+    return {
+      arrays: ARRAYS.map((name) => this[name].slice()),
+      shared: copied(this.shared, copiedList),
+      requests: copied(this.requests, copiedRequest),
+      scheduled: new Map(this.scheduled),
+      names: this.names,
+    };
+  }
+
+  restore(saved) {
+    ARRAYS.forEach((name, i) => this[name].set(saved.arrays[i]));
+    this.shared = copied(saved.shared, copiedList);
+    this.requests = copied(saved.requests, copiedRequest);
+    this.scheduled = new Map(saved.scheduled);
+    this.names = saved.names;
+  }
+
+  // Remember how blocks look, for `compare`.
+  remember() {
+    this.looked ??= [...LOOKS, "cpuOwner"].map((name) => this[name].slice());
+    [...LOOKS, "cpuOwner"].forEach((name, i) => this.looked[i].set(this[name]));
+  }
+
+  // Note which blocks look different from what was remembered.
+  compare() {
+    const [ref, name, owner, group, cpuOwner] = this.looked;
+    this.changed = [];
+    for (let id = 0; id < ref.length; id++) {
+      if (ref[id] !== this.ref[id] || name[id] !== this.name[id] || owner[id] !== this.owner[id] || group[id] !== this.group[id]) this.changed.push(id);
+    }
+    this.all = cpuOwner.some((r, id) => r !== this.cpuOwner[id]);
+  }
+
   // Put a block into the free list after another (after `end`: first in the list).
   link(block, previous) {
     const next = this.after[previous];
@@ -130,11 +185,11 @@ export class Fold {
     this.before[this.after[block]] = this.before[block];
   }
 
-  // The first free block that holds content.
-  firstCached() {
-    let block = this.after[this.end];
-    while (this.name[block] < 0) block = this.after[block];
-    return block;
+  // The first `n` free blocks that hold content.
+  firstCached(n) {
+    const blocks = [];
+    for (let block = this.after[this.end]; blocks.length < n; block = this.after[block]) if (this.name[block] >= 0) blocks.push(block);
+    return blocks;
   }
 
   // How many free blocks will be taken before this one; -1 if it is not free.
@@ -180,10 +235,11 @@ export class Fold {
   // Apply the operations from i to end.
   apply(numbers, i, end) {
     const tell = this.watch;
+    let r = 0; // the request before
     while (i < end) {
       const op = numbers[i++];
       if (op === Op.ALLOC || op === Op.HIT) {
-        const r = numbers[i++];
+        r += numbers[i++];
         const g = numbers[i++];
         const why = op === Op.ALLOC ? numbers[i++] : 0;
         const table = this.request(r).tables[g];
@@ -195,10 +251,12 @@ export class Fold {
           if (block) this.take(block, r, g);
         }
       } else if (op === Op.CACHE) {
-        const r = numbers[i++];
+        r += numbers[i++];
         const g = numbers[i++];
         const n = numbers[i++];
-        const from = n < 0 ? numbers[i++] : 0;
+        const { filled } = this.request(r);
+        const from = n < 0 ? filled[g] + numbers[i++] : 0;
+        if (n < 0) filled[g] = from - n;
         for (let k = 0; k < Math.abs(n); k++) {
           const position = n < 0 ? from + k : numbers[i++];
           const block = n < 0 ? this.request(r).tables[g][position] : numbers[i++];
@@ -209,7 +267,7 @@ export class Fold {
           this.changed.push(block);
         }
       } else if (op === Op.FREE) {
-        const r = numbers[i++];
+        r += numbers[i++];
         const g = numbers[i++];
         const detail = [numbers[i++], numbers[i++], numbers[i++]];
         const its = this.request(r);
@@ -228,7 +286,7 @@ export class Fold {
         }
         its.tables[g] = [];
       } else if (op === Op.SKIP) {
-        const r = numbers[i++];
+        r += numbers[i++];
         const g = numbers[i++];
         const from = numbers[i++];
         const to = numbers[i++];
@@ -240,19 +298,22 @@ export class Fold {
         }
         table.fill(0, from, to);
       } else if (op === Op.EVICT) {
-        const given = numbers[i++];
-        const block = given < 0 ? this.firstCached() : given;
-        const by = numbers[i++];
-        if (tell) tell("evicted", block, -1, -1, -1, this.name[block], by);
-        this.name[block] = -1;
-        this.unlink(block);
-        this.link(block, this.end);
-        this.changed.push(block);
+        r += numbers[i++];
+        const n = numbers[i++];
+        const blocks = n < 0 ? this.firstCached(-n) : new Array(n);
+        for (let k = 0, block = 0; k < n; k++) blocks[k] = block += numbers[i++];
+        for (const block of blocks) {
+          if (tell) tell("evicted", block, -1, -1, -1, this.name[block], r);
+          this.name[block] = -1;
+          this.unlink(block);
+          this.link(block, this.end);
+          this.changed.push(block);
+        }
       } else if (op === Op.RESET) {
         this.name.fill(-1);
         this.all = true;
       } else if (op === Op.SWAP_OUT) {
-        const r = numbers[i++];
+        r += numbers[i++];
         const its = this.request(r);
         its.cpu = [];
         for (let n = numbers[i++]; n > 0; n--, i += 2) {
@@ -261,7 +322,7 @@ export class Fold {
         }
         this.all = true;
       } else if (op === Op.FREE_CPU) {
-        this.request(numbers[i++]).cpu = [];
+        this.request((r += numbers[i++])).cpu = [];
         for (let n = numbers[i++], block = 0; n > 0; n--) {
           block += numbers[i++];
           this.cpuOwner[block] = -1;
@@ -269,16 +330,16 @@ export class Fold {
         this.all = true;
       } else if (op === Op.SCHEDULE) {
         for (let n = numbers[i++]; n > 0; n--) {
-          const r = numbers[i++];
+          r += numbers[i++];
           const tokens = numbers[i++];
           if (tokens) this.scheduled.set(r, tokens);
           else this.scheduled.delete(r);
         }
         for (const [r, tokens] of this.scheduled) this.request(r).computed += tokens;
       } else if (op === Op.FORGET) {
-        this.requests.delete(numbers[i++]);
+        this.requests.delete((r += numbers[i++]));
       } else if (op === Op.RESTART) {
-        const its = this.request(numbers[i++]);
+        const its = this.request((r += numbers[i++]));
         its.computed = numbers[i++];
       } else {
         throw new Error(`unknown operation ${op}`);
@@ -287,7 +348,10 @@ export class Fold {
   }
 }
 
-// Goes to any step of a trace. Steps within a chunk that is in memory take no waiting.
+const APART = 16384; // numbers between two checkpoints: folding them takes a few milliseconds at most
+const MEMORY = 64e6; // bytes of checkpoints
+
+// Goes to any step of a trace, forwards or backwards. Steps within a chunk that is in memory take no waiting.
 export class Frames {
   constructor(data, origins) {
     this.data = data;
@@ -297,6 +361,9 @@ export class Frames {
     this.fold = new Fold(data.header);
     this.step = -1;
     this.loaded = new Map(); // chunk -> { numbers, starts }: starts[k] is where step k of the chunk begins
+    this.checkpoints = new Map(); // step -> state after it, the oldest first
+    this.mostCheckpoints = Math.max(8, Math.floor(MEMORY / (26 * data.header.num_blocks)));
+    this.preparing = -1; // chunk of which checkpoints are being made
   }
 
   chunkOf(step) {
@@ -321,21 +388,74 @@ export class Frames {
     return value;
   }
 
+  // Apply one step of a chunk, and keep a checkpoint now and then.
+  apply(fold, { numbers, starts }, first, step) {
+    const [from, to] = [starts[step - first], starts[step - first + 1]];
+    fold.apply(numbers, from + 1, to);
+    if (Math.floor(from / APART) === Math.floor(to / APART) || this.checkpoints.has(step)) return;
+    if (this.checkpoints.size >= this.mostCheckpoints) this.checkpoints.delete(this.checkpoints.keys().next().value);
+    this.checkpoints.set(step, fold.save());
+  }
+
+  // The last checkpoint from `first` to `step`, or -1.
+  checkpoint(first, step) {
+    let best = -1;
+    for (const at of this.checkpoints.keys()) if (at >= first && at <= step && at > best) best = at;
+    return best;
+  }
+
   // Move the fold to a step. True if done; false if its chunk must be loaded first (await load(chunkOf(step)), then again).
   seek(step) {
     const index = this.chunkOf(step);
     const chunk = this.loaded.get(index);
     if (!chunk) return false;
+    const { fold } = this;
     const first = this.chunks[index][0];
-    let at = this.step + 1;
-    if (this.step > step || this.step < first) {
-      this.fold.start(chunk.numbers, 0, this.origins);
-      at = first;
-    }
-    for (; at <= step; at++) this.fold.apply(chunk.numbers, chunk.starts[at - first] + 1, chunk.starts[at - first + 1]);
+    const known = this.checkpoint(first, step);
+    const ahead = this.step >= Math.max(first - 1, known) && this.step <= step && this.step >= 0;
+    const compared = !ahead && !fold.all;
+    if (compared) fold.remember();
+    if (ahead && this.step < first) fold.forgetHabits(); // from the chunk before: no need of the keyframe
+    let at = ahead ? this.step : this.begin(fold, chunk, first, known);
+    while (at < step) this.apply(fold, chunk, first, ++at);
+    if (compared) fold.compare();
     this.step = step;
     if (index + 1 < this.chunks.length && !this.loaded.has(index + 1)) this.load(index + 1); // before play arrives there
+    this.prepare(Math.max(first, this.checkpoint(first, step)) - 1);
     return true;
+  }
+
+  // Set a fold to a checkpoint of the chunk that begins at step `first`, or to its keyframe (known = -1); returns the step where it is.
+  begin(fold, chunk, first, known) {
+    if (known >= 0) {
+      fold.restore(this.checkpoints.get(known));
+      return known;
+    }
+    fold.start(chunk.numbers, 0, this.origins);
+    return first - 1;
+  }
+
+  // Make the checkpoints before a step, a few at a time, before somebody steps back to it.
+  async prepare(last) {
+    if (last < 0 || this.preparing === last) return;
+    const index = this.chunkOf(last);
+    const first = this.chunks[index][0];
+    const chunk = await this.load(index);
+    const known = this.checkpoint(first, last);
+    const far = (step) => chunk.starts[step - first + 1] - (known < 0 ? 0 : chunk.starts[known - first + 1]);
+    if (far(last) < 2 * APART) return;
+    this.preparing = last;
+    const fold = new Fold(this.data.header);
+    let at = this.begin(fold, chunk, first, known);
+    for (let rested = 0; at < last && this.preparing === last; ) {
+      this.apply(fold, chunk, first, ++at);
+      fold.changed.length = 0;
+      if (far(at) - rested > APART) {
+        rested = far(at);
+        await new Promise((rest) => setTimeout(rest, 10));
+      }
+    }
+    if (this.preparing === last) this.preparing = -1;
   }
 
   // The history of one block over the whole trace: rows { step, event, request, group, position, name, detail, tokens }.
@@ -350,7 +470,7 @@ export class Frames {
       const numbers = await this.data.part(this.chunks[index][1]);
       let at = 1 + numbers[0];
       if (index === 0) fold.start(numbers, 0, this.origins);
-      else fold.scheduled.clear(); // the first step of a chunk lists all
+      else fold.forgetHabits();
       while (at < numbers.length) {
         const end = at + 1 + numbers[at];
         fold.apply(numbers, at + 1, end);
