@@ -5,7 +5,7 @@ Where do two runs of the same requests part, and why?
 
 # Generated from nbs/8_viz/14b_compare.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7bc8f991aa35 module=7673c196caa2
+# literate: notebook=d97a7b488753 module=0eb5dd80ff47
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ class Compare(View):
         payload, (a, b), first = Payload({}), self.runs, self.difference
         key = hashlib.sha256(f"{trace_key(self.a)} {trace_key(self.b)}".encode()).hexdigest()[:16]
         payload.header = {
-            "trace": {"key": key, "steps": max(a.num_steps, b.num_steps)}, "names": list(self.names),
+            "trace": {"key": key, "steps": max(a.num_steps, b.num_steps), "of": [{"key": trace_key(t), "steps": t.num_steps} for t in (self.a, self.b)]},
+            "names": list(self.names),
             "lanes": [pack_lanes(payload, a), pack_lanes(payload, b)],
             "difference": first and {
                 "step": first.step, "over": [first.a is None, first.b is None], "reasons": [[name, *both] for name, both in first.reasons.items()],

@@ -5,7 +5,7 @@ How does one see blocks, queues and prefixes at the same moment?
 
 # Generated from nbs/8_viz/06_page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=abd1c2ea79a3 module=976e52ce682b
+# literate: notebook=bf1c4fcc0ec1 module=d14be555f644
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ class Page(View):
             headers.append(part.full_header(offset))
             offset += len(part.bytes())
             whole.extend(part)
-        traces = {header["trace"]["key"]: header["trace"] for header in headers if header.get("trace")}
-        whole.header = {"views": headers, "trace": next(iter(traces.values())) if len(traces) == 1 else None}
+        whole.header = {
+            "views": headers,
+            "trace": _leading([header["trace"] for header in headers if header.get("trace")]),
+        }
         return whole
 
     def describe(self) -> str:
@@ -95,6 +97,12 @@ class Page(View):
         return figure
 
 
+def _leading(traces: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The one whose cursor moves all the others: the only trace, or a comparison of all that are shown."""
+    keys = {trace["key"] for trace in traces}
+    return next((t for t in traces if keys <= {t["key"], *(other["key"] for other in t.get("of", ()))}), None)
+
+
 # %% nbs/8_viz/06_page.ipynb #show
 def standard_views(trace: TraceSource, **options: Any) -> list[View]:
     """One of each view of a trace. `options` go to the views that take them: see `show`."""
@@ -106,10 +114,11 @@ def standard_views(trace: TraceSource, **options: Any) -> list[View]:
     return views
 
 
-def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None) -> View:
+def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, other: TraceSource | None = None) -> View:
     """The standard page of a trace, or of a saved one: every view of this package that shows a single trace.
 
     Args:
+        other: another run of the same requests: it is compared with this one at the top of the page, on the same cursor.
         tokenizer: anything with `decode(token_ids)`; with one, blocks show their tokens as text. None takes the one that the trace was
             recorded with, if it is still here.
         title: heading; None names the file, or the policy.
@@ -123,7 +132,15 @@ def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None) ->
         )
     if problem:
         return Message(title, problem)
-    return Page(standard_views(opened, tokenizer=tokenizer), title)
+    views = standard_views(opened, tokenizer=tokenizer)
+    return Page(views if other is None else [_compare(trace, other), *views], title)
+
+
+def _compare(trace: TraceSource, other: TraceSource) -> View:
+    from minivllm.viz.compare import Compare
+
+    files = isinstance(trace, str | Path) and isinstance(other, str | Path)
+    return Compare(trace, other, names=(str(trace), str(other)) if files else None)
 
 
 class Message(View):

@@ -11,6 +11,7 @@ from minivllm.core.trace import Trace, TraceHeader
 from minivllm.lab import Constant, diff, simulate
 from minivllm.lab.workload import shared_prefix
 from minivllm.viz.compare import Compare
+from minivllm.viz.page import Page, show
 from minivllm.viz.prefix_tree import PrefixTree
 from minivllm.viz.timeline import Timeline
 from minivllm.viz.waste import Waste
@@ -75,6 +76,22 @@ def test_compare_marks_what_diff_finds(runs, open_page, tmp_path):
     )
     assert page.locator(".mv-compare-mark:visible").count() == 2
     assert view.to_png().startswith(b"\x89PNG") and str(expected) in view.describe()
+
+
+def test_a_comparison_and_the_views_of_its_runs_share_one_cursor(runs, open_page, tmp_path):
+    a, b = (run.trace for run in runs)
+    page = open_page(Page([Timeline(a), Compare(a, b), Waste(b)]).save(tmp_path / "x.html"), width=1500, views=3)
+    assert page.get_by_label("step", exact=True).count() == 1, "one player for all"
+    page.get_by_label("step", exact=True).fill("21")
+    where = "() => [...globalThis.minivllmCursors.values()].map(({ step }) => step)"
+    assert page.evaluate(where) == [21] * 3
+    page.locator(".mv-timeline [tabindex='0']").first.focus()
+    page.keyboard.press(".")
+    assert page.evaluate(where) == [22] * 3
+    page.evaluate("() => [...globalThis.minivllmCursors.values()].forEach((cursor) => cursor.go(9999))")
+    assert sorted(page.evaluate(where)) == sorted([a.num_steps - 1, b.num_steps - 1, max(a.num_steps, b.num_steps) - 1])
+    views = show(a, other=b).views
+    assert isinstance(views[0], Compare) and len(views) == 5
 
 
 def test_compare_puts_the_same_request_into_the_same_row(runs):

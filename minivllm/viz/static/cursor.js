@@ -67,6 +67,22 @@ export class Cursor {
   }
 }
 
+// Let two cursors go to the same step, and look at the same request; the shorter run waits at its end. Returns a function that ends it.
+export function tie(one, other) {
+  if (one.step === 0) one.go(other.step);
+  let moving = false;
+  const follow = (to) => (from, changed) => {
+    if (moving) return;
+    moving = true;
+    if (changed.has("step")) to.go(from.step);
+    if (changed.has("request")) to.set({ request: from.request });
+    if (changed.has("playing") && from.playing) to.pause();
+    moving = false;
+  };
+  const ends = [one.on(follow(other)), other.on(follow(one))];
+  return () => ends.forEach((end) => end());
+}
+
 // The cursor of a trace. Lives on the page and not in this module: outputs made by two versions of minivllm share it too.
 export function cursorFor(key, steps) {
   const cursors = (globalThis.minivllmCursors ??= new Map());

@@ -1,5 +1,5 @@
 // Puts a view on the page: from the text of a saved page, or from a live widget.
-import { cursorFor } from "./cursor.js";
+import { cursorFor, tie } from "./cursor.js";
 import { Data, fromBase64 } from "./data.js";
 import { palette, watchTheme } from "./theme.js";
 import { h, makeCard } from "./ui.js";
@@ -24,6 +24,7 @@ export async function mountView(place, header, bytes, context) {
     return page.render(place, new Data(header, bytes), context);
   }
   const cursor = header.trace ? cursorFor(header.trace.key, header.trace.steps) : null;
+  const ties = (header.trace?.of ?? []).map(({ key, steps }) => tie(cursor, cursorFor(key, steps)));
   const card = makeCard(place, header, cursor, context);
   const themed = new Set();
   const inner = {
@@ -43,6 +44,7 @@ export async function mountView(place, header, bytes, context) {
   return () => {
     if (typeof end === "function") end();
     endTheme();
+    for (const untie of ties) untie();
     card.destroy();
   };
 }
