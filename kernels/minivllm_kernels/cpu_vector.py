@@ -5,7 +5,7 @@ Question: a compiler turns numba's Python into machine code.
 
 # Generated from nbs/4_kernels/20_cpu_vector.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=869336afe1f9 module=1f7d20c847df
+# literate: notebook=07d0a0b6fa13 module=ba69b222f9f3
 
 import operator
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "const",
     "exp",
     "exponential",
+    "field",
     "floats_at",
     "fma",
     "fold_lanes",
@@ -50,6 +51,7 @@ __all__ = [
     "load_halves",
     "load_unzipped",
     "load_vector",
+    "load_words",
     "maximum",
     "move",
     "multiply_add",
@@ -63,14 +65,19 @@ __all__ = [
     "shuffle",
     "splat",
     "store",
+    "store_fields",
+    "store_pairs",
+    "tile_fields",
     "tile_fma",
     "tile_load",
     "tile_outer",
+    "tile_scaled",
     "tile_store",
     "tile_totals",
     "tile_zeros",
     "total",
     "vec",
+    "whole_numbers",
     "widen",
     "zip_lanes",
 ]
@@ -447,6 +454,19 @@ def tile_outer(typing: Any, tile: Any, rows: Any, columns: Any) -> Any:
     return signature(tile, tile, rows, columns), emit
 
 
+@primitive
+def tile_scaled(typing: Any, tile: Any, other: Any, columns: Any) -> Any:
+    """Add `other[r, i] * columns[i]`, lane by lane, to the vector in row `r`, column `i`; `other` is a tile of the same shape."""
+    m = columns.count
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        scales = [b.extract_value(a[2], i) for i in range(m)]
+        pairs = [(b.extract_value(a[1], i), b.extract_value(a[0], i)) for i in range(tile.count)]
+        return c.make_tuple(b, tile, [multiply_add(b, x, scales[i % m], y) for i, (x, y) in enumerate(pairs)])
+
+    return signature(tile, tile, other, columns), emit
+
+
 def fold_together(b: Any, vectors: list[Any]) -> Any:
     """A vector whose lane `i` is the sum of the lanes of `vectors[i]`, added in the order of `total`.
 
@@ -545,3 +565,88 @@ def zip_lanes(typing: Any, x: Any, y: Any) -> Any:
     return signature(ty, x, y), lambda c, b, s, a: c.make_tuple(
         b, ty, [shuffle(b, a[0], a[1], pick[: x.lanes]), shuffle(b, a[0], a[1], pick[x.lanes :])]
     )
+
+
+# %% nbs/4_kernels/20_cpu_vector.ipynb #field
+def field(b: Any, words: Any, i: int, bits: int) -> Any:
+    """Field `i` of int32 words as float32, times `2 ** (bits * i)`; the top field, which would be read as a sign, times one."""
+    lanes = words.type.count
+    if bits * (i + 1) == 32:
+        return b.sitofp(b.lshr(words, const(bits * i, lanes, I32)), vec(lanes))
+    return b.sitofp(b.and_(words, const(((1 << bits) - 1) << bits * i, lanes, I32)), vec(lanes))
+
+
+def load_words(c: Any, b: Any, ty: Any, value: Any, index: Any, count: int, lanes: int) -> list[Any]:
+    at = [plus(b, index, i * lanes) for i in range(count)]
+    return [b.load(address(c, b, ty, value, i, vec(lanes, I32)), align=4) for i in at]
+
+
+@primitive
+def tile_fields(
+    typing: Any, tile: Any, x: Any, index: Any, stride: Any, words: Any, at: Any, columns: Any, bits: Any
+) -> Any:
+    """Add `x[index + r * stride + f]` times field `f` of the words in column `i` to row `r`, column `i`, for every field.
+
+    `x` is float32, `words` int32; see `field` for what the fields are multiplied with.
+    """
+    m, n, lanes = number(columns, "columns"), number(bits, "bits"), tile.dtype.lanes
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        out = [b.extract_value(a[0], i) for i in range(tile.count)]
+        some = load_words(c, b, words, a[4], a[5], m, lanes)
+        rows = [b.add(a[2], b.mul(a[3], ir.Constant(I64, r))) for r in range(tile.count // m)]
+        for f in range(32 // n):
+            fields = [field(b, w, f, n) for w in some]
+            for r, row in enumerate(rows):
+                number = broadcast(b, b.load(address(c, b, x, a[1], plus(b, row, f), F32), align=4), lanes)
+                for i in range(m):
+                    out[r * m + i] = multiply_add(b, number, fields[i], out[r * m + i])
+        return c.make_tuple(b, tile, out)
+
+    return signature(tile, tile, x, types.int64, types.int64, words, types.int64, columns, bits), emit
+
+
+def whole_numbers(b: Any, words: Any, bits: int) -> list[Any]:
+    """All fields of int32 words, as float32."""
+    lanes = words.type.count
+    mask = const((1 << bits) - 1, lanes, I32)
+    low = [b.and_(b.lshr(words, const(first, lanes, I32)), mask) for first in range(0, 32, bits)]
+    return [b.sitofp(x, vec(lanes)) for x in low]
+
+
+@primitive
+def store_fields(
+    typing: Any, out: Any, to: Any, stride: Any, words: Any, at: Any, bits: Any, step: Any, low: Any
+) -> Any:
+    """Write `field f * step + low` of one vector of words to float32 `out` from `to + f * stride`, for every field."""
+    n, lanes = number(bits, "bits"), step.lanes
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        (some,) = load_words(c, b, words, a[3], a[4], 1, lanes)
+        for f, x in enumerate(whole_numbers(b, some, n)):
+            where = b.add(a[1], b.mul(a[2], ir.Constant(I64, f)))
+            b.store(multiply_add(b, x, a[6], a[7]), address(c, b, out, a[0], where, vec(lanes)), align=4)
+        return c.get_dummy_value()
+
+    return signature(types.void, out, types.int64, types.int64, words, types.int64, bits, step, low), emit
+
+
+@primitive
+def store_pairs(
+    typing: Any, out: Any, to: Any, stride: Any, words: Any, at: Any, bits: Any, step: Any, low: Any
+) -> Any:
+    """The same to bf16 `out`, fields 2 f and 2 f + 1 next to each other from `to + f * stride`; halves are rounded up."""
+    n, lanes = number(bits, "bits"), step.lanes
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        (some,) = load_words(c, b, words, a[3], a[4], 1, lanes)
+        half, high = const(0x8000, lanes, I32), const(0xFFFF0000, lanes, I32)
+        numbers = [b.bitcast(multiply_add(b, x, a[6], a[7]), vec(lanes, I32)) for x in whole_numbers(b, some, n)]
+        rounded = [b.add(x, half) for x in numbers]
+        for f in range(0, len(rounded), 2):
+            pair = b.or_(b.lshr(rounded[f], const(16, lanes, I32)), b.and_(rounded[f + 1], high))
+            where = b.add(a[1], b.mul(a[2], ir.Constant(I64, f // 2)))
+            b.store(pair, address(c, b, out, a[0], where, vec(lanes, I32)), align=2)
+        return c.get_dummy_value()
+
+    return signature(types.void, out, types.int64, types.int64, words, types.int64, bits, step, low), emit

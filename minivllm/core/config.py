@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c8fbc16b6046 module=65a6c456408e
+# literate: notebook=1df455dd4988 module=b5e1dfe26517
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 __all__ = [
     "GROUP_SIZES",
     "QUANTIZATIONS",
+    "WEIGHT_BITS",
     "AttentionKind",
     "CacheConfig",
     "Decision",
@@ -298,6 +299,10 @@ GROUP_SIZES = (32, 64, 128)
 
 
 """Inputs of a weight of 4 bits that share a scale; the first is the default."""
+
+
+# what a weight takes, its share of the scales included, by the linear kernel that multiplies with it
+WEIGHT_BITS = {"int8": 8.0} | {f"int4_{group}": 4 + 32 / group for group in GROUP_SIZES}
 
 
 def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:

@@ -5,7 +5,7 @@ Question: a step has one row, or eight, or five hundred.
 
 # Generated from nbs/4_kernels/27_cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=55c59411ce94 module=1bc82c4875ea
+# literate: notebook=1cf530453144 module=c7c595c0b5cd
 
 import ctypes
 import functools
@@ -31,6 +31,8 @@ __all__ = [
     "few_rows",
     "onednn_block",
     "onednn_packs",
+    "pack_onednn",
+    "unpack_onednn",
 ]
 
 
@@ -86,7 +88,7 @@ def onednn_packs() -> bool:
     return bool(ops._is_mkldnn_bf16_supported())
 
 
-def _pack(weight: Tensor) -> tuple[Tensor, Tensor]:
+def pack_onednn(weight: Tensor) -> tuple[Tensor, Tensor]:
     """oneDNN's packed weight, and its memory as flat bf16."""
     ops = torch.ops.mkldnn
     packed = ops._reorder_linear_weight(weight, 64)
@@ -94,7 +96,7 @@ def _pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     return packed, torch.frombuffer(memory, dtype=torch.bfloat16)
 
 
-def _unpack(memory: Tensor, outputs: int, inputs: int, block: int) -> Tensor:
+def unpack_onednn(memory: Tensor, outputs: int, inputs: int, block: int) -> Tensor:
     """[outputs, inputs] from [outputs / block][inputs / 2][block][2], both padded."""
     blocks = -(-outputs // block)
     parts = memory.view(blocks, -1, block, 2).transpose(1, 2)
@@ -109,12 +111,12 @@ def onednn_block(outputs: int, inputs: int) -> int | None:
     """
     numbers = torch.arange(30011, dtype=torch.int16)  # a prime, below the bits of bf16's infinity
     numbered = numbers.repeat(outputs * inputs // len(numbers) + 1)[: outputs * inputs].view(outputs, inputs)
-    _, memory = _pack(numbered.view(torch.bfloat16))
+    _, memory = pack_onednn(numbered.view(torch.bfloat16))
     for block in (32, 64, 128):
         whole = -(-outputs // block) * block
         if memory.numel() % (2 * whole) or packed_problem(inputs, block):
             continue
-        if torch.equal(_unpack(memory, outputs, inputs, block).view(torch.int16), numbered):
+        if torch.equal(unpack_onednn(memory, outputs, inputs, block).view(torch.int16), numbered):
             return block
     return None
 
@@ -136,7 +138,7 @@ class Packed:
         if block is None:
             raise ValueError(f"oneDNN packs a weight of {tuple(weight.shape)} in an order that is not known")
         self.block, self.few, self.bias = block, few, bias
-        self.packed, self.memory = _pack(weight)
+        self.packed, self.memory = pack_onednn(weight)
         self.wide_bias = None if bias is None else bias.float().contiguous()
         padded = self.memory.numel() // (-(-self.outputs // block) * block)
         where = 0 if self.wide_bias is None else self.wide_bias.data_ptr()
@@ -155,7 +157,7 @@ class Packed:
 
     def unpack(self) -> Tensor:
         """The weight in its ordinary order, a copy."""
-        return _unpack(self.memory, self.outputs, self.inputs, self.block)
+        return unpack_onednn(self.memory, self.outputs, self.inputs, self.block)
 
 
 # %% nbs/4_kernels/27_cpu_linear.ipynb #few_rows

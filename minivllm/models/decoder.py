@@ -5,9 +5,9 @@ One decoder for many families: built from a `DecoderSpec`, run over a paged KV c
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b3296a08e949 module=fcc5645ee471
+# literate: notebook=ffd1b93ae73b module=37c6cf86989d
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from minivllm.attention.backend import AttentionBackend, Plan
 from minivllm.core.config import KVCacheConfig
 from minivllm.models import cpu_pointwise
 from minivllm.models.layers import ACTIVATIONS, GatedMLP, QKNorm, RMSNorm, row_by_row
-from minivllm.models.linear import Linear
+from minivllm.models.linear import QUANTIZED, Linear
 from minivllm.models.rope import Rope, apply_rope
 from minivllm.models.spec import DecoderSpec
 
@@ -118,7 +118,7 @@ class Decoder:
         backend: attention, and the layout of the cache.
         dtype, device: of weights and activations.
         linear_kernel: for the products, see `Linear.prepare`; None for `batch_invariant` if the attention backend is,
-            else `auto`.
+            else `auto`. If it is one of `QUANTIZED`, the output layer gets 8 bits, and embeddings stay as they are.
     """
 
     def __init__(
@@ -203,20 +203,36 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # %% nbs/3_model/05b_decoder.ipynb #Decoder-_targets
+    def _places(self) -> Iterator[tuple[str, Linear, str]]:
+        """(name in a checkpoint, up to `.weight` or `.bias`; product; part of it) for all products of the layers."""
+        n = self.spec.names
+        for i, layer in enumerate(self.layers):
+            prefix, attention, mlp = n.layer.format(i), layer.attention, layer.mlp
+            places = [(n.q, attention.qkv, "q"), (n.k, attention.qkv, "k"), (n.v, attention.qkv, "v")]
+            places += [(n.o, attention.o, "o"), (n.gate, mlp.gate_up, "gate"), (n.up, mlp.gate_up, "up")]
+            for name, linear, part in [*places, (n.down, mlp.down, "down")]:
+                yield prefix + name, linear, part
+
+    def _owners(self) -> dict[str, Linear]:
+        """Which product of a layer a tensor of a checkpoint belongs to."""
+        kinds = ("weight", "bias")
+        places = [(name, linear, kind) for name, linear, _ in self._places() for kind in kinds]
+        return {
+            f"{name}.{kind}": linear for name, linear, kind in places if kind == "weight" or linear.bias is not None
+        }
+
     def _targets(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint goes: views into the fused weights."""
         n = self.spec.names
         targets = {n.embedding: self.embedding, n.final_norm: self.final_norm.weight}
         if not self.spec.tie_word_embeddings:
             targets[n.head] = self.head.weight
+        for name, linear, part in self._places():
+            targets[f"{name}.weight"] = linear.part(part)
+            if linear.bias is not None:
+                targets[f"{name}.bias"] = linear.part(part, "bias")
         for i, layer in enumerate(self.layers):
-            prefix, attention, mlp = n.layer.format(i), layer.attention, layer.mlp
-            places = [(n.q, attention.qkv, "q"), (n.k, attention.qkv, "k"), (n.v, attention.qkv, "v")]
-            places += [(n.o, attention.o, "o"), (n.gate, mlp.gate_up, "gate"), (n.up, mlp.gate_up, "up")]
-            for name, linear, part in [*places, (n.down, mlp.down, "down")]:
-                targets[f"{prefix}{name}.weight"] = linear.part(part)
-                if linear.bias is not None:
-                    targets[f"{prefix}{name}.bias"] = linear.part(part, "bias")
+            prefix, attention = n.layer.format(i), layer.attention
             norms = [(n.attention_norm, layer.attention_norm), (n.mlp_norm, layer.mlp_norm)]
             post_norms = [(n.attention_post_norm, layer.attention_post_norm), (n.mlp_post_norm, layer.mlp_post_norm)]
             for norm_name, norm in [*norms, *post_norms]:
@@ -243,6 +259,7 @@ class Decoder:
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         shapes, targets = self.spec.weight_shapes(), self._targets()
+        owners = self._owners() if self.linear_kernel in QUANTIZED else {}
         seen: set[str] = set()
         head: Tensor | None = None
         for name, tensor in weights:
@@ -251,7 +268,7 @@ class Decoder:
             if name == self.spec.names.head and self.spec.tie_word_embeddings:
                 head = tensor
                 continue
-            if name not in targets:
+            if name not in shapes:
                 raise ValueError(
                     f"{self.spec.family}: the checkpoint has a tensor {name!r} that this model has no place for"
                 )
@@ -262,8 +279,11 @@ class Decoder:
                     f"{self.spec.family}: tensor {name!r} must have shape {shapes[name]}, got {tuple(tensor.shape)}"
                 )
             is_norm = len(shapes[name]) == 1 and name.endswith(".weight")
-            targets[name].copy_(tensor.float() + 1 if is_norm and self.spec.norm_offset else tensor)
+            targets.pop(name).copy_(tensor.float() + 1 if is_norm and self.spec.norm_offset else tensor)
             seen.add(name)
+            owner = owners.pop(name, None)
+            if owner is not None and owner not in owners.values():  # it is whole: never more than a layer is in memory
+                owner.prepare(self.linear_kernel)
         missing = [name for name in shapes if name not in seen]
         if missing:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -280,7 +300,7 @@ class Decoder:
 
         Where the choice of products is left to us on a CPU, norms, rotations and activations are fused kernels too.
         """
-        fused = self.linear_kernel == "auto" and cpu_pointwise.can_fuse(self.dtype, self.device)
+        fused = self.linear_kernel in ("auto", *QUANTIZED) and cpu_pointwise.can_fuse(self.dtype, self.device)
         self.final_norm.fused = fused
         for layer in self.layers:
             for part in (layer.attention_norm, layer.mlp_norm, layer.attention, layer.mlp):
@@ -289,5 +309,6 @@ class Decoder:
                 layer.mlp.activation = row_by_row(ACTIVATIONS[self.spec.activation])
         for layer in self.layers:
             for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
-                linear.prepare(self.linear_kernel)
-        self.head.prepare(self.linear_kernel)
+                if linear.kernel != self.linear_kernel:  # else it was prepared as soon as it was loaded
+                    linear.prepare(self.linear_kernel)
+        self.head.prepare("int8" if self.linear_kernel in QUANTIZED else self.linear_kernel)

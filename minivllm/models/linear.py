@@ -5,9 +5,12 @@ Linear layers whose weights are fused at load and whose product is chosen after 
 
 # Generated from nbs/3_model/04a_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=9797b8b1adb6 module=3e43dbc92da4
+# literate: notebook=dde641eead9f module=5002ea9a4d09
 
 import importlib
+import importlib.util
+import mmap
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -15,13 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.core.config import WEIGHT_BITS
+
 __all__ = [
+    "QUANTIZED",
     "KernelMaker",
     "Linear",
     "LinearKernel",
     "batch_invariant_kernel",
     "choose_kernel",
+    "empty_weight",
     "explain_choice",
+    "explain_quantized",
     "kernel_names",
     "make_kernel",
     "register_kernel",
@@ -79,7 +87,15 @@ _KERNELS: dict[str, str | KernelMaker] = {
     "batch_invariant": batch_invariant_kernel,
     "cpu": "minivllm.models.cpu_linear:cpu_kernel",
     "cpu_invariant": "minivllm.models.cpu_linear:cpu_invariant_kernel",
+    "int8": "minivllm.models.cpu_quantized:int8_kernel",
+    "int4_32": "minivllm.models.cpu_quantized:int4_32_kernel",
+    "int4_64": "minivllm.models.cpu_quantized:int4_64_kernel",
+    "int4_128": "minivllm.models.cpu_quantized:int4_128_kernel",
 }
+
+
+# kernels that keep the weight as numbers of 8 bits, or of 4 in groups of so many inputs
+QUANTIZED = tuple(WEIGHT_BITS)
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -123,6 +139,34 @@ def explain_choice(dtype: torch.dtype, device: torch.device, batch_invariant: bo
     return ("torch", problem) if (problem := cpu_problem(typical)) else ("cpu", explain(dtype))
 
 
+def explain_quantized(kernel: str, dtype: torch.dtype, device: torch.device, batch_invariant: bool) -> tuple[str, str]:
+    """(kernel, what it does) for one of `QUANTIZED`.
+
+    Raises:
+        ValueError: it cannot be had on this device, in this dtype, or with this attention backend.
+        ImportError: numba is not installed.
+    """
+    if device.type != "cpu":
+        raise ValueError(
+            f"quantization is implemented on the CPU, not on {device.type}; use device='cpu', or no quantization"
+        )
+    if dtype not in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"quantization is implemented for dtype float32 and bfloat16, not {name}")
+    if batch_invariant:
+        raise ValueError(
+            "quantization does not go with an attention backend that asks for rows that do not depend on the batch"
+            " (reference, numba_cpu_invariant): how quantized weights are multiplied depends on the number of rows"
+        )
+    if importlib.util.find_spec("numba") is None:
+        raise ImportError(
+            "quantized weights are multiplied by numba, which is not installed: pip install 'minivllm[kernels]'"
+        )
+    from minivllm.models.cpu_quantized import explain
+
+    return kernel, explain(dtype, kernel)
+
+
 def make_kernel(name: str, weight: Tensor, bias: Tensor | None) -> LinearKernel:
     """The kernel of this name for a weight.
 
@@ -139,6 +183,17 @@ def make_kernel(name: str, weight: Tensor, bias: Tensor | None) -> LinearKernel:
 
 
 # %% nbs/3_model/04a_linear.ipynb #Linear
+def empty_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, columns], not initialised.
+
+    On a CPU straight from the system, which gets it back when the weight is packed and let go; `malloc` would keep it.
+    """
+    if device.type != "cpu":
+        return torch.empty(rows, columns, dtype=dtype, device=device)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+    return torch.frombuffer(mmap.mmap(-1, rows * columns * dtype.itemsize, **private), dtype=dtype).view(rows, columns)
+
+
 class Linear:
     """`x @ weight.T + bias`, for one or several output parts that share their input.
 
@@ -166,7 +221,7 @@ class Linear:
         for name, rows in parts.items():
             self._rows[name] = slice(end, end + rows)
             end += rows
-        self._weight: Tensor | None = torch.empty(end, in_features, dtype=dtype, device=device)
+        self._weight: Tensor | None = empty_weight(end, in_features, dtype, device)
         self.bias = torch.empty(end, dtype=dtype, device=device) if bias else None
         self.prepare("torch")
 

@@ -5,7 +5,7 @@ A model folder is on the disk.
 
 # Generated from nbs/3_model/08_loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=71230fa29222 module=f26117238151
+# literate: notebook=833670900a22 module=d4c1cdf90059
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.config import ModelFacts
+from minivllm.core.config import WEIGHT_BITS, ModelFacts
 from minivllm.models.hub import resolve_model
 
 __all__ = [
@@ -259,8 +259,18 @@ class LoadedModel:
             return dummy_tensors(self.spec.weight_shapes(), self.seed)
         return iter_tensors(list(self.records), dtype)
 
-    def facts(self, block_size: int, dtype: str) -> ModelFacts:
-        """What `EngineArgs.resolve` wants to know, for this block size and dtype."""
+    def _weight_bytes(self, size: int, linear_kernel: str | None) -> int:
+        spec, total = self.spec, self.spec.num_parameters() * size
+        if linear_kernel is None:
+            return total
+        matrices = {name: math.prod(shape) for name, shape in spec.weight_shapes().items() if len(shape) == 2}
+        embedding, head = matrices.pop(spec.names.embedding), matrices.pop(spec.names.head, 0)
+        products = sum(matrices.values())
+        # the output layer has 8 bits, and is there besides the embeddings even if it is tied to them
+        return total - (products + head) * size + embedding + int(products * WEIGHT_BITS[linear_kernel]) // 8
+
+    def facts(self, block_size: int, dtype: str, linear_kernel: str | None = None) -> ModelFacts:
+        """What `EngineArgs.resolve` wants to know, for this block size, dtype, and kernel of quantized weights."""
         spec, size = self.spec, DTYPE_BYTES[dtype]
         return ModelFacts(
             name=self.name,
@@ -269,7 +279,7 @@ class LoadedModel:
             num_layers=spec.num_layers,
             max_position_embeddings=spec.max_model_len,
             kv_specs=tuple(spec.kv_cache_specs(block_size, size)),
-            weight_bytes=spec.num_parameters() * size,
+            weight_bytes=self._weight_bytes(size, linear_kernel),
             checkpoint_dtype=self.checkpoint_dtype,
             hidden_size=spec.hidden_size,
         )

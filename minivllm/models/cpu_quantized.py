@@ -1,0 +1,235 @@
+"""Half the bytes, a quarter of the bytes.
+
+Question: ?
+"""
+
+# Generated from nbs/4_kernels/27b_cpu_quantized.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=f0a6ffaa12ee module=880082528a86
+
+import functools
+import math
+import threading
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.models.cpu_linear import onednn_block, onednn_packs, pack_onednn
+from minivllm_kernels.cpu_quantizing import BLOCK, UNIT, QuantizedProduct, padded
+
+__all__ = [
+    "AT_ONCE",
+    "FEW",
+    "Piece",
+    "Quantized",
+    "cut",
+    "explain",
+    "few_rows",
+    "int4_32_kernel",
+    "int4_64_kernel",
+    "int4_128_kernel",
+    "int8_kernel",
+    "pack_scales",
+    "pack_words",
+    "quantize",
+    "quantize_groups",
+    "quantize_rows",
+    "restore",
+]
+
+
+# %% nbs/4_kernels/27b_cpu_quantized.ipynb #quantize
+"""Linear layers with weights of 8 or 4 bits, for the CPU: quantized at load, activations stay what they are."""
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """8 bits, one step a row, symmetric around zero.
+
+    Args:
+        weight: float32 [outputs, inputs].
+
+    Returns:
+        `u`, uint8 [outputs, inputs], and float32 [outputs, 1, 2], a step and a low: `weight` is `u * step + low`, to half a step.
+    """
+    step = (weight.abs().amax(1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    u = weight.div(step).round_().add_(128).to(torch.uint8)
+    return u, torch.stack((step, -128 * step), -1)
+
+
+def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """4 bits, from the least to the largest of every `group` inputs of a row. Step and low are rounded to bf16 first.
+
+    Args:
+        weight: float32 [outputs, inputs]. The last group may be shorter.
+
+    Returns:
+        `u`, uint8 [outputs, inputs], and bf16 [outputs, groups, 2], a step and a low: `weight` is `u * step + low`.
+    """
+    outputs, inputs = weight.shape
+    whole = F.pad(weight[None], (0, -inputs % group), mode="replicate").view(outputs, -1, group)
+    low, high = whole.aminmax(dim=-1, keepdim=True)
+    scales = torch.cat(((high - low) / 15, low), -1).to(torch.bfloat16)
+    step, low = scales.float().split(1, -1)
+    u = whole.sub(low).div_(step.masked_fill(step == 0, 1)).round_().clamp_(0, 15)
+    return u.to(torch.uint8).view(outputs, -1)[:, :inputs], scales
+
+
+# %% nbs/4_kernels/27b_cpu_quantized.ipynb #pack_words
+def pack_words(u: Tensor, bits: int) -> Tensor:
+    """Whole numbers [outputs, inputs] as int32 words, in the order of `QuantizedProduct`; outputs a multiple of `BLOCK`."""
+    u = F.pad(u, (0, padded(u.shape[1]) - u.shape[1]))
+    if bits == 4:
+        u = u[:, ::2] | u[:, 1::2] << 4
+    return u.view(-1, BLOCK, u.shape[1] // 4, 4).transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
+
+
+def pack_scales(scales: Tensor) -> Tensor:
+    """[outputs, groups, 2] in the order of `QuantizedProduct`."""
+    return scales.view(-1, BLOCK, *scales.shape[1:]).permute(0, 2, 3, 1).contiguous()
+
+
+def quantize(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+    """Words and scales of a weight [outputs, inputs] in the order of `QuantizedProduct`, made some rows at a time."""
+    outputs, inputs = weight.shape
+    blocks, groups = -(-outputs // BLOCK), -(-padded(inputs) // group)
+    words = torch.empty(blocks, padded(inputs) * bits // 32, BLOCK, dtype=torch.int32)
+    scales = torch.empty(blocks, groups, 2, BLOCK, dtype=torch.float32 if bits == 8 else torch.bfloat16)
+    some = max(AT_ONCE // inputs // BLOCK, 1)
+    for first, rows in zip(range(0, blocks, some), weight.split(some * BLOCK), strict=True):
+        rows = F.pad(rows.float(), (0, 0, 0, -rows.shape[0] % BLOCK))
+        u, parts = quantize_rows(rows) if bits == 8 else quantize_groups(rows, group)
+        words[first : first + some], scales[first : first + some] = pack_words(u, bits), pack_scales(parts)
+    return words, scales
+
+
+AT_ONCE = 1 << 21
+"""Numbers of a weight that are quantized, or written out again, at once: what a cache holds."""
+
+
+def restore(words: Tensor, scales: Tensor, outputs: int, inputs: int, group: int) -> Tensor:
+    """float32 [outputs, inputs]: what the words and scales of `quantize` stand for."""
+    u = words.unsqueeze(-1).view(torch.uint8)  # [blocks, words, BLOCK, 4]
+    if scales.dtype == torch.bfloat16:
+        u = torch.stack((u & 15, u >> 4), -1).flatten(-2)
+    u = u.transpose(1, 2).reshape(words.shape[0] * BLOCK, -1)[:outputs, :inputs]
+    step, low = scales.float().permute(2, 0, 3, 1).flatten(1, 2).repeat_interleave(group, 2)[:, :outputs, :inputs]
+    return u * step + low
+
+
+# %% nbs/4_kernels/27b_cpu_quantized.ipynb #Piece
+class Piece:
+    """Memory for some outputs of a weight, written out for torch to multiply with, over and over.
+
+    float32 lies [inputs, outputs]; bf16 in oneDNN's order, so that oneDNN need not bring it into order each time.
+    """
+
+    def __init__(self, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+        self.whole = -(-outputs // BLOCK) * BLOCK
+        if dtype == torch.float32:
+            memory = torch.empty(padded(inputs), self.whole)
+            self.weight, self.stride, self.block = memory[:inputs, :outputs], self.whole, 0
+        else:
+            self.block = onednn_block(outputs, inputs) or 0
+            self.weight, memory = pack_onednn(torch.zeros(outputs, inputs, dtype=dtype))
+            self.stride = memory.numel() // (-(-outputs // self.block) * self.block)
+        self.where = memory.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, inputs] to [rows, outputs]."""
+        if self.block:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        return torch.mm(x, self.weight)
+
+
+class _Pieces(threading.local):
+    """The pieces of this Python thread; all layers of a shape share one."""
+
+    def __init__(self) -> None:
+        self.of = functools.cache(Piece)
+
+
+_pieces = _Pieces()
+
+
+def cut(outputs: int, inputs: int) -> list[tuple[int, int]]:
+    """(first output, outputs) of the pieces that a weight is written out in."""
+    count = -(-outputs * inputs // AT_ONCE)
+    size = -(-outputs // (64 * count)) * 64
+    return [(first, min(size, outputs - first)) for first in range(0, outputs, size)]
+
+
+# %% nbs/4_kernels/27b_cpu_quantized.ipynb #Quantized
+FEW = 8
+
+
+def few_rows(dtype: torch.dtype, outputs: int, inputs: int) -> float:
+    """Up to how many rows the numba product is the faster one, or the only one."""
+    if dtype == torch.float32:
+        return FEW
+    if not onednn_packs() or inputs % UNIT or not all(onednn_block(n, inputs) for _, n in cut(outputs, inputs)):
+        return math.inf
+    return FEW
+
+
+class Quantized:
+    """A product with a weight of 8 or 4 bits. Few rows by the numba product, more by torch, with the weight written out piece by
+    piece in the dtype that it came in.
+
+    Args:
+        weight: [out, in] of float32 or bf16; not needed any more afterwards.
+        bits: 8 (a step for each output) or 4.
+        group: inputs with a step and a low of their own, for 4 bits.
+
+    Raises:
+        ValueError: another dtype or device.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int, group: int | None = None) -> None:
+        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"quantized weights are made from float32 or bfloat16 on the CPU, not from {weight.dtype} on {weight.device}"
+            )
+        self.outputs, self.inputs = weight.shape
+        self.dtype, self.few = weight.dtype, few_rows(weight.dtype, *weight.shape)
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.group = padded(self.inputs) if group is None else group
+        self.words, self.scales = quantize(weight, bits, self.group)
+        where = 0 if self.bias is None else self.bias.data_ptr()
+        sizes = (bits, self.group, self.outputs, self.inputs, 8 * weight.element_size())
+        self.product = QuantizedProduct(self.words.data_ptr(), self.scales.data_ptr(), *sizes, where)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, x, threads = x.shape[0], x.contiguous(), torch.get_num_threads()
+        if rows > self.few:
+            return self._many(x, threads)
+        out = x.new_empty(rows, self.outputs)
+        self.product(x.data_ptr(), out.data_ptr(), rows, threads)
+        return out
+
+    def _many(self, x: Tensor, threads: int) -> Tensor:
+        parts = []
+        for first, outputs in cut(self.outputs, self.inputs):
+            piece = _pieces.of(self.dtype, outputs, self.inputs)
+            self.product.widen(piece.where, first, piece.whole, piece.stride, piece.block, threads)
+            parts.append(piece(x))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def unpack(self) -> Tensor:
+        """The weight that it multiplies with, [out, in], rounded to the dtype that it came in."""
+        return restore(self.words, self.scales, self.outputs, self.inputs, self.group).to(self.dtype)
+
+
+def explain(dtype: torch.dtype, kernel: str) -> str:
+    """What the weights of a kernel are, and how they are multiplied, in words."""
+    what = "8 bits, a step for each output"
+    if kernel != "int8":
+        what = f"4 bits, a step and a low for {kernel.removeprefix('int4_')} inputs, output layer 8 bits"
+    limit = few_rows(dtype, 64, 64)
+    many = "" if limit == math.inf else f", beyond {limit} rows torch multiplies with pieces written out"
+    return f"weights of {what}; numba reads each once{many}"
+
+
+int8_kernel = functools.partial(Quantized, bits=8)
+int4_32_kernel, int4_64_kernel, int4_128_kernel = (functools.partial(Quantized, bits=4, group=n) for n in (32, 64, 128))
