@@ -1,10 +1,12 @@
 """How much of the engine's time does the GPU compute? 256 requests on a GPU, with random weights in Qwen3-0.6B's shape.
 
-    python benchmarks/engine_gpu.py [--output FOLDER] [--requests 256] [--no-transformers]
+    python benchmarks/engine_gpu.py [--output FOLDER] [--requests 256] [--longest 1024] [--no-transformers]
 
-Prompts of 100 to 1,024 tokens and outputs of 100 to 1,024, drawn at random; all are there at the start. Prints output
-tokens a second, the share of the wall time that the GPU spends from a step's copy to its choice (CUDA events), where
-a step's time goes on the host, what recording a trace costs, and transformers' continuous batching on the same requests.
+Prompts of 100 to 1,024 tokens and outputs of 100 to 1,024, drawn at random; all are there at the start. Prints, without and
+with async scheduling, output tokens a second, the share of the wall time in which the GPU computes, where a step's time
+goes on the host, and what recording a trace costs; and transformers' continuous batching on the same requests. The GPU's
+time is that from each step's copy to its choice, by CUDA events, in the engine that waits for every step: there no step
+can hold time in which the GPU waits for the next one.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import torch
 from decode_step import QWEN3
 
 from minivllm import LLM, SamplingParams
+from minivllm.runtime.model_runner import PendingStep
 
 
 def tokenizer() -> Any:
@@ -41,9 +44,9 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
-def workload(count: int) -> list[tuple[list[int], int]]:
+def workload(count: int, longest: int = 1024) -> list[tuple[list[int], int]]:
     rng = np.random.default_rng(0)
-    lens = rng.integers(100, 1025, (count, 2))
+    lens = rng.integers(100, (1025, longest + 1), (count, 2))
     return [(rng.integers(0, 256, prompt).tolist(), int(output)) for prompt, output in lens]
 
 
@@ -53,6 +56,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._open: list[float] = []
+        self._wrapped: list[tuple[Any, str, Any]] = []
 
     def wrap(self, owner: Any, method: str, name: str) -> None:
         inner = getattr(owner, method)
@@ -69,6 +73,11 @@ class Stopwatch:
                     self._open[-1] += spent
 
         setattr(owner, method, timed)
+        self._wrapped.append((owner, method, inner if isinstance(owner, type) else None))
+
+    def unwrap(self) -> None:
+        for owner, method, inner in self._wrapped:
+            delattr(owner, method) if inner is None else setattr(owner, method, inner)
 
 
 class GpuTime:
@@ -103,33 +112,36 @@ class GpuTime:
         return total
 
 
-def generate(llm: LLM, work: list[tuple[list[int], int]]) -> float:
+def generate(llm: LLM, work: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for _, n in work]
     start = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - start
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return seconds, [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def ours(folder: Path, work: list[tuple[list[int], int]], eager: bool = False) -> dict[str, Any]:
+def ours(folder: Path, work: list[tuple[list[int], int]], async_scheduling: bool, rounds: int = 2) -> dict[str, Any]:
     llm = LLM(
-        str(folder), load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=2048, enforce_eager=eager,
-        max_num_seqs=256, enable_prefix_caching=False,
+        str(folder), load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=2048, max_num_seqs=256,
+        enable_prefix_caching=False, async_scheduling=async_scheduling,
     )  # fmt: skip
     tokens = sum(n for _, n in work)
-    generate(llm, work)  # compiles kernels, captures graphs
+    _, said = generate(llm, work)  # compiles kernels, captures graphs
     core = llm.llm_engine.core
     plain, recorded = [], []
-    for _ in range(2):  # by turns
-        plain.append(generate(llm, work))
+    for _ in range(rounds):  # by turns
+        plain.append(generate(llm, work)[0])
         with llm.record():
-            recorded.append(generate(llm, work))
+            recorded.append(generate(llm, work)[0])
     wall, traced = min(plain), min(recorded)
     result: dict[str, Any] = {
         "seconds": wall,
         "tokens_s": tokens / wall,
         "traced_s": traced,
         "trace_cost": traced / wall - 1,
+        "all_s": [plain, recorded],
+        "said": said,
     }
     runner, watch = core.executor.runner, Stopwatch()
     watch.wrap(core.scheduler, "schedule", "schedule")
@@ -137,16 +149,30 @@ def ours(folder: Path, work: list[tuple[list[int], int]], eager: bool = False) -
     watch.wrap(runner, "_update_rows", "rows")
     watch.wrap(runner.batch, "prepare", "prepare")
     watch.wrap(runner, "_forward", "plan and launch")
-    watch.wrap(runner, "_sample", "logits, sample, append")
+    watch.wrap(runner, "_sample", "launch of logits and sampling")
+    watch.wrap(PendingStep, "result", "wait for the tokens, append")
     watch.wrap(runner.sampler, "_choose", "launch of the choice")
     watch.wrap(llm.llm_engine.output_processor, "process_outputs", "detokenize, outputs")
     gpu, before = GpuTime(runner), core.scheduler.step
-    timed = generate(llm, work)
+    timed, _ = generate(llm, work)
     steps = core.scheduler.step - before
     result |= {"timed_s": timed, "steps": steps, "step_gpu_s": gpu.seconds(), "graphs": len(runner.graphs or ())}
     result["host_ms_a_step"] = {name: 1e3 * s / steps for name, s in watch.seconds.items()}
     result["host_ms_a_step"]["everything else"] = 1e3 * (timed - sum(watch.seconds.values())) / steps
+    watch.unwrap()
+    llm.llm_engine.close()
+    del llm, core, runner, gpu
+    gc.collect()
+    torch.cuda.empty_cache()
     return result
+
+
+def report(name: str, found: dict[str, Any], gpu_s: float) -> None:
+    print(f"{name}: {found['tokens_s']:.0f} output tokens/s, {found['seconds']:.2f} s, of which the GPU computes {gpu_s / found['seconds']:.0%};"
+          f" with a trace {found['trace_cost']:+.1%}; {found['graphs']} graphs")  # fmt: skip
+    print(f"  {found['steps']} steps of {1e3 * found['timed_s'] / found['steps']:.2f} ms; on the host, each without what it calls:")  # fmt: skip
+    for part, ms in found["host_ms_a_step"].items():
+        print(f"    {part:30} {ms:7.3f} ms")
 
 
 def transformers_tokens_s(folder: Path, work: list[tuple[list[int], int]], limit: int) -> dict[str, Any]:
@@ -168,35 +194,31 @@ def transformers_tokens_s(folder: Path, work: list[tuple[list[int], int]], limit
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--longest", type=int, default=1024, help="most output tokens of a request")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--output", type=Path, help="folder for engine_gpu-CARD.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("not run: torch sees no NVIDIA GPU here")
         return
-    card, work = torch.cuda.get_device_name(), workload(args.requests)
+    card, work = torch.cuda.get_device_name(), workload(args.requests, args.longest)
     with tempfile.TemporaryDirectory() as name:
         folder = model_folder(Path(name))
-        found = ours(folder, work)
-        print(
-            f"{card}: {args.requests} requests, {sum(len(p) for p, _ in work)} prompt and {sum(n for _, n in work)} output tokens"
-        )
-        print(
-            f"{found['tokens_s']:.0f} output tokens/s, {found['seconds']:.2f} s, {found['graphs']} graphs; with a trace {found['trace_cost']:+.1%}"
-        )
-        share = found["step_gpu_s"] / found["seconds"]
-        print(
-            f"on the GPU from the copy to the choice of each step: {found['step_gpu_s']:.2f} s, {share:.0%} of the wall time"
-        )
-        print(
-            f"{found['steps']} steps of {1e3 * found['timed_s'] / found['steps']:.2f} ms; on the host, each without what it calls:"
-        )
-        for part, ms in found["host_ms_a_step"].items():
-            print(f"  {part:24} {ms:7.3f} ms")
-        result: dict[str, Any] = {"card": card, "requests": args.requests, "engine": found, "gpu_share": share}
+        print(f"{card}: {args.requests} requests, {sum(len(p) for p, _ in work)} prompt and {sum(n for _, n in work)} output tokens")  # fmt: skip
+        waits = ours(folder, work, async_scheduling=False, rounds=args.rounds)
+        report("one step after the other", waits, waits["step_gpu_s"])
+        overlaps = ours(folder, work, async_scheduling=True, rounds=args.rounds)
+        report("async scheduling", overlaps, waits["step_gpu_s"])
+        said, same = waits.pop("said"), overlaps.pop("said")
+        equal = sum(a == b for a, b in zip(said, same, strict=True))
+        print(f"async scheduling: {waits['seconds'] / overlaps['seconds']:.2f} times as fast; {equal} of {len(said)} answers are the same tokens")  # fmt: skip
+        result: dict[str, Any] = {
+            "card": card, "requests": args.requests, "longest": args.longest, "waits": waits, "async_scheduling": overlaps,
+            "gpu_share": {"waits": waits["step_gpu_s"] / waits["seconds"], "async_scheduling": waits["step_gpu_s"] / overlaps["seconds"]},
+            "equal_answers": equal,
+        }  # fmt: skip
         if not args.no_transformers:
-            gc.collect()
-            torch.cuda.empty_cache()
             peer = transformers_tokens_s(folder, work, min(64, args.requests))
             result["transformers"] = peer
             print(

@@ -5,7 +5,7 @@ Question: a kernel believes whatever address it is given.
 
 # Generated from nbs/4_kernels/10_ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2db2c36e4fb8 module=7532ece78b8d
+# literate: notebook=a3bb6857b1b8 module=c924cf59a532
 
 import functools
 from collections.abc import Callable
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from minivllm_kernels import cache, decode, pointwise, prefill
+from minivllm_kernels.gemv import choose_gemv
 from minivllm_kernels.launch import compiler_missing, launcher
 from minivllm_kernels.planning import AttentionShape, DecodePlan, item_rungs, plan_decode, plan_prefill, split_at_chunks
 from minivllm_kernels.simt import LOG2E, Kernel
@@ -35,6 +36,7 @@ __all__ = [
     "decode_work",
     "device_unsupported",
     "fixed_decode_plan",
+    "gemv",
     "half_name",
     "halves_of",
     "make_room",
@@ -492,3 +494,23 @@ def rope_and_cache(
     grid = (tokens, -(-(num_heads + 2 * kv_heads) // pointwise.ROPE_WARPS))
     run(kernel, device, grid, *pointers, slot_mapping.data_ptr(), eps, *cache_strides(kv_cache))
     return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
+
+
+# %% nbs/4_kernels/10_ops.ipynb #gemv
+def gemv(x: Tensor, weight: Tensor, kind: str) -> Tensor:
+    """x [T, features] @ weight [size, features].T, by the "fma" kernel (T up to 4) or the "mma" kernel (T up to 8)."""
+    dtype = half_name("x", x)
+    size, features = weight.shape
+    check("x", x, (None, features), weight.dtype, weight.device)
+    check_rows("x", x)
+    if not weight.is_contiguous() or weight.data_ptr() % 16 or features % 8 or size % 2 or not x.shape[0]:
+        raise ValueError(
+            f"weight must be contiguous [even, multiple of 8], at an address that is a multiple of 16, and x must have rows; got"
+            f" {list(weight.shape)} strides {weight.stride()} and {x.shape[0]} rows"
+        )
+    multiprocessors = card(weight.device.index or 0).multiprocessors
+    chosen = choose_gemv(kind, dtype, features, size, x.shape[0], multiprocessors)
+    out = torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device)
+    numbers = (x.shape[0], size, x.stride(0) // 2, size // 2)
+    run(chosen.kernel, x.device, (chosen.blocks, 1), out.data_ptr(), x.data_ptr(), weight.data_ptr(), *numbers)
+    return out

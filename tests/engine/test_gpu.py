@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from async_workload import summary, workload
 
 from minivllm import LLM, SamplingParams
 from minivllm.models.decoder import Attention
@@ -95,6 +96,50 @@ def test_a_replayed_step_equals_the_same_launches(folder):
         made.append(tokens(llm, greedy(24), PROMPTS[:3]))
         assert (len(runner.graphs) == 1) == (limit < 0)
     assert made[0] == made[1] == made[2] == made[3]
+
+
+def test_async_scheduling_changes_no_token(folder):
+    """Requests of all kinds: stop tokens and strings, penalties, grammars, own transforms, log-probabilities."""
+    for kwargs in ({"attention_backend": "reference"}, SWAPPING):
+        for seed in range(2):
+            prompts, params = workload(seed)
+            said = []
+            for overlap in (False, True):
+                llm = load(folder("llama"), dtype="float32", async_scheduling=overlap, **kwargs)
+                assert (llm.llm_engine.core.executor.runner.future is not None) == overlap
+                outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+                said.append([[answer[:4] for answer in answers[:-1]] for answers in summary(outputs)])
+            assert said[0] == said[1], kwargs
+
+
+@pytest.mark.parametrize("name", ["llama-64", "qwen3-64", "gemma3-64"])
+def test_async_scheduling_replays_graphs(folder, name):
+    waiting = load(folder(name), dtype="bfloat16", attention_backend="numba_cuda", async_scheduling=False)
+    llm = load(folder(name), dtype="bfloat16", attention_backend="numba_cuda", async_scheduling=True)
+    for params in (greedy(24), SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)):
+        want = tokens(waiting, params)
+        for _ in range(2):  # the second time every step is replayed
+            assert tokens(llm, params) == want
+    assert len(llm.llm_engine.core.executor.runner.graphs) > 0
+
+
+def test_with_async_scheduling_the_host_waits_for_nothing_but_tokens(folder):
+    llm = load(folder("qwen3-64"), dtype="bfloat16", attention_backend="numba_cuda", async_scheduling=True)
+    params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, logprobs=2)
+    for sampling in (greedy(40), params):
+        tokens(llm, sampling, PROMPTS[:3])
+        for i, prompt in enumerate(PROMPTS[:3]):
+            llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
+        for _ in range(5):
+            llm.llm_engine.step()
+        torch.cuda.set_sync_debug_mode("error")  # whatever makes the host wait for the whole stream raises
+        try:
+            for _ in range(20):
+                llm.llm_engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
 
 
 def unfuse(decoder):

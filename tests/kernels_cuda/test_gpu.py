@@ -281,6 +281,37 @@ def test_rope(dim, norm):
     assert torch.equal(stored[1].double(), v)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("size, features", [(1024, 3072), (4096, 1024), (150, 1000), (30002, 576)])
+def test_gemv(dtype, size, features):
+    """Right for every number of rows, and a row is the same bit for bit alone and with others."""
+    weight = (torch.randn(size, features, device=CUDA) / features**0.5).to(dtype)
+    wide = torch.full((8, features + 8), torch.nan, device=CUDA, dtype=dtype)
+    wide[:, :features] = torch.randn(8, features, device=CUDA)
+    x = wide[:, :features]
+    exact = x.double() @ weight.double().t()
+    for kind, most in (("fma", 4), ("mma", 8)):
+        alone = torch.cat([ops.gemv(x[i : i + 1], weight, kind) for i in range(most)])
+        for rows in range(1, most + 1):
+            got = ops.gemv(x[:rows], weight, kind)
+            assert relative_error(got, exact[:rows]) < TOLERANCE[dtype], (kind, rows)
+            assert kind == "fma" or torch.equal(got, alone[:rows])
+
+
+def test_gemv_refuses_what_it_cannot_read():
+    x, weight = torch.zeros(2, 64, device=CUDA, dtype=BF16), torch.zeros(32, 64, device=CUDA, dtype=BF16)
+    for rows, matrix, message in (
+        (x.half(), weight, "bfloat16"),
+        (x[:, :32], weight, "shape"),
+        (x, weight[:31], "even"),
+        (x, weight[:, :32], "shape"),
+        (x.repeat(3, 1), weight, "up to 4 rows"),
+        (x[:0], weight, "must have rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.gemv(rows, matrix, "fma")
+
+
 def test_auto_takes_these_kernels_and_wrong_tensors_are_refused():
     backend, why = select_backend("auto", make_spec(), CUDA)
     assert backend.name == "numba_cuda" and "fastest" in why

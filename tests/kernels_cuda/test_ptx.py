@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm_kernels import cache, decode, launch, pointwise, prefill
+from minivllm_kernels import cache, decode, gemv, launch, pointwise, prefill
 from minivllm_kernels.planning import AttentionShape
 
 INSTALL = 'pip install "numba-cuda[cu13]>=0.30" "nvidia-nvvm==13.0.*" "nvidia-cuda-nvcc==13.0.*"'
@@ -53,6 +53,9 @@ KERNELS = {
     "copy_blocks": (lambda: cache.copy_blocks(), 64),
     "norm": (lambda: pointwise.add_rms_norm(BF16, 4096), 64),
     "rope": (lambda: pointwise.rope_and_cache(BF16, 32, 8, 128, 16, True), 64),
+    "gemv fma": (lambda: gemv.fma_gemv(BF16, 1024, 1, 4, 1), 64),
+    "gemv fma, 4 rows": (lambda: gemv.fma_gemv(FP16, 1032, 4, 2, 4), 64),
+    "gemv mma": (lambda: gemv.mma_gemv(BF16, 3072, 8), 64),
     "silu": (lambda: pointwise.silu_mul(FP16, 4096), 64),
 }
 

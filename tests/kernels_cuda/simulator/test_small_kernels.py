@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from paged_numpy import relative_error, to_float, to_half, words
 
-from minivllm_kernels import cache, pointwise, simt, warp_sim
+from minivllm_kernels import cache, gemv, pointwise, simt, warp_sim
 from minivllm_kernels.simt import cuda, fmax, ldmatrix_x4, ldmatrix_x4_trans, movmatrix, shfl_xor, smem_addr
 
 TOLERANCE = {"bfloat16": 4e-3, "float16": 8e-4}
@@ -175,3 +175,48 @@ def test_rope(dtype, dim, heads, kv_heads, norm):
     assert relative_error(got[:, :heads], exact[:, :heads]) < TOLERANCE[dtype]
     assert relative_error(k, exact[:, heads : heads + kv_heads]) < TOLERANCE[dtype]
     assert (v == exact[:, heads + kv_heads :]).all()
+
+
+FMA_CASES = [  # features, rows, size, (rows built for, outputs, split)
+    (264, 1, 6, (1, 2, 1)),  # a row ends within a warp's reach
+    (256, 2, 10, (2, 4, 1)),  # the last outputs of a block do not exist
+    (520, 3, 14, (4, 2, 2)),
+    (1032, 1, 6, (1, 4, 4)),
+]
+MMA_CASES = [(64, 1, 18, (1,)), (200, 8, 34, (2,)), (1032, 5, 16, (4,)), (512, 3, 10, (8,))]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", [*FMA_CASES, *MMA_CASES], ids=str)
+def test_gemv(dtype, case):
+    features, rows, size, built = case
+    rng = np.random.default_rng(features)
+    x, weight = to_half(rng.standard_normal((rows, features + 8)), dtype), to_half(rng.standard_normal((size, features)), dtype)  # fmt: skip
+    x[:, features:] = to_half(np.full((rows, 8), np.nan), dtype)  # x is a view: more lies between its rows
+    out = to_half(np.full((8, size + 2), np.nan), dtype)
+    if case in FMA_CASES:
+        kernel, blocks = gemv.fma_gemv(dtype, features, *built), -(-size * built[2] // (gemv.FMA_WARPS * built[1]))
+    else:
+        kernel, blocks = gemv.mma_gemv(dtype, features, *built), -(-size * built[0] // (16 * gemv.MMA_WARPS))
+    kernel.simulate((blocks, 1), words(out), words(x), words(weight), rows, size, features // 2 + 4, size // 2 + 1)
+    got = to_float(out, dtype)
+    want = to_float(x[:, :features], dtype).astype(np.float64) @ to_float(weight, dtype).astype(np.float64).T
+    assert relative_error(got[:rows, :size], want) < TOLERANCE[dtype]
+    assert np.isnan(got[rows:]).all() and np.isnan(got[:, size:]).all()
+
+
+def test_gemv_kernels_that_there_are_not():
+    for wrong in ({"features": 12}, {"rows": 3}, {"rows": 4, "outputs": 4}, {"outputs": 1}, {"split": 3}):
+        with pytest.raises(ValueError, match="no such kernel"):
+            gemv.fma_gemv(**{"dtype": "float16", "features": 64, "rows": 1, "outputs": 2, "split": 1} | wrong)
+    with pytest.raises(ValueError, match="no such kernel"):
+        gemv.mma_gemv("float16", 64, 3)
+    for kind, rows in (("fma", 5), ("mma", 9), ("naive", 1)):
+        with pytest.raises(ValueError, match="no such kernel"):
+            gemv.choose_gemv(kind, "float16", 64, 64, rows, 132)
+
+
+def test_the_choice_of_a_gemv_fills_the_card():
+    for size in (256, 1024, 4096, 8192, 151936):
+        assert size // 4 * gemv.fma_split(size, 4, 132) >= 16 * 132 or gemv.fma_split(size, 4, 132) == 4
+        assert size // 16 * gemv.mma_split(size, 132) >= 16 * 132 or gemv.mma_split(size, 132) == 8
