@@ -5,7 +5,7 @@
 
 # Generated from nbs/6_serving/01d_trace_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2fbfaffed996 module=e52aef0661cb
+# literate: notebook=39ed4d85dc82 module=ece73748a510
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def run_trace_view(args: argparse.Namespace, out: TextIO) -> None:
     if args.output is not None and args.output.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"--output must end in .html, got {args.output.name!r}")
     trace = Trace.load(args.file)
+    other = None if args.other is None else Trace.load(args.other)
     if args.tokenizer is not None:
         from minivllm.models.hub import resolve_model
         from minivllm.models.tokenizer import get_tokenizer
 
         trace.tokenizer = get_tokenizer(resolve_model(args.tokenizer))
-    view = show(trace, title=args.file.name)
+    title = args.file.name if other is None else f"{args.file.name} and {args.other.name}"
+    view = show(trace, title=title, other=other)
     if view.problem is not None:
         raise RuntimeError(f"{args.file.name}: {view.problem}")
     folder = Path(tempfile.mkdtemp(prefix="minivllm-")) if args.output is None else args.output.parent
@@ -54,6 +56,7 @@ def add_parser(commands: Any) -> None:
         "view", help="open a saved trace in the browser: blocks, queues and prefixes, step by step"
     )
     view.add_argument("file", type=Path, help="what trace.save() wrote: .jsonl or .parquet")
+    view.add_argument("other", type=Path, nargs="?", help="a second run of the same requests: both are compared")
     view.add_argument("--output", type=Path, metavar="FILE", help="where the page goes (default: a temporary file)")
     view.add_argument(
         "--open", action=argparse.BooleanOptionalAction, default=True, help="open the page in the browser"

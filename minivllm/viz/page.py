@@ -5,7 +5,7 @@ How does one see blocks, queues and prefixes at the same moment?
 
 # Generated from nbs/8_viz/06_page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bf1c4fcc0ec1 module=d14be555f644
+# literate: notebook=3b3ebf2de567 module=310ba287112a
 
 from __future__ import annotations
 
@@ -130,6 +130,8 @@ def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, ot
             if isinstance(trace, str | Path)
             else f"A run of {opened.num_steps} steps, policy {opened.header.policy}"
         )
+        if other is not None:
+            title += f" and {Path(other).name if isinstance(other, str | Path) else 'another run'}"
     if problem:
         return Message(title, problem)
     views = standard_views(opened, tokenizer=tokenizer)

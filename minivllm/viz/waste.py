@@ -5,7 +5,7 @@ What does paging waste, and what would one piece per request have wasted?
 
 # Generated from nbs/8_viz/14_waste.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f06388afdcc5 module=0b5169fd5530
+# literate: notebook=b8b90df62bbe module=b08526f675c7
 
 from __future__ import annotations
 
@@ -227,6 +227,9 @@ def draw_waste(top: Axes, bottom: Axes, d: WasteData) -> None:
             linewidth=width,
             label=SCHEMES[name],
         )
+    if d.reserved.max(initial=0) > ceiling:
+        words = f"off this scale: up to {d.reserved.max():,}"
+        top.text(len(d.stored), ceiling, words, ha="right", va="top", fontsize=7.5, color=LIGHT["muted"])
     top.axhline(d.capacity, color=LIGHT["muted"], linewidth=0.8)
     top.text(0, d.capacity, " the whole cache", va="bottom", fontsize=7.5, color=LIGHT["muted"])
     top.set(ylabel="token slots", ylim=(0, ceiling * 1.04), xlim=(0, len(d.stored)))

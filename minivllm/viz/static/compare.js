@@ -95,7 +95,7 @@ export async function render(card, data, context) {
     });
     const names = differ(cursor.step);
     differing.textContent = names.length === 0 ? `In step ${cursor.step} every request stands the same in both runs.`
-      : `In step ${cursor.step}, ${count(names.length, "request")} ${names.length === 1 ? "stands" : "stand"} differently: ${names.slice(0, 8).join(", ")}${names.length > 8 ? ", …" : ""}.`;
+      : `In step ${cursor.step}, ${count(names.length, "request")} ${names.length === 1 ? "stands" : "stand"} differently: ${names.slice(0, 8).join(", ")}${names.length > 8 ? ", …" : "."}`;
     card.say([...details.map((p, i) => `${header.names[i]}. ${p.textContent}`), differing.textContent].join(" "));
   }
 

@@ -50,11 +50,12 @@ export async function render(card, data, context) {
   const bars = h("canvas", { class: "mv-waste-bars", role: "img", "aria-label": "" });
   const mark = h("p", { class: "mv-muted mv-waste-note" });
   const note = h("p", { class: "mv-muted mv-waste-note" });
-  const side = h("div", { class: "mv-waste-side" }, table, h("p", { class: "mv-waste-head" }, "Empty slots in the last block of each running request"), bars, mark, note);
+  const last = h("div", {}, h("p", { class: "mv-waste-head" }, "Empty slots in the last block of each running request"), bars, mark, note);
+  const side = h("div", { class: "mv-waste-side" }, h("div", {}, table), last);
   card.body.append(makeLegend(legend).element, h("div", { class: "mv-waste-grid" }, chart, side));
   const tooltip = makeTooltip(card.element);
   const fits = Math.floor(header.capacity / header.longest);
-  note.textContent = `One piece of max_model_len for each request: room for ${count(fits, "request")} at a time. Up to ${Math.max(0, ...chunkMax(running))} ran.`;
+  note.textContent = `One piece of max_model_len for each request: room for ${count(fits, "request")} at a time. Up to ${largest(running)} ran.`;
   card.subtitle.textContent = header.mean[0] === null ? "no request was running at the end of a step"
     : `empty on average: ${percent(header.mean[0])} in pages, ${percent(header.mean[1])} to ${percent(header.mean[3])} in one piece`;
 
@@ -62,7 +63,8 @@ export async function render(card, data, context) {
   const plot = () => Math.max(50, width - GUTTER - RIGHT);
   const xOf = (step) => GUTTER + (step / steps) * plot();
   let ceiling = header.capacity;
-  for (const values of reserved) for (const value of values) ceiling = Math.max(ceiling, Math.min(value, 2.5 * header.capacity));
+  const highest = largest(reserved.map(largest));
+  ceiling = Math.max(ceiling, Math.min(highest, 2.5 * header.capacity));
   ceiling *= 1.04;
 
   // f(x0, x1, first, last) for about each pixel.
@@ -117,6 +119,10 @@ export async function render(card, data, context) {
     pen.restore();
     rule(pen, level(header.capacity), "the whole cache", header.capacity.toLocaleString("en"));
     frame(pen, y, height, "token slots", null, 0.7);
+    if (highest > ceiling) {
+      const words = `off this scale: up to ${highest.toLocaleString("en")}`;
+      label(pen, words, GUTTER + plot() - pen.measureText(words).width - 4, y + 20);
+    }
     const [top, tall] = SHARE;
     const part = (value) => top + tall - value * tall;
     for (const k of [3, 2, 1, 0]) stroke(pen, k, (s) => share(k, s), part);
@@ -150,12 +156,17 @@ export async function render(card, data, context) {
     pen.textAlign = "right";
     pen.textBaseline = "middle";
     pen.fillText(value, GUTTER - 10, Math.max(8, y));
+    label(pen, name, GUTTER + 4, y - 2);
+  }
+
+  // Words that stand in the chart: what they cover is wiped away. x: left, y: bottom.
+  function label(pen, words, x, y) {
     pen.textAlign = "left";
     pen.textBaseline = "bottom";
     pen.fillStyle = colour("panel");
-    pen.fillRect(GUTTER + 2, y - 15, pen.measureText(name).width + 4, 14);
+    pen.fillRect(x - 2, y - 13, pen.measureText(words).width + 4, 14);
     pen.fillStyle = colour("muted");
-    pen.fillText(name, GUTTER + 4, y - 2);
+    pen.fillText(words, x, y);
   }
 
   function axis(pen) {
@@ -260,8 +271,8 @@ export async function render(card, data, context) {
   };
 }
 
-function chunkMax(values) {
+function largest(values) {
   let most = 0;
   for (const value of values) most = Math.max(most, value);
-  return [most];
+  return most;
 }
