@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=32d4293ba158 module=56f25735eacb
+# literate: notebook=363131f057aa module=71471fa17722
 
 from __future__ import annotations
 
@@ -478,13 +478,14 @@ class Trace:
         save_perfetto(self, path)
 
     # %% nbs/1_core/08_trace.ipynb #Trace-show
-    def show(self, tokenizer: Any = None) -> Any:
+    def show(self, tokenizer: Any = None, other: Any = None) -> Any:
         """All linked views of the run on one cursor, for a notebook; `.save("run.html")` writes a page without a kernel: see `minivllm.viz`.
 
         Args:
             tokenizer: anything with `decode(token_ids)`, to show the tokens of a block as text; None takes `self.tokenizer`.
+            other: a second run of the same requests (a trace, or the path of one), to compare this one with.
         """
-        return _pictures("page").show(self, tokenizer)
+        return _pictures("page").show(self, tokenizer, other=other)
 
     def plot_blocks(self, step: int = -1, ax: Any = None) -> Any:
         """Every KV block after a step, drawn with matplotlib; returns the axes."""

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from tiny_models import tiny_tokenizer
 from viz_traces import aborted, make_trace
 
 from minivllm.cli import main
@@ -160,6 +161,29 @@ def test_the_command_writes_a_page(trace, tmp_path, capsys, open_page, monkeypat
     assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
     page = open_page(tmp_path / "page.html")
     assert page.title() == "run.jsonl" and page.locator("h1").inner_text() == "run.jsonl"
+
+
+def test_the_command_shows_text_and_compares(trace, tmp_path, capsys, open_page):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name, seed in (("a", 0), ("b", 1)):
+        make_trace(num_blocks=97, steps=9, vocabulary=200, seed=seed).save(tmp_path / f"{name}.jsonl")
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    tokens = next(event[7] for event in Trace.load(files[0]).events if event[0] == "add")
+    output = ["--output", str(tmp_path / "page.html"), "--no-open"]
+    assert main(["trace", "view", *files, "--tokenizer", str(tmp_path / "model"), *output]) == 0
+    page = open_page(tmp_path / "page.html", views=5)
+    assert page.locator("h1").inner_text() == "a.jsonl and b.jsonl" and page.locator(".mv-compare").count() == 1
+    page.evaluate("() => [...globalThis.minivllmCursors.values()].forEach((cursor) => cursor.go(8))")
+    page.get_by_label("block number to pin").fill("1")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("aside dd")
+    assert tokenizer.decode(tokens[1:3]) in page.locator("aside").inner_text()
+    assert main(["trace", "view", files[0], str(tmp_path / "c.jsonl"), "--no-open"]) == 2
+    assert main(["trace", "view", files[0], "--tokenizer", str(tmp_path / "none"), "--no-open"]) == 2
+    error = capsys.readouterr().err
+    assert "c.jsonl" in error and str(tmp_path / "none") in error
 
 
 @pytest.mark.parametrize(
