@@ -6,7 +6,7 @@ want the same two cores.
 
 # Generated from nbs/4_kernels/21_cpu_kernel.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3fd02318238d module=182d1efdfcb4
+# literate: notebook=db7b82a31575 module=1e7529d53009
 
 import ctypes
 import functools
@@ -18,6 +18,7 @@ import os
 import tempfile
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,14 @@ class Kernel:
     cached: bool
     seconds: float
     keep_alive: Any
+
+    @functools.cached_property
+    def enter(self) -> Any:
+        """The entry as a function of the address of its arguments, for the calling thread alone."""
+        return _ENTRY(self.address)
+
+
+_ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 LIBC = ("memset", "memcpy", "memmove")
@@ -321,10 +330,7 @@ def _numba_threads() -> Any:
     return enter
 
 
-_ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-def run(kernel: Kernel, args: Any, threads: int, pool: str = "auto") -> None:
+def run(kernel: Kernel, args: "array[int]", threads: int, pool: str = "auto") -> None:
     """Run a kernel on `threads` threads and wait. Python's lock is released meanwhile.
 
     Args:
@@ -333,7 +339,7 @@ def run(kernel: Kernel, args: Any, threads: int, pool: str = "auto") -> None:
         pool: `auto`, or by name `openmp` (torch's threads), `numba` (numba's own) or `caller` (one thread, this one).
     """
     args[NEXT] = args[ENTERED] = 0
-    where = ctypes.addressof(args)
+    where = args.buffer_info()[0]
     if pool == "auto":
         pool = "caller" if threads == 1 or args[COUNT] == 1 else "openmp" if openmp() else "numba"
     if pool == "openmp":
@@ -342,13 +348,13 @@ def run(kernel: Kernel, args: Any, threads: int, pool: str = "auto") -> None:
             raise RuntimeError("pool='openmp': there is no GOMP_parallel in this process; import torch first")
         launch(kernel.address, where, threads, 0)
     elif pool == "caller":
-        _ENTRY(kernel.address)(where)
+        kernel.enter(where)
     elif pool == "numba":
         _numba_threads()(kernel.address, where, threads)
     else:
         raise ValueError(f"pool must be 'auto', 'openmp', 'numba' or 'caller', got {pool!r}")
 
 
-def pack(count: int, *own: int) -> Any:
-    """Arguments of a kernel with `count` work items."""
-    return (ctypes.c_int64 * (OWN + len(own)))(0, count, 0, *own)
+def pack(count: int, *own: int) -> "array[int]":
+    """Arguments of a kernel with `count` work items: int64 numbers, `OWN` of them its counters."""
+    return array("q", (0, count, 0, *own))

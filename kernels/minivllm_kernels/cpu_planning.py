@@ -6,8 +6,9 @@ with a very long past.
 
 # Generated from nbs/4_kernels/22_cpu_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=645e69cbbfba module=95c924cfccef
+# literate: notebook=5871def96149 module=49fb74f410d8
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,52 +90,52 @@ class CPUAttentionShape:
             return f"head_dim {head_dim} or block_size {block_size} is above 1024"
         return None
 
-    @property
+    @functools.cached_property
     def lanes(self) -> int:
         """Lanes that divide both sizes, so that no vector has a ragged end."""
         return math.gcd(self.max_lanes, self.head_dim, self.block_size)
 
-    @property
+    @functools.cached_property
     def tile(self) -> int:
         """Keys between two updates of the softmax."""
         return self.block_size * max(1, 64 // self.block_size)
 
-    @property
+    @functools.cached_property
     def split(self) -> int:
         """Keys between two folds. Fixed, so that a row is summed in the same order in every batch."""
         return self.tile * max(1, 256 // self.tile)
 
-    @property
+    @functools.cached_property
     def max_row_block(self) -> int:
         return 12 if self.registers >= 32 else 6
 
-    @property
+    @functools.cached_property
     def decode_rows(self) -> int:
         """Rows of a row block for a single token: its group, in equal parts if that is too many."""
         return -(-self.group // -(-self.group // self.max_row_block))
 
-    @property
+    @functools.cached_property
     def item_tokens(self) -> int:
         """Query tokens of a work item."""
         return max(1, 48 // self.group)
 
-    @property
+    @functools.cached_property
     def item_rows(self) -> int:
         """Query rows of a work item, rounded up to whole row blocks."""
         rows = self.item_tokens * self.group
         return max(-(-rows // n) * n for n in (self.decode_rows, self.max_row_block))
 
-    @property
+    @functools.cached_property
     def state(self) -> int:
         """float32 numbers of one row's running result."""
         return self.head_dim + 2 * self.lanes
 
-    @property
+    @functools.cached_property
     def score_stride(self) -> int:
         """float32 numbers of one row of scores: a tile, and room for a tile of registers to stick out."""
         return self.tile + 8 * self.lanes
 
-    @property
+    @functools.cached_property
     def offsets(self) -> dict[str, int]:
         """Where the parts of a thread's memory begin, in bytes; `end` is its size, in whole cache lines."""
         sizes = {

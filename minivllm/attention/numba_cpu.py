@@ -6,7 +6,7 @@ engine gain?
 
 # Generated from nbs/4_kernels/26_cpu_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=13a72265f65d module=a1448cec2beb
+# literate: notebook=cb20d63fb3c8 module=1e4ee5eee3ad
 
 import functools
 import importlib.util
@@ -79,10 +79,8 @@ class NumbaCPUBackend(AttentionBackend):
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> NumbaCPUPlan:
         """See `AttentionBackend.plan`."""
         batch.check(spec.block_size)
-        sizes = (spec.head_dim, spec.group_size, spec.block_size)
-        bits = (BITS[spec.dtype], BITS[self.kv_cache_dtype(spec)])
         step = AttentionStep(
-            CPUAttentionShape(*sizes, *bits, host_lanes(), host_registers()),
+            _shape(spec, self.kv_cache_dtype(spec)),
             batch.query_start_loc,
             batch.seq_lens,
             batch.block_table,
@@ -108,7 +106,7 @@ class NumbaCPUBackend(AttentionBackend):
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.write`. Tokens with a negative slot are not stored."""
         tokens, heads, head_dim = k.shape
-        k, v = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (k, v))
+        k, v = (x if x.stride(1) == head_dim and x.stride(2) == 1 else x.contiguous() for x in (k, v))
         writer = _writer(head_dim, kv_cache.shape[-1] // head_dim, BITS[k.dtype], BITS[kv_cache.dtype])
         where = (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), slot_mapping.data_ptr(), kv_cache.data_ptr())
         run(writer, pack(tokens, *where, heads), torch.get_num_threads() if tokens > 8 else 1)
@@ -127,6 +125,12 @@ class NumbaCPUBackend(AttentionBackend):
 
 
 # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-_writer
+@functools.cache
+def _shape(spec: AttentionSpec, kv_dtype: torch.dtype) -> CPUAttentionShape:
+    sizes = (spec.head_dim, spec.group_size, spec.block_size)
+    return CPUAttentionShape(*sizes, BITS[spec.dtype], BITS[kv_dtype], host_lanes(), host_registers())
+
+
 @functools.cache
 def _writer(head_dim: int, block_size: int, bits: int, kv_bits: int) -> Kernel:
     shape = CPUAttentionShape(head_dim, 1, block_size, bits, kv_bits, host_lanes())

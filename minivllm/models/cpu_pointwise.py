@@ -5,13 +5,13 @@ Question: three fused kernels are there.
 
 # Generated from nbs/4_kernels/29_cpu_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ea9fb4cdf5e4 module=41de42ef95a9
+# literate: notebook=16bee701d1d4 module=e9bddc55c9e7
 
 import functools
 import importlib.util
 import math
 import struct
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,18 +33,18 @@ def can_fuse(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @functools.cache
-def _kernel(name: str, size: int, *params: int) -> Any:
-    from minivllm_kernels.cpu_kernel import host_lanes, kernel
+def _kernel(name: str, size: int, *params: int) -> Callable[..., None]:
+    """A function that runs a kernel: how many numbers there are to work on, rows, the kernel's own arguments."""
+    from minivllm_kernels.cpu_kernel import host_lanes, kernel, pack, run  # numba and llvmlite are optional
 
     head = (size,) if name == "rotate" else ()
     lanes = math.gcd(host_lanes(), size // 2 if name == "rotate" else size)
-    return kernel(f"minivllm_kernels.cpu_pointwise:{name}", *head, params[0], lanes, *params[1:])
+    which = kernel(f"minivllm_kernels.cpu_pointwise:{name}", *head, params[0], lanes, *params[1:])
 
+    def launch(numbers: int, rows: int, *own: int) -> None:
+        run(which, pack(rows, *own), torch.get_num_threads() if numbers > ALONE else 1)
 
-def _run(which: Any, numbers: int, rows: int, *own: int) -> None:
-    from minivllm_kernels.cpu_kernel import pack, run  # numba and llvmlite are optional
-
-    run(which, pack(rows, *own), torch.get_num_threads() if numbers > ALONE else 1)
+    return launch
 
 
 @functools.cache
@@ -58,9 +58,9 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     stream = x if residual is None else residual
     out = torch.empty_like(x)
     rows, size = x.shape
-    which = _kernel("add_norm", size, BITS[x.dtype], _as_int(eps))
+    launch = _kernel("add_norm", size, BITS[x.dtype], _as_int(eps))
     where = (x.data_ptr(), stream.data_ptr(), weight.data_ptr(), out.data_ptr())
-    _run(which, x.numel(), rows, *where, size, int(residual is not None))
+    launch(rows * size, rows, *where, size, int(residual is not None))
     return out, stream
 
 
@@ -69,8 +69,8 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
-    which = _kernel("gated_silu", size, BITS[gate_up.dtype])
-    _run(which, gate_up.numel(), rows, gate_up.data_ptr(), out.data_ptr(), size)
+    launch = _kernel("gated_silu", size, BITS[gate_up.dtype])
+    launch(2 * rows * size, rows, gate_up.data_ptr(), out.data_ptr(), size)
     return out
 
 
@@ -84,6 +84,6 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads
     q, k = heads.new_empty(rows, num_heads, dim), heads.new_empty(rows, num_kv_heads, dim)
     cos, sin = cos.contiguous(), sin.contiguous()
     where = (heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.data_ptr(), k.data_ptr())
-    which = _kernel("rotate", dim, BITS[heads.dtype])
-    _run(which, heads.numel(), rows, *where, heads.stride(0), num_heads, num_kv_heads)
+    launch = _kernel("rotate", dim, BITS[heads.dtype])
+    launch(heads.numel(), rows, *where, heads.stride(0), num_heads, num_kv_heads)
     return q, k
