@@ -26,7 +26,15 @@ def test_a_verdict_is_true_if_it_is_right():
 def blank(n): ...
 
 
-@pytest.mark.parametrize("answer", [..., [1, ...], {"a": ...}, (..., 2), blank])
+class Unwritten:
+    """A reader's own class, in a notebook."""
+
+    __module__ = "__main__"
+
+    def order(self, waiting): ...
+
+
+@pytest.mark.parametrize("answer", [..., [1, ...], {"a": ...}, (..., 2), blank, Unwritten()])
 def test_dots_are_no_answer_yet(answer):
     assert str(check_number(answer)).startswith("no answer yet")
 

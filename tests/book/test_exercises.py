@@ -1,0 +1,69 @@
+"""Exercises in the notebooks: each begins blank, and behind it, folded, are a solution and wrong answers that nbval tries."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from minivllm.book.paging import PUZZLES as BLOCKS
+from minivllm.literate import notebook_paths
+from minivllm_kernels.puzzles import PUZZLES as KERNELS
+
+ROOT = Path(__file__).parents[2]
+
+
+def source(cell: dict) -> str:
+    return "".join(cell["source"])
+
+
+def folded(cell: dict) -> bool:
+    """Whether neither JupyterLab nor the site shows the cell's code."""
+    return source(cell).startswith("#| hide") and cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+
+
+def said(cell: dict) -> str:
+    """The text of a cell's stored outputs."""
+    parts = [output.get("text") or output.get("data", {}).get("text/plain", []) for output in cell["outputs"]]
+    return "\n".join("".join(part) for part in parts)
+
+
+@cache
+def code_cells(path: Path) -> list[dict]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def exercises() -> list[tuple[Path, str]]:
+    """(notebook, checker) of every exercise."""
+    return [
+        (path, name)
+        for path in notebook_paths(ROOT)
+        for cell in code_cells(path)
+        for name in re.findall(r"^@Exercise\ndef (\w+)\(", source(cell), re.MULTILINE)
+    ]
+
+
+EACH = pytest.mark.parametrize(("path", "name"), exercises(), ids=lambda x: x if isinstance(x, str) else x.stem)
+
+
+def test_there_are_enough_of_them():
+    assert len(BLOCKS) >= 12 and len(KERNELS) >= 12
+    assert len(exercises()) + len(BLOCKS) + len(KERNELS) >= 40
+
+
+@EACH
+def test_the_reader_begins_with_a_blank(path, name):
+    tries = [c for c in code_cells(path) if re.search(rf"^{name}\(", source(c), re.MULTILINE) and not folded(c)]
+    assert tries, "no cell asks the reader"
+    assert not any(said(cell).strip().startswith("right") for cell in tries), "the answer stands there already"
+
+
+@EACH
+def test_a_solution_and_a_wrong_answer_are_folded_away_and_tried(path, name):
+    cells = code_cells(path)
+    (checker,) = (cell for cell in cells if re.search(rf"^@Exercise\ndef {name}\(", source(cell), re.MULTILINE))
+    proofs = [cell for cell in cells if f"{name}.accepts(" in source(cell) or f"{name}.rejects(" in source(cell)]
+    assert folded(checker) and proofs and all(folded(cell) for cell in proofs)
+    text = "\n".join(source(cell) for cell in proofs)
+    assert f"{name}.accepts(" in text and re.search(rf"{name}\.rejects\([^#]*?because=", text)
