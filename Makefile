@@ -66,7 +66,7 @@ serve: $(READY)  ## serve the model over the OpenAI API
 
 site: $(READY)  ## build the documentation pages into site/_build/html
 	$(BIN)/python site/pages.py site/_pages
-	$(BIN)/sphinx-build -b html -W --keep-going -q -c site site/_pages site/_build/html
+	$(BIN)/sphinx-build -b html -W --keep-going -q -j 2 -c site site/_pages site/_build/html
 	@echo "open site/_build/html/index.html"
 
 export: $(READY)  ## write the modules of the notebooks that changed
@@ -91,16 +91,16 @@ types: $(READY)  ## check the types of both packages with mypy
 bench: $(READY)  ## run the benchmarks; each prints a table of ratios
 	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
-# Extra arguments for compute-sanitizer's runs: the attention kernels, over lengths around the edges of a tile.
-SANITIZE := --kernel-regex kns=decode_mma --kernel-regex kns=prefill_mma --error-exitcode 1
+# Extra arguments for compute-sanitizer's runs: the attention kernels, over lengths around the edges of a tile, and the products.
+SANITIZE := --kernel-regex kns=decode_mma --kernel-regex kns=prefill_mma --kernel-regex kns=gemv --error-exitcode 1
 
 gpu: $(GPU_READY)  ## on a machine with an NVIDIA GPU: test, sanitize and time the kernels and the engine
 	$(BIN)/pytest -m gpu tests/kernels_cuda tests/engine
 	@if command -v compute-sanitizer >/dev/null; then for tool in memcheck racecheck; do \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool $(SANITIZE) \
-		$(BIN)/python -m pytest -q tests/kernels_cuda/test_gpu.py -k "lengths_around or view_of" || exit 1; done; \
+		$(BIN)/python -m pytest -q tests/kernels_cuda/test_gpu.py -k "lengths_around or view_of or gemv" || exit 1; done; \
 	else echo "compute-sanitizer is not here (it comes with the CUDA toolkit): not run"; fi
-	for name in kernels decode_step engine_gpu; do $(BIN)/python benchmarks/$$name.py --output benchmarks/results || exit 1; done
+	for name in kernels gemv decode_step engine_gpu; do $(BIN)/python benchmarks/$$name.py --output benchmarks/results || exit 1; done
 
 $(GPU_READY): $(READY)
 	$(BIN)/pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,cuda]'

@@ -5,7 +5,7 @@ Question: a batch holds one sequence of 16,000 tokens and sixty short ones.
 
 # Generated from nbs/4_kernels/04_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8d8d66dcafd3 module=fcfaf13f8f50
+# literate: notebook=dc4ba6c6c42e module=8bd30f29fea4
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ __all__ = [
     "HEAD_DIMS",
     "ITEM",
     "MAX_GROUP",
+    "MAX_ITEMS",
     "MAX_PARTS",
     "TILE",
     "TILE_FIELDS",
@@ -40,6 +41,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_GROUP = 16
 TILE = 16  # tokens that one warp takes at a time in decode: the M of an mma
+MAX_ITEMS = 65535  # blocks that a grid may have in its second dimension
 MAX_PARTS = 64  # pieces that one sequence may be cut into: two a lane when they are combined
 
 
@@ -186,8 +188,6 @@ def plan_decode(
     end = np.asarray(seq_lens, np.int64)
     if end.size == 0 or end.min() < 1:
         raise ValueError("plan_decode needs at least one sequence, and each must have at least one token")
-    if len(end) > 65535 // MAX_PARTS:
-        raise ValueError(f"a launch takes at most {65535 // MAX_PARTS} sequences, not {len(end)}")
     every = np.arange(len(end))
     rows, seqs = (every if x is None else np.asarray(x) for x in (rows, seqs))
     first = np.zeros_like(end) if first is None else np.asarray(first, np.int64)
@@ -197,6 +197,8 @@ def plan_decode(
     else:
         warps, chunk = choose_chunk(tiles, heads, multiprocessors, max_warps)
     items, slots = cut(rows, seqs, first, end, chunk)
+    if len(items) > MAX_ITEMS:
+        raise ValueError(f"a launch takes at most {MAX_ITEMS} work items, and {len(end)} sequences make {len(items)}")
     items = items[np.argsort(items[:, 2] - items[:, 3], kind="stable")]
     return DecodePlan(items, slots, warps)
 
