@@ -5,7 +5,7 @@
 
 # Generated from nbs/6_serving/01d_trace_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=39ed4d85dc82 module=ece73748a510
+# literate: notebook=fc612fc1859c module=e79a041897f5
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ def run_trace_view(args: argparse.Namespace, out: TextIO) -> None:
     """Write the page of a saved trace and open it in the browser.
 
     Raises:
-        OSError, ValueError: no such file, or not a trace that can be shown. RuntimeError: nothing happened in it.
+        OSError: no such file. RuntimeError: not a trace, or nothing happened in it. ValueError: another ending than .html.
     """
-    from minivllm.core.trace import Trace
     from minivllm.viz.page import show
 
     if args.output is not None and args.output.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"--output must end in .html, got {args.output.name!r}")
-    trace = Trace.load(args.file)
-    other = None if args.other is None else Trace.load(args.other)
+    trace, other = _opened(args.file), args.other and _opened(args.other)
     if args.tokenizer is not None:
         from minivllm.models.hub import resolve_model
         from minivllm.models.tokenizer import get_tokenizer
@@ -39,13 +37,20 @@ def run_trace_view(args: argparse.Namespace, out: TextIO) -> None:
         trace.tokenizer = get_tokenizer(resolve_model(args.tokenizer))
     title = args.file.name if other is None else f"{args.file.name} and {args.other.name}"
     view = show(trace, title=title, other=other)
-    if view.problem is not None:
-        raise RuntimeError(f"{args.file.name}: {view.problem}")
     folder = Path(tempfile.mkdtemp(prefix="minivllm-")) if args.output is None else args.output.parent
     path = view.save(folder / (args.output.name if args.output else f"{args.file.stem}.html")).resolve()
     print(path, file=out)
     if args.open and not webbrowser.open(path.as_uri()):
         print("no browser could be started: open the file by hand", file=out)
+
+
+def _opened(path: Path) -> Any:
+    from minivllm.viz.view import open_trace
+
+    trace, problem = open_trace(path)
+    if problem is not None:
+        raise RuntimeError(problem if path.name in problem else f"{path.name}: {problem}")
+    return trace
 
 
 def add_parser(commands: Any) -> None:

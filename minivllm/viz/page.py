@@ -5,7 +5,7 @@ How does one see blocks, queues and prefixes at the same moment?
 
 # Generated from nbs/8_viz/06_page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3b3ebf2de567 module=310ba287112a
+# literate: notebook=6f249f547a74 module=7f90e6e90bc1
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm.core.trace import Trace
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, View, open_trace
 
@@ -135,14 +136,14 @@ def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, ot
     if problem:
         return Message(title, problem)
     views = standard_views(opened, tokenizer=tokenizer)
-    return Page(views if other is None else [_compare(trace, other), *views], title)
+    return Page(views if other is None else [_compare(opened, other, (trace, other)), *views], title)
 
 
-def _compare(trace: TraceSource, other: TraceSource) -> View:
+def _compare(trace: Trace, other: TraceSource, sources: tuple[TraceSource, TraceSource]) -> View:
     from minivllm.viz.compare import Compare
 
-    files = isinstance(trace, str | Path) and isinstance(other, str | Path)
-    return Compare(trace, other, names=(str(trace), str(other)) if files else None)
+    named = all(isinstance(source, str | Path) for source in sources)
+    return Compare(trace, other, names=(str(sources[0]), str(sources[1])) if named else None)
 
 
 class Message(View):

@@ -5,7 +5,7 @@ What do all pictures have in common?
 
 # Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5bc5bc996f41 module=5a3933de7f68
+# literate: notebook=c4bf0bd4d623 module=f9942a5bfcd8
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from minivllm.core.trace import TRACE_VERSION, Trace
+from minivllm.core.trace import TRACE_VERSION, Fold, Trace
 from minivllm.core.trace_files import TraceFileError
 from minivllm.viz.assets import document, fragment, widget_module
 from minivllm.viz.payload import Payload
@@ -36,7 +36,7 @@ HTML_LIMIT = 2_000_000
 
 
 def open_trace(source: TraceSource) -> tuple[Trace, str | None]:
-    """A trace, and a message if it cannot be shown: its file is broken, it is of another version, nothing happened in it.
+    """A trace, and a message if it cannot be shown: its file is broken or contradicts itself, it is of another version, nothing happened in it.
 
     Raises:
         FileNotFoundError: no such file.
@@ -44,9 +44,11 @@ def open_trace(source: TraceSource) -> tuple[Trace, str | None]:
     """
     if isinstance(source, str | Path):
         try:
-            source = Trace.load(source)
+            name, source = Path(source).name, Trace.load(source)
         except TraceFileError as error:
             return Trace(_no_header()), str(error)
+        if (fault := _contradiction(source)) is not None:
+            return Trace(_no_header()), f"{name}: {fault}"
     if not isinstance(source, Trace):
         raise TypeError(f"a view shows a Trace or the path of a saved one, got {type(source).__name__}")
     if source.header.version != TRACE_VERSION:
@@ -61,6 +63,19 @@ def _no_header() -> Any:
     from minivllm.core.trace import TraceHeader
 
     return TraceHeader()
+
+
+def _contradiction(trace: Trace) -> str | None:
+    """The first event that cannot follow from those before it."""
+    if len(trace.start.ref_cnt) != trace.header.num_blocks:
+        return f"the header tells of {trace.header.num_blocks} blocks, the state at the start of {len(trace.start.ref_cnt)}"
+    fold = Fold(trace.start)
+    for i, event in enumerate(trace.events):
+        try:
+            fold.apply(event)
+        except (ValueError, LookupError, TypeError) as error:
+            return f"event {i}, {str(event)[:100]}, contradicts those before it ({type(error).__name__}: {error})"
+    return None
 
 
 def _why_empty(trace: Trace) -> str:
