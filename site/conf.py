@@ -1,6 +1,9 @@
-"""Sphinx settings of the documentation pages. Nothing is fetched while they are built, and nothing while they are read."""
+"""Sphinx settings of the documentation site. Nothing is fetched while it is built, and nothing while it is read."""
 
+import os
 import re
+import sys
+from pathlib import Path
 
 from docutils import nodes
 from latex2mathml.converter import convert
@@ -9,14 +12,19 @@ from sphinx.writers.html5 import HTML5Translator
 
 from minivllm import __version__
 
+sys.path.insert(0, str(Path(__file__).parent))
+from annotations import resolve
+
+os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # the kernels' reference is read off their modules, on any machine
+
 project = "minivllm"
 author = "the minivllm authors"
 release = __version__
-extensions = ["myst_nb"]
-exclude_patterns = ["_build"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build", "_extra"]
 root_doc = "index"
 
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the stored outputs are shown; `make test` compares them with a fresh run
 nb_merge_streams = True
@@ -24,15 +32,32 @@ nb_ipywidgets_js = {}  # or else each page loads a script from elsewhere
 # A page has no kernel: the picture that a widget left behind wins over the widget.
 nb_mime_priority_overrides = [("html", "text/html", 0), ("html", "application/vnd.jupyter.widget-view+json", 99)]
 
+default_role = "code"  # docstrings write `names` as Markdown does
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # or else the fields of a dataclass are described twice
+viewcode_line_numbers = True
+
 html_theme = "pydata_sphinx_theme"
 html_title = "minivllm"
+html_copy_source = False
 html_show_sourcelink = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_sidebars = {"index": [], "features": [], "glossary": [], "benchmarks": []}
+html_context = {"default_mode": "auto"}
 html_theme_options = {
+    "logo": {"text": "minivllm"},
+    "header_links_before_dropdown": 7,
+    "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
-    "secondary_sidebar_items": ["page-toc"],
+    "secondary_sidebar_items": {"**": ["page-toc"], "index": []},
     "footer_start": [],
     "footer_end": [],
-    "show_nav_level": 2,
+    "show_nav_level": 1,
+    "navigation_depth": 3,
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
 }
 html_math_renderer = "mathml"
 
@@ -44,5 +69,12 @@ def visit_math(self: HTML5Translator, node: nodes.math | nodes.math_block) -> No
     raise nodes.SkipNode
 
 
+def add_extra_files(app: Sphinx, _: object) -> None:
+    """Whole pages that views have saved go to the site as they are."""
+    app.config.html_extra_path = [str(app.srcdir / "_extra")]
+
+
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
+    app.connect("config-inited", add_extra_files)
+    app.connect("doctree-read", resolve)

@@ -1,44 +1,18 @@
 """Everybody can use the views: axe-core finds nothing serious, the keyboard reaches everything, nothing is wider than the page."""
 
 import json
-import shutil
-import subprocess
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from browsing import FIND
 from viz_traces import make_trace
 
 from minivllm.runtime.sample_record import SampleRecord
 from minivllm.sampling.params import SamplingParams
 from minivllm.viz import Dashboard, SamplerExplorer
 from minivllm.viz.compare import Compare
-
-AXE = "axe-core@4.14.1"
-
-
-@pytest.fixture(scope="session")
-def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The script of axe-core, fetched with npm once into pytest's cache folder."""
-    home = Path.home() / ".cache/minivllm-tests"
-    script = home / f"{AXE}.js"
-    if not script.is_file():
-        if shutil.which("npm") is None:
-            pytest.skip("axe-core comes by npm, which is not here: `apt-get install npm`")
-        folder = tmp_path_factory.mktemp("axe")
-        done = subprocess.run(
-            ["npm", "pack", "--silent", AXE], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-        )
-        if done.returncode:
-            pytest.skip(f"`npm pack {AXE}` failed: {done.stderr.strip()[-200:]}")
-        with tarfile.open(next(folder.glob("*.tgz"))) as packed:
-            content = packed.extractfile("package/axe.min.js")
-            assert content is not None
-            home.mkdir(parents=True, exist_ok=True)
-            script.write_bytes(content.read())
-    return script.read_text()
 
 
 class Engine:
@@ -87,13 +61,6 @@ VIEWS = {
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("views")
     return {name: make().save(folder / f"{name.replace(' ', '_')}.html") for name, make in VIEWS.items()}
-
-
-FIND = """async () => {
-  const found = await axe.run(document, {resultTypes: ["violations"]});
-  return found.violations.filter((one) => ["serious", "critical"].includes(one.impact))
-    .map((one) => ({rule: one.id, where: one.nodes.map((node) => node.target.join(" ") + ": " + node.failureSummary).slice(0, 5)}));
-}"""
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -1,0 +1,173 @@
+"""The gallery: runs to step through, one page each. The first is the stored run of a real model; the others are made by the lab."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import runs
+from book import toctree
+
+from minivllm.core.config import KVCacheConfig, KVCacheSpec, make_kv_cache_groups
+from minivllm.core.policy import FCFS, ShortestFirst
+from minivllm.core.scheduler import Swap
+from minivllm.core.trace import Trace
+from minivllm.lab import Constant, simulate
+from minivllm.lab.workload import Workload, poisson
+from minivllm.literate import write
+from minivllm.viz import BlockMap, Compare, Page, PrefixTree, Timeline, View
+
+ABOUT = (
+    "Recorded runs to step through: drag the slider or use the arrow keys, click a block to pin it and read what happened to it. The first is a"
+    " run of a real model. The others are made by the [lab](/book/2_lab/06_simulate.ipynb): the same scheduler and the same KV cache, on a virtual"
+    " clock and without a model, so their seconds are those of a simple cost model."
+)
+COST = Constant(per_step=0.01, per_token=0.0005)
+LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "block_size": 8}
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A page of the gallery. `look`: what to look for, in Markdown. `start`: the step at which it opens."""
+
+    name: str
+    title: str
+    look: str
+    make: Callable[[], View]
+    start: int = 0
+
+
+def crowd() -> Workload:
+    """Twenty-four requests that come faster than they can be answered."""
+    return poisson(20.0, 24, (16, 96), (8, 64), seed=3)
+
+
+def simulated(blocks: int, **more) -> Trace:
+    """The crowd in a pool of so many blocks."""
+    run = simulate(crowd(), config={**LIMITS, "num_gpu_blocks": blocks}, cost_model=COST, **more)
+    assert run.trace is not None
+    return run.trace
+
+
+def sharing() -> View:
+    trace = runs.load()
+    return Page([BlockMap(trace), PrefixTree(trace)], "Prefix sharing")
+
+
+def preemption() -> View:
+    trace = simulated(48)
+    return Page([BlockMap(trace), Timeline(trace)], "Preemption")
+
+
+def swapping() -> View:
+    trace = simulated(48, preemption=Swap(64))
+    return Page([BlockMap(trace), Timeline(trace)], "Swap")
+
+
+def window() -> View:
+    size, blocks = LIMITS["block_size"], 120
+    specs = [KVCacheSpec("sliding_window" if i else "full", size, 1, 64, window=32 if i else None) for i in range(2)]
+    trace = simulated(blocks, kv_cache=KVCacheConfig(blocks, size, make_kv_cache_groups(specs)))
+    return Page([BlockMap(trace), Timeline(trace)], "A sliding window")
+
+
+def policies() -> View:
+    return Compare(simulated(64, policy=FCFS()), simulated(64, policy=ShortestFirst()), names=("FCFS", "ShortestFirst"))
+
+
+REPLAYS = [
+    Replay(
+        "sharing",
+        "Prefix sharing",
+        "SmolLM2 answers eight requests, five of which begin with the same system prompt. Blocks with a hole are read by several requests: the"
+        " beginning is computed once. Click a block to read its tokens, and who used it before.",
+        sharing,
+        start=56,
+    ),
+    Replay(
+        "preemption",
+        "Preemption by recomputation",
+        "More requests come than fit. When a running request needs a block and none is free, the one that came last gives way: its blocks are"
+        " freed and it starts over, though what is still cached is not computed again. The timeline marks where.",
+        preemption,
+        start=60,
+    ),
+    Replay(
+        "swap",
+        "Preemption by swapping",
+        "The same requests in the same pool, but who gives way takes its blocks along to the CPU's memory (the second map) and comes back"
+        " with them: nothing is computed twice.",
+        swapping,
+        start=60,
+    ),
+    Replay(
+        "window",
+        "A sliding window",
+        "Two groups of layers share one pool: one sees everything, the other only the last 32 tokens. Blocks that have left the window are given"
+        " back while the request still runs, and the table points to the null block in their place.",
+        window,
+        start=60,
+    ),
+    Replay(
+        "policies",
+        "Two policies",
+        "The same requests under first come, first served, and under shortest first. The view finds the first step in which the two decide"
+        " differently, and gives both reasons.",
+        policies,
+    ),
+]
+
+
+def at_step(view: View, step: int) -> str:
+    """The view as a piece of HTML that opens at a step."""
+    go = f"const all = [...(globalThis.minivllmCursors?.values() ?? [])]; all.forEach((cursor) => cursor.go({step}));"
+    return (
+        f"{view.to_html()}\n<script>(function wait() {{ {go} if (!all.length) setTimeout(wait, 30); }})();</script>\n"
+    )
+
+
+def replay_page(replay: Replay, view: View) -> str:
+    """The page of one replay."""
+    return "\n".join(
+        [
+            f"# {replay.title}",
+            "",
+            replay.look,
+            "",
+            f"<p class='alone'><a href='../replays/{replay.name}.html'>This view alone, in the whole window</a></p>",
+            "",
+            "```{raw} html",
+            at_step(view, replay.start),
+            "```",
+            "",
+        ]
+    )
+
+
+def first_page() -> str:
+    """The page of all replays."""
+    rows = [f"| [{replay.title}](/gallery/{replay.name}.md) | {replay.look.split('. ')[0]}. |" for replay in REPLAYS]
+    return "\n".join(
+        [
+            "# Gallery",
+            "",
+            ABOUT,
+            "",
+            "| run | |",
+            "|---|---|",
+            *rows,
+            "",
+            'Each is what `view.save("run.html")` writes of a trace: one file that needs neither a kernel nor a network.',
+            "",
+            toctree(replay.name for replay in REPLAYS),
+        ]
+    )
+
+
+def make_gallery(target: Path, alone: Path) -> None:
+    """Write the gallery's pages into `target`, and every view as a page of its own into `alone`."""
+    alone.mkdir(parents=True, exist_ok=True)
+    for replay in REPLAYS:
+        view = replay.make()
+        view.save(alone / f"{replay.name}.html")
+        write(target / f"{replay.name}.md", replay_page(replay, view))
+    write(target / "index.md", first_page())

@@ -1,0 +1,125 @@
+"""The scripts that gather the pages of the site, piece by piece."""
+
+import json
+import re
+from pathlib import Path
+
+import api
+import book
+import pytest
+import results
+import runs
+
+from minivllm import literate
+from minivllm.lab import replay
+
+ROOT = Path(__file__).parents[2]
+
+
+def notebook(*sources: str, name: str = "nbs/x.ipynb", kind: str = "code") -> literate.Notebook:
+    cells = [
+        {"id": f"c{i}", "cell_type": kind, "metadata": {}, "source": s, "outputs": []} for i, s in enumerate(sources)
+    ]
+    return literate.parse_notebook(json.dumps({"nbformat": 4, "nbformat_minor": 5, "cells": cells}), name, Path(name))
+
+
+# ---- the book
+
+
+def test_directives_and_hidden_cells_are_left_out():
+    page = book.page(
+        notebook("#| default_exp x", "#| export\nx = 1", "#| hide\ny = 2", "#| export\n#| hide\nz = 3", "w = 4")
+    )
+    assert [cell["source"] for cell in page["cells"]] == ["x = 1", "w = 4"]
+
+
+PART = book.Part(2, "Blocks", "Where?", (book.Chapter("a/one", "Who?", fast=True), book.Chapter("a/two", "What?")))
+
+
+def test_a_chapter_says_where_it_stands():
+    data = book.chapter_page(notebook("# Title\n\nText", kind="markdown"), PART, PART.chapters[0])
+    first = data["cells"][0]["source"]
+    assert first.startswith("# Title\n") and first.endswith("\n\nText")
+    assert "[Part 2: Blocks](/book/part_02.md)" in first and "two-hour path" in first
+
+
+def test_a_chapter_without_a_title_is_an_error():
+    with pytest.raises(ValueError, match=r"nbs/x.ipynb: .* begins with its title"):
+        book.chapter_page(notebook("Text", kind="markdown"), PART, PART.chapters[0])
+
+
+def test_a_part_lists_its_chapters_in_order():
+    text = book.part_page(PART, {"a/one": "One", "a/two": "Two"})
+    assert re.findall(r"\| \[(\w+)\]\(/book/(a/\w+)\.ipynb\) \| \w+\? \| (●?)", text) == [
+        ("One", "a/one", "●"),
+        ("Two", "a/two", ""),
+    ]
+    assert text.index("a/one\na/two") > text.index("{toctree}")
+
+
+# ---- the reference
+
+
+def test_every_module_has_a_page_and_every_package_a_line():
+    found = api.modules(ROOT)
+    assert {"minivllm.core.scheduler", "minivllm.cli", "minivllm_kernels.decode"} <= found.keys()
+    packages = {path.parent.name for path in (ROOT / "minivllm").glob("*/__init__.py")}
+    assert packages <= api.PACKAGES.keys(), "a package without a line in PACKAGES"
+
+
+def test_a_package_that_hands_names_on_lists_them():
+    text = api.module_page("minivllm.lab", ROOT / "minivllm/lab/__init__.py", None)
+    assert "{py:obj}`~minivllm.lab.simulation.simulate`" in text and "automodule" not in text
+
+
+# ---- benchmark results
+
+
+def test_any_result_becomes_tables(tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    rows = [{"batch": 1, "ms": 1.23456, "peer": {"ms": 2}}, {"batch": 16, "ms": 1234.5, "more": True}]
+    found = {"card": "Card X", "copy": 3020.25, "decode": rows, "host": {"steps": {"a": 0.5}}, "none": None}
+    (folder / "thing-card-x.json").write_text(json.dumps(found))
+    (folder / "other-some-machine.json").write_text(json.dumps(rows))
+    text = results.benchmark_page(folder, tmp_path)
+    assert "## thing" in text and "### Card X" in text and "### some machine" in text
+    assert "| batch | ms | peer.ms | more |" in text and "| 16 | 1,234 | – | yes |" in text
+    assert "**host: steps**" in text and "| a | 0.5 |" in text
+
+
+def test_a_result_without_a_machine_is_an_error(tmp_path):
+    (tmp_path / "thing.json").write_text("{}")
+    with pytest.raises(ValueError, match="thing.json: neither"):
+        results.benchmark_page(tmp_path, tmp_path)
+
+
+def test_stored_results_name_their_machines():
+    text = results.benchmark_page(ROOT / "benchmarks/results", ROOT / "benchmarks")
+    assert text.count("\n### ") == len(list((ROOT / "benchmarks/results").glob("*.json"))) > 0
+
+
+# ---- the stored run, and what is written by hand
+
+
+def test_the_stored_run_is_what_the_scheduler_does():
+    trace = runs.load()
+    trace.check()
+    replay(trace)
+    times = {event[2] for event in trace.events if event[0] == "step"}
+    assert times == {0.0}, "a stored run holds no measurement"
+
+
+def test_stored_files_are_small():
+    assert sum(path.stat().st_size for path in runs.RUNS.iterdir()) < 100_000
+    assert (ROOT / "site/static/run.gif").stat().st_size < 500_000
+
+
+def test_what_works_points_to_a_test_or_a_page():
+    rows = [line for line in (ROOT / "site/docs/features.md").read_text().splitlines() if line.startswith("| ")]
+    claims = [row for row in rows if "●" in row or "◐" in row]
+    assert len(claims) > 25
+    for row in claims:
+        assert re.search(r"\]\(/|`tests/", row), f"nothing shows it: {row}"
+        for path in re.findall(r"`(tests/[\w/]+\.py)`", row):
+            assert (ROOT / path).is_file(), path
