@@ -6,7 +6,7 @@ reports.
 
 # Generated from nbs/3_model/15_sampler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e0a7427ac030 module=cec6e2bca4dd
+# literate: notebook=3b9ffac5f992 module=b1d67ce443de
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -221,7 +221,7 @@ class _Wanted:
     def keep(self, kind: str, logits: Tensor) -> tuple[list[int], Tensor] | None:
         """A copy of the rows whose mode is of this kind, before later stages overwrite them."""
         rows = [i for i, mode in self.modes.items() if mode.startswith(kind)]
-        return (rows, logits[rows]) if rows else None
+        return (rows, logits[_there(rows, logits.device)]) if rows else None
 
     # %% nbs/3_model/15_sampler.ipynb #_Wanted-report
     def report(
@@ -236,13 +236,17 @@ class _Wanted:
             normalised = torch.tensor([self.modes[i].endswith("logprobs") for i in rows])
             normalised = normalised.to(logits.device, non_blocking=True)
             values = torch.where(normalised[:, None], torch.log_softmax(logits, -1), logits)
-            at = torch.tensor(rows).to(logits.device, non_blocking=True)
-            counts = [self.counts[i] for i in rows]
-            out.append((rows, LogprobsOnTheWay(values, token_ids[at].clamp(min=0), counts)))
+            chosen = token_ids[_there(rows, logits.device)].clamp(min=0)
+            out.append((rows, LogprobsOnTheWay(values, chosen, [self.counts[i] for i in rows])))
         return out
 
 
 # %% nbs/3_model/15_sampler.ipynb #PendingSample
+def _there(rows: list[int], device: torch.device) -> Tensor:
+    """Row numbers on a device, sent without waiting for what runs there."""
+    return torch.tensor(rows).to(device, non_blocking=True)
+
+
 class PendingSample:
     """Tokens that are chosen, or will be when the GPU comes to it. token_ids [R] int64: on the device, -1 where none can be drawn."""
 

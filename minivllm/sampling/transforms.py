@@ -5,7 +5,7 @@ Between the model's logits and the draw stands a list of transforms.
 
 # Generated from nbs/3_model/13_transforms.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ae7a69823332 module=c6af299a5c4e
+# literate: notebook=ab4b82f3d1dc module=891196d17967
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -319,7 +319,7 @@ def _apply_grammar(logits: Tensor, data: tuple[Tensor, list[RequestView], np.nda
             view.matcher.fill(bits)
         except ValueError as error:  # this request alone fails
             view.error, bits[:] = view.error or f"grammar: {error}", -1
-    return apply_bitmask(logits, rows, torch.from_numpy(bitmask).to(logits.device))
+    return apply_bitmask(logits, rows, torch.from_numpy(bitmask).to(logits.device, non_blocking=True))
 
 
 # %% nbs/3_model/13_transforms.ipynb #_prepare_allowed
@@ -363,7 +363,7 @@ def _prepare_min_tokens(batch: SamplingBatch) -> tuple[Entries, np.ndarray, np.n
 
 def _apply_min_tokens(logits: Tensor, data: tuple[Entries, np.ndarray, np.ndarray], batch: SamplingBatch) -> Tensor:
     at, rows, wanted = data
-    active = torch.from_numpy(wanted > batch.column("num_output_tokens")[rows]).to(logits.device)
+    active = torch.from_numpy(wanted > batch.column("num_output_tokens")[rows]).to(logits.device, non_blocking=True)
     return forbid(logits, Entries(at.rows[active], at.ids[active]))
 
 
@@ -374,7 +374,11 @@ def _prepare_penalties(batch: SamplingBatch) -> tuple[Tensor, np.ndarray, list[T
         return None
     slots = np.array([batch.state.counts.slot[row] for row in batch.rows[rows].tolist()])
     names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-    return torch.from_numpy(rows).to(batch.device), slots, [batch.tensor(name, rows) for name in names]
+    return (
+        torch.from_numpy(rows).to(batch.device, non_blocking=True),
+        slots,
+        [batch.tensor(name, rows) for name in names],
+    )
 
 
 def _apply_penalties(logits: Tensor, data: tuple[Tensor, np.ndarray, list[Tensor]], batch: SamplingBatch) -> Tensor:
@@ -384,7 +388,7 @@ def _apply_penalties(logits: Tensor, data: tuple[Tensor, np.ndarray, list[Tensor
     column = np.arange(int(length.max()))
     column = np.where(column < length[:, None], column, 0)  # past the end: the first entry again
     tables = (table[slots[:, None], column] for table in (counts.ids, counts.in_output, counts.in_prompt))
-    seen = Seen(*(torch.from_numpy(table).to(logits.device) for table in tables))
+    seen = Seen(*(torch.from_numpy(table).to(logits.device, non_blocking=True) for table in tables))
     return penalise(logits, rows, seen, *penalties)
 
 
@@ -401,7 +405,7 @@ def _pick(batch: SamplingBatch, name: str, wanted: np.ndarray) -> Picked | None:
     rows = np.flatnonzero(wanted)
     if len(rows) == 0:
         return None
-    where = None if len(rows) == len(batch) else torch.from_numpy(rows).to(batch.device)
+    where = None if len(rows) == len(batch) else torch.from_numpy(rows).to(batch.device, non_blocking=True)
     return Picked(where, batch.tensor(name, rows), int(batch.column(name)[rows].max()))
 
 
