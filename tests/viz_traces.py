@@ -58,6 +58,19 @@ def make_trace(
     return trace
 
 
+def named(ids: list[str], steps: int = 60) -> Trace:
+    """Requests of these names, and so many steps: a pool that they have to share."""
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=200)
+    scheduler = Scheduler(config, CacheConfig(4, 24))
+    made = scheduler.record()
+    for i, name in enumerate(ids):
+        scheduler.add_request(Request(name, [1, 2, 3, 4, 5, 6, 7, 8, i], max_tokens=20))
+    for _ in range(steps):
+        output = scheduler.schedule()
+        scheduler.update(output, fake_model(output, scheduler))
+    return made
+
+
 def aborted(steps: int) -> Trace:
     """One request that is aborted before it ran, and so many empty steps."""
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40)

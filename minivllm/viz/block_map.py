@@ -5,7 +5,7 @@ Who owns which piece of the cache, and how did it come to that?
 
 # Generated from nbs/8_viz/05_block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=65dbc9fa82d3 module=9118d6710482
+# literate: notebook=1e3010ac2cb3 module=1ff0f22d9d88
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ class BlockMap(TraceView):
         chunks = [[first, payload.add_numbers(np.asarray(numbers))] for first, numbers in stream.chunks]
         short = b"".join(name[:HASH_BYTES] for name in stream.names.of)
         payload.header = self.header(
-            subtitle=f"{head.num_blocks - 1:,} blocks of {head.block_size} tokens",
+            subtitle=f"{_counted(head.num_blocks - 1, 'block')} of {_counted(head.block_size, 'token')}",
             num_blocks=head.num_blocks,
             num_cpu_blocks=head.num_cpu_blocks,
             block_size=head.block_size,
@@ -408,6 +408,10 @@ class BlockMap(TraceView):
         state, count = self.trace.at(self._step), self.trace.num_steps
         draw_blocks(axes, state, request_numbers(self.trace))
         axes.set_title(f"KV cache blocks after step {self._step % count} of {count - 1}", loc="left", fontsize=10)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def group_names(trace: Trace) -> list[str]:

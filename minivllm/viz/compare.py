@@ -5,7 +5,7 @@ Where do two runs of the same requests part, and why?
 
 # Generated from nbs/8_viz/14b_compare.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d97a7b488753 module=0eb5dd80ff47
+# literate: notebook=a191f08ea1c9 module=d6b256cc458b
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Compare(View):
             draw_lanes(ax, run)
             ax.set_xlim(0, steps)
             ax.spines[["top", "right"]].set_visible(False)
-            ax.text(1.0, 1.02, name, transform=ax.transAxes, ha="right", va="bottom", weight="bold")
+            ax.text(1.0, 1.02, name, transform=ax.transAxes, ha="right", va="bottom", weight="bold", parse_math=False)
             if self.difference is not None:
                 ax.axvline(self.difference.step, color="#a8480a", linewidth=1.2)
                 if bottom:

@@ -5,7 +5,7 @@ The sampler bends the model's odds in ten stages and then draws.
 
 # Generated from nbs/8_viz/17_sampler_explorer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c9418dffa08c module=09c87cf7669f
+# literate: notebook=967015f4a5ad module=90a2af7979be
 
 from __future__ import annotations
 
@@ -249,7 +249,8 @@ class SamplerExplorer(View):
         y = np.arange(len(names))
         axes.barh(y - 0.2, [before.get(name, 0) for name in names], 0.4, color=LIGHT["free"], label="model")
         axes.barh(y + 0.2, [after.get(name, 0) for name in names], 0.4, color=LIGHT["accent"], label="after all stages")
-        axes.set_yticks(y, [f"{'▶ ' if name == chosen else ''}{name!r}" for name in names], family="monospace")
+        labels = [f"{'▶ ' if name == chosen else ''}{name!r}" for name in names]
+        axes.set_yticks(y, labels, family="monospace", parse_math=False)
         axes.invert_yaxis()
         axes.set_xlabel("probability")
         axes.spines[["top", "right"]].set_visible(False)

@@ -5,7 +5,7 @@ Which request ran when, in what pieces, and what did it wait for?
 
 # Generated from nbs/8_viz/11_timeline.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=97aa23f13af9 module=97f88740c17c
+# literate: notebook=2d06804627b9 module=a3f1b1203fee
 
 from __future__ import annotations
 
@@ -217,7 +217,8 @@ def draw_lanes(ax: Axes, d: TimelineData) -> None:
     ax.set_ylim(rows, 0)
     ax.set_xlim(0, d.num_steps)
     if rows <= 30:
-        ax.set_yticks(np.arange(rows) + 0.5, d.request_ids, fontsize="small")
+        names = [f"{name[:23]}…" if len(name) > 24 else name for name in d.request_ids]
+        ax.set_yticks(np.arange(rows) + 0.5, names, fontsize="small", parse_math=False)
         ax.tick_params(axis="y", length=0)
     else:
         ax.set_ylabel("request")

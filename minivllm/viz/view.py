@@ -5,7 +5,7 @@ What do all pictures have in common?
 
 # Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c4bf0bd4d623 module=f9942a5bfcd8
+# literate: notebook=7505af6eceeb module=8e119624a654
 
 from __future__ import annotations
 
@@ -217,7 +217,15 @@ class View:
         return figure
 
     def to_png(self, path: str | Path | None = None, dpi: int = 150) -> bytes:
-        """The figure as PNG; written to `path` too, if given."""
+        """The figure as PNG; written to `path` too, if given.
+
+        Raises:
+            ValueError: the name does not end in .png, or there is nothing to draw.
+        """
+        if path is not None and Path(path).suffix.lower() != ".png":
+            raise ValueError(
+                f"to_png writes a .png, got {Path(path).name!r}; figure().savefig(...) writes other formats"
+            )
         buffer = io.BytesIO()
         self.figure().savefig(buffer, format="png", dpi=dpi)
         if path is not None:

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from viz_traces import aborted, make_trace
+from viz_traces import aborted, make_trace, named
 
 from minivllm.core.trace import Trace, TraceHeader
 from minivllm.viz import BlockMap, Compare, Page, PrefixTree, Timeline, Waste
@@ -38,6 +38,40 @@ SITUATIONS = {
     "one step": (lambda folder: make_trace(num_blocks=97, steps=1, rate=3.0), None),
     "aborted only": (lambda folder: aborted(2), None),
 }
+
+
+NAMES = ['"quoted" and \'single\'', "</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "<!--", "é😀", "x" * 300,
+         " ", "two\nlines", "$\\frac{$_x^", "__proto__", "null"]  # fmt: skip
+
+
+def test_requests_of_any_name(open_page, tmp_path):
+    trace = named(NAMES)
+    views = [build(trace) for build in VIEWS.values()]
+    page = open_page(Page(views).save(tmp_path / "page.html"), width=900, views=len(views))
+    page.on("dialog", lambda dialog: pytest.fail("a name was run as a program"))
+    shown = page.get_by_label("request whose block table is shown")
+    for step, name in enumerate(NAMES):
+        page.evaluate(
+            "([step, request]) => globalThis.minivllmCursors.forEach((c) => { c.go(5 * step); c.set({ request }); })",
+            [step, name],
+        )
+        assert shown.input_value() == name
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, name[:20]
+        assert (
+            page.locator(".mv-timeline .mv-lanes-detail").text_content().startswith(f"Step {5 * step}, request {name}:")
+        )
+    assert Page(views).to_png()[:4] == b"\x89PNG"
+
+
+def test_files_have_fitting_names(tmp_path):
+    view = BlockMap(named(["a"], steps=2))
+    for write, name in ((view.save, "view"), (view.save, "view.png"), (view.to_png, "view.jpg"), (view.to_png, "")):
+        with pytest.raises(ValueError, match=r"\.png|\.html"):
+            write(tmp_path / name if name else "")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        view.save(tmp_path / "nowhere" / "view.html")
+    assert view.to_png(tmp_path / "view.PNG") == (tmp_path / "view.PNG").read_bytes()
+    assert view.save(tmp_path / "é #%?.HTM").exists()
 
 
 @pytest.mark.parametrize("name", SITUATIONS)

@@ -110,13 +110,13 @@ export async function render(card, data, context) {
   const legend = kinds.map(([kind, label]) => ({ label, value: "", kind, swatch: swatch(14, 14, (pen, w, height) => paintBlock(pen, kind, 0, 0, w, height, colour)) }));
   const found = { label: "times found", swatch: swatch(14, 14, (pen, w, height) => { pen.fillStyle = colour("decode"); pen.fillRect(0, height - 6, w, 4); }) };
   const words = makeLegend([...legend, found]);
-  card.body.append(words.element);
   if (!header.nodes) {
     card.body.append(h("p", { class: "mv-note" }, header.caching
       ? "Nothing was cached in this run: no block was full."
       : "Prefix caching was off in this run, so nothing was kept (enable_prefix_caching)."));
     return () => {};
   }
+  card.body.append(words.element);
 
   const canvas = h("canvas", { class: "mv-tree-canvas", "aria-hidden": "true" });
   const spacer = h("div");
