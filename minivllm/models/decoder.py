@@ -5,7 +5,7 @@ One decoder for many families: built from a `DecoderSpec`, run over a paged KV c
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ffd1b93ae73b module=37c6cf86989d
+# literate: notebook=c2f0050c955d module=de92549b4e08
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,7 +17,7 @@ from minivllm.attention.backend import AttentionBackend, Plan
 from minivllm.core.config import KVCacheConfig
 from minivllm.models import cpu_pointwise
 from minivllm.models.layers import ACTIVATIONS, GatedMLP, QKNorm, RMSNorm, row_by_row
-from minivllm.models.linear import QUANTIZED, Linear
+from minivllm.models.linear import QUANTIZED, Linear, use_huge_pages
 from minivllm.models.rope import Rope, apply_rope
 from minivllm.models.spec import DecoderSpec
 
@@ -307,8 +307,11 @@ class Decoder:
                 part.fused = fused
             if self.linear_kernel == "batch_invariant" and self.device.type == "cpu":
                 layer.mlp.activation = row_by_row(ACTIVATIONS[self.spec.activation])
-        for layer in self.layers:
-            for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
-                if linear.kernel != self.linear_kernel:  # else it was prepared as soon as it was loaded
-                    linear.prepare(self.linear_kernel)
+        linears = [y for x in self.layers for y in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
+        for linear in linears:
+            if linear.kernel != self.linear_kernel:  # else it was prepared as soon as it was loaded
+                linear.prepare(self.linear_kernel)
         self.head.prepare("int8" if self.linear_kernel in QUANTIZED else self.linear_kernel)
+        for linear in (*linears, self.head):  # only now is all memory around a weight in use
+            if linear.memory is not None:
+                use_huge_pages(linear.memory)

@@ -5,12 +5,14 @@ Linear layers whose weights are fused at load and whose product is chosen after 
 
 # Generated from nbs/3_model/04a_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=dde641eead9f module=5002ea9a4d09
+# literate: notebook=a4f4bf906543 module=257f719d9b3e
 
+import ctypes
 import importlib
 import importlib.util
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -21,6 +23,9 @@ from torch import Tensor
 from minivllm.core.config import WEIGHT_BITS
 
 __all__ = [
+    "HUGE_PAGE",
+    "MADV_COLLAPSE",
+    "MADV_HUGEPAGE",
     "QUANTIZED",
     "KernelMaker",
     "Linear",
@@ -34,6 +39,7 @@ __all__ = [
     "make_kernel",
     "register_kernel",
     "torch_kernel",
+    "use_huge_pages",
 ]
 
 
@@ -167,6 +173,25 @@ def explain_quantized(kernel: str, dtype: torch.dtype, device: torch.device, bat
     return kernel, explain(dtype, kernel)
 
 
+HUGE_PAGE = 1 << 21
+
+
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
+
+
+def use_huge_pages(memory: Tensor) -> None:
+    """Have Linux move memory that is filled into pages of 2 MiB, so that far fewer addresses must be translated while it is read.
+
+    Where the system has none to give, or no such call, nothing changes.
+    """
+    if memory.device.type != "cpu" or not sys.platform.startswith("linux") or memory.nbytes < HUGE_PAGE // 8:
+        return
+    first = memory.data_ptr() // HUGE_PAGE * HUGE_PAGE
+    size = memory.data_ptr() + memory.nbytes - first
+    for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(-(-size // HUGE_PAGE) * HUGE_PAGE), advice)
+
+
 def make_kernel(name: str, weight: Tensor, bias: Tensor | None) -> LinearKernel:
     """The kernel of this name for a weight.
 
@@ -236,6 +261,11 @@ class Linear:
     @property
     def weight(self) -> Tensor:
         return self._run.unpack() if self._weight is None else self._weight  # type: ignore[attr-defined]
+
+    @property
+    def memory(self) -> Tensor | None:
+        """What the kernel reads of the weight, in whatever order, if it says so."""
+        return getattr(self._run, "memory", self._weight)
 
     # %% nbs/3_model/04a_linear.ipynb #Linear-part
     def part(self, name: str, kind: str = "weight") -> Tensor:

@@ -1,0 +1,38 @@
+"""Weights in huge pages: only Linux knows, and it may have none."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minivllm.models.linear import HUGE_PAGE, Linear, use_huge_pages
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def huge_kilobytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's own")
+def test_a_weight_moves_into_huge_pages_and_keeps_its_numbers():
+    if not HUGE.exists() or "[never]" in HUGE.read_text():
+        pytest.skip("this system gives no huge pages")
+    weight = torch.arange(8 * HUGE_PAGE // 4, dtype=torch.float32)
+    before = huge_kilobytes()
+    use_huge_pages(weight)
+    assert huge_kilobytes() > before
+    assert torch.equal(weight, torch.arange(len(weight), dtype=torch.float32))
+
+
+def test_memory_that_cannot_move_is_left_alone():
+    for tensor in (torch.ones(7), torch.ones(HUGE_PAGE, device="meta")):
+        use_huge_pages(tensor)
+
+
+def test_a_layer_says_what_its_kernel_reads():
+    layer = Linear(64, {"a": 64}, bias=False, dtype=torch.float32, device=torch.device("cpu"))
+    layer.prepare()
+    assert layer.memory is not None and layer.memory.numel() == 64 * 64
