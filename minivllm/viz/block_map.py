@@ -5,7 +5,7 @@ Who owns which piece of the cache, and how did it come to that?
 
 # Generated from nbs/8_viz/05_block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1e3010ac2cb3 module=1ff0f22d9d88
+# literate: notebook=4d7ca3df4c80 module=15d3d94d3705
 
 from __future__ import annotations
 
@@ -324,6 +324,9 @@ class BlockMap(TraceView):
         trace: a trace, or the path of a saved one.
         tokenizer: anything with `decode(token_ids)`, to show tokens as text; None takes `trace.tokenizer`, and without that token ids are shown.
         tokens: whether the page carries the tokens. None carries them if they take less than 16 KB there.
+
+    Raises:
+        TypeError: neither trace nor path, or a tokenizer that cannot decode.
     """
 
     module = "block_map"
@@ -334,6 +337,8 @@ class BlockMap(TraceView):
 
     def __init__(self, trace: TraceSource, tokenizer: Any = None, tokens: bool | None = None) -> None:
         super().__init__(trace)
+        if tokenizer is not None and not hasattr(tokenizer, "decode"):
+            raise TypeError(f"a tokenizer has decode(token_ids); got {type(tokenizer).__name__}")
         self.tokenizer = tokenizer if tokenizer is not None else self.trace.tokenizer
         self.tokens = tokens
         columns, rows = _grid(self.trace.header.num_blocks)

@@ -5,7 +5,7 @@ How does one see blocks, queues and prefixes at the same moment?
 
 # Generated from nbs/8_viz/06_page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6f249f547a74 module=7f90e6e90bc1
+# literate: notebook=3294a04e6a6b module=10c66ef0524f
 
 from __future__ import annotations
 
@@ -40,20 +40,25 @@ class Page(View):
     """Several views, one player. Views of the same trace move together.
 
     Args:
-        views: in the order in which they stand on the page.
+        views: in the order in which they stand on the page; a page among them stands for its views.
         title: heading of the page, and of the file that `save` writes.
 
     Raises:
-        ValueError: no view was given.
+        ValueError: no view was given. TypeError: something that is not a view.
     """
 
     module = "page"
     page_heading = True
 
-    def __init__(self, views: Sequence[View], title: str = "minivllm") -> None:
-        if not views:
+    def __init__(self, views: View | Sequence[View], title: str = "minivllm") -> None:
+        given = [views] if isinstance(views, View) else list(views)
+        if not given:
             raise ValueError("a page needs at least one view")
-        self.views, self.title = list(views), title
+        for view in given:
+            if not isinstance(view, View):
+                raise TypeError(f"a page shows views, got {type(view).__name__}")
+        self.views = [one for view in given for one in (view.views if isinstance(view, Page) else [view])]
+        self.title = title
 
     def modules(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(["page", *(name for view in self.views for name in view.modules())]))

@@ -74,6 +74,16 @@ def test_files_have_fitting_names(tmp_path):
     assert view.save(tmp_path / "é #%?.HTM").exists()
 
 
+def test_what_is_no_view_and_no_tokenizer_is_refused():
+    trace = named(["a"], steps=2)
+    with pytest.raises(TypeError, match="a page shows views, got Trace"):
+        Page([BlockMap(trace), trace])
+    with pytest.raises(TypeError, match=r"a tokenizer has decode\(token_ids\); got Trace"):
+        trace.show(trace)
+    inner = BlockMap(trace)
+    assert Page([Page(inner), Timeline(trace)]).views[0] is inner
+
+
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_little_or_nothing_to_show(name, open_page, tmp_path):
     make, words = SITUATIONS[name]
