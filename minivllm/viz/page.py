@@ -5,7 +5,7 @@ How does one see blocks, queues and prefixes at the same moment?
 
 # Generated from nbs/8_viz/06_page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3294a04e6a6b module=10c66ef0524f
+# literate: notebook=f89408fcb6a5 module=edce5a52f051
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Page(View):
         for view in given:
             if not isinstance(view, View):
                 raise TypeError(f"a page shows views, got {type(view).__name__}")
-        self.views = [one for view in given for one in (view.views if isinstance(view, Page) else [view])]
+        self.views: list[View] = [one for view in given for one in (view.views if isinstance(view, Page) else [view])]
         self.title = title
 
     def modules(self) -> tuple[str, ...]:
