@@ -23,8 +23,7 @@ import threading, time
 from types import SimpleNamespace
 import numpy as np
 from minivllm.core.trace import Trace
-from minivllm.viz import BlockMap, Dashboard, SamplerExplorer
-from minivllm.viz.timeline import Timeline
+from minivllm.viz import BlockMap, Compare, Dashboard, PrefixTree, SamplerExplorer, Timeline, Waste
 trace = Trace.load("run.jsonl")
 """,
     "blocks = BlockMap(trace)\nblocks",
@@ -49,7 +48,11 @@ from minivllm.sampling.params import SamplingParams
 logits = np.random.default_rng(0).normal(0, 2, 49152).astype(np.float32)
 SamplerExplorer(SampleRecord(logits, SamplingParams(temperature=0.8, top_k=40, seed=1), (1, 2), (), 1))
 """,
-]  # fmt: skip
+    "PrefixTree(trace)",
+    "Waste(trace)",
+    'Compare(trace, "other.jsonl")',
+]
+OF_THE_TRACE = (1, 2, 3, 6, 7, 8)  # cells whose views follow its cursor  # fmt: skip
 READ = "print('the kernel sees', blocks.widget.step, blocks.widget.block, repr(blocks.widget.request))"
 
 
@@ -74,6 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a saved trace and a notebook that shows it."""
     path = tmp_path_factory.mktemp("lab")
     make_trace(num_blocks=96, steps=80).save(path / "run.jsonl")
+    make_trace(num_blocks=96, steps=80, budget=32).save(path / "other.jsonl")
     (path / "views.ipynb").write_text(json.dumps(notebook([*CELLS, READ])))
     return path
 
@@ -121,7 +125,7 @@ OPEN = """async (name) => {
 }"""
 
 
-READY = "[1, 2, 3, 4, 5].every((i) => document.querySelectorAll('.jp-Notebook .jp-Cell')[i]?.querySelector('.mv-card[data-ready]'))"
+READY = "[1, 2, 3, 4, 5, 6, 7, 8].every((i) => document.querySelectorAll('.jp-Notebook .jp-Cell')[i]?.querySelector('.mv-card[data-ready]'))"
 
 
 def unanswered(message: Any) -> bool:
@@ -168,13 +172,35 @@ def kernel_sees(page: Any) -> str:
 def test_scrubbing_one_view_moves_all_of_them_and_the_kernel_hears_of_it(lab):
     slider = output(lab, 1).locator(".mv-player input[type=range]")
     slider.fill("37")
-    for cell in (1, 2, 3):
+    for cell in OF_THE_TRACE:
         assert step_shown(output(lab, cell)) == "step 37 of 79"
     lab.wait_for_timeout(400)
     assert "the kernel sees 37" in kernel_sees(lab)
     output(lab, 2).get_by_role("button", name="step forward").click()
-    for cell in (1, 2, 3):
+    for cell in OF_THE_TRACE:
         assert step_shown(output(lab, cell)) == "step 38 of 79"
+    assert output(lab, 6).locator(".mv-subtitle").inner_text().endswith("after step 38")
+    assert output(lab, 7).locator("caption").inner_text().startswith("Step 38:")
+    for told in output(lab, 8).locator(".mv-compare-run .mv-lanes-detail").all_inner_texts():
+        assert told.startswith("Step 38")
+
+
+def test_a_view_made_later_is_where_the_others_are(lab):
+    lab.evaluate("""() => {
+      const [[, cursor], ...others] = globalThis.minivllmCursors;
+      cursor.go(12);
+      for (const [key] of others) globalThis.minivllmCursors.delete(key);
+    }""")
+    lab.evaluate("""async () => {
+      const notebook = window.jupyterapp.shell.currentWidget.content;
+      notebook.deselectAll();
+      notebook.activeCellIndex = 8;
+      await window.jupyterapp.commands.execute('notebook:run-cell');
+    }""")
+    output(lab, 8).locator(".mv-card[data-ready]").wait_for()
+    assert step_shown(output(lab, 8)) == "step 12 of 79"
+    output(lab, 8).get_by_role("button", name="go there").click()
+    assert step_shown(output(lab, 1)) == step_shown(output(lab, 8)) != "step 12 of 79"
 
 
 def test_a_click_on_a_block_lists_the_history_that_the_tables_have(lab, folder):
@@ -241,10 +267,10 @@ def test_nbconvert_makes_a_page_that_works_without_a_kernel(lab, folder, browser
     page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto((folder / "views.html").as_uri())
-    page.wait_for_function("document.querySelectorAll('.mv-card[data-ready]').length >= 5")
+    page.wait_for_function("document.querySelectorAll('.mv-card[data-ready]').length >= 11")
     page.locator(".mv-card input[type=range][aria-label=step]").first.fill("21")
     shown = page.locator(".mv-readout").all_inner_texts()
-    assert len(shown) == 3 and set(shown) == {"step 21 of 79"}
+    assert len(shown) == len(OF_THE_TRACE) and set(shown) == {"step 21 of 79"}
     assert len(page.query_selector_all(".mv-dashboard, .mv-sampler-explorer")) == 2
     assert all(
         "/require.js/" in url or "/mathjax/" in url for url in outside

@@ -159,6 +159,12 @@ def test_the_command_writes_a_page(trace, tmp_path, capsys, open_page, monkeypat
     assert main(["trace", "view", str(tmp_path / "run.jsonl"), "--output", str(tmp_path / "page.html")]) == 0
     assert opened == [(tmp_path / "page.html").as_uri()]
     assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
+    monkeypatch.setattr("webbrowser.open", lambda url: False)
+    assert main(["trace", "view", str(tmp_path / "run.jsonl"), "--output", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        str(tmp_path / "page.html"),
+        "no browser could be started: open the file by hand",
+    ]
     page = open_page(tmp_path / "page.html")
     assert page.title() == "run.jsonl" and page.locator("h1").inner_text() == "run.jsonl"
 
