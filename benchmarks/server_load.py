@@ -43,10 +43,10 @@ class Found:
 
 
 def bodies(count: int) -> list[dict[str, Any]]:
-    """Different requests: greedy and seeded, short and long, with shared beginnings."""
+    """Different requests: greedy and seeded, short and long, with shared beginnings; tokens that the smallest vocabulary has."""
     made = []
     for i in range(count):
-        prompt = [500 + k for k in range(16 * (i % 3))] + [1000 + 37 * i + k for k in range(8 + i % 5)]
+        prompt = [100 + k for k in range(16 * (i % 3))] + [(37 * i + k) % 250 for k in range(8 + i % 5)]
         sampling = {"temperature": 0} if i % 2 else {"temperature": 0.8, "seed": i}
         made.append({"prompt": prompt, "max_tokens": 8 + 3 * (i % 7), "ignore_eos": True, "stream": True, **sampling})
     return made

@@ -5,7 +5,7 @@
 
 # Generated from nbs/6_serving/03_async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3e7f53dbfb67 module=022ea435a3ed
+# literate: notebook=07c33c1c5c60 module=9f119d16673f
 
 import asyncio
 import itertools
@@ -24,6 +24,7 @@ from minivllm.engine.input_processor import ProcessedInput, PromptType
 from minivllm.engine.llm import FROM_GENERATION_CONFIG
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.warm_up import warm_up
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 
@@ -147,10 +148,13 @@ class AsyncLLM:
         self._thread.start()
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, *, engine_in: str = "thread", **options: Any) -> Self:
+    def from_engine_args(
+        cls, args: EngineArgs, *, engine_in: str = "thread", warm: bool = False, **options: Any
+    ) -> Self:
         """Load the model and start. ``options``: see `LLMEngine.from_engine_args`.
 
         ``engine_in``: "thread", or "process" for an engine core in a process of its own (see `engine.core_process`).
+        ``warm``: rehearse first, so that the first request does not pay for it (see `engine.warm_up`).
 
         Raises:
             ValueError: an unknown model or setting. TypeError: an option that cannot cross to the process.
@@ -158,10 +162,13 @@ class AsyncLLM:
         if engine_in == "process":
             from minivllm.engine.core_process import connect_engine  # it needs msgpack
 
-            return cls(connect_engine(args, **options))
+            return cls(connect_engine(args, warm=warm, **options))
         if engine_in != "thread":
             raise ValueError(f"engine_in must be 'thread' or 'process', got {engine_in!r}")
-        return cls(LLMEngine.from_engine_args(args, **options))
+        engine = LLMEngine.from_engine_args(args, **options)
+        if warm:
+            warm_up(engine.core.executor, engine.config)
+        return cls(engine)
 
     @property
     def config(self) -> EngineConfig:

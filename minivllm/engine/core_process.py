@@ -6,7 +6,7 @@ sockets, the other cannot schedule.
 
 # Generated from nbs/6_serving/17_engine_process.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5a3e5e77b110 module=81ed3a3e796c
+# literate: notebook=7d7584f1a663 module=8bf00eea0d47
 
 import logging
 import os
@@ -26,7 +26,8 @@ from minivllm.core.request import FinishReason, Request
 from minivllm.engine.core import EngineCore
 from minivllm.engine.grammar_queue import GrammarQueue
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.wire import Channel
+from minivllm.engine.warm_up import warm_up
+from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.sampling.grammar import GrammarCompiler
 
@@ -76,7 +77,7 @@ class EngineCoreProc:
                 outputs += self._handle(*message)
             if self.core.has_requests():
                 outputs += self.core.step()
-            self._send("outputs", outputs)
+            self._send("outputs", in_columns(outputs))
 
     def _take(self) -> list[list[Any]]:
         """All messages that have come; waits for one if the core has nothing to do."""
@@ -121,10 +122,12 @@ def main(file_number: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=file_number))
-    args, options, clock_start, log_level = channel.receive()
+    args, options, warm, clock_start, log_level = channel.receive()
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         engine = LLMEngine.from_engine_args(args, clock=WallClock(clock_start), **options)
+        if warm:
+            warm_up(engine.core.executor, engine.config)
     except Exception as error:  # noqa: BLE001 - said by the one that started us
         channel.send(["refused", [type(error).__name__, str(error)]])
         return 1
@@ -163,12 +166,13 @@ class EngineCoreClient:
     """An engine core in a process of its own, with the methods of `EngineCore`. One thread uses it; `get_stats` is for all.
 
     ``options``: see `LLMEngine.from_engine_args`; objects that would have to cross (policies, transforms) cannot.
+    ``warm``: whether to rehearse first, see `engine.warm_up`.
 
     Raises:
         ValueError, ...: what loading the model raises there. TypeError: an option that cannot cross. EngineProcessError.
     """
 
-    def __init__(self, args: EngineArgs, **options: Any) -> None:
+    def __init__(self, args: EngineArgs, *, warm: bool = False, **options: Any) -> None:
         for name, value in options.items():
             if not (value is None or value == () or isinstance(value, str)):
                 raise TypeError(
@@ -185,7 +189,7 @@ class EngineCoreClient:
         try:
             given = {name: value for name, value in options.items() if value}
             level = logging.getLogger().getEffectiveLevel()
-            self.channel.send([args, given, self.clock.start, level])
+            self.channel.send([args, given, warm, self.clock.start, level])
             kind, value, *_ = self._receive()
             if kind == "refused":
                 raise _as_error(*value)
@@ -236,7 +240,7 @@ class EngineCoreClient:
         kind, value, _, taken = self._arrived.popleft() if self._arrived else self._receive()
         if kind == "failed":
             raise EngineProcessError(f"{value[0]}: {value[1]}")
-        outputs = [output for output in value if self._born.get(output.request_id, taken + 1) <= taken]
+        outputs = [output for output in from_columns(value) if self._born.get(output.request_id, taken + 1) <= taken]
         for output in outputs:
             if output.finish_reason is not None:
                 del self._born[output.request_id]
@@ -244,11 +248,12 @@ class EngineCoreClient:
 
     # %% nbs/6_serving/17_engine_process.ipynb #EngineCoreClient-call
     def _send(self, *message: Any) -> None:
-        self._sent += 1
+        """Raises TypeError, ValueError for what cannot cross; then it does not count as sent."""
         try:
             self.channel.send(list(message))
         except OSError:  # it has ended; the next step says so
             pass
+        self._sent += 1
 
     def _receive(self) -> list[Any]:
         try:
@@ -327,9 +332,9 @@ def _start_process() -> tuple["subprocess.Popen[bytes]", Channel]:
     return process, Channel(ours)
 
 
-def connect_engine(args: EngineArgs, **options: Any) -> LLMEngine:
+def connect_engine(args: EngineArgs, *, warm: bool = False, **options: Any) -> LLMEngine:
     """An LLMEngine whose core runs in a process of its own. Raises what `EngineCoreClient` raises."""
-    core = EngineCoreClient(args, **options)
+    core = EngineCoreClient(args, warm=warm, **options)
     try:
         config = core.config
         tokenizer = get_tokenizer(args.tokenizer or config.model.path, args.download_dir)

@@ -5,12 +5,13 @@ An engine in a process of its own gets requests and gives back tokens, through a
 
 # Generated from nbs/6_serving/16_wire.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=dcd61b1bea83 module=ebeadec04241
+# literate: notebook=49fdf59222de module=5b7107c4e16d
 
 import select
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -20,7 +21,7 @@ import msgpack
 from minivllm.core import config, output, request
 from minivllm.sampling import logprobs, params, pooling
 
-__all__ = ["CLASSES", "Channel", "pack", "unpack"]
+__all__ = ["CLASSES", "Channel", "from_columns", "in_columns", "pack", "unpack"]
 
 
 # %% nbs/6_serving/16_wire.ipynb #pack
@@ -81,6 +82,27 @@ def _decode(code: int, data: bytes) -> Any:
     for name, value in zip(_NAMES[cls], values, strict=True):
         object.__setattr__(made, name, value)
     return made
+
+
+def in_columns(outputs: Sequence[output.EngineCoreOutput]) -> list[Any]:
+    """The outputs of a step: those with more to say than tokens whole, then ids, tokens and cached tokens of the rest, a list each."""
+    whole: list[output.EngineCoreOutput] = []
+    plain: list[output.EngineCoreOutput] = []
+    for o in outputs:
+        more = (o.finish_reason, o.logprobs, o.prompt_logprobs, o.error, o.pooled)
+        (plain if more == (None,) * 5 else whole).append(o)
+    return [
+        whole, [o.request_id for o in plain], [o.new_token_ids for o in plain], [o.num_cached_tokens for o in plain],
+    ]  # fmt: skip
+
+
+def from_columns(columns: Sequence[Any]) -> list[output.EngineCoreOutput]:
+    """The outputs again, in the order of `in_columns`."""
+    whole, *plain = columns
+    return whole + [
+        output.EngineCoreOutput(name, token_ids, num_cached_tokens=cached)
+        for name, token_ids, cached in zip(*plain, strict=True)
+    ]
 
 
 # %% nbs/6_serving/16_wire.ipynb #Channel

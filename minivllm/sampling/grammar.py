@@ -6,7 +6,7 @@ date.
 
 # Generated from nbs/3_model/17_grammar.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c36dcab2350b module=c439e95bccf8
+# literate: notebook=6977277862a7 module=fef7b358ced9
 
 import json as json_lib
 import re
@@ -181,7 +181,8 @@ class GrammarMatcher:
 
 def _reason(inner: Any) -> str:
     """The first line of the engine's error; the rest is its inner state."""
-    return re.split(r"\n<|\n\s+\d+ \|", str(inner.get_error()).strip())[0].strip()
+    reason = re.split(r"\n<|\n\s+\d+ \|", str(inner.get_error()).strip())[0].strip()
+    return "no text of finite length satisfies it" if reason == "NoExtensionBias" else reason
 
 
 # %% nbs/3_model/17_grammar.ipynb #PendingGrammar

@@ -6,7 +6,7 @@ starts and stops them in the right order.
 
 # Generated from nbs/6_serving/11_app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=944a16329f5f module=0e2f6fe0a22d
+# literate: notebook=c3418b0fd7a4 module=cac85773e139
 
 import argparse
 import asyncio
@@ -440,7 +440,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sock = listen(args.host, args.port)
 
     def make_engine() -> AsyncLLM:
-        return AsyncLLM.from_engine_args(engine_args, engine_in=place)
+        return AsyncLLM.from_engine_args(engine_args, engine_in=place, warm=True)
 
     try:
         app = create_app(make_engine(), options)

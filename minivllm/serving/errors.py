@@ -5,7 +5,7 @@ Client libraries look at two things: the status, and a body in OpenAI's shape.
 
 # Generated from nbs/6_serving/04_errors.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d55b6b77a37b module=56024a8b66f1
+# literate: notebook=e701e564221b module=204b7921fabb
 
 import logging
 from collections.abc import Sequence
@@ -84,8 +84,10 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, f"unknown field {place!r}", param=place, code="unknown_field")
     given = first.get("input")
     shown = f", got {repr(given)[:80]}" if isinstance(given, (str, int, float, bool, type(None))) else ""
-    message = f"{place or 'the request'}: {first['msg'].removeprefix('Value error, ')}{shown}"
-    return ApiError(400, message, param=place or None, code="invalid_value")
+    fault = first["msg"].removeprefix("Value error, ")
+    if not (place and fault.startswith(place)):
+        fault = f"{place or 'the request'}: {fault}"
+    return ApiError(400, fault + shown, param=place or None, code="invalid_value")
 
 
 def as_api_error(error: Exception) -> ApiError:

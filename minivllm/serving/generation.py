@@ -6,7 +6,7 @@ pieces, count tokens, and stop everything when the client hangs up.
 
 # Generated from nbs/6_serving/06_generation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8d98386fa38d module=3bc9485565d9
+# literate: notebook=7ddeb0752dcf module=e33d63a3ef5c
 
 import asyncio
 import json
@@ -39,6 +39,7 @@ __all__ = [
     "in_time",
     "merge",
     "request_name",
+    "to_json",
     "unless_disconnected",
     "usage",
 ]
@@ -203,17 +204,19 @@ async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Re
 
 
 # %% nbs/6_serving/06_generation.ipynb #sse
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+"""One encoder for all events: `json.dumps` with these options would make one for each."""
+
+
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + to_json(body).encode("utf-8", "replace") + b"\n\n"
 
 
-async def in_time(chunks: AsyncIterator[T], seconds: float | None) -> AsyncIterator[T]:
+async def in_time(chunks: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
     """Pass on what comes; ApiError 408 if the last has not come after ``seconds``."""
-    if seconds is None:
-        async for chunk in chunks:
-            yield chunk
-        return
     end = asyncio.get_running_loop().time() + seconds
     while True:
         try:
@@ -237,13 +240,15 @@ class SSEResponse(Response):
     media_type = "text/event-stream"
 
     def __init__(self, job: Job, chunks: AsyncIterator[dict[str, Any]]) -> None:
-        self.job, self.chunks = job, chunks
+        self.job, limit = job, job.state.request_timeout
+        self.chunks = chunks if limit is None else in_time(chunks, limit)
+        self._since: float | None = None  # the moment from which on a client has not taken a piece
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:
-            async for chunk in in_time(self.chunks, self.job.state.request_timeout):
+            async for chunk in self.chunks:
                 yield event(chunk)
         except Exception as error:  # noqa: BLE001 - the status is out, so it goes into the stream
             yield event(as_api_error(error).body)
@@ -251,24 +256,38 @@ class SSEResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        now = asyncio.get_running_loop().time
         async for data in self._events():
-            async with asyncio.timeout(self.job.state.stall_timeout):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._since = now()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._since = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _stalled(self, limit: float | None) -> None:
+        """Returns when the client has taken nothing for so many seconds. It looks now and then: a timer for each piece would cost more."""
+        if limit is None:
+            await asyncio.Event().wait()
+            return
+        now = asyncio.get_running_loop().time
+        while (left := limit - (0 if self._since is None else now() - self._since)) > 0:
+            await asyncio.sleep(left)
+        logger.warning("%s: the client has taken nothing for too long; its request is ended", self.job.id)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = asyncio.ensure_future(self._stream(send))
-        watch = asyncio.ensure_future(_hung_up(receive))
+        tasks = [
+            stream,
+            asyncio.ensure_future(_hung_up(receive)),
+            asyncio.ensure_future(self._stalled(self.job.state.stall_timeout)),
+        ]
         try:
-            await asyncio.wait({stream, watch}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if stream.done():
                 stream.result()
-        except TimeoutError:
-            logger.warning("%s: the client has taken nothing for too long; its request is ended", self.job.id)
         finally:
-            for each in (stream, watch):
-                each.cancel()
-            await asyncio.gather(stream, watch, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.job.close()
 
 

@@ -5,7 +5,7 @@ An OpenAI client has dozens of fields, vLLM adds more, and each release brings n
 
 # Generated from nbs/6_serving/05_protocol.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=dd87ef3bee03 module=941e550382f5
+# literate: notebook=5c7db2fa934c module=2797605ae5a7
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,6 +29,7 @@ __all__ = [
     "FunctionCall",
     "FunctionDefinition",
     "FunctionName",
+    "Int64",
     "JsonSchema",
     "NamedToolChoice",
     "ResponseFormat",
@@ -42,6 +43,12 @@ __all__ = [
 
 
 # %% nbs/6_serving/05_protocol.ipynb #Request
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+"""Larger numbers can be written in JSON, but cross neither to the engine's process nor into a tensor."""
+
+
 class ApiModel(BaseModel):
     """A body: no unknown field, no value of another type. ``unsupported``: {field: (values that ask for nothing, why)}."""
 
@@ -90,24 +97,24 @@ class SamplingFields(ApiModel):
     """What OpenAI and vLLM let a client say about the draw."""
 
     model: str | None = None
-    n: int = 1
+    n: Int64 = 1
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int64] | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = 0
+    min_tokens: Int64 = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Int64 | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     repetition_detection: dict[str, Any] | None = None
@@ -117,7 +124,7 @@ class SamplingFields(ApiModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    priority: int = 0
+    priority: Int64 = 0
     cache_salt: str | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
     return_token_ids: bool = False
@@ -186,11 +193,11 @@ class CompletionRequest(SamplingFields):
     }
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    best_of: int | None = None
+    best_of: Int64 | None = None
     echo: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    max_tokens: int | None = 16
+    logprobs: Int64 | None = None
+    prompt_logprobs: Int64 | None = None
+    max_tokens: Int64 | None = 16
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str | list[int]]:
@@ -386,10 +393,10 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     }
 
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    top_logprobs: Int64 | None = None
+    prompt_logprobs: Int64 | None = None
+    max_tokens: Int64 | None = None
+    max_completion_tokens: Int64 | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool = True
 

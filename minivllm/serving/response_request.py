@@ -6,7 +6,7 @@ thought, one after another in a flat list.
 
 # Generated from nbs/6_serving/24_response_request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a7ce7d889109 module=347668dafe29
+# literate: notebook=10534e995514 module=705a33267ec2
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from minivllm.serving.errors import ApiError, from_validation
-from minivllm.serving.protocol import ApiModel, ChatCompletionRequest, FunctionDefinition
+from minivllm.serving.protocol import ApiModel, ChatCompletionRequest, FunctionDefinition, Int64
 
 __all__ = [
     "CallItem",
@@ -228,12 +228,12 @@ class ResponsesRequest(ApiModel):
     stream_options: ResponseStreamOptions | None = None
     safety_identifier: str | None = None
     user: str | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: str | list[str] | None = None
-    priority: int = 0
+    priority: Int64 = 0
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -6,7 +6,7 @@ part ends, the item ends.
 
 # Generated from nbs/6_serving/25_responses.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=515052729228 module=ae2d717142ac
+# literate: notebook=4e37af8c3c7d module=ee805c176b86
 
 import json
 import time
@@ -30,8 +30,8 @@ from minivllm.serving.generation import (
     SSEResponse,
     check_output,
     collect,
-    in_time,
     merge,
+    to_json,
     unless_disconnected,
 )
 from minivllm.serving.response_request import ResponsesRequest, as_chat
@@ -306,15 +306,14 @@ class EventResponse(SSEResponse):
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:
-            async for event in in_time(self.chunks, self.job.state.request_timeout):
+            async for event in self.chunks:
                 yield _named(event)
         except Exception as error:  # noqa: BLE001 - the status is out, so it goes into the stream
             yield _named(self.writer.failed(as_api_error(error)))
 
 
 def _named(event: dict[str, Any]) -> bytes:
-    data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {event['type']}\ndata: {data}\n\n".encode("utf-8", "replace")
+    return f"event: {event['type']}\ndata: {to_json(event)}\n\n".encode("utf-8", "replace")
 
 
 # %% nbs/6_serving/25_responses.ipynb #respond

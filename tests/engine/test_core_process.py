@@ -23,7 +23,7 @@ from minivllm.core.request import FinishReason, Request
 from minivllm.core.trace import Trace
 from minivllm.engine.async_llm import EngineDeadError
 from minivllm.engine.core_process import EngineCoreClient, EngineCoreProc
-from minivllm.engine.wire import Channel, pack, unpack
+from minivllm.engine.wire import Channel, from_columns, in_columns, pack, unpack
 from minivllm.sampling.logprobs import Logprob
 from minivllm.sampling.params import RequestOutputKind
 
@@ -76,6 +76,18 @@ def test_requests_cross_with_every_field():
     assert {name: getattr(back, name) for name in Request.__slots__} == {
         n: getattr(request, n) for n in Request.__slots__
     }
+
+
+def test_outputs_cross_in_columns():
+    outputs = [
+        EngineCoreOutput("whole", [5], FinishReason.STOP, 5),
+        EngineCoreOutput("named", [6], logprobs=[{6: Logprob(-0.5, 1)}]),
+        EngineCoreOutput("failed", [], error="no"),
+        EngineCoreOutput("plain", [1]),
+        EngineCoreOutput("cached", [2, 3], num_cached_tokens=4),
+    ]
+    assert from_columns(unpack(pack(in_columns(outputs)))) == outputs
+    assert from_columns(unpack(pack(in_columns([])))) == []
 
 
 @pytest.mark.parametrize("value", [lambda: 0, Path("x"), object(), {"a": {1, 2}}])
@@ -244,16 +256,20 @@ def test_an_output_of_an_aborted_request_does_not_reach_its_namesake():
     proc = object.__new__(EngineCoreProc)
     proc.channel, proc.core, proc._taken = theirs, core, 0
 
+    with pytest.raises(TypeError, match="cannot cross"):  # and it does not count as a message
+        client.add_request(Request("huge", [1], max_tokens=5, priority=2**70))
     client.add_request(Request("a", [1], max_tokens=5))
     proc._taken += 1
     proc._handle(*theirs.receive())
     client.abort(["a"])
     client.add_request(Request("a", [2], max_tokens=5))
-    proc._send("outputs", [EngineCoreOutput("a", [11])])  # of the first "a": the engine has not read the abort yet
+    proc._send(
+        "outputs", in_columns([EngineCoreOutput("a", [11])])
+    )  # of the first "a": the engine has not read the abort yet
     assert client.step() == []
     for _ in range(2):
         proc._taken += 1
         proc._handle(*theirs.receive())
-    proc._send("outputs", [EngineCoreOutput("a", [22], FinishReason.LENGTH)])
+    proc._send("outputs", in_columns([EngineCoreOutput("a", [22], FinishReason.LENGTH)]))
     assert [output.new_token_ids for output in client.step()] == [[22]]
     assert client.get_stats() == {"num_requests_running": 1}

@@ -103,7 +103,7 @@ def test_kinds(compiler, wish: dict, good: list[str], bad: list[str]) -> None:
         ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: \\["not"\\]'),
         ({"json": {"type": "strin"}}, "strin"),
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
-        ({"json": {"$ref": "#"}}, "NoExtensionBias"),
+        ({"json": {"$ref": "#"}}, "no text of finite length satisfies it"),
         ({"json": {"$ref": "http://example.com/schema"}}, "example.com"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
         ({"json": {"type": "string", "format": "shoe-size"}}, "shoe-size"),

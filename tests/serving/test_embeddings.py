@@ -88,7 +88,7 @@ def test_the_metrics_count_them(tiny: LiveServer):
         ({"input": [[99999]]}, None, "token ids"),
         ({"input": {"a": 1}}, "input", "string"),
         ({}, "input", "required"),
-        ({"input": "a" * 300}, None, "max_model_len"),
+        ({"input": "a" * 300}, None, "has 300 tokens, but at most 255 are allowed: max_model_len=256"),
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions"),
         ({"input": "a", "dimensions": 73}, "dimensions", "at most the 72"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64"),

@@ -197,6 +197,7 @@ def test_tls_json_logs_and_two_servers_on_one_port(tiny_args: EngineArgs, tmp_pa
         (b"{", "not valid JSON"), (b"", "required"), (b"[1]", ""), (b'"x"', ""), (b"\xff\xfe", ""), (b'{"prompt": NaN}', ""),
         (b'{"prompt": "a", "max_tokens": "many"}', "max_tokens"), (b'{"prompt": {"a": 1}}', "prompt"), (b'{"prompt": null}', "prompt"),
         (b'{"prompt": [[]]}', ""), (b'{"prompt": [1e30]}', "prompt"), (b'{"prompt": "a", "logit_bias": [1]}', "logit_bias"),
+        (b'{"prompt": "a", "priority": 36893488147419103232}', "priority"), (b'{"prompt": "a", "top_k": 9223372036854775808}', "top_k"),
         (b'{"prompt": "a", "stop": 5}', "stop"), (b'{"prompt": "a", "n": true}', "n"), (b'{"prompt": "a", "seed": 1e400}', "seed"),
         (b'{"prompt": "\\ud800", "max_tokens": 1}', ""), (b"[" * 100_000, ""), (b'{"prompt": "a", "stream_options": 3}', "stream_options"),
     ],

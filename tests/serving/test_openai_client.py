@@ -132,7 +132,7 @@ def test_chat_logprobs(tiny: LiveServer):
             for c in client.chat.completions.create(**wishes, stream=True)
             if c.choices[0].logprobs
         ]
-    assert [[t.token for t in piece] for piece in streamed] == [[t.token] for t in content]
+    assert [t.token for piece in streamed for t in piece] == [t.token for t in content]
     for token in content:
         assert len(token.top_logprobs) == 3 and token.top_logprobs[0].logprob == token.logprob  # greedy
         assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob >= token.top_logprobs[2].logprob
