@@ -1,11 +1,11 @@
 """Whole numbers in a register.
 
-Question: ?
+Question: packed words are an eighth of the bytes.
 """
 
 # Generated from nbs/4_kernels/25f_cpu_quantized.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cbcbd7b68bf6 module=6412f035f0c8
+# literate: notebook=6440d7d725df module=389d4a08d1c7
 
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +56,7 @@ from minivllm_kernels.cpu_vector import (
 __all__ = ["ZERO", "jit", "make_tile", "multiply", "tile_vectors", "widen"]
 
 
-# %% nbs/4_kernels/25f_cpu_quantized.ipynb #code
+# %% nbs/4_kernels/25f_cpu_quantized.ipynb #make_tile
 """Product of few rows with a quantized weight, and the weight written out for many rows.
 
 Sums are float32, in an order that does not depend on the number of rows: a row's result is bit-identical in any batch.
@@ -96,6 +96,7 @@ def make_tile(rows: int, vectors: int, bits: int, lanes: int) -> Any:
     return tile
 
 
+# %% nbs/4_kernels/25f_cpu_quantized.ipynb #multiply
 def multiply(bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
     """Body of the kernel for weights of `bits` and rows of `x_bits`. Arguments: `cpu_quantizing`."""
     L, SCALE_BITS = lanes, 16 if bits == 4 else 32
@@ -172,6 +173,7 @@ def multiply(bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[An
     return body
 
 
+# %% nbs/4_kernels/25f_cpu_quantized.ipynb #widen
 def widen(bits: int, x_bits: int, lanes: int) -> Callable[[Any], None]:
     """Body of the kernel that writes out blocks of a weight as numbers of `x_bits`. Arguments: `cpu_quantizing`."""
     L, BITS, SCALE_BITS = lanes, bits, 16 if bits == 4 else 32

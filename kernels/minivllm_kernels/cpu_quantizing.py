@@ -1,11 +1,11 @@
-"""Weights of four bits.
+"""Weights of a few bits.
 
-Question: ?
+Question: a row times a matrix takes as long as the matrix takes to be read.
 """
 
 # Generated from nbs/4_kernels/25e_cpu_quantizing.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e4cec8a2b3f7 module=8eed5026a551
+# literate: notebook=26d00e164c01 module=7fa47f4c1e83
 
 import numpy as np
 
