@@ -6,7 +6,7 @@ the module that the package imports.
 
 # Generated from nbs/0_start/02_reading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=541255133ce8 module=3316f6b22aec
+# literate: notebook=a2b42efa1856 module=51e1c037aa83
 
 import traceback
 from collections.abc import Callable
@@ -68,11 +68,13 @@ def _blank() -> None: ...
 
 
 def is_blank(answer: Any) -> bool:
-    """Whether an answer is dots, has dots in it, or is a function whose body is dots."""
+    """Whether an answer is dots, has dots in it, or is a function (or an object with a method) whose body is dots."""
     if isinstance(answer, dict):
         return any(map(is_blank, answer.values()))
     if isinstance(answer, list | tuple | set):
         return any(map(is_blank, answer))
+    if type(answer).__module__ == "__main__":  # an object of the reader's own class, with methods still to write
+        return any(map(is_blank, vars(type(answer)).values()))
     code = getattr(answer, "__code__", None)
     return answer is ... or (code is not None and code.co_code == _blank.__code__.co_code and code.co_consts[0] is None)
 
