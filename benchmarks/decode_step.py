@@ -1,11 +1,11 @@
 """How far is a decode step from the memory's speed? Prints, for each batch size, its share of the floor.
 
-    python benchmarks/decode_step.py [--output FOLDER] [--context 1024] [--batch 1 16 64 256]
+    python benchmarks/decode_step.py [--output FOLDER] [--context 1024] [--batch 1 16 64 256] [--products 1 2 4 8]
 
 The model has the shape of Qwen3-0.6B and random bfloat16 weights. A step is what the engine's model runner replays as one
 CUDA graph, with the product that gives the logits and the choice of the likeliest token behind it. The floor is the time
 in which the card, at the bandwidth of a copy measured in the same run (bytes read plus bytes written), moves the weights
-and the keys and values once.
+and the keys and values once. Then, for small batches, the same step with every product by cuBLAS, and by each of our own kernels.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from kernels import CUDA, copy_bandwidth, median_ms, random_batch
 from minivllm.attention.numba_cuda import NumbaCudaBackend
 from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.config import KVCacheConfig, make_kv_cache_groups
+from minivllm.models import gpu_linear
 from minivllm.models.decoder import Decoder
 from minivllm.models.fused import fuse
 from minivllm.models.spec import spec_from_config
@@ -72,10 +73,30 @@ def step_ms(decoder: Decoder, batch: int, context: int) -> tuple[float, float]:
     return median_ms(lambda: graphs.run(key, make)), median_ms(whole)
 
 
+def by_product(decoder: Decoder, batches: list[int], context: int) -> list[dict]:
+    """The step with every product by one kind, whatever the table of `gpu_linear` says."""
+    rows, table = [], gpu_linear.KINDS
+    print("rows  products  layers ms  step ms")
+    for batch in batches:
+        for kind in ("cublas", "fma", "mma")[: 3 if batch <= 8 else 1]:
+            if kind == "fma" and batch > 4:
+                continue
+            gpu_linear.KINDS = () if kind == "cublas" else ((8, kind),)
+            layers, whole = step_ms(decoder, batch, context)
+            rows.append({"rows": batch, "kind": kind, "layers_ms": layers, "step_ms": whole})
+            print(f"{batch:4}  {kind:8} {layers:10.3f} {whole:8.3f}")
+            torch.cuda.empty_cache()
+    gpu_linear.KINDS = table
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument(
+        "--products", type=int, nargs="*", default=[1, 2, 4, 8], help="batches to try each product with"
+    )
     parser.add_argument("--output", type=Path, help="folder for decode_step-CARD.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -96,9 +117,10 @@ def main() -> None:
         )
         print(f"{batch:5} {layers:10.3f} {whole:8.3f} {floor:9.3f} {floor / whole:9.2f} {batch / whole * 1e3:9.0f}")
         torch.cuda.empty_cache()
+    products = by_product(decoder, args.products, args.context)
     if args.output:
         name = f"decode_step-{card.lower().replace(' ', '-')}.json"
-        result = {"card": card, "copy_gb_s": copy, "context": args.context, "rows": rows}
+        result = {"card": card, "copy_gb_s": copy, "context": args.context, "rows": rows, "products": products}
         (args.output / name).write_text(json.dumps(result, indent=1) + "\n")
 
 

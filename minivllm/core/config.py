@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1df455dd4988 module=b5e1dfe26517
+# literate: notebook=0e26c4725cef module=6dc836b3e459
 
 from __future__ import annotations
 
@@ -558,7 +558,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     if not args.enable_chunked_prefill and budget < max_model_len:
         budget, why = max_model_len, "max_model_len, since prompts may not be cut"
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
-    overlap = choose("async_scheduling", args.async_scheduling, False, "default")
+    overlap = choose("async_scheduling", args.async_scheduling, machine.device != "cpu", f"default on {machine.device}")
     decisions.append(Decision("attention_backend", machine.attention_backend, machine.attention_backend_why))
     decisions.append(Decision("linear_kernel", machine.linear_kernel, machine.linear_kernel_why))
     groups = make_kv_cache_groups(model.kv_specs)

@@ -5,7 +5,7 @@ Linear layers whose weights are fused at load and whose product is chosen after 
 
 # Generated from nbs/3_model/04a_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a4f4bf906543 module=257f719d9b3e
+# literate: notebook=63760c1a286e module=00beeebfec74
 
 import ctypes
 import importlib
@@ -92,6 +92,7 @@ _KERNELS: dict[str, str | KernelMaker] = {
     "torch": torch_kernel,
     "batch_invariant": batch_invariant_kernel,
     "cpu": "minivllm.models.cpu_linear:cpu_kernel",
+    "gemv": "minivllm.models.gpu_linear:gemv_kernel",
     "cpu_invariant": "minivllm.models.cpu_linear:cpu_invariant_kernel",
     "int8": "minivllm.models.cpu_quantized:int8_kernel",
     "int4_32": "minivllm.models.cpu_quantized:int4_32_kernel",
@@ -122,6 +123,10 @@ def register_kernel(name: str, make: str | KernelMaker) -> None:
 
 def choose_kernel(weight: Tensor) -> str:
     """The kernel that `auto` stands for, by the weight's shape, dtype and device."""
+    if weight.device.type == "cuda":
+        from minivllm.models.gpu_linear import gpu_problem
+
+        return "torch" if gpu_problem(weight.dtype, weight.device, *weight.shape) else "gemv"
     if weight.device.type != "cpu":
         return "torch"
     try:
@@ -135,6 +140,11 @@ def explain_choice(dtype: torch.dtype, device: torch.device, batch_invariant: bo
     """(kernel that a model of this dtype gets if none is named, and why). Single weights of odd sizes may get `torch`."""
     if batch_invariant:
         return "batch_invariant", "the attention backend asks for rows that do not depend on the batch"
+    if device.type == "cuda":
+        from minivllm.models.gpu_linear import KINDS, gpu_problem
+
+        own = f"kernels of our own for up to {KINDS[-1][0]} rows, torch's product for more"
+        return ("torch", problem) if (problem := gpu_problem(dtype, device)) else ("gemv", own)
     if device.type != "cpu":
         return "torch", f"the one for {device.type}"
     try:

@@ -36,6 +36,13 @@ def test_every_setting_is_explained():
     assert config(max_num_seqs=3) == made
 
 
+def test_steps_overlap_on_a_gpu_unless_asked_otherwise():
+    gpu = dataclasses.replace(CPU, device="cuda")
+    assert [config(m, async_scheduling=a).async_scheduling for m in (CPU, gpu) for a in (None, True, False)] == [
+        False, True, False, True, True, False,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "kwargs, error, words",
     [

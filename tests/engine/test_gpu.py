@@ -117,9 +117,10 @@ def test_async_scheduling_replays_graphs(folder, name):
     waiting = load(folder(name), dtype="bfloat16", attention_backend="numba_cuda", async_scheduling=False)
     llm = load(folder(name), dtype="bfloat16", attention_backend="numba_cuda", async_scheduling=True)
     for params in (greedy(24), SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)):
-        want = tokens(waiting, params)
-        for _ in range(2):  # the second time every step is replayed
-            assert tokens(llm, params) == want
+        for _ in range(
+            2
+        ):  # the second time every step is replayed, and prefixes are cached: other kernels, other rounding
+            assert tokens(llm, params) == tokens(waiting, params)
     assert len(llm.llm_engine.core.executor.runner.graphs) > 0
 
 

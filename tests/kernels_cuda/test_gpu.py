@@ -7,6 +7,7 @@ import torch
 from minivllm.attention.backend import AttentionBatch, AttentionSpec
 from minivllm.attention.numba_cuda import NumbaCudaBackend, NumbaCudaInvariantBackend
 from minivllm.attention.select import select_backend
+from minivllm.models.linear import Linear
 from minivllm_kernels import ops
 
 CUDA = torch.device("cuda", 0)
@@ -296,6 +297,20 @@ def test_gemv(dtype, size, features):
             got = ops.gemv(x[:rows], weight, kind)
             assert relative_error(got, exact[:rows]) < TOLERANCE[dtype], (kind, rows)
             assert kind == "fma" or torch.equal(got, alone[:rows])
+
+
+def test_a_linear_layer_takes_these_products_for_few_rows():
+    layer = Linear(256, {"a": 64, "b": 32}, bias=False, dtype=BF16, device=CUDA)
+    layer.weight.copy_(torch.randn(96, 256, device=CUDA) / 16)
+    layer.prepare()
+    assert layer.kernel == "gemv"
+    x = torch.randn(12, 256, device=CUDA).to(BF16)
+    for rows in range(13):
+        want = x[:rows].double() @ layer.weight.double().t()
+        assert layer(x[:rows]).shape == (rows, 96) and (rows == 0 or relative_error(layer(x[:rows]), want) < TOLERANCE[BF16])  # fmt: skip
+    odd = Linear(250, {"a": 64}, bias=False, dtype=BF16, device=CUDA)
+    odd.prepare()
+    assert odd.kernel == "torch"
 
 
 def test_gemv_refuses_what_it_cannot_read():

@@ -1,0 +1,61 @@
+"""Which product for how many rows?
+
+Question: cuBLAS, the kernel on the plain units, the one on the matrix units.
+"""
+
+# Generated from nbs/4_kernels/11c_gpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=35444289f418 module=0b73eeef9263
+
+import torch
+from torch import Tensor
+
+from minivllm.attention.numba_cuda import cuda_ops
+from minivllm.models.linear import LinearKernel, torch_kernel
+
+__all__ = ["KINDS", "SmallProduct", "gemv_kernel", "gpu_problem"]
+
+
+# %% nbs/4_kernels/11c_gpu_linear.ipynb #SmallProduct
+KINDS: tuple[tuple[int, str], ...] = ((4, "fma"), (8, "mma"))
+"""Up to so many rows, this kernel of `minivllm_kernels.gemv`; beyond, torch's product."""
+
+
+def gpu_problem(dtype: torch.dtype, device: torch.device, size: int = 2, features: int = 8) -> str | None:
+    """Why there is no kernel for few rows for a weight [size, features], in words; None if there is one."""
+    try:
+        ops = cuda_ops()
+    except ImportError as error:
+        return f'{error}; install the kernels with pip install "minivllm[cuda]"'
+    if (reason := ops.device_unsupported(device)) is not None:
+        return reason
+    if dtype not in ops.HALF:
+        return f"the kernels for few rows are built for bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if size % 2 or features % 8:
+        return f"the kernels for few rows take an even number of outputs and a multiple of 8 inputs, not {size} and {features}"
+    return None
+
+
+class SmallProduct:
+    """A product that is ours for few rows and torch's for more."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight, self.plain = weight, torch_kernel(weight, None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for most, kind in KINDS:
+            if 0 < x.shape[0] <= most:
+                product: Tensor = cuda_ops().gemv(x, self.weight, kind)
+                return product
+        return self.plain(x)
+
+
+def gemv_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
+    """The linear kernel `gemv`.
+
+    Raises:
+        ValueError: the weight is none for it; says why.
+    """
+    if (problem := gpu_problem(weight.dtype, weight.device, *weight.shape)) is not None:
+        raise ValueError(problem)
+    return SmallProduct(weight) if bias is None else torch_kernel(weight, bias)
