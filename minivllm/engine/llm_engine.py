@@ -5,7 +5,7 @@
 
 # Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f31bf58f6ebc module=e2734bf896d0
+# literate: notebook=b9a210fe534a module=3bf97a7fe103
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -124,7 +124,7 @@ class LLMEngine:
         )
 
     def add_processed(self, request_id: str, given: ProcessedInput) -> None:
-        """Queue what `process` has checked. Raises ValueError if the id is in use."""
+        """Queue what `process` has checked. Raises ValueError if the id is in use, TypeError if it cannot cross to the engine's process."""
         children = {child.request_id: child.sampling_params for child in given.children}
         arrival = given.children[0].arrival_time
         self.output_processor.add_request(
@@ -133,7 +133,7 @@ class LLMEngine:
         try:
             for child in given.children:
                 self.core.add_request(child)
-        except ValueError:
+        except Exception:
             self.abort_request([request_id])
             raise
         self.num_prompt_tokens += len(given.prompt_token_ids)

@@ -5,7 +5,7 @@ The model gives one number per word of its vocabulary: the logits.
 
 # Generated from nbs/3_model/10_sampling_params.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=de42695b16eb module=a527deb023c0
+# literate: notebook=fed8e7e3d776 module=45f748dffb4d
 
 import copy
 import difflib
@@ -55,7 +55,8 @@ class InvalidParameter(ValueError):
         self.parameter, self.value, self.allowed = parameter, value, allowed
 
     def __str__(self) -> str:
-        return f"{self.parameter} must be {self.allowed}, got {self.value!r}"
+        given = repr(self.value)
+        return f"{self.parameter} must be {self.allowed}, got {given if len(given) <= 200 else given[:197] + '...'}"
 
 
 # %% nbs/3_model/10_sampling_params.ipynb #Allowed

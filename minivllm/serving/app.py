@@ -6,7 +6,7 @@ starts and stops them in the right order.
 
 # Generated from nbs/6_serving/11_app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c3418b0fd7a4 module=cac85773e139
+# literate: notebook=062e7ed18557 module=2312cefe9c32
 
 import argparse
 import asyncio
@@ -354,6 +354,13 @@ def run_server(
 
 
 # %% nbs/6_serving/11_app.ipynb #main
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"a port is in 0..65535, got {port}")
+    return port
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The flags of `minivllm serve`."""
     parser = argparse.ArgumentParser(prog="minivllm serve", description="Serve a model over the OpenAI API.")
@@ -363,7 +370,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    group.add_argument("--port", type=int, default=8000, help="port (default: 8000; 0: any that is free)")
+    group.add_argument("--port", type=_port, default=8000, help="port (default: 8000; 0: any that is free)")
     group.add_argument(
         "--shutdown-timeout", type=float, default=30.0, help="seconds that open requests get at the end (default: 30)"
     )

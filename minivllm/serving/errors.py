@@ -5,7 +5,7 @@ Client libraries look at two things: the status, and a body in OpenAI's shape.
 
 # Generated from nbs/6_serving/04_errors.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e701e564221b module=204b7921fabb
+# literate: notebook=0951732b89a6 module=986adb8e151c
 
 import logging
 from collections.abc import Sequence
@@ -100,6 +100,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), param=error.parameter, code="invalid_value")
     if isinstance(error, GrammarError):
         return ApiError(400, f"what the answer must look like: {error}", code="invalid_grammar")
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply", code="invalid_value")
     if isinstance(error, (ValueError, TypeError)):
         too_long = any(words in str(error) for words in ("max_model_len=", "is too long"))
         code = "context_length_exceeded" if too_long else "invalid_value"
@@ -117,13 +119,19 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def schema(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
+        if isinstance(error.body, bytes):  # not parsed, for it does not claim to be JSON
+            given = request.headers.get("content-type", "")
+            message = f"the body must be JSON with the header 'Content-Type: application/json', got {given!r}"
+            return ApiError(415, message, code="unsupported_media_type").response()
         return from_validation(error.errors()).response()
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = error.detail
-        if error.status_code == 404:
+        if error.status_code in (404, 405):
             message = f"there is no {request.method} {request.url.path} here; /docs lists what there is"
+        elif message == "There was an error parsing the body":  # FastAPI's words for bytes that are no text
+            message = "the body is not valid JSON: it is not UTF-8"
         return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
     async def bug(request: Request, error: Exception) -> Response:
@@ -132,6 +140,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(ApiError, ours)
     app.add_exception_handler(EngineDeadError, ours)
+    app.add_exception_handler(RecursionError, ours)
     app.add_exception_handler(RequestValidationError, schema)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, bug)

@@ -77,6 +77,24 @@ def test_malformed_bodies(tiny: LiveServer, body: bytes):
     error_of(response, 400)
 
 
+def test_a_schema_of_four_hundred_levels_is_the_clients_error(tiny: LiveServer):
+    schema = '{"properties": {"a": ' * 400 + "{}" + "}}" * 400
+    body = '{"prompt": "a", "max_tokens": 2, "structured_outputs": {"json": ' + schema + "}}"
+    response = httpx.post(tiny.url + COMPLETE, content=body, headers={"Content-Type": "application/json"}, timeout=60)
+    assert "nested too deeply" in error_of(response, 400)["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_body_that_does_not_claim_to_be_json(tiny: LiveServer, kind: str):
+    response = httpx.post(tiny.url + COMPLETE, content=json.dumps(PROMPT), headers={"Content-Type": kind}, timeout=60)
+    assert "Content-Type: application/json" in error_of(response, 415)["message"]
+
+
+def test_a_long_value_is_shown_in_part(tiny: LiveServer):
+    body = {**PROMPT, "logit_bias": {str(token): 1 for token in range(300, 9000)}}
+    assert len(error_of(tiny.post(COMPLETE, body), 400)["message"]) < 400
+
+
 def test_odd_text(tiny: LiveServer):
     for text in ("\\ud800", "\\u0000", "a" * 3000):
         response = httpx.post(

@@ -194,7 +194,7 @@ def test_tls_json_logs_and_two_servers_on_one_port(tiny_args: EngineArgs, tmp_pa
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"{", "not valid JSON"), (b"", "required"), (b"[1]", ""), (b'"x"', ""), (b"\xff\xfe", ""), (b'{"prompt": NaN}', ""),
+        (b"{", "not valid JSON"), (b"", "required"), (b"[1]", ""), (b'"x"', ""), (b"\xff\xfe", ""), (b'{"prompt": "\xff"}', "UTF-8"), (b'{"prompt": NaN}', ""),
         (b'{"prompt": "a", "max_tokens": "many"}', "max_tokens"), (b'{"prompt": {"a": 1}}', "prompt"), (b'{"prompt": null}', "prompt"),
         (b'{"prompt": [[]]}', ""), (b'{"prompt": [1e30]}', "prompt"), (b'{"prompt": "a", "logit_bias": [1]}', "logit_bias"),
         (b'{"prompt": "a", "priority": 36893488147419103232}', "priority"), (b'{"prompt": "a", "top_k": 9223372036854775808}', "top_k"),
