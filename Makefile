@@ -66,7 +66,7 @@ serve: $(READY)  ## serve the model over the OpenAI API
 
 site: $(READY)  ## build the documentation pages into site/_build/html
 	$(BIN)/python site/pages.py site/_pages
-	$(BIN)/sphinx-build -b html -W --keep-going -q -j 2 -c site site/_pages site/_build/html
+	$(BIN)/sphinx-build -b html -W --keep-going -q -j 2 -d site/_build/doctrees -c site site/_pages site/_build/html
 	@echo "open site/_build/html/index.html"
 
 export: $(READY)  ## write the modules of the notebooks that changed

@@ -25,10 +25,8 @@ def imported(module: str) -> dict[str, str]:
 
 
 def resolve(_: Sphinx, doctree: nodes.document) -> None:
-    """Write full names in place of bare ones. Without it Sphinx looks for any object whose name ends like that."""
+    """Write full names in place of bare ones. Left to itself Sphinx takes any object whose name ends like that, of any module."""
     for node in doctree.findall(pending_xref):
         if node.get("refdomain") == "py" and node.get("py:module"):
-            full = imported(node["py:module"]).get(node["reftarget"])
-            if full is not None:
-                node["reftarget"] = full
-                node["refspecific"] = False
+            node["reftarget"] = imported(node["py:module"]).get(node["reftarget"], node["reftarget"])
+            node["refspecific"] = False

@@ -71,24 +71,24 @@ def handed_on(path: Path) -> list[tuple[str, str]]:
 
 
 def module_page(name: str, path: Path, chapter: str | None) -> str:
-    """The page of one module."""
-    lines = [f"# {name}", ""]
+    """The page of one module, in reStructuredText."""
+    lines = [name, "=" * len(name), ""]
     if chapter is not None:
-        lines += [f"Told, and exported, by [its chapter]({chapter}).", ""]
+        lines += [f"Told, and exported, by :doc:`its chapter <{chapter.removesuffix('.ipynb')}>`.", ""]
     if exports_only(path):
         lines += ["What one imports from here:", ""]
         lines += [
-            f"- {{py:obj}}`~{module}.{thing}` of [`{module}`](/api/{module}.md)" for thing, module in handed_on(path)
+            f"- :py:obj:`~{module}.{thing}` of :doc:`{module} </api/{module}>`" for thing, module in handed_on(path)
         ]
     else:
-        lines += ["```{eval-rst}", f".. automodule:: {name}", "   :members:", "```"]
+        lines += [f".. automodule:: {name}", "   :members:"]
     return "\n".join([*lines, ""])
 
 
 def package_page(package: str, found: dict[str, Path]) -> str:
     """The page of a package: its modules."""
     name = {"kernels": "minivllm_kernels", "around": "Around the engine"}.get(package, f"minivllm.{package}")
-    rows = [f"| [`{module}`](/api/{module}.md) | {summary(path)} |" for module, path in found.items()]
+    rows = [f"| [`{module}`](/api/{module}.rst) | {summary(path)} |" for module, path in found.items()]
     head = [f"# {name}", "", PACKAGES[package], "", "| module | |", "|---|---|"]
     return "\n".join([*head, *rows, "", toctree(found)])
 
@@ -107,7 +107,7 @@ def first_page() -> str:
             "|---|---|",
             *rows,
             "",
-            "A first script needs `from minivllm import LLM, SamplingParams`: [`minivllm`](/api/minivllm.md).",
+            "A first script needs `from minivllm import LLM, SamplingParams`: [`minivllm`](/api/minivllm.rst).",
             "",
             toctree(PACKAGES),
         ]
@@ -118,7 +118,7 @@ def make_api(root: Path, target: Path, chapters: dict[str, str]) -> None:
     """Write the reference into `target`. `chapters`: the page of the chapter that exports each module."""
     found = modules(root)
     for name, path in found.items():
-        write(target / f"{name}.md", module_page(name, path, chapters.get(name)))
+        write(target / f"{name}.rst", module_page(name, path, chapters.get(name)))
     for package in PACKAGES:
         write(
             target / f"{package}.md",

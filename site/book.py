@@ -43,22 +43,30 @@ def read_parts() -> list[Part]:
     ]
 
 
+def folded(metadata: dict) -> dict:
+    """Cells that JupyterLab folds away, such as solutions, are folded on the page too."""
+    if not metadata.get("jupyter", {}).get("source_hidden"):
+        return metadata
+    return {**metadata, "tags": [*metadata.get("tags", []), "hide-input"]}
+
+
 def page(notebook: Notebook) -> dict:
     """The notebook's JSON as readers should see it. Cells that only hold directives, or are hidden, are left out."""
     shown = []
     for cell, raw in zip(notebook.cells, notebook.data["cells"], strict=True):
         source = cell.code.strip("\n")
         if "hide" not in cell.directives and source.strip():
-            shown.append({**raw, "source": source})
+            shown.append({**raw, "source": source, "metadata": folded(raw["metadata"])})
     return {**notebook.data, "cells": shown}
 
 
 def module_name(notebook: Notebook) -> str | None:
     """The module that a chapter exports, as one imports it."""
     module = notebook.module
-    if module is None or module.startswith("minivllm_kernels"):
-        return module
-    return f"minivllm.{module}".removesuffix(".__init__")
+    if module is None:
+        return None
+    full = module if module.startswith("minivllm_kernels") else f"minivllm.{module}"
+    return full.removesuffix(".__init__")
 
 
 def facts(notebook: Notebook, part: Part, chapter: Chapter) -> str:
@@ -67,7 +75,7 @@ def facts(notebook: Notebook, part: Part, chapter: Chapter) -> str:
     if chapter.fast:
         parts.append("[on the two-hour path](/book/index.ipynb#the-two-hour-path)")
     if module := module_name(notebook):
-        parts.append(f"[`{module}`](/api/{module}.md)")
+        parts.append(f"[`{module}`](/api/{module}.rst)")
     return ":::{container} chapter-facts\n" + " · ".join(parts) + "\n:::"
 
 

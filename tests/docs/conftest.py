@@ -20,7 +20,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     sources, html = tmp_path_factory.mktemp("pages"), tmp_path_factory.mktemp("html")
     pages.main(sources)
-    options = ["-b", "html", "-W", "--keep-going", "-q", "-j", "2", "-c", str(ROOT / "site")]
+    doctrees = str(tmp_path_factory.mktemp("doctrees"))
+    options = ["-b", "html", "-W", "--keep-going", "-q", "-j", "2", "-d", doctrees, "-c", str(ROOT / "site")]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "sphinx", *options, str(sources), str(html)],
         capture_output=True,

@@ -33,6 +33,12 @@ def test_directives_and_hidden_cells_are_left_out():
     assert [cell["source"] for cell in page["cells"]] == ["x = 1", "w = 4"]
 
 
+def test_what_jupyterlab_folds_is_folded():
+    hidden = notebook("solution = 1")
+    hidden.data["cells"][0]["metadata"] = {"jupyter": {"source_hidden": True}}
+    assert book.page(hidden)["cells"][0]["metadata"]["tags"] == ["hide-input"]
+
+
 PART = book.Part(2, "Blocks", "Where?", (book.Chapter("a/one", "Who?", fast=True), book.Chapter("a/two", "What?")))
 
 
@@ -69,7 +75,7 @@ def test_every_module_has_a_page_and_every_package_a_line():
 
 def test_a_package_that_hands_names_on_lists_them():
     text = api.module_page("minivllm.lab", ROOT / "minivllm/lab/__init__.py", None)
-    assert "{py:obj}`~minivllm.lab.simulation.simulate`" in text and "automodule" not in text
+    assert ":py:obj:`~minivllm.lab.simulation.simulate`" in text and "automodule" not in text
 
 
 # ---- benchmark results
