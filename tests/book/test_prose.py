@@ -39,7 +39,6 @@ PREMISES = {
     "5_engine/02_model_runner": "40 49152",
     "5_engine/02b_decode_graphs": "200",
     "5_engine/05_input_processor": "19",
-    "5_engine/09c_batch_queue": "256",
     "5_engine/06_detokenizer": "150000",
     "6_serving/05_protocol": "400",
     "6_serving/06_generation": "200",
