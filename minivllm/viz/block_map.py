@@ -5,7 +5,7 @@ Who owns which piece of the cache, and how did it come to that?
 
 # Generated from nbs/8_viz/05_block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4d7ca3df4c80 module=15d3d94d3705
+# literate: notebook=30d3ecff456f module=2c48982dae01
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Op:
     FREE_CPU = 8  # request, list
     SCHEDULE = 9  # n, n times: request, tokens (only where they differ from the step before; 0 for none)
     FORGET = 10  # a request that has finished
-    RESTART = 11  # request, its computed tokens from now on
+    RESTART = 11  # request, its computed tokens from now on; also said of one that arrives
 
 
 class Cause:
@@ -178,8 +178,7 @@ class BlockStream:
         return (self.trace.events[j] for j in range(i + 1, len(self.trace.events)))
 
     def _on_add(self, i: int, request: str, *_: Any) -> list[int]:
-        self.requests(request)
-        return []
+        return [Op.RESTART, self._request(request), 0]
 
     def _on_alloc(self, i: int, request: str, group: int, blocks: Sequence[int]) -> list[int]:
         why = {"RUNNING": 0, "WAITING": 1, "PREEMPTED": 2, "SWAPPED": 3}[self.fold.now.requests[request].status]

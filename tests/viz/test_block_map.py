@@ -5,6 +5,7 @@ import pytest
 from viz_traces import make_trace
 
 from minivllm.core.trace import State, Trace
+from minivllm.viz.assets import sources
 from minivllm.viz.block_map import BlockMap, block_states, request_numbers
 from minivllm.viz.palette import DARK, LIGHT, owner_colour
 
@@ -110,6 +111,44 @@ def test_pixels_are_the_folded_state(trace, saved, open_page):
         if trace.header.num_cpu_blocks:
             wanted = expected_cpu(trace.at(step), trace, dark)
             assert read(page.locator("canvas[data-pool=cpu]"))[: len(wanted)] == wanted
+
+
+WALK = """async ([header, bytes]) => {
+  const data = new made.Data(header, Uint8Array.from(bytes));
+  const frames = new made.Frames(data, new made.Origins(await data.part(header.origins)));
+  const at = async (step) => {
+    while (!frames.seek(step)) await frames.load(frames.chunkOf(step));
+    const { fold } = frames;
+    const free = [];
+    for (let block = fold.after[fold.end]; block !== fold.end; block = fold.after[block]) free.push(block);
+    const tables = [...fold.requests].sort(([a], [b]) => a - b).map(([r, its]) => [r, its.computed, its.tables, its.cpu]);
+    return JSON.stringify([[...fold.ref], [...fold.name], [...fold.owner], [...fold.cpuOwner], free, tables, [...fold.scheduled].sort()]);
+  };
+  const forwards = [];
+  for (let step = 0; step < frames.steps; step++) forwards.push(await at(step));
+  const wrong = [];
+  for (let step = frames.steps - 1; step >= 0; step--) {
+    if (await at(step) !== forwards[step]) wrong.push(step);
+    if (step % 20 === 0) await new Promise((rest) => setTimeout(rest, 30));  // checkpoints are made meanwhile
+  }
+  for (let i = 0, step = 1; i < 200; i++, step = (step * 37 + 11) % frames.steps) if (await at(step) !== forwards[step]) wrong.push(step);
+  return [wrong, frames.checkpoints.size];
+}"""
+
+
+@pytest.mark.slow
+def test_every_way_leads_to_the_same_state(trace, browser):
+    """Forwards from the start, backwards from checkpoints that lie close together, and by jumps."""
+    payload = BlockMap(trace).data()
+    plain = sources("block_fold")["block_fold"]
+    fold = plain.replace("const APART = 16384;", "const APART = 300;")
+    assert fold != plain
+    program = (sources()["data"] + fold).replace("export ", "")
+    page = browser.new_page()
+    page.add_script_tag(content=f"{program}\nglobalThis.made = {{ Data, Frames, Origins }};", type="module")
+    wrong, checkpoints = page.evaluate(WALK, [payload.full_header(), list(payload.bytes())])
+    page.close()
+    assert wrong == [] and checkpoints > 2
 
 
 @pytest.mark.slow
