@@ -5,7 +5,7 @@ The engine's loop is: decide, carry out, take in.
 
 # Generated from nbs/5_engine/09c_batch_queue.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4df093057cd5 module=0f2b41538019
+# literate: notebook=1e2a2e410ab0 module=8477bc5c7230
 
 from collections import deque
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class BatchQueue:
     def put(self, output: SchedulerOutput) -> None:
         """Add a decision. Raises what the executor raises when it begins."""
         self._steps.append((output, partial(self.executor.execute, output)))
-        if self.size > 1:
+        if self.size > 1:  # it stands in the queue already, in case it cannot begin
             self._steps[-1] = output, self.executor.submit(output).result
 
     def take(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
