@@ -1,0 +1,140 @@
+"""The CPU kernels on machines that are not here: narrower registers, AVX2, plain x86-64, Arm.
+
+What runs here runs in narrow vectors; what cannot is compiled, and its assembly looked at.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from attention.test_backends import Case, make_spec
+from tiny_models import tiny_model_path  # noqa: F401 - a fixture
+
+pytest.importorskip("numba")
+import llvmlite.binding as llvm
+
+from minivllm.attention import numba_cpu
+from minivllm.models.cpu_linear import FewRows
+from minivllm.models.cpu_quantized import Quantized
+from minivllm_kernels import (
+    cpu_attention,
+    cpu_gemv,
+    cpu_products,
+    cpu_quantized,
+    cpu_quantizing,
+)
+from minivllm_kernels.cpu_kernel import LIBC, host_lanes, machine_for, only, to_llvm
+
+NARROW = [lanes for lanes in (4, 8) if lanes < host_lanes()]
+
+
+@pytest.fixture(params=NARROW)
+def narrow(request, monkeypatch):
+    """Kernels as a machine with fewer lanes and registers would build them."""
+    for module in (numba_cpu, cpu_products, cpu_quantizing):
+        monkeypatch.setattr(module, "host_lanes", lambda: request.param)
+        monkeypatch.setattr(module, "host_registers", lambda: 16)
+    for name in ("_shape", "_writer"):  # they remember what they built
+        monkeypatch.setattr(numba_cpu, name, getattr(numba_cpu, name).__wrapped__)
+
+
+@pytest.mark.slow
+def test_narrow_registers_give_the_same_numbers(narrow):
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 72) / 8, torch.randn(5, 72)
+    for product in (FewRows(weight, None), Quantized(weight, None, 4, 32)):
+        used = weight if isinstance(product, FewRows) else product.unpack()
+        for rows in (1, 5):
+            torch.testing.assert_close(
+                product(x[:rows]).double(), x[:rows].double() @ used.double().T, rtol=1e-5, atol=1e-5
+            )
+    product = FewRows(weight.bfloat16(), None)
+    want = x.bfloat16().double() @ weight.bfloat16().double().T
+    torch.testing.assert_close(product(x.bfloat16()).double(), want, rtol=0.01, atol=0.02)
+    spec = make_spec(num_heads=4, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.bfloat16)
+    case = Case(spec, [(1, 40), (9, 50)])
+    got = case.run(numba_cpu.NumbaCPUBackend()).double()
+    torch.testing.assert_close(got, case.expected(), atol=2e-2, rtol=2e-2)
+
+
+TARGETS = {  # triple, CPU, features, lanes, registers; a vector multiply-add, and a scalar one
+    "avx2": ("x86_64-unknown-linux-gnu", "haswell", "", 8, 16, r"vfmadd\w+ps\s.*%ymm", r"vfmadd\w+ss\s"),
+    "neon": ("aarch64-unknown-linux-gnu", "generic", "+neon", 4, 32, r"fmla\s+v\d+\.4s", r"\sfn?m(add|sub)\s+s"),
+    "sse2": ("x86_64-unknown-linux-gnu", "x86-64", "", 4, 16, r"\smulps\s", r"\sfmaf?\b"),
+}
+KERNELS = {
+    "attention": lambda lanes, registers: cpu_attention.attend(64, 3, 16, 16, 16, lanes, registers),
+    "gemv": lambda lanes, registers: cpu_gemv.multiply(16, 16, lanes, registers),
+    "int4": lambda lanes, registers: cpu_quantized.multiply(4, 16, lanes, registers),
+}
+
+
+def assembly(kernel, triple, cpu, features, lanes, registers):
+    """What LLVM makes of a kernel for another machine."""
+    symbol, code = to_llvm(KERNELS[kernel](lanes, registers))
+    code = re.sub(r'target triple = ".*"', f'target triple = "{triple}"', code)
+    code = re.sub(r'target datalayout = ".*"\n', "", code)
+    machine = machine_for(triple, cpu, features)
+    return machine.emit_assembly(only(llvm.parse_assembly(code), symbol, machine))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "target"),
+    [
+        ("attention", "avx2"),
+        ("attention", "neon"),
+        ("gemv", "neon"),
+        ("int4", "avx2"),
+        ("int4", "neon"),
+        ("int4", "sse2"),
+    ],
+)
+def test_other_machines_get_vector_code_and_no_scalar_loop(kernel, target):
+    *machine, vector, scalar = TARGETS[target]
+    text = assembly(kernel, *machine)
+    count = len(re.findall(vector, text))
+    assert count >= 50, f"{count} vector multiply-adds"
+    assert not re.findall(scalar, text)
+    labels = set(re.findall(r"^([\w.$]+|\"[^\"]+\"):", text, re.MULTILINE))
+    calls = {
+        name.removesuffix("@PLT")
+        for name in re.findall(r"^\s+(?:callq|bl)\s+(\"[^\"]+\"|[\w.$@]+)", text, re.MULTILINE)
+    }
+    assert calls - labels <= set(LIBC), "calls of functions that no library would provide"
+
+
+GENERATE = """
+import sys
+from minivllm import LLM, SamplingParams
+from minivllm_kernels.cpu_kernel import host_lanes, host_registers
+folder, quantization = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+llm = LLM(folder, dtype="float32", quantization=quantization, attention_backend="numba_cpu", num_gpu_blocks=40)
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+out = llm.generate(["ab", "a longer prompt, of many tokens", "c"], params, use_tqdm=False)
+print(host_lanes(), host_registers(), [list(one.outputs[0].token_ids) for one in out])
+"""
+AVX2 = {
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(host_lanes() < 8, reason="stands for a machine with AVX2")
+def test_a_cpu_without_bf16_and_avx512_generates_the_same_tokens(tiny_model_path):  # noqa: F811
+    def generate(environment, *quantization):
+        command = [sys.executable, "-c", GENERATE, str(tiny_model_path("qwen3")), *quantization]
+        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split(maxsplit=2)
+
+    for quantization in ((), ("int4_per_group_weight_only",)):
+        lanes, registers, tokens = generate(AVX2, *quantization)
+        assert (lanes, registers) == ("8", "16")
+        assert tokens == generate({}, *quantization)[2]
