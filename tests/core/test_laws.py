@@ -182,7 +182,7 @@ class LateMachine(EngineMachine):
 
 
 HEALTH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-QUICK = settings(max_examples=100, stateful_step_count=12, deadline=None, suppress_health_check=HEALTH)
+QUICK = settings(max_examples=60, stateful_step_count=12, deadline=None, suppress_health_check=HEALTH)
 TestQuick, TestQuickLate = EngineMachine.TestCase, LateMachine.TestCase
 TestQuick.settings = TestQuickLate.settings = QUICK
 

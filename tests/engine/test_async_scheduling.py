@@ -40,12 +40,12 @@ def answers(llm, seed):
 @pytest.mark.parametrize("pool", [{}, CROWDED, SWAPPING], ids=["roomy", "recompute", "swap"])
 def test_the_tokens_are_those_of_an_engine_that_waits(path, pool):
     with load(path, **pool) as waiting:
-        want = {seed: answers(waiting, seed) for seed in range(3)}
+        want = answers(waiting, 1)
     for way in WAYS:
         with load(path, way, **pool) as llm:
             core = llm.llm_engine.core
             with llm.record() as trace:
-                assert {seed: answers(llm, seed) for seed in range(3)} == want, way
+                assert answers(llm, 1) == want, way
             assert trace.at(-1) == core.scheduler.state()
             trace.check()
             assert (core.scheduler.num_preemptions > 0) == bool(pool)
@@ -75,7 +75,7 @@ def test_aborted_at_any_moment(path, way):
             want[len(want)] = list(out.outputs[0].token_ids)
     with load(path, way, **CROWDED) as llm:
         engine = llm.llm_engine
-        for seed in range(6):
+        for seed in range(3):
             rng, said, answer_of, aborted = random.Random(seed), {}, {}, 0
             for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
                 engine.add_request(str(i), {"prompt_token_ids": prompt}, param)
