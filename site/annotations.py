@@ -1,13 +1,16 @@
-"""Links of type annotations: a bare name means what the module imports under it, also where it imports only for type checkers."""
+"""What Sphinx would read wrongly in docstrings and annotations: names that stand together, and names of other modules."""
 
 import ast
 import importlib.util
+import re
 from functools import cache
 from pathlib import Path
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+
+FIELD = re.compile(r"^(:(?:param|ivar) )([\w\\*]+(?:, [\w\\*]+)+)(?=:)")
 
 
 @cache
@@ -30,3 +33,8 @@ def resolve(_: Sphinx, doctree: nodes.document) -> None:
         if node.get("refdomain") == "py" and node.get("py:module"):
             node["reftarget"] = imported(node["py:module"]).get(node["reftarget"], node["reftarget"])
             node["refspecific"] = False
+
+
+def join_names(_app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """Keep the names of a line such as `low, high: the bounds` together. Sphinx would take the first for the second's type."""
+    lines[:] = [FIELD.sub(lambda found: found[1] + found[2].replace(", ", ","), line) for line in lines]

@@ -13,7 +13,7 @@ from sphinx.writers.html5 import HTML5Translator
 from minivllm import __version__
 
 sys.path.insert(0, str(Path(__file__).parent))
-from annotations import resolve
+from annotations import join_names, resolve
 
 os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # the kernels' reference is read off their modules, on any machine
 
@@ -78,3 +78,4 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     app.connect("config-inited", add_extra_files)
     app.connect("doctree-read", resolve)
+    app.connect("autodoc-process-docstring", join_names, priority=600)  # after napoleon, which comes at 500

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import annotations
 import api
 import book
 import pytest
@@ -76,6 +77,16 @@ def test_every_module_has_a_page_and_every_package_a_line():
 def test_a_package_that_hands_names_on_lists_them():
     text = api.module_page("minivllm.lab", ROOT / "minivllm/lab/__init__.py", None)
     assert ":py:obj:`~minivllm.lab.simulation.simulate`" in text and "automodule" not in text
+
+
+def test_names_that_stand_together_stay_together():
+    lines = [":param low, high: the bounds", ":param kind: one, two: three", ":ivar a, b, c: counts", "a, b: text"]
+    annotations.join_names(None, "", "", None, None, lines)
+    assert lines == [":param low,high: the bounds", ":param kind: one, two: three", ":ivar a,b,c: counts", "a, b: text"]
+
+
+def test_a_bare_name_means_what_its_module_imports():
+    assert annotations.imported("minivllm.engine.core")["Executor"] == "minivllm.runtime.executor.Executor"
 
 
 # ---- benchmark results
