@@ -1,11 +1,11 @@
-"""Half the bytes, a quarter of the bytes.
+"""Half the bytes, or a quarter.
 
-Question: ?
+Question: the product for few rows reads weights of 8 or 4 bits.
 """
 
 # Generated from nbs/4_kernels/27b_cpu_quantized.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f0a6ffaa12ee module=880082528a86
+# literate: notebook=6df3bb48d8a9 module=f51fb730d2da
 
 import functools
 import math
