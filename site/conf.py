@@ -37,6 +37,7 @@ autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # or else the fields of a dataclass are described twice
 viewcode_line_numbers = True
+viewcode_follow_imported_members = False  # a name handed on has its source where it is defined
 
 html_theme = "pydata_sphinx_theme"
 html_title = "minivllm"
@@ -44,6 +45,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_sidebars = {"index": [], "features": [], "glossary": [], "benchmarks": []}
 html_context = {"default_mode": "auto"}
 html_theme_options = {
