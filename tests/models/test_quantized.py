@@ -215,3 +215,30 @@ def test_the_flag():
     assert engine_args_from(parser.parse_args(flags)).linear_kernel == "int4_128"
     with pytest.raises(SystemExit):
         parser.parse_args(["--quantization", "int3"])
+
+
+TEXT = (
+    "A library lends books. Whoever borrows one brings it back within four weeks, so that others can read it too."
+    " Once upon a time there was a king who had three daughters, and the youngest was so fair that the sun itself marvelled."
+    " def total(numbers):\n    result = 0\n    for number in numbers:\n        result += number\n    return result\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("budget", [8, 512])  # by the kernel for few rows, and by torch
+def test_smollm2_mostly_chooses_the_same_tokens(llm, quantization, budget):
+    from minivllm import LLM, SamplingParams
+
+    def choices(engine):
+        """The likeliest token after every token of the text, and its log-probability."""
+        out = engine.generate(TEXT, SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)[0]
+        best = [max(found.items(), key=lambda item: item[1].logprob) for found in out.prompt_logprobs[1:]]
+        return [token for token, _ in best], torch.tensor([found.logprob for _, found in best])
+
+    sizes = {"max_num_batched_tokens": budget, "max_num_seqs": 4, "max_model_len": 256, "num_gpu_blocks": 40}
+    with LLM("smollm2", dtype="float32", quantization=quantization, **sizes) as quantized:
+        (theirs, p), (ours, q) = choices(llm), choices(quantized)
+    assert len(ours) > 70
+    assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 0.9 * len(ours)
+    assert 1e-4 < (p - q).abs().mean() < 0.1
