@@ -70,7 +70,7 @@ def test_gated_mlp(activation, bias):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kernel", ["auto", *(name for name in kernel_names() if name not in QUANTIZED)])
+@pytest.mark.parametrize("kernel", ["auto", *(name for name in kernel_names() if name not in (*QUANTIZED, "gemv"))])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 15, 16, 17, 50, 70])
 def test_every_kernel_computes_the_product(kernel, rows, dtype):
     layer = Linear(24, {"a": 10, "b": 7}, bias=True, dtype=dtype, device=CPU)
@@ -171,7 +171,7 @@ def test_a_kernel_can_be_registered_and_unknown_ones_are_refused(monkeypatch):
         register_kernel("twice", lambda weight, bias: None)
     with pytest.raises(
         ValueError,
-        match="no linear kernel 'fast'; known: auto, torch, batch_invariant, cpu, cpu_invariant, int8, .*, twice",
+        match="no linear kernel 'fast'; known: auto, torch, batch_invariant, .*int8, .*, twice",
     ):
         layer.prepare("fast")
     with pytest.raises(ValueError, match="has no bias"):
