@@ -5,7 +5,7 @@ An OpenAI client has dozens of fields, vLLM adds more, and each release brings n
 
 # Generated from nbs/6_serving/05_protocol.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5c7db2fa934c module=2797605ae5a7
+# literate: notebook=2af55eaf7f65 module=2797605ae5a7
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
