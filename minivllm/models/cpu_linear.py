@@ -5,38 +5,30 @@ Question: a step has one row, or eight, or five hundred.
 
 # Generated from nbs/4_kernels/27_cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=233d028ff05b module=e530120ed954
+# literate: notebook=cacab4cc0f2c module=2bac8f48ce50
 
 import ctypes
 import functools
-import hashlib
 import importlib.util
-import itertools
 import math
-import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.models.linear import LinearKernel
-from minivllm_kernels.cpu_kernel import cache_folder, host_machine, read_cached, write_cached
 from minivllm_kernels.cpu_packing import PackedProduct, packed_problem
 from minivllm_kernels.cpu_products import Product, product_problem
 
 __all__ = [
     "BITS",
-    "CANDIDATES",
     "FewRows",
     "Packed",
     "cpu_invariant_kernel",
     "cpu_kernel",
     "cpu_problem",
-    "crossover",
     "explain",
     "few_rows",
-    "measure_few_rows",
     "onednn_block",
     "onednn_packs",
     "pack_onednn",
@@ -171,72 +163,20 @@ class Packed:
 
 
 # %% nbs/4_kernels/27_cpu_linear.ipynb #few_rows
-CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-
-
-"""Numbers of rows that are tried."""
-
-
-def crossover(few: Callable[[int], float], many: Callable[[int], float]) -> int:
-    """The last of `CANDIDATES` that `few` should do, or 0. Both give seconds for so many rows.
-
-    The one with the least product of times from there to both sides, so that one disturbed measurement does not decide.
-    """
-    gains = [math.log(few(rows) / many(rows)) for rows in CANDIDATES]
-    totals = list(itertools.accumulate(gains, initial=0.0))
-    return (0, *CANDIDATES)[totals.index(min(totals))]
-
-
-def measure_few_rows(dtype: torch.dtype) -> int:
-    """`few_rows`, measured now, in some tenths of a second. Weights are more than most caches hold, and come from memory as a model's do."""
-    weights = [torch.ones(1024, 1024, dtype=dtype) for _ in range(24)]
-
-    def seconds(kernels: list[LinearKernel], rows: int) -> float:
-        x, times = torch.ones(rows, 1024, dtype=dtype), []
-        for _ in range(5):
-            start = time.perf_counter()
-            for kernel in kernels:
-                kernel(x)
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    few, many = ([_with_limit(weight, limit) for weight in weights] for limit in (CANDIDATES[-1], 0))
-    with torch.inference_mode():
-        return crossover(functools.partial(seconds, few), functools.partial(seconds, many))
-
-
 def few_rows(dtype: torch.dtype) -> float:
-    """Up to how many rows the numba product is the faster one: measured once for this machine and number of threads, and kept beside
-    the compiled kernels, so that the same rows are rounded alike tomorrow."""
-    if dtype == torch.bfloat16 and not onednn_packs():
-        return math.inf
-    return _kept_few_rows(dtype, torch.get_num_threads())
-
-
-@functools.cache
-def _kept_few_rows(dtype: torch.dtype, threads: int) -> int:
-    key = "\n".join((*host_machine(), torch.__version__, str(dtype), str(threads)))
-    path = cache_folder() / f"few-rows-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    found = read_cached(path)
-    if found is None:
-        found = str(measure_few_rows(dtype)).encode(), "few_rows"
-        write_cached(path, *found)
-    return int(found[0])
+    """Up to how many rows the numba product is the faster one."""
+    if dtype == torch.bfloat16:
+        return 4 if onednn_packs() else math.inf
+    return 16
 
 
 def explain(dtype: torch.dtype) -> str:
     """What `cpu` does with weights of a dtype, in words."""
-    if few_rows(dtype) == math.inf:
+    limit = few_rows(dtype)
+    if limit == math.inf:
         return "numba, each weight read once; this CPU has no bf16 arithmetic for torch to use"
     then = "oneDNN with weights packed once" if dtype == torch.bfloat16 else "torch"
-    return f"few rows numba at the speed of memory, more rows {then}, whichever was faster on this machine"
-
-
-def _with_limit(weight: Tensor, limit: float, bias: Tensor | None = None) -> LinearKernel:
-    if weight.dtype == torch.bfloat16 and onednn_packs() and onednn_block(*weight.shape):
-        return Packed(weight, bias, int(limit))
-    few = FewRows(weight, bias)
-    return few if limit == math.inf else lambda x: few(x) if x.shape[0] <= limit else F.linear(x, weight, bias)
+    return f"up to {limit} rows numba at the speed of memory, more rows {then}"
 
 
 def cpu_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
@@ -247,7 +187,11 @@ def cpu_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
     """
     if problem := cpu_problem(weight):
         raise ValueError(f"no CPU kernel for this weight: {problem}")
-    return _with_limit(weight, few_rows(weight.dtype), bias)
+    limit = few_rows(weight.dtype)
+    if weight.dtype == torch.bfloat16 and onednn_packs() and onednn_block(*weight.shape):
+        return Packed(weight, bias, int(limit))
+    few = FewRows(weight, bias)
+    return few if limit == math.inf else lambda x: few(x) if x.shape[0] <= limit else F.linear(x, weight, bias)
 
 
 def cpu_invariant_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:

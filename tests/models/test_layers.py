@@ -107,25 +107,6 @@ def test_the_packed_order_is_the_one_that_onednn_uses(shape):
     assert torch.equal(cpu_linear.Packed(weight, None, 4).unpack(), weight)
 
 
-def test_the_number_of_rows_where_products_change_over():
-    few, many = {n: float(n) for n in cpu_linear.CANDIDATES}, dict.fromkeys(cpu_linear.CANDIDATES, 7.0)
-    assert cpu_linear.crossover(few.get, many.get) == 6
-    few[2] = 20.0  # disturbed
-    assert cpu_linear.crossover(few.get, many.get) == 6
-    assert cpu_linear.crossover(few.get, dict.fromkeys(few, 0.5).get) == 0
-    assert cpu_linear.crossover(few.get, dict.fromkeys(few, 99.0).get) == cpu_linear.CANDIDATES[-1]
-
-
-def test_where_products_change_over_is_measured_once_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path))
-    measured = cpu_linear._kept_few_rows.__wrapped__(torch.float32, 1)
-    assert measured in (0, *cpu_linear.CANDIDATES)
-    monkeypatch.setattr(cpu_linear, "measure_few_rows", None)
-    assert cpu_linear._kept_few_rows.__wrapped__(torch.float32, 1) == measured
-    with pytest.raises(TypeError):  # other threads, another answer
-        cpu_linear._kept_few_rows.__wrapped__(torch.float32, 2)
-
-
 def test_auto_is_torch_where_the_cpu_kernels_cannot_be():
     layer = Linear(33, {"a": 57}, bias=False, dtype=torch.float32, device=CPU)
     layer.prepare()
