@@ -21,8 +21,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "browser" in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if "browser" in fixtures or "site" in fixtures:
             item.add_marker(pytest.mark.slow)
+        if "site" in fixtures:  # all pages are built first
+            item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
 
 

@@ -74,7 +74,6 @@ def test_the_crawler_tells_a_broken_link(tmp_path, target, problem):
     assert found is None if problem is None else problem in found
 
 
-@pytest.mark.slow
 def test_no_link_is_broken(site):
     found = [
         f"{page.relative_to(site)}: {problem}"
@@ -86,7 +85,6 @@ def test_no_link_is_broken(site):
     assert found == []
 
 
-@pytest.mark.slow
 def test_pages_and_styles_load_nothing_from_elsewhere(site):
     found = [f"{page.name}: {load}" for page in site.rglob("*.html") for load in read(page).loads if "//" in load]
     for style in site.rglob("*.css"):
@@ -95,7 +93,6 @@ def test_pages_and_styles_load_nothing_from_elsewhere(site):
     assert found == []
 
 
-@pytest.mark.slow
 def test_every_notebook_has_a_page_that_shows_no_directives(site):
     for path in literate.notebook_paths(ROOT):
         page = site / "book" / path.relative_to(ROOT / "nbs").with_suffix(".html")
@@ -103,7 +100,6 @@ def test_every_notebook_has_a_page_that_shows_no_directives(site):
         assert "default_exp" not in page.read_text() or page.name == "literate.html"
 
 
-@pytest.mark.slow
 def test_every_public_name_is_described_with_its_source(site):
     page = (site / "api/minivllm.core.scheduler.html").read_text()
     assert 'id="minivllm.core.scheduler.Scheduler.schedule"' in page
@@ -111,7 +107,6 @@ def test_every_public_name_is_described_with_its_source(site):
     assert "../book/1_core/10_scheduler.html" in page
 
 
-@pytest.mark.slow
 def test_formulas_need_no_script(site):
     pages = [path.read_text() for path in site.rglob("*.html")]
     assert any('<math xmlns="http://www.w3.org/1998/Math/MathML"' in page for page in pages)
