@@ -121,6 +121,7 @@ def test_statistics_settings_and_errors_are_those_of_an_engine_here(start: Calla
         chosen = SamplingParams(structured_outputs={"choice": ["yes"]}, logprobs=2)  # type: ignore[arg-type]
         choice = [o async for o in llm.generate("a", chosen)][-1].outputs[0]
         metrics = llm.get_metrics()
+        del metrics["num_steps"]  # how many pass while a grammar is compiled is a matter of time
         return [told, texts[-1], choice, metrics, await llm.reset_prefix_cache(), await llm.reset_prefix_cache()]
 
     expected, got = asyncio.run(run(near)), asyncio.run(run(far))
