@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "site/docs").rglob("*.md"))]
 # A page that loads no model is quick.
 QUICK = {"import_trace"}
+LONG = [pytest.mark.slow, pytest.mark.long]
 
 
 def runs(page: Path) -> bool:
@@ -30,7 +31,7 @@ def test_every_block_of_code_is_run_or_says_why_not(page):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.stem, marks=[] if page.stem in QUICK else pytest.mark.slow)
+        pytest.param(page, id=page.stem, marks=[] if page.stem in QUICK else LONG)
         for page in PAGES
         if runs(page)
     ],
