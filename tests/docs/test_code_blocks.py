@@ -30,11 +30,7 @@ def test_every_block_of_code_is_run_or_says_why_not(page):
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, id=page.stem, marks=[] if page.stem in QUICK else LONG)
-        for page in PAGES
-        if runs(page)
-    ],
+    [pytest.param(page, id=page.stem, marks=[] if page.stem in QUICK else LONG) for page in PAGES if runs(page)],
 )
 def test_the_code_runs(page, tmp_path, request):
     if page.stem == "load_model":
