@@ -6,7 +6,7 @@ want the same two cores.
 
 # Generated from nbs/4_kernels/21_cpu_kernel.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=db7b82a31575 module=1e7529d53009
+# literate: notebook=04960f1b4870 module=5c7ace77b93e
 
 import ctypes
 import functools
@@ -223,6 +223,12 @@ def _source(module: str) -> bytes:
 
 
 @functools.cache
+def _sources() -> bytes:
+    """All that a kernel may be made of: kernels share functions, and the places of their arguments stand in other modules."""
+    return b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("cpu_*.py")))
+
+
+@functools.cache
 def _numba_version() -> str:
     from importlib.metadata import version
 
@@ -231,9 +237,8 @@ def _numba_version() -> str:
 
 def cache_key(builder: str, params: Sequence[int]) -> str:
     """Changes whenever the machine code may."""
-    modules = ("minivllm_kernels.cpu_vector", __name__, builder.partition(":")[0])
     parts = [builder, repr(tuple(params)), _numba_version(), llvmlite.__version__, *host_machine()]
-    return hashlib.sha256("\n".join(parts).encode() + b"".join(_source(m) for m in modules)).hexdigest()[:24]
+    return hashlib.sha256("\n".join(parts).encode() + _sources() + _source(builder.partition(":")[0])).hexdigest()[:24]
 
 
 # %% nbs/4_kernels/21_cpu_kernel.ipynb #read_cached

@@ -5,7 +5,7 @@ Question: the packed order has the outputs in the lanes.
 
 # Generated from nbs/4_kernels/25d_cpu_packed.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=384ee07c9aa8 module=85eb5d0c30c2
+# literate: notebook=81434f43b73a module=44dc1afcb609
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ from minivllm_kernels.cpu_vector import (
     tile_zeros,
 )
 
-__all__ = ["jit", "make_tile", "multiply", "tile_vectors"]
+__all__ = ["jit", "make_give", "make_tile", "multiply", "tile_vectors"]
 
 
 # %% nbs/4_kernels/25d_cpu_packed.ipynb #make_tile
@@ -77,6 +77,27 @@ def make_tile(rows: int, vectors: int, lanes: int) -> Any:
     return tile
 
 
+def make_give(out_at: int, bias_at: int, outputs_at: int, bits: int, lanes: int) -> Any:
+    """A function that writes one row of an item's sums with the bias, rounded to `bits`; the first three are places among the arguments."""
+    L = lanes
+
+    @jit
+    def give(args, sums, row, first):
+        out, bias, outputs = floats_at(args[out_at], bits), floats_at(args[bias_at], 32), args[outputs_at]
+        to, n = row * outputs + first, min(outputs - first, ITEM)
+        for i in range(0, n // L * L, L):
+            value = load(sums, i, L)
+            if args[bias_at] != 0:
+                value = value + load(bias, first + i, L)
+            store(out, to + i, value)
+        for i in range(n // L * L, n):
+            if args[bias_at] != 0:
+                sums[i] += bias[first + i]
+            move(out, to + i, sums, i)
+
+    return give
+
+
 # %% nbs/4_kernels/25d_cpu_packed.ipynb #multiply
 def multiply(lanes: int, registers: int) -> Callable[[Any], None]:
     """Body of the kernel. Arguments: `cpu_packing`."""
@@ -84,20 +105,7 @@ def multiply(lanes: int, registers: int) -> Callable[[Any], None]:
     V1, V2, V4, V8 = (tile_vectors(n, lanes, registers) for n in (1, 2, 4, 8))
     tile1, tile2, tile4, tile8 = (make_tile(n, v, lanes) for n, v in ((1, V1), (2, V2), (4, V4), (8, V8)))
 
-    @jit
-    def give(args, sums, row, first):
-        """One row of an item's sums with the bias, rounded."""
-        out, bias = floats_at(args[OUT], 16), floats_at(args[BIAS], 32)
-        to, n = row * args[OUTPUTS] + first, min(args[OUTPUTS] - first, ITEM)
-        for i in range(0, n // L * L, L):
-            value = load(sums, i, L)
-            if args[BIAS] != 0:
-                value = value + load(bias, first + i, L)
-            store(out, to + i, value)
-        for i in range(n // L * L, n):
-            if args[BIAS] != 0:
-                sums[i] += bias[first + i]
-            move(out, to + i, sums, i)
+    give = make_give(OUT, BIAS, OUTPUTS, 16, lanes)
 
     def body(args):
         memory = args[SCRATCH] + claim(args, ENTERED, 1) * args[SCRATCH_BYTES]

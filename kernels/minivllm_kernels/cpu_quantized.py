@@ -5,15 +5,15 @@ Question: packed words are an eighth of the bytes.
 
 # Generated from nbs/4_kernels/25f_cpu_quantized.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6440d7d725df module=389d4a08d1c7
+# literate: notebook=4cc8de5d8dc8 module=1af00a685f20
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from minivllm_kernels.cpu_kernel import COUNT, ENTERED, NEXT
+from minivllm_kernels.cpu_packed import jit, make_give, tile_vectors
 from minivllm_kernels.cpu_quantizing import (
     BIAS,
     BLOCK,
@@ -53,7 +53,7 @@ from minivllm_kernels.cpu_vector import (
     total,
 )
 
-__all__ = ["ZERO", "jit", "make_tile", "multiply", "tile_vectors", "widen"]
+__all__ = ["ZERO", "make_tile", "multiply", "widen"]
 
 
 # %% nbs/4_kernels/25f_cpu_quantized.ipynb #make_tile
@@ -62,13 +62,7 @@ __all__ = ["ZERO", "jit", "make_tile", "multiply", "tile_vectors", "widen"]
 Sums are float32, in an order that does not depend on the number of rows: a row's result is bit-identical in any batch.
 """
 
-jit = njit(error_model="numpy")
 ZERO = np.float32(0)
-
-
-def tile_vectors(rows: int, lanes: int, registers: int) -> int:
-    """Vectors of outputs in a tile of `rows` rows: even and odd sums fill half the registers."""
-    return max(1, min(BLOCK // lanes, registers // 4 // rows))
 
 
 def make_tile(rows: int, vectors: int, bits: int, lanes: int) -> Any:
@@ -122,20 +116,7 @@ def multiply(bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[An
                 store(mine, to + k, some * load(factors, k % 16, L))
             means[mean + first // group] = total(sums)
 
-    @jit
-    def give(args, sums, row, first):
-        """One row of a block's sums with the bias, rounded."""
-        out, bias = floats_at(args[OUT], x_bits), floats_at(args[BIAS], 32)
-        to, n = row * args[OUTPUTS] + first, min(args[OUTPUTS] - first, BLOCK)
-        for i in range(0, n // L * L, L):
-            value = load(sums, i, L)
-            if args[BIAS] != 0:
-                value = value + load(bias, first + i, L)
-            store(out, to + i, value)
-        for i in range(n // L * L, n):
-            if args[BIAS] != 0:
-                sums[i] += bias[first + i]
-            move(out, to + i, sums, i)
+    give = make_give(OUT, BIAS, OUTPUTS, x_bits, lanes)
 
     def body(args):
         memory = args[SCRATCH] + claim(args, ENTERED, 1) * args[SCRATCH_BYTES]

@@ -5,11 +5,12 @@ Question: a row times a matrix takes as long as the matrix takes to be read.
 
 # Generated from nbs/4_kernels/25e_cpu_quantizing.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=26d00e164c01 module=7fa47f4c1e83
+# literate: notebook=723c1dac914d module=8d61390a445a
 
 import numpy as np
 
 from minivllm_kernels.cpu_kernel import COUNT, OWN, host_lanes, host_registers, kernel, pack, run
+from minivllm_kernels.cpu_packing import ITEM
 from minivllm_kernels.cpu_products import scratch
 
 __all__ = [
@@ -58,7 +59,7 @@ __all__ = [
     SCRATCH,
     SCRATCH_BYTES,
 ) = range(OWN, OWN + 16)
-BLOCK = 32
+BLOCK = ITEM
 """Outputs that lie next to each other, and of a work item."""
 UNIT = 16
 """Inputs are padded to a multiple of this."""
