@@ -5,7 +5,7 @@ The scheduler has decided: this request 40 tokens, that one 1, these two blocks 
 
 # Generated from nbs/5_engine/02_model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a24562ce312d module=8bd224c994b8
+# literate: notebook=25fd274a547b module=6858b444b9cd
 
 import math
 import sys
@@ -29,7 +29,7 @@ from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.sampler import PendingSample, Sampler
-from minivllm.sampling.state import RequestView, SamplingState
+from minivllm.sampling.state import RequestView, SamplingBatch, SamplingState
 from minivllm.sampling.transforms import Transform
 
 __all__ = [
@@ -288,7 +288,7 @@ class ModelRunner:
         drawn = self.sampler.start(logits, batch)
         if self.future is not None:
             self.future.put(rows_there, drawn.token_ids)
-        pending.expect(drawn, batch.requests, rows)
+        pending.expect(drawn, batch, rows)
 
     def _pool(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
         """Hand the hidden states of requests that want a vector to the pooler."""
@@ -344,11 +344,12 @@ class PendingStep:
         self._drawn: PendingSample | None = None
         self._views: list[RequestView] = []
 
-    def expect(self, drawn: PendingSample, views: list[RequestView], rows: Int64) -> None:
-        """Give every row a token that is not known yet."""
-        self._drawn, self._views, self._rows = drawn, views, rows
+    def expect(self, drawn: PendingSample, batch: SamplingBatch, rows: Int64) -> None:
+        """Give every request of `batch` a token that is not known yet. rows: theirs in the `InputBatch`, which may be others
+        than in the `SamplingState`."""
+        self._drawn, self._views, self._rows = drawn, batch.requests, rows
         self._places = self._runner.batch.expect_tokens(rows)
-        self._runner.sampling.expect(rows)
+        batch.expect()
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the tokens, and put them into their rows."""

@@ -5,7 +5,7 @@ The model computes the logits of all running requests at once, `[rows, vocabular
 
 # Generated from nbs/3_model/12_sampling_state.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1911bd5fd73c module=7dc6970a876a
+# literate: notebook=8dc6eb79dc17 module=0f0bae807ac1
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -219,15 +219,11 @@ class SamplingState:
     def append(self, request_id: str, token_id: int) -> None:
         """A request has produced one more token."""
         view = self.requests[request_id]
-        self.expect(view.row)
+        self.columns["num_output_tokens"][view.row] += 1
         self.arrive(view, token_id)
 
-    def expect(self, rows: Array | int) -> None:
-        """Each of the rows has one more output token, which `arrive` will name."""
-        self.columns["num_output_tokens"][rows] += 1
-
     def arrive(self, view: RequestView, token_id: int) -> None:
-        """Name a token that was expected."""
+        """Name a token that was expected (`SamplingBatch.expect`)."""
         view.output_token_ids.append(token_id)
         if self.columns["penalised"][view.row]:
             self.counts.append(view.row, token_id)
@@ -289,6 +285,10 @@ class SamplingBatch:
         """The values of one column now, [R] or those at the batch positions `rows`, on the device."""
         values = self.column(name)
         return torch.from_numpy(values if rows is None else values[rows]).to(self.device, non_blocking=True)
+
+    def expect(self) -> None:
+        """Each request has one more output token, which `SamplingState.arrive` will name."""
+        self.state.columns["num_output_tokens"][self.rows] += 1
 
     @property
     def looks_back(self) -> bool:

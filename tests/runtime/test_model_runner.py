@@ -14,6 +14,7 @@ from minivllm.core.output import NewRequest, SchedulerOutput
 from minivllm.runtime.executor import UniProcExecutor, make_executor, plan_engine
 from minivllm.runtime.model_runner import group_attention_specs, zeros_on_demand
 from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.pooling import PoolingParams
 
 PROMPT = [7, 3, 99, 42, 42, 8, 200, 1, 5]
 
@@ -119,6 +120,30 @@ def test_a_request_that_cannot_be_set_up_fails_alone(runner, answer):
     result = runner.execute(step(0, {"bad": 9, "good": 9}, new_requests=(bad, new("good", PROMPT, [1, 2, 3]))))
     assert result.sampled_token_ids == {"good": answer[:1]} and "bad_words" in result.errors["bad"]
     assert runner.execute(step(1, {"good": 1}, finished=("bad",))).sampled_token_ids == {"good": answer[1:2]}
+
+
+@pytest.mark.parametrize("other", ["fails when it is added", "wants a vector"])
+def test_requests_that_draw_no_token_leave_the_others_their_own_random_numbers(runner, other):
+    def draws(first_step, *before):
+        """Five tokens each of two requests that were added behind `before`."""
+        pair = {"x": ([1, 2, 3], [13]), "y": ([4, 5, 6], [14])}
+        added = [new(name, PROMPT, blocks[0], temperature=1.5, seed=ord(name)) for name, blocks in pair.items()]
+        scheduled = {request.request_id: 9 for request in (*before, *added)}
+        steps = [step(first_step, scheduled, new_requests=(*before, *added))]
+        steps += [step(first_step + i, {"x": 1, "y": 1}) for i in range(1, 5)]
+        steps[3].new_block_ids.update({name: (blocks[1],) for name, blocks in pair.items()})
+        results = [runner.execute(decided).sampled_token_ids for decided in steps]
+        runner.execute(SchedulerOutput(first_step + 5, {}, 0, finished=tuple(scheduled)))
+        return [(result["x"], result["y"]) for result in results]
+
+    alone = draws(0)
+    assert len({x for (x,), _ in alone}) > 2
+    if other == "wants a vector":
+        silent = NewRequest("z", PROMPT, [], PoolingParams(), ([7, 8, 9],), 0)
+    else:
+        silent = new("z", PROMPT, [7, 8, 9], bad_words=["x"])
+    assert draws(10, silent) == alone
+    assert draws(20) == alone  # its row went back to another place of the free ones
 
 
 def test_finished_before_it_had_a_row(runner):
