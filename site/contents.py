@@ -31,7 +31,8 @@ def path() -> str:
         "Each chapter answers one question. These make up a path of about two hours through the whole engine: read the"
         " questions, the pictures and the first version of each idea, and do the first exercise."
     )
-    return "\n".join(["## The two-hour path", "", intro, "", *lines])
+    start = "To run and change the cells, clone the repository: `make lab` there opens this page in JupyterLab."
+    return "\n".join(["## The two-hour path", "", intro, "", start, "", *lines])
 
 
 def book() -> str:

@@ -6,7 +6,7 @@ the module that the package imports.
 
 # Generated from nbs/0_start/02_reading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a2b42efa1856 module=51e1c037aa83
+# literate: notebook=ea4d769158d2 module=2493d9a6f86b
 
 import traceback
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Exercise:
         try:
             return Verdict(self.judge(*answer) or "right")
         except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
-            return Verdict(f"it raised {type(error).__name__}: {error}{_place(error, answer)}")
+            return Verdict(f"it raised {type(error).__name__}: {error}{_place(error, answer) or _guess(error, answer)}")
 
     def accepts(self, *answer: Any) -> None:
         """For the folded solution: AssertionError unless the answer is found right."""
@@ -86,3 +86,12 @@ def _place(error: Exception, answer: tuple[Any, ...]) -> str:
         frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files and frame.line
     ]
     return f", at `{lines[-1]}`" if lines else ""
+
+
+def _guess(error: Exception, answer: tuple[Any, ...]) -> str:
+    """What an error in the checker itself says about the answer, in the two cases that happen to everybody."""
+    if "positional argument" in str(error):
+        return ": is the answer one thing, such as a list, where you gave several?"
+    if "NoneType" in str(error) and any(map(callable, answer)):
+        return ": a function without `return` gives None"
+    return ""

@@ -5,9 +5,10 @@ Question: can you write a paged KV cache yourself, a few lines at a time?
 
 # Generated from nbs/0_start/03_paging_puzzles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8c50d23c228d module=ce4ef4751aa5
+# literate: notebook=e75e14cebe6a module=91200d99e63d
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
@@ -268,7 +269,8 @@ class Puzzle:
         return f"{self.name}: {self.task}"
 
     def _repr_html_(self) -> str:
-        return f"<b>{escape(self.name)}</b>: {escape(self.task)}{self.show(self.answer).svg()}"
+        task = re.sub(r"`(\w+)`", r"<code>\1</code>", escape(self.task))
+        return f"<b>{escape(self.name)}</b>: {task}{self.show(self.answer).svg()}"
 
 
 # %% nbs/0_start/03_paging_puzzles.ipynb #slot

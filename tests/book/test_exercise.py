@@ -50,6 +50,16 @@ def test_an_error_of_the_reader_names_the_line():
     assert str(check_half(divides)) == "it raised ZeroDivisionError: division by zero, at `return n / 0`"
 
 
+def test_what_happens_to_everybody_is_explained():
+    @Exercise
+    def check_sum(answer):
+        return f"{answer(2):,}"
+
+    assert str(check_sum(print)).endswith(": a function without `return` gives None")
+    assert str(check_half(1, 2)).endswith(": is the answer one thing, such as a list, where you gave several?")
+    assert str(check_half(3)) == "it raised TypeError: 'int' object is not callable"
+
+
 def test_a_checker_that_is_wrong_itself_is_noticed():
     check_number.accepts(2)
     check_number.rejects(3, because="not 3")

@@ -1,5 +1,6 @@
 """The scripts of the site as modules, the built site, and the browser that looks at it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ sys.path.insert(0, str(ROOT / "site"))
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site: as `make site` builds it, with warnings as errors."""
+    """The folder of the built site: as `make site` builds it, with warnings as errors. MINIVLLM_SITE names one that is built already."""
+    if built := os.environ.get("MINIVLLM_SITE"):
+        return Path(built).resolve(strict=True)
     import pages
 
     sources, html = tmp_path_factory.mktemp("pages"), tmp_path_factory.mktemp("html")

@@ -34,6 +34,12 @@ def test_directives_and_hidden_cells_are_left_out():
     assert [cell["source"] for cell in page["cells"]] == ["x = 1", "w = 4"]
 
 
+def test_marks_for_the_tests_are_left_out():
+    assert book.page(notebook("# NBVAL_IGNORE_OUTPUT\nx = 1  # NBVAL_ is a prefix"))["cells"][0]["source"] == (
+        "x = 1  # NBVAL_ is a prefix"
+    )
+
+
 def test_what_jupyterlab_folds_is_folded():
     hidden = notebook("solution = 1")
     hidden.data["cells"][0]["metadata"] = {"jupyter": {"source_hidden": True}}
