@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import runs
 from api import make_api
 from book import make_book
+from links import on_site
 from replays import at_step, make_gallery
 from results import make_benchmarks
 
@@ -28,6 +29,9 @@ def main(target: Path) -> None:
     """Write the sources of all pages into `target`, which is emptied first."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(ROOT / "site/docs", target)
+    for page in target.rglob("*.md"):
+        folder = Path("site/docs") / page.parent.relative_to(target)
+        write(page, on_site(page.read_text(), folder))
     write(target / "_view.html", at_step(BlockMap(runs.load()), START))
     chapters = make_book(ROOT, target / "book")
     make_api(ROOT, target / "api", chapters)

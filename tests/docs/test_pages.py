@@ -7,6 +7,7 @@ from pathlib import Path
 import annotations
 import api
 import book
+import links
 import pytest
 import results
 import runs
@@ -95,6 +96,40 @@ def test_a_bare_name_means_what_its_module_imports():
     assert annotations.imported("minivllm.engine.core")["Executor"] == "minivllm.runtime.executor.Executor"
 
 
+# ---- links of the pages written by hand
+
+
+@pytest.mark.parametrize(
+    "link, page",
+    [
+        ("../../../nbs/1_core/06_prefix.ipynb", "/book/1_core/06_prefix.ipynb"),
+        ("../../../nbs/index.ipynb#the-two-hour-path", "/book/index.ipynb#the-two-hour-path"),
+        ("../../../nbs/index.ipynb#3-the-scheduler", "/book/part_03.md"),
+        ("../../../nbs/index.ipynb#10-observing", "/book/part_10.md"),
+        ("../../replays.py#swap", "/gallery/swap.md"),
+        ("../../../minivllm/core/policy.py", "/api/minivllm.core.policy.rst"),
+        ("../../../minivllm/lab/__init__.py", "/api/minivllm.lab.rst"),
+        ("../../../kernels/minivllm_kernels/decode.py", "/api/minivllm_kernels.decode.rst"),
+        ("../features.md", "/features.md"),
+    ],
+)
+def test_a_link_to_a_source_leads_to_its_page(link, page):
+    assert links.on_site(f"[x]({link}), [y](serve.md)", Path("site/docs/guides")) == f"[x]({page}), [y](serve.md)"
+
+
+def test_a_link_to_what_has_no_page_is_an_error():
+    with pytest.raises(ValueError, match="a link to Makefile"):
+        links.on_site("[x](../../../Makefile)", Path("site/docs/guides"))
+
+
+def test_links_work_in_the_repository_too():
+    for page in (ROOT / "site/docs").rglob("*.md"):
+        text = page.read_text()
+        assert page.name == "index.md" or "](/" not in text, page
+        for link in links.sources(text):
+            assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
+
+
 # ---- benchmark results
 
 
@@ -143,6 +178,6 @@ def test_what_works_points_to_a_test_or_a_page():
     claims = [row for row in rows if "●" in row or "◐" in row]
     assert len(claims) > 25
     for row in claims:
-        assert re.search(r"\]\(/|`tests/", row), f"nothing shows it: {row}"
+        assert re.search(r"\]\(|`tests/", row), f"nothing shows it: {row}"
         for path in re.findall(r"`(tests/[\w/]+\.py)`", row):
             assert (ROOT / path).is_file(), path
