@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py [--output FOLDER]
 
-Decode: bytes of K and V over the time, against a device-to-device copy (read plus write counted) measured in the same
+Decode: bytes of K and V, as they lie in the cache, over the time, against a device-to-device copy (read plus write counted) measured in the same
 run, and against torch's scaled_dot_product_attention on contiguous K and V of the same lengths. Prefill: against
 torch's flash attention, causal, on contiguous K and V. Each time is the median of CUDA events around graph replays
 (decode) or calls (prefill); every replay uses the next of several caches, so that nothing is read from L2.
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from minivllm.attention.backend import AttentionBatch, AttentionSpec
+from minivllm.attention.backend import FP8, AttentionBatch, AttentionSpec
 from minivllm.attention.numba_cuda import NumbaCudaBackend
 from minivllm_kernels import ops
 
@@ -76,19 +76,23 @@ def random_batch(query_lens: np.ndarray, seq_lens: np.ndarray, block: int) -> tu
     return AttentionBatch(starts, seq_lens.astype(np.int32), table, np.zeros(starts[-1], np.int64)), int(need.sum()) + 1
 
 
-def make_spec(heads: int, kv_heads: int, dim: int, block: int = 16) -> AttentionSpec:
-    return AttentionSpec(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, block_size=block, dtype=torch.bfloat16
-    )
+def make_spec(heads: int, kv_heads: int, dim: int, kv_dtype: torch.dtype | None = None) -> AttentionSpec:
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "block_size": 16}
+    return AttentionSpec(**sizes, scale=dim**-0.5, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+
+
+def random_cache(blocks: int, spec: AttentionSpec) -> torch.Tensor:
+    backend = NumbaCudaBackend()
+    numbers = torch.randn(backend.kv_cache_shape(blocks, spec), device=CUDA, dtype=spec.dtype)
+    return numbers.to(backend.kv_cache_dtype(spec))
 
 
 def decode_row(name: str, spec: AttentionSpec, lens: np.ndarray, copy: float) -> dict:
     backend, batch = NumbaCudaBackend(), len(lens)
     step, blocks = random_batch(np.ones(batch, int), lens, spec.block_size)
-    kv_bytes = int(lens.sum()) * spec.num_kv_heads * spec.head_dim * 2 * 2
+    kv_bytes = int(lens.sum()) * spec.num_kv_heads * spec.head_dim * 2 * backend.kv_cache_dtype(spec).itemsize
     copies = min(16, -(-L2 // kv_bytes))
-    shape = backend.kv_cache_shape(blocks, spec)
-    caches = [torch.randn(shape, device=CUDA, dtype=spec.dtype) for _ in range(copies)]
+    caches = [random_cache(blocks, spec) for _ in range(copies)]
     q = torch.randn(batch, spec.num_heads, spec.head_dim, device=CUDA, dtype=spec.dtype)
     plan = backend.plan(step, spec, CUDA)
     out = torch.empty_like(q)
@@ -114,7 +118,7 @@ def decode_row(name: str, spec: AttentionSpec, lens: np.ndarray, copy: float) ->
 def prefill_row(name: str, spec: AttentionSpec, query_lens: np.ndarray, seq_lens: np.ndarray) -> dict:
     backend = NumbaCudaBackend()
     step, blocks = random_batch(query_lens, seq_lens, spec.block_size)
-    cache = torch.randn(backend.kv_cache_shape(blocks, spec), device=CUDA, dtype=spec.dtype)
+    cache = random_cache(blocks, spec)
     tokens = int(query_lens.sum())
     q = torch.randn(tokens, spec.num_heads, spec.head_dim, device=CUDA, dtype=spec.dtype)
     plan = backend.plan(step, spec, CUDA)
@@ -136,6 +140,7 @@ def prefill_row(name: str, spec: AttentionSpec, query_lens: np.ndarray, seq_lens
 def small_rows(copy: float) -> list[dict]:
     tokens, heads, dim = 8192, 8, 128
     cache = torch.zeros(2, 4096, 16, heads, dim, device=CUDA, dtype=torch.bfloat16)
+    narrow = torch.zeros_like(cache, dtype=FP8)
     k, v = (torch.randn(tokens, heads, dim, device=CUDA, dtype=torch.bfloat16) for _ in "kv")
     slots = torch.randperm(4096 * 16, device=CUDA)[:tokens]
     x, residual = (torch.randn(tokens, 4096, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
@@ -145,6 +150,7 @@ def small_rows(copy: float) -> list[dict]:
     weight = torch.ones(4096, device=CUDA, dtype=torch.bfloat16)
     work = {
         "reshape_and_cache 8192 tokens": (lambda: ops.reshape_and_cache(k, v, cache, slots), 4 * k.nbytes),
+        "reshape_and_cache to fp8": (lambda: ops.reshape_and_cache(k, v, narrow, slots), 3 * k.nbytes),
         "copy_blocks 1000 pairs": (lambda: ops.copy_blocks(cache, cache, pairs), 2 * 1000 * 2 * cache[0, 0].nbytes),
         "rms_norm + residual 8192 x 4096": (lambda: ops.rms_norm(x, weight, 1e-6, residual), 4 * x.nbytes),
         "silu_mul 8192 x 8192": (lambda: ops.silu_mul(gate_up), gate_up.nbytes * 3 // 2),
@@ -229,6 +235,13 @@ def main() -> None:
     decode.append(decode_row("16/8/128 batch 64 context 1024", qwen, np.full(64, 1024), copy))
     decode.append(decode_row("9/3/64 batch 256 context 2048", small, np.full(256, 2048), copy))
     decode.append(decode_row("8/4/256 batch 64 context 2048", make_spec(8, 4, 256), np.full(64, 2048), copy))
+    if ops.fp8_unsupported(CUDA) is None:  # against SDPA on K and V of 16 bits
+        fp8 = make_spec(32, 8, 128, FP8)
+        sizes = ((1, 8192), (16, 2048), (64, 2048), (256, 2048))
+        decode += [decode_row(f"32/8/128 batch {b} context {n} fp8", fp8, np.full(b, n), copy) for b, n in sizes]
+        decode.append(
+            decode_row("9/3/64 batch 256 context 2048 fp8", make_spec(9, 3, 64, FP8), np.full(256, 2048), copy)
+        )
     show("decode attention", decode)
     prefill = [
         prefill_row("32/8/128 16 x 1024", llama, np.full(16, 1024), np.full(16, 1024)),
@@ -236,6 +249,8 @@ def main() -> None:
         prefill_row("32/8/128 8 x 256 on 4096", llama, np.full(8, 256), np.full(8, 4096)),
         prefill_row("9/3/64 16 x 1024", small, np.full(16, 1024), np.full(16, 1024)),
     ]
+    if ops.fp8_unsupported(CUDA) is None:
+        prefill.append(prefill_row("32/8/128 16 x 1024 fp8", fp8, np.full(16, 1024), np.full(16, 1024)))
     show("prefill attention", prefill)
     others = small_rows(copy)
     show("cache and pointwise", others)

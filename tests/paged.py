@@ -28,11 +28,11 @@ class PagedDecoder:
 
     def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 400, seed: int = 0) -> None:
         self.decoder, self.block_size = decoder, block_size
-        item = torch.empty(0, dtype=decoder.dtype).element_size()
+        item = torch.empty(0, dtype=decoder.kv_dtype or decoder.dtype).element_size()
         groups = make_kv_cache_groups(decoder.spec.kv_cache_specs(block_size, item))
         self.config = KVCacheConfig(num_blocks, block_size, groups)
         decoder.bind(self.config)
-        self.specs = decoder.spec.attention_specs(block_size, decoder.dtype)
+        self.specs = decoder.attention_specs(block_size)
         self.caches = [
             decoder.backend.new_kv_cache(num_blocks, self.specs[0], CPU).fill_(torch.nan)
             for _ in range(self.config.num_tensors)

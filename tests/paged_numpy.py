@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from minivllm_kernels.planning import AttentionShape, DecodePlan
 from minivllm_kernels.simt import LOG2E, Kernel
 
 NAN = {"bfloat16": 0x7FC0, "float16": 0x7E00}
+FP8_NAN = 0x7F
 
 
 def to_half(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -34,6 +36,16 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
+def to_fp8(x: np.ndarray) -> np.ndarray:
+    """e4m3 patterns of floats, as torch rounds them."""
+    return torch.from_numpy(x).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def from_fp8(u8: np.ndarray) -> np.ndarray:
+    """float64 of e4m3 patterns."""
+    return torch.from_numpy(u8).view(torch.float8_e4m3fn).double().numpy()
+
+
 class PagedCase:
     """Requests whose last `query_lens` tokens are queries; NaN wherever a kernel must not look."""
 
@@ -47,9 +59,10 @@ class PagedCase:
         first_key: Any = None,
         cap: float | None = None,
         seed: int = 0,
+        scales: tuple[float, float] = (1.0, 1.0),
     ):
         rng = np.random.default_rng(seed)
-        self.shape, self.kv_heads, self.cap = shape, kv_heads, cap
+        self.shape, self.kv_heads, self.cap, self.scales = shape, kv_heads, cap, scales
         self.query_lens, self.seq_lens = np.array(query_lens), np.array(seq_lens)
         self.rows = np.cumsum([0, *query_lens])[:-1]
         self.scale = shape.head_dim**-0.5
@@ -60,24 +73,28 @@ class PagedCase:
         for s, n in enumerate(need):
             self.table[s, :n] = [next(blocks) for _ in range(n)]
         size = (need.sum() + 1, block, kv_heads, dims)
-        self.k, self.v = (to_half(rng.standard_normal(size), shape.dtype) for _ in range(2))
+        numbers = [rng.standard_normal(size) for _ in range(2)]
+        self.k, self.v = (to_fp8(x / s) if shape.fp8_kv else to_half(x, shape.dtype) for x, s in zip(numbers, scales))
         self.q = to_half(2 * rng.standard_normal((sum(query_lens), kv_heads * shape.group, dims)), shape.dtype)
         self.first_key = first_key or (lambda position: 0)
         self.want = self._exact()
         for s, n in enumerate(self.seq_lens):
             oldest = int(self.first_key(n - self.query_lens[s])) // block
             self.table[s, :oldest] = 0  # freed: the null block
+            nan = FP8_NAN if shape.fp8_kv else NAN[shape.dtype]
             for cache in (self.k, self.v):
-                cache[0] = NAN[shape.dtype]
+                cache[0] = nan
                 if n % block:
-                    cache[self.table[s, n // block], n % block :] = NAN[shape.dtype]
+                    cache[self.table[s, n // block], n % block :] = nan
 
     def _exact(self) -> np.ndarray:
         want = np.zeros(self.q.shape)
         row = 0
         for s, (new, n) in enumerate(zip(self.query_lens, self.seq_lens)):
             pages = self.table[s, : -(-n // self.shape.block_size)]
-            k, v = (to_float(c[pages], self.shape.dtype).reshape(-1, *c.shape[2:])[:n] for c in (self.k, self.v))
+            k, v = (
+                self._floats(c[pages], s).reshape(-1, *c.shape[2:])[:n] for c, s in zip((self.k, self.v), self.scales)
+            )
             k, v = (np.repeat(x, self.shape.group, axis=1) for x in (k, v))
             for position in range(n - new, n):
                 low = int(self.first_key(position))
@@ -91,23 +108,26 @@ class PagedCase:
                 row += 1
         return want
 
+    def _floats(self, stored: np.ndarray, scale: float) -> np.ndarray:
+        return from_fp8(stored) * scale if self.shape.fp8_kv else to_float(stored, self.shape.dtype)
+
     def _common(self) -> tuple:
         dims, heads = self.shape.head_dim, self.q.shape[1]
-        w = dims // 2
+        w, kv_w = dims // 2, dims * self.k.itemsize // 4
         self.out = np.full(self.q.size // 2, NAN[self.shape.dtype] * 0x10001, np.uint32)
         strides = (
             self.table.shape[1],
             heads * w,
             heads * w,
-            self.shape.block_size * self.kv_heads * w,
-            self.kv_heads * w,
-            w,
+            self.shape.block_size * self.kv_heads * kv_w,
+            self.kv_heads * kv_w,
+            kv_w,
         )
         pointers = (self.out, words(self.q), words(self.k), words(self.v), self.table)
-        scale, cap = self.scale * LOG2E, 0.0
+        scale, cap = self.scale * self.scales[0] * LOG2E, 0.0
         if self.cap is not None:
             scale, cap = 2 * scale / self.cap, self.cap * LOG2E
-        return pointers, (scale, cap), strides
+        return pointers, (scale, cap, self.scales[1]), strides
 
     def _error(self) -> float:
         return relative_error(to_float(self.out.view(np.uint16), self.shape.dtype).reshape(self.q.shape), self.want)

@@ -5,11 +5,11 @@ Question: the cache is a heap of blocks in any order.
 
 # Generated from nbs/4_kernels/07_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bb2b55a0e8c9 module=f66f110f0bdb
+# literate: notebook=9985ac4c8233 module=2e90bb63cbce
 
 import functools
 
-from minivllm_kernels.simt import Kernel, cuda, i64, kernel, ldg128, stg128
+from minivllm_kernels.simt import Kernel, cuda, device, half_ops, i64, kernel, ldg128, pack_e4m3, prmt, stg128, u32
 
 __all__ = ["COPY_SIGNATURE", "RESHAPE_SIGNATURE", "copy_blocks", "reshape_and_cache"]
 
@@ -17,27 +17,54 @@ __all__ = ["COPY_SIGNATURE", "RESHAPE_SIGNATURE", "copy_blocks", "reshape_and_ca
 # %% nbs/4_kernels/07_cache.ipynb #reshape_and_cache
 RESHAPE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32* i64*"]  # k, v, k cache, v cache, slots
-    + ["i32 i32 i32 i32"]  # words from one token to the next in k and v; words of all heads; words of a head
+    + ["f32 f32"]  # of an fp8 cache: 1 / scale of K, of V
+    + ["i32 i32 i32 i32"]  # words from one token to the next in k and v; words of all heads, of a head
     + ["i64 i32 i32"]  # words from one block, token, head to the next in the cache
 )
 
 
 @functools.cache
-def reshape_and_cache(block_size: int, threads: int = 128) -> Kernel:
-    """Scatter the rows of k and v to their slots. Grid (1, tokens)."""
+def reshape_and_cache(block_size: int, threads: int = 128, to_fp8: str | None = None) -> Kernel:
+    """Scatter the rows of k and v to their slots. Grid (tokens, 1). to_fp8: dtype of k and v, for a cache of e4m3;
+    None for a cache of their own dtype, whatever it is."""
     BS = block_size
+    EACH = 4 if to_fp8 is None else 8  # words that become 16 bytes of the cache
+    NARROWER = EACH // 4
 
-    @kernel(RESHAPE_SIGNATURE, threads=threads, name=f"reshape_and_cache_b{block_size}_t{threads}")
-    def write(k, v, kc, vc, slots, k_s, v_s, words, head_words, s_blk, s_tok, s_head):
+    if to_fp8 is None:
+
+        @device
+        def move(cache, to, x, at, inverse):
+            stg128(cache, to, ldg128(x, at))
+    else:
+        half = half_ops(to_fp8)
+        lo, hi = half.lo, half.hi
+
+        @device
+        def narrow(a, b, inverse):
+            low = pack_e4m3(lo(a) * inverse, hi(a) * inverse)
+            return prmt(low, pack_e4m3(lo(b) * inverse, hi(b) * inverse), u32(0x5410))
+
+        @device
+        def move(cache, to, x, at, inverse):
+            a = ldg128(x, at)
+            b = ldg128(x, at + 4)
+            low = narrow(a[0], a[1], inverse), narrow(a[2], a[3], inverse)
+            stg128(cache, to, (*low, narrow(b[0], b[1], inverse), narrow(b[2], b[3], inverse)))
+
+    name = f"reshape_and_cache_b{block_size}_t{threads}" + (f"_{to_fp8}_fp8" if to_fp8 else "")
+
+    @kernel(RESHAPE_SIGNATURE, threads=threads, name=name)
+    def write(k, v, kc, vc, slots, k_inverse, v_inverse, k_s, v_s, words, head_words, s_blk, s_tok, s_head):
         tok = cuda.blockIdx.x
         slot = slots[tok]
         if slot < 0:
             return
         base = (slot // BS) * s_blk + (slot % BS) * s_tok
-        for e in range(cuda.threadIdx.x * 4, words, cuda.blockDim.x * 4):
-            to = base + (e // head_words) * s_head + e % head_words
-            stg128(kc, to, ldg128(k, i64(tok) * k_s + e))
-            stg128(vc, to, ldg128(v, i64(tok) * v_s + e))
+        for e in range(cuda.threadIdx.x * EACH, words, cuda.blockDim.x * EACH):
+            to = base + (e // head_words) * s_head + e % head_words // NARROWER
+            move(kc, to, k, i64(tok) * k_s + e, k_inverse)
+            move(vc, to, v, i64(tok) * v_s + e, v_inverse)
 
     return write
 

@@ -5,17 +5,20 @@ Question: one new token a sequence must look at every K and V the sequence has.
 
 # Generated from nbs/4_kernels/05_decode.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a51a7e443a39 module=25ddbdb46911
+# literate: notebook=13eafef03b65 module=aee00f8d2167
 
 import functools
 
 from minivllm_kernels.planning import MAX_PARTS, TILE, AttentionShape
 from minivllm_kernels.simt import (
     NEG,
+    Half,
     Kernel,
     atomic_inc,
     cuda,
     device,
+    e4m3_hi,
+    e4m3_lo,
     exp2,
     f32,
     fmax,
@@ -24,6 +27,7 @@ from minivllm_kernels.simt import (
     i64,
     kernel,
     ldcg2,
+    ldg64_stream,
     ldg128,
     ldg128_stream,
     movmatrix,
@@ -43,6 +47,7 @@ __all__ = [
     "mma_parts",
     "mma_split_kv",
     "naive",
+    "same_half",
 ]
 
 
@@ -51,7 +56,7 @@ DECODE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32*"]  # out, q, k cache, v cache: words of two 16-bit floats
     + ["i32* i32*"]  # block table, work items
     + ["f32* f32* i32*"]  # partial outputs, their (max, sum), arrivals
-    + ["f32 f32"]  # scale, cap
+    + ["f32 f32 f32"]  # scale, cap, scale of V
     + ["i32 i32 i32"]  # words or entries from one row to the next: block table, q, out
     + ["i64 i32 i32"]  # words from one block, token, KV head to the next in the cache
 )
@@ -65,6 +70,13 @@ def capped(score, cap):
 
 
 # %% nbs/4_kernels/05_decode.ipynb #naive
+def same_half(shape: AttentionShape) -> Half:
+    """The operations of Q, K and V alike. Rungs 1 and 2 know no other cache."""
+    if shape.fp8_kv:
+        raise ValueError("an fp8 cache is read by the mma kernels only")
+    return half_ops(shape.dtype)
+
+
 @functools.cache
 def naive(shape: AttentionShape) -> Kernel:
     """Rung 1: one warp a (work item, query head). Grid (query heads, items); items must be whole sequences."""
@@ -72,12 +84,12 @@ def naive(shape: AttentionShape) -> Kernel:
     C = -(-W // 32)  # words a lane owns
     C2 = 2 * C
     G, BS, CAP = shape.group, shape.block_size, shape.soft_cap
-    half = half_ops(shape.dtype)
+    half = same_half(shape)
     lo, hi, pack = half.lo, half.hi, half.pack
 
     @kernel(DECODE_SIGNATURE, threads=32, name=f"decode_naive_{shape.name}")
     def decode_naive(
-        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, t_s, q_s, o_s, s_blk, s_tok, s_head
+        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
     ):
         head = cuda.blockIdx.x
         item = cuda.blockIdx.y * 8
@@ -122,6 +134,7 @@ def naive(shape: AttentionShape) -> Kernel:
                     x = vc[at + 32 * c]
                     acc[2 * c] = acc[2 * c] * shrink + p * lo(x)
                     acc[2 * c + 1] = acc[2 * c + 1] * shrink + p * hi(x)
+        total /= v_scale
         for c in range(C):
             if lane + 32 * c < W:
                 out[i64(row) * o_s + head * W + lane + 32 * c] = pack(acc[2 * c] / total, acc[2 * c + 1] / total)
@@ -150,12 +163,12 @@ def fma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
     H = -(-G // PARTS)
     H8, SH, SHD = H * 8, STREAMS * H, STREAMS * H * D
     STEP, THREADS = warps * AT_ONCE, warps * 32
-    half = half_ops(shape.dtype)
+    half = same_half(shape)
     lo, hi, pack = half.lo, half.hi, half.pack
 
     @kernel(DECODE_SIGNATURE, threads=THREADS, name=f"decode_fma_{shape.name}_w{warps}")
     def decode_fma(
-        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, t_s, q_s, o_s, s_blk, s_tok, s_head
+        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
     ):
         shared_o = cuda.shared.array(SHD, f32)
         shared_max = cuda.shared.array(SH, f32)
@@ -237,6 +250,7 @@ def fma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
                 den += weight * shared_sum[x * H + h]
                 a0 += weight * shared_o[(x * H + h) * D + d]
                 a1 += weight * shared_o[(x * H + h) * D + d + 1]
+            den /= v_scale
             if slot < 0:
                 out[i64(row) * o_s + (head0 + h) * W + d // 2] = pack(a0 / den, a1 / den)
             else:
@@ -260,7 +274,7 @@ def combine(shape: AttentionShape) -> Kernel:
 
     @kernel(DECODE_SIGNATURE, threads=W, name=f"decode_combine_{shape.name}")
     def decode_combine(
-        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, t_s, q_s, o_s, s_blk, s_tok, s_head
+        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
     ):
         head = cuda.blockIdx.x
         heads = cuda.gridDim.x
@@ -310,52 +324,78 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
     KFULL, VFULL = D % 32 == 0, D % 64 == 0
     PREFETCH = D <= 128
     PITCH = D + 4
-    QN, KN, VN, ON = KJ * 4, KJ * 8, VH * 16, VH * 16
+    PIECE = 2 if shape.fp8_kv else 4  # words of 8 numbers in the cache
+    QN, KN, VN, ON = KJ * 4, KJ * 2 * PIECE, VH * 4 * PIECE, VH * 16
     W8, SO, SWEIGHTS = warps * 8, warps * H * PITCH, H * MAX_PARTS
     STRIDE, THREADS = warps * TILE, warps * 32
+    WARPS = (16 if shape.fp8_kv else 12) if PREFETCH else 8  # of a multiprocessor: its registers hold no more
     half = half_ops(shape.dtype)
-    pack, mma = half.pack, half.mma
+    inner = half_ops("float16") if shape.fp8_kv else half  # every e4m3 is a float16
+    lo, hi, pack = half.lo, half.hi, half.pack
+    narrow, mma = inner.pack, inner.mma
+
+    if shape.fp8_kv:
+        fetch = ldg64_stream
+
+        @device
+        def halves(x, i):
+            """Eight numbers as four words of two 16-bit floats."""
+            return e4m3_lo(x[i]), e4m3_hi(x[i]), e4m3_lo(x[i + 1]), e4m3_hi(x[i + 1])
+
+        @device
+        def query(word):
+            return narrow(lo(word), hi(word))
+    else:
+        fetch = ldg128_stream
+
+        @device
+        def halves(x, i):
+            return x[i], x[i + 1], x[i + 2], x[i + 3]
+
+        @device
+        def query(word):
+            return word
 
     @device
     def load_k(k, kc, block0, block1, tile, last, g, t, s_blk, s_tok, off):
-        """16 bytes of tokens g and g + 8 for each 32 dims; past the end, the last token again."""
+        """8 numbers of tokens g and g + 8 for each 32 dims; past the end, the last token again."""
         for r in range(2):
             block = block0 if r == 0 else block1
             tok = min(tile + g + 8 * r, last)
-            at = i64(block) * s_blk + off + (tok & MASK) * s_tok + t * 4
+            at = i64(block) * s_blk + off + (tok & MASK) * s_tok + t * PIECE
             for j in range(KJ):
                 if KFULL or j * 32 + t * 8 < D:
-                    x = ldg128_stream(kc, at + j * 16)
-                    for w in range(4):
-                        k[(j * 2 + r) * 4 + w] = x[w]
+                    x = fetch(kc, at + j * 4 * PIECE)
+                    for w in range(PIECE):
+                        k[(j * 2 + r) * PIECE + w] = x[w]
                 else:
-                    for w in range(4):
-                        k[(j * 2 + r) * 4 + w] = u32(0)
+                    for w in range(PIECE):
+                        k[(j * 2 + r) * PIECE + w] = u32(0)
 
     @device
     def load_v(v, vc, block0, block1, tile, last, g, t, s_blk, s_tok, off):
-        """16 bytes of tokens 2t, 2t+1, 2t+8, 2t+9 for each 64 dims."""
+        """8 numbers of tokens 2t, 2t+1, 2t+8, 2t+9 for each 64 dims."""
         for r in range(4):
             block = block0 if r < 2 else block1
             tok = min(tile + 2 * t + (r & 1) + 8 * (r >> 1), last)
-            at = i64(block) * s_blk + off + (tok & MASK) * s_tok + g * 4
+            at = i64(block) * s_blk + off + (tok & MASK) * s_tok + g * PIECE
             for h in range(VH):
                 if VFULL or h * 64 + g * 8 < D:
-                    x = ldg128_stream(vc, at + h * 32)
-                    for w in range(4):
-                        v[(h * 4 + r) * 4 + w] = x[w]
+                    x = fetch(vc, at + h * 8 * PIECE)
+                    for w in range(PIECE):
+                        v[(h * 4 + r) * PIECE + w] = x[w]
                 else:
-                    for w in range(4):
-                        v[(h * 4 + r) * 4 + w] = u32(0)
+                    for w in range(PIECE):
+                        v[(h * 4 + r) * PIECE + w] = u32(0)
 
     @kernel(
         DECODE_SIGNATURE,
         THREADS,
         f"decode_mma_{shape.name}_w{warps}",
-        min_blocks=max(1, (12 if PREFETCH else 8) // warps),
+        min_blocks=max(1, WARPS // warps),
     )
     def decode_mma(
-        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, t_s, q_s, o_s, s_blk, s_tok, s_head
+        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
     ):
         shared_o = cuda.shared.array(SO, f32)
         shared_max = cuda.shared.array(W8, f32)
@@ -387,7 +427,7 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
             if g < heads and (KFULL or j * 32 + t * 8 < D):
                 x = ldg128(q, i64(row) * q_s + (head0 + g) * W + j * 16 + t * 4)
                 for w in range(4):
-                    qf[j * 4 + w] = x[w]
+                    qf[j * 4 + w] = query(x[w])
             else:
                 for w in range(4):
                     qf[j * 4 + w] = u32(0)
@@ -413,9 +453,10 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
                 load_k(k, kc, block0, block1, tile, last, g, t, s_blk, s_tok, off)
             c = (f32(0.0), f32(0.0), f32(0.0), f32(0.0))
             for j in range(KJ):
-                a = j * 8
-                c = mma(k[a], k[a + 4], k[a + 1], k[a + 5], qf[j * 4], qf[j * 4 + 1], c[0], c[1], c[2], c[3])
-                c = mma(k[a + 2], k[a + 6], k[a + 3], k[a + 7], qf[j * 4 + 2], qf[j * 4 + 3], c[0], c[1], c[2], c[3])
+                a = halves(k, j * 2 * PIECE)
+                b = halves(k, (j * 2 + 1) * PIECE)
+                c = mma(a[0], b[0], a[1], b[1], qf[j * 4], qf[j * 4 + 1], c[0], c[1], c[2], c[3])
+                c = mma(a[2], b[2], a[3], b[3], qf[j * 4 + 2], qf[j * 4 + 3], c[0], c[1], c[2], c[3])
             next0 = block0
             next1 = block1
             if not PREFETCH:
@@ -463,20 +504,20 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
             s3 = exp2(s3 - max1)
             sum0 = sum0 * shrink0 + s0 + s2
             sum1 = sum1 * shrink1 + s1 + s3
-            p0 = movmatrix(pack(s0, s1))
-            p1 = movmatrix(pack(s2, s3))
+            p0 = movmatrix(narrow(s0, s1))
+            p1 = movmatrix(narrow(s2, s3))
             for h in range(VH):
+                v0 = halves(v, (h * 4 + 0) * PIECE)
+                v1 = halves(v, (h * 4 + 1) * PIECE)
+                v2 = halves(v, (h * 4 + 2) * PIECE)
+                v3 = halves(v, (h * 4 + 3) * PIECE)
                 for w in range(4):
                     e = (h * 4 + w) * 4
-                    v0 = v[(h * 4 + 0) * 4 + w]
-                    v1 = v[(h * 4 + 1) * 4 + w]
-                    v2 = v[(h * 4 + 2) * 4 + w]
-                    v3 = v[(h * 4 + 3) * 4 + w]
                     d = mma(
-                        prmt(v0, v1, u32(0x5410)),
-                        prmt(v0, v1, u32(0x7632)),
-                        prmt(v2, v3, u32(0x5410)),
-                        prmt(v2, v3, u32(0x7632)),
+                        prmt(v0[w], v1[w], u32(0x5410)),
+                        prmt(v0[w], v1[w], u32(0x7632)),
+                        prmt(v2[w], v3[w], u32(0x5410)),
+                        prmt(v2[w], v3[w], u32(0x7632)),
                         p0,
                         p1,
                         o[e] * shrink0,
@@ -529,6 +570,7 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
                 den += weight * shared_sum[x * 8 + h]
                 a0 += weight * shared_o[(x * H + h) * PITCH + d]
                 a1 += weight * shared_o[(x * H + h) * PITCH + d + 1]
+            den /= v_scale
             if slot < 0:
                 out[i64(row) * o_s + (head0 + h) * W + d // 2] = pack(a0 / den, a1 / den)
             else:

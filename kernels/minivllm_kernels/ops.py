@@ -5,7 +5,7 @@ Question: a kernel believes whatever address it is given.
 
 # Generated from nbs/4_kernels/10_ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a3bb6857b1b8 module=c924cf59a532
+# literate: notebook=64b314848484 module=c399504ac3ed
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,9 @@ from minivllm_kernels.planning import AttentionShape, DecodePlan, item_rungs, pl
 from minivllm_kernels.simt import LOG2E, Kernel
 
 __all__ = [
+    "FP8",
     "HALF",
+    "OLDEST_FP8",
     "AttentionPlan",
     "Card",
     "cache_strides",
@@ -31,11 +33,13 @@ __all__ = [
     "check",
     "check_cache",
     "check_rows",
+    "check_scales",
     "copy_blocks",
     "decode_rungs",
     "decode_work",
     "device_unsupported",
     "fixed_decode_plan",
+    "fp8_unsupported",
     "gemv",
     "half_name",
     "halves_of",
@@ -54,6 +58,9 @@ __all__ = [
 
 # %% nbs/4_kernels/10_ops.ipynb #code-89d22b
 HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+FP8 = torch.float8_e4m3fn
+OLDEST_FP8 = (8, 9)
+"""Compute capability of the first cards that convert e4m3 by themselves: Ada."""
 
 
 # %% nbs/4_kernels/10_ops.ipynb #check
@@ -117,6 +124,17 @@ def device_unsupported(device: torch.device) -> str | None:
     return None
 
 
+def fp8_unsupported(device: torch.device) -> str | None:
+    """Why kernels cannot keep K and V as e4m3 on this GPU, in words; None if they can."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= OLDEST_FP8:
+        return None
+    return (
+        f"an fp8 KV cache needs compute capability 8.9 (Ada, Hopper) or later, and {device} has"
+        f" {capability[0]}.{capability[1]}"
+    )
+
+
 def run(kernel: Kernel, device: torch.device, grid: tuple[int, int], *numbers: Any) -> None:
     """Launch on torch's current stream of a device."""
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -149,23 +167,41 @@ def check_cache(kv_cache: Tensor) -> None:
         raise ValueError(f"a head of {kv_cache.shape[4]} {kv_cache.dtype} is not a whole number of 16-byte pieces")
 
 
-def reshape_and_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write k, v [T, kv_heads, head_dim] to the slots int64 [T] of a cache; a slot below 0 is skipped."""
+def check_scales(kv_cache: Tensor, k_scale: float, v_scale: float) -> None:
+    """Refuse scales that are not above 0, or of a cache that has none."""
+    if not (k_scale > 0 and v_scale > 0) or (kv_cache.dtype != FP8 and (k_scale, v_scale) != (1.0, 1.0)):
+        raise ValueError(
+            f"k_scale and v_scale must be above 0, and 1 unless the cache is {FP8}: got {k_scale:g} and {v_scale:g}, the"
+            f" cache is {kv_cache.dtype}"
+        )
+
+
+def reshape_and_cache(
+    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+) -> None:
+    """Write k, v [T, kv_heads, head_dim] to the slots int64 [T] of a cache; a slot below 0 is skipped.
+
+    The cache has their dtype, or is float8_e4m3fn: then it gets k / k_scale and v / v_scale, at most +-448.
+    """
     check_cache(kv_cache)
+    check_scales(kv_cache, k_scale, v_scale)
+    to_fp8 = half_name("k", k) if kv_cache.dtype == FP8 else None
     for name, x in (("k", k), ("v", v)):
-        check(name, x, (slot_mapping.shape[0], *kv_cache.shape[3:]), kv_cache.dtype, kv_cache.device)
+        dtype = k.dtype if to_fp8 else kv_cache.dtype
+        check(name, x, (slot_mapping.shape[0], *kv_cache.shape[3:]), dtype, kv_cache.device)
         check_rows(name, x)
     check("slot_mapping", slot_mapping, (None,), torch.int64, kv_cache.device)
     if not slot_mapping.is_contiguous():
         raise ValueError("slot_mapping must be contiguous")
-    size = kv_cache.element_size()
+    size = k.element_size()
     head_words = kv_cache.shape[4] * size // 4
     words = kv_cache.shape[3] * head_words
-    kernel = cache.reshape_and_cache(kv_cache.shape[2], min(256, max(32, 1 << (words // 4 - 1).bit_length())))
+    pieces = words // (8 if to_fp8 else 4)
+    kernel = cache.reshape_and_cache(kv_cache.shape[2], min(256, max(32, 1 << (pieces - 1).bit_length())), to_fp8)
     k_half, v_half = halves_of(kv_cache)
     strides = (k.stride(0) * size // 4, v.stride(0) * size // 4, words, head_words, *cache_strides(kv_cache))
     pointers = (k.data_ptr(), v.data_ptr(), k_half, v_half, slot_mapping.data_ptr())
-    run(kernel, kv_cache.device, (slot_mapping.shape[0], 1), *pointers, *strides)
+    run(kernel, kv_cache.device, (slot_mapping.shape[0], 1), *pointers, 1 / k_scale, 1 / v_scale, *strides)
 
 
 def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
@@ -388,20 +424,30 @@ def plan_attention(
     return step
 
 
-def paged_attention(q: Tensor, kv_cache: Tensor, plan: AttentionPlan, out: Tensor | None = None) -> Tensor:
-    """Causal attention of q [T, heads, head_dim] over a paged cache; the same shape. q may be a view with longer rows."""
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    plan: AttentionPlan,
+    out: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """Causal attention of q [T, heads, head_dim] over a paged cache; the same shape. q may be a view with longer rows.
+
+    k_scale, v_scale: what the numbers of an fp8 cache are to be multiplied by.
+    """
     shape, device = plan.shape, kv_cache.device
     check_cache(kv_cache)
+    check_scales(kv_cache, k_scale, v_scale)
     want = (plan.num_tokens, plan.kv_heads * shape.group, shape.head_dim)
-    check("q", q, want, kv_cache.dtype, device)
+    dtype = next(dtype for dtype, name in HALF.items() if name == shape.dtype)
+    check("q", q, want, dtype, device)
     check_rows("q", q)
-    if (
-        kv_cache.shape[2:] != (shape.block_size, plan.kv_heads, shape.head_dim)
-        or HALF.get(kv_cache.dtype) != shape.dtype
-    ):
+    kv_dtype = FP8 if shape.fp8_kv else dtype
+    if kv_cache.shape[2:] != (shape.block_size, plan.kv_heads, shape.head_dim) or kv_cache.dtype != kv_dtype:
         raise ValueError(
             f"the plan is for blocks of {shape.block_size} tokens, {plan.kv_heads} KV heads of {shape.head_dim}, "
-            f"{shape.dtype}; the cache has {list(kv_cache.shape[2:])}, {kv_cache.dtype}"
+            f"{kv_dtype}; the cache has {list(kv_cache.shape[2:])}, {kv_cache.dtype}"
         )
     if out is None:
         out = torch.empty(want, dtype=q.dtype, device=device)
@@ -410,12 +456,13 @@ def paged_attention(q: Tensor, kv_cache: Tensor, plan: AttentionPlan, out: Tenso
         check_rows("out", out)
     pointers = (out.data_ptr(), q.data_ptr(), *halves_of(kv_cache), plan.table.data_ptr())
     strides = (plan.table.shape[1], q.stride(0) // 2, out.stride(0) // 2, *cache_strides(kv_cache))
+    scales = (plan.scale * k_scale, plan.cap, v_scale)
     if plan.decode_kernel is not None:
         parts = [0 if x is None else x.data_ptr() for x in (plan.part_o, plan.part_ml, plan.arrivals)]
-        numbers = (*pointers, plan.items.data_ptr(), *parts, plan.scale, plan.cap, *strides)
+        numbers = (*pointers, plan.items.data_ptr(), *parts, *scales, *strides)
         run(plan.decode_kernel, device, plan.decode_grid, *numbers)
     if plan.prefill_kernel is not None:
-        numbers = (*pointers, plan.tiles.data_ptr(), plan.scale, plan.cap, plan.window, *strides)
+        numbers = (*pointers, plan.tiles.data_ptr(), *scales, plan.window, *strides)
         run(plan.prefill_kernel, device, plan.prefill_grid, *numbers)
     return out
 
@@ -466,17 +513,23 @@ def rope_and_cache(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Norm (if weights are given) and rotate q and k of qkv [T, (heads + 2 kv_heads) head_dim]; k and v go to the cache.
 
-    table: float32 [positions, head_dim], half cosines, half sines. positions, slot_mapping: int64 [T].
+    table: float32 [positions, head_dim], half cosines, half sines. positions, slot_mapping: int64 [T]. The cache and its
+    scales: as in `reshape_and_cache`.
     Returns q, a view [T, heads, head_dim] of qkv, rotated in place.
     """
     dtype = half_name("qkv", qkv)
     check_cache(kv_cache)
+    check_scales(kv_cache, k_scale, v_scale)
+    fp8 = kv_cache.dtype == FP8
     _, _, block_size, kv_heads, head_dim = kv_cache.shape
     tokens, device = qkv.shape[0], qkv.device
-    check("qkv", qkv, (tokens, (num_heads + 2 * kv_heads) * head_dim), kv_cache.dtype, kv_cache.device)
+    qkv_dtype = qkv.dtype if fp8 else kv_cache.dtype
+    check("qkv", qkv, (tokens, (num_heads + 2 * kv_heads) * head_dim), qkv_dtype, kv_cache.device)
     check("table", table, (None, head_dim), torch.float32, device)
     for name, x in (("positions", positions), ("slot_mapping", slot_mapping)):
         check(name, x, (tokens,), torch.int64, device)
@@ -488,11 +541,12 @@ def rope_and_cache(
     given = (qkv, table, positions, slot_mapping, *(x for x in (q_weight, k_weight) if x is not None))
     if not all(x.is_contiguous() for x in given):
         raise ValueError("qkv, table, positions, slot_mapping and the weights must be contiguous")
-    kernel = pointwise.rope_and_cache(dtype, num_heads, kv_heads, head_dim, block_size, q_weight is not None)
+    kernel = pointwise.rope_and_cache(dtype, num_heads, kv_heads, head_dim, block_size, q_weight is not None, fp8)
     weights = [0 if x is None else x.data_ptr() for x in (q_weight, k_weight)]
     pointers = (qkv.data_ptr(), *halves_of(kv_cache), *weights, table.data_ptr(), positions.data_ptr())
     grid = (tokens, -(-(num_heads + 2 * kv_heads) // pointwise.ROPE_WARPS))
-    run(kernel, device, grid, *pointers, slot_mapping.data_ptr(), eps, *cache_strides(kv_cache))
+    pairs = [stride // 2 for stride in kv_cache.stride()[1:4]]
+    run(kernel, device, grid, *pointers, slot_mapping.data_ptr(), eps, 1 / k_scale, 1 / v_scale, *pairs)
     return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
 
 

@@ -5,7 +5,7 @@ Question: a batch holds one sequence of 16,000 tokens and sixty short ones.
 
 # Generated from nbs/4_kernels/04_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=dc4ba6c6c42e module=8bd30f29fea4
+# literate: notebook=b28fe9ec72c5 module=77db2afded42
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class AttentionShape:
 
     dtype: of Q, K, V and the output, "bfloat16" or "float16". head_dim: elements of a head.
     group: query heads that share a KV head. block_size: tokens in a cache block.
-    soft_cap: scores pass through `cap * tanh(score / cap)`.
+    soft_cap: scores pass through `cap * tanh(score / cap)`. fp8_kv: K and V lie in the cache as e4m3, a byte each.
     """
 
     dtype: str
@@ -60,6 +60,7 @@ class AttentionShape:
     group: int
     block_size: int
     soft_cap: bool = False
+    fp8_kv: bool = False
 
     def __post_init__(self) -> None:
         if (reason := shape_unsupported(self.dtype, self.head_dim, self.group, self.block_size)) is not None:
@@ -68,8 +69,8 @@ class AttentionShape:
     @property
     def name(self) -> str:
         """A short name, part of the names of kernels."""
-        cap = "_cap" if self.soft_cap else ""
-        return f"{self.dtype}_d{self.head_dim}_g{self.group}_b{self.block_size}{cap}"
+        extra = ("_cap" if self.soft_cap else "") + ("_fp8" if self.fp8_kv else "")
+        return f"{self.dtype}_d{self.head_dim}_g{self.group}_b{self.block_size}{extra}"
 
 
 def shape_unsupported(dtype: str, head_dim: int, group: int, block_size: int) -> str | None:

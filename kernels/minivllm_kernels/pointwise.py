@@ -5,7 +5,7 @@ Question: a norm, a rotation, an activation: each is a few operations a number.
 
 # Generated from nbs/4_kernels/08_pointwise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bbbf70e863b9 module=3cb26ff62366
+# literate: notebook=5ce699a17602 module=63f911facb18
 
 import functools
 
@@ -13,12 +13,14 @@ from minivllm_kernels.simt import (
     LOG2E,
     Kernel,
     cuda,
+    device,
     exp2,
     f32,
     half_ops,
     i64,
     kernel,
     ldg128,
+    pack_e4m3,
     rsqrt,
     shfl_xor,
     stg128,
@@ -27,6 +29,7 @@ from minivllm_kernels.simt import (
 
 __all__ = [
     "NORM_SIGNATURE",
+    "ROPE_FP8_SIGNATURE",
     "ROPE_SIGNATURE",
     "ROPE_WARPS",
     "SILU_THREADS",
@@ -110,14 +113,19 @@ def add_rms_norm(dtype: str, hidden: int) -> Kernel:
 ROPE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32* u32*"]  # qkv, k cache, v cache, weight of the q norm, of the k norm
     + ["f32* i64* i64*"]  # table [positions, D] of D/2 cosines then D/2 sines; positions; slots
-    + ["f32 i64 i32 i32"]  # eps; words from one block, token, KV head to the next in the cache
+    + ["f32 f32 f32"]  # eps; of an fp8 cache: 1 / scale of K, of V
+    + ["i64 i32 i32"]  # pairs of numbers from one block, token, KV head to the next in the cache
 )
+ROPE_FP8_SIGNATURE = ROPE_SIGNATURE.replace("u32* u32* u32*", "u32* u16* u16*", 1)
+"""A pair of numbers in the cache has 16 bits."""
 ROPE_WARPS = 4
 
 
 @functools.cache
-def rope_and_cache(dtype: str, heads: int, kv_heads: int, head_dim: int, block_size: int, norm: bool) -> Kernel:
-    """Norm (if `norm`) and rotate q and k, write k and v to the cache. qkv [T, (heads + 2 kv_heads) * head_dim] keeps
+def rope_and_cache(
+    dtype: str, heads: int, kv_heads: int, head_dim: int, block_size: int, norm: bool, fp8_kv: bool = False
+) -> Kernel:
+    """Norm (if `norm`) and rotate q and k, write k and v to the cache (as e4m3 if `fp8_kv`). qkv [T, (heads + 2 kv_heads) * head_dim] keeps
     the rotated q; its k and v parts are only read. Grid (tokens, ceil((heads + 2 kv_heads) / ROPE_WARPS))."""
     if head_dim % 4:
         raise ValueError(f"head_dim {head_dim}: the rotation takes multiples of 4")
@@ -129,8 +137,22 @@ def rope_and_cache(dtype: str, heads: int, kv_heads: int, head_dim: int, block_s
     lo, hi, pack = half.lo, half.hi, half.pack
     name = f"rope_and_cache_{dtype}_h{heads}_{kv_heads}_d{head_dim}_b{block_size}" + ("_norm" if norm else "")
 
-    @kernel(ROPE_SIGNATURE, threads=32 * WARPS, name=name)
-    def rope(qkv, kc, vc, q_weight, k_weight, table, positions, slots, eps, s_blk, s_tok, s_head):
+    if fp8_kv:
+
+        @device
+        def stored(word, inverse):
+            """A pair of numbers as the cache keeps it."""
+            return pack_e4m3(lo(word) * inverse, hi(word) * inverse)
+    else:
+
+        @device
+        def stored(word, inverse):
+            return word
+
+    @kernel(
+        ROPE_FP8_SIGNATURE if fp8_kv else ROPE_SIGNATURE, threads=32 * WARPS, name=name + ("_fp8" if fp8_kv else "")
+    )
+    def rope(qkv, kc, vc, q_weight, k_weight, table, positions, slots, eps, k_inverse, v_inverse, s_blk, s_tok, s_head):
         tok = cuda.blockIdx.x
         head = cuda.blockIdx.y * WARPS + cuda.threadIdx.x // 32
         lane = cuda.threadIdx.x % 32
@@ -143,7 +165,7 @@ def rope_and_cache(dtype: str, heads: int, kv_heads: int, head_dim: int, block_s
             if slot >= 0:
                 to += (head - heads - kv_heads) * s_head
                 for c in range(lane, W, 32):
-                    vc[to + c] = qkv[base + c]
+                    vc[to + c] = stored(qkv[base + c], v_inverse)
             return
         v = cuda.local.array(N4, f32)  # two words of the first half, two of the second: a0 a1 b0 b1
         s = f32(0.0)
@@ -190,8 +212,8 @@ def rope_and_cache(dtype: str, heads: int, kv_heads: int, head_dim: int, block_s
                     qkv[base + lane + 32 * c] = x
                     qkv[base + HW + lane + 32 * c] = y
                 elif slot >= 0:
-                    kc[to + (head - heads) * s_head + lane + 32 * c] = x
-                    kc[to + (head - heads) * s_head + HW + lane + 32 * c] = y
+                    kc[to + (head - heads) * s_head + lane + 32 * c] = stored(x, k_inverse)
+                    kc[to + (head - heads) * s_head + HW + lane + 32 * c] = stored(y, k_inverse)
 
     return rope
 

@@ -5,14 +5,14 @@ Question: a prompt brings a thousand new tokens at once.
 
 # Generated from nbs/4_kernels/06_prefill.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4ccd1f3a73db module=decbbe9d0c6f
+# literate: notebook=2c3b8c92771d module=1c87ee76f603
 
 import functools
 from typing import Any
 
 from numba import types
 
-from minivllm_kernels.decode import capped
+from minivllm_kernels.decode import capped, same_half
 from minivllm_kernels.planning import AttentionShape
 from minivllm_kernels.simt import (
     NEG,
@@ -23,16 +23,21 @@ from minivllm_kernels.simt import (
     cp_wait_older,
     cuda,
     device,
+    e4m3_hi,
+    e4m3_lo,
     exp2,
     f32,
     fmax,
     half_ops,
     i64,
     kernel,
+    ldg64_stream,
+    ldg128,
     ldmatrix_x4,
     ldmatrix_x4_trans,
     shfl_xor,
     smem_addr,
+    sts128,
     u32,
 )
 
@@ -55,7 +60,7 @@ __all__ = [
 PREFILL_SIGNATURE = " ".join(
     ["u32* u32* u32* u32*"]  # out, q, k cache, v cache
     + ["i32* i32*"]  # block table, tiles
-    + ["f32 f32 i32"]  # scale (log2(e) included), cap, window (tokens that a query sees)
+    + ["f32 f32 f32 i32"]  # scale (log2(e) included), cap, scale of V, window (tokens that a query sees)
     + ["i32 i32 i32"]  # block table, q, out: from one row to the next
     + ["i64 i32 i32"]  # cache: from one block, token, KV head to the next
 )
@@ -70,11 +75,11 @@ def naive(shape: AttentionShape) -> Kernel:
     C = -(-W // 32)
     C2 = 2 * C
     G, BS, CAP = shape.group, shape.block_size, shape.soft_cap
-    half = half_ops(shape.dtype)
+    half = same_half(shape)
     lo, hi, pack = half.lo, half.hi, half.pack
 
     @kernel(PREFILL_SIGNATURE, threads=32, name=f"prefill_naive_{shape.name}")
-    def prefill_naive(out, q, kc, vc, table, tiles, scale, cap, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
+    def prefill_naive(out, q, kc, vc, table, tiles, scale, cap, v_scale, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
         kvh = cuda.blockIdx.x
         item = cuda.blockIdx.y * 8
         lane = cuda.threadIdx.x
@@ -121,6 +126,7 @@ def naive(shape: AttentionShape) -> Kernel:
                     x = vc[at + 32 * c]
                     acc[2 * c] = acc[2 * c] * shrink + p * lo(x)
                     acc[2 * c + 1] = acc[2 * c + 1] * shrink + p * hi(x)
+        total /= v_scale
         for c in range(C):
             if lane + 32 * c < W:
                 out[row * o_s + head * W + lane + 32 * c] = pack(acc[2 * c] / total, acc[2 * c + 1] / total)
@@ -143,11 +149,11 @@ def fma_tiles(shape: AttentionShape) -> Kernel:
     THREADS = ROWS * 8
     SIZE = KEYS * W
     G, BS, CAP = shape.group, shape.block_size, shape.soft_cap
-    half = half_ops(shape.dtype)
+    half = same_half(shape)
     lo, hi, pack = half.lo, half.hi, half.pack
 
     @kernel(PREFILL_SIGNATURE, threads=THREADS, name=f"prefill_fma_{shape.name}")
-    def prefill_fma(out, q, kc, vc, table, tiles, scale, cap, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
+    def prefill_fma(out, q, kc, vc, table, tiles, scale, cap, v_scale, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
         shared_k = cuda.shared.array(SIZE, u32)
         shared_v = cuda.shared.array(SIZE, u32)
         kvh = cuda.blockIdx.x
@@ -208,6 +214,7 @@ def fma_tiles(shape: AttentionShape) -> Kernel:
                         x = shared_v[key * W + part * E + w]
                         acc[2 * w] = acc[2 * w] * shrink + p * lo(x)
                         acc[2 * w + 1] = acc[2 * w + 1] * shrink + p * hi(x)
+        total /= v_scale
         if first + tid // 8 < queries * G:
             for w in range(E):
                 out[row * o_s + head * W + part * E + w] = pack(acc[2 * w] / total, acc[2 * w + 1] / total)
@@ -255,18 +262,39 @@ def mma_tiles(shape: AttentionShape, warps: int) -> Kernel:
     K0, V0 = ROWS * PITCH, (ROWS + KEYS) * PITCH  # where K and V start in shared memory
     SHARED = (ROWS + 2 * KEYS) * PITCH
     half = half_ops(shape.dtype)
-    pack, mma = half.pack, half.mma
+    inner = half_ops("float16") if shape.fp8_kv else half  # every e4m3 is a float16
+    lo, hi, pack = half.lo, half.hi, half.pack
+    narrow, mma = inner.pack, inner.mma
+    PIECE = 2 if shape.fp8_kv else 4  # words of 8 numbers in the cache
+
+    if shape.fp8_kv:
+
+        @device
+        def fetch(sa, to, cache, at):
+            """Eight numbers from the cache to shared memory, as 16-bit floats."""
+            x = ldg64_stream(cache, at)
+            sts128(sa, to, e4m3_lo(x[0]), e4m3_hi(x[0]), e4m3_lo(x[1]), e4m3_hi(x[1]))
+
+        @device
+        def fetch_q(sa, to, q, at):
+            x = ldg128(q, at)
+            a = narrow(lo(x[0]), hi(x[0]))
+            b = narrow(lo(x[1]), hi(x[1]))
+            c = narrow(lo(x[2]), hi(x[2]))
+            sts128(sa, to, a, b, c, narrow(lo(x[3]), hi(x[3])))
+    else:
+        fetch = fetch_q = cp_async16
 
     @device
     def load(to, cache, base, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid):
-        """Start copying KEYS tokens from `base` on; tokens that nobody sees are replaced by one that is seen."""
+        """Start fetching KEYS tokens from `base` on; tokens that nobody sees are replaced by one that is seen."""
         column = tid % COLUMNS
         if column < CHUNKS:
             for i in range(KEYS // LOAD_ROWS):
                 r = tid // COLUMNS + i * LOAD_ROWS
                 tok = max(min(base + r, newest), oldest)
-                at = i64(table[pages + (tok >> SHIFT)]) * s_blk + (tok & MASK) * s_tok + off + column * 4
-                cp_async16(sa, to + r * PITCH + column * 16, cache, at)
+                at = i64(table[pages + (tok >> SHIFT)]) * s_blk + (tok & MASK) * s_tok + off + column * PIECE
+                fetch(sa, to + r * PITCH + column * 16, cache, at)
 
     @device
     def scores(s, sa, q_at, k_at):
@@ -294,19 +322,19 @@ def mma_tiles(shape: AttentionShape, warps: int) -> Kernel:
     def values(o, s, sa, v_at, step):
         """O += P V for 16 keys; one call a step, so that every index into the registers is a constant."""
         e = step * 8 * M
-        a0 = pack(s[e], s[e + 1])
-        a1 = pack(s[e + 2], s[e + 3])
-        a2 = pack(s[e + 4 * M], s[e + 4 * M + 1])
-        a3 = pack(s[e + 4 * M + 2], s[e + 4 * M + 3])
+        a0 = narrow(s[e], s[e + 1])
+        a1 = narrow(s[e + 2], s[e + 3])
+        a2 = narrow(s[e + 4 * M], s[e + 4 * M + 1])
+        a3 = narrow(s[e + 4 * M + 2], s[e + 4 * M + 3])
         b0 = a0
         b1 = a1
         b2 = a2
         b3 = a3
         if M == 2:
-            b0 = pack(s[e + 4], s[e + 5])
-            b1 = pack(s[e + 6], s[e + 7])
-            b2 = pack(s[e + 12], s[e + 13])
-            b3 = pack(s[e + 14], s[e + 15])
+            b0 = narrow(s[e + 4], s[e + 5])
+            b1 = narrow(s[e + 6], s[e + 7])
+            b2 = narrow(s[e + 12], s[e + 13])
+            b3 = narrow(s[e + 14], s[e + 15])
         for j in range(O_TILES // 2):
             f = ldmatrix_x4_trans(sa, v_at + step * (16 * PITCH) + j * 32)
             for h in range(2):
@@ -320,7 +348,7 @@ def mma_tiles(shape: AttentionShape, warps: int) -> Kernel:
                         o[y + 4 + z] = d[z]
 
     @kernel(PREFILL_SIGNATURE, THREADS, f"prefill_mma_{shape.name}_w{warps}", shared_bytes=SHARED)
-    def prefill_mma(out, q, kc, vc, table, tiles, scale, cap, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
+    def prefill_mma(out, q, kc, vc, table, tiles, scale, cap, v_scale, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
         shared = cuda.shared.array(0, U32)
         kvh = cuda.blockIdx.x
         item = cuda.blockIdx.y * 8
@@ -367,7 +395,7 @@ def mma_tiles(shape: AttentionShape, warps: int) -> Kernel:
                 local = tid // COLUMNS + i * LOAD_ROWS
                 r = first + local
                 at = (i64(row0) + min(r // G, queries - 1)) * q_s + (kvh * G + r % G) * W + column * 4
-                cp_async16(sa, local * PITCH + column * 16, q, at)
+                fetch_q(sa, local * PITCH + column * 16, q, at)
         load(K0, kc, start * KEYS, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid)
         cp_commit()
         for tile in range(start, stop):
@@ -429,7 +457,7 @@ def mma_tiles(shape: AttentionShape, warps: int) -> Kernel:
             total[r] += shfl_xor(total[r], 1)
             total[r] += shfl_xor(total[r], 2)
             row = first + warp * RW + g + 8 * r
-            inverse = f32(1.0) / total[r]
+            inverse = v_scale / total[r]
             if row < queries * G:
                 at = (i64(row0) + row // G) * o_s + (kvh * G + row % G) * W
                 for j in range(O_TILES):

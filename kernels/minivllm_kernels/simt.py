@@ -6,7 +6,7 @@ laptop?
 
 # Generated from nbs/4_kernels/03_simt.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=393bddef0bc1 module=19b5b99a6230
+# literate: notebook=31ad210f6a23 module=20f55bb09297
 
 import importlib
 import os
@@ -32,6 +32,8 @@ __all__ = [
     "cp_commit",
     "cp_wait_older",
     "device",
+    "e4m3_hi",
+    "e4m3_lo",
     "exp2",
     "f32",
     "fmax",
@@ -40,17 +42,20 @@ __all__ = [
     "i64",
     "kernel",
     "ldcg2",
+    "ldg64_stream",
     "ldg128",
     "ldg128_stream",
     "ldmatrix_x4",
     "ldmatrix_x4_trans",
     "movmatrix",
     "numba_types",
+    "pack_e4m3",
     "prmt",
     "rsqrt",
     "shfl_xor",
     "smem_addr",
     "stg128",
+    "sts128",
     "u32",
 ]
 
@@ -80,6 +85,11 @@ cp_commit: Any = _warp.cp_commit
 cp_wait_older: Any = _warp.cp_wait_older  # all groups of copies but the newest
 ldmatrix_x4: Any = _warp.ldmatrix_x4  # four 8x8 tiles shared -> registers
 ldmatrix_x4_trans: Any = _warp.ldmatrix_x4_trans
+ldg64_stream: Any = _warp.ldg64_stream  # 2 words, one 8-byte load, of bytes that are read once
+sts128: Any = _warp.sts128  # 4 words to shared memory
+pack_e4m3: Any = _warp.pack_e4m3  # 2 float32 to 2 numbers of 8 bits
+e4m3_lo: Any = _warp.e4m3_lo  # 2 of them to a word of 2 float16: from the low half of a word,
+e4m3_hi: Any = _warp.e4m3_hi  # from the high half
 
 
 # %% nbs/4_kernels/03_simt.ipynb #Half
@@ -125,7 +135,7 @@ def numba_types(signature: str) -> list[Any]:
     """numba types of a signature such as "u32* i32* f32 i64"."""
     from minivllm_kernels.warp_gpu import types
 
-    scalar = {"u32": types.uint32, "i32": types.int32, "i64": types.int64, "f32": types.float32}
+    scalar = {"u16": types.uint16, "u32": types.uint32, "i32": types.int32, "i64": types.int64, "f32": types.float32}
     return [types.CPointer(scalar[a[:-1]]) if a.endswith("*") else scalar[a] for a in signature.split()]
 
 
@@ -187,7 +197,7 @@ class Kernel:
     """A kernel before compilation.
 
     name: unique among kernels and parameters (it names the cached machine code).
-    signature: argument types, as in "u32* i32* f32": words, 32-bit and 64-bit integers, floats, pointers to them.
+    signature: argument types, as in "u32* i32* f32": words, 32-bit and 64-bit integers, floats, pointers to them (or to u16).
     threads: threads a block. min_blocks: blocks that must fit on a multiprocessor at once (bounds the registers; 0: free).
     shared_bytes: dynamic shared memory a block.
     """

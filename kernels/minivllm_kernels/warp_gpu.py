@@ -5,7 +5,7 @@ Question: how does a numba kernel reach an instruction that numba does not know?
 
 # Generated from nbs/4_kernels/02_warp_gpu.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=156155e350df module=d1d24b9c653f
+# literate: notebook=8acf24d9dbe8 module=96d7329aa79c
 
 from inspect import Parameter, Signature
 from typing import Any
@@ -22,11 +22,14 @@ __all__ = [
     "cp_async16",
     "cp_commit",
     "cp_wait_older",
+    "e4m3_hi",
+    "e4m3_lo",
     "exp2",
     "f16_hi",
     "f16_lo",
     "fmax",
     "ldcg2",
+    "ldg64_stream",
     "ldg128",
     "ldg128_stream",
     "ldmatrix_x4",
@@ -35,6 +38,7 @@ __all__ = [
     "mma_f16",
     "movmatrix",
     "pack_bf16",
+    "pack_e4m3",
     "pack_f16",
     "prmt",
     "ptx",
@@ -42,6 +46,7 @@ __all__ = [
     "shfl_xor",
     "smem_addr",
     "stg128",
+    "sts128",
 ]
 
 
@@ -142,6 +147,10 @@ pack_bf16 = ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", "u32", "f32 f32")
 f16_lo = ptx("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }", "f32", "u32")
 f16_hi = ptx("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", "f32", "u32")
 pack_f16 = ptx("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", "f32 f32")
+_e4m3 = "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, %s; }"
+e4m3_lo = ptx(_e4m3 % "a", "u32", "u32")
+e4m3_hi = ptx(_e4m3 % "b", "u32", "u32")
+pack_e4m3 = ptx("{ .reg .b16 a; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.u32.u16 $0, a; }", "u32", "f32 f32")
 
 
 # %% nbs/4_kernels/02_warp_gpu.ipynb #code-1f88eb
@@ -170,6 +179,7 @@ mma_f16 = _mma("f16")
 _FOUR = "u32 u32 u32 u32"
 ldg128 = ptx("ld.global.nc.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr")
 ldg128_stream = ptx("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr")
+ldg64_stream = ptx("ld.global.L1::no_allocate.L2::128B.v2.u32 {$0,$1}, [$2];", "u32 u32", "ptr")
 ldcg2 = ptx("ld.global.cg.v2.f32 {$0,$1}, [$2];", "f32 f32", "ptr", effect=True)
 atomic_inc = ptx("atom.global.add.s32 $0, [$1], 1;", "i32", "ptr", effect=True)
 
@@ -194,6 +204,12 @@ cp_async16 = ptx(_cp16, "", "u32 i32 ptr", effect=True)
 _ldm = "{ .reg .b32 a; add.s32 a, $4, $5; ldmatrix.sync.aligned.m8n8.x4%s.shared.b16 {$0,$1,$2,$3}, [a]; }"
 ldmatrix_x4 = ptx(_ldm % "", _FOUR, "u32 i32", effect=True)
 ldmatrix_x4_trans = ptx(_ldm % ".trans", _FOUR, "u32 i32", effect=True)
+
+
+_sts = "{ .reg .b32 a; add.s32 a, $0, $1; st.shared.v4.u32 [a], {$2,$3,$4,$5}; }"
+
+
+sts128 = ptx(_sts, "", "u32 i32 " + _FOUR, effect=True)
 
 
 @intrinsic

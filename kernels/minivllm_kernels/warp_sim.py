@@ -5,8 +5,9 @@ Question: what is a warp, and how can one kernel source run both on a GPU and in
 
 # Generated from nbs/4_kernels/01_warp.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e2db75d45e91 module=e4b11c38f672
+# literate: notebook=006627f4ec59 module=df59e8a6b98e
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +23,15 @@ __all__ = [
     "cp_async16",
     "cp_commit",
     "cp_wait_older",
+    "e4m3_hi",
+    "e4m3_lo",
     "exchange",
     "exp2",
     "f16_hi",
     "f16_lo",
     "fmax",
     "ldcg2",
+    "ldg64_stream",
     "ldg128",
     "ldg128_stream",
     "ldmatrix_x4",
@@ -36,12 +40,14 @@ __all__ = [
     "mma_f16",
     "movmatrix",
     "pack_bf16",
+    "pack_e4m3",
     "pack_f16",
     "prmt",
     "rsqrt",
     "shfl_xor",
     "smem_addr",
     "stg128",
+    "sts128",
 ]
 
 
@@ -137,6 +143,38 @@ def pack_f16(lo, hi):
     return np.uint32(low | (high << 16))
 
 
+def _e4m3_bits(x) -> int:
+    x = float(x)
+    if math.isnan(x):
+        return 0x7F
+    size = min(abs(x), 448.0)
+    exponent = math.frexp(max(size, 2.0**-6))[1] - 1  # below 2 ** -6 numbers are as far apart as there
+    sign = 0x80 if math.copysign(1.0, x) < 0 else 0
+    return sign | ((exponent + 6) * 8 + round(size * 2.0 ** (3 - exponent)))
+
+
+def pack_e4m3(lo, hi):
+    """Two e4m3 in the low half of a word, rounded to nearest even; what is beyond +-448 becomes +-448."""
+    return np.uint32(_e4m3_bits(lo) | (_e4m3_bits(hi) << 8))
+
+
+def _f16_of_e4m3(code: int) -> int:
+    if code & 0x7F == 0x7F:
+        return 0x7FFF
+    bits = np.uint16((code & 0x80) << 8 | (code & 0x7F) << 7)  # the exponent is 8 too small
+    return int((bits.view(np.float16) * np.float16(256)).view(np.uint16))
+
+
+def e4m3_lo(word):
+    """A word of two float16 from the two e4m3 in the low half of a word."""
+    return np.uint32(_f16_of_e4m3(int(word) & 255) | _f16_of_e4m3(int(word) >> 8 & 255) << 16)
+
+
+def e4m3_hi(word):
+    """A word of two float16 from the two e4m3 in the high half of a word."""
+    return e4m3_lo(int(word) >> 16)
+
+
 # %% nbs/4_kernels/01_warp.ipynb #_mma
 def _mma(unpack):
     def product(board):
@@ -203,6 +241,11 @@ def ldg128(pointer, index):
 ldg128_stream = ldg128
 
 
+def ldg64_stream(pointer, index):
+    """Two words from `pointer[index]`; on the GPU one 8-byte load."""
+    return pointer[index], pointer[index + 1]
+
+
 def stg128(pointer, index, words):
     """Store four words at `pointer[index]`."""
     for k in range(4):
@@ -254,6 +297,12 @@ def _ldmatrix(transpose: bool):
         return words[0, lane], words[1, lane], words[2, lane], words[3, lane]
 
     return load
+
+
+def sts128(base, offset, a, b, c, d):
+    """Store four words at byte `offset` of the shared array `base`."""
+    for k, word in enumerate((a, b, c, d)):
+        base[int(offset) // 4 + k] = word
 
 
 ldmatrix_x4 = _ldmatrix(False)

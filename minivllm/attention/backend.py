@@ -6,12 +6,13 @@ between the model and whoever computes attention over those pages.
 
 # Generated from nbs/3_model/01_attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=40b97c2f1fdd module=be6c0491e3ce
+# literate: notebook=32459668e7be module=704400b8544a
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,10 +20,24 @@ from torch import Tensor
 
 from minivllm.attention.step_buffer import StepBuffer
 
-__all__ = ["AttentionBackend", "AttentionBatch", "AttentionSpec", "FixedDecode", "Plan"]
+__all__ = [
+    "FP8",
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionSpec",
+    "FixedDecode",
+    "KVScales",
+    "Plan",
+    "as_bytes",
+    "to_fp8",
+]
 
 
 # %% nbs/3_model/01_attention.ipynb #AttentionSpec
+FP8 = torch.float8_e4m3fn
+"""A sign, 4 bits of exponent, 3 of mantissa: a byte for numbers up to 448."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """What one attention layer computes, and how its cache is cut.
@@ -37,6 +52,7 @@ class AttentionSpec:
         sliding_window: a query sees itself and the `sliding_window - 1` tokens before it; None for all of them.
         chunk: a query sees the tokens of its own chunk of `chunk` positions only (chunked local attention).
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax (Gemma 2).
+        kv_dtype: of keys and values in the cache: `FP8`, or None for `dtype`.
     """
 
     num_heads: int
@@ -48,6 +64,7 @@ class AttentionSpec:
     sliding_window: int | None = None
     chunk: int | None = None
     soft_cap: float | None = None
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "sliding_window", "chunk"):
@@ -64,6 +81,8 @@ class AttentionSpec:
             )
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError(f"AttentionSpec.soft_cap must be above 0, got {self.soft_cap}")
+        if self.kv_dtype not in (None, FP8):
+            raise ValueError(f"AttentionSpec.kv_dtype must be {FP8} or None, got {self.kv_dtype}")
 
     @property
     def group_size(self) -> int:
@@ -148,6 +167,25 @@ class AttentionBatch:
             )
 
 
+# %% nbs/3_model/01_attention.ipynb #KVScales
+class KVScales(NamedTuple):
+    """What the numbers of one layer's fp8 cache are multiplied by to get keys and values."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+def to_fp8(x: Tensor, scale: float) -> Tensor:
+    """`x / scale` rounded to fp8; what is beyond +-448 becomes +-448, NaN stays NaN."""
+    most = torch.finfo(FP8).max
+    return (x.float() * (1 / scale)).clamp(-most, most).to(FP8)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A view of an fp8 tensor as bytes, which torch can move on every device; any other tensor as it is."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
+
+
 # %% nbs/3_model/01_attention.ipynb #Plan
 @dataclass
 class Plan:
@@ -184,10 +222,12 @@ class AttentionBackend(ABC):
     Attributes:
         name: what users call it.
         batch_invariant: the result for a token is bit-identical whatever else is in the batch.
+        scales: of an fp8 cache.
     """
 
     name: ClassVar[str]
     batch_invariant: ClassVar[bool] = False
+    scales: KVScales = KVScales()
 
     @abstractmethod
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -230,7 +270,14 @@ class AttentionBackend(ABC):
     # %% nbs/3_model/01_attention.ipynb #AttentionBackend-kv_cache_dtype
     def kv_cache_dtype(self, spec: AttentionSpec) -> torch.dtype:
         """Dtype of the cache."""
-        return spec.dtype
+        return spec.kv_dtype or spec.dtype
+
+    # %% nbs/3_model/01_attention.ipynb #AttentionBackend-scaled
+    def scaled(self, scales: KVScales) -> "AttentionBackend":
+        """This backend, for a layer whose fp8 cache has these scales."""
+        backend = copy.copy(self)
+        backend.scales = scales
+        return backend
 
     # %% nbs/3_model/01_attention.ipynb #AttentionBackend-new_kv_cache
     def new_kv_cache(self, num_blocks: int, spec: AttentionSpec, device: torch.device) -> Tensor:
@@ -239,15 +286,16 @@ class AttentionBackend(ABC):
 
     # %% nbs/3_model/01_attention.ipynb #AttentionBackend-write
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Store the step's keys and values.
+        """Store the step's keys and values; in an fp8 cache divided by their scales, at most +-448.
 
         Args:
             k, v: [T, num_kv_heads, head_dim].
             kv_cache: the layer's cache, changed in place.
             slot_mapping: int64 [T], one slot a token.
         """
-        kv_cache[0].flatten(0, 1).index_copy_(0, slot_mapping, k)
-        kv_cache[1].flatten(0, 1).index_copy_(0, slot_mapping, v)
+        for half, x, scale in zip(as_bytes(kv_cache), (k, v), self.scales, strict=True):
+            stored = as_bytes(to_fp8(x, scale)) if kv_cache.dtype == FP8 else x
+            half.flatten(0, 1).index_copy_(0, slot_mapping, stored)
 
     # %% nbs/3_model/01_attention.ipynb #AttentionBackend-copy_blocks
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -265,5 +313,5 @@ class AttentionBackend(ABC):
         src, dst = zip(*pairs, strict=True)
         if len(set(dst)) != len(dst):
             raise ValueError(f"copy_blocks: a block is written twice: {list(pairs)}")
-        blocks = src_cache.index_select(1, torch.tensor(src, device=src_cache.device)).to(dst_cache.device)
-        dst_cache.index_copy_(1, torch.tensor(dst, device=dst_cache.device), blocks)
+        blocks = as_bytes(src_cache).index_select(1, torch.tensor(src, device=src_cache.device)).to(dst_cache.device)
+        as_bytes(dst_cache).index_copy_(1, torch.tensor(dst, device=dst_cache.device), blocks)

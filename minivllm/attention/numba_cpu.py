@@ -6,7 +6,7 @@ engine gain?
 
 # Generated from nbs/4_kernels/26_cpu_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cb20d63fb3c8 module=1e4ee5eee3ad
+# literate: notebook=26e2f97ff723 module=4feda27e7f82
 
 import functools
 import importlib.util
@@ -65,6 +65,8 @@ class NumbaCPUBackend(AttentionBackend):
             return "numba is not installed (pip install 'minivllm[kernels]')"
         if spec.dtype not in BITS:
             return f"it computes from float32 or bfloat16, and the model is {str(spec.dtype).removeprefix('torch.')}"
+        if spec.kv_dtype is not None:
+            return "its kernels read no fp8 cache; attention_backend='sdpa' and 'reference' do"
         return CPUAttentionShape.problem(spec.head_dim, spec.block_size)
 
     def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:

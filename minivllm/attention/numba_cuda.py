@@ -5,7 +5,7 @@ Question: what does it take for the engine to use them?
 
 # Generated from nbs/4_kernels/11_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d7b960c54ab4 module=15d74db2424e
+# literate: notebook=31601db7a106 module=a21b93e03a95
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -51,15 +51,15 @@ def _dtype(spec: AttentionSpec) -> str:
 def _shape(spec: AttentionSpec) -> "AttentionShape":
     from minivllm_kernels.planning import AttentionShape
 
-    capped = spec.soft_cap is not None
-    return AttentionShape(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size, capped)
+    capped, fp8 = spec.soft_cap is not None, spec.kv_dtype is not None
+    return AttentionShape(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size, capped, fp8)
 
 
 class NumbaCudaBackend(AttentionBackend):
     """Paged attention by numba.cuda kernels on an NVIDIA GPU of compute capability 8.0 or later.
 
     Single-token rows are read by a split-KV kernel, longer ones by a tiled prefill kernel. Sliding windows, chunked
-    local attention and soft caps; bfloat16 and float16.
+    local attention and soft caps; bfloat16 and float16; an fp8 cache from compute capability 8.9 on.
     """
 
     name: ClassVar[str] = "numba_cuda"
@@ -73,7 +73,8 @@ class NumbaCudaBackend(AttentionBackend):
             reason = cuda_ops().device_unsupported(device)
         except ImportError as error:
             return f'{error}; install the kernels with pip install "minivllm[cuda]"'
-        return reason or shape_unsupported(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size)
+        reason = reason or shape_unsupported(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size)
+        return reason or (cuda_ops().fp8_unsupported(device) if spec.kv_dtype is not None else None)
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> NumbaCudaPlan:
         return self._plan(batch, spec, device, None)
@@ -110,12 +111,12 @@ class NumbaCudaBackend(AttentionBackend):
         return NumbaCudaPlan(spec, device_plan.slot_mapping, device_plan)
 
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        cuda_ops().reshape_and_cache(k, v, kv_cache, slot_mapping)
+        cuda_ops().reshape_and_cache(k, v, kv_cache, slot_mapping, *self.scales)
 
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         if not isinstance(plan, NumbaCudaPlan):
             raise TypeError(f"attend needs a plan made by this backend, not {type(plan).__name__}")
-        return cuda_ops().paged_attention(q, kv_cache, plan.device_plan)
+        return cuda_ops().paged_attention(q, kv_cache, plan.device_plan, None, *self.scales)
 
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         targets = {b for _, b in pairs}

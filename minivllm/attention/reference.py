@@ -5,7 +5,7 @@ Paged attention in plain torch, one token at a time: the one to read, and the or
 
 # Generated from nbs/3_model/02_reference.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=210e448414a7 module=31302e7d1d3c
+# literate: notebook=fd7e126233a6 module=827cec4d1eaa
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes
 
 __all__ = ["ReferenceBackend", "ReferencePlan", "attend_one", "gather"]
 
@@ -51,7 +51,8 @@ def gather(kv_cache: Tensor, block_ids: Tensor, length: int) -> tuple[Tensor, Te
         Two tensors [length, num_kv_heads, head_dim].
     """
     num_blocks = -(-length // kv_cache.shape[2])
-    keys, values = kv_cache[:, block_ids[:num_blocks]].flatten(1, 2)[:, :length]
+    pages = as_bytes(kv_cache)[:, block_ids[:num_blocks]].view(kv_cache.dtype)
+    keys, values = pages.flatten(1, 2)[:, :length]
     return keys, values
 
 
@@ -108,7 +109,8 @@ class ReferenceBackend(AttentionBackend):
                 int(batch.query_start_loc[r + 1]),
                 int(batch.seq_lens[r]),
             )
-            keys, values = (x.to(self.compute_dtype) for x in gather(kv_cache, plan.block_table[r], length))
+            gathered = zip(gather(kv_cache, plan.block_table[r], length), self.scales, strict=True)
+            keys, values = (x.to(self.compute_dtype) * scale for x, scale in gathered)
             for row in range(start, end):
                 position = length - end + row
                 seen = slice(int(spec.first_key(np.asarray(position))), position + 1)

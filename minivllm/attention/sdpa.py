@@ -6,9 +6,9 @@ rectangles, prefill chunks one by one.
 
 # Generated from nbs/3_model/03_sdpa.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=95b2ae7ae316 module=75cd0f57c1b8
+# literate: notebook=b139081c28cf module=710caf138ada
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes
 
 __all__ = ["DecodeCall", "PrefillCall", "SDPABackend", "SDPAPlan", "alike", "plan_decode", "plan_prefill", "slots_of"]
 
@@ -152,24 +152,35 @@ class SDPABackend(AttentionBackend):
         """See `AttentionBackend.attend`."""
         assert isinstance(plan, SDPAPlan)
         spec = plan.spec
-        keys, values = kv_cache.view(2, -1, spec.num_kv_heads * spec.head_dim)
+        if self.scales.k != 1.0:
+            spec = replace(spec, scale=spec.scale * self.scales.k)
+        keys, values = as_bytes(kv_cache).view(2, -1, spec.num_kv_heads * spec.head_dim)
         if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
-            return _decode(q, keys, values, plan.decodes[0], spec)
+            return self._unscaled(_decode(q, keys, values, plan.decodes[0], spec))
         out = torch.empty_like(q)
         for decode in plan.decodes:
             out[decode.rows] = _decode(q[decode.rows], keys, values, decode, spec)
         for prefill in plan.prefills:
             out[prefill.start : prefill.end] = _prefill(q[prefill.start : prefill.end], keys, values, prefill, spec)
-        return out
+        return self._unscaled(out)
+
+    def _unscaled(self, out: Tensor) -> Tensor:
+        return out if self.scales.v == 1.0 else out * self.scales.v
 
 
 # %% nbs/3_model/03_sdpa.ipynb #_decode
+def _pick(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of the cache, or of its bytes, as `dtype`."""
+    rows = cache.index_select(0, slots)
+    return rows if rows.dtype == dtype else rows.view(FP8).to(dtype)
+
+
 def _decode(q: Tensor, keys: Tensor, values: Tensor, call: DecodeCall, spec: AttentionSpec) -> Tensor:
     """The query heads that share a key-value head become its queries, so nothing is repeated. q: [n, H, D]."""
     n, heads, dim = q.shape
     shape = (n, call.width, spec.num_kv_heads, dim)
-    k = keys.index_select(0, call.slots).view(shape).transpose(1, 2)
-    v = values.index_select(0, call.slots).view(shape).transpose(1, 2)
+    k = _pick(keys, call.slots, q.dtype).view(shape).transpose(1, 2)
+    v = _pick(values, call.slots, q.dtype).view(shape).transpose(1, 2)
     grouped = q.reshape(n, spec.num_kv_heads, spec.group_size, dim)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=call.mask, scale=spec.scale).reshape(n, heads, dim)
 
@@ -177,8 +188,8 @@ def _decode(q: Tensor, keys: Tensor, values: Tensor, call: DecodeCall, spec: Att
 def _prefill(q: Tensor, keys: Tensor, values: Tensor, call: PrefillCall, spec: AttentionSpec) -> Tensor:
     """One request, q: [n, H, D]."""
     shape = (1, len(call.slots), spec.num_kv_heads, spec.head_dim)
-    k = keys.index_select(0, call.slots).view(shape).transpose(1, 2)
-    v = values.index_select(0, call.slots).view(shape).transpose(1, 2)
+    k = _pick(keys, call.slots, q.dtype).view(shape).transpose(1, 2)
+    v = _pick(values, call.slots, q.dtype).view(shape).transpose(1, 2)
     out = F.scaled_dot_product_attention(
         q[None].transpose(1, 2),
         k,

@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0e26c4725cef module=6dc836b3e459
+# literate: notebook=532874221267 module=fd490659e984
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 __all__ = [
     "GROUP_SIZES",
+    "KV_CACHE_DTYPES",
     "QUANTIZATIONS",
     "WEIGHT_BITS",
     "AttentionKind",
@@ -305,6 +306,12 @@ GROUP_SIZES = (32, 64, 128)
 WEIGHT_BITS = {"int8": 8.0} | {f"int4_{group}": 4 + 32 / group for group in GROUP_SIZES}
 
 
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+
+
+"""Of which the last two mean the same."""
+
+
 def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
@@ -324,6 +331,9 @@ class EngineArgs:
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
     max_model_len: int | None = _arg(None, "most tokens of a request, prompt and output together")
     block_size: int = _arg(16, "tokens per KV block")
+    kv_cache_dtype: str = _arg(
+        "auto", "of keys and values in the cache: that of the model, or a byte each (e4m3)", KV_CACHE_DTYPES
+    )
     num_gpu_blocks: int | None = _arg(
         None, "physical KV blocks, the null block included (also on a CPU); default: from memory"
     )
@@ -402,6 +412,11 @@ class EngineArgs:
         if self.quantization != _INT4:
             raise ValueError(f"quantization_config goes with quantization={_INT4!r}, not with {self.quantization!r}")
         _one_of('quantization_config["group_size"]', config["group_size"], GROUP_SIZES)
+
+    @property
+    def fp8_kv_cache(self) -> bool:
+        """Whether keys and values take a byte each."""
+        return self.kv_cache_dtype != "auto"
 
     @property
     def linear_kernel(self) -> str | None:
@@ -560,6 +575,8 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
     overlap = choose("async_scheduling", args.async_scheduling, machine.device != "cpu", f"default on {machine.device}")
     decisions.append(Decision("attention_backend", machine.attention_backend, machine.attention_backend_why))
+    if not args.fp8_kv_cache:
+        decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))
     decisions.append(Decision("linear_kernel", machine.linear_kernel, machine.linear_kernel_why))
     groups = make_kv_cache_groups(model.kv_specs)
     bytes_per_block = len(groups[0].layers) * groups[0].spec.bytes_per_block

@@ -5,15 +5,16 @@ One decoder for many families: built from a `DecoderSpec`, run over a paged KV c
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c2f0050c955d module=de92549b4e08
+# literate: notebook=ce3f39cd79c3 module=121477bb13e4
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, Plan
+from minivllm.attention.backend import AttentionBackend, AttentionSpec, KVScales, Plan
 from minivllm.core.config import KVCacheConfig
 from minivllm.models import cpu_pointwise
 from minivllm.models.layers import ACTIVATIONS, GatedMLP, QKNorm, RMSNorm, row_by_row
@@ -119,6 +120,7 @@ class Decoder:
         dtype, device: of weights and activations.
         linear_kernel: for the products, see `Linear.prepare`; None for `batch_invariant` if the attention backend is,
             else `auto`. If it is one of `QUANTIZED`, the output layer gets 8 bits, and embeddings stay as they are.
+        kv_dtype: of the cache, see `AttentionSpec`.
     """
 
     def __init__(
@@ -128,8 +130,9 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         linear_kernel: str | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self.spec, self.backend, self.dtype, self.device = spec, backend, dtype, device
+        self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.linear_kernel = linear_kernel or ("batch_invariant" if backend.batch_invariant else "auto")
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
@@ -144,6 +147,10 @@ class Decoder:
         self.layer_to_rope = [distinct.index(layer.rope) for layer in spec.layers]
         self.layer_to_cache: list[int] = []
         self.layer_to_group: list[int] = []
+
+    def attention_specs(self, block_size: int) -> list[AttentionSpec]:
+        """What each layer asks of the attention backend."""
+        return self.spec.attention_specs(block_size, self.dtype, self.kv_dtype)
 
     # %% nbs/3_model/05b_decoder.ipynb #Decoder-bind
     def bind(self, kv_cache_config: KVCacheConfig) -> None:
@@ -248,7 +255,9 @@ class Decoder:
         """Fill every weight, then let the products prepare themselves.
 
         Args:
-            weights: names as in the checkpoint, and tensors of any float dtype, in any order.
+            weights: names as in the checkpoint, and tensors of any float dtype, in any order. The scales `k_scale` and
+                `v_scale` of a layer's fp8 cache may be among them, one number each; a missing one is the other, or 1.
+                A cache of another dtype has none, and leaves them aside.
 
         Raises:
             ValueError: a tensor is missing, unexpected, given twice or of the wrong shape; names it. Also if a checkpoint
@@ -260,6 +269,8 @@ class Decoder:
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         shapes, targets = self.spec.weight_shapes(), self._targets()
         owners = self._owners() if self.linear_kernel in QUANTIZED else {}
+        scale_names = self._scale_names()
+        scales: dict[tuple[int, str], float] = {}
         seen: set[str] = set()
         head: Tensor | None = None
         for name, tensor in weights:
@@ -267,6 +278,9 @@ class Decoder:
                 continue  # old Llama checkpoints carry this table; it follows from the config
             if name == self.spec.names.head and self.spec.tie_word_embeddings:
                 head = tensor
+                continue
+            if name in scale_names:
+                scales[scale_names[name]] = self._scale(name, tensor)
                 continue
             if name not in shapes:
                 raise ValueError(
@@ -284,6 +298,7 @@ class Decoder:
             owner = owners.pop(name, None)
             if owner is not None and owner not in owners.values():  # it is whole: never more than a layer is in memory
                 owner.prepare(self.linear_kernel)
+        self._scale_caches(scales)
         missing = [name for name in shapes if name not in seen]
         if missing:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -293,6 +308,28 @@ class Decoder:
                 f"{self.spec.family}: tie_word_embeddings is true, but {self.spec.names.head!r} differs from"
                 f" {self.spec.names.embedding!r}"
             )
+
+    # %% nbs/3_model/05b_decoder.ipynb #Decoder-scales
+    def _scale_names(self) -> dict[str, tuple[int, str]]:
+        """Names that the scales of a layer's fp8 cache may have in a checkpoint: (layer, "k" or "v")."""
+        n, names = self.spec.names, {}
+        for i in range(len(self.layers)):
+            for part, product in (("k", n.k), ("v", n.v)):
+                for place in (product.rpartition(".")[0], product):
+                    names[f"{n.layer.format(i)}{place}.{part}_scale"] = (i, part)
+        return names
+
+    def _scale(self, name: str, tensor: Tensor) -> float:
+        scale = float(tensor) if tensor.numel() == 1 else math.nan
+        if not 0 < scale < math.inf:
+            raise ValueError(f"{self.spec.family}: {name!r} must be one number above 0, got {tensor.tolist()}")
+        return scale
+
+    def _scale_caches(self, scales: dict[tuple[int, str], float]) -> None:
+        for i, layer in enumerate(self.layers):
+            k, v = scales.get((i, "k")), scales.get((i, "v"))
+            if self.kv_dtype is not None and (k or v):
+                layer.attention.backend = self.backend.scaled(KVScales(k or v or 1.0, v or k or 1.0))
 
     # %% nbs/3_model/05b_decoder.ipynb #Decoder-prepare
     def prepare(self) -> None:

@@ -5,7 +5,7 @@ Norms, rotations, activations: nothing to compute, much to move.
 
 # Generated from nbs/4_kernels/11b_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0f1fe9dc789e module=b09d28b84311
+# literate: notebook=470adf007eef module=d615cf92f7db
 
 from typing import Any, TypeVar
 
@@ -85,6 +85,8 @@ class FusedAttention(Attention):
             q_weight=None if norm is None else norm.q_weight[0],
             k_weight=None if norm is None else norm.k_weight[0],
             eps=0.0 if norm is None else norm.eps,
+            k_scale=self.backend.scales.k,
+            v_scale=self.backend.scales.v,
         )
         return self.o(self.backend.attend(q, kv_cache, plan).view(x.shape[0], -1))
 

@@ -5,7 +5,7 @@ A model folder is on the disk.
 
 # Generated from nbs/3_model/08_loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=833670900a22 module=d4c1cdf90059
+# literate: notebook=8a06ef3be4fb module=312f5824ed18
 
 from __future__ import annotations
 
@@ -269,8 +269,10 @@ class LoadedModel:
         # the output layer has 8 bits, and is there besides the embeddings even if it is tied to them
         return total - (products + head) * size + embedding + int(products * WEIGHT_BITS[linear_kernel]) // 8
 
-    def facts(self, block_size: int, dtype: str, linear_kernel: str | None = None) -> ModelFacts:
-        """What `EngineArgs.resolve` wants to know, for this block size, dtype, and kernel of quantized weights."""
+    def facts(
+        self, block_size: int, dtype: str, linear_kernel: str | None = None, fp8_kv_cache: bool = False
+    ) -> ModelFacts:
+        """What `EngineArgs.resolve` wants to know, for this block size, dtype, kernel of quantized weights, and cache."""
         spec, size = self.spec, DTYPE_BYTES[dtype]
         return ModelFacts(
             name=self.name,
@@ -278,7 +280,7 @@ class LoadedModel:
             vocab_size=spec.vocab_size,
             num_layers=spec.num_layers,
             max_position_embeddings=spec.max_model_len,
-            kv_specs=tuple(spec.kv_cache_specs(block_size, size)),
+            kv_specs=tuple(spec.kv_cache_specs(block_size, 1 if fp8_kv_cache else size)),
             weight_bytes=self._weight_bytes(size, linear_kernel),
             checkpoint_dtype=self.checkpoint_dtype,
             hidden_size=spec.hidden_size,

@@ -6,7 +6,7 @@ Hugging Face config, in a dozen lines.
 
 # Generated from nbs/3_model/05a_spec.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=57d8204b111a module=349ed2f0bc87
+# literate: notebook=f6fe0f744af7 module=313f5573c405
 
 import math
 from collections.abc import Callable
@@ -161,8 +161,10 @@ class DecoderSpec:
         return min(lengths, default=self.max_position_embeddings)
 
     # %% nbs/3_model/05a_spec.ipynb #DecoderSpec-attention_specs
-    def attention_specs(self, block_size: int, dtype: torch.dtype) -> list[AttentionSpec]:
-        """What each layer asks of the attention backend."""
+    def attention_specs(
+        self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> list[AttentionSpec]:
+        """What each layer asks of the attention backend. kv_dtype: see `AttentionSpec`."""
         return [
             AttentionSpec(
                 num_heads=self.num_heads,
@@ -174,6 +176,7 @@ class DecoderSpec:
                 sliding_window=layer.sliding_window,
                 chunk=layer.chunk,
                 soft_cap=self.attention_soft_cap,
+                kv_dtype=kv_dtype,
             )
             for layer in self.layers
         ]

@@ -6,7 +6,7 @@ GPUs, or not at all (a simulation answers from a cost model).
 
 # Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f8145e8a5592 module=512c91eab289
+# literate: notebook=d4821cc48333 module=41336015ea6f
 
 import gc
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from minivllm.attention.backend import AttentionBackend
+from minivllm.attention.backend import FP8, AttentionBackend
 from minivllm.attention.select import select_backend
 from minivllm.core.config import Decision, EngineArgs, EngineConfig, KVCacheConfig, MachineFacts, choose_dtype, resolve
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
@@ -105,11 +105,13 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     )
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
-    specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value))
+    specs = loaded.spec.attention_specs(
+        args.block_size, getattr(torch, dtype.value), FP8 if args.fp8_kv_cache else None
+    )
     backend, why = select_backend(args.attention_backend, specs, torch.device(device))
     about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
     linear = explain_quantized(args.linear_kernel, *about) if args.linear_kernel else explain_choice(*about)
-    facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel)
+    facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache)
     machine = machine_facts(device, (backend.name, why), linear)
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
@@ -117,7 +119,9 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
 def load_decoder(plan: EnginePlan) -> Decoder:
     """Build the model and read its weights."""
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
-    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, plan.config.args.linear_kernel)
+    args = plan.config.args
+    kv_dtype = FP8 if args.fp8_kv_cache else None
+    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, args.linear_kernel, kv_dtype)
     decoder.load_weights(plan.model.weights(plan.config.dtype))
     fuse(decoder, plan.config.scheduler.max_model_len)
     return decoder

@@ -5,7 +5,7 @@ The scheduler has decided: this request 40 tokens, that one 1, these two blocks 
 
 # Generated from nbs/5_engine/02_model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=25fd274a547b module=6858b444b9cd
+# literate: notebook=4fdb4372a99d module=41c8549863eb
 
 import math
 import sys
@@ -123,7 +123,7 @@ class ModelRunner:
         kv, limits = config.kv_cache, config.scheduler
         self.model, self.backend, self.config, self.grammar = model, backend, config, grammar
         self.device = torch.device(config.device)
-        layer_specs = model.spec.attention_specs(kv.block_size, model.dtype)
+        layer_specs = model.attention_specs(kv.block_size)
         self.specs = group_attention_specs(kv, layer_specs)
         self.kv_caches = new_kv_caches(backend, kv, self.specs[0], kv.num_blocks, self.device)
         self.swap_caches = new_swap_caches(backend, kv, self.specs[0], self.device)

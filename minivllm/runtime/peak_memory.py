@@ -6,7 +6,7 @@ logits, the sampler's copies of them.
 
 # Generated from nbs/5_engine/03b_peak_memory.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e919c9c0ce10 module=f329bed553f0
+# literate: notebook=13f3292cbd78 module=0731070bd716
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ def run_largest_step(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfi
     """Run the step of `peak_batch` with random tokens, and a draw for `max_num_seqs` requests. Gives the bytes of its cache."""
     device, batch = decoder.device, peak_batch(limits, kv.block_size)
     decoder.bind(kv)
-    specs = decoder.spec.attention_specs(kv.block_size, decoder.dtype)
+    specs = decoder.attention_specs(kv.block_size)
     cache = decoder.backend.new_kv_cache(int(batch.block_table.max()) + 1, specs[0], device)
     plans = [decoder.backend.plan(batch, specs[group.layers[0]], device) for group in kv.groups]
     token_ids = torch.randint(decoder.spec.vocab_size, (batch.num_tokens,), device=device)

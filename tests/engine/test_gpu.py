@@ -69,14 +69,17 @@ def test_float32_tokens_are_those_of_transformers(folder, name):
         assert tokens(load(folder(name), dtype="float32", **kwargs), greedy(16)) == want, kwargs
 
 
-@pytest.mark.parametrize("name", ["llama-64", "qwen3-64", "gemma3-64"])
-def test_graphs_and_swapping_change_no_token(folder, name):
-    eager = load(folder(name), dtype="bfloat16", attention_backend="numba_cuda", enforce_eager=True)
+@pytest.mark.parametrize(
+    ("name", "kv"), [("llama-64", "auto"), ("qwen3-64", "auto"), ("gemma3-64", "auto"), ("qwen3-64", "fp8")]
+)
+def test_graphs_and_swapping_change_no_token(folder, name, kv):
+    how = {"dtype": "bfloat16", "attention_backend": "numba_cuda", "kv_cache_dtype": kv}
+    eager = load(folder(name), **how, enforce_eager=True)
     runner = eager.llm_engine.core.executor.runner
     assert runner.graphs is None
     want = tokens(eager, greedy(24))
     for kwargs in ({}, SWAPPING):
-        llm = load(folder(name), dtype="bfloat16", attention_backend="numba_cuda", **kwargs)
+        llm = load(folder(name), **how, **kwargs)
         for _ in range(2):  # the second time every step is replayed
             got = tokens(llm, greedy(24))
         same = sum(a == b for a, b in zip(got, want))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm.attention.backend import AttentionBatch, AttentionSpec
+from minivllm.attention.backend import FP8, AttentionBatch, AttentionSpec, KVScales, as_bytes, to_fp8
 from minivllm.attention.numba_cuda import NumbaCudaBackend, NumbaCudaInvariantBackend
 from minivllm.attention.select import select_backend
 from minivllm.models.linear import Linear
@@ -14,6 +14,7 @@ CUDA = torch.device("cuda", 0)
 REASON = ops.device_unsupported(CUDA)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"no GPU to run on: {REASON}")]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
+NO_SCALES = KVScales()
 
 
 def relative_error(got, want):
@@ -23,10 +24,10 @@ def relative_error(got, want):
 class Case:
     """A step on a paged cache with shuffled blocks and NaN wherever no kernel may look."""
 
-    def __init__(self, spec, query_lens, seq_lens, seed=0):
+    def __init__(self, spec, query_lens, seq_lens, seed=0, scales=NO_SCALES):
         generator = torch.Generator(CUDA).manual_seed(seed)
         rng = np.random.default_rng(seed)
-        self.spec, block = spec, spec.block_size
+        self.spec, self.scales, block = spec, scales, spec.block_size
         self.query_lens, self.seq_lens = np.array(query_lens), np.array(seq_lens)
         need = -(-self.seq_lens // block)
         order = rng.permutation(np.arange(1, need.sum() + 1)).astype(np.int32)
@@ -34,7 +35,10 @@ class Case:
         for s, (n, end) in enumerate(zip(need, np.cumsum(need))):
             self.table[s, :n] = order[end - n : end]
         size = (2, int(need.sum()) + 1, block, spec.num_kv_heads, spec.head_dim)
-        self.cache = torch.randn(size, generator=generator, device=CUDA, dtype=torch.float32).to(spec.dtype)
+        numbers = torch.randn(size, generator=generator, device=CUDA, dtype=torch.float32)
+        self.cache = numbers.to(spec.dtype)
+        if spec.kv_dtype is not None:
+            self.cache = torch.stack([to_fp8(x, scale) for x, scale in zip(numbers, scales)])
         size = (int(self.query_lens.sum()), spec.num_heads, spec.head_dim)
         self.q = (2 * torch.randn(size, generator=generator, device=CUDA)).to(spec.dtype)
         self.want = self._exact()
@@ -50,7 +54,8 @@ class Case:
         row = 0
         for s, (new, n) in enumerate(zip(self.query_lens.tolist(), self.seq_lens.tolist())):
             pages = torch.from_numpy(self.table[s, : -(-n // spec.block_size)]).long().to(CUDA)
-            k, v = self.cache[:, pages].flatten(1, 2)[:, :n].double()
+            k, v = as_bytes(self.cache)[:, pages].view(self.cache.dtype).flatten(1, 2)[:, :n].double()
+            k, v = k * self.scales.k, v * self.scales.v
             q = self.q[row : row + new].double().unflatten(1, (spec.num_kv_heads, -1))
             score = torch.einsum("tkgd,nkd->tkgn", q, k) * spec.scale
             if spec.soft_cap is not None:
@@ -65,18 +70,19 @@ class Case:
         return want
 
     def _poison(self):
-        block = self.spec.block_size
-        self.cache[:, 0] = torch.nan
+        block, cache = self.spec.block_size, as_bytes(self.cache)
+        nan = torch.nan if cache is self.cache else 0x7F
+        cache[:, 0] = nan
         for s, n in enumerate(self.seq_lens.tolist()):
             if n % block:
-                self.cache[:, int(self.table[s, n // block]), n % block :] = torch.nan
+                cache[:, int(self.table[s, n // block]), n % block :] = nan
             oldest = int(self.spec.first_key(np.array(n - self.query_lens[s])))
             self.table[s, : oldest // block] = 0
 
     def run(self, backend):
         plan = backend.plan(self.batch(), self.spec, CUDA)
         out = torch.full_like(self.q, torch.nan)
-        return ops.paged_attention(self.q, self.cache, plan.device_plan, out)
+        return ops.paged_attention(self.q, self.cache, plan.device_plan, out, *self.scales)
 
 
 def make_spec(dtype=torch.bfloat16, dim=128, group=4, kv_heads=2, block=16, **extra):
@@ -111,6 +117,7 @@ SHAPES = [
 
 def spec_id(spec):
     extra = "".join(f"-{n}{getattr(spec, n)}" for n in ("sliding_window", "chunk", "soft_cap") if getattr(spec, n))
+    extra += "-fp8" if spec.kv_dtype is not None else ""
     return f"{str(spec.dtype)[6:]}-d{spec.head_dim}-g{spec.group_size}-b{spec.block_size}{extra}"
 
 
@@ -126,6 +133,74 @@ def test_mixed_batches(spec):
         case = Case(spec, query_lens, seq_lens)
         error = relative_error(case.run(NumbaCudaBackend()), case.want)
         assert error < TOLERANCE[spec.dtype], (query_lens, seq_lens, error)
+
+
+FP8_SHAPES = [
+    make_spec(BF16, 64, 3, 3, 16, kv_dtype=FP8),
+    make_spec(FP16, 80, 9, 2, 8, sliding_window=100, kv_dtype=FP8),
+    make_spec(BF16, 96, 2, 1, 64, soft_cap=10.0, kv_dtype=FP8),
+    make_spec(BF16, 128, 4, 8, 16, kv_dtype=FP8),
+    make_spec(FP16, 128, 16, 1, 32, chunk=48, kv_dtype=FP8),
+    make_spec(BF16, 256, 4, 1, 16, kv_dtype=FP8),
+]
+needs_fp8 = pytest.mark.skipif(
+    REASON is None and ops.fp8_unsupported(CUDA) is not None, reason="needs compute capability 8.9"
+)
+
+
+@needs_fp8
+@pytest.mark.parametrize("spec", FP8_SHAPES, ids=spec_id)
+def test_an_fp8_cache(spec):
+    rng = np.random.default_rng(0)
+    cases = [
+        ([1] * 5, [1, 2, 17, 400, 1500]),
+        ([1] * 40, rng.integers(1, 700, 40).tolist()),
+        ([37, 1, 200, 1, 9], [37, 300, 900, 5, 1000]),
+    ]
+    for scales in (NO_SCALES, KVScales(0.02, 1.7)):
+        for query_lens, seq_lens in cases:
+            case = Case(spec, query_lens, seq_lens, scales=scales)
+            for backend in (NumbaCudaBackend(), NumbaCudaInvariantBackend()):
+                got = case.run(backend)
+                assert relative_error(got, case.want) < TOLERANCE[spec.dtype], (query_lens, seq_lens, scales)
+                assert torch.equal(case.run(backend), got), "the result moves from run to run: a race"
+
+
+@needs_fp8
+def test_ragged_decode_batches_over_an_fp8_cache():
+    for batch in (1, 16, 256):
+        lens = np.exp(np.random.default_rng(batch).uniform(0, np.log(16384), batch)).astype(int).clip(1)
+        lens[0] = 16384
+        case = Case(make_spec(kv_heads=4, kv_dtype=FP8), [1] * batch, lens.tolist())
+        got = case.run(NumbaCudaBackend())
+        worst = (got.double() - case.want).flatten(1).norm(dim=1) / case.want.flatten(1).norm(dim=1)
+        assert worst.max().item() < 3 * TOLERANCE[BF16], batch
+
+
+@needs_fp8
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_writes_to_an_fp8_cache_are_those_of_torch(dtype):
+    scales = KVScales(0.37, 2.5)
+    backend = NumbaCudaBackend().scaled(scales)
+    cache = torch.zeros(2, 20, 8, 3, 80, dtype=FP8, device=CUDA)
+    fused = (100 * torch.randn(100, 12, 80, device=CUDA)).to(dtype)
+    fused[0, 6, :4] = torch.tensor([6e4, -6e4, 2.0**-9, torch.nan])
+    slots = torch.randperm(160, device=CUDA)[:100]
+    want = torch.zeros_like(as_bytes(cache))
+    for half, x, scale in ((0, fused[:, 6:9], scales.k), (1, fused[:, 9:], scales.v)):
+        want[half].flatten(0, 1)[slots] = as_bytes(to_fp8(x, scale))
+    backend.write(fused[:, 6:9], fused[:, 9:], cache, slots)
+    got = as_bytes(cache)
+    nan = (want & 0x7F) == 0x7F
+    assert nan.any() and torch.equal((got & 0x7F) == 0x7F, nan) and torch.equal(got[~nan], want[~nan])
+    moved = torch.zeros(2, 5, 8, 3, 80, dtype=FP8).pin_memory()
+    backend.copy_blocks(cache, moved, [(3, 4), (7, 0)])
+    torch.cuda.synchronize()
+    assert torch.equal(as_bytes(moved)[:, [4, 0]], got[:, [3, 7]].cpu())
+    with pytest.raises(ValueError, match="k_scale and v_scale must be above 0"):
+        backend.scaled(KVScales(0.0, 1.0)).write(fused[:, 6:9], fused[:, 9:], cache, slots)
+    with pytest.raises(ValueError, match="1 unless the cache is torch.float8_e4m3fn"):
+        backend.write(fused[:, 6:9], fused[:, 9:], cache.to(dtype), slots)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 16, 64, 256])
@@ -280,6 +355,16 @@ def test_rope(dim, norm):
     assert relative_error(got, rotated[0]) < TOLERANCE[BF16]
     assert relative_error(stored[0], rotated[1]) < TOLERANCE[BF16]
     assert torch.equal(stored[1].double(), v)
+    if ops.fp8_unsupported(CUDA) is None:
+        before = got.clone()
+        qkv.copy_(given.flatten(1))
+        cache, scales = torch.zeros_like(cache, dtype=FP8), KVScales(0.5, 0.013)
+        more = {"q_weight": weights[0], "k_weight": weights[1], "k_scale": scales.k, "v_scale": scales.v}
+        again = ops.rope_and_cache(qkv, cache, table, positions, slots, num_heads=heads, **more)
+        assert torch.equal(again, before)
+        halves = as_bytes(cache).flatten(1, 2)[:, slots]
+        for half, x, scale in zip(halves, stored, scales):
+            assert torch.equal(half, as_bytes(to_fp8(x, scale)))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

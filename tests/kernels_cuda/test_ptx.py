@@ -42,6 +42,10 @@ KERNELS = {
     "decode mma 128, 4 warps": (lambda: decode.mma_split_kv(AttentionShape(BF16, 128, 4, 16), 4), 168),
     "decode mma 128, 2 warps": (lambda: decode.mma_split_kv(AttentionShape(FP16, 128, 16, 64), 2), 168),
     "decode mma 256": (lambda: decode.mma_split_kv(AttentionShape(BF16, 256, 4, 16), 4), 255),
+    "decode mma 64, fp8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 64, 3, 16, fp8_kv=True), 2), 128),
+    "decode mma 96, fp8": (lambda: decode.mma_split_kv(AttentionShape(FP16, 96, 8, 8, True, True), 4), 128),
+    "decode mma 128, fp8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 128, 4, 16, fp8_kv=True), 8), 128),
+    "decode mma 256, fp8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 256, 4, 16, fp8_kv=True), 4), 255),
     "prefill naive": (lambda: prefill.naive(AttentionShape(BF16, 128, 4, 16)), 64),
     "prefill fma": (lambda: prefill.fma_tiles(AttentionShape(BF16, 128, 4, 16)), 128),
     "prefill mma 64": (lambda: mma_tiles(AttentionShape(FP16, 64, 3, 16, True)), 255),
@@ -49,6 +53,10 @@ KERNELS = {
     "prefill mma 96": (lambda: mma_tiles(AttentionShape(BF16, 96, 8, 8)), 255),
     "prefill mma 128": (lambda: mma_tiles(AttentionShape(BF16, 128, 4, 16)), 255),
     "prefill mma 256": (lambda: mma_tiles(AttentionShape(FP16, 256, 4, 16)), 255),
+    "prefill mma 64, fp8": (lambda: mma_tiles(AttentionShape(FP16, 64, 3, 16, True, True)), 255),
+    "prefill mma 128, fp8": (lambda: mma_tiles(AttentionShape(BF16, 128, 4, 16, fp8_kv=True)), 255),
+    "reshape_and_cache to fp8": (lambda: cache.reshape_and_cache(16, 128, BF16), 64),
+    "rope to fp8": (lambda: pointwise.rope_and_cache(BF16, 32, 8, 128, 16, True, True), 64),
     "reshape_and_cache": (lambda: cache.reshape_and_cache(16), 64),
     "copy_blocks": (lambda: cache.copy_blocks(), 64),
     "norm": (lambda: pointwise.add_rms_norm(BF16, 4096), 64),
@@ -78,5 +86,6 @@ def test_no_spills(name, tmp_path):
     assert (stack, stores, loads) == (0, 0, 0), report
     assert registers <= limit, report
     assert ".f64" not in text, "an accumulator became float64"
+    assert ("e4m3x2" in text) == ("fp8" in name)
     if " mma" in name:
         assert "mma.sync.aligned.m16n8k16" in text and ("cp.async" in text) == name.startswith("prefill")

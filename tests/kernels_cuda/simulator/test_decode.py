@@ -10,11 +10,11 @@ from minivllm_kernels.planning import AttentionShape
 TOLERANCE = {"bfloat16": 4e-3, "float16": 8e-4}
 
 
-def case_and_plan(shape, lens, *, chunk=10**6, window=None, cap=None, kv_heads=1):
+def case_and_plan(shape, lens, *, chunk=10**6, window=None, cap=None, kv_heads=1, scales=(1.0, 1.0)):
     def first_key(position):
         return 0 if window is None else max(0, position - window + 1)
 
-    case = PagedCase(shape, [1] * len(lens), lens, first_key=first_key, cap=cap, kv_heads=kv_heads)
+    case = PagedCase(shape, [1] * len(lens), lens, first_key=first_key, cap=cap, kv_heads=kv_heads, scales=scales)
     first = np.array([first_key(n - 1) for n in lens])
     items, slots = planning.cut(np.arange(len(lens)), np.arange(len(lens)), first, np.array(lens), chunk)
     nothing = np.zeros((1, 8), np.int32)
@@ -57,6 +57,26 @@ def test_mma(dtype, dim, group, block, window, cap, kv_heads, warps):
     case, plan = case_and_plan(shape, [52, 3], chunk=2, window=window, cap=cap, kv_heads=kv_heads)
     kernel = decode.mma_split_kv(shape, warps=warps)
     assert case.decode_error(kernel, kv_heads * decode.mma_parts(shape), plan) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    "dtype, dim, group, block, window, cap, kv_heads, warps",
+    [
+        ("bfloat16", 64, 2, 16, None, None, 2, 2),
+        ("float16", 80, 9, 8, 21, None, 1, 1),
+        ("bfloat16", 96, 3, 32, None, 3.0, 1, 1),
+        ("bfloat16", 256, 1, 64, None, None, 1, 1),
+    ],
+)
+def test_mma_of_an_fp8_cache(dtype, dim, group, block, window, cap, kv_heads, warps):
+    shape = AttentionShape(dtype, dim, group, block, cap is not None, fp8_kv=True)
+    more = {"window": window, "cap": cap, "kv_heads": kv_heads, "scales": (0.03, 1.7)}
+    case, plan = case_and_plan(shape, [52, 3], chunk=2, **more)
+    kernel = decode.mma_split_kv(shape, warps=warps)
+    assert case.decode_error(kernel, kv_heads * decode.mma_parts(shape), plan) < TOLERANCE[dtype]
+    for rung in (decode.naive, decode.fma_split_kv):
+        with pytest.raises(ValueError, match="an fp8 cache is read by the mma kernels only"):
+            rung(shape)
 
 
 def test_the_case_notices_a_kernel_that_reads_too_far():

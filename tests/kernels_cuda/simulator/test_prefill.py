@@ -10,13 +10,13 @@ from minivllm_kernels.planning import AttentionShape
 TOLERANCE = {"bfloat16": 4e-3, "float16": 8e-4}
 
 
-def error(rung, tile_rows, shape, query_lens, seq_lens, *, window=None, chunk=None, cap=None, kv_heads=1):
+def error(rung, tile_rows, shape, query_lens, seq_lens, *, window=None, chunk=None, **more):
     def first_key(position):
         if chunk is not None:
             return position // chunk * chunk
         return 0 if window is None else max(0, position - window + 1)
 
-    case = PagedCase(shape, query_lens, seq_lens, first_key=first_key, cap=cap, kv_heads=kv_heads)
+    case = PagedCase(shape, query_lens, seq_lens, first_key=first_key, **more)
     lens, ends, rows, seqs, floor = case.query_lens, case.seq_lens, case.rows, np.arange(len(seq_lens)), 0
     if chunk is not None:
         lens, ends, rows, which, floor = planning.split_at_chunks(lens, ends, rows, chunk)
@@ -44,9 +44,12 @@ def test_fma(dtype, dim, group, block, window):
         ("bfloat16", 96, 7, 16, {"cap": 3.0}),
         ("bfloat16", 128, 2, 64, {"chunk": 12}),
         ("float16", 256, 1, 16, {"kv_heads": 2}),
+        ("bfloat16", 64, 3, 8, {"window": 9, "kv_heads": 2, "scales": (0.03, 1.7)}),
+        ("float16", 80, 2, 16, {"cap": 3.0, "scales": (2.0, 0.5)}),
+        ("bfloat16", 128, 1, 32, {"chunk": 12, "scales": (1.0, 1.0)}),
     ],
 )
 def test_mma(dtype, dim, group, block, extra):
-    shape = AttentionShape(dtype, dim, group, block, "cap" in extra)
+    shape = AttentionShape(dtype, dim, group, block, "cap" in extra, fp8_kv="scales" in extra)
     rung = prefill.mma_tiles(shape, warps=1)
     assert error(rung, prefill.warp_rows(shape), shape, [9, 1], [43, 5], **extra) < TOLERANCE[dtype]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from paged_numpy import relative_error, to_float, to_half, words
+from paged_numpy import from_fp8, relative_error, to_float, to_fp8, to_half, words
 
 from minivllm_kernels import cache, gemv, pointwise, simt, warp_sim
 from minivllm_kernels.simt import cuda, fmax, ldmatrix_x4, ldmatrix_x4_trans, movmatrix, shfl_xor, smem_addr
@@ -19,6 +19,22 @@ def test_pack_and_unpack_agree_with_rounding(dtype):
         pair = to_float(to_half(np.array([a, b]), dtype), dtype)
         assert (ops.lo(word), ops.hi(word)) == tuple(pair)
     assert np.isnan(ops.lo(ops.pack(np.float32(np.nan), np.float32(0))))
+
+
+def test_e4m3_is_torchs():
+    codes = np.arange(256, dtype=np.uint8)
+    pairs = codes.view(np.uint16)
+    read = np.array([simt.e4m3_lo(x) for x in pairs], np.uint32).view(np.float16)
+    np.testing.assert_array_equal(read, from_fp8(codes))
+    read = np.array([simt.e4m3_hi(int(x) << 16) for x in pairs], np.uint32).view(np.float16)
+    np.testing.assert_array_equal(read, from_fp8(codes))
+    finite = np.sort(from_fp8(codes[np.isfinite(from_fp8(codes))]))
+    middle = (finite[1:] + finite[:-1]) / 2  # ties go to even
+    x = np.concatenate([finite, middle, middle * 1.0001, middle * 0.9999, [1e9, -1e9, np.inf, -0.0, 464, 500, 2**-11]])
+    x = np.append(x, np.random.default_rng(0).standard_normal(1000 + len(x) % 2)).astype(np.float32)
+    written = np.array([simt.pack_e4m3(a, b) for a, b in x.reshape(-1, 2)], np.uint16).view(np.uint8)
+    np.testing.assert_array_equal(written, to_fp8(x))
+    assert simt.pack_e4m3(np.float32(np.nan), np.float32(1)) == 0x387F
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -100,12 +116,32 @@ def test_reshape_and_cache():
     k, v = rng.integers(0, 2**32, (2, tokens, heads, w), dtype=np.uint32)
     kc, vc = np.zeros((2, 3, block, heads, w), np.uint32)
     slots = np.array([5, 17, -1, 0, 23])
-    strides = (heads * w, heads * w, heads * w, w, block * heads * w, heads * w, w)
+    strides = (1.0, 1.0, heads * w, heads * w, heads * w, w, block * heads * w, heads * w, w)
     cache.reshape_and_cache(block, threads=32).simulate((tokens, 1), k, v, kc, vc, slots, *strides)
     for got, given in ((kc, k), (vc, v)):
         want = np.zeros_like(got).reshape(-1, heads, w)
         want[slots[slots >= 0]] = given[slots >= 0]
         assert (got.reshape(want.shape) == want).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_reshape_and_cache_to_fp8(dtype):
+    rng = np.random.default_rng(2)
+    tokens, heads, dim, block = 3, 2, 80, 8
+    x = to_half(rng.standard_normal((2, tokens, heads, dim)) * 100, dtype)
+    x[0, 0, 0, :4] = to_half(np.array([6e4, -6e4, np.inf, 2**-9]), dtype)
+    caches = np.zeros((2, 3 * block, heads, dim), np.uint8)
+    slots, scales = np.array([5, -1, 23]), (np.float32(0.25), np.float32(1.5))
+    w, kv_w = dim // 2, dim // 4
+    strides = (heads * w, heads * w, heads * w, w, block * heads * kv_w, heads * kv_w, kv_w)
+    kernel = cache.reshape_and_cache(block, 32, dtype)
+    inverses = [1 / s for s in scales]
+    kernel.simulate((tokens, 1), words(x[0]), words(x[1]), *map(words, caches), slots, *inverses, *strides)
+    for got, given, inverse in zip(caches, x, inverses):
+        want = np.zeros_like(got)
+        want[slots[slots >= 0]] = to_fp8(to_float(given, dtype).astype(np.float32) * inverse)[slots >= 0]
+        assert (got == want).all()
+    assert list(from_fp8(caches[0, 5, 0, :3])) == [448, -448, 448]
 
 
 def test_copy_blocks():
@@ -146,22 +182,25 @@ def test_silu():
 
 
 @pytest.mark.parametrize(
-    "dtype, dim, heads, kv_heads, norm", [("bfloat16", 80, 3, 1, True), ("float16", 256, 1, 1, False)]
+    "dtype, dim, heads, kv_heads, norm, fp8",
+    [("bfloat16", 80, 3, 1, True, False), ("float16", 256, 1, 1, False, False), ("bfloat16", 80, 1, 2, True, True)],
 )
-def test_rope(dtype, dim, heads, kv_heads, norm):
+def test_rope(dtype, dim, heads, kv_heads, norm, fp8):
     rng = np.random.default_rng(6)
     qkv = to_half(rng.standard_normal((2, heads + 2 * kv_heads, dim)), dtype)
     weights = [to_half(rng.standard_normal(dim), dtype) for _ in range(2)]
     positions, slots = np.array([3, 11]), np.array([4, 19])
     angle = np.arange(20)[:, None] / 10000 ** (np.arange(dim // 2) / (dim // 2))[None]
     table = np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
-    kc, vc = np.zeros((2, 3 * 8 * kv_heads * dim // 2), np.uint32)
+    kc, vc = np.zeros((2, 3 * 8 * kv_heads * dim // 2), np.uint16 if fp8 else np.uint32)
     work = words(qkv).copy()
     w = dim // 2
-    kernel = pointwise.rope_and_cache(dtype, heads, kv_heads, dim, 8, norm)
+    kernel = pointwise.rope_and_cache(dtype, heads, kv_heads, dim, 8, norm, fp8)
     grid = (2, -(-(heads + 2 * kv_heads) // pointwise.ROPE_WARPS))
     strides = (8 * kv_heads * w, kv_heads * w, w)
-    kernel.simulate(grid, work, kc, vc, *map(words, weights), table, positions, slots, 1e-6, *strides)
+    scales = (0.5, 0.125) if fp8 else (1.0, 1.0)
+    inverses = [1 / s for s in scales]
+    kernel.simulate(grid, work, kc, vc, *map(words, weights), table, positions, slots, 1e-6, *inverses, *strides)
     exact = to_float(qkv, dtype)
     for part, weight in ((slice(0, heads), weights[0]), (slice(heads, heads + kv_heads), weights[1])):
         x = exact[:, part]
@@ -171,10 +210,16 @@ def test_rope(dtype, dim, heads, kv_heads, norm):
         a, b = np.split(x, 2, axis=-1)
         exact[:, part] = np.concatenate([a * c - b * s, b * c + a * s], -1)
     got = to_float(work.view(np.uint16), dtype).reshape(exact.shape)
-    k, v = (to_float(x.view(np.uint16), dtype).reshape(-1, kv_heads, dim)[slots] for x in (kc, vc))
     assert relative_error(got[:, :heads], exact[:, :heads]) < TOLERANCE[dtype]
-    assert relative_error(k, exact[:, heads : heads + kv_heads]) < TOLERANCE[dtype]
-    assert (v == exact[:, heads + kv_heads :]).all()
+    k, v = exact[:, heads : heads + kv_heads], exact[:, heads + kv_heads :]
+    if fp8:
+        stored = [from_fp8(x.view(np.uint8)).reshape(-1, kv_heads, dim)[slots] * s for x, s in zip((kc, vc), scales)]
+        assert relative_error(stored[0], k) < 0.04  # half of 2 ** -3, for numbers of any size
+        assert (stored[1] == from_fp8(to_fp8(v / scales[1])) * scales[1]).all()
+    else:
+        stored = [to_float(x.view(np.uint16), dtype).reshape(-1, kv_heads, dim)[slots] for x in (kc, vc)]
+        assert relative_error(stored[0], k) < TOLERANCE[dtype]
+        assert (stored[1] == v).all()
 
 
 FMA_CASES = [  # features, rows, size, (rows built for, outputs, split)

@@ -1,0 +1,109 @@
+"""An fp8 cache: what is stored, and attention over it against float64 on what was stored."""
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KVScales, as_bytes, to_fp8
+from minivllm.attention.numba_cpu import NumbaCPUBackend
+from minivllm.attention.reference import ReferenceBackend
+from minivllm.attention.sdpa import SDPABackend
+from minivllm.attention.select import select_backend
+from minivllm_kernels import ops
+
+CPU = torch.device("cpu")
+BACKENDS = [ReferenceBackend(), SDPABackend()]
+IDS = [backend.name for backend in BACKENDS]
+
+
+def make_spec(**changes) -> AttentionSpec:
+    values = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "scale": 0.4, "block_size": 4, "dtype": torch.float32}
+    return AttentionSpec(**{**values, "kv_dtype": FP8, **changes})
+
+
+def dense(q, k, v, spec) -> torch.Tensor:
+    """The last rows of causal attention, in float64. k, v: [n, kv_heads, head_dim]."""
+    k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * spec.scale
+    last = torch.arange(len(k) - len(q), len(k))[:, None]
+    seen = torch.arange(len(k)) <= last
+    if spec.sliding_window is not None:
+        seen &= torch.arange(len(k)) > last - spec.sliding_window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def test_what_is_stored():
+    x = torch.tensor([0.0, 1.06, 1.07, 448.0, 460.0, 1e30, -torch.inf, 2**-10, 3 * 2**-10])
+    assert to_fp8(x, 1.0).double().tolist() == [0, 1, 1.125, 448, 448, 448, -448, 0, 2**-8]
+    assert to_fp8(x[:5], 4.0).double().mul(4).tolist() == [0, 1, 1.125, 448, 448]
+    assert to_fp8(torch.tensor([torch.nan]), 1.0).isnan().all()
+
+
+@pytest.mark.parametrize("scales", [KVScales(), KVScales(0.03, 1.7)], ids=["plain", "scaled"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"dtype": torch.bfloat16}, {"sliding_window": 6}], ids=["f32", "bf16", "window"]
+)
+@pytest.mark.parametrize("backend", BACKENDS, ids=IDS)
+def test_attention_over_what_was_stored(backend: AttentionBackend, changes, scales):
+    """A ragged mixed batch in shuffled blocks; whatever no request owns is NaN."""
+    torch.manual_seed(0)
+    spec, backend = make_spec(**changes), backend.scaled(scales)
+    requests = [(1, 30), (5, 9), (1, 3), (1, 28), (7, 7)]
+    table = np.random.default_rng(0).permutation(np.arange(1, 41)).reshape(5, 8).astype(np.int32)
+    cache = backend.new_kv_cache(41, spec, CPU).fill_(torch.nan)
+    assert cache.element_size() == 1 and cache.dtype == FP8
+    slots, wanted, qs = [], [], []
+    for row, (new, length) in enumerate(requests):
+        q = torch.randn(new, 6, 16).to(spec.dtype)
+        k, v = (3 * torch.randn(2, length, 2, 16)).to(spec.dtype)
+        positions = np.arange(length)
+        where = table[row, positions // 4].astype(np.int64) * 4 + positions % 4
+        backend.write(k, v, cache, torch.as_tensor(where))
+        stored = cache.flatten(1, 2).double()[:, where]
+        want = torch.stack([to_fp8(k, scales.k), to_fp8(v, scales.v)]).double()
+        assert torch.equal(stored, want)
+        wanted.append(dense(q, stored[0] * scales.k, stored[1] * scales.v, spec))
+        slots.append(where[length - new :])
+        qs.append(q)
+    starts = np.cumsum([0, *(new for new, _ in requests)]).astype(np.int32)
+    lens = np.array([length for _, length in requests], np.int32)
+    plan = backend.plan(AttentionBatch(starts, lens, table, np.concatenate(slots)), spec, CPU)
+    got, want = backend.attend(torch.cat(qs), cache, plan).double(), torch.cat(wanted)
+    assert (got - want).norm() / want.norm() < (1e-2 if spec.dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=IDS)
+def test_blocks_move_as_bytes(backend):
+    source = torch.arange(2 * 5 * 4 * 2 * 16).to(torch.uint8).view(FP8).view(backend.kv_cache_shape(5, make_spec()))
+    target = torch.zeros(backend.kv_cache_shape(3, make_spec()), dtype=FP8)
+    backend.copy_blocks(source, target, [(4, 1), (1, 2)])
+    assert torch.equal(as_bytes(target)[:, [1, 2]], as_bytes(source)[:, [4, 1]]) and not as_bytes(target)[:, 0].any()
+
+
+def test_a_backend_that_cannot_says_which_can():
+    with pytest.raises(ValueError, match="no fp8 cache; attention_backend='sdpa' and 'reference' do"):
+        select_backend("numba_cpu", make_spec(), CPU)
+    backend, why = select_backend("auto", make_spec(), CPU)
+    assert backend.name == "sdpa" and "numba_cpu cannot: its kernels read no fp8 cache" in why
+    assert NumbaCPUBackend().unsupported(make_spec(kv_dtype=None), CPU) is None
+    with pytest.raises(ValueError, match="kv_dtype must be torch.float8_e4m3fn or None, got torch.float8_e5m2"):
+        make_spec(kv_dtype=torch.float8_e5m2)
+
+
+def test_older_cards_are_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    device = torch.device("cuda", 0)
+    assert ops.fp8_unsupported(device) == (
+        "an fp8 KV cache needs compute capability 8.9 (Ada, Hopper) or later, and cuda:0 has 8.6"
+    )
+    monkeypatch.setattr(ops, "device_unsupported", lambda device: None)
+    spec = make_spec(head_dim=64, block_size=16, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="'numba_cuda' cannot run this model on cuda:0: an fp8 KV cache needs"):
+        select_backend("numba_cuda", spec, device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert select_backend("auto", spec, device)[0].name == "numba_cuda"
+
+
+def test_scales_belong_to_a_copy():
+    backend = SDPABackend()
+    assert backend.scaled(KVScales(2.0, 3.0)).scales == (2.0, 3.0) and backend.scales == (1.0, 1.0)
