@@ -16,6 +16,8 @@ GPU_READY := $(VENV)/ready-gpu-$(KEY)
 # Processes that share the test files and notebooks; `make test JOBS=4` on a larger machine.
 JOBS ?= 3
 SLOW ?= slow
+# The tests start hundreds of processes: the package is compiled once for them all, even where a container says not to keep it.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with nbs/sanitize.cfg -p no:cacheprovider
 
