@@ -32,6 +32,7 @@ PREMISES = {
     "4_kernels/01_warp": "512",
     "4_kernels/04_planning": "16000",
     "4_kernels/05_decode": "132 256",
+    "4_kernels/11d_fp8": "8.9 65504",
     "4_kernels/20_cpu_vector": "512",
     "4_kernels/22_cpu_planning": "700",
     "4_kernels/24_cpu_attention": "200",
