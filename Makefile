@@ -100,7 +100,7 @@ gpu: $(GPU_READY)  ## on a machine with an NVIDIA GPU: test, sanitize and time t
 	$(BIN)/pytest -m gpu tests/kernels_cuda tests/engine
 	@if command -v compute-sanitizer >/dev/null; then for tool in memcheck racecheck; do \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool $(SANITIZE) \
-		$(BIN)/python -m pytest -q tests/kernels_cuda/test_gpu.py -k "lengths_around or view_of or gemv" || exit 1; done; \
+		$(BIN)/python -m pytest -q tests/kernels_cuda/test_gpu.py -k "lengths_around or view_of or gemv or writes_to_an_fp8" || exit 1; done; \
 	else echo "compute-sanitizer is not here (it comes with the CUDA toolkit): not run"; fi
 	for name in kernels gemv decode_step engine_gpu; do $(BIN)/python benchmarks/$$name.py --output benchmarks/results || exit 1; done
 

@@ -38,7 +38,7 @@ class Case:
         numbers = torch.randn(size, generator=generator, device=CUDA, dtype=torch.float32)
         self.cache = numbers.to(spec.dtype)
         if spec.kv_dtype is not None:
-            self.cache = torch.stack([to_fp8(x, scale) for x, scale in zip(numbers, scales)])
+            self.cache = torch.stack([as_bytes(to_fp8(x, scale)) for x, scale in zip(numbers, scales)]).view(FP8)
         size = (int(self.query_lens.sum()), spec.num_heads, spec.head_dim)
         self.q = (2 * torch.randn(size, generator=generator, device=CUDA)).to(spec.dtype)
         self.want = self._exact()
@@ -217,9 +217,10 @@ def test_ragged_decode_batches(batch):
         assert torch.equal(case.run(NumbaCudaBackend()), got), "the result moves from run to run: a race"
 
 
-def test_prefill_lengths_around_the_tile():
+@pytest.mark.parametrize("kv_dtype", [None, pytest.param(FP8, marks=needs_fp8)], ids=["bf16", "fp8"])
+def test_prefill_lengths_around_the_tile(kv_dtype):
     for n in (2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129):
-        case = Case(make_spec(kv_heads=1), [n, n], [n, n + 77])
+        case = Case(make_spec(kv_heads=1, kv_dtype=kv_dtype), [n, n], [n, n + 77])
         assert relative_error(case.run(NumbaCudaBackend()), case.want) < TOLERANCE[torch.bfloat16], n
 
 
