@@ -6,7 +6,7 @@ between the model and whoever computes attention over those pages.
 
 # Generated from nbs/3_model/01_attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=32459668e7be module=704400b8544a
+# literate: notebook=9ebec027a317 module=704400b8544a
 
 import copy
 from abc import ABC, abstractmethod
