@@ -91,13 +91,13 @@ print("numba" in sys.modules)
 
 def test_a_kernel_from_disk_runs_without_numba():
     """Heads this wide are cleared by a call of the C library, which LLVM must be able to find by itself."""
+    exec(FROM_DISK, {})  # the kernel is on disk now
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    loaded = [
-        subprocess.run([sys.executable, "-c", FROM_DISK], env=environment, capture_output=True, text=True, check=False)
-        for _ in range(2)
-    ]
-    assert [result.returncode for result in loaded] == [0, 0], loaded[-1].stderr
-    assert loaded[1].stdout.split() == ["False"]
+    loaded = subprocess.run(
+        [sys.executable, "-c", FROM_DISK], env=environment, capture_output=True, text=True, check=False
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.split() == ["False"]
 
 
 def allocates(args):

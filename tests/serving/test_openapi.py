@@ -5,7 +5,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-import schemathesis
 from live_server import LiveServer, live_server
 from openapi_spec_validator import validate
 
@@ -23,6 +22,8 @@ def test_the_document_is_valid(tiny: LiveServer):
 
 def generated(server: LiveServer, examples: int) -> tuple[Counter[int], list[str]]:
     """Statuses of so many requests for each operation, and the faults among them."""
+    import schemathesis  # takes a second, and only `make load` needs it
+
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     statuses: Counter[int] = Counter()
     faults: list[str] = []
