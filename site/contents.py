@@ -31,7 +31,7 @@ def path() -> str:
         "Each chapter answers one question. These make up a path of about two hours through the whole engine: read the"
         " questions, the pictures and the first version of each idea, and do the first exercise."
     )
-    start = "To run and change the cells, clone the repository: `make lab` there opens this page in JupyterLab."
+    start = "To run and change the cells, clone the repository: `make lab` there opens the book in JupyterLab; this page is `index.ipynb`."
     return "\n".join(["## The two-hour path", "", intro, "", start, "", *lines])
 
 
