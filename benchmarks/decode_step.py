@@ -1,11 +1,11 @@
 """How far is a decode step from the memory's speed? Prints, for each batch size, its share of the floor.
 
-    python benchmarks/decode_step.py [--output FOLDER] [--context 1024] [--batch 1 16 64 256] [--products 1 2 4 8]
+    python benchmarks/decode_step.py [--output FOLDER] [--context 1024] [--batch 1 16 64 256] [--products 1 2 4 8 16]
 
 The model has the shape of Qwen3-0.6B and random bfloat16 weights. A step is what the engine's model runner replays as one
 CUDA graph, with the product that gives the logits and the choice of the likeliest token behind it. The floor is the time
 in which the card, at the bandwidth of a copy measured in the same run (bytes read plus bytes written), moves the weights
-and the keys and values once. Then, for small batches, the same step with every product by cuBLAS, and by each of our own kernels.
+and the keys and values once. Then, for small batches, the same step with every product by cuBLAS, and by our own kernels.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.fused import fuse
 from minivllm.models.spec import spec_from_config
 from minivllm.runtime.decode_graphs import DecodeGraphs
+from minivllm_kernels.launch import _launches as launches
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
@@ -74,19 +75,20 @@ def step_ms(decoder: Decoder, batch: int, context: int) -> tuple[float, float]:
 
 
 def by_product(decoder: Decoder, batches: list[int], context: int) -> list[dict]:
-    """The step with every product by one kind, whatever the table of `gpu_linear` says."""
-    rows, table = [], gpu_linear.KINDS
+    """The step with every product by cuBLAS, with ours, and with ours when no kernel starts early."""
+    rows, most = [], gpu_linear.MOST_ROWS
     print("rows  products  layers ms  step ms")
     for batch in batches:
-        for kind in ("cublas", "fma", "mma")[: 3 if batch <= 8 else 1]:
-            if kind == "fma" and batch > 4:
-                continue
-            gpu_linear.KINDS = () if kind == "cublas" else ((8, kind),)
+        for kind in ("cublas", "ours", "ours in turn"):
+            for launch in launches.values() if kind == "ours in turn" else ():
+                launch.attributes = 0, 0  # no kernel starts before the one before it has ended
+            gpu_linear.MOST_ROWS = 0 if kind == "cublas" else most
             layers, whole = step_ms(decoder, batch, context)
             rows.append({"rows": batch, "kind": kind, "layers_ms": layers, "step_ms": whole})
             print(f"{batch:4}  {kind:8} {layers:10.3f} {whole:8.3f}")
             torch.cuda.empty_cache()
-    gpu_linear.KINDS = table
+        launches.clear()  # loaded anew, with their attributes
+    gpu_linear.MOST_ROWS = most
     return rows
 
 
@@ -95,7 +97,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument(
-        "--products", type=int, nargs="*", default=[1, 2, 4, 8], help="batches to try each product with"
+        "--products", type=int, nargs="*", default=[1, 2, 4, 8, 16], help="batches to try each product with"
     )
     parser.add_argument("--output", type=Path, help="folder for decode_step-CARD.json")
     args = parser.parse_args()

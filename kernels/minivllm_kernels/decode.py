@@ -5,7 +5,7 @@ Question: one new token a sequence must look at every K and V the sequence has.
 
 # Generated from nbs/4_kernels/05_decode.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=13eafef03b65 module=aee00f8d2167
+# literate: notebook=69cc8e7c48da module=c2784b64f78d
 
 import functools
 
@@ -22,6 +22,7 @@ from minivllm_kernels.simt import (
     exp2,
     f32,
     fmax,
+    grid_release,
     half_ops,
     i32,
     i64,
@@ -404,6 +405,7 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
         arrived = cuda.shared.array(1, i32)
         item = cuda.blockIdx.y * 8
         seq, row, first, end, slot = work[item], work[item + 1], work[item + 2], work[item + 3], work[item + 4]
+        grid_release()
         if seq < 0:
             return
         kvh = cuda.blockIdx.x // PARTS

@@ -5,7 +5,7 @@ Question: a decode step launches a hundred kernels.
 
 # Generated from nbs/4_kernels/09_launch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c6a43cbc3833 module=b912013b9ab6
+# literate: notebook=b44b8cb5dfea module=4142ff22ae33
 
 import ctypes
 import hashlib
@@ -23,7 +23,10 @@ from minivllm_kernels.simt import SIM, Kernel
 __all__ = [
     "ADVICE",
     "CODES",
+    "CONFIG",
     "OLDEST_NUMBA_CUDA",
+    "OVERLAP",
+    "OVERLAP_ID",
     "CudaError",
     "Driver",
     "Launch",
@@ -81,8 +84,8 @@ class Driver:
             self.cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise CudaError("libcuda.so.1 is not there: no NVIDIA driver is installed") from error
-        self.launch = self.cuda.cuLaunchKernel
-        self.launch.argtypes = [ctypes.c_void_p] + [ctypes.c_uint] * 7 + [ctypes.c_void_p] * 3
+        self.launch = self.cuda.cuLaunchKernelEx
+        self.launch.argtypes = [ctypes.c_void_p] * 4
 
     def check(self, code: int, what: str) -> None:
         """Raise for a driver's return code."""
@@ -174,12 +177,19 @@ def cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
 
 
 # %% nbs/4_kernels/09_launch.ipynb #Launch
+CONFIG = struct.Struct("=7I4xQQI4x")
+"""CUlaunchConfig: grid, block and shared memory; stream; address and number of attributes."""
+OVERLAP, OVERLAP_ID = struct.Struct("=I4xi60x"), 6
+"""CUlaunchAttribute, of the kind that lets a kernel start while the one before it in the stream still runs."""
+
+
 class Launch:
     """A kernel on the current device: `launch(grid_x, grid_y, stream, *numbers)`; pointers are addresses."""
 
     def __init__(self, kernel: Kernel, cc: tuple[int, int]):
         self.kernel, self.driver = kernel, driver()
-        self.function = self.driver.load(cached_ptx(kernel, cc), kernel.name)
+        ptx = cached_ptx(kernel, cc)
+        self.function = self.driver.load(ptx, kernel.name)
         if kernel.shared_bytes > 48 * 1024:
             self.driver.allow_shared(self.function, kernel.shared_bytes, kernel.name)
         layout = Layout(kernel.signature)
@@ -189,14 +199,18 @@ class Launch:
         self.addresses = (ctypes.c_void_p * len(layout.offsets))(*[base + at for at in layout.offsets])
         self.parameters = ctypes.addressof(self.addresses)
         self.call, self.threads, self.shared = self.driver.launch, kernel.threads, kernel.shared_bytes
+        overlaps = "griddepcontrol.wait" in ptx
+        self.attribute = ctypes.create_string_buffer(OVERLAP.pack(OVERLAP_ID, 1), OVERLAP.size)
+        self.attributes = (ctypes.addressof(self.attribute), 1) if overlaps else (0, 0)
+        self.config = ctypes.create_string_buffer(CONFIG.size)
         self.lock = threading.Lock()
 
     def __call__(self, grid_x: int, grid_y: int, stream: int, *numbers: Any) -> None:
         with self.lock:
             self.pack(self.buffer, 0, *numbers)
-            code = self.call(
-                self.function, grid_x, grid_y, 1, self.threads, 1, 1, self.shared, stream, self.parameters, None
-            )
+            shape = grid_x, grid_y, 1, self.threads, 1, 1, self.shared
+            CONFIG.pack_into(self.config, 0, *shape, stream, *self.attributes)
+            code = self.call(self.config, self.function, self.parameters, None)
         if code:
             self.driver.check(code, f"launching {self.kernel.name} on a grid of {grid_x} x {grid_y}")
 

@@ -5,7 +5,7 @@ Question: a kernel believes whatever address it is given.
 
 # Generated from nbs/4_kernels/10_ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=64b314848484 module=c399504ac3ed
+# literate: notebook=676b316a3d6f module=a81f4c2ed54d
 
 import functools
 from collections.abc import Callable
@@ -551,20 +551,25 @@ def rope_and_cache(
 
 
 # %% nbs/4_kernels/10_ops.ipynb #gemv
-def gemv(x: Tensor, weight: Tensor, kind: str) -> Tensor:
-    """x [T, features] @ weight [size, features].T, by the "fma" kernel (T up to 4) or the "mma" kernel (T up to 8)."""
+def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> Tensor:
+    """x [T, features] @ weight [size, features].T for T up to 16, by the kernel that `gemv.choose_gemv` names.
+
+    gated: out [T, size / 2] = silu(the first half) * the second.
+    """
     dtype = half_name("x", x)
     size, features = weight.shape
     check("x", x, (None, features), weight.dtype, weight.device)
     check_rows("x", x)
-    if not weight.is_contiguous() or weight.data_ptr() % 16 or features % 8 or size % 2 or not x.shape[0]:
+    fits = size % (4 if gated else 2) == 0 and features % 8 == 0 and weight.data_ptr() % 16 == 0
+    if not weight.is_contiguous() or not fits or not x.shape[0]:
         raise ValueError(
-            f"weight must be contiguous [even, multiple of 8], at an address that is a multiple of 16, and x must have rows; got"
-            f" {list(weight.shape)} strides {weight.stride()} and {x.shape[0]} rows"
+            f"weight must be contiguous [{'multiple of 4' if gated else 'even'}, multiple of 8], at an address that is a multiple"
+            f" of 16, and x must have rows; got {list(weight.shape)} strides {weight.stride()} and {x.shape[0]} rows"
         )
     multiprocessors = card(weight.device.index or 0).multiprocessors
-    chosen = choose_gemv(kind, dtype, features, size, x.shape[0], multiprocessors)
-    out = torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device)
-    numbers = (x.shape[0], size, x.stride(0) // 2, size // 2)
+    chosen = choose_gemv(dtype, features, size, x.shape[0], multiprocessors, gated=gated, kind=kind)
+    width = size // 2 if gated else size
+    out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
+    numbers = (x.shape[0], width, x.stride(0) // 2, width // 2)
     run(chosen.kernel, x.device, (chosen.blocks, 1), out.data_ptr(), x.data_ptr(), weight.data_ptr(), *numbers)
     return out

@@ -5,7 +5,7 @@ Question: a norm, a rotation, an activation: each is a few operations a number.
 
 # Generated from nbs/4_kernels/08_pointwise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5ce699a17602 module=63f911facb18
+# literate: notebook=f359d0a5163d module=93ec4b6a46c8
 
 import functools
 
@@ -16,10 +16,13 @@ from minivllm_kernels.simt import (
     device,
     exp2,
     f32,
+    grid_release,
+    grid_wait,
     half_ops,
     i64,
     kernel,
     ldg128,
+    ldg128_stream,
     pack_e4m3,
     rsqrt,
     shfl_xor,
@@ -36,6 +39,7 @@ __all__ = [
     "add_rms_norm",
     "rope_and_cache",
     "silu_mul",
+    "silu_times",
 ]
 
 
@@ -53,7 +57,7 @@ def add_rms_norm(dtype: str, hidden: int) -> Kernel:
     THREADS = min(512, -(-CHUNKS // 32) * 32)
     EACH = -(-CHUNKS // THREADS)
     WARPS = THREADS // 32
-    N8 = EACH * 8
+    N4, N8 = EACH * 4, EACH * 8
     half = half_ops(dtype)
     lo, hi, pack = half.lo, half.hi, half.pack
 
@@ -63,7 +67,15 @@ def add_rms_norm(dtype: str, hidden: int) -> Kernel:
         row = i64(cuda.blockIdx.x)
         sums = cuda.shared.array(WARPS, f32)
         v = cuda.local.array(N8, f32)
+        gains = cuda.local.array(N4, u32)
         s = f32(0.0)
+        grid_release()
+        for c in range(EACH):
+            at = min(tid + c * THREADS, CHUNKS - 1) * 4
+            g = ldg128_stream(weight, at)
+            for w in range(4):
+                gains[c * 4 + w] = g[w]
+        grid_wait()
         for c in range(EACH):
             at = (tid + c * THREADS) * 4
             if tid + c * THREADS < CHUNKS:
@@ -97,12 +109,12 @@ def add_rms_norm(dtype: str, hidden: int) -> Kernel:
         for c in range(EACH):
             at = (tid + c * THREADS) * 4
             if tid + c * THREADS < CHUNKS:
-                g = ldg128(weight, at)
+                g = c * 4
                 y = (
-                    pack(v[c * 8] * scale * lo(g[0]), v[c * 8 + 1] * scale * hi(g[0])),
-                    pack(v[c * 8 + 2] * scale * lo(g[1]), v[c * 8 + 3] * scale * hi(g[1])),
-                    pack(v[c * 8 + 4] * scale * lo(g[2]), v[c * 8 + 5] * scale * hi(g[2])),
-                    pack(v[c * 8 + 6] * scale * lo(g[3]), v[c * 8 + 7] * scale * hi(g[3])),
+                    pack(v[c * 8] * scale * lo(gains[g]), v[c * 8 + 1] * scale * hi(gains[g])),
+                    pack(v[c * 8 + 2] * scale * lo(gains[g + 1]), v[c * 8 + 3] * scale * hi(gains[g + 1])),
+                    pack(v[c * 8 + 4] * scale * lo(gains[g + 2]), v[c * 8 + 5] * scale * hi(gains[g + 2])),
+                    pack(v[c * 8 + 6] * scale * lo(gains[g + 3]), v[c * 8 + 7] * scale * hi(gains[g + 3])),
                 )
                 stg128(out, row * out_s + at, y)
 
@@ -156,6 +168,8 @@ def rope_and_cache(
         tok = cuda.blockIdx.x
         head = cuda.blockIdx.y * WARPS + cuda.threadIdx.x // 32
         lane = cuda.threadIdx.x % 32
+        grid_release()
+        grid_wait()
         if head >= ALL:
             return
         base = i64(tok) * (ALL * W) + head * W
@@ -222,6 +236,12 @@ def rope_and_cache(
 SILU_THREADS = 128
 
 
+@device
+def silu_times(gate, up):
+    """silu(gate) * up."""
+    return gate / (f32(1.0) + exp2(gate * f32(-LOG2E))) * up
+
+
 @functools.cache
 def silu_mul(dtype: str, size: int) -> Kernel:
     """out [T, size] = silu(x[:, :size]) * x[:, size:]. Grid (tokens, ceil(size / (8 * SILU_THREADS)))."""
@@ -233,16 +253,16 @@ def silu_mul(dtype: str, size: int) -> Kernel:
     @kernel("u32* u32*", threads=SILU_THREADS, name=f"silu_mul_{dtype}_{size}")
     def silu(out, x):
         e = (cuda.blockIdx.y * SILU_THREADS + cuda.threadIdx.x) * 4
+        grid_release()
+        grid_wait()
         if e * 2 >= size:
             return
         gate = ldg128(x, i64(cuda.blockIdx.x) * size + e)
         up = ldg128(x, i64(cuda.blockIdx.x) * size + size // 2 + e)
         r = cuda.local.array(8, f32)
         for w in range(4):
-            a = lo(gate[w])
-            b = hi(gate[w])
-            r[2 * w] = a / (f32(1.0) + exp2(a * f32(-LOG2E))) * lo(up[w])
-            r[2 * w + 1] = b / (f32(1.0) + exp2(b * f32(-LOG2E))) * hi(up[w])
+            r[2 * w] = silu_times(lo(gate[w]), lo(up[w]))
+            r[2 * w + 1] = silu_times(hi(gate[w]), hi(up[w]))
         stg128(
             out,
             i64(cuda.blockIdx.x) * (size // 2) + e,

@@ -6,7 +6,7 @@ laptop?
 
 # Generated from nbs/4_kernels/03_simt.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=31ad210f6a23 module=20f55bb09297
+# literate: notebook=dd0c4c84c630 module=96448366a75f
 
 import importlib
 import os
@@ -37,6 +37,8 @@ __all__ = [
     "exp2",
     "f32",
     "fmax",
+    "grid_release",
+    "grid_wait",
     "half_ops",
     "i32",
     "i64",
@@ -79,6 +81,8 @@ ldg128_stream: Any = _warp.ldg128_stream  # the same, for bytes that are read on
 stg128: Any = _warp.stg128
 ldcg2: Any = _warp.ldcg2  # 2 float32 written by other blocks
 atomic_inc: Any = _warp.atomic_inc
+grid_wait: Any = _warp.grid_wait  # until the kernel before has ended
+grid_release: Any = _warp.grid_release  # the next kernel may begin, up to its grid_wait
 smem_addr: Any = _warp.smem_addr
 cp_async16: Any = _warp.cp_async16  # 16 bytes global -> shared, asynchronous
 cp_commit: Any = _warp.cp_commit
@@ -229,11 +233,17 @@ class Kernel:
 
         signature = types.void(*numba_types(self.signature))
         text, _ = cuda.compile(self.function, signature, cc=cc, device=False, abi="numba", output="ptx", fastmath=True)
-        return _with_bounds(text, self.threads, self.min_blocks)
+        return _with_bounds(text if cc >= (9, 0) else _without_overlap(text), self.threads, self.min_blocks)
 
 
 def _scalar(kind: str, value: Any) -> Any:
     return {"f32": np.float32, "i32": np.int32, "i64": np.int64, "u32": np.uint32}[kind](value)
+
+
+def _without_overlap(text: str) -> str:
+    """Leave out what cards before Hopper do not have, and kernels that start one after the other do not need."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if "griddepcontrol." not in line)
 
 
 def _with_bounds(text: str, threads: int, min_blocks: int) -> str:

@@ -5,7 +5,7 @@ Question: how does a numba kernel reach an instruction that numba does not know?
 
 # Generated from nbs/4_kernels/02_warp_gpu.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8acf24d9dbe8 module=96d7329aa79c
+# literate: notebook=f144e4367d15 module=b638de093b39
 
 from inspect import Parameter, Signature
 from typing import Any
@@ -28,6 +28,8 @@ __all__ = [
     "f16_hi",
     "f16_lo",
     "fmax",
+    "grid_release",
+    "grid_wait",
     "ldcg2",
     "ldg64_stream",
     "ldg128",
@@ -177,10 +179,12 @@ mma_f16 = _mma("f16")
 
 # %% nbs/4_kernels/02_warp_gpu.ipynb #stg128
 _FOUR = "u32 u32 u32 u32"
-ldg128 = ptx("ld.global.nc.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr")
-ldg128_stream = ptx("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr")
-ldg64_stream = ptx("ld.global.L1::no_allocate.L2::128B.v2.u32 {$0,$1}, [$2];", "u32 u32", "ptr")
+ldg128 = ptx("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr", effect=True)
+ldg128_stream = ptx("ld.global.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr", effect=True)
+ldg64_stream = ptx("ld.global.L1::no_allocate.L2::128B.v2.u32 {$0,$1}, [$2];", "u32 u32", "ptr", effect=True)
 ldcg2 = ptx("ld.global.cg.v2.f32 {$0,$1}, [$2];", "f32 f32", "ptr", effect=True)
+grid_wait = ptx("griddepcontrol.wait;", effect=True)
+grid_release = ptx("griddepcontrol.launch_dependents;", effect=True)
 atomic_inc = ptx("atom.global.add.s32 $0, [$1], 1;", "i32", "ptr", effect=True)
 
 

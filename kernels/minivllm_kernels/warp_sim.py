@@ -5,7 +5,7 @@ Question: what is a warp, and how can one kernel source run both on a GPU and in
 
 # Generated from nbs/4_kernels/01_warp.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=006627f4ec59 module=df59e8a6b98e
+# literate: notebook=56b545a67f45 module=ae19586dfe06
 
 import math
 import threading
@@ -30,6 +30,8 @@ __all__ = [
     "f16_hi",
     "f16_lo",
     "fmax",
+    "grid_release",
+    "grid_wait",
     "ldcg2",
     "ldg64_stream",
     "ldg128",
@@ -234,7 +236,7 @@ def rsqrt(x):
 
 
 def ldg128(pointer, index):
-    """Four words from `pointer[index]`; on the GPU one 16-byte load through the read-only path."""
+    """Four words from `pointer[index]`; on the GPU one 16-byte load."""
     return tuple(pointer[index + k] for k in range(4))
 
 
@@ -255,6 +257,14 @@ def stg128(pointer, index, words):
 def ldcg2(pointer, index):
     """Two float32 that another block may have written."""
     return pointer[index], pointer[index + 1]
+
+
+def grid_wait():
+    """Wait until the kernel before has ended, and see what it wrote."""
+
+
+def grid_release():
+    """Let the next kernel begin, as far as its own `grid_wait`."""
 
 
 def atomic_inc(pointer, index):

@@ -5,7 +5,7 @@ Norms, rotations, activations: nothing to compute, much to move.
 
 # Generated from nbs/4_kernels/11b_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=470adf007eef module=d615cf92f7db
+# literate: notebook=c33bd9a323c1 module=29c94a64f659
 
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from minivllm.attention.backend import Plan
 from minivllm.attention.numba_cuda import NumbaCudaBackend, cuda_ops
 from minivllm.models.decoder import Attention, Decoder, RopeTable
+from minivllm.models.gpu_linear import few_rows
 from minivllm.models.layers import GatedMLP, RMSNorm
 from minivllm.models.rope import Rope
 
@@ -45,12 +46,15 @@ class FusedNorm(RMSNorm):
 
 
 class FusedMLP(GatedMLP):
-    """One kernel for `silu(gate) * up`."""
+    """`silu(gate) * up` by one kernel: for few rows by that of the product."""
 
     __slots__ = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(cuda_ops().silu_mul(self.gate_up(x)))
+        layer = self.gate_up
+        if layer.kernel == "gemv" and layer.bias is None and few_rows(x):
+            return self.down(cuda_ops().gemv(x, layer.weight, gated=True))
+        return self.down(cuda_ops().silu_mul(layer(x)))
 
 
 # %% nbs/4_kernels/11b_fused.ipynb #FusedRope

@@ -5,7 +5,7 @@ Question: cuBLAS, the kernel on the plain units, the one on the matrix units.
 
 # Generated from nbs/4_kernels/11c_gpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=35444289f418 module=0b73eeef9263
+# literate: notebook=c81117a7aed4 module=c139977b994c
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from torch import Tensor
 from minivllm.attention.numba_cuda import cuda_ops
 from minivllm.models.linear import LinearKernel, torch_kernel
 
-__all__ = ["KINDS", "SmallProduct", "gemv_kernel", "gpu_problem"]
+__all__ = ["MOST_ROWS", "SmallProduct", "few_rows", "gemv_kernel", "gpu_problem"]
 
 
 # %% nbs/4_kernels/11c_gpu_linear.ipynb #SmallProduct
-KINDS: tuple[tuple[int, str], ...] = ((4, "fma"), (8, "mma"))
-"""Up to so many rows, this kernel of `minivllm_kernels.gemv`; beyond, torch's product."""
+MOST_ROWS = 16
+"""Up to so many rows, a product is that of `minivllm_kernels.gemv`; beyond, torch's."""
 
 
 def gpu_problem(dtype: torch.dtype, device: torch.device, size: int = 2, features: int = 8) -> str | None:
@@ -36,6 +36,11 @@ def gpu_problem(dtype: torch.dtype, device: torch.device, size: int = 2, feature
     return None
 
 
+def few_rows(x: Tensor) -> bool:
+    """Whether x [T, features] is for our kernels."""
+    return 0 < x.shape[0] <= MOST_ROWS
+
+
 class SmallProduct:
     """A product that is ours for few rows and torch's for more."""
 
@@ -43,11 +48,10 @@ class SmallProduct:
         self.weight, self.plain = weight, torch_kernel(weight, None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        for most, kind in KINDS:
-            if 0 < x.shape[0] <= most:
-                product: Tensor = cuda_ops().gemv(x, self.weight, kind)
-                return product
-        return self.plain(x)
+        if not few_rows(x):
+            return self.plain(x)
+        product: Tensor = cuda_ops().gemv(x, self.weight)
+        return product
 
 
 def gemv_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:

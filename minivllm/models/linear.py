@@ -5,7 +5,7 @@ Linear layers whose weights are fused at load and whose product is chosen after 
 
 # Generated from nbs/3_model/04a_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=63760c1a286e module=00beeebfec74
+# literate: notebook=bb56a3a982da module=9018abdab7aa
 
 import ctypes
 import importlib
@@ -141,9 +141,9 @@ def explain_choice(dtype: torch.dtype, device: torch.device, batch_invariant: bo
     if batch_invariant:
         return "batch_invariant", "the attention backend asks for rows that do not depend on the batch"
     if device.type == "cuda":
-        from minivllm.models.gpu_linear import KINDS, gpu_problem
+        from minivllm.models.gpu_linear import MOST_ROWS, gpu_problem
 
-        own = f"kernels of our own for up to {KINDS[-1][0]} rows, torch's product for more"
+        own = f"kernels of our own for up to {MOST_ROWS} rows, torch's product for more"
         return ("torch", problem) if (problem := gpu_problem(dtype, device)) else ("gemv", own)
     if device.type != "cpu":
         return "torch", f"the one for {device.type}"

@@ -5,6 +5,7 @@ import pytest
 import tiny_models
 import torch
 from async_workload import summary, workload
+from varied_prompts import varied_prompts
 
 from minivllm import LLM, SamplingParams
 from minivllm.models.decoder import Attention
@@ -67,6 +68,30 @@ def test_float32_tokens_are_those_of_transformers(folder, name):
     want = transformers_tokens(folder(name), PROMPTS, 16)
     for kwargs in ({"attention_backend": "reference"}, {"attention_backend": "auto"}, SWAPPING):
         assert tokens(load(folder(name), dtype="float32", **kwargs), greedy(16)) == want, kwargs
+
+
+@torch.inference_mode()
+def test_bfloat16_tokens_of_smollm2_agree_with_transformers_up_to_near_ties(smollm2_path):
+    """Both round to 8 bits at different places: at the first other token, transformers' two candidates must be nearly equal."""
+    from transformers import AutoModelForCausalLM
+
+    llm = load(smollm2_path, dtype="bfloat16", num_gpu_blocks=2000, max_model_len=1024)
+    prompts = varied_prompts(llm.get_tokenizer())
+    ours = tokens(llm, greedy(64), prompts)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.bfloat16).cuda().eval()
+    equal = 0
+    for at, (prompt, answer) in enumerate(zip(prompts, ours)):
+        ids = torch.tensor([prompt + answer]).cuda()
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        best = logits.argmax(-1).tolist()
+        place = next((i for i, token in enumerate(answer) if token != best[i]), None)
+        equal += place is None
+        if place is not None:
+            gap = float(logits[place].max() - logits[place, answer[place]])
+            print(f"prompt {at}: the first {place} tokens are equal, then the logits lie {gap:.3f} apart")
+            assert gap <= 0.25, (at, place, gap)  # logits of about 20 are multiples of 1/8
+    print(f"{equal} of {len(prompts)} answers equal throughout")
+    assert equal >= 8
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
+from varied_prompts import varied_prompts
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.scheduler import Swap
@@ -12,55 +13,10 @@ from minivllm.core.scheduler import Swap
 NEW_TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
-PLAIN = [
-    "A",
-    "Hello",
-    "The capital of France is",
-    "1, 1, 2, 3, 5, 8,",
-    "def fibonacci(n):\n    ",
-    "Water boils at 100 degrees",
-    '{"name": "Ada", "age": ',
-    "    indented\n\n\n\ttext ",
-    "La tour Eiffel se trouve à",
-    "Der schnellste Weg nach Köln führt über",
-    "你好，世界。今天天气",
-    "今日はとても良い天気なので、",
-    "Привет, мир! Сегодня",
-    "नमस्ते दुनिया",
-    "مرحبا بالعالم",
-    "שלום עולם",
-    "👋🏽 👩‍👩‍👧‍👦 🏳️‍🌈 ❤️",
-    "Math: ∑ᵢ xᵢ² ≤ ∞ ⇒",
-    "<b>not a tag</b> & <|im_start|>",
-    "e\u0301 o\u0308 combining n\u0303",
-]
-QUESTIONS = [
-    "What is the capital of France?",
-    "Write a haiku about the sea.",
-    "¿Cuántos días tiene un año?",
-    "Translate to German: good morning 🌞",
-]
-LENGTHS = (37, 64, 65, 128, 200, 311, 450, 600)
-
 
 @pytest.fixture(scope="session")
 def prompts(llm: LLM) -> list[list[int]]:
-    """32 prompts of 1 to 600 tokens: plain text, chat, long."""
-    tokenizer = llm.get_tokenizer()
-    plain = [tokenizer.encode(text) for text in PLAIN]
-    chat = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-        for text in QUESTIONS
-    ]
-    book = tokenizer.encode("It was a bright cold day in April, and the clocks were striking thirteen. " * 60)
-    generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(0, 200, (len(LENGTHS),), generator=generator).tolist()
-    long = [book[start : start + n] for start, n in zip(starts, LENGTHS, strict=True)]
-    found = plain + chat + long
-    assert len(found) == 32 and min(map(len, found)) == 1 and max(map(len, found)) == 600
-    return found
+    return varied_prompts(llm.get_tokenizer())
 
 
 @pytest.fixture(scope="session")

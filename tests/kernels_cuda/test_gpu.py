@@ -373,16 +373,28 @@ def test_rope(dim, norm):
 def test_gemv(dtype, size, features):
     """Right for every number of rows, and a row is the same bit for bit alone and with others."""
     weight = (torch.randn(size, features, device=CUDA) / features**0.5).to(dtype)
-    wide = torch.full((8, features + 8), torch.nan, device=CUDA, dtype=dtype)
-    wide[:, :features] = torch.randn(8, features, device=CUDA)
+    wide = torch.full((16, features + 8), torch.nan, device=CUDA, dtype=dtype)
+    wide[:, :features] = torch.randn(16, features, device=CUDA)
     x = wide[:, :features]
     exact = x.double() @ weight.double().t()
-    for kind, most in (("fma", 4), ("mma", 8)):
-        alone = torch.cat([ops.gemv(x[i : i + 1], weight, kind) for i in range(most)])
-        for rows in range(1, most + 1):
-            got = ops.gemv(x[:rows], weight, kind)
-            assert relative_error(got, exact[:rows]) < TOLERANCE[dtype], (kind, rows)
-            assert kind == "fma" or torch.equal(got, alone[:rows])
+    alone = torch.cat([ops.gemv(x[i : i + 1], weight, kind="mma") for i in range(16)])
+    for rows in range(1, 17):
+        got = ops.gemv(x[:rows], weight, kind="mma")
+        assert relative_error(got, exact[:rows]) < TOLERANCE[dtype], rows
+        assert torch.equal(got, alone[:rows]) and (rows == 1 or torch.equal(got, ops.gemv(x[:rows], weight)))
+    assert relative_error(ops.gemv(x[:1], weight), exact[:1]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("rows, size, features", [(1, 3072, 1024), (1, 74, 1000), (5, 3072, 1024), (16, 22, 3080)])
+def test_a_gated_gemv_is_the_product_and_then_silu_mul(dtype, rows, size, features):
+    weight = (torch.randn(2 * size, features, device=CUDA) / features**0.5).to(dtype)
+    x = torch.randn(rows, features, device=CUDA).to(dtype)
+    gate, up = ops.gemv(x, weight).double().chunk(2, -1)
+    got = ops.gemv(x, weight, gated=True)
+    assert got.shape == (rows, size) and relative_error(got, gate.sigmoid() * gate * up) < TOLERANCE[dtype]
+    if size % 8 == 0 and rows > 1:
+        assert torch.equal(got, ops.silu_mul(ops.gemv(x, weight)))
 
 
 def test_a_linear_layer_takes_these_products_for_few_rows():
@@ -390,8 +402,8 @@ def test_a_linear_layer_takes_these_products_for_few_rows():
     layer.weight.copy_(torch.randn(96, 256, device=CUDA) / 16)
     layer.prepare()
     assert layer.kernel == "gemv"
-    x = torch.randn(12, 256, device=CUDA).to(BF16)
-    for rows in range(13):
+    x = torch.randn(18, 256, device=CUDA).to(BF16)
+    for rows in range(19):
         want = x[:rows].double() @ layer.weight.double().t()
         assert layer(x[:rows]).shape == (rows, 96) and (rows == 0 or relative_error(layer(x[:rows]), want) < TOLERANCE[BF16])  # fmt: skip
     odd = Linear(250, {"a": 64}, bias=False, dtype=BF16, device=CUDA)
@@ -406,11 +418,13 @@ def test_gemv_refuses_what_it_cannot_read():
         (x[:, :32], weight, "shape"),
         (x, weight[:31], "even"),
         (x, weight[:, :32], "shape"),
-        (x.repeat(3, 1), weight, "up to 4 rows"),
+        (x.repeat(9, 1), weight, "up to 16"),
         (x[:0], weight, "must have rows"),
     ):
         with pytest.raises(ValueError, match=message):
-            ops.gemv(rows, matrix, "fma")
+            ops.gemv(rows, matrix)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        ops.gemv(x, weight[:30], gated=True)
 
 
 def test_auto_takes_these_kernels_and_wrong_tensors_are_refused():

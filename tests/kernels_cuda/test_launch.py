@@ -40,6 +40,33 @@ def test_launch_bounds_enter_the_ptx():
     assert "minnctapersm" not in simt._with_bounds(text, 64, 0)
 
 
+def test_cards_before_hopper_get_kernels_that_start_one_after_the_other():
+    text = "a;\n// begin inline asm\ngriddepcontrol.wait;\n// end inline asm\nb;\n"
+    assert simt._without_overlap(text) == "a;\n// begin inline asm\n// end inline asm\nb;\n"
+
+
+def test_only_a_kernel_that_waits_by_itself_may_start_before_the_one_before_has_ended(monkeypatch):
+    asked = []
+
+    class Driver:
+        load = staticmethod(lambda ptx, name: 7)
+        check = staticmethod(lambda code, what: None)
+
+        @staticmethod
+        def launch(config, function, parameters, extra):
+            *shape, stream, attributes, count = launch.CONFIG.unpack(config.raw)
+            kind = launch.OVERLAP.unpack(ctypes.string_at(attributes, launch.OVERLAP.size)) if count else None
+            asked.append((shape, stream, function, kind))
+            return 0
+
+    kernel = pointwise.silu_mul("float16", 64)
+    monkeypatch.setattr(launch, "driver", Driver)
+    for ptx, kind in (("... griddepcontrol.wait; ...", (launch.OVERLAP_ID, 1)), ("...", None)):
+        monkeypatch.setattr(launch, "cached_ptx", lambda kernel, cc, ptx=ptx: ptx)
+        launch.Launch(kernel, (9, 0))(3, 2, 1 << 40, 0, 0)
+        assert asked.pop() == ([3, 2, 1, kernel.threads, 1, 1, 0], 1 << 40, 7, kind)
+
+
 def test_a_missing_or_old_compiler_is_named(monkeypatch):
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     assert "numba-cuda is not installed (pip install" in launch.compiler_missing()

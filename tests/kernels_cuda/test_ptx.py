@@ -61,9 +61,10 @@ KERNELS = {
     "copy_blocks": (lambda: cache.copy_blocks(), 64),
     "norm": (lambda: pointwise.add_rms_norm(BF16, 4096), 64),
     "rope": (lambda: pointwise.rope_and_cache(BF16, 32, 8, 128, 16, True), 64),
-    "gemv fma": (lambda: gemv.fma_gemv(BF16, 1024, 1, 4, 1), 64),
-    "gemv fma, 4 rows": (lambda: gemv.fma_gemv(FP16, 1032, 4, 2, 4), 64),
-    "gemv mma": (lambda: gemv.mma_gemv(BF16, 3072, 8), 64),
+    "gemv fma": (lambda: gemv.fma_gemv(BF16, 3072, 4), 64),
+    "gemv fma, gated": (lambda: gemv.fma_gemv(FP16, 1032, 4, True), 64),
+    "gemv mma": (lambda: gemv.mma_gemv(BF16, 3072, 8, 8), 168),
+    "gemv mma, gated": (lambda: gemv.mma_gemv(FP16, 1000, 16, 2, True), 168),
     "silu": (lambda: pointwise.silu_mul(FP16, 4096), 64),
 }
 

@@ -222,13 +222,20 @@ def test_rope(dtype, dim, heads, kv_heads, norm, fp8):
         assert (stored[1] == v).all()
 
 
-FMA_CASES = [  # features, rows, size, (rows built for, outputs, split)
-    (264, 1, 6, (1, 2, 1)),  # a row ends within a warp's reach
-    (256, 2, 10, (2, 4, 1)),  # the last outputs of a block do not exist
-    (520, 3, 14, (4, 2, 2)),
-    (1032, 1, 6, (1, 4, 4)),
+FMA_CASES = [  # features, rows, size, (split, gated)
+    (264, 1, 6, (1, False)),  # a row ends within a warp's reach
+    (256, 1, 10, (4, False)),  # some warps have nothing to do
+    (520, 1, 14, (2, True)),
+    (4360, 1, 4, (1, True)),  # more than a thread holds at once
 ]
-MMA_CASES = [(64, 1, 18, (1,)), (200, 8, 34, (2,)), (1032, 5, 16, (4,)), (512, 3, 10, (8,))]
+MMA_CASES = [  # features, rows, size, (rows built for, split, gated)
+    (64, 1, 18, (8, 1, False)),
+    (200, 8, 34, (8, 2, True)),
+    (1032, 5, 16, (8, 4, False)),
+    (136, 11, 70, (16, 1, False)),
+    (512, 16, 10, (16, 8, True)),
+    (1096, 9, 4, (16, 2, False)),
+]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -236,32 +243,45 @@ MMA_CASES = [(64, 1, 18, (1,)), (200, 8, 34, (2,)), (1032, 5, 16, (4,)), (512, 3
 def test_gemv(dtype, case):
     features, rows, size, built = case
     rng = np.random.default_rng(features)
-    x, weight = to_half(rng.standard_normal((rows, features + 8)), dtype), to_half(rng.standard_normal((size, features)), dtype)  # fmt: skip
+    gated = built[-1]
+    x = to_half(rng.standard_normal((rows, features + 8)), dtype)
+    weight = to_half(rng.standard_normal(((1 + gated) * size, features)) / features**0.5, dtype)
     x[:, features:] = to_half(np.full((rows, 8), np.nan), dtype)  # x is a view: more lies between its rows
-    out = to_half(np.full((8, size + 2), np.nan), dtype)
+    out = to_half(np.full((rows + 3, size + 2), np.nan), dtype)
     if case in FMA_CASES:
-        kernel, blocks = gemv.fma_gemv(dtype, features, *built), -(-size * built[2] // (gemv.FMA_WARPS * built[1]))
+        kernel, blocks = gemv.fma_gemv(dtype, features, *built), -(-size * built[0] // (2 * gemv.FMA_WARPS))
     else:
-        kernel, blocks = gemv.mma_gemv(dtype, features, *built), -(-size * built[0] // (16 * gemv.MMA_WARPS))
+        kernel, blocks = (
+            gemv.mma_gemv(dtype, features, *built),
+            -(-len(weight) * built[1] // (16 * gemv.mma_warps(built[1]))),
+        )
     kernel.simulate((blocks, 1), words(out), words(x), words(weight), rows, size, features // 2 + 4, size // 2 + 1)
     got = to_float(out, dtype)
     want = to_float(x[:, :features], dtype).astype(np.float64) @ to_float(weight, dtype).astype(np.float64).T
-    assert relative_error(got[:rows, :size], want) < TOLERANCE[dtype]
+    if gated:
+        want = want[:, :size] / (1 + np.exp(-want[:, :size])) * want[:, size:]
+    assert relative_error(got[:rows, :size], want) < (1 + gated) * TOLERANCE[dtype]
     assert np.isnan(got[rows:]).all() and np.isnan(got[:, size:]).all()
 
 
 def test_gemv_kernels_that_there_are_not():
-    for wrong in ({"features": 12}, {"rows": 3}, {"rows": 4, "outputs": 4}, {"outputs": 1}, {"split": 3}):
+    for wrong in ({"features": 12}, {"split": 3}, {"split": 8}):
         with pytest.raises(ValueError, match="no such kernel"):
-            gemv.fma_gemv(**{"dtype": "float16", "features": 64, "rows": 1, "outputs": 2, "split": 1} | wrong)
-    with pytest.raises(ValueError, match="no such kernel"):
-        gemv.mma_gemv("float16", 64, 3)
-    for kind, rows in (("fma", 5), ("mma", 9), ("naive", 1)):
+            gemv.fma_gemv(**{"dtype": "float16", "features": 64, "split": 1} | wrong)
+    for wrong in ({"features": 12}, {"rows": 4}, {"split": 3}):
         with pytest.raises(ValueError, match="no such kernel"):
-            gemv.choose_gemv(kind, "float16", 64, 64, rows, 132)
+            gemv.mma_gemv(**{"dtype": "float16", "features": 64, "rows": 8, "split": 1} | wrong)
+    for kind, rows in (("auto", 17), ("fma", 2), ("naive", 1)):
+        with pytest.raises(ValueError, match="no such kernel"):
+            gemv.choose_gemv("float16", 64, 64, rows, 132, kind=kind)
 
 
-def test_the_choice_of_a_gemv_fills_the_card():
-    for size in (256, 1024, 4096, 8192, 151936):
-        assert size // 4 * gemv.fma_split(size, 4, 132) >= 16 * 132 or gemv.fma_split(size, 4, 132) == 4
-        assert size // 16 * gemv.mma_split(size, 132) >= 16 * 132 or gemv.mma_split(size, 132) == 8
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_choice_of_a_gemv_reaches_every_output_and_fills_the_card(rows, gated):
+    for size in (24, 1024, 4096, 6144, 151936):
+        chosen = gemv.choose_gemv("float16", 64, size, rows, 132, gated=gated)
+        warps, most = chosen.blocks * chosen.kernel.threads // 32, 4 if rows == 1 else 8
+        tasks = size // (4 if gated else 2) if rows == 1 else -(-size // 16)
+        assert warps % tasks < most and most // 2 <= warps // tasks <= most
+        assert warps >= 132 * (16 if rows == 1 else 6) or warps // tasks == most
