@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from statistics import median
 
 from minivllm import SamplingParams
@@ -32,10 +33,24 @@ from minivllm.lab.workload import bursts, poisson, shared_prefix
 LIMITS = {"total": 0.10, "median TTFT": 0.15, "median TPOT": 0.15}
 
 
+def together(*parts: tuple[float, Workload]) -> Workload:
+    """The requests of workloads that begin at the given seconds, in the order in which they arrive."""
+    requests = [
+        replace(request, request_id=f"{i}-{request.request_id}", arrival_time=start + request.arrival_time)
+        for i, (start, part) in enumerate(parts)
+        for request in part
+    ]
+    return Workload.of(sorted(requests, key=lambda r: r.arrival_time), "together")
+
+
 def workloads() -> dict[str, Workload]:
-    """The one to learn from, and those to predict: other lengths, other arrivals, shared prefixes, everything at once."""
+    """The one to learn from, with a bit of everything, and those to predict: other lengths, other arrivals, everything at once."""
     return {
-        "learnt": bursts(4.0, 36, (8, 400), (4, 48), burstiness=0.3, seed=1),
+        "learnt": together(
+            (0.0, bursts(3.0, 30, (8, 400), (4, 48), burstiness=0.3, seed=1)),
+            (0.0, shared_prefix(2.0, 18, 3, 192, (8, 96), (4, 48), seed=6)),
+            *((start, poisson(1e6, 8, (50, 250), (4, 48), seed=start)) for start in (3, 6, 9)),
+        ),
         "steady": poisson(2.5, 20, (30, 250), (16, 40), seed=2),
         "bursts": bursts(2.0, 16, (100, 500), (8, 32), burstiness=0.15, seed=3),
         "shared": shared_prefix(3.0, 24, 4, 256, (8, 64), (16, 40), seed=4),

@@ -5,7 +5,7 @@ A simulation needs no model, but it needs to know how long the model would have 
 
 # Generated from nbs/2_lab/03_cost.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f2550b4e919d module=a279cee2cb3e
+# literate: notebook=a26db566d9ac module=2305c4bc0f2e
 
 from __future__ import annotations
 
@@ -386,12 +386,17 @@ def fit_cost(trace: Trace, knots: Sequence[int]) -> FittedCost:
 
 
 def _solve(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Weights with small relative errors. Steps far off the others (somebody else had the machine) count less: Huber's rule, reweighted."""
+    """Weights with small relative errors. Steps far off the others (somebody else had the machine) count less: Huber's rule, reweighted.
+
+    That is the time of a usual step. Steps are slowed more often than sped up, so in the end all weights are raised until the sum is right,
+    with no step counted as more than three times the usual.
+    """
     share = 1 / np.maximum(times, 1e-9)
-    rows, target = rows * share[:, None], times * share
-    weights = _nonnegative_least_squares(rows, target)
+    relative, target = rows * share[:, None], times * share
+    weights = _nonnegative_least_squares(relative, target)
     for _ in range(6):
-        off = np.abs(rows @ weights - target)
+        off = np.abs(relative @ weights - target)
         trust = np.sqrt(np.minimum(1.0, max(float(np.median(off)), 1e-3) / np.maximum(off, 1e-9)))
-        weights = _nonnegative_least_squares(rows * trust[:, None], target * trust, start=weights)
-    return weights
+        weights = _nonnegative_least_squares(relative * trust[:, None], target * trust, start=weights)
+    usual = rows @ weights
+    return weights * (np.minimum(times, 3 * usual).sum() / usual.sum())

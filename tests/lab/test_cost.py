@@ -121,6 +121,25 @@ def test_fit_reports_its_error_honestly():
     assert "steps; error on unseen steps: median" in repr(fitted)
 
 
+def test_a_machine_that_is_sometimes_slow_is_so_in_sum():
+    """Others take a third of the time here and there, and once two seconds: the first is the machine's, the second is not."""
+    generator = np.random.default_rng(0)
+
+    class Shared(Known):
+        steps = slowed = 0
+
+        def seconds(self, output, work):
+            self.steps += 1
+            time = super().seconds(output, work) * (1 + float(generator.exponential(0.5)))
+            self.slowed += time
+            return time + 2.0 * (self.steps == 50)
+
+    machine = Shared()
+    fitted = CostModel.fit(some_run(machine).trace)
+    predicted = sum(fitted.seconds(None, work) for work, *_ in timed_steps(some_run(machine, seed=0).trace))
+    assert predicted == pytest.approx(machine.slowed / 2, rel=0.06)
+
+
 @given(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 200), st.integers(0, 10**6))
 def test_more_work_never_costs_less(tokens, more, sampled, context):
     small, large = StepWork(tokens, 1, sampled, context), StepWork(tokens + more, 1, sampled + 1, context + more)
