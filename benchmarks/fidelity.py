@@ -49,7 +49,7 @@ def workloads() -> dict[str, Workload]:
         "learnt": together(
             (0.0, bursts(3.0, 30, (8, 400), (4, 48), burstiness=0.3, seed=1)),
             (0.0, shared_prefix(2.0, 18, 3, 192, (8, 96), (4, 48), seed=6)),
-            *((start, poisson(1e6, 8, (50, 250), (4, 48), seed=start)) for start in (3, 6, 9)),
+            *((start, poisson(1e6, 16, (16, 200), (4, 32), seed=start)) for start in (3, 6, 9)),
         ),
         "steady": poisson(2.5, 20, (30, 250), (16, 40), seed=2),
         "bursts": bursts(2.0, 16, (100, 500), (8, 32), burstiness=0.15, seed=3),
