@@ -5,7 +5,7 @@ Question: how does a numba kernel reach an instruction that numba does not know?
 
 # Generated from nbs/4_kernels/02_warp_gpu.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f144e4367d15 module=b638de093b39
+# literate: notebook=e08419d81182 module=e197f8b73be8
 
 from inspect import Parameter, Signature
 from typing import Any
@@ -211,8 +211,6 @@ ldmatrix_x4_trans = ptx(_ldm % ".trans", _FOUR, "u32 i32", effect=True)
 
 
 _sts = "{ .reg .b32 a; add.s32 a, $0, $1; st.shared.v4.u32 [a], {$2,$3,$4,$5}; }"
-
-
 sts128 = ptx(_sts, "", "u32 i32 " + _FOUR, effect=True)
 
 

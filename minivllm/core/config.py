@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=532874221267 module=fd490659e984
+# literate: notebook=52b5da5e8258 module=84608c96db47
 
 from __future__ import annotations
 
@@ -306,10 +306,7 @@ GROUP_SIZES = (32, 64, 128)
 WEIGHT_BITS = {"int8": 8.0} | {f"int4_{group}": 4 + 32 / group for group in GROUP_SIZES}
 
 
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-
-
-"""Of which the last two mean the same."""
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two mean the same
 
 
 def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:

@@ -6,7 +6,7 @@ GPUs, or not at all (a simulation answers from a cost model).
 
 # Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d4821cc48333 module=41336015ea6f
+# literate: notebook=14677115c907 module=bf616add88b9
 
 import gc
 from collections.abc import Sequence
@@ -89,6 +89,10 @@ class EnginePlan:
     decoder: Decoder | None = None
 
 
+def _kv_dtype(args: EngineArgs) -> torch.dtype | None:
+    return FP8 if args.fp8_kv_cache else None
+
+
 def plan_engine(args: EngineArgs) -> EnginePlan:
     """Find the model, look at the machine, and decide.
 
@@ -105,9 +109,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     )
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
-    specs = loaded.spec.attention_specs(
-        args.block_size, getattr(torch, dtype.value), FP8 if args.fp8_kv_cache else None
-    )
+    specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value), _kv_dtype(args))
     backend, why = select_backend(args.attention_backend, specs, torch.device(device))
     about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
     linear = explain_quantized(args.linear_kernel, *about) if args.linear_kernel else explain_choice(*about)
@@ -120,8 +122,7 @@ def load_decoder(plan: EnginePlan) -> Decoder:
     """Build the model and read its weights."""
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
     args = plan.config.args
-    kv_dtype = FP8 if args.fp8_kv_cache else None
-    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, args.linear_kernel, kv_dtype)
+    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, args.linear_kernel, _kv_dtype(args))
     decoder.load_weights(plan.model.weights(plan.config.dtype))
     fuse(decoder, plan.config.scheduler.max_model_len)
     return decoder
