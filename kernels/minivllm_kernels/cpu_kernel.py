@@ -6,7 +6,7 @@ want the same two cores.
 
 # Generated from nbs/4_kernels/21_cpu_kernel.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=04960f1b4870 module=5c7ace77b93e
+# literate: notebook=12efb3b885ae module=2bed54c1950d
 
 import ctypes
 import functools
@@ -162,8 +162,6 @@ _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 LIBC = ("memset", "memcpy", "memmove")
-
-
 """What LLVM may make of a loop that clears or copies. A kernel calls nothing else outside itself."""
 
 

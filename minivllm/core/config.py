@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=52b5da5e8258 module=84608c96db47
+# literate: notebook=67b6f32273a7 module=1886f65b8c20
 
 from __future__ import annotations
 
@@ -297,8 +297,6 @@ _INT8, _INT4 = QUANTIZATIONS = ("int8_per_channel_weight_only", "int4_per_group_
 
 
 GROUP_SIZES = (32, 64, 128)
-
-
 """Inputs of a weight of 4 bits that share a scale; the first is the default."""
 
 

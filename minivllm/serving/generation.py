@@ -6,7 +6,7 @@ pieces, count tokens, and stop everything when the client hangs up.
 
 # Generated from nbs/6_serving/06_generation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7ddeb0752dcf module=e33d63a3ef5c
+# literate: notebook=acf8eedbb71a module=eb60cf9c4cd0
 
 import asyncio
 import json
@@ -205,8 +205,6 @@ async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Re
 
 # %% nbs/6_serving/06_generation.ipynb #sse
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
 """One encoder for all events: `json.dumps` with these options would make one for each."""
 
 

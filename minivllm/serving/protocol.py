@@ -5,7 +5,7 @@ An OpenAI client has dozens of fields, vLLM adds more, and each release brings n
 
 # Generated from nbs/6_serving/05_protocol.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2af55eaf7f65 module=2797605ae5a7
+# literate: notebook=b786f168ad07 module=b4519b34f208
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -44,8 +44,6 @@ __all__ = [
 
 # %% nbs/6_serving/05_protocol.ipynb #Request
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-
-
 """Larger numbers can be written in JSON, but cross neither to the engine's process nor into a tensor."""
 
 
