@@ -6,7 +6,7 @@ the module that the package imports.
 
 # Generated from nbs/0_start/02_reading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ea4d769158d2 module=2493d9a6f86b
+# literate: notebook=6f1120260d0b module=4fe7c72d7eb3
 
 import traceback
 from collections.abc import Callable
@@ -67,16 +67,23 @@ class Exercise:
 def _blank() -> None: ...
 
 
+async def _blank_coroutine() -> None: ...
+
+
+_BLANKS = {function.__code__.co_code for function in (_blank, _blank_coroutine)}
+
+
 def is_blank(answer: Any) -> bool:
-    """Whether an answer is dots, has dots in it, or is a function (or an object with a method) whose body is dots."""
+    """Whether an answer is dots, has dots in it, or is a function (or a class, or an object, with a method) whose body is dots."""
     if isinstance(answer, dict):
         return any(map(is_blank, answer.values()))
     if isinstance(answer, list | tuple | set):
         return any(map(is_blank, answer))
-    if type(answer).__module__ == "__main__":  # an object of the reader's own class, with methods still to write
-        return any(map(is_blank, vars(type(answer)).values()))
+    kind = answer if isinstance(answer, type) else type(answer)
+    if kind.__module__ == "__main__":  # the reader's own class, with methods still to write
+        return any(map(is_blank, vars(kind).values()))
     code = getattr(answer, "__code__", None)
-    return answer is ... or (code is not None and code.co_code == _blank.__code__.co_code and code.co_consts[0] is None)
+    return answer is ... or (code is not None and code.co_code in _BLANKS and code.co_consts[0] is None)
 
 
 def _place(error: Exception, answer: tuple[Any, ...]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivllm.book.exercise import Exercise
+from minivllm.book.exercise import Exercise, is_blank
 
 
 @Exercise
@@ -26,6 +26,9 @@ def test_a_verdict_is_true_if_it_is_right():
 def blank(n): ...
 
 
+async def blank_coroutine(n): ...
+
+
 class Unwritten:
     """A reader's own class, in a notebook."""
 
@@ -34,13 +37,18 @@ class Unwritten:
     def order(self, waiting): ...
 
 
-@pytest.mark.parametrize("answer", [..., [1, ...], {"a": ...}, (..., 2), blank, Unwritten()])
+@pytest.mark.parametrize(
+    "answer", [..., [1, ...], {"a": ...}, (..., 2), blank, blank_coroutine, Unwritten, Unwritten()]
+)
 def test_dots_are_no_answer_yet(answer):
     assert str(check_number(answer)).startswith("no answer yet")
 
 
 def test_a_function_that_returns_something_is_an_answer():
-    assert not str(check_half(lambda n: 7)).startswith("no answer")
+    async def waits(n):
+        return 7
+
+    assert not is_blank(lambda n: 7) and not is_blank(waits)
 
 
 def test_an_error_of_the_reader_names_the_line():
