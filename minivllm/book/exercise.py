@@ -6,10 +6,12 @@ the module that the package imports.
 
 # Generated from nbs/0_start/02_reading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6f1120260d0b module=4fe7c72d7eb3
+# literate: notebook=ab8f9d0068bb module=d90f480cfdea
 
+import asyncio
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +38,19 @@ class Exercise:
     """A checker, made from a function of the answer: `@Exercise` above its `def`.
 
     Attributes:
-        judge: gives a complaint about an answer; or None, or words that begin with "right", if there is none.
+        judge: gives a complaint about an answer; or None, or words that begin with "right", if there is none. May be
+            an `async def`, for answers that are.
     """
 
-    judge: Callable[..., str | None]
+    judge: Callable[..., str | None | Coroutine[Any, Any, str | None]]
 
     def __call__(self, *answer: Any) -> Verdict:
         """Judge an answer. What the answer's own code raises is a verdict too."""
         if any(map(is_blank, answer)):
             return Verdict("no answer yet: put yours in place of the dots")
         try:
-            return Verdict(self.judge(*answer) or "right")
+            found = self.judge(*answer)
+            return Verdict((_in_a_loop(found) if isinstance(found, Coroutine) else found) or "right")
         except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
             return Verdict(f"it raised {type(error).__name__}: {error}{_place(error, answer) or _guess(error, answer)}")
 
@@ -81,9 +85,15 @@ def is_blank(answer: Any) -> bool:
         return any(map(is_blank, answer))
     kind = answer if isinstance(answer, type) else type(answer)
     if kind.__module__ == "__main__":  # the reader's own class, with methods still to write
-        return any(map(is_blank, vars(kind).values()))
+        return any(is_blank(value) for value in vars(kind).values() if value is ... or hasattr(value, "__code__"))
     code = getattr(answer, "__code__", None)
     return answer is ... or (code is not None and code.co_code in _BLANKS and code.co_consts[0] is None)
+
+
+def _in_a_loop(judging: Coroutine[Any, Any, str | None]) -> str | None:
+    """What a coroutine returns, from a loop of its own: a notebook's is running already."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, judging).result()
 
 
 def _place(error: Exception, answer: tuple[Any, ...]) -> str:

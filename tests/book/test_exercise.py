@@ -1,5 +1,7 @@
 """The one form of all exercises."""
 
+import asyncio
+
 import pytest
 
 from minivllm.book.exercise import Exercise, is_blank
@@ -49,6 +51,28 @@ def test_a_function_that_returns_something_is_an_answer():
         return 7
 
     assert not is_blank(lambda n: 7) and not is_blank(waits)
+
+
+def test_answers_that_wait_are_judged_too():
+    @Exercise
+    async def check_double(answer):
+        return None if await answer(3) == 6 else "twice 3 is 6"
+
+    async def double(n):
+        return 2 * n
+
+    async def forgets(n): ...
+
+    async def raises(n):
+        raise KeyError("x")
+
+    async def in_a_notebook():
+        check_double.accepts(double)
+        check_double.rejects(raises, because="""it raised KeyError: 'x', at `raise KeyError("x")`""")
+
+    asyncio.run(in_a_notebook())
+    check_double.accepts(double)
+    check_double.rejects(forgets, because="no answer yet")
 
 
 def test_an_error_of_the_reader_names_the_line():
