@@ -5,7 +5,7 @@ How does one see blocks, queues and prefixes at the same moment?
 
 # Generated from nbs/8_viz/06_page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f89408fcb6a5 module=edce5a52f051
+# literate: notebook=1072c9442b83 module=31b31500656d
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.trace import Trace
 from minivllm.viz.payload import Payload
-from minivllm.viz.view import TraceSource, View, open_trace
+from minivllm.viz.view import TraceSource, View, new_figure, open_trace
 
 __all__ = ["STANDARD", "Message", "Page", "show", "standard_views"]
 
@@ -89,13 +89,11 @@ class Page(View):
 
     def figure(self) -> Figure:
         """The views that can be drawn, one below the other."""
-        from matplotlib.figure import Figure
-
         shown = [view for view in self.views if view.problem is None]
         if not shown:
             raise ValueError("; ".join(str(view.problem) for view in self.views))
         heights = [view.figure_size[1] for view in shown]
-        figure = Figure(figsize=(max(view.figure_size[0] for view in shown), sum(heights)), layout="constrained")
+        figure = new_figure((max(view.figure_size[0] for view in shown), sum(heights)))
         for axes, view in zip(
             figure.subplots(len(shown), 1, height_ratios=heights, squeeze=False)[:, 0], shown, strict=True
         ):

@@ -5,7 +5,7 @@ What do all pictures have in common?
 
 # Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7505af6eceeb module=8e119624a654
+# literate: notebook=530f148a4d3b module=5324a04dbf82
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ from minivllm.core.trace_files import TraceFileError
 from minivllm.viz.assets import document, fragment, widget_module
 from minivllm.viz.payload import Payload
 
-__all__ = ["HTML_LIMIT", "TraceSource", "TraceView", "View", "open_trace", "trace_key", "trace_note"]
+__all__ = [
+    "HTML_LIMIT",
+    "TraceSource",
+    "TraceView",
+    "View",
+    "as_png",
+    "new_figure",
+    "open_trace",
+    "trace_key",
+    "trace_note",
+]
 
 
 # %% nbs/8_viz/04_view.ipynb #code-fa4ffc
@@ -194,25 +204,23 @@ class View:
     # ---- figures
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw with matplotlib, into `ax` or into a new figure; returns the axes.
+        """Draw with matplotlib, into `ax` or into a new figure of pyplot's; returns the axes.
 
         Raises:
             ValueError: there is nothing to draw.
         """
         if self.problem:
             raise ValueError(self.problem)
-        ax = self._empty_figure().add_subplot() if ax is None else ax
+        if ax is None:
+            import matplotlib.pyplot as plt
+
+            ax = plt.figure(figsize=self.figure_size, layout="constrained").add_subplot()
         self.draw(ax)
         return ax
 
-    def _empty_figure(self) -> Figure:
-        from matplotlib.figure import Figure
-
-        return Figure(figsize=self.figure_size, layout="constrained")
-
     def figure(self) -> Figure:
         """The matplotlib figure of the view."""
-        figure = self._empty_figure()
+        figure = new_figure(self.figure_size)
         self.plot(figure.add_subplot())
         return figure
 
@@ -226,11 +234,10 @@ class View:
             raise ValueError(
                 f"to_png writes a .png, got {Path(path).name!r}; figure().savefig(...) writes other formats"
             )
-        buffer = io.BytesIO()
-        self.figure().savefig(buffer, format="png", dpi=dpi)
+        image = as_png(self.figure(), dpi)
         if path is not None:
-            Path(path).write_bytes(buffer.getvalue())
-        return buffer.getvalue()
+            Path(path).write_bytes(image)
+        return image
 
     # ---- live in a notebook
 
@@ -271,6 +278,25 @@ class View:
             f"The view without a kernel takes {len(page) / 1e6:.1f} MB, too much for a notebook's output."
             ' Save it beside the notebook: view.save("view.html").')})  # fmt: skip
         return fragment(small, (), self.summary())
+
+
+# %% nbs/8_viz/04_view.ipynb #new_figure
+def new_figure(size: tuple[float, float]) -> Figure:
+    """An empty figure, its size in inches. In a notebook it shows itself; matplotlib's own do that only once pyplot is imported."""
+    from matplotlib.figure import Figure as Plain
+
+    class Figure(Plain):
+        def _repr_png_(self) -> bytes:
+            return as_png(self, self.dpi)
+
+    return Figure(figsize=size, layout="constrained")
+
+
+def as_png(figure: Figure, dpi: float) -> bytes:
+    """A matplotlib figure as the bytes of a PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()
 
 
 # %% nbs/8_viz/04_view.ipynb #widget_class

@@ -2,6 +2,7 @@
 
 import re
 
+import matplotlib.pyplot as plt
 import pytest
 from viz_traces import aborted, make_trace, named
 
@@ -72,6 +73,15 @@ def test_files_have_fitting_names(tmp_path):
         view.save(tmp_path / "nowhere" / "view.html")
     assert view.to_png(tmp_path / "view.PNG") == (tmp_path / "view.PNG").read_bytes()
     assert view.save(tmp_path / "é #%?.HTM").exists()
+
+
+def test_figures_show_themselves_in_a_notebook():
+    view = BlockMap(named(["a"], steps=2))
+    for one in (view, Page([view])):
+        assert one.figure()._repr_png_().startswith(b"\x89PNG")
+    figure = view.plot().figure
+    assert plt.figure(figure.number) is figure, "pyplot shows it when the cell ends"
+    plt.close(figure)
 
 
 def test_what_is_no_view_and_no_tokenizer_is_refused():
