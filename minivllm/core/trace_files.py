@@ -5,7 +5,7 @@ How does a run travel to another notebook, another machine, another tool?
 
 # Generated from nbs/1_core/12_trace_files.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=577a98d5145b module=7f584eec35b5
+# literate: notebook=121ecc169aca module=b40050b73a41
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def perfetto_events(trace: Trace) -> list[dict[str, Any]]:
                 {"ph": "i", "s": "p", "pid": 1, "tid": 1, "name": row.decision, "ts": at, "args": {"why": row.reason}}
             )
         if row.decision in ("prefill", "decode"):
-            span = {"ts": at, "dur": length[row.step], "args": {"tokens": row.num_tokens, "step": row.step}}
+            span = {"ts": at, "dur": length[row.step], "args": {"tokens": int(row.num_tokens), "step": row.step}}
             events.append({"ph": "X", "pid": 2, "tid": tid, "name": row.decision, **span})
         elif row.decision.startswith("preempt"):
             events.append(

@@ -5,7 +5,7 @@ How long did each request wait, and how full was the cache meanwhile?
 
 # Generated from nbs/1_core/11_trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b2e30e139aaa module=772e49f4bbf0
+# literate: notebook=757c987f62d6 module=6afcff6b31df
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def tables(trace: Trace) -> dict[str, pd.DataFrame]:
         at the end of the step. `used_blocks` are held by requests, `cached_blocks` are free but hold reusable content.
         `requests`: one row per request. `queue_time` from arrival to its first schedule, `ttft` to its first token, `tpot` the mean time
         between tokens, `e2e` to its end, all in seconds.
-        `blocks`: one row per event of a block.
+        `blocks`: one row per event of a block. Integers that a row lacks are `<NA>`, here and in `decisions`.
         `tokens`: one row per sampled token.
         `decisions`: one row per decision about a request in a step, with the reason where it got less than it wanted.
     """
@@ -195,10 +195,12 @@ def tables(trace: Trace) -> dict[str, pd.DataFrame]:
     gaps = (requests["num_output_tokens"] - 1).where(requests["num_output_tokens"] > 1)
     requests["tpot"] = (requests["finished"] - requests["first_token"]) / gaps
     requests["e2e"] = requests["finished"] - requests["arrival"]
+    blocks = pd.DataFrame(collector.blocks, columns=_BLOCK)
+    decisions = pd.DataFrame(collector.decisions, columns=_DECISION)
     return {
         "steps": steps,
         "requests": requests,
-        "blocks": pd.DataFrame(collector.blocks, columns=_BLOCK),
+        "blocks": blocks.astype({"group": "Int64", "position": "Int64"}),
         "tokens": pd.DataFrame(collector.tokens, columns=_TOKEN),
-        "decisions": pd.DataFrame(collector.decisions, columns=_DECISION),
+        "decisions": decisions.astype({"num_tokens": "Int64", "wanted": "Int64"}),
     }

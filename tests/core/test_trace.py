@@ -122,6 +122,7 @@ def test_tables_agree_with_the_trace(trace):
     assert (done["ttft"] <= done["e2e"]).all()
     first = done.loc["r0"]
     assert math.isclose(first["tpot"] * (first["num_output_tokens"] - 1) + first["ttft"], first["e2e"])
+    assert (blocks.dtypes[["group", "position"]] == "Int64").all(), "an eviction has none, and numbers stay whole"
     taken = blocks[blocks["event"] == "allocated"].shape[0]
     assert taken == sum(sum(b > 0 for b in e[3]) for e in trace.events if e[0] == "alloc")
 
