@@ -2,13 +2,19 @@
 
 import ast
 import importlib.util
+import inspect
 import re
-from functools import cache
+from collections.abc import Callable
+from functools import cache, reduce
+from operator import or_
 from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.util.inspect import stringify_signature
 
 FIELD = re.compile(r"^(:(?:param|ivar) )([\w\\*]+(?:, [\w\\*]+)+)(?=:)")
 
@@ -38,3 +44,40 @@ def resolve(_: Sphinx, doctree: nodes.document) -> None:
 def join_names(_app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
     """Keep the names of a line such as `low, high: the bounds` together. Sphinx would take the first for the second's type."""
     lines[:] = [FIELD.sub(lambda found: found[1] + found[2].replace(", ", ","), line) for line in lines]
+
+
+def first_line_is_text(
+    _app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]
+) -> None:
+    """Before napoleon: it takes what stands before a colon in the first line of a property or a constant for a type."""
+    if what in ("property", "attribute", "data") and lines:
+        lines.insert(0, "")
+
+
+def readable_signature(
+    _app: Sphinx, _what: str, _name: str, what: object, _options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """No signature for a protocol, which nobody calls; fields of a pydantic model by their types alone; `...` for a default that a
+    factory makes, since Sphinx, which cannot parse `<factory>`, would set the whole signature as raw text."""
+    if getattr(what, "_is_protocol", False) and isinstance(what, type):
+        return "", returns
+    if isinstance(what, type) and hasattr(what, "model_fields"):
+        fields = inspect.signature(what).parameters.values()
+        plain = inspect.Signature([field.replace(annotation=bare(field.annotation)) for field in fields])
+        return stringify_signature(plain, unqualified_typehints=True), returns
+    return signature and signature.replace("<factory>", "..."), returns
+
+
+def bare(kind: Any) -> Any:
+    """An annotation without what `Annotated` adds to it."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return bare(arguments[0])
+    if origin in (Union, UnionType):
+        return reduce(or_, map(bare, arguments))
+    return kind if origin in (None, Literal, Callable) else origin[tuple(map(bare, arguments))]
+
+
+def skip_member(_app: Sphinx, _what: str, name: str, member: object, _skip: bool, _options: object) -> bool | None:
+    """Leave out the fields of a named tuple, of which Python says no more than their number, and what pydantic says of itself."""
+    return True if name == "model_config" or str(member.__doc__).startswith("Alias for field number") else None

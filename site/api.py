@@ -81,7 +81,8 @@ def module_page(name: str, path: Path, chapter: str | None) -> str:
             f"- :py:obj:`~{module}.{thing}` of :doc:`{module} </api/{module}>`" for thing, module in handed_on(path)
         ]
     else:
-        lines += [f".. automodule:: {name}", "   :members:"]
+        # what `__all__` hands on from elsewhere is not this module's
+        lines += [f".. automodule:: {name}", "   :members:", "   :ignore-module-all:"]
     return "\n".join([*lines, ""])
 
 

@@ -91,10 +91,11 @@ def chapter_page(notebook: Notebook, part: Part, chapter: Chapter) -> dict:
 
 
 def part_page(part: Part, titles: dict[str, str]) -> str:
-    """The page of a part: its question, and its chapters with theirs."""
-    rows = [
-        f"| [{titles[c.path]}](/book/{c.path}.ipynb) | {c.question} | {'●' if c.fast else ''} |" for c in part.chapters
-    ]
+    """The page of a part: its question, and its chapters with theirs, where the title does not ask it already."""
+    rows = []
+    for c in part.chapters:
+        question = "" if c.question == re.sub("[`*]", "", titles[c.path]) else c.question
+        rows.append(f"| [{titles[c.path]}](/book/{c.path}.ipynb) | {question} | {'●' if c.fast else ''} |")
     return "\n".join(
         [
             f"# {part.number}. {part.title}",

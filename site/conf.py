@@ -13,7 +13,7 @@ from sphinx.writers.html5 import HTML5Translator
 from minivllm import __version__
 
 sys.path.insert(0, str(Path(__file__).parent))
-from annotations import join_names, resolve
+from annotations import first_line_is_text, join_names, readable_signature, resolve, skip_member
 
 os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # the kernels' reference is read off their modules, on any machine
 
@@ -34,6 +34,7 @@ nb_mime_priority_overrides = [("html", "text/html", 0), ("html", "application/vn
 
 default_role = "code"  # docstrings write `names` as Markdown does
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # as they are written, not `<function <lambda> at ...>`
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # or else the fields of a dataclass are described twice
 viewcode_line_numbers = True
@@ -80,4 +81,7 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     app.connect("config-inited", add_extra_files)
     app.connect("doctree-read", resolve)
+    app.connect("autodoc-process-signature", readable_signature)
+    app.connect("autodoc-skip-member", skip_member)
+    app.connect("autodoc-process-docstring", first_line_is_text, priority=400)
     app.connect("autodoc-process-docstring", join_names, priority=600)  # after napoleon, which comes at 500

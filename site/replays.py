@@ -145,7 +145,7 @@ def replay_page(replay: Replay, view: View) -> str:
 
 def first_page() -> str:
     """The page of all replays."""
-    rows = [f"| [{replay.title}](/gallery/{replay.name}.md) | {replay.look.split('. ')[0]}. |" for replay in REPLAYS]
+    rows = [f"| [{one.title}](/gallery/{one.name}.md) | {one.look.rstrip('.').split('. ')[0]}. |" for one in REPLAYS]
     return "\n".join(
         [
             "# Gallery",

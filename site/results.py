@@ -51,9 +51,25 @@ def flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return cells
 
 
+def objects(value: Any) -> list[dict[str, Any]]:
+    """The values of an object, if all of them are objects of plain fields; else none."""
+    found = list(value.values()) if isinstance(value, dict) else []
+    return found if all(isinstance(one, dict) and all(map(is_plain, one.values())) for one in found) else []
+
+
+def side_by_side(found: dict[str, dict[str, Any]]) -> list[str]:
+    """A table of objects that have fields in common, a column for each."""
+    fields = dict.fromkeys(field for one in found.values() for field in one)
+    return table(["", *found], ([field, *(one.get(field) for one in found.values())] for field in fields))
+
+
 def tables(value: Any, title: str = "") -> list[str]:
     """Tables of a JSON value: one of its plain fields, then one for each list of rows and each object in it."""
     lines = [f"**{title}**", ""] if title else []
+    if len(objects(value)) > 1:
+        return [*lines, *side_by_side(value)]
+    if isinstance(value, list) and value and all(map(objects, value)):
+        return [line for i, one in enumerate(value, 1) for line in tables(one, f"{title} {i}")]
     if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
         rows = [flat(row) for row in value]
         columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -92,14 +108,19 @@ def about(script: Path) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
+def spoken(name: str) -> str:
+    """A benchmark's name as a heading has it. It stands in the headings of its machines too, so that no two are alike."""
+    return name.replace("_", " ")
+
+
 def section(path: Path, scripts: Path) -> list[str]:
     """What one file says."""
     result = json.loads(path.read_text(encoding="utf-8"))
     name = path.stem.partition("-")[0]
     script = next((s for s in (scripts / f"{name}.py", scripts / name / "run.py") if s.is_file()), None)
     made = f" Made by `python {script.relative_to(scripts.parent).as_posix()}`." if script else ""
-    head = [f"### {machine_of(result, path)}", "", f"Stored in `benchmarks/results/{path.name}`.{made}", ""]
-    return [*head, *tables(result)]
+    head = [f"### {spoken(name)}: {machine_of(result, path)}", ""]
+    return [*head, f"Stored in `benchmarks/results/{path.name}`.{made}", "", *tables(result)]
 
 
 def benchmark_page(results: Path, scripts: Path) -> str:
@@ -115,7 +136,7 @@ def benchmark_page(results: Path, scripts: Path) -> str:
         names.setdefault(path.stem.partition("-")[0], []).append(path)
     for name, paths in names.items():
         script = next((s for s in (scripts / f"{name}.py", scripts / name / "run.py") if s.is_file()), None)
-        lines += [f"## {name.replace('_', ' ')}", ""]
+        lines += [f"## {spoken(name)}", ""]
         lines += [about(script), ""] if script else []
         for path in paths:
             lines += section(path, scripts)

@@ -3,11 +3,13 @@
 import json
 import re
 from pathlib import Path
+from typing import Annotated, Protocol
 
 import annotations
 import api
 import book
 import links
+import pydantic
 import pytest
 import results
 import runs
@@ -50,6 +52,10 @@ def test_what_jupyterlab_folds_is_folded():
 PART = book.Part(2, "Blocks", "Where?", (book.Chapter("a/one", "Who?", fast=True), book.Chapter("a/two", "What?")))
 
 
+def test_a_question_that_is_the_title_is_asked_once():
+    assert "| [*What*?](/book/a/two.ipynb) |  |" in book.part_page(PART, {"a/one": "One", "a/two": "*What*?"})
+
+
 def test_a_chapter_says_where_it_stands():
     data = book.chapter_page(notebook("# Title\n\nText", kind="markdown"), PART, PART.chapters[0])
     first = data["cells"][0]["source"]
@@ -90,6 +96,18 @@ def test_names_that_stand_together_stay_together():
     lines = [":param low, high: the bounds", ":param kind: one, two: three", ":ivar a, b, c: counts", "a, b: text"]
     annotations.join_names(None, "", "", None, None, lines)
     assert lines == [":param low,high: the bounds", ":param kind: one, two: three", ":ivar a,b,c: counts", "a, b: text"]
+
+
+def test_a_signature_is_readable():
+    def read(what, text="(a=<factory>)"):
+        return annotations.readable_signature(None, "class", "", what, None, text, None)[0]
+
+    class Body(pydantic.BaseModel):
+        count: Annotated[int, pydantic.Field(ge=0)] | None = None
+        names: list[Annotated[str, pydantic.Field(max_length=3)]]
+
+    assert read(Body) == "(*, count: int | None = None, names: list[str])"
+    assert (read(int), read(Protocol)) == ("(a=...)", "")
 
 
 def test_a_bare_name_means_what_its_module_imports():
@@ -137,13 +155,23 @@ def test_any_result_becomes_tables(tmp_path):
     folder = tmp_path / "results"
     folder.mkdir()
     rows = [{"batch": 1, "ms": 1.23456, "peer": {"ms": 2}}, {"batch": 16, "ms": 1234.5, "more": True}]
-    found = {"card": "Card X", "copy": 3020.25, "decode": rows, "host": {"steps": {"a": 0.5}}, "none": None}
+    runs = [{"ours": {"a": [1.5, 2.5], "b": 3}, "theirs": {"a": 2}}, {"ours": {"c": 4}}]
+    found = {
+        "card": "Card X",
+        "copy": 3020.25,
+        "decode": rows,
+        "host": {"steps": {"a": 0.5}},
+        "none": None,
+        "runs": runs,
+    }
     (folder / "thing-card-x.json").write_text(json.dumps(found))
     (folder / "other-some-machine.json").write_text(json.dumps(rows))
     text = results.benchmark_page(folder, tmp_path)
-    assert "## thing" in text and "### Card X" in text and "### some machine" in text
+    assert "## thing" in text and "### thing: Card X" in text and "### other: some machine" in text
     assert "| batch | ms | peer.ms | more |" in text and "| 16 | 1,234 | – | yes |" in text
     assert "**host: steps**" in text and "| a | 0.5 |" in text
+    assert "**runs 1**" in text and "|  | ours | theirs |" in text and "| a | 1.5, 2.5 | 2 |" in text, "side by side"
+    assert "| b | 3 | – |" in text and "**runs 2: ours**" in text
 
 
 def test_a_result_without_a_machine_is_an_error(tmp_path):

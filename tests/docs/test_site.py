@@ -74,6 +74,20 @@ def test_the_crawler_tells_a_broken_link(tmp_path, target, problem):
     assert found is None if problem is None else problem in found
 
 
+RAW = {
+    "book": r"&lt;Figure size|object at 0x",
+    "api": r"&lt;(factory|function|lambda|locals)|>~[a-z]|Alias for field number|built-in function",
+}
+
+
+@pytest.mark.parametrize("folder", RAW)
+def test_pages_show_no_raw_objects(site, folder):
+    shown = {
+        page.name: re.findall(f".{{40}}(?:{RAW[folder]})", page.read_text()) for page in (site / folder).rglob("*.html")
+    }
+    assert {name: found for name, found in shown.items() if found} == {}
+
+
 def test_no_link_is_broken(site):
     found = [
         f"{page.relative_to(site)}: {problem}"
