@@ -26,6 +26,7 @@ from minivllm.attention.sdpa import SDPABackend
 from minivllm.models.cpu_linear import FewRows, onednn_block, onednn_packs
 from minivllm.models.linear import make_kernel
 from minivllm_kernels.cpu_packing import PackedProduct
+from minivllm_kernels.cpu_program import Program
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
@@ -154,6 +155,9 @@ def attention(dtype: torch.dtype, floor: dict[str, float]) -> dict[str, float]:
     return found
 
 
+PART_OF_KERNEL = {"multiply": "linear", "attend": "attention", "write": "attention"} | dict.fromkeys(
+    ("add_norm", "rotate", "gated_silu"), "norm and rope"
+)
 PARTS = ("schedule", "prepare", "linear", "attention", "norm and rope", "sample", "output", "rest")
 
 
@@ -185,9 +189,25 @@ class Stopwatch:
         setattr(owner, name, timed)
         self._undo.append(lambda: setattr(owner, name, original))
 
+    def watch_program(self) -> None:
+        """Have programs launch their kernels one by one, and time each."""
+
+        def timed(program: Program, threads: int) -> None:
+            start = before = time.perf_counter()
+            for kernel in program.step_by_step():
+                now = time.perf_counter()
+                self.seconds[PART_OF_KERNEL[kernel.name]] += now - before
+                before = now
+            if self._inside:
+                self._inside[-1] += before - start
+
+        original = Program.__call__
+        Program.__call__ = timed  # type: ignore[method-assign]
+        self._undo.append(lambda: setattr(Program, "__call__", original))
+
     def stop(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
+        while self._undo:
+            self._undo.pop()()
 
 
 def watch_engine(watch: Stopwatch, backend: type) -> None:
@@ -226,6 +246,7 @@ def watch_engine(watch: Stopwatch, backend: type) -> None:
         (OutputProcessor, "process_outputs", "output"),
     ):
         watch.watch(owner, name, part)
+    watch.watch_program()
 
 
 def profile(dtype: torch.dtype, batches: Sequence[int] = (1, 64), steps: int = 60) -> dict[str, Any]:
@@ -256,7 +277,6 @@ def profile(dtype: torch.dtype, batches: Sequence[int] = (1, 64), steps: int = 6
                         engine.step()
                         times.append(time.perf_counter() - start)
                     watch.stop()
-                    watch._undo.clear()
             engine.abort_request([f"{size}-{i}" for i in range(size)])
             engine.step()
             milliseconds = {part: 1e3 * watch.seconds[part] / len(watched) for part in PARTS[:-1]}

@@ -6,7 +6,7 @@ want the same two cores.
 
 # Generated from nbs/4_kernels/21_cpu_kernel.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=12efb3b885ae module=2bed54c1950d
+# literate: notebook=a8ea293051ee module=6c48d2c93de3
 
 import ctypes
 import functools
@@ -38,10 +38,12 @@ __all__ = [
     "cache_key",
     "compile_kernel",
     "compile_object",
+    "host_is_x86",
     "host_lanes",
     "host_machine",
     "host_registers",
     "kernel",
+    "launch",
     "load_object",
     "logger",
     "machine_for",
@@ -77,6 +79,11 @@ def host_machine() -> tuple[str, str, str]:
     if cpu is not None:
         return llvm.get_process_triple(), cpu, features or ""
     return llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+def host_is_x86() -> bool:
+    """Whether this machine is an x86-64."""
+    return llvm.get_process_triple().startswith("x86_64")
 
 
 def host_lanes() -> int:
@@ -333,6 +340,23 @@ def _numba_threads() -> Any:
     return enter
 
 
+def launch(kernel: Kernel, where: int, threads: int, pool: str = "auto") -> None:
+    """Enter a kernel, whose arguments lie at address `where`, on `threads` threads, and wait. Otherwise as `run`."""
+    if pool == "auto":
+        pool = "caller" if threads == 1 else "openmp" if openmp() else "numba"
+    if pool == "openmp":
+        start = openmp()
+        if start is None:
+            raise RuntimeError("pool='openmp': there is no GOMP_parallel in this process; import torch first")
+        start(kernel.address, where, threads, 0)
+    elif pool == "caller":
+        kernel.enter(where)
+    elif pool == "numba":
+        _numba_threads()(kernel.address, where, threads)
+    else:
+        raise ValueError(f"pool must be 'auto', 'openmp', 'numba' or 'caller', got {pool!r}")
+
+
 def run(kernel: Kernel, args: "array[int]", threads: int, pool: str = "auto") -> None:
     """Run a kernel on `threads` threads and wait. Python's lock is released meanwhile.
 
@@ -342,20 +366,7 @@ def run(kernel: Kernel, args: "array[int]", threads: int, pool: str = "auto") ->
         pool: `auto`, or by name `openmp` (torch's threads), `numba` (numba's own) or `caller` (one thread, this one).
     """
     args[NEXT] = args[ENTERED] = 0
-    where = args.buffer_info()[0]
-    if pool == "auto":
-        pool = "caller" if threads == 1 or args[COUNT] == 1 else "openmp" if openmp() else "numba"
-    if pool == "openmp":
-        launch = openmp()
-        if launch is None:
-            raise RuntimeError("pool='openmp': there is no GOMP_parallel in this process; import torch first")
-        launch(kernel.address, where, threads, 0)
-    elif pool == "caller":
-        kernel.enter(where)
-    elif pool == "numba":
-        _numba_threads()(kernel.address, where, threads)
-    else:
-        raise ValueError(f"pool must be 'auto', 'openmp', 'numba' or 'caller', got {pool!r}")
+    launch(kernel, args.buffer_info()[0], 1 if args[COUNT] == 1 and pool == "auto" else threads, pool)
 
 
 def pack(count: int, *own: int) -> "array[int]":

@@ -5,16 +5,22 @@ Question: a library that multiplies many rows wants the weight in an order of it
 
 # Generated from nbs/4_kernels/25c_cpu_packing.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bd355c8dafb4 module=50c282db2578
+# literate: notebook=ea211487dba1 module=3e4c0221bc43
 
+import ctypes
+import functools
 import math
+import sys
 
-from minivllm_kernels.cpu_kernel import OWN, host_lanes, host_registers, kernel, pack, run
-from minivllm_kernels.cpu_products import scratch
+import numpy as np
+
+from minivllm_kernels.cpu_kernel import OWN, host_lanes, host_machine, host_registers, kernel, pack
+from minivllm_kernels.cpu_program import NOW, Launcher
 
 __all__ = [
     "BIAS",
     "BLOCK",
+    "CONFIGS",
     "INPUTS",
     "ITEM",
     "OUT",
@@ -23,19 +29,49 @@ __all__ = [
     "ROWS",
     "SCRATCH",
     "SCRATCH_BYTES",
+    "TILE",
     "WEIGHT",
     "PackedProduct",
     "X",
+    "host_tiles",
     "packed_problem",
+    "tile_configs",
 ]
 
 
 # %% nbs/4_kernels/25c_cpu_packing.ipynb #PackedProduct
 """Arguments of the CPU's product with a packed bf16 weight, and the object that holds them for one weight."""
 
-(X, WEIGHT, BIAS, OUT, ROWS, INPUTS, OUTPUTS, PADDED, BLOCK, SCRATCH, SCRATCH_BYTES) = range(OWN, OWN + 11)
+(X, WEIGHT, BIAS, OUT, ROWS, INPUTS, OUTPUTS, PADDED, BLOCK, SCRATCH, SCRATCH_BYTES, CONFIGS) = range(OWN, OWN + 12)
 ITEM = 32
 """Outputs of a work item; blocks hold one or several of them."""
+
+
+TILE = 16
+
+
+"""Rows of a tile register, and pairs of bf16 in a row of it."""
+
+
+@functools.cache
+def host_tiles() -> bool:
+    """Whether this machine multiplies tiles of bf16 (Intel's AMX), and Linux lets this process do so."""
+    if "+amx-bf16" not in host_machine()[2].split(",") or not sys.platform.startswith("linux"):
+        return False
+    arch_prctl, ask, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, ask, tile_data) == 0
+
+
+@functools.cache
+def tile_configs() -> np.ndarray:
+    """uint8 [33, 64]: what the tile unit is told for 0 to 32 rows, in two tiles of rows. See `cpu_tiles`."""
+    configs = np.zeros((2 * TILE + 1, 64), np.uint8)
+    configs[:, 0] = 1
+    for n, config in enumerate(configs):
+        upper, lower = min(n, TILE), max(n - TILE, 0)
+        config[48:56] = (upper, upper, lower, lower, upper, lower, TILE, TILE)
+        config[16:32:2] = 64 * (config[48:56] > 0)  # bytes of a row; a register that is not used has none
+    return configs
 
 
 def packed_problem(inputs: int, block: int) -> str | None:
@@ -55,6 +91,7 @@ class PackedProduct:
             outlive this object.
         padded: inputs, padded.
         bias: address of float32 [outputs], or 0.
+        tiles: by the tile unit, see `host_tiles`; inputs must be a multiple of 32.
 
     Raises:
         ValueError: `packed_problem`.
@@ -62,19 +99,30 @@ class PackedProduct:
 
     AT_ONCE = 64  # rows of a launch; more are done one after the other
 
-    def __init__(self, weight: int, outputs: int, inputs: int, padded: int, block: int, bias: int = 0) -> None:
+    def __init__(
+        self, weight: int, outputs: int, inputs: int, padded: int, block: int, bias: int = 0, tiles: bool = False
+    ) -> None:
         if problem := packed_problem(inputs, block):
             raise ValueError(problem)
-        self.kernel = kernel("minivllm_kernels.cpu_packed:multiply", math.gcd(host_lanes(), inputs), host_registers())
-        self.inputs, self.outputs = inputs, outputs
-        self.args = pack(-(-outputs // ITEM), 0, weight, bias, 0, 0, inputs, outputs, padded, block, 0, 0)
+        if tiles and inputs % (2 * TILE):
+            raise ValueError(f"{inputs} inputs are not a multiple of {2 * TILE}")
+        self.inputs, self.outputs, self.tiles = inputs, outputs, tiles
+        if tiles:
+            self.kernel = kernel("minivllm_kernels.cpu_tiles:multiply")
+        else:
+            lanes = math.gcd(host_lanes(), inputs)
+            self.kernel = kernel("minivllm_kernels.cpu_packed:multiply", lanes, host_registers())
+        configs = tile_configs().ctypes.data
+        self.args = pack(-(-outputs // ITEM), 0, weight, bias, 0, 0, inputs, outputs, padded, block, 0, 0, configs)
 
-    def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
+    def __call__(self, x: int, out: int, rows: int, threads: int, on: Launcher = NOW) -> None:
         """Addresses of contiguous x [rows, inputs] and out [rows, outputs]. One thread at a time may call."""
         args = self.args
         for first in range(0, rows, self.AT_ONCE):
             n = min(self.AT_ONCE, rows - first)
-            args[SCRATCH_BYTES] = size = -(-4 * (8 * ITEM + -(-n // 8) * 8 * self.inputs) // 64) * 64
-            args[SCRATCH] = scratch(threads * size)
+            widened = 0 if self.tiles else -(-n // 8) * 8 * self.inputs
+            sums = 2 * TILE if self.tiles else 8
+            args[SCRATCH_BYTES] = size = -(-4 * (sums * ITEM + widened) // 64) * 64
+            args[SCRATCH] = on.scratch(threads * size)
             args[X], args[OUT], args[ROWS] = x + first * self.inputs * 2, out + first * self.outputs * 2, n
-            run(self.kernel, args, threads)
+            on.run(self.kernel, args, threads)

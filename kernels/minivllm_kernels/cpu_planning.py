@@ -6,7 +6,7 @@ with a very long past.
 
 # Generated from nbs/4_kernels/22_cpu_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5871def96149 module=49fb74f410d8
+# literate: notebook=ddf86bc296d0 module=7c01b2908a34
 
 import functools
 import math
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minivllm_kernels.cpu_kernel import OWN, Kernel, kernel, pack, run
+from minivllm_kernels.cpu_kernel import COUNT, OWN, Kernel, kernel, pack
+from minivllm_kernels.cpu_program import NOW, Launcher, aligned
 
 __all__ = [
     "BEGIN",
@@ -38,6 +39,7 @@ __all__ = [
     "ROW",
     "SCRATCH",
     "SLOT",
+    "STEP_ARGS",
     "TABLE",
     "TABLE_STRIDE",
     "TOKEN",
@@ -47,7 +49,6 @@ __all__ = [
     "AttentionStep",
     "CPUAttentionShape",
     "Q",
-    "aligned",
     "attention_kernel",
     "plan_claims",
     "plan_items",
@@ -224,12 +225,8 @@ def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarra
 # %% nbs/4_kernels/22_cpu_planning.ipynb #aligned
 (Q, OUT, CACHE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS) = range(OWN, OWN + 9)
 (WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS) = range(OWN + 9, OWN + 15)
-
-
-def aligned(size: int) -> tuple[np.ndarray, int]:
-    """(memory, address in it that is a multiple of 64, with `size` bytes from there)."""
-    memory = np.empty(size + 64, np.uint8)
-    return memory, -(-memory.ctypes.data // 64) * 64
+STEP_ARGS = (COUNT, *range(BLOCK_STRIDE, COUNTERS + 1))
+"""What is the same in all layers of a step."""
 
 
 class AttentionStep:
@@ -293,11 +290,11 @@ class AttentionStep:
             *(window, chunk, factors, scratch, workspace, counters),
         )
 
-    def run(self, q: int, out: int, cache: int) -> None:
+    def run(self, q: int, out: int, cache: int, on: Launcher = NOW) -> None:
         """Compute a layer. The three are addresses of contiguous memory, q and out [T, heads, head_dim]."""
         args = self.args
         args[Q], args[OUT], args[CACHE] = q, out, cache
-        run(self.kernel, args, self.threads)
+        on.run(self.kernel, args, self.threads)
 
 
 def attention_kernel(shape: CPUAttentionShape) -> Kernel:

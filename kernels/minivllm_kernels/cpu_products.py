@@ -6,15 +6,12 @@ cut the outputs among threads.
 
 # Generated from nbs/4_kernels/25_cpu_products.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f190dd266445 module=03b8d80bfc7e
+# literate: notebook=e4af0fa3cbe6 module=1377a92b2866
 
 import math
-import threading
 
-import numpy as np
-
-from minivllm_kernels.cpu_kernel import COUNT, OWN, host_lanes, host_registers, kernel, pack, run
-from minivllm_kernels.cpu_planning import aligned
+from minivllm_kernels.cpu_kernel import COUNT, OWN, host_lanes, host_registers, kernel, pack
+from minivllm_kernels.cpu_program import NOW, Launcher
 
 __all__ = [
     "BIAS",
@@ -33,7 +30,6 @@ __all__ = [
     "chunk_outputs",
     "product_problem",
     "row_stride",
-    "scratch",
     "tile_outputs",
 ]
 
@@ -71,29 +67,6 @@ def row_stride(chunk: int) -> int:
     return chunk + 16
 
 
-class _Memory(threading.local):
-    """Memory for the threads of a kernel, shared by all products that this Python thread computes."""
-
-    size = 0
-    address = 0
-    array: np.ndarray | None = None
-
-    def room(self, size: int) -> int:
-        """Address of at least `size` bytes."""
-        if size > self.size:
-            self.array, self.address = aligned(size)
-            self.size = size
-        return self.address
-
-
-_memory = _Memory()
-
-
-def scratch(size: int) -> int:
-    """Address of at least `size` bytes that this Python thread may use until its next kernel."""
-    return _memory.room(size)
-
-
 class Product:
     """x [rows, inputs] times one weight, plus its bias.
 
@@ -121,7 +94,7 @@ class Product:
         self.inputs, self.outputs, self.x_bytes = inputs, outputs, x_bits // 8
         self.args = pack(0, 0, weight, bias, scales, 0, 0, inputs, outputs, 0, 0, 0)
 
-    def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
+    def __call__(self, x: int, out: int, rows: int, threads: int, on: Launcher = NOW) -> None:
         """Addresses of contiguous x [rows, inputs] and out [rows, outputs]. One thread at a time may call."""
         args, chunk = self.args, chunk_outputs(self.outputs, threads)
         args[COUNT], args[CHUNK] = -(-self.outputs // chunk), chunk
@@ -129,7 +102,7 @@ class Product:
             n = min(self.AT_ONCE, rows - first)
             size = 4 * (8 * row_stride(chunk) + -(-n // 8) * 8 * self.inputs)
             args[SCRATCH_BYTES] = size = -(-size // 64) * 64
-            args[SCRATCH] = scratch(threads * size)
+            args[SCRATCH] = on.scratch(threads * size)
             args[X], args[OUT] = x + first * self.inputs * self.x_bytes, out + first * self.outputs * self.x_bytes
             args[ROWS] = n
-            run(self.kernel, args, threads)
+            on.run(self.kernel, args, threads)

@@ -5,13 +5,13 @@ Question: a row times a matrix takes as long as the matrix takes to be read.
 
 # Generated from nbs/4_kernels/25e_cpu_quantizing.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=723c1dac914d module=8d61390a445a
+# literate: notebook=7aa75d1700e0 module=d8f50284face
 
 import numpy as np
 
 from minivllm_kernels.cpu_kernel import COUNT, OWN, host_lanes, host_registers, kernel, pack, run
 from minivllm_kernels.cpu_packing import ITEM
-from minivllm_kernels.cpu_products import scratch
+from minivllm_kernels.cpu_program import NOW, Launcher
 
 __all__ = [
     "BIAS",
@@ -128,7 +128,7 @@ class QuantizedProduct:
         self.args = pack(-(-outputs // BLOCK), *own)
         self.wide_args = pack(0, *own)
 
-    def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
+    def __call__(self, x: int, out: int, rows: int, threads: int, on: Launcher = NOW) -> None:
         """Addresses of contiguous x [rows, inputs] and out [rows, outputs]. One thread at a time may call."""
         args, size = self.args, self.x_bits // 8
         groups = -(-self.padded // self.group)
@@ -136,9 +136,9 @@ class QuantizedProduct:
             n = min(self.AT_ONCE, rows - first)
             own = 4 * (8 * BLOCK + -(-n // 8) * 8 * (self.padded + groups))
             args[SCRATCH_BYTES] = own = -(-own // 64) * 64
-            args[SCRATCH] = scratch(threads * own)
+            args[SCRATCH] = on.scratch(threads * own)
             args[X], args[OUT], args[ROWS] = x + first * self.inputs * size, out + first * self.outputs * size, n
-            run(self.kernel, args, threads)
+            on.run(self.kernel, args, threads)
 
     def widen(self, out: int, first: int, outputs: int, stride: int, wide: int, threads: int) -> None:
         """Write outputs `first` to `first + outputs`, both multiples of `BLOCK`, as numbers of `x_bits`.

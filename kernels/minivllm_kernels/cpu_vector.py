@@ -5,7 +5,7 @@ Question: a compiler turns numba's Python into machine code.
 
 # Generated from nbs/4_kernels/20_cpu_vector.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=07d0a0b6fa13 module=ba69b222f9f3
+# literate: notebook=7395f1c65f2f module=f42308d14c80
 
 import operator
 from typing import Any
@@ -34,6 +34,7 @@ __all__ = [
     "address",
     "ask_for",
     "broadcast",
+    "call",
     "claim",
     "const",
     "exp",
@@ -57,10 +58,12 @@ __all__ = [
     "multiply_add",
     "narrow",
     "number",
+    "peek",
     "plus",
     "prefetch",
     "prefetch_rows",
     "primitive",
+    "relax",
     "root",
     "shuffle",
     "splat",
@@ -352,6 +355,41 @@ def claim(typing: Any, counter: Any, index: Any, count: Any) -> Any:
     return signature(types.int64, counter, types.int64, types.int64), lambda c, b, s, a: b.atomic_rmw(
         "add", address(c, b, counter, a[0], a[1], I64), a[2], "seq_cst"
     )
+
+
+@primitive
+def peek(typing: Any, counter: Any, index: Any) -> Any:
+    """An int64 that other threads change, as it is now; all that they wrote before they changed it can be seen."""
+    return signature(types.int64, counter, types.int64), lambda c, b, s, a: b.load_atomic(
+        address(c, b, counter, a[0], a[1], I64), "seq_cst", 8
+    )
+
+
+@primitive
+def relax(typing: Any, x86: Any) -> Any:
+    """A short rest in a loop that waits, which leaves the core to whoever shares it. Nothing where `x86` is 0: others know no such
+    instruction, or it does nothing."""
+    rests = number(x86, "x86") != 0
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        if rests:
+            rest = ir.FunctionType(ir.VoidType(), [])
+            b.call(cgutils.get_or_insert_function(b.module, rest, "llvm.x86.sse2.pause"), [])
+        return c.get_dummy_value()
+
+    return signature(types.void, x86), emit
+
+
+@primitive
+def call(typing: Any, function: Any, argument: Any) -> Any:
+    """Call the machine code at an address with one int64, for instance another kernel with the address of its arguments."""
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        entry = ir.FunctionType(ir.VoidType(), [I64])
+        b.call(b.inttoptr(a[0], entry.as_pointer()), [a[1]])
+        return c.get_dummy_value()
+
+    return signature(types.void, types.int64, types.int64), emit
 
 
 def ask_for(b: Any, pointer: Any) -> None:

@@ -6,7 +6,7 @@ engine gain?
 
 # Generated from nbs/4_kernels/26_cpu_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=26e2f97ff723 module=4feda27e7f82
+# literate: notebook=801d410e994c module=770be8603ba8
 
 import functools
 import importlib.util
@@ -21,6 +21,7 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
 from minivllm_kernels.cpu_kernel import Kernel, host_lanes, host_registers, kernel, pack, run
 from minivllm_kernels.cpu_planning import AttentionStep, CPUAttentionShape
+from minivllm_kernels.cpu_program import NOW, Launcher
 
 __all__ = ["BITS", "NumbaCPUBackend", "NumbaCPUInvariantBackend", "NumbaCPUPlan"]
 
@@ -105,13 +106,13 @@ class NumbaCPUBackend(AttentionBackend):
         return out
 
     # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-_writer
-    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, on: Launcher = NOW) -> None:
         """See `AttentionBackend.write`. Tokens with a negative slot are not stored."""
         tokens, heads, head_dim = k.shape
         k, v = (x if x.stride(1) == head_dim and x.stride(2) == 1 else x.contiguous() for x in (k, v))
         writer = _writer(head_dim, kv_cache.shape[-1] // head_dim, BITS[k.dtype], BITS[kv_cache.dtype])
         where = (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), slot_mapping.data_ptr(), kv_cache.data_ptr())
-        run(writer, pack(tokens, *where, heads), torch.get_num_threads() if tokens > 8 else 1)
+        on.run(writer, pack(tokens, *where, heads), torch.get_num_threads() if tokens > 8 else 1)
 
     # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-copy_blocks
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:

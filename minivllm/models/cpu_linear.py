@@ -5,30 +5,36 @@ Question: a step has one row, or eight, or five hundred.
 
 # Generated from nbs/4_kernels/27_cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cacab4cc0f2c module=2bac8f48ce50
+# literate: notebook=08e97aa69107 module=324fa60d8c2a
 
 import ctypes
 import functools
 import importlib.util
 import math
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.models.linear import LinearKernel
-from minivllm_kernels.cpu_packing import PackedProduct, packed_problem
+from minivllm_kernels.cpu_packing import TILE, PackedProduct, host_tiles, packed_problem
 from minivllm_kernels.cpu_products import Product, product_problem
+from minivllm_kernels.cpu_program import NOW, Launcher
 
 __all__ = [
     "BITS",
     "FewRows",
+    "HasProduct",
     "Packed",
+    "by_tiles",
     "cpu_invariant_kernel",
     "cpu_kernel",
     "cpu_problem",
     "explain",
     "few_rows",
+    "launch_product",
     "onednn_block",
     "onednn_packs",
     "pack_onednn",
@@ -58,24 +64,50 @@ class FewRows:
 
     Args:
         weight: [out, in], float32 or bf16.
+        few: more rows than these are multiplied by torch.
 
     Raises:
         ValueError: `cpu_problem`.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, few: float = math.inf) -> None:
         if problem := cpu_problem(weight):
             raise ValueError(f"no CPU kernel for this weight: {problem}")
         (self.outputs, inputs), bits = weight.shape, 8 * weight.element_size()
-        self.weight, self.bias = weight.contiguous(), None if bias is None else bias.float().contiguous()
-        where = 0 if self.bias is None else self.bias.data_ptr()
+        self.weight, self.bias, self.few = weight.contiguous(), bias, few
+        self.wide_bias = None if bias is None else bias.float().contiguous()
+        where = 0 if self.wide_bias is None else self.wide_bias.data_ptr()
         self.product = Product(self.weight.data_ptr(), self.outputs, inputs, bits, bits, where)
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = x.new_empty(x.shape[0], self.outputs)
-        self.product(x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
-        return out
+        if x.shape[0] > self.few:
+            return F.linear(x, self.weight, self.bias)
+        return launch_product(self, x)
+
+
+@runtime_checkable
+class HasProduct(Protocol):
+    """A linear kernel that has a numba product."""
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the result."""
+
+    @property
+    def few(self) -> float:
+        """Rows for which the product is used, at most."""
+
+    @property
+    def product(self) -> Callable[[int, int, int, int, Launcher], None]:
+        """Addresses of x and of the result, rows, threads, and where to launch."""
+
+
+def launch_product(kernel: HasProduct, x: Tensor, out: Tensor | None = None, on: Launcher = NOW) -> Tensor:
+    """x [T, in] times the weight, by the numba product, into `out` [T, outputs] if it is given; both contiguous then."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0], kernel.outputs) if out is None else out
+    kernel.product(x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads(), on)
+    return out
 
 
 # %% nbs/4_kernels/27_cpu_linear.ipynb #onednn_packs
@@ -144,18 +176,14 @@ class Packed:
         self.wide_bias = None if bias is None else bias.float().contiguous()
         padded = self.memory.numel() // (-(-self.outputs // block) * block)
         where = 0 if self.wide_bias is None else self.wide_bias.data_ptr()
-        start = self.memory.data_ptr()
-        self.product = PackedProduct(start, self.outputs, self.inputs, padded, block, where)
+        sizes = (self.memory.data_ptr(), self.outputs, self.inputs, padded, block)
+        self.product = PackedProduct(*sizes, where, by_tiles(self.inputs))
         self.multiply = torch.ops.mkldnn._linear_pointwise
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        if rows > self.few:
+        if x.shape[0] > self.few:
             return self.multiply(x, self.packed, self.bias, "none", [], "")
-        x = x.contiguous()
-        out = x.new_empty(rows, self.outputs)
-        self.product(x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads())
-        return out
+        return launch_product(self, x)
 
     def unpack(self) -> Tensor:
         """The weight in its ordinary order, a copy."""
@@ -163,10 +191,15 @@ class Packed:
 
 
 # %% nbs/4_kernels/27_cpu_linear.ipynb #few_rows
-def few_rows(dtype: torch.dtype) -> float:
-    """Up to how many rows the numba product is the faster one."""
+def by_tiles(inputs: int) -> bool:
+    """Whether the numba product with a packed weight uses the tile unit."""
+    return host_tiles() and inputs % (2 * TILE) == 0
+
+
+def few_rows(dtype: torch.dtype, inputs: int = 64) -> float:
+    """Up to how many rows the numba product is the faster one, for weights with so many inputs."""
     if dtype == torch.bfloat16:
-        return 4 if onednn_packs() else math.inf
+        return math.inf if not onednn_packs() else 64 if by_tiles(inputs) else 4
     return 16
 
 
@@ -176,7 +209,8 @@ def explain(dtype: torch.dtype) -> str:
     if limit == math.inf:
         return "numba, each weight read once; this CPU has no bf16 arithmetic for torch to use"
     then = "oneDNN with weights packed once" if dtype == torch.bfloat16 else "torch"
-    return f"up to {limit} rows numba at the speed of memory, more rows {then}"
+    tiles = " and the CPU's tile unit" if limit == 64 else ""
+    return f"up to {limit} rows numba{tiles} at the speed of memory, more rows {then}"
 
 
 def cpu_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
@@ -187,11 +221,10 @@ def cpu_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
     """
     if problem := cpu_problem(weight):
         raise ValueError(f"no CPU kernel for this weight: {problem}")
-    limit = few_rows(weight.dtype)
+    limit = few_rows(weight.dtype, weight.shape[1])
     if weight.dtype == torch.bfloat16 and onednn_packs() and onednn_block(*weight.shape):
         return Packed(weight, bias, int(limit))
-    few = FewRows(weight, bias)
-    return few if limit == math.inf else lambda x: few(x) if x.shape[0] <= limit else F.linear(x, weight, bias)
+    return FewRows(weight, bias, limit)
 
 
 def cpu_invariant_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:

@@ -5,13 +5,14 @@ Question: three fused kernels are there.
 
 # Generated from nbs/4_kernels/29_cpu_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a8f091a5533d module=11d5fb5a94f4
+# literate: notebook=dbff72854012 module=7925cb657ee1
 
 import functools
 import importlib.util
 import math
 import struct
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ __all__ = ["ALONE", "BITS", "add_norm", "can_fuse", "gated_silu", "rotate"]
 
 # %% nbs/4_kernels/29_cpu_fused.ipynb #fused-code
 """Norms, rotations and activations of a decoder on a CPU, each as one numba kernel."""
+
+if TYPE_CHECKING:
+    from minivllm_kernels.cpu_program import Launcher
 
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 ALONE = 200_000
@@ -34,15 +38,16 @@ def can_fuse(dtype: torch.dtype, device: torch.device) -> bool:
 
 @functools.cache
 def _kernel(name: str, size: int, *params: int) -> Callable[..., None]:
-    """A function that runs a kernel: how many numbers there are to work on, rows, the kernel's own arguments."""
-    from minivllm_kernels.cpu_kernel import host_lanes, kernel, pack, run  # numba and llvmlite are optional
+    """A function that launches a kernel: where, how many numbers there are to work on, rows, the kernel's own arguments."""
+    from minivllm_kernels.cpu_kernel import host_lanes, kernel, pack  # numba and llvmlite are optional
+    from minivllm_kernels.cpu_program import NOW
 
     head = (size,) if name == "rotate" else ()
     lanes = math.gcd(host_lanes(), size // 2 if name == "rotate" else size)
     which = kernel(f"minivllm_kernels.cpu_pointwise:{name}", *head, params[0], lanes, *params[1:])
 
-    def launch(numbers: int, rows: int, *own: int) -> None:
-        run(which, pack(rows, *own), torch.get_num_threads() if numbers > ALONE else 1)
+    def launch(on: "Launcher | None", numbers: int, rows: int, *own: int) -> None:
+        (NOW if on is None else on).run(which, pack(rows, *own), torch.get_num_threads() if numbers > ALONE else 1)
 
     return launch
 
@@ -52,39 +57,57 @@ def _as_int(eps: float) -> int:
     return struct.unpack("i", struct.pack("f", eps))[0]
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`RMSNorm.add` in one pass: x [T, size] joins the residual stream in place; (the normed stream, the stream)."""
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    on: "Launcher | None" = None,
+) -> tuple[Tensor, Tensor]:
+    """`RMSNorm.add` in one pass: x [T, size] joins the residual stream in place; (the normed stream, the stream).
+
+    Like the others here it makes its result, or fills `out` if that is given; and launches at once, or on a program.
+    """
     x = x.contiguous()
     stream = x if residual is None else residual
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     rows, size = x.shape
     launch = _kernel("add_norm", size, BITS[x.dtype], _as_int(eps))
     where = (x.data_ptr(), stream.data_ptr(), weight.data_ptr(), out.data_ptr())
-    launch(rows * size, rows, *where, size, int(residual is not None))
+    launch(on, rows * size, rows, *where, size, int(residual is not None))
     return out, stream
 
 
-def gated_silu(gate_up: Tensor) -> Tensor:
+def gated_silu(gate_up: Tensor, out: Tensor | None = None, on: "Launcher | None" = None) -> Tensor:
     """[T, 2 * inner], gate and up side by side, to `silu(gate) * up` [T, inner]."""
     gate_up = gate_up.contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, size)
+    out = gate_up.new_empty(rows, size) if out is None else out
     launch = _kernel("gated_silu", size, BITS[gate_up.dtype])
     # an exponential and a division take as long as ten numbers of other kernels
-    launch(10 * rows * size, rows, gate_up.data_ptr(), out.data_ptr(), size)
+    launch(on, 10 * rows * size, rows, gate_up.data_ptr(), out.data_ptr(), size)
     return out
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+def rotate(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    out: tuple[Tensor, Tensor] | None = None,
+    on: "Launcher | None" = None,
+) -> tuple[Tensor, Tensor]:
     """Rotated queries [T, num_heads, dim] and keys [T, num_kv_heads, dim], of heads [T, any, dim] that begin with them.
 
     cos, sin: from `Rope`.
     """
     heads = heads.contiguous()
     rows, _, dim = heads.shape
-    q, k = heads.new_empty(rows, num_heads, dim), heads.new_empty(rows, num_kv_heads, dim)
+    q, k = out or (heads.new_empty(rows, num_heads, dim), heads.new_empty(rows, num_kv_heads, dim))
     cos, sin = cos.contiguous(), sin.contiguous()
     where = (heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.data_ptr(), k.data_ptr())
     launch = _kernel("rotate", dim, BITS[heads.dtype])
-    launch(heads.numel(), rows, *where, heads.stride(0), num_heads, num_kv_heads)
+    launch(on, heads.numel(), rows, *where, heads.stride(0), num_heads, num_kv_heads)
     return q, k

@@ -5,7 +5,7 @@ Question: the product for few rows reads weights of 8 or 4 bits.
 
 # Generated from nbs/4_kernels/27b_cpu_quantized.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6df3bb48d8a9 module=f51fb730d2da
+# literate: notebook=661931174c53 module=3138cedda9a6
 
 import functools
 import math
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.models.cpu_linear import onednn_block, onednn_packs, pack_onednn
+from minivllm.models.cpu_linear import launch_product, onednn_block, onednn_packs, pack_onednn
 from minivllm_kernels.cpu_quantizing import BLOCK, UNIT, QuantizedProduct, padded
 
 __all__ = [
@@ -200,12 +200,9 @@ class Quantized:
         self.product = QuantizedProduct(self.words.data_ptr(), self.scales.data_ptr(), *sizes, where)
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, x, threads = x.shape[0], x.contiguous(), torch.get_num_threads()
-        if rows > self.few:
-            return self._many(x, threads)
-        out = x.new_empty(rows, self.outputs)
-        self.product(x.data_ptr(), out.data_ptr(), rows, threads)
-        return out
+        if x.shape[0] > self.few:
+            return self._many(x.contiguous(), torch.get_num_threads())
+        return launch_product(self, x)
 
     def _many(self, x: Tensor, threads: int) -> Tensor:
         parts = []

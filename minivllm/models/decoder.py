@@ -5,10 +5,12 @@ One decoder for many families: built from a `DecoderSpec`, run over a paged KV c
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ce3f39cd79c3 module=121477bb13e4
+# literate: notebook=1dd35f66b3a3 module=351c1796f109
 
+import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,9 @@ __all__ = ["Attention", "Decoder", "DecoderLayer", "RopeTable", "norm_dtype"]
 
 
 # %% nbs/3_model/05b_decoder.ipynb #Attention
+if TYPE_CHECKING:
+    from minivllm.models.cpu_step import CPUStep
+
 RopeTable = tuple[Tensor, Tensor] | None
 """cos and sin of the step's positions, or None for a layer without positions."""
 
@@ -121,6 +126,10 @@ class Decoder:
         linear_kernel: for the products, see `Linear.prepare`; None for `batch_invariant` if the attention backend is,
             else `auto`. If it is one of `QUANTIZED`, the output layer gets 8 bits, and embeddings stay as they are.
         kv_dtype: of the cache, see `AttentionSpec`.
+
+    Attributes:
+        cpu_step: makes steps of few tokens by one launch, or None; from `bind` on. Set it to None to have every kernel launched
+            by itself.
     """
 
     def __init__(
@@ -147,6 +156,7 @@ class Decoder:
         self.layer_to_rope = [distinct.index(layer.rope) for layer in spec.layers]
         self.layer_to_cache: list[int] = []
         self.layer_to_group: list[int] = []
+        self.cpu_step: CPUStep | None = None
 
     def attention_specs(self, block_size: int) -> list[AttentionSpec]:
         """What each layer asks of the attention backend."""
@@ -176,6 +186,19 @@ class Decoder:
             )
         self.layer_to_cache = [place[layer][0] for layer in range(len(self.layers))]
         self.layer_to_group = [place[layer][1] for layer in range(len(self.layers))]
+        self._choose_step()
+
+    def _choose_step(self) -> None:
+        """Steps of few tokens by one launch, if there are the kernels for it."""
+        self.cpu_step = None
+        if self.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+            from minivllm.models.cpu_step import CPUStep, step_problem
+
+            self.cpu_step = None if step_problem(self) else CPUStep(self)
+
+    def linears(self) -> list[Linear]:
+        """The products of the layers, in the order of a step."""
+        return [y for x in self.layers for y in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
 
     # %% nbs/3_model/05b_decoder.ipynb #Decoder-forward
     def forward(
@@ -191,6 +214,8 @@ class Decoder:
         Returns:
             [T, hidden_size], after the last norm.
         """
+        if self.cpu_step is not None and self.cpu_step.takes(len(token_ids)):
+            return self.cpu_step(token_ids, positions, kv_caches, plans)  # type: ignore[arg-type]  # its backend made them
         tables = [None if rope is None else rope(positions, self.dtype) for rope in self.ropes]
         x = F.embedding(token_ids, self.embedding)
         if self.embedding_scale != 1.0:
@@ -344,7 +369,7 @@ class Decoder:
                 part.fused = fused
             if self.linear_kernel == "batch_invariant" and self.device.type == "cpu":
                 layer.mlp.activation = row_by_row(ACTIVATIONS[self.spec.activation])
-        linears = [y for x in self.layers for y in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
+        linears = self.linears()
         for linear in linears:
             if linear.kernel != self.linear_kernel:  # else it was prepared as soon as it was loaded
                 linear.prepare(self.linear_kernel)
@@ -352,3 +377,5 @@ class Decoder:
         for linear in (*linears, self.head):  # only now is all memory around a weight in use
             if linear.memory is not None:
                 use_huge_pages(linear.memory)
+        if self.layer_to_cache:
+            self._choose_step()

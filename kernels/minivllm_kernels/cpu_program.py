@@ -1,0 +1,182 @@
+"""Many kernels, one launch.
+
+Question: a step of a small model is three hundred kernels of a few microseconds.
+"""
+
+# Generated from nbs/4_kernels/21b_cpu_program.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=cfcafdc1509c module=0686b76ffb7b
+
+import ctypes
+import functools
+import os
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from minivllm_kernels.cpu_kernel import COUNT, ENTERED, NEXT, OWN, Kernel, host_is_x86, kernel, launch, pack, run
+
+__all__ = [
+    "ARGS",
+    "CAME",
+    "ENTRY",
+    "FIELDS",
+    "NOW",
+    "PATIENCE",
+    "STEPS",
+    "WENT",
+    "YIELD",
+    "Launcher",
+    "Now",
+    "Program",
+    "aligned",
+    "conduct",
+]
+
+
+# %% nbs/4_kernels/21b_cpu_program.ipynb #Launcher
+"""Programs: kernels noted down with their arguments, and carried out one after the other by one launch."""
+
+
+def aligned(size: int) -> tuple[np.ndarray, int]:
+    """(memory, address in it that is a multiple of 64, with `size` bytes from there)."""
+    memory = np.empty(size + 64, np.uint8)
+    return memory, -(-memory.ctypes.data // 64) * 64
+
+
+class Launcher(Protocol):
+    """Where kernels are launched: `NOW`, or a `Program`."""
+
+    def run(self, kernel: Kernel, args: "array[int]", threads: int) -> None:
+        """Have `threads` threads carry out a kernel."""
+
+    def scratch(self, size: int) -> int:
+        """Address of at least `size` bytes that are free until the next kernel."""
+
+
+class Now(threading.local):
+    """Carries kernels out at once. Each Python thread has a piece of memory for them."""
+
+    memory: np.ndarray | None = None
+    size = address = 0
+
+    def run(self, kernel: Kernel, args: "array[int]", threads: int) -> None:
+        """See `Launcher`."""
+        run(kernel, args, threads)
+
+    def scratch(self, size: int) -> int:
+        """See `Launcher`."""
+        if size > self.size:
+            self.memory, self.address = aligned(size)
+            self.size = size
+        return self.address
+
+
+NOW = Now()
+
+
+# %% nbs/4_kernels/21b_cpu_program.ipynb #conduct
+(STEPS, YIELD) = range(OWN, OWN + 2)
+"""Arguments of `conduct`: address of the steps, and of the system's function that gives a core away. `COUNT` is their number."""
+ENTRY, ARGS, CAME, WENT, FIELDS = range(5)
+"""A step, in int64 numbers: where a kernel's code is, where its arguments are; how many threads came and went."""
+PATIENCE = 2000
+"""Looks in vain until a thread offers its core to others: about a tenth of a millisecond."""
+
+
+def conduct(patience: int, x86: int) -> Callable[[Any], None]:
+    """Body of the kernel that carries out a program. `x86`: see `cpu_vector.relax`."""
+    from minivllm_kernels.cpu_vector import call, claim, ints_at, peek, relax
+
+    def body(args):
+        steps = ints_at(args[STEPS], 64)
+        for i in range(args[COUNT]):
+            at = i * FIELDS
+            claim(steps, at + CAME, 1)
+            call(steps[at + ENTRY], steps[at + ARGS])
+            claim(steps, at + WENT, 1)
+            looks = 0
+            while peek(steps, at + WENT) != peek(steps, at + CAME):
+                looks += 1
+                if looks < patience:
+                    relax(x86)
+                else:
+                    call(args[YIELD], 0)
+
+    return body
+
+
+# %% nbs/4_kernels/21b_cpu_program.ipynb #Program
+@functools.cache
+def _yield_address() -> int:
+    """Where the system's function is that lets another thread have this core."""
+    give = ctypes.WinDLL("kernel32").SwitchToThread if os.name == "nt" else ctypes.CDLL(None).sched_yield  # type: ignore[attr-defined]
+    address = ctypes.cast(give, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+class Program:
+    """Kernels noted down, to be carried out one after the other by a single launch, again and again.
+
+    Note them down with `run`, then `seal`, then call. What their arguments point to must outlive the program.
+
+    Attributes:
+        kernels: in order.
+        args: int64 [kernels, WIDTH], their arguments, from `seal` on. A caller may change them between two launches.
+    """
+
+    WIDTH = 24
+    """Numbers that a kernel's arguments may be, at most."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+        self.args = np.zeros((0, self.WIDTH), np.int64)
+        self._noted: list[tuple[array[int], int]] = []
+        self._memory: list[tuple[np.ndarray, int]] = []
+
+    def __len__(self) -> int:
+        return len(self.kernels)
+
+    def run(self, kernel: Kernel, args: "array[int]", threads: int) -> None:
+        """Note down a kernel, with its arguments as they are now."""
+        if len(args) > self.WIDTH:
+            raise ValueError(f"{kernel.name} has {len(args)} arguments, a program keeps {self.WIDTH}")
+        self.kernels.append(kernel)
+        self._noted.append((args[:], threads))
+
+    def scratch(self, size: int) -> int:
+        """See `Launcher`. Kernels share it, for only one of them runs at a time."""
+        if not self._memory or self._memory[-1][0].nbytes < size + 64:
+            self._memory.append(aligned(size))  # kernels noted down before keep the smaller one
+        return self._memory[-1][1]
+
+    def seal(self) -> None:
+        """Lay everything out in memory. Nothing can be noted down afterwards."""
+        self.args = np.zeros((len(self), self.WIDTH), np.int64)
+        for row, (args, _) in zip(self.args, self._noted, strict=True):
+            row[: len(args)] = args
+        self._steps = np.zeros((len(self), FIELDS), np.int64)
+        self._steps[:, ENTRY] = [k.address for k in self.kernels]
+        self._steps[:, ARGS] = self.args.ctypes.data + self.args.strides[0] * np.arange(len(self))
+        self._conductor = kernel("minivllm_kernels.cpu_program:conduct", PATIENCE, int(host_is_x86()))
+        self._own = pack(len(self), self._steps.ctypes.data, _yield_address())
+
+    def __call__(self, threads: int) -> None:
+        """Carry it out. Python's lock is released meanwhile; one thread at a time may call."""
+        self._reset()
+        run(self._conductor, self._own, threads)
+
+    def step_by_step(self) -> Iterator[Kernel]:
+        """Carry it out by a launch for each kernel, which is given out when it is done: to see what takes how long."""
+        self._reset()
+        for which, where, (_, threads) in zip(self.kernels, self._steps[:, ARGS].tolist(), self._noted, strict=True):
+            launch(which, where, threads)
+            yield which
+
+    def _reset(self) -> None:
+        self.args[:, (NEXT, ENTERED)] = 0
+        self._steps[:, CAME:] = 0

@@ -1,0 +1,185 @@
+"""A step without Python.
+
+Question: a program carries out many kernels by one launch.
+"""
+
+# Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=8ad169c6143b module=5a47e2ded310
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.attention.numba_cpu import NumbaCPUBackend, NumbaCPUPlan
+from minivllm.models import cpu_pointwise
+from minivllm.models.cpu_linear import HasProduct, launch_product
+from minivllm_kernels.cpu_planning import STEP_ARGS
+from minivllm_kernels.cpu_program import Program
+
+__all__ = ["MOST_ROWS", "CPUStep", "step_problem"]
+
+
+# %% nbs/4_kernels/29b_cpu_step.ipynb #step_problem
+"""Steps of few tokens on a CPU by a single launch."""
+
+if TYPE_CHECKING:
+    from minivllm.models.decoder import Decoder
+    from minivllm.models.layers import RMSNorm
+    from minivllm.models.linear import Linear
+
+MOST_ROWS = 64
+"""Tokens of a step that is made by one launch, at most. For more, Python's share is small."""
+
+
+def step_problem(decoder: "Decoder") -> str | None:
+    """Why the layers of a decoder cannot be one launch, or None."""
+    if type(decoder.backend) is not NumbaCPUBackend:  # another class may do more than these kernels
+        return f"the attention backend is {decoder.backend.name}, not numba_cpu"
+    if any(rope is None or rope.spec.dim != decoder.spec.head_dim for rope in decoder.ropes):
+        return "some heads are not rotated, or only a part of them"
+    if not all(isinstance(linear._run, HasProduct) for linear in decoder.linears()):
+        return "some products are torch's"
+    for layer in decoder.layers:
+        norms = (layer.attention_norm, layer.mlp_norm, decoder.final_norm)
+        if not all(part.fused for part in (layer.attention, layer.mlp, *norms)):
+            return "norms, rotations and activations are torch's"
+        if layer.attention_post_norm or layer.mlp_post_norm or layer.attention.qk_norm:
+            return "norms of heads or of results have no kernel"
+        if layer.mlp.activation is not F.silu:
+            return "only SiLU has a kernel"
+        if any(norm.weight.dtype != decoder.dtype for norm in norms):
+            return "the weights of the norms have another dtype than the model"
+    return None
+
+
+# %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep
+class CPUStep:
+    """All layers of a decoder by one launch, for steps of few tokens. The kernels are those that `Decoder.forward` calls one by
+    one, so the results are the same to the bit.
+
+    Args:
+        decoder: loaded, prepared and bound; `step_problem` must be None.
+
+    Attributes:
+        most: tokens of a step, at most.
+
+    Raises:
+        ValueError: `step_problem`.
+    """
+
+    def __init__(self, decoder: "Decoder") -> None:
+        if problem := step_problem(decoder):
+            raise ValueError(f"a step cannot be one launch: {problem}")
+        self.decoder, spec = decoder, decoder.spec
+        self.most = rows = int(min(MOST_ROWS, *(_product(linear).few for linear in decoder.linears())))
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+
+        def memory(*shape: int) -> Tensor:
+            return torch.empty(rows, *shape, dtype=decoder.dtype)
+
+        self.stream, self.normed, self.out = (memory(spec.hidden_size) for _ in range(3))
+        self.qkv, self.q, self.k = memory(heads + 2 * kv_heads, dim), memory(heads, dim), memory(kv_heads, dim)
+        self.attended, self.gate_up = memory(heads * dim), memory(2 * spec.intermediate_size)
+        self.inner = memory(spec.intermediate_size)
+        self.tables = [(memory(1, dim), memory(1, dim)) for _ in decoder.ropes]
+        self.slots = torch.zeros(max(decoder.layer_to_group) + 1, rows, dtype=torch.int64)
+        self._code = {type(part): _code(type(part)) for part in _parts(decoder)}
+        self._made_of: list[object] = []
+        self._programs: dict[int, tuple[Program, list[list[int]]]] = {}
+
+    def takes(self, rows: int) -> bool:
+        """Whether a step of so many tokens can be made here: not if a layer's code has been exchanged since."""
+        known = self._code
+        return rows <= self.most and all(known.get(type(part)) == _code(type(part)) for part in _parts(self.decoder))
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
+    ) -> Tensor:
+        """See `Decoder.forward`."""
+        decoder, rows = self.decoder, len(token_ids)
+        program, attentions = self._program(rows, kv_caches, plans)
+        torch.index_select(decoder.embedding, 0, token_ids, out=self.stream[:rows])
+        if decoder.embedding_scale != 1.0:
+            self.stream[:rows] *= decoder.embedding_scale
+        for rope, (cos, sin) in zip(decoder.ropes, self.tables, strict=True):
+            assert rope is not None
+            cos[:rows], sin[:rows] = rope(positions, decoder.dtype)
+        for slots, plan, where in zip(self.slots, plans, attentions, strict=True):
+            slots[:rows] = plan.slot_mapping
+            program.args[np.ix_(where, STEP_ARGS)] = [plan.step.args[field] for field in STEP_ARGS]
+        program(torch.get_num_threads())
+        return self.normed[:rows].clone()
+
+    # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_note
+    def _note(
+        self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
+    ) -> tuple[Program, list[list[int]]]:
+        """The program for so many tokens, and which of its kernels are the attention of each group."""
+        decoder, program = self.decoder, Program()
+        attentions: list[list[int]] = [[] for _ in plans]
+        x, stream, normed = self.out[:rows], self.stream[:rows], self.normed[:rows]
+
+        def norm(part: "RMSNorm") -> None:
+            new, joined = (x, stream) if len(program) else (stream, None)
+            cpu_pointwise.add_norm(new, joined, part.weight, part.eps, normed, program)
+
+        for i, layer in enumerate(decoder.layers):
+            norm(layer.attention_norm)
+            launch_product(_product(layer.attention.qkv), normed, self.qkv[:rows], program)
+            self._rotate_and_write(program, rows, i, kv_caches)
+            attentions[decoder.layer_to_group[i]].append(len(program))
+            where = (self.q.data_ptr(), self.attended.data_ptr(), kv_caches[decoder.layer_to_cache[i]].data_ptr())
+            plans[decoder.layer_to_group[i]].step.run(*where, program)
+            launch_product(_product(layer.attention.o), self.attended[:rows], x, program)
+            norm(layer.mlp_norm)
+            launch_product(_product(layer.mlp.gate_up), normed, self.gate_up[:rows], program)
+            cpu_pointwise.gated_silu(self.gate_up[:rows], self.inner[:rows], program)
+            launch_product(_product(layer.mlp.down), self.inner[:rows], x, program)
+        norm(decoder.final_norm)
+        program.seal()
+        return program, attentions
+
+    # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_rotate_and_write
+    def _rotate_and_write(self, program: Program, rows: int, i: int, kv_caches: Sequence[Tensor]) -> None:
+        decoder, heads, kv_heads = self.decoder, self.q.shape[1], self.k.shape[1]
+        cos, sin = (table[:rows] for table in self.tables[decoder.layer_to_rope[i]])
+        qkv, q, k = self.qkv[:rows], self.q[:rows], self.k[:rows]
+        cpu_pointwise.rotate(qkv, cos, sin, heads, kv_heads, (q, k), program)
+        slots, cache = self.slots[decoder.layer_to_group[i], :rows], kv_caches[decoder.layer_to_cache[i]]
+        assert isinstance(decoder.backend, NumbaCPUBackend)
+        decoder.backend.write(k, qkv[:, heads + kv_heads :], cache, slots, program)
+
+    # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_program
+    def _program(
+        self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
+    ) -> tuple[Program, list[list[int]]]:
+        """The program for so many tokens, and the places in it; made anew if the decoder or its caches are others than they were."""
+        decoder = self.decoder
+        made_of = [*(linear._run for linear in decoder.linears()), *_parts(decoder), decoder.final_norm]
+        made_of += [cache.data_ptr() for cache in kv_caches]
+        made_of += [list(x) for x in (decoder.layer_to_rope, decoder.layer_to_cache, decoder.layer_to_group)]
+        if made_of != self._made_of:
+            self._made_of, self._programs = made_of, {}
+        if rows not in self._programs:
+            self._programs[rows] = self._note(rows, kv_caches, plans)
+        return self._programs[rows]
+
+
+# %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep
+def _parts(decoder: "Decoder") -> list[Any]:
+    """What a decoder's layers are made of, as far as it has code of its own."""
+    return [y for x in decoder.layers for y in (x, x.attention, x.mlp, x.attention_norm, x.mlp_norm)]
+
+
+def _product(linear: "Linear") -> HasProduct:
+    assert isinstance(linear._run, HasProduct)
+    return linear._run
+
+
+def _code(cls: type) -> tuple[object, ...]:
+    return cls.__dict__.get("__call__"), getattr(cls, "add", None)

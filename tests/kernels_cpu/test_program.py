@@ -1,0 +1,144 @@
+"""Programs: many kernels by one launch, whatever the number of threads; and the product that runs on a tile unit."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba")
+import llvmlite.binding as llvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm_kernels import cpu_program
+from minivllm_kernels.cpu_kernel import compile_kernel, machine_for, only, pack, to_llvm
+from minivllm_kernels.cpu_packing import PackedProduct, host_tiles, tile_configs
+from minivllm_kernels.cpu_program import NOW, Program
+from minivllm_kernels.cpu_vector import claim, floats_at
+
+
+def add_neighbour(args):
+    """out[i] = x[i] + x[i - 1], an item a number: wrong if x is not finished yet."""
+    x, out = floats_at(args[3], 32), floats_at(args[4], 32)
+    while True:
+        i = claim(args, 0, 1)
+        if i >= args[1]:
+            break
+        out[i] = x[i] + x[max(i - 1, 0)]
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    return compile_kernel(add_neighbour)
+
+
+def note(kernel, arrays, order, threads=1):
+    program = Program()
+    for source, target in order:
+        args = pack(arrays[0].size, arrays[source].ctypes.data, arrays[target].ctypes.data)
+        program.run(kernel, args, threads)
+    program.seal()
+    return program
+
+
+pairs = st.tuples(st.integers(0, 2), st.integers(0, 2)).filter(lambda p: p[0] != p[1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(order=st.lists(pairs, min_size=1, max_size=40), size=st.integers(1, 60), threads=st.sampled_from([1, 2, 5]))
+def test_a_program_does_what_its_kernels_do_one_after_the_other(kernel, order, size, threads):
+    want = [np.arange(i, i + size).astype(np.float32) for i in range(3)]
+    got = [x.copy() for x in want]
+    program = note(kernel, got, order)
+    for _ in range(2):
+        for source, target in order:
+            x = want[source]
+            want[target][:] = x + np.concatenate([x[:1], x[:-1]])
+        program(threads)
+        assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_step_by_step_gives_each_kernel_when_it_is_done(kernel):
+    arrays = [np.ones(8, np.float32) for _ in range(3)]
+    program = note(kernel, arrays, [(0, 1), (1, 2)])
+    steps = program.step_by_step()
+    assert next(steps) is kernel and arrays[1][0] == 2 and arrays[2][0] == 1
+    assert next(steps) is kernel and arrays[2][0] == 4
+    assert list(steps) == []
+
+
+def test_kernels_of_a_program_keep_the_memory_that_they_were_given():
+    program = Program()
+    first, again = program.scratch(100), program.scratch(50)
+    larger = program.scratch(1 << 20)
+    assert first == again != larger and all(x % 64 == 0 for x in (first, larger))
+    assert program.scratch(100) == larger, "kernels share one piece"
+    assert len(program._memory) == 2, "and the first one is still there"
+
+
+def test_more_arguments_than_a_program_keeps_are_refused(kernel):
+    with pytest.raises(ValueError, match=rf"add_neighbour has {Program.WIDTH + 1} arguments, a program keeps"):
+        Program().run(kernel, pack(1, *range(Program.WIDTH - 2)), 1)
+
+
+@pytest.mark.parametrize(("triple", "x86"), [("x86_64-unknown-linux-gnu", 1), ("aarch64-unknown-linux-gnu", 0)])
+def test_the_conductor_can_be_built_for_either_family(triple, x86):
+    symbol, code = to_llvm(cpu_program.conduct(10, x86))
+    code = re.sub(r'target triple = ".*"', f'target triple = "{triple}"', code)
+    code = re.sub(r'target datalayout = ".*"\n', "", code)
+    machine = machine_for(triple, "x86-64" if x86 else "generic", "")
+    assembly = machine.emit_assembly(only(llvm.parse_assembly(code), symbol, machine))
+    assert len(re.findall(r"\bpause\b", assembly)) == x86
+    assert re.search(r"lock|xadd" if x86 else r"ldar|ldaxr", assembly), "threads see each other's numbers"
+
+
+# ---- the tile unit
+
+
+def test_tile_configs_describe_the_rows_that_there_are():
+    """A register with no rows must have no bytes either, else the unit refuses the whole description."""
+    configs = tile_configs()
+    assert configs.shape == (33, 64) and (configs[:, 0] == 1).all()
+    for n, config in enumerate(configs):
+        rows, sizes = config[48:56], config[16:32].view(np.uint16)
+        upper, lower = min(n, 16), max(n - 16, 0)
+        assert rows.tolist() == [upper, upper, lower, lower, upper, lower, 16, 16]
+        assert (sizes == np.where(rows > 0, 64, 0)).all()
+
+
+def packed(weight, block):
+    """A bf16 weight [outputs, inputs] in the packed order, outputs padded with zeros to whole blocks."""
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % block))
+    return padded.view(-1, block, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+@pytest.mark.skipif(not host_tiles(), reason="this CPU has no tile unit")
+@pytest.mark.parametrize(("outputs", "inputs", "block"), [(96, 64, 32), (70, 160, 64), (200, 32, 128)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_by_tiles_is_right_and_a_row_the_same_in_any_company(outputs, inputs, block, biased):
+    torch.manual_seed(outputs)
+    weight, x = (torch.randn(s).bfloat16() for s in ((outputs, inputs), (70, inputs)))
+    bias = torch.randn(outputs) if biased else None
+    memory = packed(weight, block)
+    where = 0 if bias is None else bias.data_ptr()
+    product = PackedProduct(memory.data_ptr(), outputs, inputs, inputs, block, where, tiles=True)
+
+    def times(x, threads=2):
+        # what lies around the rows must be neither read into the result nor written over
+        around = torch.full((len(x) + 2, inputs), torch.nan, dtype=torch.bfloat16)
+        around[1:-1] = x
+        out = torch.full((len(x) + 2, outputs), -7.0, dtype=torch.bfloat16)
+        product(around[1:].data_ptr(), out[1:].data_ptr(), len(x), threads, NOW)
+        assert (out[0] == -7).all() and (out[-1] == -7).all()
+        return out[1:-1]
+
+    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(times(x).double(), want, rtol=0.01, atol=0.02)
+    for rows in (1, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65):
+        assert torch.equal(times(x[:rows], threads=rows % 3 + 1), times(x)[:rows])
+
+
+def test_inputs_that_do_not_fill_tiles_are_refused():
+    with pytest.raises(ValueError, match="48 inputs are not a multiple of 32"):
+        PackedProduct(0, 32, 48, 48, 32, tiles=True)

@@ -1,0 +1,230 @@
+"""A decoder's step by one launch: the same to the bit as kernel by kernel, and never a step of another model than the one at hand."""
+
+import pytest
+import torch
+from paged import PagedDecoder, make_decoder
+from tiny_models import (
+    _SIZES,
+    TINY_MODELS,
+    VOCAB_SIZE,
+    hf_model,
+    randomise,
+    tiny_model_path,  # noqa: F401 - a fixture
+)
+
+pytest.importorskip("numba")
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minivllm import LLM, SamplingParams
+from minivllm.attention.numba_cpu import NumbaCPUBackend
+from minivllm.models.cpu_linear import few_rows
+from minivllm.models.cpu_step import CPUStep, step_problem
+from minivllm.models.layers import GatedMLP
+
+CAN = [name for name in TINY_MODELS if not name.startswith(("qwen3", "gemma3"))]
+
+
+def prompts(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return {str(n): torch.randint(0, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths}
+
+
+def logits(decoder, one_launch, steps, seed=0):
+    """The logits of some steps of a few requests. steps: [{request: tokens}]."""
+    paged = PagedDecoder(decoder, seed=seed)
+    if not one_launch:
+        decoder.cpu_step = None
+    for name, tokens in prompts(40, 20, 31).items():
+        paged.add(name, tokens)
+    return [torch.cat(list(paged.step(step).values())) for step in steps]
+
+
+STEPS = [{"40": 14}, {"40": 1, "20": 1}, {"40": 1, "20": 1, "31": 5}, {"40": 1, "20": 1}, {"31": 1}]
+
+
+def same(decoder, steps=STEPS):
+    return all(
+        torch.equal(a, b) for a, b in zip(logits(decoder, True, steps), logits(decoder, False, steps), strict=True)
+    )
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """For which numbers of rows programs were made."""
+    noted, note = [], CPUStep._note
+    monkeypatch.setattr(CPUStep, "_note", lambda self, rows, *rest: noted.append(rows) or note(self, rows, *rest))
+    return noted
+
+
+@pytest.mark.parametrize("name", CAN)
+def test_the_same_to_the_bit(name, noted):
+    """Prompts, decodes and both together; biases, windows, rotations that depend on the length, several cache groups."""
+    assert same(make_decoder(hf_model(name), "numba_cpu"))
+    assert noted == [14, 2, 7, 1]
+
+
+def test_the_same_to_the_bit_in_bf16(noted):
+    """Sizes that fill tiles, if the CPU has a unit for them."""
+    config = LlamaConfig(**_SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4})
+    model = LlamaForCausalLM(config).eval()
+    randomise(model)
+    decoder = make_decoder(model, "numba_cpu", dtype=torch.bfloat16)
+    assert same(decoder)
+    few = few_rows(torch.bfloat16)
+    assert decoder.cpu_step is None and noted == [rows for rows in (14, 2, 7, 1) if rows <= few]
+
+
+@pytest.mark.parametrize("kernel", ["int8", "int4_32"])
+def test_quantized_products(kernel):
+    assert same(make_decoder(hf_model("llama"), "numba_cpu", linear_kernel=kernel))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("llama", {"backend": "sdpa"}, "the attention backend is sdpa"),
+        ("llama", {"backend": "numba_cpu_invariant"}, "the attention backend is numba_cpu_invariant"),
+        ("llama", {"linear_kernel": "torch"}, "products are torch's"),
+        ("qwen3", {}, "norms of heads"),
+        ("gemma3", {}, "norms of heads or of results"),
+    ],
+)
+def test_what_a_decoder_lacks_is_said(name, options, problem):
+    decoder = make_decoder(hf_model(name), **{"backend": "numba_cpu"} | options)
+    PagedDecoder(decoder)
+    assert decoder.cpu_step is None and problem in (step_problem(decoder) or "")
+    with pytest.raises(ValueError, match="a step cannot be one launch"):
+        CPUStep(decoder)
+
+
+def test_an_attention_backend_of_ones_own_is_called():
+    class Watched(NumbaCPUBackend):
+        called = 0
+
+        def attend(self, *args):
+            Watched.called += 1
+            return super().attend(*args)
+
+    decoder = make_decoder(hf_model("llama"), Watched())
+    logits(decoder, True, STEPS[:1])
+    assert Watched.called == len(decoder.layers)
+
+
+# ---- a model that changes between two steps
+
+
+@pytest.fixture
+def decoder():
+    return make_decoder(hf_model("llama"), "numba_cpu")
+
+
+def before_and_after(decoder, change):
+    """Logits of a step after a change, with one launch and without; and of the step without the change."""
+    results = []
+    for one_launch in (True, False):
+        paged = PagedDecoder(decoder)
+        paged.add("r", prompts(20)["20"])
+        if not one_launch:
+            decoder.cpu_step = None
+        before = paged.step({"r": 5})["r"]
+        undo = change(decoder)
+        results.append(paged.step({"r": 5})["r"])
+        undo()
+        paged.computed["r"] = 5
+        unchanged = paged.step({"r": 5})["r"]
+    assert before.isfinite().all()
+    return *results, unchanged
+
+
+def leave_out_a_layer(decoder):
+    kept = decoder.layers, decoder.layer_to_rope, decoder.layer_to_cache, decoder.layer_to_group
+    decoder.layers, *lists = (x[:-1] for x in kept)
+    decoder.layer_to_rope, decoder.layer_to_cache, decoder.layer_to_group = lists
+
+    def undo():
+        decoder.layers, decoder.layer_to_rope, decoder.layer_to_cache, decoder.layer_to_group = kept
+
+    return undo
+
+
+def swap_layers(decoder):
+    decoder.layers[0], decoder.layers[1] = decoder.layers[1], decoder.layers[0]
+    return lambda: swap_layers(decoder)
+
+
+def other_weight(decoder):
+    linear = decoder.layers[1].mlp.down
+    kept = linear.weight.clone()
+
+    def undo():
+        linear._weight = kept
+        linear.prepare("auto")
+
+    linear._weight = 2 * kept
+    linear.prepare("auto")
+    return undo
+
+
+class Doubled(GatedMLP):
+    """Twice what the MLP says."""
+
+    __slots__ = ()
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def another_class(decoder):
+    layer = decoder.layers[2]
+    kept, layer.mlp = layer.mlp, Doubled.__new__(Doubled)
+    for name in GatedMLP.__slots__:
+        setattr(layer.mlp, name, getattr(kept, name))
+
+    def undo():
+        layer.mlp = kept
+
+    return undo
+
+
+def another_method(decoder):
+    original = GatedMLP.__call__
+    GatedMLP.__call__ = lambda self, x: 2 * original(self, x)
+
+    def undo():
+        GatedMLP.__call__ = original
+
+    return undo
+
+
+@pytest.mark.parametrize("change", [leave_out_a_layer, swap_layers, other_weight, another_class, another_method])
+def test_a_changed_model_computes_what_it_is_now(decoder, change):
+    with_launch, without, unchanged = before_and_after(decoder, change)
+    assert torch.equal(with_launch, without) and not torch.equal(with_launch, unchanged)
+
+
+def test_another_cache_is_written_to(decoder):
+    """Programs hold addresses of a cache: a second one must not end up in the first."""
+    tokens, results = prompts(20)["20"], []
+    first = PagedDecoder(decoder)
+    for paged in (first, PagedDecoder(decoder, seed=1), first):
+        paged.add("r", tokens)
+        results.append(torch.cat([paged.step({"r": n})["r"] for n in (5, 1, 1)]))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_products_chosen_anew_after_binding(decoder):
+    PagedDecoder(decoder)
+    assert decoder.cpu_step is not None
+    decoder.linear_kernel = "torch"
+    decoder.prepare()
+    assert decoder.cpu_step is None
+
+
+def test_enforce_eager_launches_kernel_by_kernel(tiny_model_path):  # noqa: F811
+    params, answers = SamplingParams(temperature=0, max_tokens=6), []
+    for eager in (False, True):
+        llm = LLM(str(tiny_model_path("llama")), dtype="float32", num_gpu_blocks=40, enforce_eager=eager)
+        model = llm.llm_engine.core.executor.runner.model
+        assert (model.cpu_step is None) == eager
+        answers.append([list(o.outputs[0].token_ids) for o in llm.generate(["ab", "c"], params, use_tqdm=False)])
+    assert answers[0] == answers[1]
