@@ -5,7 +5,7 @@ Question: a step has one row, or eight, or five hundred.
 
 # Generated from nbs/4_kernels/27_cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=08e97aa69107 module=324fa60d8c2a
+# literate: notebook=0e77fdf2c535 module=509d573e381f
 
 import ctypes
 import functools
@@ -155,6 +155,11 @@ def onednn_block(outputs: int, inputs: int) -> int | None:
     return None
 
 
+def by_tiles(inputs: int) -> bool:
+    """Whether the numba product with a packed weight uses the tile unit."""
+    return host_tiles() and inputs % (2 * TILE) == 0
+
+
 class Packed:
     """A bf16 weight in oneDNN's order, for oneDNN and for a numba product that reads the same order.
 
@@ -191,11 +196,6 @@ class Packed:
 
 
 # %% nbs/4_kernels/27_cpu_linear.ipynb #few_rows
-def by_tiles(inputs: int) -> bool:
-    """Whether the numba product with a packed weight uses the tile unit."""
-    return host_tiles() and inputs % (2 * TILE) == 0
-
-
 def few_rows(dtype: torch.dtype, inputs: int = 64) -> float:
     """Up to how many rows the numba product is the faster one, for weights with so many inputs."""
     if dtype == torch.bfloat16:

@@ -5,7 +5,7 @@ Question: a program carries out many kernels by one launch.
 
 # Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8ad169c6143b module=5a47e2ded310
+# literate: notebook=a5fa251e42a6 module=f69e14ee8a8d
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -88,14 +88,11 @@ class CPUStep:
         self.inner = memory(spec.intermediate_size)
         self.tables = [(memory(1, dim), memory(1, dim)) for _ in decoder.ropes]
         self.slots = torch.zeros(max(decoder.layer_to_group) + 1, rows, dtype=torch.int64)
-        self._code = {type(part): _code(type(part)) for part in _parts(decoder)}
-        self._made_of: list[object] = []
+        self._code = {cls: _code(cls) for cls in map(type, _parts(decoder))}
+        self._seen: list[object] = []
+        self._few = self.most
+        self._caches: list[int] = []
         self._programs: dict[int, tuple[Program, list[list[int]]]] = {}
-
-    def takes(self, rows: int) -> bool:
-        """Whether a step of so many tokens can be made here: not if a layer's code has been exchanged since."""
-        known = self._code
-        return rows <= self.most and all(known.get(type(part)) == _code(type(part)) for part in _parts(self.decoder))
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
@@ -154,17 +151,25 @@ class CPUStep:
         assert isinstance(decoder.backend, NumbaCPUBackend)
         decoder.backend.write(k, qkv[:, heads + kv_heads :], cache, slots, program)
 
+    # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-takes
+    def takes(self, rows: int) -> bool:
+        """Whether a step of so many tokens can be made here, by the decoder as it is now."""
+        state = _state(self.decoder)
+        if state != self._seen:
+            self._seen, self._programs, self._few = state, {}, 0
+            own_code = any(self._code.get(type(part)) != _code(type(part)) for part in _parts(self.decoder))
+            if not own_code and step_problem(self.decoder) is None:
+                self._few = int(min(self.most, *(_product(linear).few for linear in self.decoder.linears())))
+        return rows <= self._few
+
     # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_program
     def _program(
         self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
     ) -> tuple[Program, list[list[int]]]:
-        """The program for so many tokens, and the places in it; made anew if the decoder or its caches are others than they were."""
-        decoder = self.decoder
-        made_of = [*(linear._run for linear in decoder.linears()), *_parts(decoder), decoder.final_norm]
-        made_of += [cache.data_ptr() for cache in kv_caches]
-        made_of += [list(x) for x in (decoder.layer_to_rope, decoder.layer_to_cache, decoder.layer_to_group)]
-        if made_of != self._made_of:
-            self._made_of, self._programs = made_of, {}
+        """The program for so many tokens, and the places of attention in it."""
+        caches = [cache.data_ptr() for cache in kv_caches]
+        if caches != self._caches:
+            self._caches, self._programs = caches, {}
         if rows not in self._programs:
             self._programs[rows] = self._note(rows, kv_caches, plans)
         return self._programs[rows]
@@ -183,3 +188,19 @@ def _product(linear: "Linear") -> HasProduct:
 
 def _code(cls: type) -> tuple[object, ...]:
     return cls.__dict__.get("__call__"), getattr(cls, "add", None)
+
+
+# %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-takes
+def _state(decoder: "Decoder") -> list[object]:
+    """What programs depend on, apart from the caches."""
+    parts = _parts(decoder)
+    norms = [decoder.final_norm, *(part for part in parts if hasattr(part, "eps"))]
+    return [
+        *(linear._run for linear in decoder.linears()),
+        *parts,
+        *(_code(cls) for cls in dict.fromkeys(map(type, parts))),
+        *((norm.weight.data_ptr(), norm.eps, norm.fused) for norm in norms),
+        *((layer.attention.fused, layer.mlp.fused, layer.mlp.activation) for layer in decoder.layers),
+        *(list(x) for x in (decoder.layer_to_rope, decoder.layer_to_cache, decoder.layer_to_group)),
+        decoder.backend,
+    ]

@@ -196,7 +196,43 @@ def another_method(decoder):
     return undo
 
 
-@pytest.mark.parametrize("change", [leave_out_a_layer, swap_layers, other_weight, another_class, another_method])
+def another_norm(decoder):
+    norm = decoder.layers[1].mlp_norm
+    kept, norm.weight = norm.weight, 2 * norm.weight
+
+    def undo():
+        norm.weight = kept
+
+    return undo
+
+
+def product_by_torch(decoder):
+    linear = decoder.layers[3].attention.o
+    kept = linear.weight.clone()
+
+    def undo():
+        linear._weight = kept
+        linear.prepare("auto")
+
+    linear._weight = 2 * kept
+    linear.prepare("torch")
+    return undo
+
+
+def another_activation(decoder):
+    mlp = decoder.layers[0].mlp
+    kept, mlp.activation = mlp.activation, torch.relu
+
+    def undo():
+        mlp.activation = kept
+
+    return undo
+
+
+CHANGES = [leave_out_a_layer, swap_layers, other_weight, product_by_torch, another_norm, another_activation]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, another_class, another_method])
 def test_a_changed_model_computes_what_it_is_now(decoder, change):
     with_launch, without, unchanged = before_and_after(decoder, change)
     assert torch.equal(with_launch, without) and not torch.equal(with_launch, unchanged)
