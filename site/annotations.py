@@ -46,26 +46,24 @@ def join_names(_app: Sphinx, _what: str, _name: str, _object: object, _options: 
     lines[:] = [FIELD.sub(lambda found: found[1] + found[2].replace(", ", ","), line) for line in lines]
 
 
-def first_line_is_text(
-    _app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]
-) -> None:
-    """Before napoleon: it takes what stands before a colon in the first line of a property or a constant for a type."""
-    if what in ("property", "attribute", "data") and lines:
-        lines.insert(0, "")
+def join_first_line(_app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """Undo what napoleon does to `What it is: and more` of a property or a constant, whose first words it takes for a type."""
+    if what in ("property", "attribute", "data") and lines and (kind := re.match(":type: (.*)", lines[-1])):
+        lines[:] = [f"{kind[1]}: {lines[0]}", *lines[1:-1]]
 
 
 def readable_signature(
     _app: Sphinx, _what: str, _name: str, what: object, _options: object, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """No signature for a protocol, which nobody calls; fields of a pydantic model by their types alone; `...` for a default that a
-    factory makes, since Sphinx, which cannot parse `<factory>`, would set the whole signature as raw text."""
+    """No signature for a protocol, which nobody calls; fields of a pydantic model by their types alone; `...` for a default of a
+    dataclass that is a function or made by one, since Sphinx, which cannot parse `<factory>`, would set it all as raw text."""
     if getattr(what, "_is_protocol", False) and isinstance(what, type):
         return "", returns
     if isinstance(what, type) and hasattr(what, "model_fields"):
         fields = inspect.signature(what).parameters.values()
         plain = inspect.Signature([field.replace(annotation=bare(field.annotation)) for field in fields])
         return stringify_signature(plain, unqualified_typehints=True), returns
-    return signature and signature.replace("<factory>", "..."), returns
+    return signature and re.sub(r"<(factory|function [\w.<>]+)>", "...", signature), returns
 
 
 def bare(kind: Any) -> Any:

@@ -13,7 +13,7 @@ from sphinx.writers.html5 import HTML5Translator
 from minivllm import __version__
 
 sys.path.insert(0, str(Path(__file__).parent))
-from annotations import first_line_is_text, join_names, readable_signature, resolve, skip_member
+from annotations import join_first_line, join_names, readable_signature, resolve, skip_member
 
 os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # the kernels' reference is read off their modules, on any machine
 
@@ -36,6 +36,7 @@ default_role = "code"  # docstrings write `names` as Markdown does
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True  # as they are written, not `<function <lambda> at ...>`
 napoleon_numpy_docstring = False
+napoleon_use_rtype = False  # what is returned stands in one place
 napoleon_use_ivar = True  # or else the fields of a dataclass are described twice
 viewcode_line_numbers = True
 viewcode_follow_imported_members = False  # a name handed on has its source where it is defined
@@ -83,5 +84,5 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-read", resolve)
     app.connect("autodoc-process-signature", readable_signature)
     app.connect("autodoc-skip-member", skip_member)
-    app.connect("autodoc-process-docstring", first_line_is_text, priority=400)
-    app.connect("autodoc-process-docstring", join_names, priority=600)  # after napoleon, which comes at 500
+    for mend in (join_names, join_first_line):
+        app.connect("autodoc-process-docstring", mend, priority=600)  # after napoleon, which comes at 500

@@ -99,7 +99,7 @@ def test_names_that_stand_together_stay_together():
 
 
 def test_a_signature_is_readable():
-    def read(what, text="(a=<factory>)"):
+    def read(what, text="(a=<factory>, b=<function A.<lambda>>)"):
         return annotations.readable_signature(None, "class", "", what, None, text, None)[0]
 
     class Body(pydantic.BaseModel):
@@ -107,7 +107,13 @@ def test_a_signature_is_readable():
         names: list[Annotated[str, pydantic.Field(max_length=3)]]
 
     assert read(Body) == "(*, count: int | None = None, names: list[str])"
-    assert (read(int), read(Protocol)) == ("(a=...)", "")
+    assert (read(int), read(Protocol)) == ("(a=..., b=...)", "")
+
+
+def test_the_words_before_a_colon_are_no_type():
+    lines = ["the null block is not counted.", "", ":type: All blocks"]
+    annotations.join_first_line(None, "property", "", None, None, lines)
+    assert lines == ["All blocks: the null block is not counted.", ""]
 
 
 def test_a_bare_name_means_what_its_module_imports():
