@@ -75,11 +75,9 @@ def module_page(name: str, path: Path, chapter: str | None) -> str:
     lines = [name, "=" * len(name), ""]
     if chapter is not None:
         lines += [f"Told, and exported, by :doc:`its chapter <{chapter.removesuffix('.ipynb')}>`.", ""]
-    if exports_only(path):
+    if exports_only(path) and (names := handed_on(path)):
         lines += ["What one imports from here:", ""]
-        lines += [
-            f"- :py:obj:`~{module}.{thing}` of :doc:`{module} </api/{module}>`" for thing, module in handed_on(path)
-        ]
+        lines += [f"- :py:obj:`~{module}.{thing}` of :doc:`{module} </api/{module}>`" for thing, module in names]
     else:
         # what `__all__` hands on from elsewhere is not this module's
         lines += [f".. automodule:: {name}", "   :members:", "   :ignore-module-all:"]
