@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from docutils import nodes
-from sphinx.addnodes import pending_xref
+from sphinx.addnodes import desc_annotation, pending_xref
 from sphinx.application import Sphinx
 from sphinx.util.inspect import stringify_signature
 
@@ -41,6 +41,13 @@ def resolve(_: Sphinx, doctree: nodes.document) -> None:
             node["refspecific"] = False
 
 
+def hide_raw_values(_: Sphinx, doctree: nodes.document) -> None:
+    """Leave out the value of a constant that Python can only show as `<...>`: functions, classes."""
+    for node in list(doctree.findall(desc_annotation)):
+        if re.match(r"\s*=.*<\w", node.astext()):
+            node.parent.remove(node)
+
+
 def join_names(_app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
     """Keep the names of a line such as `low, high: the bounds` together. Sphinx would take the first for the second's type."""
     lines[:] = [FIELD.sub(lambda found: found[1] + found[2].replace(", ", ","), line) for line in lines]
@@ -62,7 +69,7 @@ def readable_signature(
     if isinstance(what, type) and hasattr(what, "model_fields"):
         fields = inspect.signature(what).parameters.values()
         plain = inspect.Signature([field.replace(annotation=bare(field.annotation)) for field in fields])
-        return stringify_signature(plain, unqualified_typehints=True), returns
+        signature = stringify_signature(plain, unqualified_typehints=True)
     return signature and re.sub(r"<(factory|function [\w.<>]+)>", "...", signature), returns
 
 

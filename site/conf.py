@@ -13,7 +13,7 @@ from sphinx.writers.html5 import HTML5Translator
 from minivllm import __version__
 
 sys.path.insert(0, str(Path(__file__).parent))
-from annotations import join_first_line, join_names, readable_signature, resolve, skip_member
+from annotations import hide_raw_values, join_first_line, join_names, readable_signature, resolve, skip_member
 
 os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # the kernels' reference is read off their modules, on any machine
 
@@ -82,6 +82,7 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     app.connect("config-inited", add_extra_files)
     app.connect("doctree-read", resolve)
+    app.connect("doctree-read", hide_raw_values)
     app.connect("autodoc-process-signature", readable_signature)
     app.connect("autodoc-skip-member", skip_member)
     for mend in (join_names, join_first_line):

@@ -76,7 +76,7 @@ def test_the_crawler_tells_a_broken_link(tmp_path, target, problem):
 
 RAW = {
     "book": r"&lt;Figure size|object at 0x",
-    "api": r"&lt;(factory|function|lambda|locals)|>~[a-z]|Alias for field number|built-in function",
+    "api": r"&lt;(?:factory|function|lambda|locals|class)|>~[a-z]|Alias for field number|built-in function",
 }
 
 
