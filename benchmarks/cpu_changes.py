@@ -12,12 +12,15 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from minivllm import LLM, SamplingParams
+from minivllm.models import cpu_linear
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear import Linear
 
@@ -34,15 +37,17 @@ def by_torch(decoder: Decoder) -> None:
         linear.prepare("torch")
 
 
-def rows_up_to(limit: int) -> Callable[[Decoder], None]:
-    """Up to so many rows by the numba product, more by oneDNN."""
+def kernel_by_kernel(decoder: Decoder) -> None:
+    """A launch, and Python, for each kernel of a step."""
+    decoder.cpu_step = None
 
-    def change(decoder: Decoder) -> None:
-        for linear in products(decoder):
-            if hasattr(linear._run, "few"):
-                linear._run.few = limit
 
-    return change
+def by_onednn(decoder: Decoder) -> None:
+    """Products by oneDNN, also of a single row. It cannot be part of a program."""
+    decoder.cpu_step = None
+    for linear in products(decoder):
+        if hasattr(linear._run, "few"):
+            linear._run.few = 0
 
 
 def not_fused(decoder: Decoder) -> None:
@@ -53,21 +58,24 @@ def not_fused(decoder: Decoder) -> None:
             part.fused = False
 
 
+WITHOUT_TILES = "products: without the tile unit"
 VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Decoder], None] | None]] = {
     "as it is": ({}, None),
-    "float32, not bfloat16": ({"dtype": "float32"}, None),
-    "attention: gather, then torch": ({"attention_backend": "sdpa"}, None),
+    "a launch for each kernel": ({}, kernel_by_kernel),
+    WITHOUT_TILES: ({}, None),
+    "products: oneDNN packed, for any number of rows": ({}, by_onednn),
     "products: torch": ({}, by_torch),
-    "products: oneDNN packed, for any number of rows": ({}, rows_up_to(0)),
-    "products: numba, for any number of rows": ({}, rows_up_to(1 << 30)),
     "norms, rotations, gates: torch": ({}, not_fused),
+    "attention: gather, then torch": ({"attention_backend": "sdpa"}, None),
+    "float32, not bfloat16": ({"dtype": "float32"}, None),
 }
 
 
 def start(name: str, requests: int, tokens: int) -> LLM:
     """An engine with so many requests, past their prompts."""
     arguments, change = VARIANTS[name]
-    llm = LLM("smollm2", **{"dtype": "bfloat16"} | arguments, max_model_len=1024, num_gpu_blocks=64 * 40)
+    with patch.object(cpu_linear, "host_tiles", lambda: False) if name == WITHOUT_TILES else nullcontext():
+        llm = LLM("smollm2", **{"dtype": "bfloat16"} | arguments, max_model_len=1024, num_gpu_blocks=64 * 40)
     engine = llm.llm_engine
     if change is not None:
         change(engine.core.executor.runner.model)  # type: ignore[attr-defined]

@@ -194,7 +194,7 @@ class Stopwatch:
 
         def timed(program: Program, threads: int) -> None:
             start = before = time.perf_counter()
-            for kernel in program.step_by_step():
+            for kernel in program.step_by_step(threads):
                 now = time.perf_counter()
                 self.seconds[PART_OF_KERNEL[kernel.name]] += now - before
                 before = now
@@ -250,8 +250,10 @@ def watch_engine(watch: Stopwatch, backend: type) -> None:
 
 
 def profile(dtype: torch.dtype, batches: Sequence[int] = (1, 64), steps: int = 60) -> dict[str, Any]:
-    """Where the time of a decode step goes. A stopwatch costs about a microsecond a call; `plain` is the step without it."""
+    """Where the time of a decode step goes. A stopwatch costs about a microsecond a call, and the kernels of a program are launched
+    one by one to be timed; `plain` is the step without all that."""
     from minivllm import LLM, SamplingParams
+    from minivllm.sampling.params import RequestOutputKind
 
     found: dict[str, Any] = {}
     name = str(dtype).removeprefix("torch.")
@@ -259,6 +261,7 @@ def profile(dtype: torch.dtype, batches: Sequence[int] = (1, 64), steps: int = 6
         engine = llm.llm_engine
         backend = type(engine.core.executor.runner.backend)  # type: ignore[attr-defined]
         params = SamplingParams(temperature=0, max_tokens=2 * steps + 40, ignore_eos=True)
+        params.output_kind = RequestOutputKind.FINAL_ONLY  # as `LLM.generate` asks for
         for size in batches:
             for i in range(size):
                 engine.add_request(

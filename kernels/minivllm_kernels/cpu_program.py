@@ -5,7 +5,7 @@ Question: a step of a small model is three hundred kernels of a few microseconds
 
 # Generated from nbs/4_kernels/21b_cpu_program.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cfcafdc1509c module=0686b76ffb7b
+# literate: notebook=2c0371cab0fc module=403f916482d5
 
 import ctypes
 import functools
@@ -135,18 +135,18 @@ class Program:
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
         self.args = np.zeros((0, self.WIDTH), np.int64)
-        self._noted: list[tuple[array[int], int]] = []
+        self._noted: list[array[int]] = []
         self._memory: list[tuple[np.ndarray, int]] = []
 
     def __len__(self) -> int:
         return len(self.kernels)
 
     def run(self, kernel: Kernel, args: "array[int]", threads: int) -> None:
-        """Note down a kernel, with its arguments as they are now."""
+        """Note down a kernel, with its arguments as they are now. All threads of the launch will enter it."""
         if len(args) > self.WIDTH:
             raise ValueError(f"{kernel.name} has {len(args)} arguments, a program keeps {self.WIDTH}")
         self.kernels.append(kernel)
-        self._noted.append((args[:], threads))
+        self._noted.append(args[:])
 
     def scratch(self, size: int) -> int:
         """See `Launcher`. Kernels share it, for only one of them runs at a time."""
@@ -157,7 +157,7 @@ class Program:
     def seal(self) -> None:
         """Lay everything out in memory. Nothing can be noted down afterwards."""
         self.args = np.zeros((len(self), self.WIDTH), np.int64)
-        for row, (args, _) in zip(self.args, self._noted, strict=True):
+        for row, args in zip(self.args, self._noted, strict=True):
             row[: len(args)] = args
         self._steps = np.zeros((len(self), FIELDS), np.int64)
         self._steps[:, ENTRY] = [k.address for k in self.kernels]
@@ -170,10 +170,10 @@ class Program:
         self._reset()
         run(self._conductor, self._own, threads)
 
-    def step_by_step(self) -> Iterator[Kernel]:
+    def step_by_step(self, threads: int) -> Iterator[Kernel]:
         """Carry it out by a launch for each kernel, which is given out when it is done: to see what takes how long."""
         self._reset()
-        for which, where, (_, threads) in zip(self.kernels, self._steps[:, ARGS].tolist(), self._noted, strict=True):
+        for which, where in zip(self.kernels, self._steps[:, ARGS].tolist(), strict=True):
             launch(which, where, threads)
             yield which
 

@@ -5,7 +5,7 @@ Question: a program carries out many kernels by one launch.
 
 # Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a5fa251e42a6 module=f69e14ee8a8d
+# literate: notebook=6a1d08f63391 module=76c4954af48e
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -192,15 +192,12 @@ def _code(cls: type) -> tuple[object, ...]:
 
 # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-takes
 def _state(decoder: "Decoder") -> list[object]:
-    """What programs depend on, apart from the caches."""
-    parts = _parts(decoder)
-    norms = [decoder.final_norm, *(part for part in parts if hasattr(part, "eps"))]
-    return [
-        *(linear._run for linear in decoder.linears()),
-        *parts,
-        *(_code(cls) for cls in dict.fromkeys(map(type, parts))),
-        *((norm.weight.data_ptr(), norm.eps, norm.fused) for norm in norms),
-        *((layer.attention.fused, layer.mlp.fused, layer.mlp.activation) for layer in decoder.layers),
-        *(list(x) for x in (decoder.layer_to_rope, decoder.layer_to_cache, decoder.layer_to_group)),
-        decoder.backend,
-    ]
+    """What programs depend on, apart from the caches. It is asked for at every step, so it is one pass."""
+    state: list[object] = [decoder.backend, decoder.final_norm.weight.data_ptr(), decoder.final_norm.fused]
+    for layer in decoder.layers:
+        attention, mlp, first, second = layer.attention, layer.mlp, layer.attention_norm, layer.mlp_norm
+        state += (layer, attention, mlp, first, second, attention.fused, mlp.fused, mlp.activation)
+        state += (attention.qkv._run, attention.o._run, mlp.gate_up._run, mlp.down._run)
+        state += (first.weight.data_ptr(), first.fused, second.weight.data_ptr(), second.fused)
+    state += (*decoder.layer_to_rope, *decoder.layer_to_cache, *decoder.layer_to_group)
+    return state + [_code(cls) for cls in dict.fromkeys(map(type, _parts(decoder)))]

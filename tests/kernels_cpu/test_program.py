@@ -62,7 +62,7 @@ def test_a_program_does_what_its_kernels_do_one_after_the_other(kernel, order, s
 def test_step_by_step_gives_each_kernel_when_it_is_done(kernel):
     arrays = [np.ones(8, np.float32) for _ in range(3)]
     program = note(kernel, arrays, [(0, 1), (1, 2)])
-    steps = program.step_by_step()
+    steps = program.step_by_step(1)
     assert next(steps) is kernel and arrays[1][0] == 2 and arrays[2][0] == 1
     assert next(steps) is kernel and arrays[2][0] == 4
     assert list(steps) == []
