@@ -5,7 +5,7 @@ What did the engine choose, and why?
 
 # Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=67b6f32273a7 module=1886f65b8c20
+# literate: notebook=55a458de4756 module=106a3addf983
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ class EngineArgs:
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
     enforce_eager: bool = _arg(
-        False, "launch every kernel of every step, with no CUDA graphs of decode steps (on a GPU)"
+        False, "launch every kernel by itself: no CUDA graphs of decode steps, on a CPU no single launch for small ones"
     )
     quantization: str | None = _arg(
         None, "weights of the linear layers in fewer bits, made at load (on a CPU)", QUANTIZATIONS
