@@ -5,7 +5,7 @@ Which request ran when, in what pieces, and what did it wait for?
 
 # Generated from nbs/8_viz/11_timeline.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2d06804627b9 module=a3f1b1203fee
+# literate: notebook=25721f0ff9a5 module=abf323bc5716
 
 from __future__ import annotations
 
@@ -218,7 +218,8 @@ def draw_lanes(ax: Axes, d: TimelineData) -> None:
     ax.set_xlim(0, d.num_steps)
     if rows <= 30:
         names = [f"{name[:23]}…" if len(name) > 24 else name for name in d.request_ids]
-        ax.set_yticks(np.arange(rows) + 0.5, names, fontsize="small", parse_math=False)
+        fits = min(8.3, 150 / rows)  # points, in the height of the view's own figure
+        ax.set_yticks(np.arange(rows) + 0.5, names, fontsize=fits, parse_math=False)
         ax.tick_params(axis="y", length=0)
     else:
         ax.set_ylabel("request")
