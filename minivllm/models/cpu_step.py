@@ -5,7 +5,7 @@ Question: a program carries out many kernels by one launch.
 
 # Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6a1d08f63391 module=76c4954af48e
+# literate: notebook=bef072f89ad0 module=42ea66b1d764
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,7 @@ class CPUStep:
         self._code = {cls: _code(cls) for cls in map(type, _parts(decoder))}
         self._seen: list[object] = []
         self._few = self.most
-        self._caches: list[int] = []
+        self._bound_to: list[int] = []
         self._programs: dict[int, tuple[Program, list[list[int]]]] = {}
 
     def __call__(
@@ -167,9 +167,12 @@ class CPUStep:
         self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
     ) -> tuple[Program, list[list[int]]]:
         """The program for so many tokens, and the places of attention in it."""
-        caches = [cache.data_ptr() for cache in kv_caches]
-        if caches != self._caches:
-            self._caches, self._programs = caches, {}
+        bound_to = [
+            torch.get_num_threads(),
+            *(cache.data_ptr() for cache in kv_caches),
+        ]  # each thread has memory in a program
+        if bound_to != self._bound_to:
+            self._bound_to, self._programs = bound_to, {}
         if rows not in self._programs:
             self._programs[rows] = self._note(rows, kv_caches, plans)
         return self._programs[rows]
@@ -192,12 +195,17 @@ def _code(cls: type) -> tuple[object, ...]:
 
 # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-takes
 def _state(decoder: "Decoder") -> list[object]:
-    """What programs depend on, apart from the caches. It is asked for at every step, so it is one pass."""
-    state: list[object] = [decoder.backend, decoder.final_norm.weight.data_ptr(), decoder.final_norm.fused]
+    """What programs depend on, apart from caches and threads. It is asked for at every step, so it is one pass."""
+    state: list[object] = [
+        decoder.backend,
+        decoder.final_norm.weight.data_ptr(),
+        decoder.final_norm.eps,
+        decoder.final_norm.fused,
+    ]
     for layer in decoder.layers:
         attention, mlp, first, second = layer.attention, layer.mlp, layer.attention_norm, layer.mlp_norm
         state += (layer, attention, mlp, first, second, attention.fused, mlp.fused, mlp.activation)
         state += (attention.qkv._run, attention.o._run, mlp.gate_up._run, mlp.down._run)
-        state += (first.weight.data_ptr(), first.fused, second.weight.data_ptr(), second.fused)
+        state += (first.weight.data_ptr(), first.eps, first.fused, second.weight.data_ptr(), second.eps, second.fused)
     state += (*decoder.layer_to_rope, *decoder.layer_to_cache, *decoder.layer_to_group)
     return state + [_code(cls) for cls in dict.fromkeys(map(type, _parts(decoder)))]

@@ -248,6 +248,21 @@ def test_another_cache_is_written_to(decoder):
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
+def test_another_number_of_threads_gets_memory_for_each(decoder):
+    threads, results = torch.get_num_threads(), []
+    paged = PagedDecoder(decoder)
+    try:
+        for n in (1, 6, 2):
+            torch.set_num_threads(n)
+            paged.add("r", prompts(20)["20"])
+            results.append(paged.step({"r": 6})["r"])
+            memory = next(iter(decoder.cpu_step._programs.values()))[0]._memory
+            assert memory[-1][0].nbytes >= n * 4 * 8 * 72, "rows widened, for each thread"
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
 def test_products_chosen_anew_after_binding(decoder):
     PagedDecoder(decoder)
     assert decoder.cpu_step is not None
