@@ -5,12 +5,13 @@ Question: when the products are at the speed of memory, who takes the time?
 
 # Generated from nbs/4_kernels/28_cpu_pointwise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2d76d8bea614 module=79b5a515521b
+# literate: notebook=3727c36030d2 module=cafb0889e539
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from minivllm_kernels.cpu_kernel import COUNT, NEXT, OWN
 from minivllm_kernels.cpu_vector import claim, exp, floats_at, fma, load, maximum, root, splat, store, total
@@ -29,6 +30,7 @@ __all__ = [
     "ROPE_HEADS",
     "ROPE_K",
     "ROPE_KV_HEADS",
+    "ROPE_NORM",
     "ROPE_Q",
     "ROPE_SIN",
     "ROPE_STRIDE",
@@ -102,27 +104,43 @@ def gated_silu(bits: int, lanes: int) -> Callable[[Any], None]:
 
 
 # %% nbs/4_kernels/28_cpu_pointwise.ipynb #rotate
-(ROPE_X, ROPE_COS, ROPE_SIN, ROPE_Q, ROPE_K, ROPE_STRIDE, ROPE_HEADS, ROPE_KV_HEADS) = range(OWN, OWN + 8)
+(ROPE_X, ROPE_COS, ROPE_SIN, ROPE_Q, ROPE_K, ROPE_STRIDE, ROPE_HEADS, ROPE_KV_HEADS, ROPE_NORM) = range(OWN, OWN + 9)
 """Arguments of `rotate`: addresses of the rows (query heads, key heads, anything), of cosine and sine [rows, head_dim], and of
-the rotated queries and keys; numbers from one row to the next; query and key heads. The work items are rows."""
+the rotated queries and keys; numbers from one row to the next; query and key heads; address of the weights
+[query and key heads, head_dim] of an RMS norm of each head, or 0. The work items are rows."""
 
 
-def rotate(head_dim: int, bits: int, lanes: int) -> Callable[[Any], None]:
-    """Body of the kernel that rotates pairs (i, i + head_dim / 2) of query and key heads, into arrays of their own."""
-    D, HALF, L = head_dim, head_dim // 2, lanes
+def rotate(head_dim: int, bits: int, lanes: int, eps_bits: int) -> Callable[[Any], None]:
+    """Body of the kernel that norms query and key heads, if there are weights for that, and rotates their pairs
+    (i, i + head_dim / 2), into arrays of their own. ``eps_bits``: as for `add_norm`."""
+    D, HALF, L, eps = head_dim, head_dim // 2, lanes, np.array(eps_bits, np.int32).view(np.float32).item()
+
+    @njit(error_model="numpy")
+    def scale_of(x, at):
+        """One over the root of the mean square of a head."""
+        squares = splat(np.float32(0), L)
+        for i in range(at, at + D, L):
+            squares = fma(load(x, i, L), load(x, i, L), squares)
+        return splat(np.float32(1), L) / root(splat(total(squares) / np.float32(D) + np.float32(eps), L))
 
     def body(args):
         x, cos, sin = floats_at(args[ROPE_X], bits), floats_at(args[ROPE_COS], bits), floats_at(args[ROPE_SIN], bits)
         queries, keys = floats_at(args[ROPE_Q], bits), floats_at(args[ROPE_K], bits)
-        heads, kv_heads = args[ROPE_HEADS], args[ROPE_KV_HEADS]
+        heads, kv_heads, normed = args[ROPE_HEADS], args[ROPE_KV_HEADS], args[ROPE_NORM] != 0
+        weight, scale = floats_at(args[ROPE_NORM], bits), splat(np.float32(1), L)
         while True:
             row = claim(args, NEXT, 1)
             if row >= args[COUNT]:
                 break
             for h in range(heads + kv_heads):
                 at = row * args[ROPE_STRIDE] + h * D
+                if normed:
+                    scale = scale_of(x, at)
                 for i in range(0, HALF, L):
                     low, high = load(x, at + i, L), load(x, at + HALF + i, L)
+                    if normed:
+                        low = low * scale * load(weight, h * D + i, L)
+                        high = high * scale * load(weight, h * D + HALF + i, L)
                     a = fma(high, load(sin, row * D + i, L), low * load(cos, row * D + i, L))
                     b = fma(low, load(sin, row * D + HALF + i, L), high * load(cos, row * D + HALF + i, L))
                     if h < heads:

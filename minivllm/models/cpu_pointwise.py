@@ -5,7 +5,7 @@ Question: three fused kernels are there.
 
 # Generated from nbs/4_kernels/29_cpu_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=dbff72854012 module=7925cb657ee1
+# literate: notebook=20c9401522b5 module=3333f1b4b7d8
 
 import functools
 import importlib.util
@@ -96,18 +96,20 @@ def rotate(
     sin: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    norm: tuple[Tensor, float] | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     on: "Launcher | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotated queries [T, num_heads, dim] and keys [T, num_kv_heads, dim], of heads [T, any, dim] that begin with them.
 
-    cos, sin: from `Rope`.
+    cos, sin: from `Rope`. norm: weights [num_heads + num_kv_heads, dim] and eps of an RMS norm of each head, before it is rotated.
     """
     heads = heads.contiguous()
     rows, _, dim = heads.shape
     q, k = out or (heads.new_empty(rows, num_heads, dim), heads.new_empty(rows, num_kv_heads, dim))
     cos, sin = cos.contiguous(), sin.contiguous()
     where = (heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.data_ptr(), k.data_ptr())
-    launch = _kernel("rotate", dim, BITS[heads.dtype])
-    launch(on, heads.numel(), rows, *where, heads.stride(0), num_heads, num_kv_heads)
+    weight, eps = (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+    launch = _kernel("rotate", dim, BITS[heads.dtype], _as_int(eps))
+    launch(on, heads.numel(), rows, *where, heads.stride(0), num_heads, num_kv_heads, weight)
     return q, k

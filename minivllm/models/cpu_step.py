@@ -5,7 +5,7 @@ Question: a program carries out many kernels by one launch.
 
 # Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bef072f89ad0 module=42ea66b1d764
+# literate: notebook=fbafda210a61 module=27d98c8f2772
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,14 +45,15 @@ def step_problem(decoder: "Decoder") -> str | None:
     if not all(isinstance(linear._run, HasProduct) for linear in decoder.linears()):
         return "some products are torch's"
     for layer in decoder.layers:
-        norms = (layer.attention_norm, layer.mlp_norm, decoder.final_norm)
-        if not all(part.fused for part in (layer.attention, layer.mlp, *norms)):
+        norms = [layer.attention_norm, layer.mlp_norm, decoder.final_norm]
+        if not all((layer.attention.fused, layer.mlp.fused, *(norm.fused for norm in norms))):
             return "norms, rotations and activations are torch's"
-        if layer.attention_post_norm or layer.mlp_post_norm or layer.attention.qk_norm:
-            return "norms of heads or of results have no kernel"
+        if layer.attention_post_norm or layer.mlp_post_norm:
+            return "norms of a layer's results have no kernel"
         if layer.mlp.activation is not F.silu:
             return "only SiLU has a kernel"
-        if any(norm.weight.dtype != decoder.dtype for norm in norms):
+        weights = [norm.weight for norm in (*norms, layer.attention.qk_norm) if norm is not None]
+        if any(weight.dtype != decoder.dtype for weight in weights):
             return "the weights of the norms have another dtype than the model"
     return None
 
@@ -146,7 +147,9 @@ class CPUStep:
         decoder, heads, kv_heads = self.decoder, self.q.shape[1], self.k.shape[1]
         cos, sin = (table[:rows] for table in self.tables[decoder.layer_to_rope[i]])
         qkv, q, k = self.qkv[:rows], self.q[:rows], self.k[:rows]
-        cpu_pointwise.rotate(qkv, cos, sin, heads, kv_heads, (q, k), program)
+        norm = decoder.layers[i].attention.qk_norm
+        head_norm = None if norm is None else (norm.weight, norm.eps)
+        cpu_pointwise.rotate(qkv, cos, sin, heads, kv_heads, head_norm, (q, k), program)
         slots, cache = self.slots[decoder.layer_to_group[i], :rows], kv_caches[decoder.layer_to_cache[i]]
         assert isinstance(decoder.backend, NumbaCPUBackend)
         decoder.backend.write(k, qkv[:, heads + kv_heads :], cache, slots, program)
@@ -205,6 +208,8 @@ def _state(decoder: "Decoder") -> list[object]:
     for layer in decoder.layers:
         attention, mlp, first, second = layer.attention, layer.mlp, layer.attention_norm, layer.mlp_norm
         state += (layer, attention, mlp, first, second, attention.fused, mlp.fused, mlp.activation)
+        if (heads := attention.qk_norm) is not None:
+            state += (heads.weight.data_ptr(), heads.eps)
         state += (attention.qkv._run, attention.o._run, mlp.gate_up._run, mlp.down._run)
         state += (first.weight.data_ptr(), first.eps, first.fused, second.weight.data_ptr(), second.eps, second.fused)
     state += (*decoder.layer_to_rope, *decoder.layer_to_cache, *decoder.layer_to_group)

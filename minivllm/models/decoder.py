@@ -5,7 +5,7 @@ One decoder for many families: built from a `DecoderSpec`, run over a paged KV c
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1dd35f66b3a3 module=351c1796f109
+# literate: notebook=8d327acd8445 module=b65f87661512
 
 import importlib.util
 import math
@@ -60,8 +60,9 @@ class Attention:
     def __call__(self, x: Tensor, rope: RopeTable, kv_cache: Tensor, plan: Plan) -> Tensor:
         """[T, hidden_size] to the same shape; writes the step's keys and values into `kv_cache`."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        if self.fused and rope is not None and self.qk_norm is None:
-            q, k = cpu_pointwise.rotate(heads, *rope, self.num_heads, self.num_qk_heads - self.num_heads)
+        if self.fused and rope is not None and (self.qk_norm is None or self.qk_norm.weight.dtype == x.dtype):
+            norm = None if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
+            q, k = cpu_pointwise.rotate(heads, *rope, self.num_heads, self.num_qk_heads - self.num_heads, norm)
             self.backend.write(k, heads[:, self.num_qk_heads :], kv_cache, plan.slot_mapping)
             return self.o(self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1))
         qk, v = heads[:, : self.num_qk_heads], heads[:, self.num_qk_heads :]

@@ -54,6 +54,17 @@ def test_rotate(dtype, rows, dim):
 
 
 @DTYPES
+@ROWS
+def test_rotate_heads_that_are_normed_first(dtype, rows):
+    heads, cos, sin, weight = (torch.randn(s).to(dtype) for s in ((rows, 5, 64), (rows, 1, 64), (rows, 1, 64), (4, 64)))
+    q, k = cpu_pointwise.rotate(heads, cos, sin, 3, 1, norm=(weight, 1e-3))
+    normed = F.rms_norm(heads[:, :4].double(), (64,), None, 1e-3) * weight.double()
+    want = apply_rope(normed, cos.double(), sin.double())
+    close(q, want[:, :3])
+    close(k, want[:, 3:])
+
+
+@DTYPES
 def test_a_row_is_the_same_in_any_company(dtype):
     x, stream, weight, both = (torch.randn(s).to(dtype) for s in ((500, 576), (500, 576), (576,), (500, 3072)))
     alone = cpu_pointwise.add_norm(x[7:8], stream[7:8].clone(), weight, 1e-5)[0]
