@@ -1,4 +1,4 @@
-"""Which product for how many rows?
+"""What has to be said about a product?
 
 Question: a matrix kernel needs its arguments packed, memory for each thread, and a decision how to
 cut the outputs among threads.
@@ -6,7 +6,7 @@ cut the outputs among threads.
 
 # Generated from nbs/4_kernels/25_cpu_products.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e4af0fa3cbe6 module=1377a92b2866
+# literate: notebook=029855b21f13 module=57206c7e9c85
 
 import math
 

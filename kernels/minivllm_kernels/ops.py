@@ -5,7 +5,7 @@ Question: a kernel believes whatever address it is given.
 
 # Generated from nbs/4_kernels/10_ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=676b316a3d6f module=a81f4c2ed54d
+# literate: notebook=46f0b3b84d14 module=d086c639c1ae
 
 import functools
 from collections.abc import Callable
@@ -57,10 +57,10 @@ __all__ = [
 
 
 # %% nbs/4_kernels/10_ops.ipynb #code-89d22b
-HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-FP8 = torch.float8_e4m3fn
 OLDEST_FP8 = (8, 9)
 """Compute capability of the first cards that convert e4m3 by themselves: Ada."""
+FP8 = torch.float8_e4m3fn
+HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 # %% nbs/4_kernels/10_ops.ipynb #check

@@ -6,7 +6,7 @@ laptop?
 
 # Generated from nbs/4_kernels/03_simt.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=dd0c4c84c630 module=96448366a75f
+# literate: notebook=047e923f9473 module=3ebd99c9f91c
 
 import importlib
 import os
@@ -63,8 +63,8 @@ __all__ = [
 
 
 # %% nbs/4_kernels/03_simt.ipynb #code-ed7682
+# True when the environment variable NUMBA_ENABLE_CUDASIM was set before the import: kernels run in the simulator.
 SIM = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("0", "")
-"""True when the environment variable NUMBA_ENABLE_CUDASIM was set before the import: kernels run in the simulator."""
 
 
 # %% nbs/4_kernels/03_simt.ipynb #code-1d328e

@@ -5,7 +5,7 @@ Everything that vLLM is famous for happens in three lines: decide, carry out, ta
 
 # Generated from nbs/5_engine/10_engine_core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0c6341d60b35 module=89bc9d356ad2
+# literate: notebook=02926a9b654d module=59dd717e45ca
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ class EngineCore:
         With async scheduling: begin one step, and return what requests gained in the one before.
 
         Raises:
-            PolicyError: a hook of the policy failed; no request is lost. Whatever the executor raises: the requests of the steps
-            under way have ended then (see `_give_up`).
+            PolicyError: a hook of the policy failed; no request is lost.
+            Exception: whatever the executor raises; the requests of the steps under way have ended then (see `_give_up`).
         """
         if self.grammars:
             self._kept += self._admit_compiled()

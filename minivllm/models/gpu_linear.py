@@ -1,11 +1,11 @@
-"""Which product for how many rows?
+"""Which product for how many rows, on a GPU?
 
 Question: cuBLAS, the kernel on the plain units, the one on the matrix units.
 """
 
 # Generated from nbs/4_kernels/11c_gpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c81117a7aed4 module=c139977b994c
+# literate: notebook=8dbb7b244251 module=0564c739d1d8
 
 import torch
 from torch import Tensor
