@@ -39,7 +39,7 @@ def by_torch(decoder: Decoder) -> None:
 
 def kernel_by_kernel(decoder: Decoder) -> None:
     """A launch, and Python, for each kernel of a step."""
-    decoder.cpu_step = None
+    decoder.cpu_step = None  # until it is bound again
 
 
 def by_onednn(decoder: Decoder) -> None:

@@ -210,12 +210,30 @@ class Stopwatch:
             self._undo.pop()()
 
 
-def watch_engine(watch: Stopwatch, backend: type) -> None:
-    """The parts of a step, by the functions that do them."""
-    from minivllm.core.scheduler import Scheduler
-    from minivllm.engine.output_processor import OutputProcessor
+def watch_layers(watch: Stopwatch, backend: type) -> None:
+    """The parts of a decoder whose kernels are launched one by one."""
     from minivllm.models import cpu_pointwise, decoder, layers
     from minivllm.models.linear import Linear
+
+    for owner, name, part in (
+        (Linear, "__call__", "linear"),
+        (backend, "write", "attention"),
+        (backend, "attend", "attention"),
+        (layers.RMSNorm, "__call__", "norm and rope"),
+        (layers.RMSNorm, "add", "norm and rope"),
+        (layers.GatedMLP, "__call__", "norm and rope"),
+        (decoder, "apply_rope", "norm and rope"),
+        (cpu_pointwise, "rotate", "norm and rope"),
+    ):
+        watch.watch(owner, name, part)
+
+
+def watch_engine(watch: Stopwatch, backend: type) -> None:
+    """The parts of a step outside its layers, by the functions that do them."""
+    from minivllm.core.scheduler import Scheduler
+    from minivllm.engine.output_processor import OutputProcessor
+    from minivllm.models import cpu_linear
+    from minivllm.models.decoder import Decoder
     from minivllm.models.rope import Rope
     from minivllm.runtime.input_batch import InputBatch
     from minivllm.runtime.model_runner import ModelRunner, PendingStep
@@ -228,20 +246,13 @@ def watch_engine(watch: Stopwatch, backend: type) -> None:
         (InputBatch, "prepare", "prepare"),
         (InputBatch, "advance", "prepare"),
         (backend, "plan", "prepare"),
-        (Linear, "__call__", "linear"),
-        (backend, "write", "attention"),
-        (backend, "attend", "attention"),
-        (layers.RMSNorm, "__call__", "norm and rope"),
-        (layers.RMSNorm, "add", "norm and rope"),
-        (layers.GatedMLP, "__call__", "norm and rope"),
         (Rope, "__call__", "norm and rope"),
-        (decoder, "apply_rope", "norm and rope"),
-        (cpu_pointwise, "rotate", "norm and rope"),
+        (cpu_linear, "launch_product", "linear"),
         (Sampler, "start", "sample"),
         (SamplingState, "batch", "sample"),
         (PendingStep, "result", "sample"),
         (ModelRunner, "_sample", "sample"),
-        (decoder.Decoder, "compute_logits", "sample"),
+        (Decoder, "compute_logits", "sample"),
         (Scheduler, "update", "output"),
         (OutputProcessor, "process_outputs", "output"),
     ):
@@ -259,7 +270,8 @@ def profile(dtype: torch.dtype, batches: Sequence[int] = (1, 64), steps: int = 6
     name = str(dtype).removeprefix("torch.")
     with LLM("smollm2", dtype=name, max_model_len=1024, max_num_seqs=max(batches)) as llm:
         engine = llm.llm_engine
-        backend = type(engine.core.executor.runner.backend)  # type: ignore[attr-defined]
+        runner = engine.core.executor.runner  # type: ignore[attr-defined]
+        backend, step = type(runner.backend), runner.model.cpu_step
         params = SamplingParams(temperature=0, max_tokens=2 * steps + 40, ignore_eos=True)
         params.output_kind = RequestOutputKind.FINAL_ONLY  # as `LLM.generate` asks for
         for size in batches:
@@ -275,6 +287,8 @@ def profile(dtype: torch.dtype, batches: Sequence[int] = (1, 64), steps: int = 6
                 for times in (plain, watched):
                     if times is watched:
                         watch_engine(watch, backend)
+                        if step is None or not step.takes(size):  # a function that is watched is not the decoder's own
+                            watch_layers(watch, backend)
                     for _ in range(10):
                         start = time.perf_counter()
                         engine.step()

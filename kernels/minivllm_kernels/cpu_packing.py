@@ -5,7 +5,7 @@ Question: a library that multiplies many rows wants the weight in an order of it
 
 # Generated from nbs/4_kernels/25c_cpu_packing.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ea211487dba1 module=3e4c0221bc43
+# literate: notebook=a945c16bb716 module=f5f371afa9b0
 
 import ctypes
 import functools
@@ -48,8 +48,6 @@ ITEM = 32
 
 
 TILE = 16
-
-
 """Rows of a tile register, and pairs of bf16 in a row of it."""
 
 

@@ -5,7 +5,7 @@ Question: a step of a small model is three hundred kernels of a few microseconds
 
 # Generated from nbs/4_kernels/21b_cpu_program.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2c0371cab0fc module=403f916482d5
+# literate: notebook=a54bbeb9fb03 module=96538fb85d2a
 
 import ctypes
 import functools
@@ -32,6 +32,7 @@ __all__ = [
     "Launcher",
     "Now",
     "Program",
+    "Scratch",
     "aligned",
     "conduct",
 ]
@@ -84,7 +85,7 @@ NOW = Now()
 ENTRY, ARGS, CAME, WENT, FIELDS = range(5)
 """A step, in int64 numbers: where a kernel's code is, where its arguments are; how many threads came and went."""
 PATIENCE = 2000
-"""Looks in vain until a thread offers its core to others: about a tenth of a millisecond."""
+"""Looks in vain until a thread offers its core to others: a tenth of a millisecond on a recent Intel CPU, less on others."""
 
 
 def conduct(patience: int, x86: int) -> Callable[[Any], None]:
@@ -119,10 +120,28 @@ def _yield_address() -> int:
     return address
 
 
+class Scratch:
+    """Memory that kernels share, of which only one runs at a time. A larger piece is taken when one is wanted; kernels that were
+    noted down before keep theirs."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[np.ndarray, int]] = []
+
+    def take(self, size: int) -> int:
+        """Address of at least `size` bytes."""
+        if not self._pieces or self._pieces[-1][0].nbytes < size + 64:
+            self._pieces.append(aligned(size))
+        return self._pieces[-1][1]
+
+
 class Program:
     """Kernels noted down, to be carried out one after the other by a single launch, again and again.
 
-    Note them down with `run`, then `seal`, then call. What their arguments point to must outlive the program.
+    Note them down with `run`, then `seal`, then call. What their arguments point to must outlive the program. A kernel may write
+    only for a work item that it has claimed: a thread that comes late finds none, and others may be ahead already.
+
+    Args:
+        scratch: memory to share with other programs that never run at the same time.
 
     Attributes:
         kernels: in order.
@@ -132,11 +151,11 @@ class Program:
     WIDTH = 24
     """Numbers that a kernel's arguments may be, at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Scratch | None = None) -> None:
         self.kernels: list[Kernel] = []
+        self._scratch = scratch or Scratch()
         self.args = np.zeros((0, self.WIDTH), np.int64)
         self._noted: list[array[int]] = []
-        self._memory: list[tuple[np.ndarray, int]] = []
 
     def __len__(self) -> int:
         return len(self.kernels)
@@ -149,10 +168,8 @@ class Program:
         self._noted.append(args[:])
 
     def scratch(self, size: int) -> int:
-        """See `Launcher`. Kernels share it, for only one of them runs at a time."""
-        if not self._memory or self._memory[-1][0].nbytes < size + 64:
-            self._memory.append(aligned(size))  # kernels noted down before keep the smaller one
-        return self._memory[-1][1]
+        """See `Launcher`."""
+        return self._scratch.take(size)
 
     def seal(self) -> None:
         """Lay everything out in memory. Nothing can be noted down afterwards."""

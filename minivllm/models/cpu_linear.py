@@ -5,7 +5,7 @@ Question: a step has one row, or eight, or five hundred.
 
 # Generated from nbs/4_kernels/27_cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0e77fdf2c535 module=509d573e381f
+# literate: notebook=33f54b15b767 module=4e7ed3d1737c
 
 import ctypes
 import functools
@@ -196,21 +196,22 @@ class Packed:
 
 
 # %% nbs/4_kernels/27_cpu_linear.ipynb #few_rows
-def few_rows(dtype: torch.dtype, inputs: int = 64) -> float:
-    """Up to how many rows the numba product is the faster one, for weights with so many inputs."""
+def few_rows(dtype: torch.dtype, tiles: bool) -> float:
+    """Up to how many rows the numba product is the faster one, by the tile unit or without."""
     if dtype == torch.bfloat16:
-        return math.inf if not onednn_packs() else 64 if by_tiles(inputs) else 4
+        return math.inf if not onednn_packs() else 64 if tiles else 4
     return 16
 
 
 def explain(dtype: torch.dtype) -> str:
     """What `cpu` does with weights of a dtype, in words."""
-    limit = few_rows(dtype)
+    tiles = host_tiles() and dtype == torch.bfloat16
+    limit = few_rows(dtype, tiles)
     if limit == math.inf:
         return "numba, each weight read once; this CPU has no bf16 arithmetic for torch to use"
     then = "oneDNN with weights packed once" if dtype == torch.bfloat16 else "torch"
-    tiles = " and the CPU's tile unit" if limit == 64 else ""
-    return f"up to {limit} rows numba{tiles} at the speed of memory, more rows {then}"
+    unit = " with the CPU's tile unit" if tiles else " at the speed of memory"
+    return f"up to {limit} rows numba{unit}, more rows {then}"
 
 
 def cpu_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
@@ -221,10 +222,9 @@ def cpu_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
     """
     if problem := cpu_problem(weight):
         raise ValueError(f"no CPU kernel for this weight: {problem}")
-    limit = few_rows(weight.dtype, weight.shape[1])
     if weight.dtype == torch.bfloat16 and onednn_packs() and onednn_block(*weight.shape):
-        return Packed(weight, bias, int(limit))
-    return FewRows(weight, bias, limit)
+        return Packed(weight, bias, int(few_rows(weight.dtype, by_tiles(weight.shape[1]))))
+    return FewRows(weight, bias, few_rows(weight.dtype, tiles=False))
 
 
 def cpu_invariant_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:

@@ -5,10 +5,12 @@ Question: a program carries out many kernels by one launch.
 
 # Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fbafda210a61 module=27d98c8f2772
+# literate: notebook=457c1e495aac module=7b20e1cfcdb4
 
+import sys
+import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,38 +19,56 @@ from torch import Tensor
 
 from minivllm.attention.numba_cpu import NumbaCPUBackend, NumbaCPUPlan
 from minivllm.models import cpu_pointwise
-from minivllm.models.cpu_linear import HasProduct, launch_product
+from minivllm.models.cpu_linear import FewRows, HasProduct, Packed, launch_product
+from minivllm.models.cpu_quantized import Quantized
+from minivllm.models.decoder import Attention, Decoder, DecoderLayer
+from minivllm.models.layers import GatedMLP, QKNorm, RMSNorm
+from minivllm.models.linear import Linear
 from minivllm_kernels.cpu_planning import STEP_ARGS
-from minivllm_kernels.cpu_program import Program
+from minivllm_kernels.cpu_program import Program, Scratch
 
-__all__ = ["MOST_ROWS", "CPUStep", "step_problem"]
+__all__ = ["MOST_ROWS", "STANDS_FOR", "CPUStep", "is_as_written", "step_problem"]
 
 
 # %% nbs/4_kernels/29b_cpu_step.ipynb #step_problem
 """Steps of few tokens on a CPU by a single launch."""
 
-if TYPE_CHECKING:
-    from minivllm.models.decoder import Decoder
-    from minivllm.models.layers import RMSNorm
-    from minivllm.models.linear import Linear
-
 MOST_ROWS = 64
 """Tokens of a step that is made by one launch, at most. For more, Python's share is small."""
+STANDS_FOR: dict[type, tuple[str, ...]] = {
+    **dict.fromkeys((DecoderLayer, Attention, GatedMLP, QKNorm, Linear, FewRows, Packed, Quantized), ("__call__",)),
+    RMSNorm: ("__call__", "add"),
+    NumbaCPUBackend: ("attend", "write"),
+}
+"""The functions whose work a launch does in their place."""
 
 
-def step_problem(decoder: "Decoder") -> str | None:
+def is_as_written(cls: type, names: Sequence[str]) -> bool:
+    """Whether these functions of a class are those of its module, and none that somebody has put in their place."""
+    file = getattr(sys.modules[cls.__module__], "__file__", None)
+    codes = [getattr(cls.__dict__.get(name), "__code__", None) for name in names]
+    written = [(file, f"{cls.__qualname__}.{name}") for name in names]
+    return [(code.co_filename, code.co_qualname) for code in codes if code is not None] == written
+
+
+def step_problem(decoder: Decoder) -> str | None:
     """Why the layers of a decoder cannot be one launch, or None."""
-    if type(decoder.backend) is not NumbaCPUBackend:  # another class may do more than these kernels
-        return f"the attention backend is {decoder.backend.name}, not numba_cpu"
+    backend = decoder.backend
+    if type(backend) is not NumbaCPUBackend or any(layer.attention.backend is not backend for layer in decoder.layers):
+        return f"the attention backend is {backend.name}, not numba_cpu for all layers"
+    if any(type(getattr(linear, "_run", None)) not in STANDS_FOR for linear in decoder.linears()):
+        return "some products are not by numba"
+    strangers = [cls for cls, names in STANDS_FOR.items() if not is_as_written(cls, names)]
+    strangers += [type(part) for part in _parts(decoder) if type(part) not in STANDS_FOR]
+    if strangers or vars(backend).keys() & {"attend", "write"}:
+        return f"{(*strangers, type(backend))[0].__name__} has code of somebody's own"
     if any(rope is None or rope.spec.dim != decoder.spec.head_dim for rope in decoder.ropes):
         return "some heads are not rotated, or only a part of them"
-    if not all(isinstance(linear._run, HasProduct) for linear in decoder.linears()):
-        return "some products are torch's"
     for layer in decoder.layers:
         norms = [layer.attention_norm, layer.mlp_norm, decoder.final_norm]
         if not all((layer.attention.fused, layer.mlp.fused, *(norm.fused for norm in norms))):
             return "norms, rotations and activations are torch's"
-        if layer.attention_post_norm or layer.mlp_post_norm:
+        if layer.attention_post_norm is not None or layer.mlp_post_norm is not None:
             return "norms of a layer's results have no kernel"
         if layer.mlp.activation is not F.silu:
             return "only SiLU has a kernel"
@@ -56,6 +76,19 @@ def step_problem(decoder: "Decoder") -> str | None:
         if any(weight.dtype != decoder.dtype for weight in weights):
             return "the weights of the norms have another dtype than the model"
     return None
+
+
+def _parts(decoder: Decoder) -> list[Any]:
+    """What a decoder's layers are made of: everything that has code."""
+    parts: list[Any] = [decoder.final_norm]
+    for layer in decoder.layers:
+        attention, mlp = layer.attention, layer.mlp
+        linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
+        parts += (layer, attention, mlp, layer.attention_norm, layer.mlp_norm, *linears)
+        parts += [getattr(linear, "_run", None) for linear in linears]
+        if attention.qk_norm is not None:
+            parts.append(attention.qk_norm)
+    return parts
 
 
 # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep
@@ -73,7 +106,7 @@ class CPUStep:
         ValueError: `step_problem`.
     """
 
-    def __init__(self, decoder: "Decoder") -> None:
+    def __init__(self, decoder: Decoder) -> None:
         if problem := step_problem(decoder):
             raise ValueError(f"a step cannot be one launch: {problem}")
         self.decoder, spec = decoder, decoder.spec
@@ -83,22 +116,36 @@ class CPUStep:
         def memory(*shape: int) -> Tensor:
             return torch.empty(rows, *shape, dtype=decoder.dtype)
 
-        self.stream, self.normed, self.out = (memory(spec.hidden_size) for _ in range(3))
-        self.qkv, self.q, self.k = memory(heads + 2 * kv_heads, dim), memory(heads, dim), memory(kv_heads, dim)
-        self.attended, self.gate_up = memory(heads * dim), memory(2 * spec.intermediate_size)
-        self.inner = memory(spec.intermediate_size)
-        self.tables = [(memory(1, dim), memory(1, dim)) for _ in decoder.ropes]
-        self.slots = torch.zeros(max(decoder.layer_to_group) + 1, rows, dtype=torch.int64)
-        self._code = {cls: _code(cls) for cls in map(type, _parts(decoder))}
-        self._seen: list[object] = []
-        self._few = self.most
-        self._bound_to: list[int] = []
+        with torch.inference_mode(False):  # it is written to later, in that mode or not
+            self.stream, self.normed, self.out = (memory(spec.hidden_size) for _ in range(3))
+            self.qkv, self.q, self.k = memory(heads + 2 * kv_heads, dim), memory(heads, dim), memory(kv_heads, dim)
+            self.attended, self.gate_up = memory(heads * dim), memory(2 * spec.intermediate_size)
+            self.inner = memory(spec.intermediate_size)
+            self.tables = [(memory(1, dim), memory(1, dim)) for _ in decoder.ropes]
+            self.slots = torch.zeros(max(decoder.layer_to_group) + 1, rows, dtype=torch.int64)
+        self._scratch, self._busy = Scratch(), threading.Lock()
+        self._few, self._seen, self._bound_to = 0, list[object](), list[object]()
         self._programs: dict[int, tuple[Program, list[list[int]]]] = {}
 
+    @torch.no_grad()
     def __call__(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
     ) -> Tensor:
-        """See `Decoder.forward`."""
+        """See `Decoder.forward`.
+
+        Raises:
+            RuntimeError: another Python thread is in the middle of a step of this decoder.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("a decoder makes one step at a time, and another thread is in the middle of one")
+        try:
+            return self._step(token_ids, positions, kv_caches, plans)
+        finally:
+            self._busy.release()
+
+    def _step(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
+    ) -> Tensor:
         decoder, rows = self.decoder, len(token_ids)
         program, attentions = self._program(rows, kv_caches, plans)
         torch.index_select(decoder.embedding, 0, token_ids, out=self.stream[:rows])
@@ -110,7 +157,7 @@ class CPUStep:
         for slots, plan, where in zip(self.slots, plans, attentions, strict=True):
             slots[:rows] = plan.slot_mapping
             program.args[np.ix_(where, STEP_ARGS)] = [plan.step.args[field] for field in STEP_ARGS]
-        program(torch.get_num_threads())
+        program(min(torch.get_num_threads(), *(plan.step.threads for plan in plans)))  # a plan has memory for so many
         return self.normed[:rows].clone()
 
     # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_note
@@ -118,11 +165,11 @@ class CPUStep:
         self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
     ) -> tuple[Program, list[list[int]]]:
         """The program for so many tokens, and which of its kernels are the attention of each group."""
-        decoder, program = self.decoder, Program()
+        decoder, program = self.decoder, Program(self._scratch)
         attentions: list[list[int]] = [[] for _ in plans]
         x, stream, normed = self.out[:rows], self.stream[:rows], self.normed[:rows]
 
-        def norm(part: "RMSNorm") -> None:
+        def norm(part: RMSNorm) -> None:
             new, joined = (x, stream) if len(program) else (stream, None)
             cpu_pointwise.add_norm(new, joined, part.weight, part.eps, normed, program)
 
@@ -160,8 +207,7 @@ class CPUStep:
         state = _state(self.decoder)
         if state != self._seen:
             self._seen, self._programs, self._few = state, {}, 0
-            own_code = any(self._code.get(type(part)) != _code(type(part)) for part in _parts(self.decoder))
-            if not own_code and step_problem(self.decoder) is None:
+            if step_problem(self.decoder) is None:
                 self._few = int(min(self.most, *(_product(linear).few for linear in self.decoder.linears())))
         return rows <= self._few
 
@@ -170,10 +216,9 @@ class CPUStep:
         self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
     ) -> tuple[Program, list[list[int]]]:
         """The program for so many tokens, and the places of attention in it."""
-        bound_to = [
-            torch.get_num_threads(),
-            *(cache.data_ptr() for cache in kv_caches),
-        ]  # each thread has memory in a program
+        bound_to: list[object] = [torch.get_num_threads()]  # each thread has memory in a program
+        bound_to += [(cache.data_ptr(), cache.shape, cache.dtype) for cache in kv_caches]
+        bound_to += [plan.step.kernel for plan in plans]
         if bound_to != self._bound_to:
             self._bound_to, self._programs = bound_to, {}
         if rows not in self._programs:
@@ -182,35 +227,24 @@ class CPUStep:
 
 
 # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep
-def _parts(decoder: "Decoder") -> list[Any]:
-    """What a decoder's layers are made of, as far as it has code of its own."""
-    return [y for x in decoder.layers for y in (x, x.attention, x.mlp, x.attention_norm, x.mlp_norm)]
-
-
-def _product(linear: "Linear") -> HasProduct:
+def _product(linear: Linear) -> HasProduct:
     assert isinstance(linear._run, HasProduct)
     return linear._run
 
 
-def _code(cls: type) -> tuple[object, ...]:
-    return cls.__dict__.get("__call__"), getattr(cls, "add", None)
-
-
 # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-takes
-def _state(decoder: "Decoder") -> list[object]:
-    """What programs depend on, apart from caches and threads. It is asked for at every step, so it is one pass."""
-    state: list[object] = [
-        decoder.backend,
-        decoder.final_norm.weight.data_ptr(),
-        decoder.final_norm.eps,
-        decoder.final_norm.fused,
-    ]
+def _state(decoder: Decoder) -> list[object]:
+    """What programs depend on, but for caches, threads and numbers in memory (which they read anew)."""
+    parts = _parts(decoder)
+    state = [*parts, *map(type, parts), decoder.backend, *vars(decoder.backend), *decoder.ropes]
+    state += [cls.__dict__.get(name) for cls, names in STANDS_FOR.items() for name in names]
+    state += (decoder.final_norm.weight.data_ptr(), decoder.final_norm.eps, decoder.final_norm.fused)
     for layer in decoder.layers:
         attention, mlp, first, second = layer.attention, layer.mlp, layer.attention_norm, layer.mlp_norm
-        state += (layer, attention, mlp, first, second, attention.fused, mlp.fused, mlp.activation)
+        state += (attention.backend, attention.fused, mlp.fused, mlp.activation)
+        state += (layer.attention_post_norm, layer.mlp_post_norm)
+        state += (first.weight.data_ptr(), first.eps, first.fused, second.weight.data_ptr(), second.eps, second.fused)
         if (heads := attention.qk_norm) is not None:
             state += (heads.weight.data_ptr(), heads.eps)
-        state += (attention.qkv._run, attention.o._run, mlp.gate_up._run, mlp.down._run)
-        state += (first.weight.data_ptr(), first.eps, first.fused, second.weight.data_ptr(), second.eps, second.fused)
-    state += (*decoder.layer_to_rope, *decoder.layer_to_cache, *decoder.layer_to_group)
-    return state + [_code(cls) for cls in dict.fromkeys(map(type, _parts(decoder)))]
+    state += [getattr(part, "few", None) for part in parts]
+    return [*state, *decoder.layer_to_rope, *decoder.layer_to_cache, *decoder.layer_to_group]

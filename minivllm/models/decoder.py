@@ -5,7 +5,7 @@ One decoder for many families: built from a `DecoderSpec`, run over a paged KV c
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8d327acd8445 module=b65f87661512
+# literate: notebook=02ee06ecf167 module=baba77f3dc10
 
 import importlib.util
 import math
@@ -129,8 +129,8 @@ class Decoder:
         kv_dtype: of the cache, see `AttentionSpec`.
 
     Attributes:
-        cpu_step: makes steps of few tokens by one launch, or None; from `bind` on. Set it to None to have every kernel launched
-            by itself.
+        eager: every kernel is launched by itself; counts from the next `bind` on.
+        cpu_step: makes steps of few tokens by one launch, or None; from `bind` on.
     """
 
     def __init__(
@@ -157,6 +157,7 @@ class Decoder:
         self.layer_to_rope = [distinct.index(layer.rope) for layer in spec.layers]
         self.layer_to_cache: list[int] = []
         self.layer_to_group: list[int] = []
+        self.eager = False
         self.cpu_step: CPUStep | None = None
 
     def attention_specs(self, block_size: int) -> list[AttentionSpec]:
@@ -192,7 +193,7 @@ class Decoder:
     def _choose_step(self) -> None:
         """Steps of few tokens by one launch, if there are the kernels for it."""
         self.cpu_step = None
-        if self.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+        if not self.eager and self.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
             from minivllm.models.cpu_step import CPUStep, step_problem
 
             self.cpu_step = None if step_problem(self) else CPUStep(self)

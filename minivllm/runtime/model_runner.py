@@ -5,7 +5,7 @@ The scheduler has decided: this request 40 tokens, that one 1, these two blocks 
 
 # Generated from nbs/5_engine/02_model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=dd208c2711cd module=4befb89ac6df
+# literate: notebook=f7c277ee012d module=1474c9833a44
 
 import math
 import sys
@@ -127,9 +127,8 @@ class ModelRunner:
         self.specs = group_attention_specs(kv, layer_specs)
         self.kv_caches = new_kv_caches(backend, kv, self.specs[0], kv.num_blocks, self.device)
         self.swap_caches = new_swap_caches(backend, kv, self.specs[0], self.device)
+        model.eager = config.args.enforce_eager
         model.bind(kv)
-        if config.args.enforce_eager:
-            model.cpu_step = None
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, [g.spec.block_size for g in kv.groups])
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(transforms=transforms, logprobs_mode=config.args.logprobs_mode)

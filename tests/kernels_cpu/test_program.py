@@ -74,7 +74,7 @@ def test_kernels_of_a_program_keep_the_memory_that_they_were_given():
     larger = program.scratch(1 << 20)
     assert first == again != larger and all(x % 64 == 0 for x in (first, larger))
     assert program.scratch(100) == larger, "kernels share one piece"
-    assert len(program._memory) == 2, "and the first one is still there"
+    assert len(program._scratch._pieces) == 2, "and the first one is still there"
 
 
 def test_more_arguments_than_a_program_keeps_are_refused(kernel):

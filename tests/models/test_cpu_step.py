@@ -19,7 +19,10 @@ from minivllm import LLM, SamplingParams
 from minivllm.attention.numba_cpu import NumbaCPUBackend
 from minivllm.models.cpu_linear import few_rows
 from minivllm.models.cpu_step import CPUStep, step_problem
-from minivllm.models.layers import GatedMLP
+from minivllm.models.layers import GatedMLP, RMSNorm
+from minivllm.models.linear import Linear
+from minivllm_kernels.cpu_packing import host_tiles
+from minivllm_kernels.cpu_program import Program
 
 CAN = [name for name in TINY_MODELS if name != "gemma3"]
 
@@ -70,7 +73,7 @@ def test_the_same_to_the_bit_in_bf16(noted):
     randomise(model)
     decoder = make_decoder(model, "numba_cpu", dtype=torch.bfloat16)
     assert same(decoder)
-    few = few_rows(torch.bfloat16)
+    few = few_rows(torch.bfloat16, host_tiles())
     assert decoder.cpu_step is None and noted == [rows for rows in (14, 2, 7, 1) if rows <= few]
 
 
@@ -84,7 +87,7 @@ def test_quantized_products(kernel):
     [
         ("llama", {"backend": "sdpa"}, "the attention backend is sdpa"),
         ("llama", {"backend": "numba_cpu_invariant"}, "the attention backend is numba_cpu_invariant"),
-        ("llama", {"linear_kernel": "torch"}, "products are torch's"),
+        ("llama", {"linear_kernel": "torch"}, "some products are not by numba"),
         ("gemma3", {}, "norms of a layer's results"),
     ],
 )
@@ -175,24 +178,12 @@ class Doubled(GatedMLP):
 
 def another_class(decoder):
     layer = decoder.layers[2]
-    kept, layer.mlp = layer.mlp, Doubled.__new__(Doubled)
-    for name in GatedMLP.__slots__:
-        setattr(layer.mlp, name, getattr(kept, name))
-
-    def undo():
-        layer.mlp = kept
-
-    return undo
+    return exchange(layer, "mlp", as_class(Doubled, layer.mlp))
 
 
 def another_method(decoder):
     original = GatedMLP.__call__
-    GatedMLP.__call__ = lambda self, x: 2 * original(self, x)
-
-    def undo():
-        GatedMLP.__call__ = original
-
-    return undo
+    return exchange(GatedMLP, "__call__", lambda self, x: 2 * original(self, x))
 
 
 def another_norm(decoder):
@@ -228,13 +219,142 @@ def another_activation(decoder):
     return undo
 
 
+def exchange(owner, name, new):
+    """Set an attribute; gives a function that takes it back."""
+    missing = object()
+    kept = vars(owner).get(name, missing) if hasattr(owner, "__dict__") else getattr(owner, name)
+    setattr(owner, name, new)
+    return lambda: delattr(owner, name) if kept is missing else setattr(owner, name, kept)
+
+
+def as_class(cls, part):
+    """The same part, of another class."""
+    new = cls.__new__(cls)
+    for name in type(part).__slots__:
+        setattr(new, name, getattr(part, name))
+    return new
+
+
+def halved(original):
+    return lambda self, *args: original(self, *args) / 2
+
+
+def another_backend_of_a_layer(decoder):
+    class Halved(NumbaCPUBackend):
+        attend = halved(NumbaCPUBackend.attend)
+
+    return exchange(decoder.layers[1].attention, "backend", Halved())
+
+
+def another_attend(decoder):
+    return exchange(NumbaCPUBackend, "attend", halved(NumbaCPUBackend.attend))
+
+
+def another_attend_of_one_backend(decoder):
+    attend = decoder.backend.attend
+    return exchange(decoder.backend, "attend", lambda *args: attend(*args) / 2)
+
+
+def another_class_of_a_product(decoder):
+    class Halved(Linear):
+        __slots__ = ()
+        __call__ = halved(Linear.__call__)
+
+    attention = decoder.layers[0].attention
+    return exchange(attention, "qkv", as_class(Halved, attention.qkv))
+
+
+def a_product_in_a_wrapper(decoder):
+    mlp = decoder.layers[0].mlp
+    down = mlp.down
+    return exchange(mlp, "down", lambda x: down(x) / 2)
+
+
+def another_call_of_products(decoder):
+    return exchange(Linear, "__call__", halved(Linear.__call__))
+
+
+def another_last_norm(decoder):
+    class Halved(RMSNorm):
+        __slots__ = ()
+
+        def add(self, x, residual):
+            x, residual = super().add(x, residual)
+            return x / 2, residual
+
+    return exchange(decoder, "final_norm", as_class(Halved, decoder.final_norm))
+
+
+def a_norm_of_results(decoder):
+    layer = decoder.layers[1]
+    return exchange(layer, "mlp_post_norm", layer.mlp_norm)
+
+
+def a_layer_without_positions(decoder):
+    return exchange(decoder, "ropes", [None])
+
+
 CHANGES = [leave_out_a_layer, swap_layers, other_weight, product_by_torch, another_norm, another_activation]
+CODE = [another_class, another_method, another_backend_of_a_layer, another_attend, another_attend_of_one_backend]
+CODE += [another_class_of_a_product, a_product_in_a_wrapper, another_call_of_products, another_last_norm]
 
 
-@pytest.mark.parametrize("change", [*CHANGES, another_class, another_method])
+@pytest.mark.parametrize("change", [*CHANGES, *CODE, a_norm_of_results, a_layer_without_positions])
 def test_a_changed_model_computes_what_it_is_now(decoder, change):
     with_launch, without, unchanged = before_and_after(decoder, change)
     assert torch.equal(with_launch, without) and not torch.equal(with_launch, unchanged)
+
+
+@pytest.mark.parametrize("change", CODE)
+def test_code_of_ones_own_counts_also_if_it_was_there_before(decoder, change):
+    undo = change(decoder)
+    try:
+        with_launch, without = (logits(decoder, one_launch, STEPS[:1])[0] for one_launch in (True, False))
+    finally:
+        undo()
+    assert torch.equal(with_launch, without)
+    assert not torch.equal(with_launch, logits(decoder, True, STEPS[:1])[0])
+
+
+def test_bound_in_inference_mode_and_stepped_outside(decoder):
+    with torch.inference_mode():
+        paged = PagedDecoder(decoder)
+    decoder.embedding.requires_grad_()
+    paged.add("r", prompts(20)["20"])
+    got = PagedDecoder.step.__wrapped__(paged, {"r": 5})["r"]  # without its own inference mode
+    assert got.isfinite().all()
+
+
+def test_a_plan_for_fewer_threads_is_carried_out_by_so_many(decoder, monkeypatch):
+    threads, entered = torch.get_num_threads(), []
+    monkeypatch.setattr(Program, "__call__", lambda self, n: entered.append(n))
+    paged = PagedDecoder(decoder)
+    plan = paged._plan
+    try:
+        torch.set_num_threads(1)
+        paged._plan = lambda *args: (torch.set_num_threads(1), plan(*args), torch.set_num_threads(2))[1]
+        paged.add("r", prompts(20)["20"])
+        paged.step({"r": 5})
+    finally:
+        torch.set_num_threads(threads)
+    assert entered == [1]
+
+
+def test_one_step_at_a_time(decoder, monkeypatch):
+    """A second thread that comes in the middle of a step is told so, and the first one's step is unharmed."""
+    paged, told = PagedDecoder(decoder), []
+    launch = Program.__call__
+
+    def interrupted(program, threads):
+        with pytest.raises(RuntimeError, match="one step at a time") as error:
+            decoder.cpu_step(torch.tensor([1]), torch.tensor([0]), paged.caches, [])
+        told.append(error)
+        launch(program, threads)
+
+    monkeypatch.setattr(Program, "__call__", interrupted)
+    paged.add("r", prompts(20)["20"])
+    assert paged.step({"r": 5})["r"].isfinite().all() and len(told) == 1
+    assert paged.step({"r": 1})["r"].isfinite().all()
 
 
 def test_another_cache_is_written_to(decoder):
@@ -255,8 +375,7 @@ def test_another_number_of_threads_gets_memory_for_each(decoder):
             torch.set_num_threads(n)
             paged.add("r", prompts(20)["20"])
             results.append(paged.step({"r": 6})["r"])
-            memory = next(iter(decoder.cpu_step._programs.values()))[0]._memory
-            assert memory[-1][0].nbytes >= n * 4 * 8 * 72, "rows widened, for each thread"
+            assert decoder.cpu_step._scratch._pieces[-1][0].nbytes >= n * 4 * 8 * 72, "rows widened, for each thread"
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
@@ -266,6 +385,13 @@ def test_products_chosen_anew_after_binding(decoder):
     PagedDecoder(decoder)
     assert decoder.cpu_step is not None
     decoder.linear_kernel = "torch"
+    decoder.prepare()
+    assert decoder.cpu_step is None
+
+
+def test_eager_lasts(decoder):
+    decoder.eager = True
+    PagedDecoder(decoder)
     decoder.prepare()
     assert decoder.cpu_step is None
 
