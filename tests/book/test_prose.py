@@ -36,7 +36,7 @@ PREMISES = {
     "4_kernels/20_cpu_vector": "512",
     "4_kernels/22_cpu_planning": "700",
     "4_kernels/24_cpu_attention": "200",
-    "5_engine/02_model_runner": "40 49152",
+    "5_engine/02_model_runner": "40",
     "5_engine/02b_decode_graphs": "200",
     "5_engine/05_input_processor": "19",
     "5_engine/06_detokenizer": "150000",
