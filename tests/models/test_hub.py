@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -427,13 +426,11 @@ def test_a_hub_id_without_the_hub_says_so(monkeypatch, tmp_path):
 # ---- the real wheel
 
 
-def test_resolving_a_cached_model_is_quick_and_loads_no_torch(smollm2_path):
+def test_resolving_a_cached_model_loads_no_torch(smollm2_path):
     code = "import sys; from minivllm.models.hub import resolve_model; print(resolve_model('smollm2'))"
     code += "; assert not {'torch', 'transformers', 'gguf'} & set(sys.modules)"
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(smollm2_path)
-    assert time.perf_counter() - start < 5  # usually 0.2 s
 
 
 @pytest.mark.slow

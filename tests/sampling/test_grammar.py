@@ -206,10 +206,8 @@ def test_nobody_waits_for_a_compilation(tokenizer, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slow)
     compiler = GrammarCompiler(tokenizer, V, workers=2)
-    start = time.perf_counter()
     pending = compiler.submit(wish)
-    assert time.perf_counter() - start < 1
-    assert not pending.done()
+    assert not pending.done(), "submit came back before the gate was opened"
     assert compiler.matcher(StructuredOutputsParams(choice=["fast"])).accept(tokenizer.encode("fast")[0])
     assert not pending.done()
     gate.set()
