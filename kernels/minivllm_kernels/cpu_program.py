@@ -5,7 +5,7 @@ Question: a step of a small model is three hundred kernels of a few microseconds
 
 # Generated from nbs/4_kernels/21b_cpu_program.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a54bbeb9fb03 module=96538fb85d2a
+# literate: notebook=8802ce8fd353 module=5a6098d09e5f
 
 import ctypes
 import functools
@@ -48,6 +48,20 @@ def aligned(size: int) -> tuple[np.ndarray, int]:
     return memory, -(-memory.ctypes.data // 64) * 64
 
 
+class Scratch:
+    """Memory that kernels share, of which only one runs at a time. A larger piece is taken when one is wanted; kernels that were
+    noted down before keep theirs."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[np.ndarray, int]] = []
+
+    def take(self, size: int) -> int:
+        """Address of at least `size` bytes."""
+        if not self._pieces or self._pieces[-1][0].nbytes < size + 64:
+            self._pieces.append(aligned(size))
+        return self._pieces[-1][1]
+
+
 class Launcher(Protocol):
     """Where kernels are launched: `NOW`, or a `Program`."""
 
@@ -59,10 +73,10 @@ class Launcher(Protocol):
 
 
 class Now(threading.local):
-    """Carries kernels out at once. Each Python thread has a piece of memory for them."""
+    """Carries kernels out at once. Each Python thread has memory for them."""
 
-    memory: np.ndarray | None = None
-    size = address = 0
+    def __init__(self) -> None:
+        self._scratch = Scratch()
 
     def run(self, kernel: Kernel, args: "array[int]", threads: int) -> None:
         """See `Launcher`."""
@@ -70,10 +84,7 @@ class Now(threading.local):
 
     def scratch(self, size: int) -> int:
         """See `Launcher`."""
-        if size > self.size:
-            self.memory, self.address = aligned(size)
-            self.size = size
-        return self.address
+        return self._scratch.take(size)
 
 
 NOW = Now()
@@ -118,20 +129,6 @@ def _yield_address() -> int:
     address = ctypes.cast(give, ctypes.c_void_p).value
     assert address is not None
     return address
-
-
-class Scratch:
-    """Memory that kernels share, of which only one runs at a time. A larger piece is taken when one is wanted; kernels that were
-    noted down before keep theirs."""
-
-    def __init__(self) -> None:
-        self._pieces: list[tuple[np.ndarray, int]] = []
-
-    def take(self, size: int) -> int:
-        """Address of at least `size` bytes."""
-        if not self._pieces or self._pieces[-1][0].nbytes < size + 64:
-            self._pieces.append(aligned(size))
-        return self._pieces[-1][1]
 
 
 class Program:

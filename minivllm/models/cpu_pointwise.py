@@ -5,7 +5,7 @@ Question: three fused kernels are there.
 
 # Generated from nbs/4_kernels/29_cpu_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=20c9401522b5 module=3333f1b4b7d8
+# literate: notebook=f43ca98346ea module=9c735ee1d885
 
 import functools
 import importlib.util
@@ -24,6 +24,7 @@ __all__ = ["ALONE", "BITS", "add_norm", "can_fuse", "gated_silu", "rotate"]
 """Norms, rotations and activations of a decoder on a CPU, each as one numba kernel."""
 
 if TYPE_CHECKING:
+    from minivllm.models.layers import QKNorm
     from minivllm_kernels.cpu_program import Launcher
 
 BITS = {torch.float32: 32, torch.bfloat16: 16}
@@ -96,20 +97,20 @@ def rotate(
     sin: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    norm: tuple[Tensor, float] | None = None,
+    norm: "QKNorm | None" = None,
     out: tuple[Tensor, Tensor] | None = None,
     on: "Launcher | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotated queries [T, num_heads, dim] and keys [T, num_kv_heads, dim], of heads [T, any, dim] that begin with them.
 
-    cos, sin: from `Rope`. norm: weights [num_heads + num_kv_heads, dim] and eps of an RMS norm of each head, before it is rotated.
+    cos, sin: from `Rope`. norm: of each head, before it is rotated.
     """
     heads = heads.contiguous()
     rows, _, dim = heads.shape
     q, k = out or (heads.new_empty(rows, num_heads, dim), heads.new_empty(rows, num_kv_heads, dim))
     cos, sin = cos.contiguous(), sin.contiguous()
     where = (heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.data_ptr(), k.data_ptr())
-    weight, eps = (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+    weight, eps = (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
     launch = _kernel("rotate", dim, BITS[heads.dtype], _as_int(eps))
     launch(on, heads.numel(), rows, *where, heads.stride(0), num_heads, num_kv_heads, weight)
     return q, k

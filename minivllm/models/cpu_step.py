@@ -5,7 +5,7 @@ Question: a program carries out many kernels by one launch.
 
 # Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=457c1e495aac module=7b20e1cfcdb4
+# literate: notebook=a0d898b6a3d5 module=731095d4a7dd
 
 import sys
 import threading
@@ -110,7 +110,7 @@ class CPUStep:
         if problem := step_problem(decoder):
             raise ValueError(f"a step cannot be one launch: {problem}")
         self.decoder, spec = decoder, decoder.spec
-        self.most = rows = int(min(MOST_ROWS, *(_product(linear).few for linear in decoder.linears())))
+        self.most = rows = _few_rows(decoder, MOST_ROWS)
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
 
         def memory(*shape: int) -> Tensor:
@@ -194,9 +194,7 @@ class CPUStep:
         decoder, heads, kv_heads = self.decoder, self.q.shape[1], self.k.shape[1]
         cos, sin = (table[:rows] for table in self.tables[decoder.layer_to_rope[i]])
         qkv, q, k = self.qkv[:rows], self.q[:rows], self.k[:rows]
-        norm = decoder.layers[i].attention.qk_norm
-        head_norm = None if norm is None else (norm.weight, norm.eps)
-        cpu_pointwise.rotate(qkv, cos, sin, heads, kv_heads, head_norm, (q, k), program)
+        cpu_pointwise.rotate(qkv, cos, sin, heads, kv_heads, decoder.layers[i].attention.qk_norm, (q, k), program)
         slots, cache = self.slots[decoder.layer_to_group[i], :rows], kv_caches[decoder.layer_to_cache[i]]
         assert isinstance(decoder.backend, NumbaCPUBackend)
         decoder.backend.write(k, qkv[:, heads + kv_heads :], cache, slots, program)
@@ -208,7 +206,7 @@ class CPUStep:
         if state != self._seen:
             self._seen, self._programs, self._few = state, {}, 0
             if step_problem(self.decoder) is None:
-                self._few = int(min(self.most, *(_product(linear).few for linear in self.decoder.linears())))
+                self._few = _few_rows(self.decoder, self.most)
         return rows <= self._few
 
     # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_program
@@ -230,6 +228,11 @@ class CPUStep:
 def _product(linear: Linear) -> HasProduct:
     assert isinstance(linear._run, HasProduct)
     return linear._run
+
+
+def _few_rows(decoder: Decoder, most: int) -> int:
+    """Rows, up to `most`, for which every product is numba's."""
+    return int(min(most, *(_product(linear).few for linear in decoder.linears())))
 
 
 # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-takes

@@ -5,7 +5,7 @@ One decoder for many families: built from a `DecoderSpec`, run over a paged KV c
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=02ee06ecf167 module=baba77f3dc10
+# literate: notebook=69f2b92f0561 module=a87fcb66038a
 
 import importlib.util
 import math
@@ -61,8 +61,8 @@ class Attention:
         """[T, hidden_size] to the same shape; writes the step's keys and values into `kv_cache`."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         if self.fused and rope is not None and (self.qk_norm is None or self.qk_norm.weight.dtype == x.dtype):
-            norm = None if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
-            q, k = cpu_pointwise.rotate(heads, *rope, self.num_heads, self.num_qk_heads - self.num_heads, norm)
+            kv_heads = self.num_qk_heads - self.num_heads
+            q, k = cpu_pointwise.rotate(heads, *rope, self.num_heads, kv_heads, self.qk_norm)
             self.backend.write(k, heads[:, self.num_qk_heads :], kv_cache, plan.slot_mapping)
             return self.o(self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1))
         qk, v = heads[:, : self.num_qk_heads], heads[:, self.num_qk_heads :]

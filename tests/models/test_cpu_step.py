@@ -138,6 +138,22 @@ def before_and_after(decoder, change):
     return *results, unchanged
 
 
+def exchange(owner, name, new):
+    """Set an attribute; gives a function that takes it back."""
+    missing = object()
+    kept = vars(owner).get(name, missing) if hasattr(owner, "__dict__") else getattr(owner, name)
+    setattr(owner, name, new)
+    return lambda: delattr(owner, name) if kept is missing else setattr(owner, name, kept)
+
+
+def as_class(cls, part):
+    """The same part, of another class."""
+    new = cls.__new__(cls)
+    for name in type(part).__slots__:
+        setattr(new, name, getattr(part, name))
+    return new
+
+
 def leave_out_a_layer(decoder):
     kept = decoder.layers, decoder.layer_to_rope, decoder.layer_to_cache, decoder.layer_to_group
     decoder.layers, *lists = (x[:-1] for x in kept)
@@ -154,17 +170,23 @@ def swap_layers(decoder):
     return lambda: swap_layers(decoder)
 
 
-def other_weight(decoder):
-    linear = decoder.layers[1].mlp.down
+def double_weight(linear, kernel):
     kept = linear.weight.clone()
 
-    def undo():
-        linear._weight = kept
-        linear.prepare("auto")
+    def prepare(weight, kernel):
+        linear._weight = weight
+        linear.prepare(kernel)
 
-    linear._weight = 2 * kept
-    linear.prepare("auto")
-    return undo
+    prepare(2 * kept, kernel)
+    return lambda: prepare(kept, "auto")
+
+
+def other_weight(decoder):
+    return double_weight(decoder.layers[1].mlp.down, "auto")
+
+
+def product_by_torch(decoder):
+    return double_weight(decoder.layers[3].attention.o, "torch")
 
 
 class Doubled(GatedMLP):
@@ -188,51 +210,11 @@ def another_method(decoder):
 
 def another_norm(decoder):
     norm = decoder.layers[1].mlp_norm
-    kept, norm.weight = norm.weight, 2 * norm.weight
-
-    def undo():
-        norm.weight = kept
-
-    return undo
-
-
-def product_by_torch(decoder):
-    linear = decoder.layers[3].attention.o
-    kept = linear.weight.clone()
-
-    def undo():
-        linear._weight = kept
-        linear.prepare("auto")
-
-    linear._weight = 2 * kept
-    linear.prepare("torch")
-    return undo
+    return exchange(norm, "weight", 2 * norm.weight)
 
 
 def another_activation(decoder):
-    mlp = decoder.layers[0].mlp
-    kept, mlp.activation = mlp.activation, torch.relu
-
-    def undo():
-        mlp.activation = kept
-
-    return undo
-
-
-def exchange(owner, name, new):
-    """Set an attribute; gives a function that takes it back."""
-    missing = object()
-    kept = vars(owner).get(name, missing) if hasattr(owner, "__dict__") else getattr(owner, name)
-    setattr(owner, name, new)
-    return lambda: delattr(owner, name) if kept is missing else setattr(owner, name, kept)
-
-
-def as_class(cls, part):
-    """The same part, of another class."""
-    new = cls.__new__(cls)
-    for name in type(part).__slots__:
-        setattr(new, name, getattr(part, name))
-    return new
+    return exchange(decoder.layers[0].mlp, "activation", torch.relu)
 
 
 def halved(original):

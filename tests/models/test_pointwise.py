@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from minivllm.models import cpu_pointwise
+from minivllm.models.layers import QKNorm
 from minivllm.models.rope import apply_rope
 
 pytest.importorskip("numba")
@@ -57,7 +58,9 @@ def test_rotate(dtype, rows, dim):
 @ROWS
 def test_rotate_heads_that_are_normed_first(dtype, rows):
     heads, cos, sin, weight = (torch.randn(s).to(dtype) for s in ((rows, 5, 64), (rows, 1, 64), (rows, 1, 64), (4, 64)))
-    q, k = cpu_pointwise.rotate(heads, cos, sin, 3, 1, norm=(weight, 1e-3))
+    norm = QKNorm(3, 1, 64, 1e-3, dtype=dtype, device=torch.device("cpu"))
+    norm.weight.copy_(weight)
+    q, k = cpu_pointwise.rotate(heads, cos, sin, 3, 1, norm)
     normed = F.rms_norm(heads[:, :4].double(), (64,), None, 1e-3) * weight.double()
     want = apply_rope(normed, cos.double(), sin.double())
     close(q, want[:, :3])
