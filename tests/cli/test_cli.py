@@ -1,7 +1,9 @@
 """The command line: in this process where that is enough, as a process of its own where it matters."""
 
 import io
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -204,26 +206,18 @@ def test_chat_at_a_terminal(path):
     import pty
 
     parent, child = pty.openpty()
-    arguments = [
-        "chat",
-        *small(path),
-        "--max-model-len",
-        "250",
-        "--temperature",
-        "0",
-        "--ignore-eos",
-        "--max-tokens",
-        "200",
-    ]
+    length = 20_000  # seconds of text: a Ctrl-C finds the answer under way on any machine
+    arguments = ["chat", "--model", path, "--dtype", "float32", "--temperature", "0", "--ignore-eos"]
+    arguments += ["--hf-overrides", json.dumps({"max_position_embeddings": length})]
+    arguments += ["--max-model-len", str(length), "--max-tokens", str(length - 100)]
     process = subprocess.Popen([*COMMAND, *arguments], stdin=child, stdout=child, stderr=child, start_new_session=True)
     os.close(child)
     try:
         assert "/help lists the commands" in read_until(parent, "> ")
         os.write(parent, b"hi\n")
-        read_until(parent, "hi")
-        time.sleep(0.3)
+        read_until(parent, ".{200}")  # more than the echo
         process.send_signal(signal.SIGINT)
-        read_until(parent, "> ")
+        read_until(parent, r" \[stopped\].*> ")
         os.write(parent, b"\x04")
         assert process.wait(timeout=30) == 0
     finally:
@@ -232,10 +226,10 @@ def test_chat_at_a_terminal(path):
         os.close(parent)
 
 
-def read_until(descriptor, mark, seconds=90.0):
+def read_until(descriptor, pattern, seconds=90.0):
     seen, end = "", time.monotonic() + seconds
-    while mark not in seen:
-        assert time.monotonic() < end, f"waited for {mark!r}, saw {seen!r}"
+    while not re.search(pattern, seen, re.DOTALL):
+        assert time.monotonic() < end, f"waited for {pattern!r}, saw {seen!r}"
         seen += os.read(descriptor, 4096).decode(errors="replace")
     return seen
 
