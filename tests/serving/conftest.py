@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ def tiny_args(tiny_model_path: Any) -> EngineArgs:
         max_num_seqs=16,
         max_num_batched_tokens=512,
     )
+
+
+@pytest.fixture(scope="session")
+def long_args(tiny_args: EngineArgs) -> EngineArgs:
+    """The tiny model with room for answers that are still under way when a test acts on them."""
+    return replace(tiny_args, hf_overrides={"max_position_embeddings": 4096}, num_gpu_blocks=2048)
 
 
 @pytest.fixture(scope="session")

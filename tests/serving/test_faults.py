@@ -29,7 +29,7 @@ from minivllm.serving.app import ServerOptions
 from minivllm.serving.client import ServerError, request
 
 COMPLETE = "/v1/completions"
-LONG = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 
 
 @dataclass
@@ -57,7 +57,9 @@ class Program:
 @contextmanager
 def program(args: EngineArgs, *flags: str) -> Iterator[Program]:
     command = [sys.executable, "-P", "-m", "minivllm.cli", "serve", args.model, "--port", "0", "--dtype", "float32"]
-    command += ["--num-gpu-blocks", "128", "--max-num-seqs", "8", *flags]
+    command += ["--num-gpu-blocks", str(args.num_gpu_blocks), "--max-num-seqs", "8", *flags]
+    if args.hf_overrides is not None:
+        command += ["--hf-overrides", json.dumps(args.hf_overrides)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert process.stderr is not None
     started = Program(process, "", [])
@@ -102,8 +104,8 @@ def open_stream(url: str, body: dict[str, Any]) -> socket.socket:
 
 
 @pytest.mark.slow
-def test_an_engine_killed_in_the_middle(tiny_args: EngineArgs):
-    with program(tiny_args) as server:
+def test_an_engine_killed_in_the_middle(long_args: EngineArgs):
+    with program(long_args) as server:
         with httpx.stream(
             "POST", server.url + COMPLETE, json={**LONG, "n": 8, "temperature": 1}, timeout=30
         ) as response:
@@ -134,9 +136,9 @@ def test_another_engine_when_asked_for(tiny_args: EngineArgs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "terminate"])
-def test_no_engine_is_left_behind(tiny_args: EngineArgs, how: str, tmp_path: Path):
+def test_no_engine_is_left_behind(long_args: EngineArgs, how: str, tmp_path: Path):
     trace = tmp_path / "run.jsonl"
-    with program(tiny_args, "--trace", str(trace), "--shutdown-timeout", "2") as server:
+    with program(long_args, "--trace", str(trace), "--shutdown-timeout", "2") as server:
         engine = server.engine
         sock = open_stream(server.url, {**LONG, "n": 8, "temperature": 1})
         sock.recv(10)
