@@ -16,9 +16,6 @@ ROOT = Path(__file__).parents[2]
 WITHOUT = {
     "index": "the first page",
     "0_start/03_paging_puzzles": "is puzzles, with a checker of their own",
-    "4_kernels/00_ladder": "shows what the next chapters explain",
-    "4_kernels/01_warp": "13_puzzles has the exercises of the kernels' language",
-    "4_kernels/02_warp_gpu": "13_puzzles has the exercises of the kernels' language",
     "4_kernels/13_puzzles": "is puzzles, with a checker of their own",
     "8_viz/00_viz": "the names of the views",
     "8_viz/06_page": "puts views together that have exercises of their own",
