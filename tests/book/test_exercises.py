@@ -18,8 +18,6 @@ WITHOUT = {
     "0_start/03_paging_puzzles": "is puzzles, with a checker of their own",
     "4_kernels/13_puzzles": "is puzzles, with a checker of their own",
     "8_viz/00_viz": "the names of the views",
-    "8_viz/06_page": "puts views together that have exercises of their own",
-    "8_viz/16_dashboard": "shows what 15_monitor measures and 30_dashboard serves, which have the exercises",
 }
 """Chapters without an `@Exercise`, and why."""
 
