@@ -5,7 +5,7 @@ Question: can you write a paged KV cache yourself, a few lines at a time?
 
 # Generated from nbs/0_start/03_paging_puzzles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e75e14cebe6a module=91200d99e63d
+# literate: notebook=5576500f4770 module=2306ce61f5bb
 
 import inspect
 import re
@@ -254,10 +254,10 @@ class Puzzle:
             self.story(game)
         except _Stop as stop:
             text = str(stop)
-        except (ValueError, TypeError, LookupError) as error:
+        except Exception as error:  # the story went on with whatever the function gave
             if game.complaint is None:  # the function was right so far: the story is wrong, or the signature
                 raise
-            text = f"the story cannot go on: {error}"
+            text = f"the story cannot go on: {str(error) or type(error).__name__}"
         return Replay((game.complaint or text or "right") if judged else text, game.trace, tuple(game.captions))
 
     @property

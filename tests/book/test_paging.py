@@ -53,6 +53,13 @@ def test_what_the_reader_s_code_does_is_the_verdict_on_it():
         slot.check(other)
 
 
+@pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzzle.name)
+@pytest.mark.parametrize("value", [None, 7, [], {}, [("a", 1)]], ids=repr)
+def test_an_answer_of_the_wrong_kind_is_a_verdict(puzzle: Puzzle, value):
+    assert "step" in puzzle.check(lambda **given: value).text
+    assert puzzle.show(lambda **given: value).captions
+
+
 def test_a_block_that_somebody_holds_cannot_be_taken_twice():
     """The story goes on as far as it can, and says why not further."""
     allocate = PUZZLES[1]
