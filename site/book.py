@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import contents
@@ -79,14 +80,23 @@ def facts(notebook: Notebook, part: Part, chapter: Chapter) -> str:
     return ":::{container} chapter-facts\n" + " · ".join(parts) + "\n:::"
 
 
-def chapter_page(notebook: Notebook, part: Part, chapter: Chapter) -> dict:
-    """A chapter's page: the notebook, with the line of facts under its title."""
+def after(parts: Iterable[Part]) -> dict[str, Chapter]:
+    """For each chapter of the two-hour path but the last: the one after it, which may stand in another part."""
+    fast = [chapter for part in parts for chapter in part.chapters if chapter.fast]
+    return {chapter.path: then for chapter, then in pairwise(fast)}
+
+
+def chapter_page(notebook: Notebook, part: Part, chapter: Chapter, then: Chapter | None = None) -> dict:
+    """A chapter's page: the notebook, with the line of facts under its title, and at its end the way `then` on the path."""
     data = page(notebook)
     first = next((cell for cell in data["cells"] if cell["cell_type"] == "markdown"), None)
     title = re.match(r"# .*", first["source"]) if first else None
     if first is None or title is None:
         raise ValueError(f"{notebook.name}: the first cell of a chapter begins with its title, '# ...'")
     first["source"] = f"{title[0]}\n\n{facts(notebook, part, chapter)}\n{first['source'][title.end() :]}"
+    if then is not None:
+        way = f"*Next on the two-hour path:* [{then.question}](/book/{then.path}.ipynb)"
+        data["cells"].append({"id": "then", "cell_type": "markdown", "metadata": {}, "source": way})
     return data
 
 
@@ -141,6 +151,7 @@ def first_page(notebook: Notebook, parts: list[Part]) -> dict:
 def make_book(root: Path, target: Path) -> dict[str, str]:
     """Write all pages of the book into `target`; returns the path of the chapter that exports each module."""
     parts, chapters = read_parts(), {}
+    path = after(parts)
     notebooks = {c.path: read_notebook(root / f"nbs/{c.path}.ipynb", root) for part in parts for c in part.chapters}
     titles = {path: title_of(notebook) for path, notebook in notebooks.items()}
     index = read_notebook(root / "nbs/index.ipynb", root)
@@ -148,8 +159,9 @@ def make_book(root: Path, target: Path) -> dict[str, str]:
     for part in parts:
         write(target / f"{part.page}.md", part_page(part, titles))
         for chapter in part.chapters:
-            save(chapter_page(notebooks[chapter.path], part, chapter), target / f"{chapter.path}.ipynb")
-    for path, notebook in {"index": index, **notebooks}.items():
+            data = chapter_page(notebooks[chapter.path], part, chapter, path.get(chapter.path))
+            save(data, target / f"{chapter.path}.ipynb")
+    for name, notebook in {"index": index, **notebooks}.items():
         if module := module_name(notebook):
-            chapters[module] = f"/book/{path}.ipynb"
+            chapters[module] = f"/book/{name}.ipynb"
     return chapters

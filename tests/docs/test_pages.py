@@ -63,6 +63,18 @@ def test_a_chapter_says_where_it_stands():
     assert "[Part 2: Blocks](/book/part_02.md)" in first and "two-hour path" in first
 
 
+def test_a_chapter_of_the_path_ends_with_the_way_to_the_next():
+    other = book.Part(3, "Scheduler", "When?", (book.Chapter("b/one", "How?", fast=True),))
+    path = book.after([PART, other])
+    assert path == {"a/one": other.chapters[0]}
+    pages = [
+        book.chapter_page(notebook("# Title", kind="markdown"), part, c, path.get(c.path))["cells"]
+        for part, c in ((PART, PART.chapters[0]), (PART, PART.chapters[1]), (other, other.chapters[0]))
+    ]
+    assert [len(cells) for cells in pages] == [2, 1, 1]
+    assert pages[0][-1]["source"].endswith("[How?](/book/b/one.ipynb)")
+
+
 def test_a_chapter_without_a_title_is_an_error():
     with pytest.raises(ValueError, match=r"nbs/x.ipynb: .* begins with its title"):
         book.chapter_page(notebook("Text", kind="markdown"), PART, PART.chapters[0])
