@@ -1,12 +1,12 @@
 """How does a token come out?
 
-The last chapters made the parts: the wishes as columns, the list of transforms, the draw, the
-reports.
+The `Sampler` takes the logits of all running requests, a score for every token of the vocabulary,
+and gives one token for each.
 """
 
 # Generated from nbs/3_model/15_sampler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3b9ffac5f992 module=b1d67ce443de
+# literate: notebook=94fe8e274519 module=2fffdb7e2e58
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
