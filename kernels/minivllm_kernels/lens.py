@@ -5,7 +5,7 @@ Question: which thread read which slot, and was it a good idea?
 
 # Generated from nbs/4_kernels/12_lens.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=35fc05eaf448 module=d659773ad89c
+# literate: notebook=da58e63f443d module=d1c491f1613b
 
 import linecache
 import sys
@@ -291,13 +291,14 @@ class Lens:
             )
             top += height + 26
         style = (
-            "text{font:11px ui-monospace,monospace;fill:currentColor}.n{font-weight:600}.c text{fill:#fff;text-anchor:middle}"
-            ".e{fill:none;stroke:#8888;}.o{fill:#d00000}.r{text-anchor:end;opacity:.7}"
+            ".lens text{font:11px ui-monospace,monospace;fill:currentColor}.lens .n{font-weight:600}"
+            ".lens .c text{fill:#fff;text-anchor:middle}.lens .r{text-anchor:end;opacity:.7}"
+            ".lens .e{fill:none;stroke:#8888;}.lens .o{fill:#d00000}"
         )
         width = LEFT + 32 * CELL_WIDTH
         label = f"Which thread touched which element: {len(self.accesses)} accesses, {len(self.outside())} outside"
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {max(top, 20)}" width="{width}" role="img"'
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="lens" viewBox="0 0 {width} {max(top, 20)}" width="{width}" role="img"'
             f' aria-label="{label}" style="max-width:100%"><style>{style}</style>{"".join(parts)}</svg>'
         )
 

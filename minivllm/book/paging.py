@@ -5,7 +5,7 @@ Question: can you write a paged KV cache yourself, a few lines at a time?
 
 # Generated from nbs/0_start/03_paging_puzzles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5576500f4770 module=2306ce61f5bb
+# literate: notebook=aa21e8bd7c95 module=8541ea75bcc6
 
 import inspect
 import re
@@ -86,10 +86,13 @@ class Replay:
             parts.append(f'<text x="{_CELL * (len(blocks) + 0.4)}" y="{y + 18}">{row + 1}. {escape(caption)}</text>')
         width = _CELL * (len(blocks) + 1) + 8 * (4 + max(map(len, self.captions)))
         height = 24 + _ROW * len(self.captions)
-        style = "text{font:12px ui-monospace,monospace;fill:currentColor}.c{text-anchor:middle}.w{text-anchor:middle;fill:#fff}"
+        style = (
+            ".story text{font:12px ui-monospace,monospace;fill:currentColor}"
+            ".story .c{text-anchor:middle}.story .w{text-anchor:middle;fill:#fff}"
+        )
         label = f"{len(self.captions)} steps on a block map"
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{label}"'
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="story" viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{label}"'
             f' style="max-width:100%"><style>{style}</style>{"".join(parts)}</svg>'
         )
 

@@ -70,3 +70,8 @@ def test_a_block_that_somebody_holds_cannot_be_taken_twice():
 
     assert "the story cannot go on" in allocate.show(twice).text
     assert allocate.check(twice).text.startswith("step 1 (a has 10 tokens): table[1] should be 1, and is 3")
+
+
+def test_the_style_of_a_picture_reaches_nothing_else_on_the_page():
+    (style,) = re.findall(r"<style>(.*?)</style>", PUZZLES[0].show(PUZZLES[0].answer).svg())
+    assert all(rule.startswith(".story ") for rule in style.split("}") if rule)

@@ -1,5 +1,7 @@
 """The lens counts what can be counted by hand; every puzzle takes its answer and tells its wrong kernels what is wrong."""
 
+import re
+
 import numpy as np
 import pytest
 from numba import cuda
@@ -70,6 +72,13 @@ def test_what_is_outside_is_noted_and_harmless():
     assert [(a.array, a.thread, a.index, a.write) for a in lens.outside()] == [("x", 0, -1, False), ("out", 2, 2, True)]
     assert np.isnan(out[0, 0]) and out[1, 0] == 0
     assert 'class="o"' in lens.svg() and "thread 2 of block 0 writes out[2] of 2" in lens.report()
+
+
+def test_the_style_of_a_picture_reaches_nothing_else_on_the_page():
+    (style,) = re.findall(
+        r"<style>(.*?)</style>", Lens().run(strided, 1, 1, out=np.zeros(1), x=np.zeros(1), step=1).svg()
+    )
+    assert all(rule.startswith(".lens ") for rule in style.split("}") if rule)
 
 
 def test_what_a_lens_cannot_read_is_said():
