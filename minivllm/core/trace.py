@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=363131f057aa module=71471fa17722
+# literate: notebook=6f77c717c8df module=cfc889f16285
 
 from __future__ import annotations
 
@@ -592,7 +592,8 @@ def _tell(event: Event) -> str | None:
     if kind == "finish":
         return f"finished: {event[2]}"
     if kind in ("alloc", "hit"):
-        return f"{'took' if kind == 'alloc' else 'shared'} blocks {', '.join(map(str, event[3]))}"
+        blocks = f"block{'s' if len(event[3]) > 1 else ''} {', '.join(map(str, event[3]))}"
+        return f"{'took' if kind == 'alloc' else 'shared'} {blocks}"
     return None
 
 
