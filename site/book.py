@@ -44,11 +44,14 @@ def read_parts() -> list[Part]:
     ]
 
 
-def folded(metadata: dict) -> dict:
-    """Cells that JupyterLab folds away, such as solutions, are folded on the page too."""
-    if not metadata.get("jupyter", {}).get("source_hidden"):
-        return metadata
-    return {**metadata, "tags": [*metadata.get("tags", []), "hide-input"]}
+def tagged(metadata: dict, exported: bool) -> dict:
+    """What JupyterLab folds away, such as solutions, is folded on the page too; cells of the module are marked."""
+    tags = [*metadata.get("tags", [])]
+    if metadata.get("jupyter", {}).get("source_hidden"):
+        tags.append("hide-input")
+    if exported:
+        tags.append("exported")
+    return {**metadata, "tags": tags} if tags else metadata
 
 
 def page(notebook: Notebook) -> dict:
@@ -57,7 +60,7 @@ def page(notebook: Notebook) -> dict:
     for cell, raw in zip(notebook.cells, notebook.data["cells"], strict=True):
         source = re.sub(r"^# NBVAL_\w+\n", "", cell.code.strip("\n"), flags=re.MULTILINE)  # marks for the tests
         if "hide" not in cell.directives and source.strip():
-            shown.append({**raw, "source": source, "metadata": folded(raw["metadata"])})
+            shown.append({**raw, "source": source, "metadata": tagged(raw["metadata"], cell.exported)})
     return {**notebook.data, "cells": shown}
 
 

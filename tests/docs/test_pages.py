@@ -49,6 +49,11 @@ def test_what_jupyterlab_folds_is_folded():
     assert book.page(hidden)["cells"][0]["metadata"]["tags"] == ["hide-input"]
 
 
+def test_cells_of_the_module_are_marked():
+    assert book.page(notebook("#| export\nx = 1"))["cells"][0]["metadata"]["tags"] == ["exported"]
+    assert "tags" not in book.page(notebook("x = 1"))["cells"][0]["metadata"]
+
+
 PART = book.Part(2, "Blocks", "Where?", (book.Chapter("a/one", "Who?", fast=True), book.Chapter("a/two", "What?")))
 
 
