@@ -190,16 +190,14 @@ class Stopwatch:
         self._undo.append(lambda: setattr(owner, name, original))
 
     def watch_program(self) -> None:
-        """Have programs launch their kernels one by one, and time each."""
+        """Time each kernel of a program."""
 
         def timed(program: Program, threads: int) -> None:
-            start = before = time.perf_counter()
-            for kernel in program.step_by_step(threads):
-                now = time.perf_counter()
-                self.seconds[PART_OF_KERNEL[kernel.name]] += now - before
-                before = now
+            took = program.timed(threads)
+            for kernel, seconds in zip(program.kernels, took, strict=True):
+                self.seconds[PART_OF_KERNEL[kernel.name]] += seconds
             if self._inside:
-                self._inside[-1] += before - start
+                self._inside[-1] += took.sum()
 
         original = Program.__call__
         Program.__call__ = timed  # type: ignore[method-assign]
@@ -261,8 +259,8 @@ def watch_engine(watch: Stopwatch, backend: type) -> None:
 
 
 def profile(dtype: torch.dtype, batches: Sequence[int] = (1, 64), steps: int = 60) -> dict[str, Any]:
-    """Where the time of a decode step goes. A stopwatch costs about a microsecond a call, and the kernels of a program are launched
-    one by one to be timed; `plain` is the step without all that."""
+    """Where the time of a decode step goes. A stopwatch costs about a microsecond a call, a look at the clock after each kernel of a
+    program less; `plain` is the step without all that. Medians over steps."""
     from minivllm import LLM, SamplingParams
     from minivllm.sampling.params import RequestOutputKind
 
@@ -281,23 +279,28 @@ def profile(dtype: torch.dtype, batches: Sequence[int] = (1, 64), steps: int = 6
                 )
             for _ in range(20):
                 engine.step()
-            plain, watched = [], []
+            plain: list[float] = []
+            watched: list[dict[str, float]] = []
             watch = Stopwatch()
             for _ in range(steps // 10):  # in turn, since other work on the machine comes and goes
-                for times in (plain, watched):
-                    if times is watched:
+                for timed in (False, True):
+                    if timed:
                         watch_engine(watch, backend)
                         if step is None or not step.takes(size):  # a function that is watched is not the decoder's own
                             watch_layers(watch, backend)
                     for _ in range(10):
+                        watch.seconds.clear()
                         start = time.perf_counter()
                         engine.step()
-                        times.append(time.perf_counter() - start)
+                        took = time.perf_counter() - start
+                        if timed:
+                            watched.append(watch.seconds | {"rest": took - sum(watch.seconds.values())})
+                        else:
+                            plain.append(took)
                     watch.stop()
             engine.abort_request([f"{size}-{i}" for i in range(size)])
             engine.step()
-            milliseconds = {part: 1e3 * watch.seconds[part] / len(watched) for part in PARTS[:-1]}
-            milliseconds["rest"] = 1e3 * sum(watched) / len(watched) - sum(milliseconds.values())
+            milliseconds = {part: 1e3 * float(np.median([step.get(part, 0.0) for step in watched])) for part in PARTS}
             found[str(size)] = milliseconds | {"plain": 1e3 * float(np.median(plain))}
     table = []
     for part in PARTS:

@@ -5,7 +5,7 @@ Question: the packed order has the outputs in the lanes.
 
 # Generated from nbs/4_kernels/25d_cpu_packed.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=81434f43b73a module=44dc1afcb609
+# literate: notebook=092a3061a72d module=aee7c2011fb3
 
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +28,11 @@ from minivllm_kernels.cpu_packing import (
     X,
 )
 from minivllm_kernels.cpu_vector import (
+    as_bf16,
     claim,
     floats_at,
     load,
     load_halves,
-    move,
     prefetch,
     splat,
     store,
@@ -77,35 +77,44 @@ def make_tile(rows: int, vectors: int, lanes: int) -> Any:
     return tile
 
 
-def make_give(out_at: int, bias_at: int, outputs_at: int, bits: int, lanes: int) -> Any:
-    """A function that writes one row of an item's sums with the bias, rounded to `bits`; the first three are places among the arguments."""
-    L = lanes
+def make_give(out_at: int, bias_at: int, outputs_at: int, bits: int, lanes: int, out_bits: int = 0) -> Any:
+    """A function that writes one row of an item's sums with the bias, rounded to `bits`; the first three are places among the arguments.
+    ``out_bits``: of what they are written to, `bits` if 0."""
+    out_bits = out_bits or bits
+    put_many, put_one = (_make_put(n, bits < out_bits) for n in (lanes, 1))
 
     @jit
     def give(args, sums, row, first):
-        out, bias, outputs = floats_at(args[out_at], bits), floats_at(args[bias_at], 32), args[outputs_at]
+        out, bias, outputs = floats_at(args[out_at], out_bits), args[bias_at], args[outputs_at]
         to, n = row * outputs + first, min(outputs - first, ITEM)
-        for i in range(0, n // L * L, L):
-            value = load(sums, i, L)
-            if args[bias_at] != 0:
-                value = value + load(bias, first + i, L)
-            store(out, to + i, value)
-        for i in range(n // L * L, n):
-            if args[bias_at] != 0:
-                sums[i] += bias[first + i]
-            move(out, to + i, sums, i)
+        whole = n // lanes * lanes
+        for i in range(0, whole, lanes):
+            put_many(out, to + i, sums, i, bias, first + i)
+        for i in range(whole, n):
+            put_one(out, to + i, sums, i, bias, first + i)
 
     return give
 
 
+def _make_put(lanes: int, rounded: bool) -> Any:
+    @jit
+    def put(out, to, sums, i, bias, at):
+        value = load(sums, i, lanes)
+        if bias != 0:
+            value = value + load(floats_at(bias, 32), at, lanes)
+        store(out, to, as_bf16(value) if rounded else value)
+
+    return put
+
+
 # %% nbs/4_kernels/25d_cpu_packed.ipynb #multiply
-def multiply(lanes: int, registers: int) -> Callable[[Any], None]:
-    """Body of the kernel. Arguments: `cpu_packing`."""
+def multiply(out_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
+    """Body of the kernel. Arguments: `cpu_packing`. ``out_bits``: of the results, which are rounded to bf16."""
     L = lanes
     V1, V2, V4, V8 = (tile_vectors(n, lanes, registers) for n in (1, 2, 4, 8))
     tile1, tile2, tile4, tile8 = (make_tile(n, v, lanes) for n, v in ((1, V1), (2, V2), (4, V4), (8, V8)))
 
-    give = make_give(OUT, BIAS, OUTPUTS, 16, lanes)
+    give = make_give(OUT, BIAS, OUTPUTS, 16, lanes, out_bits)
 
     def body(args):
         memory = args[SCRATCH] + claim(args, ENTERED, 1) * args[SCRATCH_BYTES]

@@ -5,7 +5,7 @@ Question: a library that multiplies many rows wants the weight in an order of it
 
 # Generated from nbs/4_kernels/25c_cpu_packing.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a945c16bb716 module=f5f371afa9b0
+# literate: notebook=14b81d05a66b module=2b393e6d9d99
 
 import ctypes
 import functools
@@ -82,7 +82,7 @@ def packed_problem(inputs: int, block: int) -> str | None:
 
 
 class PackedProduct:
-    """x [rows, inputs] times one packed bf16 weight, plus its bias. Rows and results are bf16.
+    """x [rows, inputs] times one packed bf16 weight, plus its bias. Rows are bf16, results are rounded to it.
 
     Args:
         weight: address of [outputs / block][padded / 2][block][2] bf16, outputs padded to whole blocks; the memory must
@@ -90,6 +90,7 @@ class PackedProduct:
         padded: inputs, padded.
         bias: address of float32 [outputs], or 0.
         tiles: by the tile unit, see `host_tiles`; inputs must be a multiple of 32.
+        out_bits: 32 for results that are written as float32, rounded all the same.
 
     Raises:
         ValueError: `packed_problem`.
@@ -98,18 +99,26 @@ class PackedProduct:
     AT_ONCE = 64  # rows of a launch; more are done one after the other
 
     def __init__(
-        self, weight: int, outputs: int, inputs: int, padded: int, block: int, bias: int = 0, tiles: bool = False
+        self,
+        weight: int,
+        outputs: int,
+        inputs: int,
+        padded: int,
+        block: int,
+        bias: int = 0,
+        tiles: bool = False,
+        out_bits: int = 16,
     ) -> None:
         if problem := packed_problem(inputs, block):
             raise ValueError(problem)
         if tiles and inputs % (2 * TILE):
             raise ValueError(f"{inputs} inputs are not a multiple of {2 * TILE}")
-        self.inputs, self.outputs, self.tiles = inputs, outputs, tiles
+        self.inputs, self.outputs, self.tiles, self.out_bytes = inputs, outputs, tiles, out_bits // 8
         if tiles:
-            self.kernel = kernel("minivllm_kernels.cpu_tiles:multiply")
+            self.kernel = kernel("minivllm_kernels.cpu_tiles:multiply", out_bits)
         else:
             lanes = math.gcd(host_lanes(), inputs)
-            self.kernel = kernel("minivllm_kernels.cpu_packed:multiply", lanes, host_registers())
+            self.kernel = kernel("minivllm_kernels.cpu_packed:multiply", out_bits, lanes, host_registers())
         configs = tile_configs().ctypes.data
         self.args = pack(-(-outputs // ITEM), 0, weight, bias, 0, 0, inputs, outputs, padded, block, 0, 0, configs)
 
@@ -122,5 +131,6 @@ class PackedProduct:
             sums = 2 * TILE if self.tiles else 8
             args[SCRATCH_BYTES] = size = -(-4 * (sums * ITEM + widened) // 64) * 64
             args[SCRATCH] = on.scratch(threads * size)
-            args[X], args[OUT], args[ROWS] = x + first * self.inputs * 2, out + first * self.outputs * 2, n
+            args[X], args[OUT] = x + first * self.inputs * 2, out + first * self.outputs * self.out_bytes
+            args[ROWS] = n
             on.run(self.kernel, args, threads)

@@ -5,23 +5,27 @@ Question: a step of a small model is three hundred kernels of a few microseconds
 
 # Generated from nbs/4_kernels/21b_cpu_program.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8802ce8fd353 module=5a6098d09e5f
+# literate: notebook=ddc69e7439d7 module=91f2fc25b710
 
 import ctypes
 import functools
 import os
 import threading
+import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
-from minivllm_kernels.cpu_kernel import COUNT, ENTERED, NEXT, OWN, Kernel, host_is_x86, kernel, launch, pack, run
+from minivllm_kernels.cpu_kernel import COUNT, ENTERED, NEXT, OWN, Kernel, host_is_x86, kernel, pack, run
 
 __all__ = [
     "ARGS",
     "CAME",
+    "CLOCK",
+    "CLOCK_FIRST",
+    "CLOCK_SECOND",
     "ENTRY",
     "FIELDS",
     "NOW",
@@ -35,6 +39,7 @@ __all__ = [
     "Scratch",
     "aligned",
     "conduct",
+    "look_at_clock",
 ]
 
 
@@ -108,7 +113,7 @@ def conduct(patience: int, x86: int) -> Callable[[Any], None]:
         for i in range(args[COUNT]):
             at = i * FIELDS
             claim(steps, at + CAME, 1)
-            call(steps[at + ENTRY], steps[at + ARGS])
+            call(steps[at + ENTRY], steps[at + ARGS], 0)
             claim(steps, at + WENT, 1)
             looks = 0
             while peek(steps, at + WENT) != peek(steps, at + CAME):
@@ -116,19 +121,49 @@ def conduct(patience: int, x86: int) -> Callable[[Any], None]:
                 if looks < patience:
                     relax(x86)
                 else:
-                    call(args[YIELD], 0)
+                    call(args[YIELD], 0, 0)
+
+    return body
+
+
+# %% nbs/4_kernels/21b_cpu_program.ipynb #look_at_clock
+(CLOCK, CLOCK_FIRST, CLOCK_SECOND) = range(OWN, OWN + 3)
+"""Arguments of `look_at_clock`: address of the system's function, and what it is called with."""
+
+
+def look_at_clock() -> Callable[[Any], None]:
+    """Body of the kernel that notes the time."""
+    from minivllm_kernels.cpu_vector import call, claim
+
+    def body(args):
+        if claim(args, NEXT, 1) < args[COUNT]:
+            call(args[CLOCK], args[CLOCK_FIRST], args[CLOCK_SECOND])
 
     return body
 
 
 # %% nbs/4_kernels/21b_cpu_program.ipynb #Program
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
 @functools.cache
 def _yield_address() -> int:
     """Where the system's function is that lets another thread have this core."""
     give = ctypes.WinDLL("kernel32").SwitchToThread if os.name == "nt" else ctypes.CDLL(None).sched_yield  # type: ignore[attr-defined]
-    address = ctypes.cast(give, ctypes.c_void_p).value
-    assert address is not None
-    return address
+    return _address(give)
+
+
+@functools.cache
+def _clock() -> tuple[int, int]:
+    """Where the system's function is that tells the time as (seconds, nanoseconds), and its first argument."""
+    if not hasattr(time, "CLOCK_MONOTONIC"):
+        raise NotImplementedError(
+            "kernels of a program are timed where there is a clock_gettime, and this system has none"
+        )
+    return _address(ctypes.CDLL(None).clock_gettime), time.CLOCK_MONOTONIC
 
 
 class Program:
@@ -184,12 +219,25 @@ class Program:
         self._reset()
         run(self._conductor, self._own, threads)
 
-    def step_by_step(self, threads: int) -> Iterator[Kernel]:
-        """Carry it out by a launch for each kernel, which is given out when it is done: to see what takes how long."""
+    def timed(self, threads: int) -> np.ndarray:
+        """Carry it out, with a look at the clock after each kernel: float64 [kernels], the seconds that each took.
+
+        A look takes a small part of a microsecond, and so does the wait of the threads for each other, which counts for the kernel
+        before it.
+        """
+        clock, first = _clock()
+        looks = np.zeros((len(self) + 1, 2), np.int64)
+        asked = np.zeros((len(looks), OWN + 3), np.int64)
+        asked[:, COUNT], asked[:, CLOCK], asked[:, CLOCK_FIRST] = 1, clock, first
+        asked[:, CLOCK_SECOND] = looks.ctypes.data + looks.strides[0] * np.arange(len(looks))
+        steps = np.zeros((2 * len(self) + 1, FIELDS), np.int64)
+        steps[1::2] = self._steps
+        steps[::2, ENTRY] = kernel("minivllm_kernels.cpu_program:look_at_clock").address
+        steps[::2, ARGS] = asked.ctypes.data + asked.strides[0] * np.arange(len(asked))
         self._reset()
-        for which, where in zip(self.kernels, self._steps[:, ARGS].tolist(), strict=True):
-            launch(which, where, threads)
-            yield which
+        steps[:, CAME:] = 0
+        run(self._conductor, pack(len(steps), steps.ctypes.data, _yield_address()), threads)
+        return np.diff(looks[:, 0] + 1e-9 * looks[:, 1])
 
     def _reset(self) -> None:
         self.args[:, (NEXT, ENTERED)] = 0

@@ -6,7 +6,7 @@ takes over from there.
 
 # Generated from nbs/4_kernels/25g_cpu_tiles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6a55bd46f2dc module=b0516b22dfad
+# literate: notebook=7825cd5659f9 module=bfb4f9d38e3d
 
 from collections.abc import Callable
 from typing import Any
@@ -149,9 +149,9 @@ def make_pass(count: int) -> Any:
     return run_pass
 
 
-def multiply() -> Callable[[Any], None]:
-    """Body of the kernel. Arguments: `cpu_packing`; inputs are a multiple of `2 * TILE`."""
-    one, two, give = make_pass(1), make_pass(2), make_give(OUT, BIAS, OUTPUTS, 16, TILE)
+def multiply(out_bits: int) -> Callable[[Any], None]:
+    """Body of the kernel. Arguments: `cpu_packing`; inputs are a multiple of `2 * TILE`. ``out_bits``: see `cpu_packed`."""
+    one, two, give = make_pass(1), make_pass(2), make_give(OUT, BIAS, OUTPUTS, 16, TILE, out_bits)
 
     def body(args):
         sums = args[SCRATCH] + claim(args, ENTERED, 1) * args[SCRATCH_BYTES]

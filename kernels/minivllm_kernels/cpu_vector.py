@@ -5,7 +5,7 @@ Question: a compiler turns numba's Python into machine code.
 
 # Generated from nbs/4_kernels/20_cpu_vector.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7395f1c65f2f module=f42308d14c80
+# literate: notebook=0e0c644adc13 module=de576ccfc4a0
 
 import operator
 from typing import Any
@@ -32,6 +32,7 @@ __all__ = [
     "ROUNDER",
     "Vector",
     "address",
+    "as_bf16",
     "ask_for",
     "broadcast",
     "call",
@@ -199,6 +200,12 @@ def store(typing: Any, array: Any, index: Any, x: Any) -> Any:
     if array.dtype not in (types.float32, types.uint16):
         raise TypingError(f"cannot store a vector to {array.dtype}: float32 or uint16 (bf16)")
     return signature(types.void, array, types.int64, x), emit
+
+
+@primitive
+def as_bf16(typing: Any, x: Any) -> Any:
+    """A vector rounded as `store` rounds to bf16, float32 still."""
+    return signature(x, x), lambda c, b, s, a: widen(b, narrow(b, a[0], x.lanes), x.lanes)
 
 
 # %% nbs/4_kernels/20_cpu_vector.ipynb #move
@@ -381,15 +388,16 @@ def relax(typing: Any, x86: Any) -> Any:
 
 
 @primitive
-def call(typing: Any, function: Any, argument: Any) -> Any:
-    """Call the machine code at an address with one int64, for instance another kernel with the address of its arguments."""
+def call(typing: Any, function: Any, argument: Any, second: Any) -> Any:
+    """Call the machine code at an address with two int64, for instance another kernel with the address of its arguments. Code that
+    takes one does not look at the second."""
 
     def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        entry = ir.FunctionType(ir.VoidType(), [I64])
-        b.call(b.inttoptr(a[0], entry.as_pointer()), [a[1]])
+        entry = ir.FunctionType(ir.VoidType(), [I64, I64])
+        b.call(b.inttoptr(a[0], entry.as_pointer()), [a[1], a[2]])
         return c.get_dummy_value()
 
-    return signature(types.void, types.int64, types.int64), emit
+    return signature(types.void, types.int64, types.int64, types.int64), emit
 
 
 def ask_for(b: Any, pointer: Any) -> None:

@@ -5,7 +5,7 @@ Question: a step has one row, or eight, or five hundred.
 
 # Generated from nbs/4_kernels/27_cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=33f54b15b767 module=4e7ed3d1737c
+# literate: notebook=20e217bdcc5a module=18d383b0a67c
 
 import ctypes
 import functools
@@ -181,14 +181,19 @@ class Packed:
         self.wide_bias = None if bias is None else bias.float().contiguous()
         padded = self.memory.numel() // (-(-self.outputs // block) * block)
         where = 0 if self.wide_bias is None else self.wide_bias.data_ptr()
-        sizes = (self.memory.data_ptr(), self.outputs, self.inputs, padded, block)
-        self.product = PackedProduct(*sizes, where, by_tiles(self.inputs))
+        sizes = (self.outputs, self.inputs, padded, block)
+        self._described = (self.memory.data_ptr(), *sizes, where, by_tiles(self.inputs))
+        self.product, self.out_dtype = PackedProduct(*self._described), torch.bfloat16
         self.multiply = torch.ops.mkldnn._linear_pointwise
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > self.few:
-            return self.multiply(x, self.packed, self.bias, "none", [], "")
-        return launch_product(self, x)
+            return self.multiply(x, self.packed, self.bias, "none", [], "").to(self.out_dtype)
+        return launch_product(self, x, x.new_empty(x.shape[0], self.outputs, dtype=self.out_dtype))
+
+    def widen(self) -> None:
+        """Give results in float32 from now on, rounded as before."""
+        self.product, self.out_dtype = PackedProduct(*self._described, out_bits=32), torch.float32
 
     def unpack(self) -> Tensor:
         """The weight in its ordinary order, a copy."""

@@ -5,7 +5,7 @@ Question: three fused kernels are there.
 
 # Generated from nbs/4_kernels/29_cpu_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f43ca98346ea module=9c735ee1d885
+# literate: notebook=f084cbab2cf2 module=d3e6430cb940
 
 import functools
 import importlib.util
@@ -48,7 +48,9 @@ def _kernel(name: str, size: int, *params: int) -> Callable[..., None]:
     which = kernel(f"minivllm_kernels.cpu_pointwise:{name}", *head, params[0], lanes, *params[1:])
 
     def launch(on: "Launcher | None", numbers: int, rows: int, *own: int) -> None:
-        (NOW if on is None else on).run(which, pack(rows, *own), torch.get_num_threads() if numbers > ALONE else 1)
+        threads = torch.get_num_threads()
+        args = pack(rows, max(rows // (4 * threads), 1), *own)
+        (NOW if on is None else on).run(which, args, threads if numbers > ALONE else 1)
 
     return launch
 

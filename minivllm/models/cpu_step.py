@@ -5,11 +5,12 @@ Question: a program carries out many kernels by one launch.
 
 # Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a0d898b6a3d5 module=731095d4a7dd
+# literate: notebook=ae9bb28ccbd0 module=d6e8a4e39d24
 
 import sys
 import threading
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,16 @@ from minivllm.models.decoder import Attention, Decoder, DecoderLayer
 from minivllm.models.layers import GatedMLP, QKNorm, RMSNorm
 from minivllm.models.linear import Linear
 from minivllm_kernels.cpu_planning import STEP_ARGS
+from minivllm_kernels.cpu_pointwise import NORM_OUT
 from minivllm_kernels.cpu_program import Program, Scratch
 
-__all__ = ["MOST_ROWS", "STANDS_FOR", "CPUStep", "is_as_written", "step_problem"]
+__all__ = ["MOST_ROWS", "STANDS_FOR", "CPUStep", "Places", "is_as_written", "step_problem"]
 
 
 # %% nbs/4_kernels/29b_cpu_step.ipynb #step_problem
 """Steps of few tokens on a CPU by a single launch."""
 
+Places = tuple[np.ndarray, ...]
 MOST_ROWS = 64
 """Tokens of a step that is made by one launch, at most. For more, Python's share is small."""
 STANDS_FOR: dict[type, tuple[str, ...]] = {
@@ -51,8 +54,27 @@ def is_as_written(cls: type, names: Sequence[str]) -> bool:
     return [(code.co_filename, code.co_qualname) for code in codes if code is not None] == written
 
 
+_MODULES = ("attention", "mlp", "attention_norm", "mlp_norm")
+
+
+_LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
+
+
+_PRODUCTS = tuple(f"{linear}._run" for linear in _LINEARS)
+
+
+_code_of_layer = attrgetter(*_MODULES, *_LINEARS, *_PRODUCTS)
+
+
 def step_problem(decoder: Decoder) -> str | None:
     """Why the layers of a decoder cannot be one launch, or None."""
+    try:
+        return _problem(decoder)
+    except AttributeError as error:
+        return f"a part of it is somebody's own: {error}"
+
+
+def _problem(decoder: Decoder) -> str | None:
     backend = decoder.backend
     if type(backend) is not NumbaCPUBackend or any(layer.attention.backend is not backend for layer in decoder.layers):
         return f"the attention backend is {backend.name}, not numba_cpu for all layers"
@@ -82,12 +104,9 @@ def _parts(decoder: Decoder) -> list[Any]:
     """What a decoder's layers are made of: everything that has code."""
     parts: list[Any] = [decoder.final_norm]
     for layer in decoder.layers:
-        attention, mlp = layer.attention, layer.mlp
-        linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
-        parts += (layer, attention, mlp, layer.attention_norm, layer.mlp_norm, *linears)
-        parts += [getattr(linear, "_run", None) for linear in linears]
-        if attention.qk_norm is not None:
-            parts.append(attention.qk_norm)
+        parts += (layer, *_code_of_layer(layer))
+        if layer.attention.qk_norm is not None:
+            parts.append(layer.attention.qk_norm)
     return parts
 
 
@@ -125,7 +144,7 @@ class CPUStep:
             self.slots = torch.zeros(max(decoder.layer_to_group) + 1, rows, dtype=torch.int64)
         self._scratch, self._busy = Scratch(), threading.Lock()
         self._few, self._seen, self._bound_to = 0, list[object](), list[object]()
-        self._programs: dict[int, tuple[Program, list[list[int]]]] = {}
+        self._programs: dict[int, tuple[Program, list[Places]]] = {}
 
     @torch.no_grad()
     def __call__(
@@ -148,6 +167,7 @@ class CPUStep:
     ) -> Tensor:
         decoder, rows = self.decoder, len(token_ids)
         program, attentions = self._program(rows, kv_caches, plans)
+        out = torch.empty_like(self.normed[:rows])
         torch.index_select(decoder.embedding, 0, token_ids, out=self.stream[:rows])
         if decoder.embedding_scale != 1.0:
             self.stream[:rows] *= decoder.embedding_scale
@@ -156,15 +176,16 @@ class CPUStep:
             cos[:rows], sin[:rows] = rope(positions, decoder.dtype)
         for slots, plan, where in zip(self.slots, plans, attentions, strict=True):
             slots[:rows] = plan.slot_mapping
-            program.args[np.ix_(where, STEP_ARGS)] = [plan.step.args[field] for field in STEP_ARGS]
+            program.args[where] = [plan.step.args[field] for field in STEP_ARGS]
+        program.args[-1, NORM_OUT] = out.data_ptr()
         program(min(torch.get_num_threads(), *(plan.step.threads for plan in plans)))  # a plan has memory for so many
-        return self.normed[:rows].clone()
+        return out
 
     # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_note
     def _note(
         self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
-    ) -> tuple[Program, list[list[int]]]:
-        """The program for so many tokens, and which of its kernels are the attention of each group."""
+    ) -> tuple[Program, list[Places]]:
+        """The program for so many tokens, and where in its arguments each group's attention is described."""
         decoder, program = self.decoder, Program(self._scratch)
         attentions: list[list[int]] = [[] for _ in plans]
         x, stream, normed = self.out[:rows], self.stream[:rows], self.normed[:rows]
@@ -187,7 +208,7 @@ class CPUStep:
             launch_product(_product(layer.mlp.down), self.inner[:rows], x, program)
         norm(decoder.final_norm)
         program.seal()
-        return program, attentions
+        return program, [np.ix_(kernels, STEP_ARGS) for kernels in attentions]
 
     # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_rotate_and_write
     def _rotate_and_write(self, program: Program, rows: int, i: int, kv_caches: Sequence[Tensor]) -> None:
@@ -202,7 +223,10 @@ class CPUStep:
     # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-takes
     def takes(self, rows: int) -> bool:
         """Whether a step of so many tokens can be made here, by the decoder as it is now."""
-        state = _state(self.decoder)
+        try:
+            state = _state(self.decoder)
+        except AttributeError:  # something that is not like the package's own
+            return False
         if state != self._seen:
             self._seen, self._programs, self._few = state, {}, 0
             if step_problem(self.decoder) is None:
@@ -212,8 +236,8 @@ class CPUStep:
     # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_program
     def _program(
         self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
-    ) -> tuple[Program, list[list[int]]]:
-        """The program for so many tokens, and the places of attention in it."""
+    ) -> tuple[Program, list[Places]]:
+        """As `_note`, which is asked only once."""
         bound_to: list[object] = [torch.get_num_threads()]  # each thread has memory in a program
         bound_to += [(cache.data_ptr(), cache.shape, cache.dtype) for cache in kv_caches]
         bound_to += [plan.step.kernel for plan in plans]
@@ -236,18 +260,22 @@ def _few_rows(decoder: Decoder, most: int) -> int:
 
 
 # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-takes
+_state_of_layer = attrgetter(
+    *("__class__", "attention.backend", "attention.fused", "attention.qk_norm", "attention_post_norm", "mlp_post_norm"),
+    *("mlp.fused", "mlp.activation", "attention_norm.eps", "attention_norm.fused", "mlp_norm.eps", "mlp_norm.fused"),
+    *(name for part in (*_MODULES, *_LINEARS, *_PRODUCTS) for name in (part, f"{part}.__class__")),
+    *(f"{product}.few" for product in _PRODUCTS),
+)
+
+
 def _state(decoder: Decoder) -> list[object]:
     """What programs depend on, but for caches, threads and numbers in memory (which they read anew)."""
-    parts = _parts(decoder)
-    state = [*parts, *map(type, parts), decoder.backend, *vars(decoder.backend), *decoder.ropes]
+    last = decoder.final_norm
+    state = [last, type(last), last.weight.data_ptr(), last.eps, last.fused, decoder.backend, *vars(decoder.backend)]
     state += [cls.__dict__.get(name) for cls, names in STANDS_FOR.items() for name in names]
-    state += (decoder.final_norm.weight.data_ptr(), decoder.final_norm.eps, decoder.final_norm.fused)
     for layer in decoder.layers:
-        attention, mlp, first, second = layer.attention, layer.mlp, layer.attention_norm, layer.mlp_norm
-        state += (attention.backend, attention.fused, mlp.fused, mlp.activation)
-        state += (layer.attention_post_norm, layer.mlp_post_norm)
-        state += (first.weight.data_ptr(), first.eps, first.fused, second.weight.data_ptr(), second.eps, second.fused)
-        if (heads := attention.qk_norm) is not None:
-            state += (heads.weight.data_ptr(), heads.eps)
-    state += [getattr(part, "few", None) for part in parts]
-    return [*state, *decoder.layer_to_rope, *decoder.layer_to_cache, *decoder.layer_to_group]
+        state += _state_of_layer(layer)
+        state += (layer, layer.attention_norm.weight.data_ptr(), layer.mlp_norm.weight.data_ptr())
+        if (heads := layer.attention.qk_norm) is not None:
+            state += (type(heads), heads.weight.data_ptr(), heads.eps)
+    return [*state, *decoder.ropes, *decoder.layer_to_rope, *decoder.layer_to_cache, *decoder.layer_to_group]

@@ -5,7 +5,7 @@ One decoder for many families: built from a `DecoderSpec`, run over a paged KV c
 
 # Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=69f2b92f0561 module=a87fcb66038a
+# literate: notebook=c95f4ffeb1ee module=79945d32d3ca
 
 import importlib.util
 import math
@@ -375,7 +375,7 @@ class Decoder:
         for linear in linears:
             if linear.kernel != self.linear_kernel:  # else it was prepared as soon as it was loaded
                 linear.prepare(self.linear_kernel)
-        self.head.prepare("int8" if self.linear_kernel in QUANTIZED else self.linear_kernel)
+        self.head.prepare("int8" if self.linear_kernel in QUANTIZED else self.linear_kernel, wide=True)
         for linear in (*linears, self.head):  # only now is all memory around a weight in use
             if linear.memory is not None:
                 use_huge_pages(linear.memory)

@@ -5,7 +5,7 @@ Linear layers whose weights are fused at load and whose product is chosen after 
 
 # Generated from nbs/3_model/04a_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bb56a3a982da module=9018abdab7aa
+# literate: notebook=57bf639b9f31 module=2b1943d22bcf
 
 import ctypes
 import importlib
@@ -51,7 +51,7 @@ KernelMaker = Callable[[Tensor, Tensor | None], LinearKernel]
 """From weight [out_features, in_features] and bias [out_features] (or None) to a kernel.
 
 A kernel that keeps the weight in an order of its own has a method `unpack()` that gives it back, and the layer lets the
-ordinary one go.
+ordinary one go. One that can give float32 for another dtype has a method `widen()`.
 """
 
 
@@ -288,11 +288,12 @@ class Linear:
         return tensor[self._rows[name]]
 
     # %% nbs/3_model/04a_linear.ipynb #Linear-prepare
-    def prepare(self, kernel: str = "auto") -> None:
+    def prepare(self, kernel: str = "auto", wide: bool = False) -> None:
         """Choose the matrix product, once the weight is loaded.
 
         Args:
             kernel: a name from `kernel_names()`, or `auto`.
+            wide: results are wanted in float32. A kernel that can write them so at once (it has a method `widen()`) will.
 
         Raises:
             ValueError: unknown name, or a kernel that cannot use this weight.
@@ -301,6 +302,8 @@ class Linear:
         name = choose_kernel(weight) if kernel == "auto" else kernel
         self._run, self.kernel = make_kernel(name, weight, self.bias), name
         self._weight = None if hasattr(self._run, "unpack") else weight
+        if wide and hasattr(self._run, "widen"):
+            self._run.widen()
 
     # %% nbs/3_model/04a_linear.ipynb #Linear-__call__
     def __call__(self, x: Tensor) -> Tensor:

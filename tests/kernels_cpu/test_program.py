@@ -1,6 +1,7 @@
 """Programs: many kernels by one launch, whatever the number of threads; and the product that runs on a tile unit."""
 
 import re
+import time
 
 import numpy as np
 import pytest
@@ -59,13 +60,26 @@ def test_a_program_does_what_its_kernels_do_one_after_the_other(kernel, order, s
         assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_step_by_step_gives_each_kernel_when_it_is_done(kernel):
-    arrays = [np.ones(8, np.float32) for _ in range(3)]
-    program = note(kernel, arrays, [(0, 1), (1, 2)])
-    steps = program.step_by_step(1)
-    assert next(steps) is kernel and arrays[1][0] == 2 and arrays[2][0] == 1
-    assert next(steps) is kernel and arrays[2][0] == 4
-    assert list(steps) == []
+def busy(args):
+    """Counts up to x[0]."""
+    x = floats_at(args[3], 32)
+    if claim(args, 0, 1) < args[1]:
+        for i in range(int(x[0])):
+            x[1] += i % 3
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_kernels_are_timed_within_their_launch(kernel, threads):
+    program, args = Program(), [np.array([count, 0], np.float32) for count in (10, 3_000_000, 10)]
+    for x in args:
+        program.run(compile_kernel(busy), pack(1, x.ctypes.data), threads)
+    program.seal()
+    start = time.perf_counter()
+    took = program.timed(threads)
+    passed = time.perf_counter() - start
+    assert took.shape == (3,) and (took >= 0).all() and took.sum() <= passed
+    assert took[1] > 1e-4, "no core counts so far in a tenth of a millisecond"
+    assert all(x[1] > 0 for x in args), "timed or not, it is carried out"
 
 
 def test_kernels_of_a_program_keep_the_memory_that_they_were_given():
@@ -113,7 +127,10 @@ def packed(weight, block):
     return padded.view(-1, block, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
-@pytest.mark.skipif(not host_tiles(), reason="this CPU has no tile unit")
+ON_TILES = pytest.mark.skipif(not host_tiles(), reason="this CPU has no tile unit")
+
+
+@ON_TILES
 @pytest.mark.parametrize(("outputs", "inputs", "block"), [(96, 64, 32), (70, 160, 64), (200, 32, 128)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_by_tiles_is_right_and_a_row_the_same_in_any_company(outputs, inputs, block, biased):
@@ -142,3 +159,18 @@ def test_a_product_by_tiles_is_right_and_a_row_the_same_in_any_company(outputs, 
 def test_inputs_that_do_not_fill_tiles_are_refused():
     with pytest.raises(ValueError, match="48 inputs are not a multiple of 32"):
         PackedProduct(0, 32, 48, 48, 32, tiles=True)
+
+
+@pytest.mark.parametrize("tiles", [False, pytest.param(True, marks=ON_TILES)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_wide_results_are_rounded_as_narrow_ones(tiles, biased):
+    torch.manual_seed(0)
+    weight, x, bias = torch.randn(70, 64).bfloat16(), torch.randn(67, 64).bfloat16(), torch.randn(70)
+    memory, results = packed(weight, 32), []
+    for dtype, bits in ((torch.bfloat16, 16), (torch.float32, 32)):
+        where = bias.data_ptr() if biased else 0
+        product = PackedProduct(memory.data_ptr(), 70, 64, 64, 32, where, tiles, bits)
+        results.append(torch.empty(67, 70, dtype=dtype))
+        product(x.data_ptr(), results[-1].data_ptr(), 67, 2, NOW)
+    narrow, wide = results
+    assert torch.equal(narrow.float(), wide) and wide.abs().sum() > 0

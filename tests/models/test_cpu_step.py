@@ -252,6 +252,20 @@ def a_product_in_a_wrapper(decoder):
     return exchange(mlp, "down", lambda x: down(x) / 2)
 
 
+def a_function_for_an_mlp(decoder):
+    return exchange(decoder.layers[2], "mlp", torch.zeros_like)
+
+
+def a_function_for_a_layer(decoder):
+    kept = decoder.layers[1]
+    decoder.layers[1] = lambda x, residual, *rest: (x, residual)
+
+    def undo():
+        decoder.layers[1] = kept
+
+    return undo
+
+
 def another_call_of_products(decoder):
     return exchange(Linear, "__call__", halved(Linear.__call__))
 
@@ -279,6 +293,7 @@ def a_layer_without_positions(decoder):
 CHANGES = [leave_out_a_layer, swap_layers, other_weight, product_by_torch, another_norm, another_activation]
 CODE = [another_class, another_method, another_backend_of_a_layer, another_attend, another_attend_of_one_backend]
 CODE += [another_class_of_a_product, a_product_in_a_wrapper, another_call_of_products, another_last_norm]
+CODE += [a_function_for_an_mlp, a_function_for_a_layer]
 
 
 @pytest.mark.parametrize("change", [*CHANGES, *CODE, a_norm_of_results, a_layer_without_positions])

@@ -97,6 +97,20 @@ def test_a_packed_weight_is_kept_once_and_can_be_loaded_again():
     assert torch.equal(layer.weight, 2 * weight)
 
 
+@pytest.mark.parametrize("rows", [1, 40, 70])
+def test_wide_results_are_the_same_numbers(rows):
+    """Rounded as ever; float32 at once from a kernel that can."""
+    torch.manual_seed(rows)
+    layer = Linear(64, {"a": 96}, bias=False, dtype=torch.bfloat16, device=CPU)
+    layer.part("a").copy_(torch.randn(96, 64))
+    x, results = torch.randn(rows, 64).bfloat16(), {}
+    for wide in (False, True):
+        layer.prepare(wide=wide)
+        results[wide] = layer(x)
+    assert results[True].dtype == (torch.float32 if hasattr(layer._run, "widen") else torch.bfloat16)
+    assert torch.equal(results[True].float(), results[False].float())
+
+
 @pytest.mark.parametrize("shape", [(960, 576), (100, 48), (33, 1536)])
 def test_the_packed_order_is_the_one_that_onednn_uses(shape):
     if not cpu_linear.onednn_packs():

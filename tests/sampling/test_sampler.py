@@ -12,6 +12,7 @@ from sampling_batches import make_batch, processed, sample, spread
 from scipy import stats
 from torch import Tensor
 
+from minivllm.sampling import transforms
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.state import SamplingState
@@ -164,6 +165,24 @@ def test_greedy_is_argmax_whatever_the_filters() -> None:
     assert torch.equal(sample(logits, params).token_ids, logits.argmax(-1))
     mixed = [p if i % 2 else SamplingParams(temperature=1.9, seed=i) for i, p in enumerate(params)]
     assert torch.equal(sample(logits, mixed).token_ids[1::2], logits.argmax(-1)[1::2])
+
+
+@pytest.mark.parametrize("numba", [True, False])
+@pytest.mark.parametrize("size", [3, 16, 1024, 1027])
+def test_the_largest_is_the_first_of_equals_or_none(numba: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not numba:
+        monkeypatch.setattr(transforms, "_largest_kernel", lambda size: None)
+    logits = spread(9, size).round(decimals=1)
+    logits[0] = NEVER
+    logits[1] = -0.0
+    for row, odd in ((2, math.nan), (3, -math.nan), (4, math.inf)):
+        logits[row, size - 1] = odd
+    logits[5, 1:] = NEVER
+    ids, found = transforms.take_largest(logits)
+    assert found.tolist() == [False, True, False, False, False, True, True, True, True]
+    assert torch.equal(ids[found], torch.from_numpy(logits.numpy().argmax(-1))[found])
+    ids, found = transforms.take_largest(logits.t().contiguous().t()[:0])
+    assert len(ids) == len(found) == 0
 
 
 def test_greedy_obeys_what_is_not_chance() -> None:
