@@ -5,7 +5,7 @@ Who goes first, how much does each get, who gives up memory, and which cached bl
 
 # Generated from nbs/1_core/09_policy.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=30cd856df70d module=6c7fe036d197
+# literate: notebook=5c6cb7b5b29b module=f7021bf7968a
 
 from __future__ import annotations
 
@@ -53,7 +53,12 @@ class View:
         object.__setattr__(self, "_target", target)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(object.__getattribute__(self, "_target"), name)
+        target = object.__getattribute__(self, "_target")
+        try:
+            value = getattr(target, name)
+        except AttributeError:
+            known = [n for n in dir(target) if n[0] != "_" and not callable(getattr(target, n, None))]
+            raise AttributeError(f"{type(target).__name__} has no {name!r}; it has {', '.join(known)}") from None
         if callable(value):
             raise AttributeError(f"{name!r} cannot be called through a read-only view")  # noqa: TRY004 - what a missing attribute raises
         return tuple(value) if isinstance(value, list) else value

@@ -416,6 +416,7 @@ BROKEN = [
     ("order", lambda waiting, view: [View(Request("ghost", [1], max_tokens=1)), *waiting], "not waiting.*ghost"),
     ("order", lambda waiting, view: None, "must return the views"),
     ("order", boom, "raised KeyError: 'boom'"),
+    ("order", lambda waiting, view: waiting[0].length, "Request has no 'length'; it has .*num_prompt_tokens"),
     ("order", endless, "did not answer within 0.2 s"),
     ("key", boom, "raised KeyError: 'boom'"),
     ("key", endless, "did not answer within 0.2 s"),
