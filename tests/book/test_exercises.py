@@ -21,6 +21,9 @@ WITHOUT = {
 }
 """Chapters without an `@Exercise`, and why."""
 
+ONE_WRONG = {"check_enough": "is a yes or a no", "check_factor": "asks for one division"}
+"""Exercises with a single wrong answer, and why."""
+
 STARTED = {"check_without"}
 """Begins with the whole model, from which the reader is to leave something out."""
 
@@ -89,9 +92,10 @@ def test_the_checker_is_folded_away(path, name):
 
 
 @EACH
-def test_a_solution_and_a_wrong_answer_are_folded_away_and_tried(path, name):
+def test_a_solution_and_wrong_answers_are_folded_away_and_tried(path, name):
     cells = code_cells(path)
     proofs = [cell for cell in cells if f"{name}.accepts(" in source(cell) or f"{name}.rejects(" in source(cell)]
     assert proofs and all(folded(cell) for cell in proofs)
     text = "\n".join(source(cell) for cell in proofs)
-    assert f"{name}.accepts(" in text and re.search(rf"{name}\.rejects\([^#]*?because=", text)
+    assert f"{name}.accepts(" in text
+    assert text.count(f"{name}.rejects(") >= (1 if name in ONE_WRONG else 2)
