@@ -43,6 +43,7 @@ viewcode_follow_imported_members = False  # a name handed on has its source wher
 
 html_theme = "pydata_sphinx_theme"
 html_title = "minivllm"
+html_favicon = "static/icon.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_static_path = ["static"]
