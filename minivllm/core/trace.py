@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6f77c717c8df module=cfc889f16285
+# literate: notebook=8b8ca1afcdb6 module=0db64bedbef0
 
 from __future__ import annotations
 
@@ -588,7 +588,7 @@ def _tell(event: Event) -> str | None:
     if kind == "admit":
         return f"started, {event[3]} tokens cached" if event[3] else "started"
     if kind == "preempt":
-        return f"preempted ({event[2]}): {event[3]} needed blocks and none were free; chosen by {event[4]}"
+        return f"preempted ({event[2]}): request {event[3]} needed blocks and none were free; chosen by {event[4]}"
     if kind == "finish":
         return f"finished: {event[2]}"
     if kind in ("alloc", "hit"):

@@ -5,7 +5,7 @@ How long did each request wait, and how full was the cache meanwhile?
 
 # Generated from nbs/1_core/11_trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=757c987f62d6 module=6afcff6b31df
+# literate: notebook=60af65d1b051 module=66f04c1f300b
 
 from __future__ import annotations
 
@@ -113,9 +113,8 @@ class _Collector(EventReader):
     def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
         self.requests[request]["num_preemptions"] += 1
         self.steps[-1][11] += 1
-        self.decisions.append(
-            (self.step, request, f"preempt ({mode})", None, None, f"{needed_by} needed blocks; chosen by {chosen_by}")
-        )
+        why = f"request {needed_by} needed blocks; chosen by {chosen_by}"
+        self.decisions.append((self.step, request, f"preempt ({mode})", None, None, why))
 
     def _on_update(self, time: float, gained: dict[str, tuple[int, ...]], step: int | None = None) -> None:
         self.time, step = time, self.step if step is None else step

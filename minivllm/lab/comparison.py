@@ -5,7 +5,7 @@ Two averages say that one policy is better than another.
 
 # Generated from nbs/2_lab/08_diff.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=65e4881bf444 module=fe11aaeec735
+# literate: notebook=5d01a574c0bc module=4bf01a2de6a2
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _word(event: Event, step: int) -> str:
     if kind == "admit":
         return f"was running (since step {step}) but got no token"
     if kind == "preempt":
-        return f"was preempted in step {step} ({event[2]}): {event[3]!r} needed blocks; chosen by {event[4]}"
+        return f"was preempted in step {step} ({event[2]}): request {event[3]!r} needed blocks; chosen by {event[4]}"
     if kind == "finish":
         return f"had ended in step {step} ({event[2]})" if step >= 0 else "had ended before"
     return ""
