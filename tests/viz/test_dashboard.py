@@ -1,14 +1,19 @@
 """The monitor looks at an engine from beside, and the dashboard shows what it saw: saved, live in a server."""
 
 import asyncio
+import json
+import shutil
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from live_server import live_server
 from tiny_models import tiny_model_path
 
+import minivllm.viz
 from minivllm import LLM, SamplingParams
 from minivllm.core.config import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
@@ -228,3 +233,19 @@ def test_a_server_shows_it_live(path, browser):
 def test_a_server_without_it_has_no_such_page(path):
     with live_server(EngineArgs(model=path, dtype="float32", num_gpu_blocks=128)) as server:
         assert server.get("/dashboard").status_code == server.get("/dashboard/samples").status_code == 404
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node")
+def test_what_was_missed_is_put_before_what_came_meanwhile(tmp_path):
+    shutil.copytree(Path(minivllm.viz.__file__).parent / "static", tmp_path / "static")
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "run.js").write_text("""
+import { History } from "./static/dashboard.js";
+const history = new History(["number", "running"], 5);
+const added = [[[0, 10], [1, 11]], [[4, 14]], [[2, 12], [3, 13], [4, 14]], [[5, 15], [6, 16]]].map((rows) => history.add(rows));
+console.log(JSON.stringify([added, history.columns]));
+""")
+    done = subprocess.run(["node", tmp_path / "run.js"], capture_output=True, text=True, check=True)
+    added, columns = json.loads(done.stdout)
+    assert added == [2, 1, 2, 2]
+    assert columns == {"number": [2, 3, 4, 5, 6], "running": [12, 13, 14, 15, 16]}

@@ -37,12 +37,15 @@ export class History {
     return this.columns[name][this.length - 1];
   }
 
-  // Add rows; those that are known already are passed over. Returns how many were new.
+  // Add rows, each at its place; those that are known already are passed over. Returns how many were new. A kernel that is busy
+  // sends new samples at once, and the answer to what was missed before them later.
   add(rows) {
     let added = 0;
     for (const row of rows) {
-      if (this.length && row[0] <= this.last("number")) continue;
-      this.fields.forEach((name, i) => this.columns[name].push(row[i]));
+      let at = this.length;
+      while (at && this.columns.number[at - 1] > row[0]) at--;
+      if (at && this.columns.number[at - 1] === row[0]) continue;
+      this.fields.forEach((name, i) => this.columns[name].splice(at, 0, row[i]));
       added++;
     }
     const excess = this.length - this.keep;
