@@ -17,7 +17,6 @@ WITHOUT = {
     "index": "the first page",
     "0_start/03_paging_puzzles": "is puzzles, with a checker of their own",
     "4_kernels/13_puzzles": "is puzzles, with a checker of their own",
-    "8_viz/00_viz": "the names of the views",
 }
 """Chapters without an `@Exercise`, and why."""
 
