@@ -6,9 +6,10 @@ each.
 
 # Generated from nbs/4_kernels/24_cpu_attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=15aa9e3ea787 module=2b88f2fb02fa
+# literate: notebook=bd819ee18b74 module=873c44ed29d0
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,12 +77,14 @@ __all__ = [
     "attend",
     "dimensions_at_once",
     "jit",
+    "make_coming",
     "make_ends",
+    "make_item",
     "make_parts",
     "make_results",
     "make_scores",
     "make_softmax",
-    "make_tiles",
+    "make_split",
     "make_values",
     "vectors_at_once",
     "zipped",
@@ -122,7 +125,7 @@ def make_scores(s: CPUAttentionShape, rows: int) -> Any:
 
 # %% nbs/4_kernels/24_cpu_attention.ipynb #make_softmax
 def make_softmax(s: CPUAttentionShape) -> Any:
-    D, L = s.head_dim, s.lanes
+    D, L, TILES = s.head_dim, s.lanes, s.tiles
     SUM, TOP = D, D + L
 
     @jit
@@ -132,29 +135,33 @@ def make_softmax(s: CPUAttentionShape) -> Any:
         return splat(cap, L) * (splat(ONE, L) - splat(TWO, L) / (power + splat(ONE, L)))
 
     @jit
-    def softmax_row(scores, at, result, row, first, last, cap, begin, end):
-        """Turn scores into weights, in place, and rescale the row's running result to the new maximum."""
+    def softmax_row(scores, at, weights, to, result, row, first, last, scale, cap, begin, end):
+        """Turn scores into weights and rescale the row's running result to the new maximum. `scale`: on scores by the tile unit, which
+        takes queries as they are."""
         old = load(result, row + TOP, L)
         inside = first <= begin * L and last >= end * L
         top = old
         for c in range(begin, end):
             x = load(scores, at + c * L, L)
+            if TILES:
+                x = x * splat(scale, L)
             if cap > 0:
                 x = capped(x, cap)
+            if TILES or cap > 0:
                 store(scores, at + c * L, x)
             if not inside:
                 x = keep(x, first - c * L, last - c * L, LOWEST)
             top = maximum(x, top)
         top = splat(largest(top), L)
         rescale = exp(old - top)
-        weights = load(result, row + SUM, L) * rescale
+        total_weight = load(result, row + SUM, L) * rescale
         for c in range(begin, end):
             w = exp(load(scores, at + c * L, L) - top)
             if not inside:
                 w = keep(w, first - c * L, last - c * L, ZERO)
-            store(scores, at + c * L, w)
-            weights = weights + w
-        store(result, row + SUM, weights)
+            store(weights, to + c * L, w)
+            total_weight = total_weight + w
+        store(result, row + SUM, total_weight)
         store(result, row + TOP, top)
         for i in range(0, D, L):
             store(result, row + i, load(result, row + i, L) * rescale)
@@ -165,7 +172,7 @@ def make_softmax(s: CPUAttentionShape) -> Any:
 # %% nbs/4_kernels/24_cpu_attention.ipynb #zipped
 def zipped(s: CPUAttentionShape) -> bool:
     """Whether values are read two to a word, so that sums are held even dimensions first."""
-    return s.kv_bits == 16 and s.head_dim // s.lanes % 2 == 0
+    return s.kv_bits == 16 and s.head_dim // s.lanes % 2 == 0 and not s.tiles
 
 
 def dimensions_at_once(s: CPUAttentionShape, rows: int) -> int:
@@ -225,12 +232,14 @@ def make_results(s: CPUAttentionShape) -> tuple[Any, Any]:
 # %% nbs/4_kernels/24_cpu_attention.ipynb #make_ends
 def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
     D, L, G, STATE, BITS, SUM, ZIPPED = s.head_dim, s.lanes, s.group, s.state, s.q_bits, s.head_dim, zipped(s)
+    QUERIES, SCALED, QUERY_BITS = s.offsets["queries"], not s.tiles, 16 if s.tiles else 32
 
     @jit
-    def take_queries(args, it, h, row_block, queries, first, last):
-        """Scaled query rows, and the keys that each sees. Gives the number of rows, and with the repeated ones."""
-        items, q = ints_at(args[ITEMS], 32), floats_at(args[Q], BITS)
-        scale = splat(floats_at(args[FACTORS], 32)[0], L)
+    def take_queries(args, mine, it, h, row_block, first, last):
+        """Query rows, scaled already or left as they are for the tile unit, and the keys that each sees. Gives the number of rows, and
+        with the repeated ones."""
+        items, q, queries = ints_at(args[ITEMS], 32), floats_at(args[Q], BITS), floats_at(mine + QUERIES, QUERY_BITS)
+        scale = splat(floats_at(args[FACTORS], 32)[0] if SCALED else ONE, L)
         rows = items[it + TOKENS] * G
         padded = (rows + row_block - 1) // row_block * row_block
         for r in range(padded):
@@ -266,26 +275,13 @@ def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
     return take_queries, give_results
 
 
-# %% nbs/4_kernels/24_cpu_attention.ipynb #make_tiles
-def make_tiles(s: CPUAttentionShape) -> Any:
-    D, BS, L, STATE, T, SPLIT, STRIDE = s.head_dim, s.block_size, s.lanes, s.state, s.tile, s.split, s.score_stride
-    PART, STEP, BLOCKS, BITS, G = D * BS, BS // L, s.tile // BS, s.kv_bits, s.group
-    LINE, VECTORS, ONE_TOKEN, MANY = 512 // BITS, s.tile // L + 8, s.decode_rows, s.max_row_block
-    softmax_row = make_softmax(s)
-    token_scores, token_values = make_scores(s, ONE_TOKEN), make_values(s, ONE_TOKEN)
-    tokens_scores, tokens_values = make_scores(s, MANY), make_values(s, MANY)
+# %% nbs/4_kernels/24_cpu_attention.ipynb #make_coming
+def make_coming(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
+    T, BS, SPLIT, BLOCKS, PART, LINE = s.tile, s.block_size, s.split, s.tile // s.block_size, s.part, 512 // s.kv_bits
 
     @jit
     def table_of(args, it):
         return ints_at(args[TABLE] + 4 * args[TABLE_STRIDE] * ints_at(args[ITEMS], 32)[it + ROW], 32)
-
-    @jit
-    def find_columns(table, block, count, head, stride, columns):
-        """Where each vector of keys of the tile begins; past its end, the last one again."""
-        for j in range(count * STEP):
-            columns[j] = head + table[block + j // STEP] * stride + j % STEP * L
-        for j in range(count * STEP, VECTORS):
-            columns[j] = columns[count * STEP - 1]
 
     @jit
     def coming_tile(args, it, h, after, t):
@@ -303,8 +299,39 @@ def make_tiles(s: CPUAttentionShape) -> Any:
         for i in range(0, PART, LINE):
             prefetch(cache, at + i, 64)
 
+    return table_of, coming_tile, ask
+
+
+# %% nbs/4_kernels/24_cpu_attention.ipynb #make_split
+def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
+    D, BS, L, STATE, T, SPLIT, STRIDE = s.head_dim, s.block_size, s.lanes, s.state, s.tile, s.split, s.score_stride
+    PART, STEP, BLOCKS, BITS, G = s.part, BS // L, s.tile // BS, s.kv_bits, s.group
+    VECTORS, (ONE_TOKEN, MANY) = s.tile // L + 8, row_blocks
+    QUERIES, RESULT, SCORES, COLUMNS = (s.offsets[name] for name in ("queries", "result", "scores", "columns"))
+    softmax_row, (table_of, coming_tile, ask) = make_softmax(s), make_coming(s)
+    token_scores, token_values = make_scores(s, ONE_TOKEN), make_values(s, ONE_TOKEN)
+    tokens_scores, tokens_values = token_scores, token_values
+    if MANY != ONE_TOKEN:
+        tokens_scores, tokens_values = make_scores(s, MANY), make_values(s, MANY)
+
     @jit
-    def do_split(args, it, h, split, after, queries, result, scores, columns, first, last):
+    def find_columns(table, block, count, head, stride, columns):
+        """Where each vector of keys of the tile begins; past its end, the last one again."""
+        for j in range(count * STEP):
+            columns[j] = head + table[block + j // STEP] * stride + j % STEP * L
+        for j in range(count * STEP, VECTORS):
+            columns[j] = columns[count * STEP - 1]
+
+    @jit
+    def do_split(args, mine, it, h, split, after, first, last):
+        """Add what the rows of an item see of one split to the results in this thread's memory, which begins at `mine`. `after`: the item
+        that comes next if this split is the last one, to ask for its keys early, or -1."""
+        queries, scores, result = (
+            floats_at(mine + QUERIES, 32),
+            floats_at(mine + SCORES, 32),
+            floats_at(mine + RESULT, 32),
+        )
+        columns = ints_at(mine + COLUMNS, 64)
         items, cache, stride = ints_at(args[ITEMS], 32), floats_at(args[CACHE], BITS), args[BLOCK_STRIDE]
         table, cap = table_of(args, it), floats_at(args[FACTORS], 32)[1]
         single = items[it + TOKENS] == 1
@@ -326,7 +353,8 @@ def make_tiles(s: CPUAttentionShape) -> Any:
                     tokens_scores(queries, r * D, cache, columns, scores, left, right)
                 for i in range(rows):
                     see, end_see, row = first[r + i] - t, last[r + i] - t, (r + i) * STATE
-                    softmax_row(scores, i * STRIDE, result, row, see, end_see, cap, left, right)
+                    at = i * STRIDE
+                    softmax_row(scores, at, scores, at, result, row, see, end_see, ONE, cap, left, right)
                 for j in range(coming):
                     ask(cache, next_h * 2 * PART + next_table[next_block + j] * stride + PART)
                 coming = 0
@@ -370,50 +398,73 @@ def make_parts(s: CPUAttentionShape) -> tuple[Any, Any]:
     return leave, fold_parts
 
 
+# %% nbs/4_kernels/24_cpu_attention.ipynb #make_item
+def make_item(plan: CPUAttentionShape, s: CPUAttentionShape, do_split: Any, row_blocks: tuple[int, int]) -> Any:
+    """A function for a work item of a plan. `row_blocks`: how many rows `do_split` works on at a time, of one token and of several."""
+    (take_queries, give_results), (clear, fold), (leave, fold_parts) = make_ends(s), make_results(s), make_parts(plan)
+    RESULT, WHOLE, FIRST_KEY, LAST_KEY = (s.offsets[name] for name in ("result", "whole", "first", "last"))
+    ONE_TOKEN, MANY = row_blocks
+
+    @jit
+    def do_item(args, mine, item, more):
+        """`more`: whether this thread has the next one too."""
+        result, whole, items = floats_at(mine + RESULT, 32), floats_at(mine + WHOLE, 32), ints_at(args[ITEMS], 32)
+        first, last = ints_at(mine + FIRST_KEY, 64), ints_at(mine + LAST_KEY, 64)
+        it, h = item // args[HEADS] * FIELDS, item % args[HEADS]
+        begin, end, shared = items[it + BEGIN], items[it + END], items[it + PARTS] > 1
+        row_block = ONE_TOKEN if items[it + TOKENS] == 1 else MANY
+        rows, padded = take_queries(args, mine, it, h, row_block, first, last)
+        after, done = -1, result
+        if shared or end - begin > 1:
+            done = whole
+            clear(whole, rows)
+        for split in range(begin, end):
+            clear(result, padded)
+            if split + 1 == end and more:
+                after = item + 1
+            do_split(args, mine, it, h, split, after, first, last)
+            if shared:
+                leave(args, it, h, split, result, rows)
+            elif end - begin > 1:
+                fold(whole, result, rows)
+        if not shared or fold_parts(args, it, h, whole, rows):
+            give_results(args, it, h, done, rows)
+
+    return do_item
+
+
 # %% nbs/4_kernels/24_cpu_attention.ipynb #attend
 def attend(
-    head_dim: int, group: int, block_size: int, q_bits: int, kv_bits: int, max_lanes: int, registers: int
+    head_dim: int,
+    group: int,
+    block_size: int,
+    q_bits: int,
+    kv_bits: int,
+    max_lanes: int,
+    registers: int,
+    tiles: int = 0,
 ) -> Callable[[Any], None]:
     """Body of the attention kernel for a `CPUAttentionShape`. Arguments and memory: `cpu_planning.AttentionStep`."""
-    s = CPUAttentionShape(head_dim, group, block_size, q_bits, kv_bits, max_lanes, registers)
-    do_split, (take_queries, give_results) = make_tiles(s), make_ends(s)
-    (clear, fold), (leave, fold_parts) = make_results(s), make_parts(s)
-    QUERIES, RESULT, WHOLE, SCORES, COLUMNS, FIRST_KEY, LAST_KEY, SIZE = s.offsets.values()
-    ONE_TOKEN, MANY = s.decode_rows, s.max_row_block
+    s = CPUAttentionShape(head_dim, group, block_size, q_bits, kv_bits, max_lanes, registers, bool(tiles))
+    plain, SIZE = replace(s, tiles=False), s.offsets["end"]
+    row_blocks = plain.decode_rows, plain.decode_rows if tiles else plain.max_row_block
+    one_token = many = make_item(s, plain, make_split(plain, row_blocks), row_blocks)
+    if tiles:
+        from minivllm_kernels.cpu_tile_attention import make_split_by_tiles
+
+        many = make_item(s, s, make_split_by_tiles(s), (1, 1))
 
     def body(args):
         mine = args[SCRATCH] + claim(args, ENTERED, 1) * SIZE
-        queries, scores, columns = (
-            floats_at(mine + QUERIES, 32),
-            floats_at(mine + SCORES, 32),
-            ints_at(mine + COLUMNS, 64),
-        )
-        result, whole = floats_at(mine + RESULT, 32), floats_at(mine + WHOLE, 32)
-        first, last = ints_at(mine + FIRST_KEY, 64), ints_at(mine + LAST_KEY, 64)
         items, claims = ints_at(args[ITEMS], 32), ints_at(args[CLAIMS], 64)
         while True:
             run = claim(args, NEXT, 1)
             if run >= args[COUNT]:
                 break
             for item in range(claims[run], claims[run + 1]):
-                it, h = item // args[HEADS] * FIELDS, item % args[HEADS]
-                begin, end, shared = items[it + BEGIN], items[it + END], items[it + PARTS] > 1
-                row_block = ONE_TOKEN if items[it + TOKENS] == 1 else MANY
-                rows, padded = take_queries(args, it, h, row_block, queries, first, last)
-                after, done = -1, result
-                if shared or end - begin > 1:
-                    done = whole
-                    clear(whole, rows)
-                for split in range(begin, end):
-                    clear(result, padded)
-                    if split + 1 == end and item + 1 < claims[run + 1]:
-                        after = item + 1
-                    do_split(args, it, h, split, after, queries, result, scores, columns, first, last)
-                    if shared:
-                        leave(args, it, h, split, result, rows)
-                    elif end - begin > 1:
-                        fold(whole, result, rows)
-                if not shared or fold_parts(args, it, h, whole, rows):
-                    give_results(args, it, h, done, rows)
+                if items[item // args[HEADS] * FIELDS + TOKENS] == 1:
+                    one_token(args, mine, item, item + 1 < claims[run + 1])
+                else:
+                    many(args, mine, item, item + 1 < claims[run + 1])
 
     return body

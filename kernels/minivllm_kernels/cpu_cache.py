@@ -5,15 +5,16 @@ Question: attention on a CPU wants to read sixteen keys at once.
 
 # Generated from nbs/4_kernels/23_cpu_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=552f2e1ed103 module=712d08f1ef8f
+# literate: notebook=23b429f203ca module=5a4749fad00e
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from minivllm_kernels.cpu_kernel import OWN
-from minivllm_kernels.cpu_vector import claim, floats_at, ints_at, load, move, store
+from minivllm_kernels.cpu_vector import claim, floats_at, ints_at, load, move, store, transpose
 
 __all__ = [
     "KEYS",
@@ -28,6 +29,7 @@ __all__ = [
     "WRITE_CACHE",
     "WRITE_HEADS",
     "copy",
+    "jit",
     "split_cache",
     "write",
 ]
@@ -52,32 +54,58 @@ def split_cache(cache: np.ndarray, head_dim: int) -> tuple[np.ndarray, np.ndarra
 (KEYS, VALUES, STRIDE_K, STRIDE_V, SLOTS, WRITE_CACHE, WRITE_HEADS) = range(OWN, OWN + 7)
 """Arguments of `write`: addresses of k and v, numbers from one token to the next in each, address of the slots (int64),
 address of the cache, key-value heads. The work items are tokens."""
+jit = njit(error_model="numpy")
 
 
 def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -> Callable[[Any], None]:
-    """Body of the kernel that stores keys and values of `bits` in a cache of `kv_bits`. Negative slots are left out."""
-    part = head_dim * block_size
+    """Body of the kernel that stores keys and values of `bits` in a cache of `kv_bits`. Negative slots are left out.
+
+    Keys of `lanes` tokens that fill places side by side are transposed in registers, those of others go number by number.
+    """
+    part, RUN = head_dim * block_size, lanes if bits == kv_bits else 1
+
+    @jit
+    def write_key(cache, to, k, source, _stride):
+        for d in range(head_dim):
+            move(cache, to + d * block_size, k, source + d)
+
+    @jit
+    def write_square(cache, to, k, source, stride):
+        for d in range(0, head_dim, lanes):
+            transpose(cache, to + d * block_size, block_size, k, source + d, stride, lanes)
+
+    write_keys = write_square if bits == kv_bits else write_key
+
+    @jit
+    def run_of(slots, token, end):
+        """How many tokens, from this one on, are written together."""
+        first, last = slots[token], token + RUN - 1
+        return RUN if first >= 0 and first % RUN == 0 and last < end and slots[last] == first + RUN - 1 else 1
 
     def body(args):
         k, v, slots = floats_at(args[KEYS], bits), floats_at(args[VALUES], bits), ints_at(args[SLOTS], 64)
         cache, heads = floats_at(args[WRITE_CACHE], kv_bits), args[WRITE_HEADS]
+        stride_k, stride_v = args[STRIDE_K], args[STRIDE_V]
+        at_once = 8 if args[1] <= 64 else 64
         while True:
-            begin = claim(args, 0, 8)
-            if begin >= args[1]:
+            token = claim(args, 0, at_once)
+            if token >= args[1]:
                 break
-            for token in range(begin, min(begin + 8, args[1])):
-                if slots[token] < 0:
-                    continue
+            end = min(token + at_once, args[1])
+            while token < end:
+                run = run_of(slots, token, end)
                 block, place = slots[token] // block_size, slots[token] % block_size
-                for h in range(heads):
-                    to = (block * heads + h) * 2 * part
-                    source = token * args[STRIDE_K] + h * head_dim
-                    for d in range(head_dim):
-                        move(cache, to + d * block_size + place, k, source + d)
-                    to += part + place * head_dim
-                    source = token * args[STRIDE_V] + h * head_dim
-                    for d in range(0, head_dim, lanes):
-                        store(cache, to + d, load(v, source + d, lanes))
+                for h in range(heads if slots[token] >= 0 else 0):
+                    to, source = (block * heads + h) * 2 * part, token * stride_k + h * head_dim
+                    if run > 1:
+                        write_keys(cache, to + place, k, source, stride_k)
+                    else:
+                        write_key(cache, to + place, k, source, stride_k)
+                    for i in range(run):
+                        to_value, source = to + part + (place + i) * head_dim, (token + i) * stride_v + h * head_dim
+                        for d in range(0, head_dim, lanes):
+                            store(cache, to_value + d, load(v, source + d, lanes))
+                token += run
 
     return body
 

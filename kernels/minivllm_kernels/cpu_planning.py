@@ -6,7 +6,7 @@ with a very long past.
 
 # Generated from nbs/4_kernels/22_cpu_planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ddf86bc296d0 module=7c01b2908a34
+# literate: notebook=20663018a4c3 module=57ea1375b553
 
 import functools
 import math
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minivllm_kernels.cpu_kernel import COUNT, OWN, Kernel, kernel, pack
+from minivllm_kernels.cpu_packing import tile_configs
 from minivllm_kernels.cpu_program import NOW, Launcher, aligned
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "CACHE",
     "CHUNK",
     "CLAIMS",
+    "CONFIGS",
     "COUNTER",
     "COUNTERS",
     "END",
@@ -69,7 +71,8 @@ class CPUAttentionShape:
         block_size: tokens of a KV block; a multiple of 4.
         q_bits: of queries and results: 32 (float32) or 16 (bf16).
         kv_bits: of the cache, likewise.
-        lanes, registers: of the machine, see `cpu_vector`.
+        max_lanes, registers: of the machine, see `cpu_vector`.
+        tiles: products by the machine's tile unit, see `tiles_problem`.
     """
 
     head_dim: int
@@ -79,6 +82,7 @@ class CPUAttentionShape:
     kv_bits: int = 32
     max_lanes: int = 16
     registers: int = 32
+    tiles: bool = False
 
     @staticmethod
     def problem(head_dim: int, block_size: int) -> str | None:
@@ -89,6 +93,15 @@ class CPUAttentionShape:
             return f"block_size {block_size} is not a multiple of 4"
         if head_dim > 1024 or block_size > 1024:
             return f"head_dim {head_dim} or block_size {block_size} is above 1024"
+        return None
+
+    @functools.cached_property
+    def tiles_problem(self) -> str | None:
+        """Why the tile unit cannot be used for these sizes, or None."""
+        if (self.q_bits, self.kv_bits) != (16, 16):
+            return "queries and cache are not both bf16"
+        if self.head_dim % 32 or self.tile != 64 or self.block_size % 16 or self.lanes != 16:
+            return f"head_dim {self.head_dim} and block_size {self.block_size} do not fill tiles"
         return None
 
     @functools.cached_property
@@ -106,8 +119,16 @@ class CPUAttentionShape:
         """Keys between two folds. Fixed, so that a row is summed in the same order in every batch."""
         return self.tile * max(1, 256 // self.tile)
 
+    @property
+    def part(self) -> int:
+        """Numbers of the keys, or of the values, of a block and head."""
+        return self.head_dim * self.block_size
+
     @functools.cached_property
     def max_row_block(self) -> int:
+        """Rows that are worked on at once."""
+        if self.tiles:
+            return 32
         return 12 if self.registers >= 32 else 6
 
     @functools.cached_property
@@ -147,6 +168,9 @@ class CPUAttentionShape:
             "columns": 8 * (self.tile // self.lanes + 8),
             "first": 8 * self.item_rows,
             "last": 8 * self.item_rows,
+            "keys": 2 * self.tile * self.head_dim * self.tiles,
+            "values": 2 * self.tile * self.head_dim * self.tiles,
+            "weights": 2 * self.tile * self.max_row_block * self.tiles,
         }
         offsets, at = {}, 0
         for name, size in sizes.items():
@@ -224,8 +248,8 @@ def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarra
 
 # %% nbs/4_kernels/22_cpu_planning.ipynb #aligned
 (Q, OUT, CACHE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS) = range(OWN, OWN + 9)
-(WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS) = range(OWN + 9, OWN + 15)
-STEP_ARGS = (COUNT, *range(BLOCK_STRIDE, COUNTERS + 1))
+(WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS, CONFIGS) = range(OWN + 9, OWN + 16)
+STEP_ARGS = (COUNT, *range(BLOCK_STRIDE, CONFIGS + 1))
 """What is the same in all layers of a step."""
 
 
@@ -287,7 +311,7 @@ class AttentionStep:
                 claims,
                 num_kv_heads,
             ),
-            *(window, chunk, factors, scratch, workspace, counters),
+            *(window, chunk, factors, scratch, workspace, counters, tile_configs().ctypes.data),
         )
 
     def run(self, q: int, out: int, cache: int, on: Launcher = NOW) -> None:
@@ -307,5 +331,6 @@ def attention_kernel(shape: CPUAttentionShape) -> Kernel:
         shape.kv_bits,
         shape.max_lanes,
         shape.registers,
+        int(shape.tiles),
     )
     return kernel("minivllm_kernels.cpu_attention:attend", *params)

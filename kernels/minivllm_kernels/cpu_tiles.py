@@ -6,7 +6,7 @@ takes over from there.
 
 # Generated from nbs/4_kernels/25g_cpu_tiles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7825cd5659f9 module=bfb4f9d38e3d
+# literate: notebook=155f109030fb module=bf9a0b173f46
 
 from collections.abc import Callable
 from typing import Any
@@ -41,13 +41,16 @@ __all__ = [
     "LINES",
     "RIGHT",
     "SUMS",
+    "each_sum",
     "instruct",
     "jit",
     "make_pass",
     "multiply",
     "pointer",
     "tiles_begin",
+    "tiles_clear",
     "tiles_end",
+    "tiles_load",
     "tiles_multiply",
     "tiles_store",
 ]
@@ -115,19 +118,47 @@ def tiles_multiply(typing: Any, x: Any, x_stride: Any, weight: Any, weight_strid
     return signature(types.void, types.int64, types.int64, types.int64, types.int64, count), emit
 
 
+def each_sum(b: Any, name: str, where: Any, stride: Any, count: int) -> None:
+    """Move the sums of `count` tiles of rows from or to rows of float32."""
+    for r in range(count):
+        below = b.mul(stride, ir.Constant(I64, TILE * r))
+        for v in range(2):
+            at = pointer(b, where, b.add(below, ir.Constant(I64, 4 * TILE * v)))
+            instruct(b, name, SUMS + 2 * r + v, at, stride)
+
+
 @primitive
-def tiles_store(typing: Any, where: Any, count: Any) -> Any:
-    """Write the sums of `count` tiles of rows to float32 [rows, ITEM] at an address."""
-    n = number(count, "count")
+def tiles_store(typing: Any, where: Any, stride: Any, count: Any) -> Any:
+    """Write the sums of `count` tiles of rows to rows of float32 at an address, `stride` bytes from one to the next."""
 
     def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        for r in range(n):
-            for v in range(2):
-                to = ir.Constant(I64, 4 * (ITEM * TILE * r + TILE * v))
-                instruct(b, "tilestored64", SUMS + 2 * r + v, pointer(b, a[0], to), ir.Constant(I64, 4 * ITEM))
+        each_sum(b, "tilestored64", a[0], a[1], number(count, "count"))
         return c.get_dummy_value()
 
-    return signature(types.void, types.int64, count), emit
+    return signature(types.void, types.int64, types.int64, count), emit
+
+
+@primitive
+def tiles_load(typing: Any, where: Any, stride: Any, count: Any) -> Any:
+    """Begin with sums that lie in memory, as `tiles_store` writes them."""
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        each_sum(b, "tileloadd64", a[0], a[1], number(count, "count"))
+        return c.get_dummy_value()
+
+    return signature(types.void, types.int64, types.int64, count), emit
+
+
+@primitive
+def tiles_clear(typing: Any, count: Any) -> Any:
+    """Begin with sums of zero."""
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        for i in range(2 * number(count, "count")):
+            instruct(b, "tilezero", SUMS + i)
+        return c.get_dummy_value()
+
+    return signature(types.void, count), emit
 
 
 # %% nbs/4_kernels/25g_cpu_tiles.ipynb #multiply
@@ -144,7 +175,7 @@ def make_pass(count: int) -> Any:
             tiles_multiply(x, x_stride, weight, weight_stride, count)
             x += 4 * TILE
             weight += TILE * weight_stride
-        tiles_store(sums, count)
+        tiles_store(sums, 4 * ITEM, count)
 
     return run_pass
 

@@ -5,7 +5,7 @@ Question: a compiler turns numba's Python into machine code.
 
 # Generated from nbs/4_kernels/20_cpu_vector.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0e0c644adc13 module=de576ccfc4a0
+# literate: notebook=71ab67ce48c4 module=b9510d9ada78
 
 import operator
 from typing import Any
@@ -80,10 +80,12 @@ __all__ = [
     "tile_totals",
     "tile_zeros",
     "total",
+    "transpose",
     "vec",
     "whole_numbers",
     "widen",
     "zip_lanes",
+    "zip_pairs",
 ]
 
 
@@ -206,6 +208,48 @@ def store(typing: Any, array: Any, index: Any, x: Any) -> Any:
 def as_bf16(typing: Any, x: Any) -> Any:
     """A vector rounded as `store` rounds to bf16, float32 still."""
     return signature(x, x), lambda c, b, s, a: widen(b, narrow(b, a[0], x.lanes), x.lanes)
+
+
+@primitive
+def zip_pairs(typing: Any, into: Any, to: Any, source: Any, first: Any, second: Any, lanes: Any) -> Any:
+    """Write `lanes` elements of 16 bits from `first` and as many from `second` on, one of each in turn."""
+    n = number(lanes, "lanes")
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        x, y = (b.load(address(c, b, source, a[2], at, vec(n, I16)), align=2) for at in (a[3], a[4]))
+        turns = [i // 2 + n * (i % 2) for i in range(2 * n)]
+        b.store(shuffle(b, x, y, turns), address(c, b, into, a[0], a[1], vec(2 * n, I16)), align=2)
+        return c.get_dummy_value()
+
+    return signature(types.void, into, types.int64, source, types.int64, types.int64, lanes), emit
+
+
+@primitive
+def transpose(typing: Any, into: Any, to: Any, into_stride: Any, source: Any, at: Any, stride: Any, lanes: Any) -> Any:
+    """`into[to + d * into_stride + i] = source[at + i * stride + d]` for all `i` and `d` below `lanes`, a power of 2. Both hold the same kind
+    of elements; strides count these. Two vectors at a time are zipped; as many rounds as `lanes` has bits, and rows are columns."""
+    n = number(lanes, "lanes")
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        kind = vec(n, c.get_data_type(into.dtype))
+
+        def row(array: Any, value: Any, first: Any, step: Any, i: int) -> Any:
+            return address(c, b, array, value, b.add(first, b.mul(step, ir.Constant(I64, i))), kind)
+
+        rows = [b.load(row(source, *a[3:6], i), align=2) for i in range(n)]
+        low = [i // 2 + n * (i % 2) for i in range(n)]
+        high = [i + n // 2 for i in low]
+        for _ in range(n.bit_length() - 1):
+            pairs = [(rows[i], rows[i + n // 2]) for i in range(n // 2)]
+            rows = [shuffle(b, x, y, half) for x, y in pairs for half in (low, high)]
+        for d, column in enumerate(rows):
+            b.store(column, row(into, *a[:3], d), align=2)
+        return c.get_dummy_value()
+
+    if into.dtype != source.dtype:
+        raise TypingError(f"cannot transpose {source.dtype} into {into.dtype}")
+    i64 = types.int64
+    return signature(types.void, into, i64, i64, source, i64, i64, lanes), emit
 
 
 # %% nbs/4_kernels/20_cpu_vector.ipynb #move

@@ -6,12 +6,12 @@ engine gain?
 
 # Generated from nbs/4_kernels/26_cpu_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=801d410e994c module=770be8603ba8
+# literate: notebook=40f06b9f02e0 module=6f62df3dafdd
 
 import functools
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
 from minivllm_kernels.cpu_kernel import Kernel, host_lanes, host_registers, kernel, pack, run
+from minivllm_kernels.cpu_packing import host_tiles
 from minivllm_kernels.cpu_planning import AttentionStep, CPUAttentionShape
 from minivllm_kernels.cpu_program import NOW, Launcher
 
@@ -30,7 +31,9 @@ __all__ = ["BITS", "NumbaCPUBackend", "NumbaCPUInvariantBackend", "NumbaCPUPlan"
 """Paged attention by numba kernels on the CPU: no gather, decode and prefill alike, any mix of lengths.
 
 A row's result does not depend on what else is in the batch, on how a prompt is cut into chunks, on the number of
-threads, or on where blocks lie: every sum has one order.
+threads, or on where blocks lie: every sum has one order. One thing is left out: a CPU's tile unit, where there is one, multiplies bf16 for
+several tokens of a request at once, and rounds otherwise than the vectors do for a token that comes alone. `numba_cpu_invariant`
+leaves the unit out.
 """
 
 BITS = {torch.float32: 32, torch.bfloat16: 16}
@@ -52,6 +55,7 @@ class NumbaCPUBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = "numba_cpu"
+    by_tiles: ClassVar[bool] = True
 
     def __init__(self, kv_dtype: torch.dtype | None = None) -> None:
         if kv_dtype is not None and kv_dtype not in BITS:
@@ -83,7 +87,7 @@ class NumbaCPUBackend(AttentionBackend):
         """See `AttentionBackend.plan`."""
         batch.check(spec.block_size)
         step = AttentionStep(
-            _shape(spec, self.kv_cache_dtype(spec)),
+            _shape(spec, self.kv_cache_dtype(spec), self.by_tiles and host_tiles()),
             batch.query_start_loc,
             batch.seq_lens,
             batch.block_table,
@@ -129,9 +133,10 @@ class NumbaCPUBackend(AttentionBackend):
 
 # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-_writer
 @functools.cache
-def _shape(spec: AttentionSpec, kv_dtype: torch.dtype) -> CPUAttentionShape:
+def _shape(spec: AttentionSpec, kv_dtype: torch.dtype, tiles: bool) -> CPUAttentionShape:
     sizes = (spec.head_dim, spec.group_size, spec.block_size)
-    return CPUAttentionShape(*sizes, BITS[spec.dtype], BITS[kv_dtype], host_lanes(), host_registers())
+    shape = CPUAttentionShape(*sizes, BITS[spec.dtype], BITS[kv_dtype], host_lanes(), host_registers())
+    return replace(shape, tiles=tiles and shape.tiles_problem is None)
 
 
 @functools.cache
@@ -142,7 +147,8 @@ def _writer(head_dim: int, block_size: int, bits: int, kv_bits: int) -> Kernel:
 
 # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUInvariantBackend
 class NumbaCPUInvariantBackend(NumbaCPUBackend):
-    """The same, and it asks the model for matrix products whose rows do not depend on the batch either."""
+    """The same without the tile unit, and it asks the model for matrix products whose rows do not depend on the batch either."""
 
     name: ClassVar[str] = "numba_cpu_invariant"
+    by_tiles: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = True

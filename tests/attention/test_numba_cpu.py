@@ -12,7 +12,7 @@ from attention.test_backends import CPU, Case, make_spec, ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.attention.numba_cpu import NumbaCPUBackend
+from minivllm.attention.numba_cpu import NumbaCPUBackend, NumbaCPUInvariantBackend
 from minivllm_kernels.cpu_kernel import compile_kernel
 
 pytest.importorskip("numba")
@@ -22,12 +22,14 @@ SHAPES = {
     "smollm2": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "block_size": 16},
     "small": {"num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "block_size": 32},
 }
+WIDE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 96, "block_size": 32}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 LOCAL = st.one_of(
     st.just({}), st.integers(1, 40).map(lambda n: {"sliding_window": n}), st.integers(1, 40).map(lambda n: {"chunk": n})
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@DTYPES
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=25, deadline=None)
 @given(ragged(), LOCAL, st.booleans(), st.integers(0, 1000))
@@ -35,23 +37,43 @@ def test_equals_dense_float64(shape, dtype, requests, local, hide_unseen, seed):
     case = Case(make_spec(**SHAPES[shape], **local, dtype=dtype), requests, seed)
     assert BACKEND.unsupported(case.spec, CPU) is None
     got = case.run(BACKEND, hide_unseen=hide_unseen)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    right(case, got)
+
+
+def right(case, got, tolerance=1e-5):
+    tolerance = tolerance if case.spec.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.double(), case.expected(), atol=tolerance, rtol=tolerance)
 
 
-def test_long_contexts_are_split_and_joined():
-    for requests in ([(1, 1500)], [(1, 700), (5, 1300), (300, 900)]):
-        case = Case(make_spec(**SHAPES["smollm2"]), requests)
-        torch.testing.assert_close(case.run(BACKEND).double(), case.expected(), atol=1e-5, rtol=1e-5)
+@DTYPES
+@pytest.mark.parametrize("shape", [SHAPES["smollm2"], WIDE], ids=["smollm2", "wide"])
+def test_long_contexts_are_split_and_joined(shape, dtype):
+    for requests in ([(1, 1500)], [(1, 700), (5, 1300), (300, 900)], [(2, 1500)]):
+        case = Case(make_spec(**shape, dtype=dtype), requests)
+        right(case, case.run(BACKEND))
 
 
-def test_soft_cap():
-    case = Case(make_spec(**SHAPES["smollm2"], soft_cap=5.0), [(1, 90), (7, 40)])
-    torch.testing.assert_close(case.run(BACKEND).double(), case.expected(), atol=1e-4, rtol=1e-4)
+@DTYPES
+def test_soft_cap(dtype):
+    case = Case(make_spec(**SHAPES["smollm2"], soft_cap=5.0, dtype=dtype), [(1, 90), (7, 40)])
+    right(case, case.run(BACKEND), 1e-4)
 
 
-def test_a_row_is_the_same_alone_in_a_crowd_and_in_other_blocks():
-    spec = make_spec(**SHAPES["smollm2"])
+@DTYPES
+def test_an_invariant_row_is_the_same_in_any_chunk(dtype):
+    """Also of one token, which the tile unit would not have."""
+    spec, backend = make_spec(**SHAPES["smollm2"], dtype=dtype), NumbaCPUInvariantBackend()
+    case = Case(spec, [(40, 90)])
+    whole = case.run(backend)
+    for queries in (1, 3, 17):
+        part = Case(spec, [(queries, 90)])
+        part.kv, part.q = case.kv, case.q[40 - queries :]
+        assert torch.equal(part.run(backend), whole[40 - queries :])
+
+
+@DTYPES
+def test_a_row_is_the_same_alone_in_a_crowd_and_in_other_blocks(dtype):
+    spec = make_spec(**SHAPES["smollm2"], dtype=dtype)
     crowd = Case(spec, [(1, 600), (40, 300), (1, 33), (9, 9)])
     together = crowd.run(BACKEND)
     start = 0
