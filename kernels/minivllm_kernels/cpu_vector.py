@@ -5,7 +5,7 @@ Question: a compiler turns numba's Python into machine code.
 
 # Generated from nbs/4_kernels/20_cpu_vector.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=71ab67ce48c4 module=b9510d9ada78
+# literate: notebook=3d378f76aff2 module=e3155972bd1d
 
 import operator
 from typing import Any
@@ -236,14 +236,14 @@ def transpose(typing: Any, into: Any, to: Any, into_stride: Any, source: Any, at
         def row(array: Any, value: Any, first: Any, step: Any, i: int) -> Any:
             return address(c, b, array, value, b.add(first, b.mul(step, ir.Constant(I64, i))), kind)
 
-        rows = [b.load(row(source, *a[3:6], i), align=2) for i in range(n)]
+        rows = [b.load(row(source, a[3], a[4], a[5], i), align=2) for i in range(n)]
         low = [i // 2 + n * (i % 2) for i in range(n)]
         high = [i + n // 2 for i in low]
         for _ in range(n.bit_length() - 1):
             pairs = [(rows[i], rows[i + n // 2]) for i in range(n // 2)]
             rows = [shuffle(b, x, y, half) for x, y in pairs for half in (low, high)]
         for d, column in enumerate(rows):
-            b.store(column, row(into, *a[:3], d), align=2)
+            b.store(column, row(into, a[0], a[1], a[2], d), align=2)
         return c.get_dummy_value()
 
     if into.dtype != source.dtype:

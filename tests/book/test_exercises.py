@@ -20,7 +20,7 @@ WITHOUT = {
 }
 """Chapters without an `@Exercise`, and why."""
 
-ONE_WRONG = {"check_enough": "is a yes or a no", "check_factor": "asks for one division"}
+ONE_WRONG = {"check_enough": "is a yes or a no"}
 """Exercises with a single wrong answer, and why."""
 
 STARTED = {"check_without"}

@@ -102,7 +102,7 @@ def monitors():
 
 
 def test_it_starts_stops_and_goes_on():
-    heard = []
+    heard: list = []
     monitor = EngineMonitor(FakeEngine(), rate=100, on_sample=heard.append, on_end=heard.append)
     with monitor:
         assert monitor.start() is monitor and len(monitors()) == 1
