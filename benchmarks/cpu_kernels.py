@@ -328,11 +328,16 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     what, dtype = args.what or ["linear", "attention", "profile"], getattr(torch, args.dtype)
     floor = floors(dtype)
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    machine = f"{capabilities.get('cpu_name') or platform.processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    print(machine)
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    machine = capabilities.get("cpu_name") or platform.processor()
+    print(f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     show("floors", list(floor), [list(floor.values())])
-    results: dict[str, Any] = {"machine": machine, "dtype": args.dtype, "floors": floor}
+    results: dict[str, Any] = {
+        "machine": machine,
+        "threads": torch.get_num_threads(),
+        "dtype": args.dtype,
+        "floors": floor,
+    }
     if "linear" in what:
         results["linear"] = linear(dtype, floor)
     if "attention" in what:
