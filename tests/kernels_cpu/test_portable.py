@@ -112,7 +112,8 @@ import sys
 from minivllm import LLM, SamplingParams
 from minivllm_kernels.cpu_kernel import host_lanes, host_registers
 folder, quantization = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
-llm = LLM(folder, dtype="float32", quantization=quantization, attention_backend="numba_cpu", num_gpu_blocks=40)
+options = {"device": "cpu", "dtype": "float32", "quantization": quantization, "num_gpu_blocks": 40}
+llm = LLM(folder, attention_backend="numba_cpu", **options)
 params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 out = llm.generate(["ab", "a longer prompt, of many tokens", "c"], params, use_tqdm=False)
 print(host_lanes(), host_registers(), [list(one.outputs[0].token_ids) for one in out])

@@ -395,8 +395,9 @@ def test_eager_lasts(decoder):
 
 def test_enforce_eager_launches_kernel_by_kernel(tiny_model_path):  # noqa: F811
     params, answers = SamplingParams(temperature=0, max_tokens=6), []
+    options = {"device": "cpu", "dtype": "float32", "num_gpu_blocks": 40}
     for eager in (False, True):
-        llm = LLM(str(tiny_model_path("llama")), dtype="float32", num_gpu_blocks=40, enforce_eager=eager)
+        llm = LLM(str(tiny_model_path("llama")), enforce_eager=eager, **options)
         model = llm.llm_engine.core.executor.runner.model
         assert (model.cpu_step is None) == eager
         answers.append([list(o.outputs[0].token_ids) for o in llm.generate(["ab", "c"], params, use_tqdm=False)])
