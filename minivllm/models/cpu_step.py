@@ -5,13 +5,13 @@ Question: a program carries out many kernels by one launch.
 
 # Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ae9bb28ccbd0 module=d6e8a4e39d24
+# literate: notebook=7be6012d5479 module=6c8924a5dc69
 
 import sys
 import threading
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from minivllm.models.decoder import Attention, Decoder, DecoderLayer
 from minivllm.models.layers import GatedMLP, QKNorm, RMSNorm
 from minivllm.models.linear import Linear
 from minivllm_kernels.cpu_planning import STEP_ARGS
-from minivllm_kernels.cpu_pointwise import NORM_OUT
 from minivllm_kernels.cpu_program import Program, Scratch
 
 __all__ = ["MOST_ROWS", "STANDS_FOR", "CPUStep", "Places", "is_as_written", "step_problem"]
@@ -111,6 +110,15 @@ def _parts(decoder: Decoder) -> list[Any]:
 
 
 # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep
+class _Noted(NamedTuple):
+    """A program; where in its arguments each group's attention is described; and which argument of the last kernel is the result's
+    address."""
+
+    program: Program
+    attentions: list[Places]
+    result: int
+
+
 class CPUStep:
     """All layers of a decoder by one launch, for steps of few tokens. The kernels are those that `Decoder.forward` calls one by
     one, so the results are the same to the bit.
@@ -144,7 +152,7 @@ class CPUStep:
             self.slots = torch.zeros(max(decoder.layer_to_group) + 1, rows, dtype=torch.int64)
         self._scratch, self._busy = Scratch(), threading.Lock()
         self._few, self._seen, self._bound_to = 0, list[object](), list[object]()
-        self._programs: dict[int, tuple[Program, list[Places]]] = {}
+        self._programs: dict[int, _Noted] = {}
 
     @torch.no_grad()
     def __call__(
@@ -166,7 +174,7 @@ class CPUStep:
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
     ) -> Tensor:
         decoder, rows = self.decoder, len(token_ids)
-        program, attentions = self._program(rows, kv_caches, plans)
+        program, attentions, result = self._program(rows, kv_caches, plans)
         out = torch.empty_like(self.normed[:rows])
         torch.index_select(decoder.embedding, 0, token_ids, out=self.stream[:rows])
         if decoder.embedding_scale != 1.0:
@@ -177,15 +185,13 @@ class CPUStep:
         for slots, plan, where in zip(self.slots, plans, attentions, strict=True):
             slots[:rows] = plan.slot_mapping
             program.args[where] = [plan.step.args[field] for field in STEP_ARGS]
-        program.args[-1, NORM_OUT] = out.data_ptr()
+        program.args[-1, result] = out.data_ptr()
         program(min(torch.get_num_threads(), *(plan.step.threads for plan in plans)))  # a plan has memory for so many
         return out
 
     # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_note
-    def _note(
-        self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
-    ) -> tuple[Program, list[Places]]:
-        """The program for so many tokens, and where in its arguments each group's attention is described."""
+    def _note(self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]) -> _Noted:
+        """The program for so many tokens."""
         decoder, program = self.decoder, Program(self._scratch)
         attentions: list[list[int]] = [[] for _ in plans]
         x, stream, normed = self.out[:rows], self.stream[:rows], self.normed[:rows]
@@ -208,7 +214,8 @@ class CPUStep:
             launch_product(_product(layer.mlp.down), self.inner[:rows], x, program)
         norm(decoder.final_norm)
         program.seal()
-        return program, [np.ix_(kernels, STEP_ARGS) for kernels in attentions]
+        (result,) = np.flatnonzero(program.args[-1] == normed.data_ptr()).tolist()
+        return _Noted(program, [np.ix_(kernels, STEP_ARGS) for kernels in attentions], result)
 
     # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_rotate_and_write
     def _rotate_and_write(self, program: Program, rows: int, i: int, kv_caches: Sequence[Tensor]) -> None:
@@ -234,9 +241,7 @@ class CPUStep:
         return rows <= self._few
 
     # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_program
-    def _program(
-        self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]
-    ) -> tuple[Program, list[Places]]:
+    def _program(self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]) -> _Noted:
         """As `_note`, which is asked only once."""
         bound_to: list[object] = [torch.get_num_threads()]  # each thread has memory in a program
         bound_to += [(cache.data_ptr(), cache.shape, cache.dtype) for cache in kv_caches]
