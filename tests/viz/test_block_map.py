@@ -192,7 +192,7 @@ def test_the_decision_behind_an_event_is_told(open_page, tmp_path):
     checked = 0
     for (step, request, event), text in told.items():
         if event == "freed" and (step, request) in preempted:
-            by = preempted[step, request].split(" needed")[0]
+            by = preempted[step, request].removeprefix("request ").split(" needed")[0]
             assert f"{request} was preempted (recompute, chosen by FCFS)" in text
             assert (f"{by} needed blocks" if by != request else "it needed blocks itself") in text
             checked += 1
