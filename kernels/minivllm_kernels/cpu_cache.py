@@ -5,7 +5,7 @@ Question: attention on a CPU wants to read sixteen keys at once.
 
 # Generated from nbs/4_kernels/23_cpu_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=23b429f203ca module=5a4749fad00e
+# literate: notebook=2e566dbddc77 module=a27100dbad0c
 
 from collections.abc import Callable
 from typing import Any
@@ -79,8 +79,13 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
     @jit
     def run_of(slots, token, end):
         """How many tokens, from this one on, are written together."""
-        first, last = slots[token], token + RUN - 1
-        return RUN if first >= 0 and first % RUN == 0 and last < end and slots[last] == first + RUN - 1 else 1
+        first = slots[token]
+        if first < 0 or first % RUN != 0 or token + RUN > end:
+            return 1
+        for i in range(1, RUN):
+            if slots[token + i] != first + i:
+                return 1
+        return RUN
 
     def body(args):
         k, v, slots = floats_at(args[KEYS], bits), floats_at(args[VALUES], bits), ints_at(args[SLOTS], 64)

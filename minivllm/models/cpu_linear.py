@@ -5,8 +5,9 @@ Question: a step has one row, or eight, or five hundred.
 
 # Generated from nbs/4_kernels/27_cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=20e217bdcc5a module=18d383b0a67c
+# literate: notebook=460397ec27db module=6dda6905bb6d
 
+import copy
 import ctypes
 import functools
 import importlib.util
@@ -103,9 +104,15 @@ class HasProduct(Protocol):
 
 
 def launch_product(kernel: HasProduct, x: Tensor, out: Tensor | None = None, on: Launcher = NOW) -> Tensor:
-    """x [T, in] times the weight, by the numba product, into `out` [T, outputs] if it is given; both contiguous then."""
-    x = x.contiguous()
-    out = x.new_empty(x.shape[0], kernel.outputs) if out is None else out
+    """x [T, in] times the weight, by the numba product, into `out` [T, outputs] if it is given; both contiguous then.
+
+    Raises:
+        ValueError: `out` has another dtype than the results.
+    """
+    x, dtype = x.contiguous(), getattr(kernel, "out_dtype", x.dtype)
+    out = x.new_empty(x.shape[0], kernel.outputs, dtype=dtype) if out is None else out
+    if out.dtype != dtype:
+        raise ValueError(f"this product gives {dtype}, and its results were to be written to {out.dtype}")
     kernel.product(x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads(), on)
     return out
 
@@ -189,11 +196,13 @@ class Packed:
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > self.few:
             return self.multiply(x, self.packed, self.bias, "none", [], "").to(self.out_dtype)
-        return launch_product(self, x, x.new_empty(x.shape[0], self.outputs, dtype=self.out_dtype))
+        return launch_product(self, x)
 
-    def widen(self) -> None:
-        """Give results in float32 from now on, rounded as before."""
-        self.product, self.out_dtype = PackedProduct(*self._described, out_bits=32), torch.float32
+    def widened(self) -> "Packed":
+        """A kernel of the same weight that gives results in float32, rounded as before."""
+        wide = copy.copy(self)
+        wide.product, wide.out_dtype = PackedProduct(*self._described, out_bits=32), torch.float32
+        return wide
 
     def unpack(self) -> Tensor:
         """The weight in its ordinary order, a copy."""

@@ -5,7 +5,7 @@ Question: a program carries out many kernels by one launch.
 
 # Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7be6012d5479 module=6c8924a5dc69
+# literate: notebook=061ab817e213 module=455b44fc528e
 
 import sys
 import threading
@@ -79,6 +79,8 @@ def _problem(decoder: Decoder) -> str | None:
         return f"the attention backend is {backend.name}, not numba_cpu for all layers"
     if any(type(getattr(linear, "_run", None)) not in STANDS_FOR for linear in decoder.linears()):
         return "some products are not by numba"
+    if any(getattr(linear._run, "out_dtype", decoder.dtype) != decoder.dtype for linear in decoder.linears()):
+        return "some products give another dtype than the model's"
     strangers = [cls for cls, names in STANDS_FOR.items() if not is_as_written(cls, names)]
     strangers += [type(part) for part in _parts(decoder) if type(part) not in STANDS_FOR]
     if strangers or vars(backend).keys() & {"attend", "write"}:

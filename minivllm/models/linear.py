@@ -5,7 +5,7 @@ Linear layers whose weights are fused at load and whose product is chosen after 
 
 # Generated from nbs/3_model/04a_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=57bf639b9f31 module=2b1943d22bcf
+# literate: notebook=07e44ed88156 module=ca246cfc6012
 
 import ctypes
 import importlib
@@ -51,7 +51,8 @@ KernelMaker = Callable[[Tensor, Tensor | None], LinearKernel]
 """From weight [out_features, in_features] and bias [out_features] (or None) to a kernel.
 
 A kernel that keeps the weight in an order of its own has a method `unpack()` that gives it back, and the layer lets the
-ordinary one go. One that can give float32 for another dtype has a method `widen()`.
+ordinary one go. One that can give float32 for another dtype has a method `widened()`, which gives
+another kernel that does.
 """
 
 
@@ -293,7 +294,7 @@ class Linear:
 
         Args:
             kernel: a name from `kernel_names()`, or `auto`.
-            wide: results are wanted in float32. A kernel that can write them so at once (it has a method `widen()`) will.
+            wide: results are wanted in float32. A kernel that can write them so at once (it has a method `widened()`) will.
 
         Raises:
             ValueError: unknown name, or a kernel that cannot use this weight.
@@ -302,8 +303,8 @@ class Linear:
         name = choose_kernel(weight) if kernel == "auto" else kernel
         self._run, self.kernel = make_kernel(name, weight, self.bias), name
         self._weight = None if hasattr(self._run, "unpack") else weight
-        if wide and hasattr(self._run, "widen"):
-            self._run.widen()
+        if wide and hasattr(self._run, "widened"):
+            self._run = self._run.widened()
 
     # %% nbs/3_model/04a_linear.ipynb #Linear-__call__
     def __call__(self, x: Tensor) -> Tensor:

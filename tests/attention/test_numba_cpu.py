@@ -91,6 +91,22 @@ def replace_requests(case, i, start, queries):
     return alone
 
 
+@DTYPES
+@pytest.mark.parametrize("odd", [{17: -1}, {17: 34, 18: 33}, {17: 150}], ids=["left out", "exchanged", "elsewhere"])
+def test_each_token_is_written_to_its_own_slot(dtype, odd):
+    """Also among sixteen that fill places side by side but for one."""
+    spec = make_spec(**SHAPES["smollm2"], dtype=dtype)
+    slots = torch.arange(16, 96)
+    for token, slot in odd.items():
+        slots[token] = slot
+    k, v = (torch.randn(80, 3, 64).to(dtype) for _ in range(2))
+    together, alone = (torch.zeros(BACKEND.kv_cache_shape(12, spec), dtype=dtype) for _ in range(2))
+    BACKEND.write(k, v, together, slots)
+    for i in range(80):
+        BACKEND.write(k[i : i + 1], v[i : i + 1], alone, slots[i : i + 1])
+    assert torch.equal(together, alone) and alone.abs().sum() > 0
+
+
 def test_what_it_cannot_do_is_said_in_words():
     spec = make_spec(**SHAPES["smollm2"])
     assert "float16" in (BACKEND.unsupported(replace(spec, dtype=torch.float16), CPU) or "")

@@ -386,6 +386,17 @@ def test_products_chosen_anew_after_binding(decoder):
     assert decoder.cpu_step is None
 
 
+def test_products_in_another_dtype_are_no_part_of_a_launch():
+    config = LlamaConfig(**_SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4})
+    decoder = make_decoder(LlamaForCausalLM(config).eval(), "numba_cpu", dtype=torch.bfloat16)
+    PagedDecoder(decoder)
+    wide = decoder.layers[0].mlp.down
+    wide.prepare(wide=True)
+    if getattr(wide._run, "out_dtype", decoder.dtype) == decoder.dtype:
+        pytest.skip("no product gives float32 on this machine")
+    assert not decoder.cpu_step.takes(1) and "another dtype" in step_problem(decoder)
+
+
 def test_eager_lasts(decoder):
     decoder.eager = True
     PagedDecoder(decoder)

@@ -107,8 +107,14 @@ def test_wide_results_are_the_same_numbers(rows):
     for wide in (False, True):
         layer.prepare(wide=wide)
         results[wide] = layer(x)
-    assert results[True].dtype == (torch.float32 if hasattr(layer._run, "widen") else torch.bfloat16)
+    assert results[True].dtype == (torch.float32 if hasattr(layer._run, "widened") else torch.bfloat16)
     assert torch.equal(results[True].float(), results[False].float())
+    if hasattr(layer._run, "widened"):
+        assert torch.equal(cpu_linear.launch_product(layer._run, x), results[True])
+        with pytest.raises(
+            ValueError, match="gives torch.float32, and its results were to be written to torch.bfloat16"
+        ):
+            cpu_linear.launch_product(layer._run, x, torch.empty(rows, 96, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("shape", [(960, 576), (100, 48), (33, 1536)])
