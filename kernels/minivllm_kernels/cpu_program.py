@@ -5,7 +5,7 @@ Question: a step of a small model is three hundred kernels of a few microseconds
 
 # Generated from nbs/4_kernels/21b_cpu_program.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ddc69e7439d7 module=91f2fc25b710
+# literate: notebook=bb8f2e266c75 module=54dfa3b76524
 
 import ctypes
 import functools
@@ -143,6 +143,11 @@ def look_at_clock() -> Callable[[Any], None]:
 
 
 # %% nbs/4_kernels/21b_cpu_program.ipynb #Program
+def _addresses(rows: np.ndarray) -> np.ndarray:
+    """Where each row of an array begins."""
+    return rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
+
+
 def _address(function: Any) -> int:
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
@@ -210,7 +215,7 @@ class Program:
             row[: len(args)] = args
         self._steps = np.zeros((len(self), FIELDS), np.int64)
         self._steps[:, ENTRY] = [k.address for k in self.kernels]
-        self._steps[:, ARGS] = self.args.ctypes.data + self.args.strides[0] * np.arange(len(self))
+        self._steps[:, ARGS] = _addresses(self.args)
         self._conductor = kernel("minivllm_kernels.cpu_program:conduct", PATIENCE, int(host_is_x86()))
         self._own = pack(len(self), self._steps.ctypes.data, _yield_address())
 
@@ -225,17 +230,16 @@ class Program:
         A look takes a small part of a microsecond, and so does the wait of the threads for each other, which counts for the kernel
         before it.
         """
+        self._reset()
         clock, first = _clock()
         looks = np.zeros((len(self) + 1, 2), np.int64)
         asked = np.zeros((len(looks), OWN + 3), np.int64)
         asked[:, COUNT], asked[:, CLOCK], asked[:, CLOCK_FIRST] = 1, clock, first
-        asked[:, CLOCK_SECOND] = looks.ctypes.data + looks.strides[0] * np.arange(len(looks))
+        asked[:, CLOCK_SECOND] = _addresses(looks)
         steps = np.zeros((2 * len(self) + 1, FIELDS), np.int64)
         steps[1::2] = self._steps
         steps[::2, ENTRY] = kernel("minivllm_kernels.cpu_program:look_at_clock").address
-        steps[::2, ARGS] = asked.ctypes.data + asked.strides[0] * np.arange(len(asked))
-        self._reset()
-        steps[:, CAME:] = 0
+        steps[::2, ARGS] = _addresses(asked)
         run(self._conductor, pack(len(steps), steps.ctypes.data, _yield_address()), threads)
         return np.diff(looks[:, 0] + 1e-9 * looks[:, 1])
 

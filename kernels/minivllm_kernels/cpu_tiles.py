@@ -6,7 +6,7 @@ takes over from there.
 
 # Generated from nbs/4_kernels/25g_cpu_tiles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=155f109030fb module=bf9a0b173f46
+# literate: notebook=de49566de796 module=2f3ffd92a4b6
 
 from collections.abc import Callable
 from typing import Any
@@ -41,10 +41,10 @@ __all__ = [
     "LINES",
     "RIGHT",
     "SUMS",
-    "each_sum",
     "instruct",
     "jit",
     "make_pass",
+    "move_sums",
     "multiply",
     "pointer",
     "tiles_begin",
@@ -118,35 +118,31 @@ def tiles_multiply(typing: Any, x: Any, x_stride: Any, weight: Any, weight_strid
     return signature(types.void, types.int64, types.int64, types.int64, types.int64, count), emit
 
 
-def each_sum(b: Any, name: str, where: Any, stride: Any, count: int) -> None:
-    """Move the sums of `count` tiles of rows from or to rows of float32."""
-    for r in range(count):
-        below = b.mul(stride, ir.Constant(I64, TILE * r))
-        for v in range(2):
-            at = pointer(b, where, b.add(below, ir.Constant(I64, 4 * TILE * v)))
-            instruct(b, name, SUMS + 2 * r + v, at, stride)
+def move_sums(instruction: str, count: Any) -> Any:
+    """Signature and code of a primitive that moves the sums of `count` tiles of rows from or to rows of float32."""
+    n = number(count, "count")
+
+    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
+        for r in range(n):
+            below = b.mul(a[1], ir.Constant(I64, TILE * r))
+            for v in range(2):
+                at = pointer(b, a[0], b.add(below, ir.Constant(I64, 4 * TILE * v)))
+                instruct(b, instruction, SUMS + 2 * r + v, at, a[1])
+        return c.get_dummy_value()
+
+    return signature(types.void, types.int64, types.int64, count), emit
 
 
 @primitive
 def tiles_store(typing: Any, where: Any, stride: Any, count: Any) -> Any:
     """Write the sums of `count` tiles of rows to rows of float32 at an address, `stride` bytes from one to the next."""
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        each_sum(b, "tilestored64", a[0], a[1], number(count, "count"))
-        return c.get_dummy_value()
-
-    return signature(types.void, types.int64, types.int64, count), emit
+    return move_sums("tilestored64", count)
 
 
 @primitive
 def tiles_load(typing: Any, where: Any, stride: Any, count: Any) -> Any:
     """Begin with sums that lie in memory, as `tiles_store` writes them."""
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        each_sum(b, "tileloadd64", a[0], a[1], number(count, "count"))
-        return c.get_dummy_value()
-
-    return signature(types.void, types.int64, types.int64, count), emit
+    return move_sums("tileloadd64", count)
 
 
 @primitive
