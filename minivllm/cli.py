@@ -3,9 +3,7 @@
 Not everybody opens a notebook.
 """
 
-# Generated from nbs/6_serving/01_cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a45e0955e7fa module=9d402ac25847
+# Generated from nbs/6_serving/01_cli.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import importlib

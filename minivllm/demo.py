@@ -3,9 +3,7 @@
 `make demo` is the first thing that anybody runs.
 """
 
-# Generated from nbs/6_serving/02_demo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4d32b41f5cb5 module=95094704bff2
+# Generated from nbs/6_serving/02_demo.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

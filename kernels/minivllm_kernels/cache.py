@@ -3,9 +3,7 @@
 Question: the cache is a heap of blocks in any order.
 """
 
-# Generated from nbs/4_kernels/07_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=9985ac4c8233 module=2e90bb63cbce
+# Generated from nbs/4_kernels/07_cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 

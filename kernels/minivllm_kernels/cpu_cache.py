@@ -3,9 +3,7 @@
 Question: attention on a CPU wants to read sixteen keys at once.
 """
 
-# Generated from nbs/4_kernels/23_cpu_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2e566dbddc77 module=a27100dbad0c
+# Generated from nbs/4_kernels/23_cpu_cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any
@@ -17,22 +15,9 @@ from minivllm_kernels.cpu_kernel import OWN
 from minivllm_kernels.cpu_vector import claim, floats_at, ints_at, load, move, store, transpose
 
 __all__ = [
-    "KEYS",
-    "PAIRS",
-    "SLOTS",
-    "SOURCE",
-    "STRIDE_K",
-    "STRIDE_V",
-    "TARGET",
-    "VALUES",
-    "WORDS",
-    "WRITE_CACHE",
-    "WRITE_HEADS",
-    "copy",
-    "jit",
-    "split_cache",
-    "write",
-]
+    "KEYS", "PAIRS", "SLOTS", "SOURCE", "STRIDE_K", "STRIDE_V", "TARGET", "VALUES", "WORDS", "WRITE_CACHE",
+    "WRITE_HEADS", "copy", "jit", "split_cache", "write",
+]  # fmt: skip
 
 
 # %% nbs/4_kernels/23_cpu_cache.ipynb #split_cache

@@ -4,9 +4,7 @@ Question: one request that wants one token multiplies a single row with every we
 model.
 """
 
-# Generated from nbs/4_kernels/25b_cpu_gemv.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=93950a7bdc04 module=3ccd41590707
+# Generated from nbs/4_kernels/25b_cpu_gemv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any

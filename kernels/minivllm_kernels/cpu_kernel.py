@@ -4,9 +4,7 @@ Question: a kernel takes seconds to compile and microseconds to run, and two thr
 want the same two cores.
 """
 
-# Generated from nbs/4_kernels/21_cpu_kernel.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a8ea293051ee module=6c48d2c93de3
+# Generated from nbs/4_kernels/21_cpu_kernel.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import functools
@@ -28,33 +26,11 @@ import llvmlite
 import llvmlite.binding as llvm
 
 __all__ = [
-    "COUNT",
-    "ENTERED",
-    "LIBC",
-    "NEXT",
-    "OWN",
-    "Kernel",
-    "cache_folder",
-    "cache_key",
-    "compile_kernel",
-    "compile_object",
-    "host_is_x86",
-    "host_lanes",
-    "host_machine",
-    "host_registers",
-    "kernel",
-    "launch",
-    "load_object",
-    "logger",
-    "machine_for",
-    "only",
-    "openmp",
-    "pack",
-    "read_cached",
-    "run",
-    "to_llvm",
+    "COUNT", "ENTERED", "LIBC", "NEXT", "OWN", "Kernel", "cache_folder", "cache_key", "compile_kernel",
+    "compile_object", "host_is_x86", "host_lanes", "host_machine", "host_registers", "kernel", "launch",
+    "load_object", "logger", "machine_for", "only", "openmp", "pack", "read_cached", "run", "to_llvm",
     "write_cached",
-]
+]  # fmt: skip
 
 
 # %% nbs/4_kernels/21_cpu_kernel.ipynb #code-849c2f

@@ -3,9 +3,7 @@
 Question: the packed order has the outputs in the lanes.
 """
 
-# Generated from nbs/4_kernels/25d_cpu_packed.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=092a3061a72d module=aee7c2011fb3
+# Generated from nbs/4_kernels/25d_cpu_packed.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any

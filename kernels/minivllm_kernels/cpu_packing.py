@@ -3,9 +3,7 @@
 Question: a library that multiplies many rows wants the weight in an order of its own.
 """
 
-# Generated from nbs/4_kernels/25c_cpu_packing.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=14b81d05a66b module=2b393e6d9d99
+# Generated from nbs/4_kernels/25c_cpu_packing.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import functools
@@ -18,25 +16,9 @@ from minivllm_kernels.cpu_kernel import OWN, host_lanes, host_machine, host_regi
 from minivllm_kernels.cpu_program import NOW, Launcher
 
 __all__ = [
-    "BIAS",
-    "BLOCK",
-    "CONFIGS",
-    "INPUTS",
-    "ITEM",
-    "OUT",
-    "OUTPUTS",
-    "PADDED",
-    "ROWS",
-    "SCRATCH",
-    "SCRATCH_BYTES",
-    "TILE",
-    "WEIGHT",
-    "PackedProduct",
-    "X",
-    "host_tiles",
-    "packed_problem",
-    "tile_configs",
-]
+    "BIAS", "BLOCK", "CONFIGS", "INPUTS", "ITEM", "OUT", "OUTPUTS", "PADDED", "ROWS", "SCRATCH",
+    "SCRATCH_BYTES", "TILE", "WEIGHT", "PackedProduct", "X", "host_tiles", "packed_problem", "tile_configs",
+]  # fmt: skip
 
 
 # %% nbs/4_kernels/25c_cpu_packing.ipynb #PackedProduct

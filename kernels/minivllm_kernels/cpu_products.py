@@ -4,9 +4,7 @@ Question: a matrix kernel needs its arguments packed, memory for each thread, an
 cut the outputs among threads.
 """
 
-# Generated from nbs/4_kernels/25_cpu_products.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=029855b21f13 module=57206c7e9c85
+# Generated from nbs/4_kernels/25_cpu_products.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 
@@ -14,24 +12,9 @@ from minivllm_kernels.cpu_kernel import COUNT, OWN, host_lanes, host_registers, 
 from minivllm_kernels.cpu_program import NOW, Launcher
 
 __all__ = [
-    "BIAS",
-    "CHUNK",
-    "INPUTS",
-    "OUT",
-    "OUTPUTS",
-    "ROWS",
-    "SCALES",
-    "SCRATCH",
-    "SCRATCH_BYTES",
-    "TILES",
-    "WEIGHT",
-    "Product",
-    "X",
-    "chunk_outputs",
-    "product_problem",
-    "row_stride",
-    "tile_outputs",
-]
+    "BIAS", "CHUNK", "INPUTS", "OUT", "OUTPUTS", "ROWS", "SCALES", "SCRATCH", "SCRATCH_BYTES", "TILES",
+    "WEIGHT", "Product", "X", "chunk_outputs", "product_problem", "row_stride", "tile_outputs",
+]  # fmt: skip
 
 
 # %% nbs/4_kernels/25_cpu_products.ipynb #tile_outputs

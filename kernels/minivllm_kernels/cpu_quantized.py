@@ -3,9 +3,7 @@
 Question: packed words are an eighth of the bytes.
 """
 
-# Generated from nbs/4_kernels/25f_cpu_quantized.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4cc8de5d8dc8 module=1af00a685f20
+# Generated from nbs/4_kernels/25f_cpu_quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any

@@ -3,9 +3,7 @@
 Question: a row times a matrix takes as long as the matrix takes to be read.
 """
 
-# Generated from nbs/4_kernels/25e_cpu_quantizing.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7aa75d1700e0 module=d8f50284face
+# Generated from nbs/4_kernels/25e_cpu_quantizing.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import numpy as np
 
@@ -14,28 +12,10 @@ from minivllm_kernels.cpu_packing import ITEM
 from minivllm_kernels.cpu_program import NOW, Launcher
 
 __all__ = [
-    "BIAS",
-    "BLOCK",
-    "FACTORS",
-    "FIRST",
-    "GROUP",
-    "INPUTS",
-    "OUT",
-    "OUTPUTS",
-    "PADDED",
-    "ROWS",
-    "SCALES",
-    "SCALE_BITS",
-    "SCRATCH",
-    "SCRATCH_BYTES",
-    "STRIDE",
-    "UNIT",
-    "WIDE",
-    "WORDS",
-    "QuantizedProduct",
-    "X",
+    "BIAS", "BLOCK", "FACTORS", "FIRST", "GROUP", "INPUTS", "OUT", "OUTPUTS", "PADDED", "ROWS", "SCALES",
+    "SCALE_BITS", "SCRATCH", "SCRATCH_BYTES", "STRIDE", "UNIT", "WIDE", "WORDS", "QuantizedProduct", "X",
     "padded",
-]
+]  # fmt: skip
 
 
 # %% nbs/4_kernels/25e_cpu_quantizing.ipynb #QuantizedProduct

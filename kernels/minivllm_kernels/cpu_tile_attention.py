@@ -3,9 +3,7 @@
 Question: the tile unit multiplies rows with a weight that lies in pairs.
 """
 
-# Generated from nbs/4_kernels/25h_cpu_tile_attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=25383147b26c module=3caa2d0c3eb9
+# Generated from nbs/4_kernels/25h_cpu_tile_attention.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from typing import Any
 

@@ -4,9 +4,7 @@ Question: the product with packed weights is at the speed of memory for four row
 takes over from there.
 """
 
-# Generated from nbs/4_kernels/25g_cpu_tiles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=de49566de796 module=2f3ffd92a4b6
+# Generated from nbs/4_kernels/25g_cpu_tiles.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any
@@ -37,23 +35,9 @@ from minivllm_kernels.cpu_packing import (
 from minivllm_kernels.cpu_vector import I8, I64, claim, floats_at, number, prefetch, primitive
 
 __all__ = [
-    "LEFT",
-    "LINES",
-    "RIGHT",
-    "SUMS",
-    "instruct",
-    "jit",
-    "make_pass",
-    "move_sums",
-    "multiply",
-    "pointer",
-    "tiles_begin",
-    "tiles_clear",
-    "tiles_end",
-    "tiles_load",
-    "tiles_multiply",
-    "tiles_store",
-]
+    "LEFT", "LINES", "RIGHT", "SUMS", "instruct", "jit", "make_pass", "move_sums", "multiply", "pointer",
+    "tiles_begin", "tiles_clear", "tiles_end", "tiles_load", "tiles_multiply", "tiles_store",
+]  # fmt: skip
 
 
 # %% nbs/4_kernels/25g_cpu_tiles.ipynb #instruct

@@ -3,9 +3,7 @@
 Question: one new token a sequence must look at every K and V the sequence has.
 """
 
-# Generated from nbs/4_kernels/05_decode.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=69cc8e7c48da module=c2784b64f78d
+# Generated from nbs/4_kernels/05_decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 
@@ -38,18 +36,9 @@ from minivllm_kernels.simt import (
 )
 
 __all__ = [
-    "DECODE_SIGNATURE",
-    "FMA_HEADS",
-    "capped",
-    "combine",
-    "fma_parts",
-    "fma_split_kv",
-    "max_warps",
-    "mma_parts",
-    "mma_split_kv",
-    "naive",
-    "same_half",
-]
+    "DECODE_SIGNATURE", "FMA_HEADS", "capped", "combine", "fma_parts", "fma_split_kv", "max_warps",
+    "mma_parts", "mma_split_kv", "naive", "same_half",
+]  # fmt: skip
 
 
 # %% nbs/4_kernels/05_decode.ipynb #code-9f2c43

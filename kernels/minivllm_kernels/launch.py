@@ -3,9 +3,7 @@
 Question: a decode step launches a hundred kernels.
 """
 
-# Generated from nbs/4_kernels/09_launch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b44b8cb5dfea module=4142ff22ae33
+# Generated from nbs/4_kernels/09_launch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import hashlib
@@ -21,23 +19,9 @@ from typing import Any
 from minivllm_kernels.simt import SIM, Kernel
 
 __all__ = [
-    "ADVICE",
-    "CODES",
-    "CONFIG",
-    "OLDEST_NUMBA_CUDA",
-    "OVERLAP",
-    "OVERLAP_ID",
-    "CudaError",
-    "Driver",
-    "Launch",
-    "Layout",
-    "cache_dir",
-    "cached_ptx",
-    "compiler_missing",
-    "driver",
-    "fingerprint",
-    "launcher",
-]
+    "ADVICE", "CODES", "CONFIG", "OLDEST_NUMBA_CUDA", "OVERLAP", "OVERLAP_ID", "CudaError", "Driver",
+    "Launch", "Layout", "cache_dir", "cached_ptx", "compiler_missing", "driver", "fingerprint", "launcher",
+]  # fmt: skip
 
 
 # %% nbs/4_kernels/09_launch.ipynb #Layout

@@ -3,9 +3,7 @@
 Question: a norm, a rotation, an activation: each is a few operations a number.
 """
 
-# Generated from nbs/4_kernels/08_pointwise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f359d0a5163d module=93ec4b6a46c8
+# Generated from nbs/4_kernels/08_pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 
@@ -31,16 +29,9 @@ from minivllm_kernels.simt import (
 )
 
 __all__ = [
-    "NORM_SIGNATURE",
-    "ROPE_FP8_SIGNATURE",
-    "ROPE_SIGNATURE",
-    "ROPE_WARPS",
-    "SILU_THREADS",
-    "add_rms_norm",
-    "rope_and_cache",
-    "silu_mul",
-    "silu_times",
-]
+    "NORM_SIGNATURE", "ROPE_FP8_SIGNATURE", "ROPE_SIGNATURE", "ROPE_WARPS", "SILU_THREADS", "add_rms_norm",
+    "rope_and_cache", "silu_mul", "silu_times",
+]  # fmt: skip
 
 
 # %% nbs/4_kernels/08_pointwise.ipynb #add_rms_norm

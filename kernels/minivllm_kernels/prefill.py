@@ -3,9 +3,7 @@
 Question: a prompt brings a thousand new tokens at once.
 """
 
-# Generated from nbs/4_kernels/06_prefill.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2c3b8c92771d module=1c87ee76f603
+# Generated from nbs/4_kernels/06_prefill.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 from typing import Any
@@ -42,18 +40,9 @@ from minivllm_kernels.simt import (
 )
 
 __all__ = [
-    "FMA_KEYS",
-    "FMA_ROWS",
-    "NO_WINDOW",
-    "PREFILL_SIGNATURE",
-    "U32",
-    "best_warps",
-    "fma_tiles",
-    "mma_tiles",
-    "naive",
-    "tile_keys",
-    "warp_rows",
-]
+    "FMA_KEYS", "FMA_ROWS", "NO_WINDOW", "PREFILL_SIGNATURE", "U32", "best_warps", "fma_tiles", "mma_tiles",
+    "naive", "tile_keys", "warp_rows",
+]  # fmt: skip
 
 
 # %% nbs/4_kernels/06_prefill.ipynb #code-afb663

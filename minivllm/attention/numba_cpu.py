@@ -4,9 +4,7 @@ Question: what is between a scheduler's step and the kernels of the last chapter
 engine gain?
 """
 
-# Generated from nbs/4_kernels/26_cpu_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=40f06b9f02e0 module=6f62df3dafdd
+# Generated from nbs/4_kernels/26_cpu_backend.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 import importlib.util

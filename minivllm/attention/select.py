@@ -3,9 +3,7 @@
 There are several ways to compute attention, and none is best everywhere.
 """
 
-# Generated from nbs/3_model/03b_select.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cb64a792fe0d module=7cd23b5de25f
+# Generated from nbs/3_model/03b_select.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib
 from collections.abc import Callable, Iterable

@@ -3,9 +3,7 @@
 A step is decided on the host: token ids, positions, cache slots, block tables, work lists.
 """
 
-# Generated from nbs/3_model/01c_step_buffer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3e527c10e88e module=61597eb7915b
+# Generated from nbs/3_model/01c_step_buffer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 

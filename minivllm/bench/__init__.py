@@ -5,9 +5,7 @@ Three measurements under vLLM's names: `serve` loads a running server (the chapt
 `latency` gives it one batch and asks how long it takes.
 """
 
-# Generated from nbs/6_serving/22_bench.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a7232dfd23ea module=905b89e3e5df
+# Generated from nbs/6_serving/22_bench.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import json
@@ -20,19 +18,9 @@ from typing import Any, TextIO
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
 
 __all__ = [
-    "PERCENTILES",
-    "Any",
-    "Path",
-    "Sequence",
-    "TextIO",
-    "add_engine_arguments",
-    "engine_args_from",
-    "main",
-    "make_parser",
-    "run_latency",
-    "run_throughput",
-    "with_config",
-]
+    "PERCENTILES", "Any", "Path", "Sequence", "TextIO", "add_engine_arguments", "engine_args_from", "main",
+    "make_parser", "run_latency", "run_throughput", "with_config",
+]  # fmt: skip
 
 
 # %% nbs/6_serving/22_bench.ipynb #throughput

@@ -4,9 +4,7 @@ Send the next request when the last answer has come, and you measure a server th
 exactly one user.
 """
 
-# Generated from nbs/6_serving/21_bench_serve.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3303f57bba6e module=f8b2c7fa82ed
+# Generated from nbs/6_serving/21_bench_serve.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import asyncio

@@ -4,9 +4,7 @@ Every chapter answers one question, and its cells are the program: those marked 
 the module that the package imports.
 """
 
-# Generated from nbs/0_start/02_reading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ab8f9d0068bb module=d90f480cfdea
+# Generated from nbs/0_start/02_reading.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import asyncio
 import traceback

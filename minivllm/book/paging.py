@@ -3,9 +3,7 @@
 Question: can you write a paged KV cache yourself, a few lines at a time?
 """
 
-# Generated from nbs/0_start/03_paging_puzzles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=aa21e8bd7c95 module=8541ea75bcc6
+# Generated from nbs/0_start/03_paging_puzzles.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import inspect
 import re
@@ -24,24 +22,9 @@ from minivllm.viz.block_map import BlockMap
 from minivllm.viz.palette import owner_colour
 
 __all__ = [
-    "PUZZLES",
-    "Game",
-    "Puzzle",
-    "Replay",
-    "admit",
-    "allocate",
-    "evict",
-    "find",
-    "give_back",
-    "make_room",
-    "names",
-    "release",
-    "share",
-    "slide",
-    "slot",
-    "split",
-    "write",
-]
+    "PUZZLES", "Game", "Puzzle", "Replay", "admit", "allocate", "evict", "find", "give_back", "make_room",
+    "names", "release", "share", "slide", "slot", "split", "write",
+]  # fmt: skip
 
 
 # %% nbs/0_start/03_paging_puzzles.ipynb #Replay

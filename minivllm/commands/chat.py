@@ -3,9 +3,7 @@
 `minivllm chat` is a conversation.
 """
 
-# Generated from nbs/6_serving/01c_chat.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3c671d372b8e module=fed405978a65
+# Generated from nbs/6_serving/01c_chat.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 `minivllm complete "Once upon a time"` prints a completion piece by piece.
 """
 
-# Generated from nbs/6_serving/01b_complete.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=55221e5210e9 module=1400477075c2
+# Generated from nbs/6_serving/01b_complete.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

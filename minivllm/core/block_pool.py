@@ -3,9 +3,7 @@
 Where does the memory for keys and values come from, and who gets which piece?
 """
 
-# Generated from nbs/1_core/05_block_pool.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4efb396073bf module=97da64ae4894
+# Generated from nbs/1_core/05_block_pool.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 Does this request fit, and where do its tokens go?
 """
 
-# Generated from nbs/1_core/07_kv_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=44acda45bf54 module=7ec67b499927
+# Generated from nbs/1_core/07_kv_cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 How does a router know which of its engines already holds a prefix?
 """
 
-# Generated from nbs/1_core/13_kv_events.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=439b24f234a0 module=45948c48b7bc
+# Generated from nbs/1_core/13_kv_events.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 What passes between the scheduler and the thing that runs the model?
 """
 
-# Generated from nbs/1_core/02_output.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7c835c06e83e module=dfa6413c14ed
+# Generated from nbs/1_core/02_output.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 Who goes first, how much does each get, who gives up memory, and which cached block is forgotten?
 """
 
-# Generated from nbs/1_core/09_policy.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5c6cb7b5b29b module=f7021bf7968a
+# Generated from nbs/1_core/09_policy.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -21,26 +19,10 @@ from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.request import Request
 
 __all__ = [
-    "FCFS",
-    "LFU",
-    "LRU",
-    "Clairvoyant",
-    "Combined",
-    "DeepestFirst",
-    "FairShare",
-    "LongestPrefixMatch",
-    "Policy",
-    "PolicyError",
-    "PolicyGuard",
-    "Priority",
-    "SchedulerView",
-    "ShortestFirst",
-    "View",
-    "Watchdog",
-    "arguments_of",
-    "combine",
-    "overrides",
-]
+    "FCFS", "LFU", "LRU", "Clairvoyant", "Combined", "DeepestFirst", "FairShare", "LongestPrefixMatch",
+    "Policy", "PolicyError", "PolicyGuard", "Priority", "SchedulerView", "ShortestFirst", "View", "Watchdog",
+    "arguments_of", "combine", "overrides",
+]  # fmt: skip
 
 
 # %% nbs/1_core/09_policy.ipynb #View

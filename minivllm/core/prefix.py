@@ -3,9 +3,7 @@
 A thousand users ask questions about the same document.
 """
 
-# Generated from nbs/1_core/06_prefix.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7b80c8d80105 module=84b2efee97fc
+# Generated from nbs/1_core/06_prefix.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -18,14 +16,9 @@ from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.request import Request
 
 __all__ = [
-    "HashIndex",
-    "PrefixIndex",
-    "RadixIndex",
-    "extend_block_hashes",
-    "hash_block",
-    "make_prefix_index",
+    "HashIndex", "PrefixIndex", "RadixIndex", "extend_block_hashes", "hash_block", "make_prefix_index",
     "root_hash",
-]
+]  # fmt: skip
 
 
 # %% nbs/1_core/06_prefix.ipynb #hash_block

@@ -3,9 +3,7 @@
 What does the engine need to know about one request in order to schedule it?
 """
 
-# Generated from nbs/1_core/01_request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=32805725a507 module=82960fd0375b
+# Generated from nbs/1_core/01_request.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 Which tokens are computed in the next step?
 """
 
-# Generated from nbs/1_core/10_scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=56ea7cf43bd4 module=862b469813d8
+# Generated from nbs/1_core/10_scheduler.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

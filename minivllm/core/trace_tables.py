@@ -3,9 +3,7 @@
 How long did each request wait, and how full was the cache meanwhile?
 """
 
-# Generated from nbs/1_core/11_trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=60af65d1b051 module=66f04c1f300b
+# Generated from nbs/1_core/11_trace_tables.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 Every command that starts an engine takes the same flags.
 """
 
-# Generated from nbs/5_engine/17_arguments.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b39730f07c21 module=2be98dce5565
+# Generated from nbs/5_engine/17_arguments.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import difflib

@@ -3,9 +3,7 @@
 `LLM.generate` owns the engine until its list is done.
 """
 
-# Generated from nbs/6_serving/03_async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=07c33c1c5c60 module=9f119d16673f
+# Generated from nbs/6_serving/03_async_llm.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import asyncio
 import itertools

@@ -3,9 +3,7 @@
 Everything that vLLM is famous for happens in three lines: decide, carry out, take in.
 """
 
-# Generated from nbs/5_engine/10_engine_core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=02926a9b654d module=59dd717e45ca
+# Generated from nbs/5_engine/10_engine_core.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

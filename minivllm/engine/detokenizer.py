@@ -3,9 +3,7 @@
 The model gives one token at a time.
 """
 
-# Generated from nbs/5_engine/06_detokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1c1869a80d30 module=3d3229cbb69b
+# Generated from nbs/5_engine/06_detokenizer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import codecs
 import json
@@ -13,15 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 __all__ = [
-    "ByteDetokenizer",
-    "Detokenizer",
-    "DetokenizerFactory",
-    "TokenBytes",
-    "WindowDetokenizer",
-    "byte_alphabet",
-    "is_byte_level",
-    "is_byte_token",
-]
+    "ByteDetokenizer", "Detokenizer", "DetokenizerFactory", "TokenBytes", "WindowDetokenizer",
+    "byte_alphabet", "is_byte_level", "is_byte_token",
+]  # fmt: skip
 
 
 # %% nbs/5_engine/06_detokenizer.ipynb #byte_alphabet

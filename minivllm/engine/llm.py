@@ -3,9 +3,7 @@
 A first script should need a class, a list of prompts, and nothing else:
 """
 
-# Generated from nbs/5_engine/14_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=619a32e98a5c module=a5465c16cc7c
+# Generated from nbs/5_engine/14_llm.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import itertools
 from collections.abc import Sequence

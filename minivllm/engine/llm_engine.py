@@ -3,9 +3,7 @@
 `LLM.generate` hides the loop.
 """
 
-# Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b9a210fe534a module=3bf97a7fe103
+# Generated from nbs/5_engine/11_llm_engine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

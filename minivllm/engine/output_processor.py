@@ -3,9 +3,7 @@
 The engine core speaks token ids.
 """
 
-# Generated from nbs/5_engine/09_output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=392526f04f7a module=f5c508e5e283
+# Generated from nbs/5_engine/09_output_processor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -4,9 +4,7 @@ Whoever calls the engine gets `RequestOutput` values: the prompt, and one `Compl
 each answer.
 """
 
-# Generated from nbs/5_engine/08_outputs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d226e5870753 module=ad58328a95d1
+# Generated from nbs/5_engine/08_outputs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from dataclasses import dataclass
 from typing import Any

@@ -4,9 +4,7 @@ The first request of an engine finds kernels that are not compiled, libraries th
 buffers that are not made.
 """
 
-# Generated from nbs/5_engine/20_warm_up.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5704253d9b28 module=7db6f0f5390e
+# Generated from nbs/5_engine/20_warm_up.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Iterator
 

@@ -3,9 +3,7 @@
 An engine in a process of its own gets requests and gives back tokens, through a socket.
 """
 
-# Generated from nbs/6_serving/16_wire.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=49fdf59222de module=5b7107c4e16d
+# Generated from nbs/6_serving/16_wire.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import select
 import socket

@@ -3,9 +3,7 @@
 What the chapters built, under one name:
 """
 
-# Generated from nbs/2_lab/12_lab.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=148e44922b95 module=b29fe0214173
+# Generated from nbs/2_lab/12_lab.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from minivllm.lab.comparison import Diff, diff
 from minivllm.lab.cost import Constant, CostModel, Roofline

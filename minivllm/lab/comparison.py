@@ -3,9 +3,7 @@
 Two averages say that one policy is better than another.
 """
 
-# Generated from nbs/2_lab/08_diff.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5d01a574c0bc module=4bf01a2de6a2
+# Generated from nbs/2_lab/08_diff.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -16,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core.trace import REASONS, Event, Trace
 from minivllm.lab.simulation import Run, make_settings
 
-__all__ = ["COMPARED", "Diff", "Difference", "StepDecision", "decisions", "diff", "first_difference", "standing"]
+__all__ = [
+    "COMPARED", "Diff", "Difference", "StepDecision", "decisions", "diff", "first_difference", "standing",
+]  # fmt: skip
 
 
 # %% nbs/2_lab/08_diff.ipynb #typing

@@ -3,9 +3,7 @@
 A simulation needs no model, but it needs to know how long the model would have taken.
 """
 
-# Generated from nbs/2_lab/03_cost.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a26db566d9ac module=2305c4bc0f2e
+# Generated from nbs/2_lab/03_cost.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -22,19 +20,9 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.trace import Trace
 
 __all__ = [
-    "DEVICES",
-    "MODELS",
-    "Constant",
-    "CostModel",
-    "Device",
-    "FittedCost",
-    "ModelShape",
-    "Roofline",
-    "StepWork",
-    "features",
-    "fit_cost",
-    "timed_steps",
-]
+    "DEVICES", "MODELS", "Constant", "CostModel", "Device", "FittedCost", "ModelShape", "Roofline",
+    "StepWork", "features", "fit_cost", "timed_steps",
+]  # fmt: skip
 
 
 # %% nbs/2_lab/03_cost.ipynb #StepWork

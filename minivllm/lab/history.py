@@ -3,9 +3,7 @@
 A scheduler has no will of its own.
 """
 
-# Generated from nbs/2_lab/07_replay.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=75f63dcf4592 module=69ee6c964ca6
+# Generated from nbs/2_lab/07_replay.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 A prefix cache finds a third of all blocks.
 """
 
-# Generated from nbs/2_lab/09_hits.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3e8070e7b147 module=7dedfc7bd07d
+# Generated from nbs/2_lab/09_hits.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

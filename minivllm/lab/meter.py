@@ -3,9 +3,7 @@
 How long did each request wait, and how steady were its tokens?
 """
 
-# Generated from nbs/2_lab/05_meter.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=803435283398 module=22276033ee6d
+# Generated from nbs/2_lab/05_meter.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

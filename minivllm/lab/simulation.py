@@ -3,9 +3,7 @@
 What would have happened with another policy, twice the traffic, half the memory?
 """
 
-# Generated from nbs/2_lab/06_simulate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d278426058f5 module=96f0f3a8e762
+# Generated from nbs/2_lab/06_simulate.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -42,16 +40,9 @@ from minivllm.lab.meter import Meter
 from minivllm.lab.workload import Workload, WorkloadRequest
 
 __all__ = [
-    "POLICIES",
-    "Run",
-    "Session",
-    "Settings",
-    "kv_cache_of",
-    "make_settings",
-    "policy_of",
-    "preemption_of",
+    "POLICIES", "Run", "Session", "Settings", "kv_cache_of", "make_settings", "policy_of", "preemption_of",
     "simulate",
-]
+]  # fmt: skip
 
 
 # %% nbs/2_lab/06_simulate.ipynb #typing

@@ -3,9 +3,7 @@
 Question: three fused kernels are there.
 """
 
-# Generated from nbs/4_kernels/29_cpu_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f084cbab2cf2 module=d3e6430cb940
+# Generated from nbs/4_kernels/29_cpu_fused.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 import importlib.util

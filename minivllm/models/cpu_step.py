@@ -3,9 +3,7 @@
 Question: a program carries out many kernels by one launch.
 """
 
-# Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=061ab817e213 module=455b44fc528e
+# Generated from nbs/4_kernels/29b_cpu_step.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import sys
 import threading

@@ -3,9 +3,7 @@
 One decoder for many families: built from a `DecoderSpec`, run over a paged KV cache.
 """
 
-# Generated from nbs/3_model/05b_decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c95f4ffeb1ee module=79945d32d3ca
+# Generated from nbs/3_model/05b_decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib.util
 import math

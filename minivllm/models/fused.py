@@ -3,9 +3,7 @@
 Norms, rotations, activations: nothing to compute, much to move.
 """
 
-# Generated from nbs/4_kernels/11b_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c33bd9a323c1 module=29c94a64f659
+# Generated from nbs/4_kernels/11b_fused.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from typing import Any, TypeVar
 

@@ -3,9 +3,7 @@
 Question: cuBLAS, the kernel on the plain units, the one on the matrix units.
 """
 
-# Generated from nbs/4_kernels/11c_gpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8dbb7b244251 module=0564c739d1d8
+# Generated from nbs/4_kernels/11c_gpu_linear.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import torch
 from torch import Tensor

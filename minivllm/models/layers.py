@@ -3,9 +3,7 @@
 The small layers: RMS norm, norm of query and key heads, gated MLP.
 """
 
-# Generated from nbs/3_model/04c_layers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d4014814c422 module=1a0001f5d7c4
+# Generated from nbs/3_model/04c_layers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from functools import partial

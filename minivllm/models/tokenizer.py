@@ -3,9 +3,7 @@
 Not text.
 """
 
-# Generated from nbs/3_model/09_tokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=63bb1ee4fd13 module=ef104bc72046
+# Generated from nbs/3_model/09_tokenizer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

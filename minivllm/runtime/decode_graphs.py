@@ -3,9 +3,7 @@
 One decode step of a small model is some three hundred kernels of a few microseconds each.
 """
 
-# Generated from nbs/5_engine/02b_decode_graphs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b5ac0bb07090 module=28f09efaba71
+# Generated from nbs/5_engine/02b_decode_graphs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import bisect
 import logging

@@ -4,9 +4,7 @@ The engine core does not care whether the model runs in its own process, in four
 GPUs, or not at all (a simulation answers from a cost model).
 """
 
-# Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=14677115c907 module=bf616add88b9
+# Generated from nbs/5_engine/04_executor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import gc
 from collections.abc import Sequence
@@ -32,15 +30,9 @@ from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
 
 __all__ = [
-    "EnginePlan",
-    "Executor",
-    "Pending",
-    "UniProcExecutor",
-    "fit_memory",
-    "load_decoder",
-    "make_executor",
+    "EnginePlan", "Executor", "Pending", "UniProcExecutor", "fit_memory", "load_decoder", "make_executor",
     "plan_engine",
-]
+]  # fmt: skip
 
 
 # %% nbs/5_engine/04_executor.ipynb #Executor

@@ -4,9 +4,7 @@
 bfloat16 by itself.
 """
 
-# Generated from nbs/5_engine/03_machine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0aab377b6a9b module=b758b24fc59e
+# Generated from nbs/5_engine/03_machine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import os
 import platform

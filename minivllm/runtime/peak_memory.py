@@ -4,9 +4,7 @@ A GPU's memory holds the weights, the KV cache, and what a step needs while it r
 logits, the sampler's copies of them.
 """
 
-# Generated from nbs/5_engine/03b_peak_memory.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=13f3292cbd78 module=0731070bd716
+# Generated from nbs/5_engine/03b_peak_memory.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import numpy as np
 import torch

@@ -3,9 +3,7 @@
 A request said "blue" at its fifth token.
 """
 
-# Generated from nbs/5_engine/18_sample_record.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=206cc11cecf5 module=ebe8d9a9ce3e
+# Generated from nbs/5_engine/18_sample_record.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -4,9 +4,7 @@ A program that reads the model's answer wants JSON that fits its schema, or one 
 date.
 """
 
-# Generated from nbs/3_model/17_grammar.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6977277862a7 module=fef7b358ced9
+# Generated from nbs/3_model/17_grammar.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import json as json_lib
 import re
@@ -24,14 +22,9 @@ import numpy.typing as npt
 from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = [
-    "GrammarCompiler",
-    "GrammarError",
-    "GrammarMatcher",
-    "PendingGrammar",
-    "grammar_text",
-    "special_token_ids",
-    "without_additional_properties",
-]
+    "GrammarCompiler", "GrammarError", "GrammarMatcher", "PendingGrammar", "grammar_text",
+    "special_token_ids", "without_additional_properties",
+]  # fmt: skip
 
 
 # %% nbs/3_model/17_grammar.ipynb #GrammarError

@@ -4,9 +4,7 @@ A client may ask for the log probability of each token that it gets, and of the 
 alternatives.
 """
 
-# Generated from nbs/3_model/14_logprobs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b991779cb97a module=288785e25e28
+# Generated from nbs/3_model/14_logprobs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,9 +3,7 @@
 A vector instead of words.
 """
 
-# Generated from nbs/3_model/20_pooling.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f504cc870a43 module=527fa27af67d
+# Generated from nbs/3_model/20_pooling.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -3,9 +3,7 @@
 A sampled token needs one random number.
 """
 
-# Generated from nbs/3_model/11_random.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ff69651883c7 module=1c86916ec0a7
+# Generated from nbs/3_model/11_random.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import numpy as np
 import numpy.typing as npt

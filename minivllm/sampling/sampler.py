@@ -4,9 +4,7 @@ The `Sampler` takes the logits of all running requests, a score for every token 
 and gives one token for each.
 """
 
-# Generated from nbs/3_model/15_sampler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=94fe8e274519 module=2fffdb7e2e58
+# Generated from nbs/3_model/15_sampler.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

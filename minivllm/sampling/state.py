@@ -3,9 +3,7 @@
 The model computes the logits of all running requests at once, `[rows, vocabulary]`.
 """
 
-# Generated from nbs/3_model/12_sampling_state.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8dc6eb79dc17 module=0f0bae807ac1
+# Generated from nbs/3_model/12_sampling_state.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +18,9 @@ from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.random import as_seed
 
 __all__ = [
-    "COLUMNS",
-    "NO_LOGPROBS",
-    "Array",
-    "Matcher",
-    "RequestView",
-    "SamplingBatch",
-    "SamplingState",
-    "TokenCounts",
-    "column_values",
-]
+    "COLUMNS", "NO_LOGPROBS", "Array", "Matcher", "RequestView", "SamplingBatch", "SamplingState",
+    "TokenCounts", "column_values",
+]  # fmt: skip
 
 
 # %% nbs/3_model/12_sampling_state.ipynb #code-5f37c8

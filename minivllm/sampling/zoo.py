@@ -3,9 +3,7 @@
 Every few months somebody publishes a new way to choose tokens.
 """
 
-# Generated from nbs/3_model/19_zoo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=67afae1d4417 module=88d65cfcf4ac
+# Generated from nbs/3_model/19_zoo.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 from collections.abc import Collection

@@ -3,9 +3,7 @@
 `/metrics` is for Prometheus.
 """
 
-# Generated from nbs/6_serving/30_dashboard.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c8b7126a3148 module=bf9a03febb13
+# Generated from nbs/6_serving/30_dashboard.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from typing import Any
 

@@ -3,9 +3,7 @@
 `/v1/embeddings` takes texts or token ids and gives a vector for each.
 """
 
-# Generated from nbs/6_serving/26_embeddings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1ed5fb9259e4 module=03908003df3c
+# Generated from nbs/6_serving/26_embeddings.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import base64
 import struct

@@ -3,9 +3,7 @@
 Client libraries look at two things: the status, and a body in OpenAI's shape.
 """
 
-# Generated from nbs/6_serving/04_errors.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0951732b89a6 module=986adb8e151c
+# Generated from nbs/6_serving/04_errors.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import logging
 from collections.abc import Sequence

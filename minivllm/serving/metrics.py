@@ -4,9 +4,7 @@ An operator asks the same few questions of every server: how many wait, how full
 long until the first token.
 """
 
-# Generated from nbs/6_serving/09_metrics.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=48d561ff4e93 module=2583114da222
+# Generated from nbs/6_serving/09_metrics.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

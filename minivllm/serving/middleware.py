@@ -4,9 +4,7 @@ Before an endpoint sees a request, four things are decided: is it too big, does 
 what is its id, and what goes into the log.
 """
 
-# Generated from nbs/6_serving/10_middleware.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=dd040ba7c7d3 module=0f6a288e0a3d
+# Generated from nbs/6_serving/10_middleware.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import hashlib
 import hmac

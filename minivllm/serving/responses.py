@@ -4,9 +4,7 @@ A stream of `/v1/responses` tells every step: an item begins, a part of it begin
 part ends, the item ends.
 """
 
-# Generated from nbs/6_serving/25_responses.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4e37af8c3c7d module=ee805c176b86
+# Generated from nbs/6_serving/25_responses.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import json
 import time

@@ -3,9 +3,7 @@
 The views of this part, each in a chapter of its own: what one asks for by name.
 """
 
-# Generated from nbs/8_viz/00_viz.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6cb6a87279f8 module=87379d68b8c2
+# Generated from nbs/8_viz/00_viz.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib
 from typing import TYPE_CHECKING, Any

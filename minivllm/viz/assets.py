@@ -3,9 +3,7 @@
 How does one file hold a view, its data and its program?
 """
 
-# Generated from nbs/8_viz/03_assets.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5ef9104a07dc module=a9eae56c192a
+# Generated from nbs/8_viz/03_assets.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 Where do two runs of the same requests part, and why?
 """
 
-# Generated from nbs/8_viz/14b_compare.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a191f08ea1c9 module=d6b256cc458b
+# Generated from nbs/8_viz/14b_compare.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

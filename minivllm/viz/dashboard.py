@@ -3,9 +3,7 @@
 The monitor looks; the dashboard shows: six numbers, and how each came there within the last minute.
 """
 
-# Generated from nbs/8_viz/16_dashboard.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d956521fd2c6 module=1c7aa8143d26
+# Generated from nbs/8_viz/16_dashboard.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 A trace tells what happened.
 """
 
-# Generated from nbs/8_viz/15_monitor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=45dcd0aa5072 module=92cdea5f69f1
+# Generated from nbs/8_viz/15_monitor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

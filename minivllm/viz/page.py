@@ -3,9 +3,7 @@
 How does one see blocks, queues and prefixes at the same moment?
 """
 
-# Generated from nbs/8_viz/06_page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1072c9442b83 module=31b31500656d
+# Generated from nbs/8_viz/06_page.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

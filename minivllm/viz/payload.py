@@ -3,9 +3,7 @@
 How small can five thousand steps of sixty thousand blocks be?
 """
 
-# Generated from nbs/8_viz/02_payload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=11e0410610f4 module=bcc5264702f6
+# Generated from nbs/8_viz/02_payload.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 Question: do you know what the engine will do next?
 """
 
-# Generated from nbs/8_viz/20_predict.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=60417179657c module=a0450535100c
+# Generated from nbs/8_viz/20_predict.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

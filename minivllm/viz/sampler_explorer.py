@@ -3,9 +3,7 @@
 The sampler bends the model's odds in ten stages and then draws.
 """
 
-# Generated from nbs/8_viz/17_sampler_explorer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=967015f4a5ad module=90a2af7979be
+# Generated from nbs/8_viz/17_sampler_explorer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -19,16 +17,9 @@ from minivllm.viz.payload import Payload
 from minivllm.viz.view import View
 
 __all__ = [
-    "NUM_TEXTS",
-    "PRECISIONS",
-    "STAGES",
-    "SamplerExplorer",
-    "check_stages",
-    "grammar_mask",
-    "named_tokens",
-    "page_params",
-    "planes",
-]
+    "NUM_TEXTS", "PRECISIONS", "STAGES", "SamplerExplorer", "check_stages", "grammar_mask", "named_tokens",
+    "page_params", "planes",
+]  # fmt: skip
 
 
 # %% nbs/8_viz/17_sampler_explorer.ipynb #planes

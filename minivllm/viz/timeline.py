@@ -3,9 +3,7 @@
 Which request ran when, in what pieces, and what did it wait for?
 """
 
-# Generated from nbs/8_viz/11_timeline.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=25721f0ff9a5 module=abf323bc5716
+# Generated from nbs/8_viz/11_timeline.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

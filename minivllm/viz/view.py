@@ -3,9 +3,7 @@
 What do all pictures have in common?
 """
 
-# Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=530f148a4d3b module=5324a04dbf82
+# Generated from nbs/8_viz/04_view.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -22,16 +20,9 @@ from minivllm.viz.assets import document, fragment, widget_module
 from minivllm.viz.payload import Payload
 
 __all__ = [
-    "HTML_LIMIT",
-    "TraceSource",
-    "TraceView",
-    "View",
-    "as_png",
-    "new_figure",
-    "open_trace",
-    "trace_key",
+    "HTML_LIMIT", "TraceSource", "TraceView", "View", "as_png", "new_figure", "open_trace", "trace_key",
     "trace_note",
-]
+]  # fmt: skip
 
 
 # %% nbs/8_viz/04_view.ipynb #code-fa4ffc

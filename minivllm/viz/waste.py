@@ -3,9 +3,7 @@
 What does paging waste, and what would one piece per request have wasted?
 """
 
-# Generated from nbs/8_viz/14_waste.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b8b90df62bbe module=b08526f675c7
+# Generated from nbs/8_viz/14_waste.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
