@@ -167,20 +167,16 @@ def store(repo, output) -> None:
     path.write_text(literate.spell(data))
 
 
-def test_a_long_cell_is_refused_unless_it_is_listed(repo, run, fails):
-    for name, lines in {"pool": 61, "minivllm_kernels.step": 121}.items():
-        limit = lines - 1
-        repo.notebook(f"nbs/{name}.ipynb", head=f"#| default_exp {name}", a="#| export\n" + "x = 1\n" * limit)
-        (repo.root / "nbs/demo.ipynb").unlink(missing_ok=True)
+@pytest.mark.parametrize(("name", "lines"), [("pool", 61), ("minivllm_kernels.step", 121)])
+def test_a_long_cell_is_refused_unless_it_is_listed(repo, run, fails, name, lines):
+    (repo.root / MODULE).unlink()
+    for count in (lines - 1, lines):
+        repo.notebook(head=f"#| default_exp {name}", a="#| export\n" + "x = 1\n" * count)
         run("export")
         run("clean")
-        run("check")
-        repo.notebook(f"nbs/{name}.ipynb", head=f"#| default_exp {name}", a="#| export\n" + "x = 1\n" * lines)
-        run("export")
-        run("clean")
-        message = f"nbs/{name}.ipynb #a: an exported cell of {lines} lines; {limit} are allowed: tell it in parts\n"
-        assert fails("check") == message
-        (repo.root / literate.LONG).write_text(f"# why\nnbs/{name}.ipynb #a {lines - 1}\n")
-        assert fails("check") == message
-        (repo.root / literate.LONG).write_text(f"# why\nnbs/{name}.ipynb #a {lines}\n")
-        run("check")
+        message = f"nbs/demo.ipynb #a: an exported cell of {lines} lines; {lines - 1} are allowed: tell it in parts\n"
+        assert (fails("check") == message) if count == lines else run("check")
+    (repo.root / literate.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines - 1}\n")
+    assert fails("check") == message
+    (repo.root / literate.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines}\n")
+    run("check")
