@@ -3,9 +3,9 @@
 What do all pictures have in common?
 """
 
-# Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=530f148a4d3b module=5324a04dbf82
+# literate: notebook=d43e28fa89de module=75d6680f636c
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 
-# %% nbs/8_viz/04_view.ipynb #code-fa4ffc
+# %% nbs/viz/view.ipynb #code-fa4ffc
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-# %% nbs/8_viz/04_view.ipynb #TraceSource
+# %% nbs/viz/view.ipynb #TraceSource
 TraceSource = Trace | str | Path
 HTML_LIMIT = 2_000_000
 
@@ -118,7 +118,7 @@ def trace_key(trace: Trace) -> str:
     return hashlib.sha256(repr((trace.header, len(trace), ends)).encode()).hexdigest()[:16]
 
 
-# %% nbs/8_viz/04_view.ipynb #View
+# %% nbs/viz/view.ipynb #View
 class View:
     """One picture, in four forms: live in a notebook, a page without a kernel, a matplotlib figure, and words.
 
@@ -280,7 +280,7 @@ class View:
         return fragment(small, (), self.summary())
 
 
-# %% nbs/8_viz/04_view.ipynb #new_figure
+# %% nbs/viz/view.ipynb #new_figure
 def new_figure(size: tuple[float, float]) -> Figure:
     """An empty figure, its size in inches. In a notebook it shows itself; matplotlib's own do that only once pyplot is imported."""
     from matplotlib.figure import Figure as Plain
@@ -299,7 +299,7 @@ def as_png(figure: Figure, dpi: float) -> bytes:
     return buffer.getvalue()
 
 
-# %% nbs/8_viz/04_view.ipynb #widget_class
+# %% nbs/viz/view.ipynb #widget_class
 @cache
 def _widget_class(modules: tuple[str, ...]) -> Any:
     import anywidget
@@ -318,7 +318,7 @@ def _widget_class(modules: tuple[str, ...]) -> Any:
     return ViewWidget
 
 
-# %% nbs/8_viz/04_view.ipynb #TraceView
+# %% nbs/viz/view.ipynb #TraceView
 class TraceView(View):
     """A view of a trace, given as such or as the path of a saved one. All views of one trace on a page share the step, the request and the block.
 
