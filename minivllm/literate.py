@@ -175,7 +175,9 @@ class Notebook:
             return None
         module = named[0].directives["default_exp"]
         if not re.fullmatch(r"[a-z_]\w*(\.[a-z_]\w*)*", module) or module.split(".")[0] == "minivllm":
-            raise named[0].error(f"not a module name: {module!r}; write 'core.scheduler' or 'minivllm_kernels.decode'")
+            raise named[0].error(
+                f"not a module name: {module!r}; write 'core.scheduler' or 'minivllm_kernels.cuda.decode'"
+            )
         return module
 
     @cached_property
@@ -202,7 +204,7 @@ class Notebook:
 
 
 def module_path(module: str) -> str:
-    """`core.request` -> `minivllm/core/request.py`; `minivllm_kernels.decode` -> `kernels/minivllm_kernels/decode.py`."""
+    """`core.request` -> `minivllm/core/request.py`; `minivllm_kernels.cuda.decode` -> `kernels/minivllm_kernels/cuda/decode.py`."""
     folder = "kernels" if module.split(".")[0] == "minivllm_kernels" else "minivllm"
     return f"{folder}/{module.replace('.', '/')}.py"
 

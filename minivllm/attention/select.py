@@ -3,7 +3,7 @@
 There are several ways to compute attention, and none is best everywhere.
 """
 
-# Generated from nbs/3_model/03b_select.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/attention/select.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from minivllm.attention.backend import AttentionBackend, AttentionSpec
 __all__ = ["backend_names", "make_backend", "register_backend", "select_backend"]
 
 
-# %% nbs/3_model/03b_select.ipynb #backend_names
+# %% nbs/attention/select.ipynb #backend_names
 _BACKENDS: dict[str, str | Callable[[], AttentionBackend]] = {
     "reference": "minivllm.attention.reference:ReferenceBackend",
     "sdpa": "minivllm.attention.sdpa:SDPABackend",
@@ -32,7 +32,7 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-# %% nbs/3_model/03b_select.ipynb #register_backend
+# %% nbs/attention/select.ipynb #register_backend
 def register_backend(name: str, make: str | Callable[[], AttentionBackend], *, auto_before: str | None = None) -> None:
     """Make a backend known.
 
@@ -53,7 +53,7 @@ def register_backend(name: str, make: str | Callable[[], AttentionBackend], *, a
     _BACKENDS[name] = make
 
 
-# %% nbs/3_model/03b_select.ipynb #make_backend
+# %% nbs/attention/select.ipynb #make_backend
 def make_backend(name: str) -> AttentionBackend:
     """The backend of this name.
 
@@ -70,7 +70,7 @@ def make_backend(name: str) -> AttentionBackend:
     return getattr(importlib.import_module(module), attribute)()
 
 
-# %% nbs/3_model/03b_select.ipynb #select_backend
+# %% nbs/attention/select.ipynb #select_backend
 def select_backend(
     name: str, spec: AttentionSpec | Iterable[AttentionSpec], device: torch.device
 ) -> tuple[AttentionBackend, str]:

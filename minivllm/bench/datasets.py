@@ -4,7 +4,7 @@ A benchmark number belongs to its requests: how long the prompts are, how long t
 they share.
 """
 
-# Generated from nbs/6_serving/19_bench_datasets.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/bench/datasets.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/6_serving/19_bench_datasets.ipynb #Sample
+# %% nbs/bench/datasets.ipynb #Sample
 DATASETS = ("random", "sharegpt", "prefix_repetition", "workload")
 
 
@@ -34,7 +34,7 @@ class Sample:
     arrival_time: float | None = None
 
 
-# %% nbs/6_serving/19_bench_datasets.ipynb #made-up
+# %% nbs/bench/datasets.ipynb #made-up
 def ordinary_tokens(tokenizer: Any) -> np.ndarray:
     """The token ids of a vocabulary that are no special tokens."""
     special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
@@ -92,7 +92,7 @@ def prefix_repetition_samples(
     return [made[i] for i in generator.permutation(count)]
 
 
-# %% nbs/6_serving/19_bench_datasets.ipynb #files
+# %% nbs/bench/datasets.ipynb #files
 def file_samples(
     name: str,
     path: str,

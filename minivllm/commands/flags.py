@@ -4,7 +4,7 @@
 started here, or which server is asked instead.
 """
 
-# Generated from nbs/6_serving/01a_flags.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/commands/flags.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/6_serving/01a_flags.ipynb #add_sampling_arguments
+# %% nbs/commands/flags.ipynb #add_sampling_arguments
 if TYPE_CHECKING:
     from minivllm.sampling.params import SamplingParams
     from minivllm.serving.client import Remote
@@ -61,7 +61,7 @@ def sampling_params_from(args: argparse.Namespace, defaults: SamplingParams, **m
     return defaults.clone(**request_fields(args), **more)
 
 
-# %% nbs/6_serving/01a_flags.ipynb #connect
+# %% nbs/commands/flags.ipynb #connect
 def add_remote_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that name a server."""
     group = parser.add_argument_group("server", "ask a running server instead of an engine here")

@@ -3,7 +3,7 @@
 Why does the scheduler not simply ask what time it is?
 """
 
-# Generated from nbs/1_core/04_clock.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/core/clock.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Protocol
 __all__ = ["Clock", "VirtualClock", "WallClock"]
 
 
-# %% nbs/1_core/04_clock.ipynb #Clock
+# %% nbs/core/clock.ipynb #Clock
 class Clock(Protocol):
     """Something that tells the time in seconds."""
 

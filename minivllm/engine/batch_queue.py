@@ -3,7 +3,7 @@
 The engine's loop is: decide, carry out, take in.
 """
 
-# Generated from nbs/5_engine/09c_batch_queue.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/engine/batch_queue.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 __all__ = ["BatchQueue"]
 
 
-# %% nbs/5_engine/09c_batch_queue.ipynb #BatchQueue
+# %% nbs/engine/batch_queue.ipynb #BatchQueue
 if TYPE_CHECKING:
     from minivllm.runtime.executor import Executor
 

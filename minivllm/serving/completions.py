@@ -4,7 +4,7 @@ The oldest endpoint is the one that benchmarks use: texts, lists of texts, token
 the prompt back, with `logprobs` of its tokens.
 """
 
-# Generated from nbs/6_serving/07_completions.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/serving/completions.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/6_serving/07_completions.ipynb #completion_logprobs
+# %% nbs/serving/completions.ipynb #completion_logprobs
 def completion_logprobs(
     token_ids: Sequence[int], entries: Sequence[dict[int, Any] | None], offsets: Sequence[int], count: int
 ) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _finite(value: float) -> float:
     return max(value, -9999.0)
 
 
-# %% nbs/6_serving/07_completions.ipynb #Echo
+# %% nbs/serving/completions.ipynb #Echo
 class Echo:
     """The prompt of a request, as the beginning of its answer."""
 
@@ -95,7 +95,7 @@ def join(first: dict[str, Any], second: dict[str, Any] | None, moved: int) -> di
     return {name: [*first[name], *second[name]] for name in first}
 
 
-# %% nbs/6_serving/07_completions.ipynb #Writer
+# %% nbs/serving/completions.ipynb #Writer
 class Writer:
     """Writes the choices of one request."""
 
@@ -147,7 +147,7 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     ]
 
 
-# %% nbs/6_serving/07_completions.ipynb #endpoint
+# %% nbs/serving/completions.ipynb #endpoint
 def completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
     """The request as SamplingParams. Raises ApiError or what `SamplingParams` raises."""
     scores_only = body.max_tokens == 0

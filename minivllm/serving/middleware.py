@@ -4,7 +4,7 @@ Before an endpoint sees a request, four things are decided: is it too big, does 
 what is its id, and what goes into the log.
 """
 
-# Generated from nbs/6_serving/10_middleware.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/serving/middleware.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import hashlib
 import hmac
@@ -22,7 +22,7 @@ from minivllm.serving.errors import ApiError
 __all__ = ["AccessLog", "ApiKey", "BodyLimit", "access"]
 
 
-# %% nbs/6_serving/10_middleware.ipynb #BodyLimit
+# %% nbs/serving/middleware.ipynb #BodyLimit
 access = logging.getLogger("minivllm.access")
 
 
@@ -68,7 +68,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-# %% nbs/6_serving/10_middleware.ipynb #ApiKey
+# %% nbs/serving/middleware.ipynb #ApiKey
 class ApiKey:
     """Lets in who sends ``Authorization: Bearer KEY`` with one of the keys, and anybody to the paths in ``OPEN``."""
 
@@ -97,7 +97,7 @@ class ApiKey:
         await self.app(scope, receive, send)
 
 
-# %% nbs/6_serving/10_middleware.ipynb #AccessLog
+# %% nbs/serving/middleware.ipynb #AccessLog
 class AccessLog:
     """One line a request in the logger ``minivllm.access``, plain or JSON, and the header X-Request-Id in the answer."""
 

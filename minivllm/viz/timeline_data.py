@@ -3,7 +3,7 @@
 Ten thousand steps of two thousand requests are twenty million cells.
 """
 
-# Generated from nbs/8_viz/10_timeline_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/viz/timeline_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/8_viz/10_timeline_data.ipynb #TimelineData
+# %% nbs/viz/timeline_data.ipynb #TimelineData
 KINDS = ("waiting", "preempted", "swapped", "stalled", "prefill", "decode")
 WAITING, PREEMPTED, SWAPPED, STALLED, PREFILL, DECODE = range(len(KINDS))
 FINISHES = ("unfinished", "stop", "length", "abort", "error")
@@ -130,7 +130,7 @@ class TimelineData:
         return f"behind {self.request_ids[first]} ({self.reasons[code]})"
 
 
-# %% nbs/8_viz/10_timeline_data.ipynb #_Life
+# %% nbs/viz/timeline_data.ipynb #_Life
 class _Life:
     """Where a request stands while the events go by."""
 
@@ -296,7 +296,7 @@ class _Reader(EventReader):
         )
 
 
-# %% nbs/8_viz/10_timeline_data.ipynb #_rows
+# %% nbs/viz/timeline_data.ipynb #_rows
 def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
     return np.array(rows, np.int32).reshape(len(rows), width)
 

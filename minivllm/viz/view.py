@@ -3,7 +3,7 @@
 What do all pictures have in common?
 """
 
-# Generated from nbs/8_viz/04_view.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/viz/view.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/8_viz/04_view.ipynb #code-fa4ffc
+# %% nbs/viz/view.ipynb #code-fa4ffc
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-# %% nbs/8_viz/04_view.ipynb #TraceSource
+# %% nbs/viz/view.ipynb #TraceSource
 TraceSource = Trace | str | Path
 HTML_LIMIT = 2_000_000
 
@@ -109,7 +109,7 @@ def trace_key(trace: Trace) -> str:
     return hashlib.sha256(repr((trace.header, len(trace), ends)).encode()).hexdigest()[:16]
 
 
-# %% nbs/8_viz/04_view.ipynb #View
+# %% nbs/viz/view.ipynb #View
 class View:
     """One picture, in four forms: live in a notebook, a page without a kernel, a matplotlib figure, and words.
 
@@ -271,7 +271,7 @@ class View:
         return fragment(small, (), self.summary())
 
 
-# %% nbs/8_viz/04_view.ipynb #new_figure
+# %% nbs/viz/view.ipynb #new_figure
 def new_figure(size: tuple[float, float]) -> Figure:
     """An empty figure, its size in inches. In a notebook it shows itself; matplotlib's own do that only once pyplot is imported."""
     from matplotlib.figure import Figure as Plain
@@ -290,7 +290,7 @@ def as_png(figure: Figure, dpi: float) -> bytes:
     return buffer.getvalue()
 
 
-# %% nbs/8_viz/04_view.ipynb #widget_class
+# %% nbs/viz/view.ipynb #widget_class
 @cache
 def _widget_class(modules: tuple[str, ...]) -> Any:
     import anywidget
@@ -309,7 +309,7 @@ def _widget_class(modules: tuple[str, ...]) -> Any:
     return ViewWidget
 
 
-# %% nbs/8_viz/04_view.ipynb #TraceView
+# %% nbs/viz/view.ipynb #TraceView
 class TraceView(View):
     """A view of a trace, given as such or as the path of a saved one. All views of one trace on a page share the step, the request and the block.
 
