@@ -3,9 +3,7 @@
 The model gives one token at a time.
 """
 
-# Generated from nbs/5_engine/06_detokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8d67aa59d535 module=c2282d4a200c
+# Generated from nbs/engine/detokenizer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import codecs
 import json
@@ -15,19 +13,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 __all__ = [
-    "ByteDetokenizer",
-    "Detokenizer",
-    "DetokenizerFactory",
-    "TokenBytes",
-    "WindowDetokenizer",
-    "byte_alphabet",
-    "byte_of",
-    "is_byte_level",
-    "special_token_ids",
-]
+    "ByteDetokenizer", "Detokenizer", "DetokenizerFactory", "TokenBytes", "WindowDetokenizer",
+    "byte_alphabet", "byte_of", "is_byte_level", "special_token_ids",
+]  # fmt: skip
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #byte_alphabet
+# %% nbs/engine/detokenizer.ipynb #byte_alphabet
 def byte_alphabet() -> dict[str, int]:
     """Character -> byte, as in GPT-2's byte-level BPE: printable Latin-1 is itself, the rest is moved up from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -35,7 +26,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #TokenBytes
+# %% nbs/engine/detokenizer.ipynb #TokenBytes
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """The tokens that `skip_special_tokens` drops: all that were added as special, not only those with a role (bos, eos, ...)."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -66,7 +57,7 @@ class TokenBytes(dict[int, bytes]):
         return token.encode()
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #Detokenizer
+# %% nbs/engine/detokenizer.ipynb #Detokenizer
 class Detokenizer(Protocol):
     """Turns tokens into text as they come.
 
@@ -103,7 +94,7 @@ class ByteDetokenizer:
         return self._decode(b"", True)
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #WindowDetokenizer
+# %% nbs/engine/detokenizer.ipynb #WindowDetokenizer
 class WindowDetokenizer:
     """For every other tokenizer: decode a window of the last tokens and show what is new (the idea of TGI and vLLM).
 
@@ -143,7 +134,7 @@ class WindowDetokenizer:
         """Its vocabulary entry; None if it has no text: such a token does not even end a run of bytes."""
         return None if token_id in self._skipped else self._tokenizer.convert_ids_to_tokens(token_id)
 
-    # %% nbs/5_engine/06_detokenizer.ipynb #WindowDetokenizer-push
+    # %% nbs/engine/detokenizer.ipynb #WindowDetokenizer-push
     def push(self, token_id: int) -> str:
         if (token := self._token(token_id)) is None:
             return ""
@@ -159,7 +150,7 @@ class WindowDetokenizer:
         self._shown = self.decode(self._window)
         return piece
 
-    # %% nbs/5_engine/06_detokenizer.ipynb #WindowDetokenizer-flush
+    # %% nbs/engine/detokenizer.ipynb #WindowDetokenizer-flush
     def flush(self) -> str:
         return _after(self._shown, self.decode(self._window))
 
@@ -179,7 +170,7 @@ class WindowDetokenizer:
         return context[::-1], dict(reversed(run.items()))
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #is_byte_token
+# %% nbs/engine/detokenizer.ipynb #is_byte_token
 def byte_of(token: str) -> int | None:
     """The byte that a vocabulary entry such as ``<0xE4>`` spells; None for any other entry."""
     return int(token[3:5], 16) if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token) else None
@@ -197,7 +188,7 @@ def _after(shown: str, text: str) -> str:
     return text[len(os.path.commonprefix([shown, text])) :]
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #DetokenizerFactory
+# %% nbs/engine/detokenizer.ipynb #DetokenizerFactory
 class DetokenizerFactory:
     """Makes one detokenizer a request and remembers, per tokenizer, what they share."""
 
@@ -243,7 +234,7 @@ class DetokenizerFactory:
         return self._texts[token_id]
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #is_byte_level
+# %% nbs/engine/detokenizer.ipynb #is_byte_level
 def is_byte_level(tokenizer: Any) -> bool:
     """Whether the tokenizer decodes by GPT-2's byte alphabet and nothing else."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
