@@ -195,7 +195,7 @@ class DetokenizerFactory:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.is_byte_level = is_byte_level(tokenizer)
-        self._special = special_token_ids(tokenizer)
+        self.special = special_token_ids(tokenizer)
         self._tables: dict[bool, TokenBytes] = {}
         self._texts: dict[int, str] = {}
 
@@ -211,7 +211,7 @@ class DetokenizerFactory:
         options: dict[str, Any] = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         if not getattr(self.tokenizer, "is_fast", False):  # only tokenizers in Python know this option
             options["spaces_between_special_tokens"] = spaces_between_special_tokens
-        return WindowDetokenizer(self.tokenizer, prompt_token_ids, self._special, **options)
+        return WindowDetokenizer(self.tokenizer, prompt_token_ids, self.special, **options)
 
     def _table(self, skip_special_tokens: bool) -> TokenBytes:
         if skip_special_tokens not in self._tables:
