@@ -5,9 +5,10 @@ A language model server small enough to read: every module of the package is a c
 
 # Generated from nbs/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=697b6055426f module=d680784220aa
+# literate: notebook=d0d7ffe31d38 module=b8cced0bac5a
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 # %% nbs/index.ipynb #version
@@ -15,6 +16,10 @@ __version__ = "0.1.0"
 
 
 # %% nbs/index.ipynb #lazy
+if os.environ.get("MINIVLLM_CPU_FEATURES"):  # before torch is imported, which looks at the CPU once
+    from minivllm_kernels.cpu.features import narrow_torch
+
+    narrow_torch()
 if TYPE_CHECKING:
     from minivllm.core.config import EngineArgs
     from minivllm.engine.async_llm import AsyncLLM
