@@ -3,9 +3,7 @@
 Not everybody opens a notebook.
 """
 
-# Generated from nbs/cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b692f716ab55 module=7f4bbe714f0c
+# Generated from nbs/cli.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import importlib

@@ -3,9 +3,7 @@
 `make demo` is the first thing that anybody runs.
 """
 
-# Generated from nbs/demo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ede7abb77c60 module=f8c5af884b5d
+# Generated from nbs/demo.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -3,9 +3,7 @@
 Paged attention in plain torch, one token at a time: the one to read, and the oracle for the others.
 """
 
-# Generated from nbs/attention/reference.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=47007ab658a6 module=97004215030b
+# Generated from nbs/attention/reference.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -4,9 +4,7 @@ Gather the pages and call torch's fused `scaled_dot_product_attention`: single-t
 rectangles, prefill chunks one by one.
 """
 
-# Generated from nbs/attention/sdpa.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4e2b15080bd1 module=ee5bcef35d50
+# Generated from nbs/attention/sdpa.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -18,7 +16,10 @@ from torch import Tensor
 
 from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes
 
-__all__ = ["DecodeCall", "PrefillCall", "SDPABackend", "SDPAPlan", "alike", "plan_decode", "plan_prefill", "slots_of"]
+__all__ = [
+    "DecodeCall", "PrefillCall", "SDPABackend", "SDPAPlan", "alike", "plan_decode", "plan_prefill",
+    "slots_of",
+]  # fmt: skip
 
 
 # %% nbs/attention/sdpa.ipynb #DecodeCall

@@ -4,9 +4,7 @@ Send the next request when the last answer has come, and you measure a server th
 exactly one user.
 """
 
-# Generated from nbs/bench/serve.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2fff40a5601a module=d8b83af5a0b5
+# Generated from nbs/bench/serve.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import asyncio

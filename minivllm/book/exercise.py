@@ -4,9 +4,7 @@ Every chapter answers one question, and its cells are the program: those marked 
 the module that the package imports.
 """
 
-# Generated from nbs/book/exercise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=21a9e53b39ac module=05d0eefbf64b
+# Generated from nbs/book/exercise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import asyncio
 import traceback

@@ -3,9 +3,7 @@
 Question: can you write a paged KV cache yourself, a few lines at a time?
 """
 
-# Generated from nbs/book/paging.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a9687e8ccaf2 module=f61505d21871
+# Generated from nbs/book/paging.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import inspect
 import re
@@ -24,24 +22,9 @@ from minivllm.viz.block_map import BlockMap
 from minivllm.viz.palette import owner_colour
 
 __all__ = [
-    "PUZZLES",
-    "Game",
-    "Puzzle",
-    "Replay",
-    "admit",
-    "allocate",
-    "evict",
-    "find",
-    "give_back",
-    "make_room",
-    "names",
-    "release",
-    "share",
-    "slide",
-    "slot",
-    "split",
-    "write",
-]
+    "PUZZLES", "Game", "Puzzle", "Replay", "admit", "allocate", "evict", "find", "give_back", "make_room",
+    "names", "release", "share", "slide", "slot", "split", "write",
+]  # fmt: skip
 
 
 # %% nbs/book/paging.ipynb #Replay

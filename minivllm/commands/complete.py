@@ -3,9 +3,7 @@
 `minivllm complete "Once upon a time"` prints a completion piece by piece.
 """
 
-# Generated from nbs/commands/complete.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=10f3effbd62e module=d0001e711a54
+# Generated from nbs/commands/complete.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

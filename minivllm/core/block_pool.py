@@ -3,9 +3,7 @@
 Where does the memory for keys and values come from, and who gets which piece?
 """
 
-# Generated from nbs/core/block_pool.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b2040150375e module=f3dafdb448c8
+# Generated from nbs/core/block_pool.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -144,7 +142,7 @@ class BlockPool:
         return 1.0 - len(self.free_queue) / self.num_blocks
 
     # %% nbs/core/block_pool.ipynb #BlockPool-allocate
-    def allocate(self, n: int) -> list[KVCacheBlock]:
+    def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
         """Take `n` blocks for new content, each with a count of one. If too few are empty, content is evicted first.
 
         Raises:

@@ -3,9 +3,7 @@
 Why does the scheduler not simply ask what time it is?
 """
 
-# Generated from nbs/core/clock.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d814ff8e6102 module=b0dd42c71bea
+# Generated from nbs/core/clock.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

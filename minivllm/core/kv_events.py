@@ -3,9 +3,7 @@
 How does a router know which of its engines already holds a prefix?
 """
 
-# Generated from nbs/core/kv_events.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=12f031ba6986 module=a86e5d2243c6
+# Generated from nbs/core/kv_events.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 Who goes first, how much does each get, who gives up memory, and which cached block is forgotten?
 """
 
-# Generated from nbs/core/policy.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=86a29bf215b8 module=031206fb32f0
+# Generated from nbs/core/policy.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -21,26 +19,10 @@ from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.request import Request
 
 __all__ = [
-    "FCFS",
-    "LFU",
-    "LRU",
-    "Clairvoyant",
-    "Combined",
-    "DeepestFirst",
-    "FairShare",
-    "LongestPrefixMatch",
-    "Policy",
-    "PolicyError",
-    "PolicyGuard",
-    "Priority",
-    "SchedulerView",
-    "ShortestFirst",
-    "View",
-    "Watchdog",
-    "arguments_of",
-    "combine",
-    "overrides",
-]
+    "FCFS", "LFU", "LRU", "Clairvoyant", "Combined", "DeepestFirst", "FairShare", "LongestPrefixMatch",
+    "Policy", "PolicyError", "PolicyGuard", "Priority", "SchedulerView", "ShortestFirst", "View", "Watchdog",
+    "arguments_of", "combine", "overrides",
+]  # fmt: skip
 
 
 # %% nbs/core/policy.ipynb #View

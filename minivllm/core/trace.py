@@ -3,9 +3,7 @@
 What did the engine do in step 312, and why?
 """
 
-# Generated from nbs/core/trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=35969ad6dbef module=b50c84c858ce
+# Generated from nbs/core/trace.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -16,19 +14,9 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 __all__ = [
-    "REASONS",
-    "TRACE_VERSION",
-    "Added",
-    "Event",
-    "EventReader",
-    "Fold",
-    "RequestState",
-    "State",
-    "Trace",
-    "TraceError",
-    "TraceHeader",
-    "find_fault",
-]
+    "REASONS", "TRACE_VERSION", "Added", "Event", "EventReader", "Fold", "RequestState", "State", "Trace",
+    "TraceError", "TraceHeader", "find_fault",
+]  # fmt: skip
 
 
 # %% nbs/core/trace.ipynb #code-7cbc30

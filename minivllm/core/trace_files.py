@@ -3,9 +3,7 @@
 How does a run travel to another notebook, another machine, another tool?
 """
 
-# Generated from nbs/core/trace_files.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=9d8365286aca module=7bf3ee6f2533
+# Generated from nbs/core/trace_files.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -17,7 +15,9 @@ from typing import Any
 
 from minivllm.core.trace import TRACE_VERSION, Event, RequestState, State, Trace, TraceHeader
 
-__all__ = ["TraceFileError", "decode_event", "encode_event", "load", "perfetto_events", "save", "save_perfetto"]
+__all__ = [
+    "TraceFileError", "decode_event", "encode_event", "load", "perfetto_events", "save", "save_perfetto",
+]  # fmt: skip
 
 
 # %% nbs/core/trace_files.ipynb #TraceFileError

@@ -3,9 +3,7 @@
 How long did each request wait, and how full was the cache meanwhile?
 """
 
-# Generated from nbs/core/trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a3c89714079b module=23b359ff9ebd
+# Generated from nbs/core/trace_tables.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 `LLM.generate` owns the engine until its list is done.
 """
 
-# Generated from nbs/engine/async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f6d58f7578f1 module=7a472bf8ecc9
+# Generated from nbs/engine/async_llm.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import asyncio
 import itertools

@@ -3,9 +3,7 @@
 The model gives one token at a time.
 """
 
-# Generated from nbs/engine/detokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=57273daf31bc module=7a3cb71ef350
+# Generated from nbs/engine/detokenizer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import codecs
 import json
@@ -13,15 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 __all__ = [
-    "ByteDetokenizer",
-    "Detokenizer",
-    "DetokenizerFactory",
-    "TokenBytes",
-    "WindowDetokenizer",
-    "byte_alphabet",
-    "is_byte_level",
-    "is_byte_token",
-]
+    "ByteDetokenizer", "Detokenizer", "DetokenizerFactory", "TokenBytes", "WindowDetokenizer",
+    "byte_alphabet", "is_byte_level", "is_byte_token",
+]  # fmt: skip
 
 
 # %% nbs/engine/detokenizer.ipynb #byte_alphabet

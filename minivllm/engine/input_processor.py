@@ -4,9 +4,7 @@ The scheduler trusts its requests: token ids that exist, a prompt that fits, a p
 enough.
 """
 
-# Generated from nbs/engine/input_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=544aae7c61ca module=bb3e78f66c09
+# Generated from nbs/engine/input_processor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import difflib
 from collections.abc import Sequence

@@ -3,9 +3,7 @@
 The engine core speaks token ids.
 """
 
-# Generated from nbs/engine/output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bb5d22662349 module=1056447cb08a
+# Generated from nbs/engine/output_processor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -4,9 +4,7 @@ Whoever calls the engine gets `RequestOutput` values: the prompt, and one `Compl
 each answer.
 """
 
-# Generated from nbs/engine/outputs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=af2488365d99 module=d8277f84f97f
+# Generated from nbs/engine/outputs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from dataclasses import dataclass
 from typing import Any

@@ -3,9 +3,7 @@
 Two averages say that one policy is better than another.
 """
 
-# Generated from nbs/lab/comparison.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0818a443920e module=b27535c7b0d3
+# Generated from nbs/lab/comparison.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -16,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core.trace import REASONS, Event, Trace
 from minivllm.lab.simulation import Run, make_settings
 
-__all__ = ["COMPARED", "Diff", "Difference", "StepDecision", "decisions", "diff", "first_difference", "standing"]
+__all__ = [
+    "COMPARED", "Diff", "Difference", "StepDecision", "decisions", "diff", "first_difference", "standing",
+]  # fmt: skip
 
 
 # %% nbs/lab/comparison.ipynb #typing

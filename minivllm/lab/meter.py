@@ -3,9 +3,7 @@
 How long did each request wait, and how steady were its tokens?
 """
 
-# Generated from nbs/lab/meter.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3e993a2832c6 module=dcdff747d7ef
+# Generated from nbs/lab/meter.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

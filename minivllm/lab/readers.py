@@ -3,9 +3,7 @@
 Traces of real services are published in half a dozen formats.
 """
 
-# Generated from nbs/lab/readers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2ea5312b1253 module=fe21415fe6a2
+# Generated from nbs/lab/readers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -21,17 +19,9 @@ from minivllm.core.trace import Trace
 from minivllm.lab.workload import Workload, WorkloadRequest, text
 
 __all__ = [
-    "MOONCAKE_BLOCK",
-    "WorkloadFileError",
-    "read_azure",
-    "read_bench_serve",
-    "read_burstgpt",
-    "read_mooncake",
-    "read_sharegpt",
-    "read_workload",
-    "split_into_tokens",
-    "tell_format",
-]
+    "MOONCAKE_BLOCK", "WorkloadFileError", "read_azure", "read_bench_serve", "read_burstgpt", "read_mooncake",
+    "read_sharegpt", "read_workload", "split_into_tokens", "tell_format",
+]  # fmt: skip
 
 
 # %% nbs/lab/readers.ipynb #WorkloadFileError

@@ -3,9 +3,7 @@
 What would have happened with another policy, twice the traffic, half the memory?
 """
 
-# Generated from nbs/lab/simulation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=9a2467e0e87f module=c5733d7d0c06
+# Generated from nbs/lab/simulation.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -42,16 +40,9 @@ from minivllm.lab.meter import Meter
 from minivllm.lab.workload import Workload, WorkloadRequest
 
 __all__ = [
-    "POLICIES",
-    "Run",
-    "Session",
-    "Settings",
-    "kv_cache_of",
-    "make_settings",
-    "policy_of",
-    "preemption_of",
+    "POLICIES", "Run", "Session", "Settings", "kv_cache_of", "make_settings", "policy_of", "preemption_of",
     "simulate",
-]
+]  # fmt: skip
 
 
 # %% nbs/lab/simulation.ipynb #typing
@@ -191,7 +182,7 @@ class Session:
         self.clock.advance(seconds)
         if not output.total_num_scheduled_tokens and self._later:  # nothing to do but to wait for something
             self.clock.advance_to(self._later[0][0])
-        outputs = self.scheduler.update(output, result)
+        outputs = self.scheduler.update_from_output(output, result)
         for name in self.fake.exhausted:
             if name in self.scheduler.requests:  # its recorded answer was cut off here
                 self.end(name)
@@ -411,7 +402,7 @@ def _measure(session: Session, workload: Workload, record: bool) -> Run:
     trace, meter = (scheduler.record(), None) if record else (None, Meter())
     if meter is not None:
         scheduler.subscribe(meter.feed)
-        scheduler.kv.trace = None  # the meter reads no events of blocks
+        scheduler.kv_cache_manager.trace = None  # the meter reads no events of blocks
     session.expect(workload)
     session.run()
     return Run(

@@ -3,9 +3,7 @@
 Whether a scheduling policy is good depends on who asks.
 """
 
-# Generated from nbs/lab/workload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e26fdda61514 module=10f0a0c276a1
+# Generated from nbs/lab/workload.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -25,21 +23,9 @@ from minivllm.core.prefix import root_hash
 from minivllm.core.request import Request
 
 __all__ = [
-    "ANSWERS",
-    "PROMPTS",
-    "Lengths",
-    "Recorded",
-    "Workload",
-    "WorkloadRequest",
-    "bursts",
-    "chat",
-    "closed_loop",
-    "lognormal",
-    "poisson",
-    "recorded_requests",
-    "shared_prefix",
-    "text",
-]
+    "ANSWERS", "PROMPTS", "Lengths", "Recorded", "Workload", "WorkloadRequest", "bursts", "chat",
+    "closed_loop", "lognormal", "poisson", "recorded_requests", "shared_prefix", "text",
+]  # fmt: skip
 
 
 # %% nbs/lab/workload.ipynb #typing

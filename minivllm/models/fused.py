@@ -3,9 +3,7 @@
 Norms, rotations, activations: nothing to compute, much to move.
 """
 
-# Generated from nbs/models/fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=01a5e336dc2b module=e782435bd5e2
+# Generated from nbs/models/fused.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from typing import Any, TypeVar
 

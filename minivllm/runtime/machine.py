@@ -4,9 +4,7 @@
 bfloat16 by itself.
 """
 
-# Generated from nbs/runtime/machine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=58ad6a2aa7f1 module=40277dd6b481
+# Generated from nbs/runtime/machine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import os
 import platform

@@ -3,9 +3,7 @@
 A sampled token needs one random number.
 """
 
-# Generated from nbs/sampling/random.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bfbc06f9c81d module=6a5b08a39788
+# Generated from nbs/sampling/random.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import numpy as np
 import numpy.typing as npt

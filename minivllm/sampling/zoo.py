@@ -3,9 +3,7 @@
 Every few months somebody publishes a new way to choose tokens.
 """
 
-# Generated from nbs/sampling/zoo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=130bf67a3ef2 module=bc94533eb0b5
+# Generated from nbs/sampling/zoo.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 from collections.abc import Collection

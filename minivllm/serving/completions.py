@@ -4,9 +4,7 @@ The oldest endpoint is the one that benchmarks use: texts, lists of texts, token
 the prompt back, with `logprobs` of its tokens.
 """
 
-# Generated from nbs/serving/completions.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1deb31529b26 module=ccff4abe30e5
+# Generated from nbs/serving/completions.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -32,16 +30,9 @@ from minivllm.serving.generation import (
 from minivllm.serving.protocol import CompletionRequest
 
 __all__ = [
-    "Echo",
-    "Writer",
-    "complete",
-    "completion_logprobs",
-    "completion_params",
-    "completions_router",
-    "engine_prompts",
-    "join",
-    "prompt_logprobs",
-]
+    "Echo", "Writer", "complete", "completion_logprobs", "completion_params", "completions_router",
+    "engine_prompts", "join", "prompt_logprobs",
+]  # fmt: skip
 
 
 # %% nbs/serving/completions.ipynb #completion_logprobs

@@ -3,9 +3,7 @@
 `/v1/embeddings` takes texts or token ids and gives a vector for each.
 """
 
-# Generated from nbs/serving/embeddings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3c0cf82df599 module=beb0c6000872
+# Generated from nbs/serving/embeddings.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import base64
 import struct

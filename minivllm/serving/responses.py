@@ -4,9 +4,7 @@ A stream of `/v1/responses` tells every step: an item begins, a part of it begin
 part ends, the item ends.
 """
 
-# Generated from nbs/serving/responses.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e25a6f0d0360 module=d67d107ef173
+# Generated from nbs/serving/responses.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import json
 import time

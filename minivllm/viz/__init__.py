@@ -3,9 +3,7 @@
 The views of this part, each in a chapter of its own: what one asks for by name.
 """
 
-# Generated from nbs/viz/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8d381078a1a0 module=e2a48abeb8a6
+# Generated from nbs/viz/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib
 from typing import TYPE_CHECKING, Any

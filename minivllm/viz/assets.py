@@ -3,9 +3,7 @@
 How does one file hold a view, its data and its program?
 """
 
-# Generated from nbs/viz/assets.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4132bf7bc14e module=a6256b489a6f
+# Generated from nbs/viz/assets.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

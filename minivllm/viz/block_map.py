@@ -3,9 +3,7 @@
 Who owns which piece of the cache, and how did it come to that?
 """
 
-# Generated from nbs/viz/block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bb5005d44976 module=feb1b944ef80
+# Generated from nbs/viz/block_map.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -22,19 +20,9 @@ from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
 
 __all__ = [
-    "HASH_BYTES",
-    "BlockMap",
-    "BlockStream",
-    "Cause",
-    "Op",
-    "block_states",
-    "draw_blocks",
-    "group_names",
-    "request_numbers",
-    "request_tokens",
-    "token_texts",
-    "usage",
-]
+    "HASH_BYTES", "BlockMap", "BlockStream", "Cause", "Op", "block_states", "draw_blocks", "group_names",
+    "request_numbers", "request_tokens", "token_texts", "usage",
+]  # fmt: skip
 
 
 # %% nbs/viz/block_map.ipynb #code-17d13d

@@ -3,9 +3,7 @@
 Where do two runs of the same requests part, and why?
 """
 
-# Generated from nbs/viz/compare.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=9935979dbc59 module=85d2fa02d2d1
+# Generated from nbs/viz/compare.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

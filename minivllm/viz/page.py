@@ -3,9 +3,7 @@
 How does one see blocks, queues and prefixes at the same moment?
 """
 
-# Generated from nbs/viz/page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fe3e64f16fd9 module=e23a5535575b
+# Generated from nbs/viz/page.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

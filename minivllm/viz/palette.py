@@ -3,9 +3,7 @@
 Which colours can everybody tell apart, on white and on black?
 """
 
-# Generated from nbs/viz/palette.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=083807bd5321 module=9ceb2ae71c19
+# Generated from nbs/viz/palette.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -14,15 +12,9 @@ import re
 import numpy as np
 
 __all__ = [
-    "DARK",
-    "LIGHT",
-    "NUM_OWNER_COLOURS",
-    "contrast",
-    "difference",
-    "least_difference",
-    "owner_colour",
+    "DARK", "LIGHT", "NUM_OWNER_COLOURS", "contrast", "difference", "least_difference", "owner_colour",
     "style_sheet",
-]
+]  # fmt: skip
 
 
 # %% nbs/viz/palette.ipynb #LIGHT

@@ -3,9 +3,7 @@
 Question: do you know what the engine will do next?
 """
 
-# Generated from nbs/viz/predict.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a1c283012754 module=031ab9a5fe18
+# Generated from nbs/viz/predict.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 Which prompt brought this block into the cache, who found it there, and who pushed it out?
 """
 
-# Generated from nbs/viz/prefix_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5e47de37933b module=d0b5c51a758f
+# Generated from nbs/viz/prefix_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -20,16 +18,9 @@ from minivllm.core.prefix import hash_block
 from minivllm.core.trace import Added, EventReader, Trace
 
 __all__ = [
-    "CACHED",
-    "DEFAULT_ROOT",
-    "EVICTED",
-    "FORGOTTEN",
-    "HIT",
-    "Ints",
-    "PrefixTreeData",
-    "TreeState",
+    "CACHED", "DEFAULT_ROOT", "EVICTED", "FORGOTTEN", "HIT", "Ints", "PrefixTreeData", "TreeState",
     "prefix_tree_data",
-]
+]  # fmt: skip
 
 
 # %% nbs/viz/prefix_data.ipynb #code-35e016

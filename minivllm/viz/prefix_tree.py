@@ -3,9 +3,7 @@
 Where do texts part, which of their beginnings are found again, and which are lost?
 """
 
-# Generated from nbs/viz/prefix_tree.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bc97b374b66b module=a3680c9292fe
+# Generated from nbs/viz/prefix_tree.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 The sampler bends the model's odds in ten stages and then draws.
 """
 
-# Generated from nbs/viz/sampler_explorer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4c5659bb8e81 module=755f7c639b1b
+# Generated from nbs/viz/sampler_explorer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -19,16 +17,9 @@ from minivllm.viz.payload import Payload
 from minivllm.viz.view import View
 
 __all__ = [
-    "NUM_TEXTS",
-    "PRECISIONS",
-    "STAGES",
-    "SamplerExplorer",
-    "check_stages",
-    "grammar_mask",
-    "named_tokens",
-    "page_params",
-    "planes",
-]
+    "NUM_TEXTS", "PRECISIONS", "STAGES", "SamplerExplorer", "check_stages", "grammar_mask", "named_tokens",
+    "page_params", "planes",
+]  # fmt: skip
 
 
 # %% nbs/viz/sampler_explorer.ipynb #planes

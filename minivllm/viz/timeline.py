@@ -3,9 +3,7 @@
 Which request ran when, in what pieces, and what did it wait for?
 """
 
-# Generated from nbs/viz/timeline.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cad83df55365 module=0218def3b37c
+# Generated from nbs/viz/timeline.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

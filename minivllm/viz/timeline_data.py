@@ -3,9 +3,7 @@
 Ten thousand steps of two thousand requests are twenty million cells.
 """
 
-# Generated from nbs/viz/timeline_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=68b6a1ddfb54 module=9f2c260dc3d8
+# Generated from nbs/viz/timeline_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -19,18 +17,9 @@ import numpy.typing as npt
 from minivllm.core.trace import REASONS, Added, Event, EventReader, Trace
 
 __all__ = [
-    "DECODE",
-    "FINISHES",
-    "KINDS",
-    "PREEMPTED",
-    "PREFILL",
-    "STALLED",
-    "SWAPPED",
-    "WAITING",
-    "Ints",
-    "TimelineData",
-    "timeline_data",
-]
+    "DECODE", "FINISHES", "KINDS", "PREEMPTED", "PREFILL", "STALLED", "SWAPPED", "WAITING", "Ints",
+    "TimelineData", "timeline_data",
+]  # fmt: skip
 
 
 # %% nbs/viz/timeline_data.ipynb #TimelineData

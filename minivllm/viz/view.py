@@ -3,9 +3,7 @@
 What do all pictures have in common?
 """
 
-# Generated from nbs/viz/view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d43e28fa89de module=75d6680f636c
+# Generated from nbs/viz/view.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -22,16 +20,9 @@ from minivllm.viz.assets import document, fragment, widget_module
 from minivllm.viz.payload import Payload
 
 __all__ = [
-    "HTML_LIMIT",
-    "TraceSource",
-    "TraceView",
-    "View",
-    "as_png",
-    "new_figure",
-    "open_trace",
-    "trace_key",
+    "HTML_LIMIT", "TraceSource", "TraceView", "View", "as_png", "new_figure", "open_trace", "trace_key",
     "trace_note",
-]
+]  # fmt: skip
 
 
 # %% nbs/viz/view.ipynb #code-fa4ffc

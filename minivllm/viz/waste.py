@@ -3,9 +3,7 @@
 What does paging waste, and what would one piece per request have wasted?
 """
 
-# Generated from nbs/viz/waste.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b5d9adb7ad9a module=17abbe7cc48b
+# Generated from nbs/viz/waste.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

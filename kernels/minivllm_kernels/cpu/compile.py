@@ -4,9 +4,7 @@ Question: a kernel takes seconds to compile and microseconds to run, and two thr
 want the same two cores.
 """
 
-# Generated from nbs/minivllm_kernels/cpu/compile.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cb58374ce09b module=c1bb6154eda2
+# Generated from nbs/minivllm_kernels/cpu/compile.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import functools
@@ -30,33 +28,11 @@ import llvmlite.binding as llvm
 from minivllm_kernels.cpu.features import VARIABLE, chosen_level
 
 __all__ = [
-    "COUNT",
-    "ENTERED",
-    "LIBC",
-    "NEXT",
-    "OWN",
-    "Kernel",
-    "cache_folder",
-    "cache_key",
-    "compile_kernel",
-    "compile_object",
-    "host_is_x86",
-    "host_lanes",
-    "host_machine",
-    "host_registers",
-    "kernel",
-    "launch",
-    "load_object",
-    "logger",
-    "machine_for",
-    "only",
-    "openmp",
-    "pack",
-    "read_cached",
-    "run",
-    "to_llvm",
+    "COUNT", "ENTERED", "LIBC", "NEXT", "OWN", "Kernel", "cache_folder", "cache_key", "compile_kernel",
+    "compile_object", "host_is_x86", "host_lanes", "host_machine", "host_registers", "kernel", "launch",
+    "load_object", "logger", "machine_for", "only", "openmp", "pack", "read_cached", "run", "to_llvm",
     "write_cached",
-]
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cpu/compile.ipynb #code-849c2f

@@ -3,9 +3,7 @@
 Question: kernels differ between CPUs.
 """
 
-# Generated from nbs/minivllm_kernels/cpu/features.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=624c1d2fa615 module=0a8b00a03620
+# Generated from nbs/minivllm_kernels/cpu/features.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import os
 import sys

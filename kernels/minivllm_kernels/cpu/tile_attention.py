@@ -3,9 +3,7 @@
 Question: the tile unit multiplies rows with a weight that lies in pairs.
 """
 
-# Generated from nbs/minivllm_kernels/cpu/tile_attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=10131e6fad33 module=5612f905683b
+# Generated from nbs/minivllm_kernels/cpu/tile_attention.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from typing import Any
 

@@ -4,9 +4,7 @@ Question: one request that wants one token multiplies a single row with every we
 model.
 """
 
-# Generated from nbs/minivllm_kernels/cpu/matmul/gemv.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4f9435c77b77 module=babd77129e79
+# Generated from nbs/minivllm_kernels/cpu/matmul/gemv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any
