@@ -113,12 +113,19 @@ class LLMEngine:
         arrival_time: float,
         priority: int = 0,
         user: str | None = None,
+        cut_max_tokens: bool = True,
     ) -> ProcessedInput:
-        """Check and tokenise a request without queueing it."""
+        """Check and tokenise a request without queueing it; see `InputProcessor.process`."""
         if self._closed:
             raise RuntimeError("this engine was closed")
         return self.input_processor.process(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority, user=user
+            request_id,
+            prompt,
+            params,
+            arrival_time=arrival_time,
+            priority=priority,
+            user=user,
+            cut_max_tokens=cut_max_tokens,
         )
 
     def add_processed(self, request_id: str, given: ProcessedInput) -> None:
