@@ -20,7 +20,6 @@ from minivllm.core.config import EngineArgs, EngineConfig
 from minivllm.core.policy import FCFS, PolicyError, Priority
 from minivllm.engine.detokenizer import DetokenizerFactory
 from minivllm.engine.input_processor import ProcessedInput, PromptType
-from minivllm.engine.llm import FROM_GENERATION_CONFIG
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
 from minivllm.engine.warm_up import warm_up
@@ -196,11 +195,8 @@ class AsyncLLM:
 
     # %% nbs/engine/async_llm.ipynb #AsyncLLM-get_default_sampling_params
     def get_default_sampling_params(self) -> dict[str, Any]:
-        """The fields of SamplingParams that the model's generation config sets; none with ``generation_config="vllm"``."""
-        if self.config.args.generation_config == "vllm":
-            return {}
-        found = self.llm_engine.generation_config
-        return {ours: found[theirs] for theirs, ours in FROM_GENERATION_CONFIG.items() if found.get(theirs) is not None}
+        """See `LLMEngine.default_sampling_params`."""
+        return self.llm_engine.default_sampling_params
 
     # %% nbs/engine/async_llm.ipynb #AsyncLLM-loop
     def _post(self, job: Callable[[LLMEngine], T]) -> "Future[T]":

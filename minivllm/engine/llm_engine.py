@@ -23,16 +23,27 @@ from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import fit_memory, make_executor, plan_engine
 from minivllm.runtime.sample_record import explain_sample
 from minivllm.sampling.grammar import GrammarCompiler
-from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["LLMEngine"]
+__all__ = ["FROM_GENERATION_CONFIG", "LLMEngine"]
 
 
 # %% nbs/engine/llm_engine.ipynb #LLMEngine
 if TYPE_CHECKING:
     import pandas as pd
+
+
+FROM_GENERATION_CONFIG = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Fields of a model's generation config, and the names that SamplingParams has for them."""
 
 
 class LLMEngine:
@@ -50,6 +61,7 @@ class LLMEngine:
     ) -> None:
         self.config, self.core, self.tokenizer = config, core, tokenizer
         self.generation_config = generation_config or {}
+        self.default_sampling_params = {} if config.args.generation_config == "vllm" else self._defaults()
         self.clock = core.clock
         self.input_processor = InputProcessor(config, tokenizer, self.generation_config)
         self.output_processor = OutputProcessor(tokenizer)
@@ -57,6 +69,7 @@ class LLMEngine:
         self.num_generation_tokens = 0
         self._closed = False
 
+    # %% nbs/engine/llm_engine.ipynb #LLMEngine-from_engine_args
     @classmethod
     def from_engine_args(
         cls,
@@ -85,6 +98,22 @@ class LLMEngine:
             plan.config, executor, policy=policy, preemption=preemption, clock=clock or WallClock(), grammar=grammar
         )
         return cls(plan.config, core, tokenizer, plan.model.generation_config)
+
+    # %% nbs/engine/llm_engine.ipynb #LLMEngine-defaults
+    def _defaults(self) -> dict[str, Any]:
+        """The fields of SamplingParams that the model's generation config sets. What is wrong with it is the model's fault, not a request's."""
+        fields: dict[str, Any] = {}
+        for theirs, ours in FROM_GENERATION_CONFIG.items():
+            value = self.generation_config.get(theirs)
+            if value is None:
+                continue
+            try:
+                SamplingParams(**{ours: value})
+            except InvalidParameter as error:
+                file = f"{self.config.model.path}/generation_config.json"
+                raise ValueError(f"{file}: {theirs} must be {error.allowed}; it is {value!r}") from error
+            fields[ours] = value
+        return fields
 
     # %% nbs/engine/llm_engine.ipynb #LLMEngine-add_request
     def add_request(
