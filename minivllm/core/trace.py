@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8b8ca1afcdb6 module=0db64bedbef0
+# literate: notebook=4e2fa321b1d5 module=703461a32815
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Fold:
     def _ignore(self, *args: Any) -> None:
         pass
 
-    _do_attributes = _do_step = _do_wait = _do_chunk = _do_order = _do_policy_error = _ignore
+    _do_attributes = _do_step = _do_wait = _do_chunk = _do_note = _do_order = _do_policy_error = _ignore
 
     # %% nbs/1_core/08_trace.ipynb #Fold-_do_add
     def _do_add(self, *fields: Any) -> None:

@@ -5,7 +5,7 @@ A scheduler has no will of its own.
 
 # Generated from nbs/2_lab/07_replay.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=75f63dcf4592 module=69ee6c964ca6
+# literate: notebook=327d137f3296 module=c2a6097827cd
 
 from __future__ import annotations
 
@@ -117,6 +117,7 @@ def restore(scheduler: Scheduler, start: State) -> None:
             queue.remove(blocks[i])
         for i in order:
             queue.append(blocks[i])
+    scheduler.set_policy(scheduler.policy)  # which blocks can be evicted has changed
 
 
 # %% nbs/2_lab/07_replay.ipynb #ReplayDivergence

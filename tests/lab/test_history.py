@@ -135,7 +135,7 @@ def test_whatever_lived_can_be_lived_again(seed, policy, swap, kind, warm, ends)
 
 @pytest.mark.parametrize(
     "policy",
-    [LFU(sample=3), combine(order=FairShare(), evict=LFU(sample=2)), combine(order=ShortestFirst(), victim=Priority())],
+    [LFU(), combine(order=FairShare(), evict=DeepestFirst()), combine(order=ShortestFirst(), victim=Priority())],
 )
 def test_arguments_of_policies_are_recorded(policy, tmp_path):
     """A replay whose policy has other arguments parts from the recording; with the recorded ones, also from a file, it does not."""
