@@ -3,9 +3,7 @@
 A language model server small enough to read: every module of the package is a chapter of this book.
 """
 
-# Generated from nbs/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=697b6055426f module=d680784220aa
+# Generated from nbs/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -4,9 +4,7 @@
 started here, or which server is asked instead.
 """
 
-# Generated from nbs/6_serving/01a_flags.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=16c8af7aafad module=1608b35ace00
+# Generated from nbs/commands/flags.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -15,16 +13,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "add_remote_arguments",
-    "add_sampling_arguments",
-    "connect",
-    "request_fields",
-    "sampling_params_from",
+    "add_remote_arguments", "add_sampling_arguments", "connect", "request_fields", "sampling_params_from",
     "say_loading",
-]
+]  # fmt: skip
 
 
-# %% nbs/6_serving/01a_flags.ipynb #add_sampling_arguments
+# %% nbs/commands/flags.ipynb #add_sampling_arguments
 if TYPE_CHECKING:
     from minivllm.sampling.params import SamplingParams
     from minivllm.serving.client import Remote
@@ -67,7 +61,7 @@ def sampling_params_from(args: argparse.Namespace, defaults: SamplingParams, **m
     return defaults.clone(**request_fields(args), **more)
 
 
-# %% nbs/6_serving/01a_flags.ipynb #connect
+# %% nbs/commands/flags.ipynb #connect
 def add_remote_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that name a server."""
     group = parser.add_argument_group("server", "ask a running server instead of an engine here")

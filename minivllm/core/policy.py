@@ -3,9 +3,7 @@
 Who goes first, how much does each get, who gives up memory, and which cached block is forgotten?
 """
 
-# Generated from nbs/1_core/09_policy.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0bfa2c20c3ed module=2080f119b4ab
+# Generated from nbs/core/policy.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -23,34 +21,13 @@ from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.request import Request
 
 __all__ = [
-    "FCFS",
-    "LFU",
-    "LRU",
-    "BlockTree",
-    "BlockView",
-    "Clairvoyant",
-    "Combined",
-    "DeepestFirst",
-    "FairShare",
-    "Listener",
-    "LongestPrefixMatch",
-    "Policy",
-    "PolicyError",
-    "PolicyGuard",
-    "Priority",
-    "SchedulerView",
-    "Served",
-    "ShortestFirst",
-    "View",
-    "Watchdog",
-    "arguments_of",
-    "combine",
-    "overrides",
-    "target_of",
-]
+    "FCFS", "LFU", "LRU", "BlockTree", "BlockView", "Clairvoyant", "Combined", "DeepestFirst", "FairShare",
+    "Listener", "LongestPrefixMatch", "Policy", "PolicyError", "PolicyGuard", "Priority", "SchedulerView",
+    "Served", "ShortestFirst", "View", "Watchdog", "arguments_of", "combine", "overrides", "target_of",
+]  # fmt: skip
 
 
-# %% nbs/1_core/09_policy.ipynb #View
+# %% nbs/core/policy.ipynb #View
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
 
@@ -104,7 +81,7 @@ def target_of(view: Any) -> Any:
     return object.__getattribute__(view, "_target") if isinstance(view, View) else None
 
 
-# %% nbs/1_core/09_policy.ipynb #BlockTree
+# %% nbs/core/policy.ipynb #BlockTree
 class BlockTree:
     """Which cached block goes on from which, kept from the events `cache`, `evict` and `reset`. Blocks that were cached before are not in it."""
 
@@ -183,7 +160,7 @@ class BlockView(View):
         return BlockView(value, self._tree) if isinstance(value, KVCacheBlock) else super()._freeze(value)
 
 
-# %% nbs/1_core/09_policy.ipynb #SchedulerView
+# %% nbs/core/policy.ipynb #SchedulerView
 class Served(NamedTuple):
     """Tokens that a user has got: of prompts, as they were computed (also a second time), and of answers, as they were sampled."""
 
@@ -242,7 +219,7 @@ class SchedulerView:
         self._note(label, dict(value) if isinstance(value, dict) else value)
 
 
-# %% nbs/1_core/09_policy.ipynb #Policy
+# %% nbs/core/policy.ipynb #Policy
 class Policy:
     """First come, first served. Override any of the methods.
 
@@ -313,7 +290,7 @@ def overrides(policy: Policy, method: str) -> bool:
     return getattr(type(policy), method) is not getattr(Policy, method) or method in vars(policy)
 
 
-# %% nbs/1_core/09_policy.ipynb #FCFS
+# %% nbs/core/policy.ipynb #FCFS
 class FCFS(Policy):
     """First come, first served: vLLM's default."""
 
@@ -344,7 +321,7 @@ class LongestPrefixMatch(Policy):
         return sorted(waiting, key=view.cached_tokens, reverse=True)
 
 
-# %% nbs/1_core/09_policy.ipynb #FairShare
+# %% nbs/core/policy.ipynb #FairShare
 class FairShare(Policy):
     """Users take turns by the tokens that they were served: the virtual token counter of Sheng et al. (2024), their algorithm 2.
 
@@ -394,7 +371,7 @@ class FairShare(Policy):
         return sorted(waiting, key=lambda r: self.counters[r.user])
 
 
-# %% nbs/1_core/09_policy.ipynb #LRU
+# %% nbs/core/policy.ipynb #LRU
 class LRU(Policy):
     """Forget the block that has not been used for the longest time: vLLM's default."""
 
@@ -429,7 +406,7 @@ class Clairvoyant(Policy):
         return max(free_blocks, key=lambda block: (self.next_use(block.block_hash), block.depth))
 
 
-# %% nbs/1_core/09_policy.ipynb #combine
+# %% nbs/core/policy.ipynb #combine
 class Combined(Policy):
     """What `combine` makes. `parts`: the policy behind each question; each listens for itself."""
 
@@ -463,7 +440,7 @@ def arguments_of(policy: Policy) -> dict[str, Any]:
     return {name: value for name, value in vars(policy).items() if name[0] != "_" and type(value) in _PLAIN - {bytes}}
 
 
-# %% nbs/1_core/09_policy.ipynb #PolicyError
+# %% nbs/core/policy.ipynb #PolicyError
 class PolicyError(RuntimeError):
     """A policy answered wrongly, raised, or did not answer. Names policy and method; the scheduler's state is intact."""
 
@@ -513,7 +490,7 @@ class Watchdog:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._target), ctypes.py_object(_TimeOut))
 
 
-# %% nbs/1_core/09_policy.ipynb #Listener
+# %% nbs/core/policy.ipynb #Listener
 _EVENTS = ("on_add", "on_admit", "on_preempt", "on_tokens", "on_hit", "on_free", "on_finish")
 
 
@@ -613,7 +590,7 @@ class Listener:
                 table.pop(request, None)
 
 
-# %% nbs/1_core/09_policy.ipynb #PolicyGuard
+# %% nbs/core/policy.ipynb #PolicyGuard
 class PolicyGuard:
     """Asks a policy and checks what it answers.
 
@@ -685,7 +662,7 @@ class PolicyGuard:
         """Raise PolicyError in the name of a method."""
         raise PolicyError(f"policy {self.policy.name}.{method} {what}") from cause
 
-    # %% nbs/1_core/09_policy.ipynb #PolicyGuard-order
+    # %% nbs/core/policy.ipynb #PolicyGuard-order
     def key(self, request: Request) -> Any:
         """What a waiting request is sorted by."""
         return self._ask("key", self.policy.key, View(request))
@@ -731,7 +708,7 @@ class PolicyGuard:
                 return request
         self.fail("victim", f"must return one of the {len(running)} running requests it was given, got {answer!r}")
 
-    # %% nbs/1_core/09_policy.ipynb #PolicyGuard-evict
+    # %% nbs/core/policy.ipynb #PolicyGuard-evict
     def evict(self, blocks: Iterator[KVCacheBlock], view: SchedulerView | None) -> KVCacheBlock:
         """One of the cached free blocks."""
         answer = self._ask("evict", self.policy.evict, (BlockView(block, self._tree) for block in blocks), view)

@@ -3,9 +3,7 @@
 A thousand users ask questions about the same document.
 """
 
-# Generated from nbs/1_core/06_prefix.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7b80c8d80105 module=84b2efee97fc
+# Generated from nbs/core/prefix.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -18,17 +16,12 @@ from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.request import Request
 
 __all__ = [
-    "HashIndex",
-    "PrefixIndex",
-    "RadixIndex",
-    "extend_block_hashes",
-    "hash_block",
-    "make_prefix_index",
+    "HashIndex", "PrefixIndex", "RadixIndex", "extend_block_hashes", "hash_block", "make_prefix_index",
     "root_hash",
-]
+]  # fmt: skip
 
 
-# %% nbs/1_core/06_prefix.ipynb #hash_block
+# %% nbs/core/prefix.ipynb #hash_block
 def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
     """The name of a full block: 32 bytes that depend on the whole prefix, and on nothing else.
 
@@ -56,7 +49,7 @@ def extend_block_hashes(request: Request, block_size: int) -> list[bytes]:
     return hashes
 
 
-# %% nbs/1_core/06_prefix.ipynb #PrefixIndex
+# %% nbs/core/prefix.ipynb #PrefixIndex
 class PrefixIndex(Protocol):
     """Where the cached blocks are."""
 
@@ -79,7 +72,7 @@ class PrefixIndex(Protocol):
     def __len__(self) -> int: ...
 
 
-# %% nbs/1_core/06_prefix.ipynb #HashIndex
+# %% nbs/core/prefix.ipynb #HashIndex
 class HashIndex:
     """A dictionary from block hash to block."""
 
@@ -109,7 +102,7 @@ class HashIndex:
         return len(self._blocks)
 
 
-# %% nbs/1_core/06_prefix.ipynb #_Node
+# %% nbs/core/prefix.ipynb #_Node
 class _Node:
     __slots__ = ("parent", "edge", "children", "block")
 

@@ -3,9 +3,7 @@
 What did the engine do in step 312, and why?
 """
 
-# Generated from nbs/1_core/08_trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4e2fa321b1d5 module=703461a32815
+# Generated from nbs/core/trace.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -16,22 +14,12 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 __all__ = [
-    "REASONS",
-    "TRACE_VERSION",
-    "Added",
-    "Event",
-    "EventReader",
-    "Fold",
-    "RequestState",
-    "State",
-    "Trace",
-    "TraceError",
-    "TraceHeader",
-    "find_fault",
-]
+    "REASONS", "TRACE_VERSION", "Added", "Event", "EventReader", "Fold", "RequestState", "State", "Trace",
+    "TraceError", "TraceHeader", "find_fault",
+]  # fmt: skip
 
 
-# %% nbs/1_core/08_trace.ipynb #code-7cbc30
+# %% nbs/core/trace.ipynb #code-7cbc30
 Event = tuple[Any, ...]
 TRACE_VERSION = 2
 
@@ -68,7 +56,7 @@ class EventReader:
             self.feed(event)
 
 
-# %% nbs/1_core/08_trace.ipynb #RequestState
+# %% nbs/core/trace.ipynb #RequestState
 @dataclass(slots=True)
 class RequestState:
     """One unfinished request in a rebuilt state. `tables` has one list of block ids per KV cache group."""
@@ -129,7 +117,7 @@ class State:
         return [r for r, s in self.requests.items() if any(block_id in table for table in s.tables)]
 
 
-# %% nbs/1_core/08_trace.ipynb #Fold
+# %% nbs/core/trace.ipynb #Fold
 class Fold:
     """Applies events to a state. `state()` gives a copy of where it stands.
 
@@ -170,7 +158,7 @@ class Fold:
 
     _do_attributes = _do_step = _do_wait = _do_chunk = _do_note = _do_order = _do_policy_error = _ignore
 
-    # %% nbs/1_core/08_trace.ipynb #Fold-_do_add
+    # %% nbs/core/trace.ipynb #Fold-_do_add
     def _do_add(self, *fields: Any) -> None:
         new = Added(*fields)
         tables: list[list[int]] = [[] for _ in range(self.now.num_groups)]
@@ -204,7 +192,7 @@ class Fold:
         status = self.now.requests.pop(request).status
         (self.now.running if status == "RUNNING" else self.now.waiting).remove(request)
 
-    # %% nbs/1_core/08_trace.ipynb #Fold-_do_alloc
+    # %% nbs/core/trace.ipynb #Fold-_do_alloc
     def _do_alloc(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
         self.now.requests[request].tables[group].extend(blocks)
         for block in blocks:
@@ -268,7 +256,7 @@ class Fold:
             self._cpu_free.move_to_end(block, last=False)
 
 
-# %% nbs/1_core/08_trace.ipynb #TraceHeader
+# %% nbs/core/trace.ipynb #TraceHeader
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
     """What a trace was recorded with. Plain values only.
@@ -344,7 +332,7 @@ class Trace:
         self._scan()
         return len(self._step_starts)
 
-    # %% nbs/1_core/08_trace.ipynb #Trace-_end_of
+    # %% nbs/core/trace.ipynb #Trace-_end_of
     def _end_of(self, i: int) -> int:
         """The number of events up to the end of the i-th recorded step."""
         return self._step_starts[i + 1] if i + 1 < len(self._step_starts) else len(self.events)
@@ -386,7 +374,7 @@ class Trace:
             done = self._end_of(i)
             yield i, fold.state()
 
-    # %% nbs/1_core/08_trace.ipynb #Trace-TraceError
+    # %% nbs/core/trace.ipynb #Trace-TraceError
     def check(self) -> None:
         """Fold the whole trace and test every invariant after every step, and each block table for growing only at its end.
 
@@ -418,7 +406,7 @@ class Trace:
             if fault := find_fault(fold.state()):
                 raise TraceError(f"after step {step} (event {end - 1}): {fault}")
 
-    # %% nbs/1_core/08_trace.ipynb #Trace-why
+    # %% nbs/core/trace.ipynb #Trace-why
     def why(self, request_id: str, step: int | None = None) -> list[str]:
         """What happened to a request and the reasons for it, in plain words, one line per event.
 
@@ -451,7 +439,7 @@ class Trace:
             raise KeyError(f"no request {request_id!r} in this trace")
         return lines
 
-    # %% nbs/1_core/08_trace.ipynb #Trace-to_pandas
+    # %% nbs/core/trace.ipynb #Trace-to_pandas
     def to_pandas(self) -> dict[str, Any]:
         """Tidy tables `steps`, `requests`, `blocks`, `tokens` and `decisions`: see `minivllm.core.trace_tables`."""
         from minivllm.core.trace_tables import tables
@@ -477,7 +465,7 @@ class Trace:
 
         save_perfetto(self, path)
 
-    # %% nbs/1_core/08_trace.ipynb #Trace-show
+    # %% nbs/core/trace.ipynb #Trace-show
     def show(self, tokenizer: Any = None, other: Any = None) -> Any:
         """All linked views of the run on one cursor, for a notebook; `.save("run.html")` writes a page without a kernel: see `minivllm.viz`.
 
@@ -504,7 +492,7 @@ class Trace:
         return _pictures("waste").Waste(self).plot(ax)
 
 
-# %% nbs/1_core/08_trace.ipynb #Trace-TraceError
+# %% nbs/core/trace.ipynb #Trace-TraceError
 class TraceError(ValueError):
     """A trace that contradicts itself. Says at which event."""
 
@@ -561,7 +549,7 @@ def find_fault(state: State, ahead: int = 0) -> str | None:
     return None
 
 
-# %% nbs/1_core/08_trace.ipynb #Trace-why
+# %% nbs/core/trace.ipynb #Trace-why
 REASONS = {
     "max_num_seqs": "as many requests were running as max_num_seqs allows",
     "budget": "the token budget of the step was used up",
@@ -597,7 +585,7 @@ def _tell(event: Event) -> str | None:
     return None
 
 
-# %% nbs/1_core/08_trace.ipynb #Trace-show
+# %% nbs/core/trace.ipynb #Trace-show
 def _pictures(module: str) -> Any:
     """A module of `minivllm.viz`, which stands on this one: by name and when asked for, so that the core loads alone."""
     return import_module(f"minivllm.viz.{module}")

@@ -3,9 +3,7 @@
 How does a run travel to another notebook, another machine, another tool?
 """
 
-# Generated from nbs/1_core/12_trace_files.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=121ecc169aca module=b40050b73a41
+# Generated from nbs/core/trace_files.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -17,10 +15,12 @@ from typing import Any
 
 from minivllm.core.trace import TRACE_VERSION, Event, RequestState, State, Trace, TraceHeader
 
-__all__ = ["TraceFileError", "decode_event", "encode_event", "load", "perfetto_events", "save", "save_perfetto"]
+__all__ = [
+    "TraceFileError", "decode_event", "encode_event", "load", "perfetto_events", "save", "save_perfetto",
+]  # fmt: skip
 
 
-# %% nbs/1_core/12_trace_files.ipynb #TraceFileError
+# %% nbs/core/trace_files.ipynb #TraceFileError
 class TraceFileError(ValueError):
     """A file that is not a trace, is broken, or is of a version that this program does not know. Names file and line."""
 
@@ -83,7 +83,7 @@ def _decode_start(plain: dict[str, Any]) -> State:
     return State(**{**plain, "hashes": hashes, "requests": requests})
 
 
-# %% nbs/1_core/12_trace_files.ipynb #save
+# %% nbs/core/trace_files.ipynb #save
 def save(trace: Trace, path: str | Path) -> None:
     """Write a trace.
 
@@ -181,7 +181,7 @@ def _parquet_lines(path: Path) -> Iterator[tuple[int, str]]:
     yield from enumerate(table.column("event").to_pylist(), start=2)
 
 
-# %% nbs/1_core/12_trace_files.ipynb #perfetto_events
+# %% nbs/core/trace_files.ipynb #perfetto_events
 def perfetto_events(trace: Trace) -> list[dict[str, Any]]:
     """The trace as a list of Chrome trace events; times in microseconds."""
     frames = trace.to_pandas()

@@ -3,9 +3,7 @@
 How long did each request wait, and how full was the cache meanwhile?
 """
 
-# Generated from nbs/1_core/11_trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=60af65d1b051 module=66f04c1f300b
+# Generated from nbs/core/trace_tables.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from minivllm.core.trace import Added, EventReader, Fold, Trace
 __all__ = ["tables"]
 
 
-# %% nbs/1_core/11_trace_tables.ipynb #code-a65844
+# %% nbs/core/trace_tables.ipynb #code-a65844
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/1_core/11_trace_tables.ipynb #_Collector
+# %% nbs/core/trace_tables.ipynb #_Collector
 _STEP = ["step", "start", "end", "num_tokens", "num_prefill_tokens", "num_decodes", "num_running", "num_waiting",
          "used_blocks", "cached_blocks", "free_blocks", "num_preempted", "num_finished"]  # fmt: skip
 _REQUEST = ["request_id", "user", "priority", "arrival", "num_prompt_tokens", "max_tokens", "num_output_tokens", "num_cached_tokens",
@@ -164,7 +162,7 @@ class _Collector(EventReader):
         self._block("evicted", block, None, None, None, name)
 
 
-# %% nbs/1_core/11_trace_tables.ipynb #tables
+# %% nbs/core/trace_tables.ipynb #tables
 def tables(trace: Trace) -> dict[str, pd.DataFrame]:
     """All tables of a trace.
 

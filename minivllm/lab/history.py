@@ -3,9 +3,7 @@
 A scheduler has no will of its own.
 """
 
-# Generated from nbs/2_lab/07_replay.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=327d137f3296 module=c2a6097827cd
+# Generated from nbs/lab/history.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from minivllm.lab.workload import Recorded, recorded_requests
 __all__ = ["History", "RecordedStep", "ReplayDivergence", "fork", "recorded_steps", "replay", "restore"]
 
 
-# %% nbs/2_lab/07_replay.ipynb #RecordedStep
+# %% nbs/lab/history.ipynb #RecordedStep
 @dataclass(slots=True)
 class RecordedStep:
     """One step of a recording, and what came from outside.
@@ -79,7 +77,7 @@ def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ..
     return steps, waiting
 
 
-# %% nbs/2_lab/07_replay.ipynb #restore
+# %% nbs/lab/history.ipynb #restore
 def restore(scheduler: Scheduler, start: State) -> None:
     """Bring a new scheduler into the state in which a recording began.
 
@@ -120,7 +118,7 @@ def restore(scheduler: Scheduler, start: State) -> None:
     scheduler.set_policy(scheduler.policy)  # which blocks can be evicted has changed
 
 
-# %% nbs/2_lab/07_replay.ipynb #ReplayDivergence
+# %% nbs/lab/history.ipynb #ReplayDivergence
 class ReplayDivergence(ValueError):
     """A replay decided otherwise than the recording.
 
@@ -174,7 +172,7 @@ class _Comparison:
         return old[where] - a == new[where] - b and old[:where] + old[where + 1 :] == new[:where] + new[where + 1 :]
 
 
-# %% nbs/2_lab/07_replay.ipynb #History
+# %% nbs/lab/history.ipynb #History
 class History:
     """A recorded run, ready to be run again.
 
@@ -217,7 +215,7 @@ class History:
         self._added += 1
         return self.requests[self._added - 1]
 
-    # %% nbs/2_lab/07_replay.ipynb #History-cause
+    # %% nbs/lab/history.ipynb #History-cause
     def cause(self, what: tuple[Any, ...]) -> None:
         """Let a recorded cause happen now."""
         session = self.session
@@ -254,7 +252,7 @@ class History:
         scheduler.update(output, result)
 
 
-# %% nbs/2_lab/07_replay.ipynb #History
+# %% nbs/lab/history.ipynb #History
 class _Recorded(CostModel):
     """Stands where no cost is asked for, because the clock is the recording's."""
 
@@ -262,7 +260,7 @@ class _Recorded(CostModel):
         raise AssertionError("a replay takes its times from the recording")
 
 
-# %% nbs/2_lab/07_replay.ipynb #replay-2
+# %% nbs/lab/history.ipynb #replay-2
 def replay(
     source: Trace | Run,
     *,
@@ -304,7 +302,7 @@ def _as_run(history: History, trace: Trace, name: str, cost_model: CostModel | N
     )  # fmt: skip
 
 
-# %% nbs/2_lab/07_replay.ipynb #fork-2
+# %% nbs/lab/history.ipynb #fork-2
 def fork(
     source: Trace | Run,
     step: int,
@@ -351,7 +349,7 @@ def fork(
     return _as_run(history, trace, f"fork at step {step}", cost_model, started)
 
 
-# %% nbs/2_lab/07_replay.ipynb #_expect_the_rest
+# %% nbs/lab/history.ipynb #_expect_the_rest
 def _expect_the_rest(history: History, step: int) -> None:
     """Put the causes that are still to come onto the session's clock."""
     now = history.session.clock.now()

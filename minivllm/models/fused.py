@@ -3,9 +3,7 @@
 Norms, rotations, activations: nothing to compute, much to move.
 """
 
-# Generated from nbs/4_kernels/11b_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c33bd9a323c1 module=29c94a64f659
+# Generated from nbs/models/fused.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from typing import Any, TypeVar
 
@@ -23,7 +21,7 @@ from minivllm.models.rope import Rope
 __all__ = ["FusedAttention", "FusedMLP", "FusedNorm", "FusedRope", "become", "fuse"]
 
 
-# %% nbs/4_kernels/11b_fused.ipynb #FusedNorm
+# %% nbs/models/fused.ipynb #FusedNorm
 Part = TypeVar("Part")
 
 
@@ -57,7 +55,7 @@ class FusedMLP(GatedMLP):
         return self.down(cuda_ops().silu_mul(layer(x)))
 
 
-# %% nbs/4_kernels/11b_fused.ipynb #FusedRope
+# %% nbs/models/fused.ipynb #FusedRope
 class FusedRope(Rope):
     """Stands for `Rope`: gives the table of all positions, float32 [length, dim], half cosines, half sines, and the positions."""
 
@@ -95,7 +93,7 @@ class FusedAttention(Attention):
         return self.o(self.backend.attend(q, kv_cache, plan).view(x.shape[0], -1))
 
 
-# %% nbs/4_kernels/11b_fused.ipynb #fuse
+# %% nbs/models/fused.ipynb #fuse
 def fuse(decoder: Decoder, max_model_len: int) -> int:
     """Exchange parts of a decoder on a GPU for fused ones; for positions below `max_model_len`. Gives the number exchanged.
 

@@ -4,9 +4,7 @@ The model computes a hidden state for every token anyway; a request that wants a
 and ends where others would draw their first token.
 """
 
-# Generated from nbs/5_engine/19_pooler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f36634ba0cec module=c6d3244e1b87
+# Generated from nbs/runtime/pooler.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from dataclasses import dataclass
 
@@ -18,7 +16,7 @@ from minivllm.sampling.pooling import PoolingParams
 __all__ = ["Pooler", "finish_vector"]
 
 
-# %% nbs/5_engine/19_pooler.ipynb #Pooler
+# %% nbs/runtime/pooler.ipynb #Pooler
 @dataclass(slots=True)
 class _Entry:
     params: PoolingParams

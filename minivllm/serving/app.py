@@ -4,9 +4,7 @@ All that is left is to put the parts together: a state, the endpoints, the doors
 starts and stops them in the right order.
 """
 
-# Generated from nbs/6_serving/11_app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=062e7ed18557 module=2312cefe9c32
+# Generated from nbs/serving/app.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import asyncio
@@ -46,21 +44,12 @@ from minivllm.serving.responses import responses_router
 from minivllm.serving.tools import load_plugin
 
 __all__ = [
-    "ServerOptions",
-    "check_certificate",
-    "create_app",
-    "listen",
-    "logger",
-    "main",
-    "make_parser",
-    "operation_router",
-    "options_from",
-    "run_server",
-    "token_router",
-]
+    "ServerOptions", "check_certificate", "create_app", "listen", "logger", "main", "make_parser",
+    "operation_router", "options_from", "run_server", "token_router",
+]  # fmt: skip
 
 
-# %% nbs/6_serving/11_app.ipynb #create_app
+# %% nbs/serving/app.ipynb #create_app
 logger = logging.getLogger("minivllm.serving")
 
 
@@ -190,7 +179,7 @@ def _lifespan(state: ServerState, trace_file: str | None) -> Callable[[FastAPI],
     return lifespan
 
 
-# %% nbs/6_serving/11_app.ipynb #token_router
+# %% nbs/serving/app.ipynb #token_router
 def token_router(state: ServerState) -> APIRouter:
     """`/tokenize` and `/detokenize`, in vLLM's form."""
     router = APIRouter()
@@ -230,7 +219,7 @@ def token_router(state: ServerState) -> APIRouter:
     return router
 
 
-# %% nbs/6_serving/11_app.ipynb #operation_router
+# %% nbs/serving/app.ipynb #operation_router
 def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     """What is served, and how it is."""
     router = APIRouter()
@@ -281,7 +270,7 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     return router
 
 
-# %% nbs/6_serving/11_app.ipynb #run_server
+# %% nbs/serving/app.ipynb #run_server
 def listen(host: str, port: int) -> socket.socket:
     """A socket that is bound. Raises OSError that names host and port if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -353,7 +342,7 @@ def run_server(
     return 1 if state.llm.errored else 0
 
 
-# %% nbs/6_serving/11_app.ipynb #main
+# %% nbs/serving/app.ipynb #main
 def _port(text: str) -> int:
     port = int(text)
     if not 0 <= port <= 65535:
@@ -465,7 +454,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-# %% nbs/6_serving/11_app.ipynb #main-guard
+# %% nbs/serving/app.ipynb #main-guard
 if __name__ == "__main__" and "get_ipython" not in globals():
     try:
         sys.exit(main())

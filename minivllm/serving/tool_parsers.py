@@ -3,9 +3,7 @@
 Half a brace is not a call, and the letter `<` may be the beginning of `<tool_call>` or of "a < b".
 """
 
-# Generated from nbs/6_serving/13_tool_parsers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f91c107ad271 module=d46b5d5353da
+# Generated from nbs/serving/tool_parsers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ast
 import json
@@ -28,21 +26,12 @@ from minivllm.serving.tools import (
 )
 
 __all__ = [
-    "TEXT_RULE",
-    "CallReader",
-    "HermesToolParser",
-    "JsonToolParser",
-    "Llama3JsonToolParser",
-    "MistralToolParser",
-    "NamedCallReader",
-    "NotACall",
-    "PythonicToolParser",
-    "held_back",
-    "marked_rules",
-]
+    "TEXT_RULE", "CallReader", "HermesToolParser", "JsonToolParser", "Llama3JsonToolParser",
+    "MistralToolParser", "NamedCallReader", "NotACall", "PythonicToolParser", "held_back", "marked_rules",
+]  # fmt: skip
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #CallReader
+# %% nbs/serving/tool_parsers.ipynb #CallReader
 _SPACE = " \t\r\n"
 _CLOSES = {"{": "}", "[": "]"}
 
@@ -167,7 +156,7 @@ class CallReader:
                 raise NotACall(char)
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #JsonToolParser
+# %% nbs/serving/tool_parsers.ipynb #JsonToolParser
 class JsonToolParser(ToolParser):
     """Calls as JSON objects behind a mark. ``begin``, ``end``: the marks; without ``end`` the calls go on to the end of the text.
 
@@ -332,13 +321,13 @@ class JsonToolParser(ToolParser):
         return False
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #held_back
+# %% nbs/serving/tool_parsers.ipynb #held_back
 def held_back(text: str, mark: str) -> int:
     """How many characters at the end of ``text`` may be the beginning of ``mark``."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #families
+# %% nbs/serving/tool_parsers.ipynb #families
 TEXT_RULE = "TEXT: /(.|\\n)*/"
 
 
@@ -381,7 +370,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return ["start: calls | text", text, *call_rules(cls.form, functions, parallel, tokenizer)]
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #MistralToolParser
+# %% nbs/serving/tool_parsers.ipynb #MistralToolParser
 class NamedCallReader(CallReader):
     """Reads ``name{...}`` or ``name[ARGS]{...}``."""
 
@@ -420,7 +409,7 @@ class MistralToolParser(JsonToolParser):
         return marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #PythonicToolParser
+# %% nbs/serving/tool_parsers.ipynb #PythonicToolParser
 @register_tool_parser("pythonic", "llama4_pythonic")
 class PythonicToolParser(ToolParser):
     """``[weather(city="Paris"), time()]`` as the whole answer: Python, of which only calls with literal arguments are read."""

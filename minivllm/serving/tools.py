@@ -4,9 +4,7 @@ It writes text that says so, in the manner that its family was trained on: Herme
 two tags, Llama as bare JSON, Mistral behind a mark.
 """
 
-# Generated from nbs/6_serving/12_tools.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=56fec75546b6 module=a35ee40ff064
+# Generated from nbs/serving/tools.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib.util
 import json
@@ -22,26 +20,13 @@ from minivllm.sampling.grammar import special_token_ids, without_additional_prop
 from minivllm.serving.errors import ApiError
 
 __all__ = [
-    "TOOL_PARSERS",
-    "Call",
-    "CallDelta",
-    "CallFormat",
-    "Function",
-    "Piece",
-    "ToolParser",
-    "ToolUse",
-    "call_rules",
-    "closed",
-    "literal",
-    "load_plugin",
-    "quoted",
-    "register_tool_parser",
-    "show_calls",
+    "TOOL_PARSERS", "Call", "CallDelta", "CallFormat", "Function", "Piece", "ToolParser", "ToolUse",
+    "call_rules", "closed", "literal", "load_plugin", "quoted", "register_tool_parser", "show_calls",
     "show_tools",
-]
+]  # fmt: skip
 
 
-# %% nbs/6_serving/12_tools.ipynb #ToolError
+# %% nbs/serving/tools.ipynb #ToolError
 @dataclass(frozen=True, slots=True)
 class Function:
     """A function that the model may call. ``parameters``: the JSON schema of its arguments, an object."""
@@ -69,7 +54,7 @@ class Call:
     arguments: str
 
 
-# %% nbs/6_serving/12_tools.ipynb #CallDelta
+# %% nbs/serving/tools.ipynb #CallDelta
 @dataclass(frozen=True, slots=True)
 class CallDelta:
     """A piece of call number ``index``. The first piece has the name, and every piece more of the arguments' text."""
@@ -87,7 +72,7 @@ class Piece:
     calls: list[CallDelta] = field(default_factory=list)
 
 
-# %% nbs/6_serving/12_tools.ipynb #CallFormat
+# %% nbs/serving/tools.ipynb #CallFormat
 @dataclass(frozen=True)
 class CallFormat:
     """How a family writes calls down: ``begin``, then ``{"name": ..., "arguments": ...}`` of each call, then ``end``.
@@ -113,7 +98,7 @@ class CallFormat:
         return whole if self.each else self.begin + whole + self.end
 
 
-# %% nbs/6_serving/12_tools.ipynb #literal
+# %% nbs/serving/tools.ipynb #literal
 def literal(text: str, tokenizer: Any) -> str:
     """``text`` as terms of a Lark rule. A special token of the vocabulary is one token there and not its letters."""
     ids = special_token_ids(tokenizer)
@@ -149,7 +134,7 @@ def call_rules(form: CallFormat, functions: Sequence[Function], parallel: bool, 
     ]
 
 
-# %% nbs/6_serving/12_tools.ipynb #ToolParser
+# %% nbs/serving/tools.ipynb #ToolParser
 class ToolParser(ABC):
     """Reads calls in what a model writes, a piece at a time: make one for each answer, `push` its text, then `end`.
 
@@ -208,7 +193,7 @@ def load_plugin(path: str) -> None:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# %% nbs/6_serving/12_tools.ipynb #ToolUse
+# %% nbs/serving/tools.ipynb #ToolUse
 @dataclass(frozen=True)
 class ToolUse:
     """What one request says about calls.
@@ -250,7 +235,7 @@ class ToolUse:
         return None
 
 
-# %% nbs/6_serving/12_tools.ipynb #show_tools
+# %% nbs/serving/tools.ipynb #show_tools
 def show_tools(messages: list[dict[str, Any]], use: ToolUse, form: CallFormat) -> list[dict[str, Any]]:
     """Describe the functions in the system message, for a chat template that cannot."""
     definitions = "\n".join(json.dumps(f.definition()["function"], ensure_ascii=False) for f in use.functions)

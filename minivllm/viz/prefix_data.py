@@ -3,9 +3,7 @@
 Which prompt brought this block into the cache, who found it there, and who pushed it out?
 """
 
-# Generated from nbs/8_viz/12_prefix_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c3471368b353 module=679eb0d92241
+# Generated from nbs/viz/prefix_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -20,23 +18,16 @@ from minivllm.core.prefix import hash_block
 from minivllm.core.trace import Added, EventReader, Trace
 
 __all__ = [
-    "CACHED",
-    "DEFAULT_ROOT",
-    "EVICTED",
-    "FORGOTTEN",
-    "HIT",
-    "Ints",
-    "PrefixTreeData",
-    "TreeState",
+    "CACHED", "DEFAULT_ROOT", "EVICTED", "FORGOTTEN", "HIT", "Ints", "PrefixTreeData", "TreeState",
     "prefix_tree_data",
-]
+]  # fmt: skip
 
 
-# %% nbs/8_viz/12_prefix_data.ipynb #code-35e016
+# %% nbs/viz/prefix_data.ipynb #code-35e016
 CACHED, HIT, EVICTED, FORGOTTEN = range(4)
 
 
-# %% nbs/8_viz/12_prefix_data.ipynb #TreeState
+# %% nbs/viz/prefix_data.ipynb #TreeState
 DEFAULT_ROOT = b"minivllm"  # `core.prefix.root_hash` of a request without salt, adapter or other extra keys
 
 Ints = npt.NDArray[np.int32]
@@ -106,7 +97,7 @@ class PrefixTreeData:
         return TreeState(held > 0, hits, users, np.bincount(node[kind == CACHED], minlength=n) > 0)
 
 
-# %% nbs/8_viz/12_prefix_data.ipynb #_Text
+# %% nbs/viz/prefix_data.ipynb #_Text
 @dataclass(slots=True)
 class _Text:
     """One request: its tokens, if the trace has them, and the names of its blocks per group, as far as they are known."""
@@ -285,7 +276,7 @@ class _Grower(EventReader):
             self._lose(block, FORGOTTEN)
 
 
-# %% nbs/8_viz/12_prefix_data.ipynb #_rows
+# %% nbs/viz/prefix_data.ipynb #_rows
 def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
     return np.array(rows, np.int32).reshape(len(rows), width)
 

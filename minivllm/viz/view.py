@@ -3,9 +3,7 @@
 What do all pictures have in common?
 """
 
-# Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=530f148a4d3b module=5324a04dbf82
+# Generated from nbs/viz/view.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -22,25 +20,18 @@ from minivllm.viz.assets import document, fragment, widget_module
 from minivllm.viz.payload import Payload
 
 __all__ = [
-    "HTML_LIMIT",
-    "TraceSource",
-    "TraceView",
-    "View",
-    "as_png",
-    "new_figure",
-    "open_trace",
-    "trace_key",
+    "HTML_LIMIT", "TraceSource", "TraceView", "View", "as_png", "new_figure", "open_trace", "trace_key",
     "trace_note",
-]
+]  # fmt: skip
 
 
-# %% nbs/8_viz/04_view.ipynb #code-fa4ffc
+# %% nbs/viz/view.ipynb #code-fa4ffc
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-# %% nbs/8_viz/04_view.ipynb #TraceSource
+# %% nbs/viz/view.ipynb #TraceSource
 TraceSource = Trace | str | Path
 HTML_LIMIT = 2_000_000
 
@@ -118,7 +109,7 @@ def trace_key(trace: Trace) -> str:
     return hashlib.sha256(repr((trace.header, len(trace), ends)).encode()).hexdigest()[:16]
 
 
-# %% nbs/8_viz/04_view.ipynb #View
+# %% nbs/viz/view.ipynb #View
 class View:
     """One picture, in four forms: live in a notebook, a page without a kernel, a matplotlib figure, and words.
 
@@ -280,7 +271,7 @@ class View:
         return fragment(small, (), self.summary())
 
 
-# %% nbs/8_viz/04_view.ipynb #new_figure
+# %% nbs/viz/view.ipynb #new_figure
 def new_figure(size: tuple[float, float]) -> Figure:
     """An empty figure, its size in inches. In a notebook it shows itself; matplotlib's own do that only once pyplot is imported."""
     from matplotlib.figure import Figure as Plain
@@ -299,7 +290,7 @@ def as_png(figure: Figure, dpi: float) -> bytes:
     return buffer.getvalue()
 
 
-# %% nbs/8_viz/04_view.ipynb #widget_class
+# %% nbs/viz/view.ipynb #widget_class
 @cache
 def _widget_class(modules: tuple[str, ...]) -> Any:
     import anywidget
@@ -318,7 +309,7 @@ def _widget_class(modules: tuple[str, ...]) -> Any:
     return ViewWidget
 
 
-# %% nbs/8_viz/04_view.ipynb #TraceView
+# %% nbs/viz/view.ipynb #TraceView
 class TraceView(View):
     """A view of a trace, given as such or as the path of a saved one. All views of one trace on a page share the step, the request and the block.
 

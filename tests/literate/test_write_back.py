@@ -354,7 +354,7 @@ def test_both_sides_changed(repo, run, fails):
     unchanged(
         repo,
         fails,
-        "and its notebook were both edited since the last export: export --force keeps the notebook's side, write-back --force",
+        "notebook and module both changed since the last export: export --force keeps the notebook's side, write-back --force",
     )
     run("write-back", "--force")
     run("check", "--rebuild")
