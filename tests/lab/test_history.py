@@ -13,6 +13,7 @@ from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import (
     FCFS,
     LFU,
+    DeepestFirst,
     FairShare,
     LongestPrefixMatch,
     Policy,
