@@ -201,7 +201,7 @@ class BlockPool:
         return 1.0 - len(self.free_queue) / self.num_blocks
 
     # %% nbs/core/block_pool.ipynb #BlockPool-allocate
-    def allocate(self, n: int) -> list[KVCacheBlock]:
+    def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
         """Take `n` blocks for new content, each with a count of one. If too few are empty, content is evicted first.
 
         Raises:
@@ -227,13 +227,15 @@ class BlockPool:
         return (block for block in self.free_queue if block.block_hash is not None)
 
     def _make_room(self, shortage: int) -> None:
-        if self.choose_victim is None and self.heap is None:
+        if self.choose_victim is not None:
+            for _ in range(shortage):
+                self.evict(self.choose_victim(self.cached_free_blocks()))
+        elif self.heap is not None:
+            for _ in range(shortage):
+                self.evict(self.heap.first())
+        else:
             for block in list(islice(self.cached_free_blocks(), shortage)):
                 self.evict(block)
-            return
-        for _ in range(shortage):
-            choose, heap = self.choose_victim, self.heap
-            self.evict(choose(self.cached_free_blocks()) if choose or heap is None else heap.first())
 
     def evict_by(
         self, key: Callable[[KVCacheBlock], Any] | None, run: Callable[[Callable[[], None]], None] = lambda rank: rank()

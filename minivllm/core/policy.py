@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -76,6 +77,7 @@ class View:
         return f"View({target_of(self)!r})"
 
 
+# %% nbs/core/policy.ipynb #target_of
 def target_of(view: Any) -> Any:
     """What a view shows; None for anything that is not a view."""
     return object.__getattribute__(view, "_target") if isinstance(view, View) else None
@@ -115,6 +117,7 @@ class BlockTree:
             if not self._children[above]:
                 del self._children[above]
 
+    # %% nbs/core/policy.ipynb #BlockTree-parent
     def parent(self, block: KVCacheBlock) -> KVCacheBlock | None:
         """The block before it, if that is cached."""
         request, position, name = self._filled.get(block.block_id, (None, 0, (0, b"")))
@@ -140,6 +143,7 @@ class BlockTree:
         return self._filled[block.block_id][0].user if block.block_id in self._filled else None
 
 
+# %% nbs/core/policy.ipynb #BlockView
 class BlockView(View):
     """A view of a block. With `track_blocks = True` in the policy also `parent`, `children`, `token_ids` and `owner`."""
 
@@ -158,6 +162,13 @@ class BlockView(View):
 
     def _freeze(self, value: Any) -> Any:
         return BlockView(value, self._tree) if isinstance(value, KVCacheBlock) else super()._freeze(value)
+
+
+for _name in set(KVCacheBlock.__slots__) - {
+    "prev",
+    "next",
+}:  # plain values, read without a detour: eviction keys are asked for often
+    setattr(BlockView, _name, property(attrgetter(f"_target.{_name}")))
 
 
 # %% nbs/core/policy.ipynb #SchedulerView
@@ -186,11 +197,16 @@ class SchedulerView:
     __slots__ = ("step", "now", "budget", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "block_size",
                  "needed_by", "_running", "_cached_tokens", "_served", "_note")  # fmt: skip
 
+    _running: Sequence[Request]
+    _cached_tokens: Callable[[Request], int]
+    _served: Callable[[], dict[str | None, Served]]
+    _note: Callable[[str, Any], None]
+
     def __init__(self, kv: Any, *, running: Sequence[Request] = (), needed_by: Request | None = None,
                  served: Callable[[], dict[str | None, Served]] = dict, note: Callable[[str, Any], None] = lambda label, value: None,
                  **values: Any) -> None:  # fmt: skip
         known = {
-            "num_free_blocks": kv.pool.num_free, "num_blocks": kv.pool.num_blocks, "block_size": kv.block_size,
+            "num_free_blocks": kv.block_pool.num_free, "num_blocks": kv.block_pool.num_blocks, "block_size": kv.block_size,
             "num_running": len(running), "needed_by": needed_by and View(needed_by), "_running": running,
             "_cached_tokens": kv.cached_tokens, "_served": served, "_note": note, "budget": 0, "num_waiting": 0,
         }  # fmt: skip
@@ -260,6 +276,7 @@ class Policy:
         """The cached free block to forget, out of an iterator that runs from the least recently used on."""
         return next(free_blocks)
 
+    # %% nbs/core/policy.ipynb #Policy-on_start
     def on_start(self) -> None:
         """A scheduler begins to ask this policy. What was counted for another one should be forgotten."""
 
@@ -285,6 +302,7 @@ class Policy:
         """A request has ended, wherever it was."""
 
 
+# %% nbs/core/policy.ipynb #Policy-on_start
 def overrides(policy: Policy, method: str) -> bool:
     """Whether a policy has a method of its own; if not, it need not be called."""
     return getattr(type(policy), method) is not getattr(Policy, method) or method in vars(policy)
@@ -535,6 +553,7 @@ class Listener:
     def _blocks(self, blocks: Sequence[int]) -> tuple[BlockView, ...]:
         return tuple(BlockView(self._pool.blocks[i], self._tree) for i in blocks if i)
 
+    # %% nbs/core/policy.ipynb #Listener-_do_add
     def _do_add(self, request: Request) -> None:
         self._known[request.request_id] = request
         self._call("on_add", request.request_id)
@@ -569,6 +588,7 @@ class Listener:
     def _do_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
         self._do_free(request, group, blocks)
 
+    # %% nbs/core/policy.ipynb #Listener-_do_cache
     def _do_cache(
         self, request: str, group: int, positions: tuple[int, ...], blocks: tuple[int, ...], *rest: Any
     ) -> None:
@@ -629,13 +649,14 @@ class PolicyGuard:
         if self._tree or any(methods.values()):
             self.listener = Listener(methods, requests, pool, self._tree)
 
+    # %% nbs/core/policy.ipynb #PolicyGuard-tell
     def tell(self) -> None:
         """Tell a policy that listens what has happened. Raises PolicyError if it fails, or has failed in `tell_late`."""
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise failed
-        if self.listener:
-            self._watch(lambda: self.listener.method, self.listener.tell)
+        if listener := self.listener:
+            self._watch(lambda: listener.method, listener.tell)
 
     def tell_late(self) -> None:
         """The same at a moment at which nothing may be raised: an error waits for the next `tell`."""
@@ -665,6 +686,7 @@ class PolicyGuard:
     # %% nbs/core/policy.ipynb #PolicyGuard-order
     def key(self, request: Request) -> Any:
         """What a waiting request is sorted by."""
+        assert self.policy.key is not None
         return self._ask("key", self.policy.key, View(request))
 
     def order(self, waiting: list[Request], view: SchedulerView | None) -> list[Request]:

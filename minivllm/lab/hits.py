@@ -111,13 +111,13 @@ def real_hits(workload: Workload, block_size: int, num_blocks: int, policy: Poli
     kv, moment = KVCacheManager(cache, max_step_tokens=1 << 40), count()
     requests: dict[str, Request] = {}
     guard = PolicyGuard(policy or LRU())
-    guard.start(requests, kv.pool, block_size)
-    guard.choose_victims(kv.pool, lambda: SchedulerView(kv, step=kv.pool.step, now=float(next(moment))))
+    guard.start(requests, kv.block_pool, block_size)
+    guard.choose_victims(kv.block_pool, lambda: SchedulerView(kv, step=kv.block_pool.step, now=float(next(moment))))
     note = kv.trace = guard.listener.note if guard.listener else None
     for i, asked in enumerate(workload.unrolled()):
         request = asked.to_request()
         _check_fits(-(-request.num_tokens // block_size), num_blocks)
-        kv.pool.step, requests[request.request_id] = i, request
+        kv.block_pool.step, requests[request.request_id] = i, request
         if note is not None:
             note(("add", request.request_id))
         hit = kv.get_computed_blocks(request)

@@ -185,7 +185,7 @@ class Session:
         self.clock.advance(seconds)
         if not output.total_num_scheduled_tokens and self._later:  # nothing to do but to wait for something
             self.clock.advance_to(self._later[0][0])
-        outputs = self.scheduler.update(output, result)
+        outputs = self.scheduler.update_from_output(output, result)
         for name in self.fake.exhausted:
             if name in self.scheduler.requests:  # its recorded answer was cut off here
                 self.end(name)
@@ -389,6 +389,7 @@ def simulate(
     return _measure(session, workload, record, subscribers)
 
 
+# %% nbs/lab/simulation.ipynb #_fitting
 def _fitting(kv_cache: KVCacheConfig | None, settings: Settings) -> KVCacheConfig | None:
     """Recorded groups for another block size, if the settings ask for one."""
     if kv_cache is None:

@@ -159,7 +159,7 @@ def test_a_policy_in_two_parts_listens_with_both():
         driver.scheduler.add_request(Request(str(i), [i] * 9, max_tokens=4, user="ann" if i % 2 else "bob"))
     driver.drain()
     assert fair.counters == {"ann": 4 * (9 + 2 * 4), "bob": 4 * (9 + 2 * 4)} and len(counts.heard["finish"]) == 8
-    assert driver.scheduler.kv.pool.heap is not None
+    assert driver.scheduler.kv_cache_manager.block_pool.heap is not None
 
 
 def test_order_is_asked_once_a_step_or_after_each_admission():
@@ -196,8 +196,10 @@ def test_blocks_know_their_place_in_the_tree():
     for name, more in (("a", [20, 21, 22, 23]), ("b", [30, 31, 32, 33]), ("c", [30, 31, 32, 33])):
         driver.scheduler.add_request(Request(name, [*base, *more, 9], max_tokens=1, user=name))
         driver.drain()
-    leaf, middle, root = sorted(policy.blocks, key=lambda b: -b.depth)[:3] if len(policy.blocks) == 3 else (
-        [b for b in sorted(policy.blocks, key=lambda b: -b.depth) if b.block_hash][:3]
+    leaf, middle, root = (
+        sorted(policy.blocks, key=lambda b: -b.depth)[:3]
+        if len(policy.blocks) == 3
+        else ([b for b in sorted(policy.blocks, key=lambda b: -b.depth) if b.block_hash][:3])
     )
     assert (root.token_ids, middle.token_ids, leaf.token_ids) == ((0, 1, 2, 3), (4, 5, 6, 7), (30, 31, 32, 33))
     assert root.parent is None and leaf.parent == middle and middle.parent == root and root.children == (middle,)
@@ -238,7 +240,7 @@ def test_the_heap_chooses_right_whatever_happens_in_between():
         elif pool.num_free and rng.random() < 0.5:
             expected = min((key[b.block_hash] for b in free), default=None)
             before = {b.block_hash for b in free}
-            pool.allocate(1)
+            pool.get_new_blocks(1)
             gone = before - {b.block_hash for b in pool.cached_free_blocks()}
             assert not gone or key[gone.pop()] == expected
         held = [b for b in pool.blocks[1:] if b.ref_cnt]
@@ -260,7 +262,9 @@ def users(arrivals, seed=0):
     """Requests of users: by name, how many, and when they all arrive."""
     rng = random.Random(seed)
     requests = [
-        WorkloadRequest(f"{user}-{i}", moment, (text(hash_of, rng.randint(1, PROMPT)),), text(1, rng.randint(1, ANSWER)), user=user)
+        WorkloadRequest(
+            f"{user}-{i}", moment, (text(hash_of, rng.randint(1, PROMPT)),), text(1, rng.randint(1, ANSWER)), user=user
+        )
         for user, (number, moment) in arrivals.items()
         for i in range(number)
         for hash_of in [2 + i + 1000 * list(arrivals).index(user)]
@@ -364,6 +368,8 @@ def test_a_note_stands_in_the_trace_and_in_its_file(tmp_path):
 def test_subscribers_of_a_simulation_get_every_event():
     for record in (True, False):
         seen = []
-        run = simulate(shared_prefix(20.0, 20, 2, seed=1), cost_model=Constant(), record=record, subscribers=[seen.append])
+        run = simulate(
+            shared_prefix(20.0, 20, 2, seed=1), cost_model=Constant(), record=record, subscribers=[seen.append]
+        )
         assert {"add", "alloc", "hit", "finish"} <= {event[0] for event in seen}
         assert not record or seen == run.trace.events
