@@ -171,7 +171,7 @@ for _name in set(KVCacheBlock.__slots__) - {
     setattr(BlockView, _name, property(attrgetter(f"_target.{_name}")))
 
 
-# %% nbs/core/policy.ipynb #SchedulerView
+# %% nbs/core/policy.ipynb #Served
 class Served(NamedTuple):
     """Tokens that a user has got: of prompts, as they were computed (also a second time), and of answers, as they were sampled."""
 
@@ -179,6 +179,7 @@ class Served(NamedTuple):
     output: int = 0
 
 
+# %% nbs/core/policy.ipynb #SchedulerView
 class SchedulerView:
     """What a policy may know of the scheduler. Read-only.
 
