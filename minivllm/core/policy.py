@@ -1,7 +1,4 @@
-"""Policies: four questions of taste.
-
-Who goes first, how much does each get, who gives up memory, and which cached block is forgotten?
-"""
+"""Scheduling and eviction policies: FCFS, priority, shortest first, fair share, prefix match."""
 
 # Generated from nbs/core/policy.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
