@@ -139,7 +139,7 @@ class BlockPool:
         return 1.0 - len(self.free_queue) / self.num_blocks
 
     # %% nbs/core/block_pool.ipynb #BlockPool-allocate
-    def allocate(self, n: int) -> list[KVCacheBlock]:
+    def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
         """Take `n` blocks for new content, each with a count of one. If too few are empty, content is evicted first.
 
         Raises:

@@ -127,7 +127,7 @@ class Scheduler:
     Attributes:
         requests: unfinished requests by id.
         waiting, running: the queues.
-        kv: the KV cache manager.
+        kv_cache_manager: the KV cache manager.
         trace: None, or a function that takes an event (see `record` and `subscribe`).
     """
 
@@ -147,7 +147,7 @@ class Scheduler:
         self.config, self.cache, self.kv_cache = config, cache, kv_cache
         self.preemption = preemption or (Swap(cache.num_cpu_blocks) if cache.num_cpu_blocks else Recompute())
         self.clock = clock or WallClock()
-        self.kv = KVCacheManager(cache, kv_cache, config.max_num_batched_tokens)
+        self.kv_cache_manager = KVCacheManager(cache, kv_cache, config.max_num_batched_tokens)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.trace: Callable[[tuple[Any, ...]], None] | None = None
@@ -174,7 +174,7 @@ class Scheduler:
         low, high = 0, self.config.max_model_len
         while low < high:
             middle = (low + high + 1) // 2
-            if self.kv.blocks_ever_needed(middle) <= self.kv.pool.num_blocks:
+            if self.kv_cache_manager.blocks_ever_needed(middle) <= self.kv_cache_manager.block_pool.num_blocks:
                 low = middle
             else:
                 high = middle - 1
@@ -194,7 +194,7 @@ class Scheduler:
             queue.add(request)
         self.waiting = queue
         evict = (lambda blocks: self._guard.evict(blocks, self._view(0))) if self._guard.has_evict else None
-        self.kv.pool.choose_victim = evict
+        self.kv_cache_manager.block_pool.choose_victim = evict
 
     def _served_tokens(self) -> dict[str | None, int]:
         """Tokens scheduled for each user. Counted when somebody asks, so that a step need not count."""
@@ -209,14 +209,14 @@ class Scheduler:
 
     def _view(self, budget: int) -> SchedulerView:
         return SchedulerView(
-            self.kv.cached_tokens,
+            self.kv_cache_manager.cached_tokens,
             self._served_tokens,
             step=self.step,
             now=self.clock.now(),
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            num_free_blocks=self.kv.pool.num_free,
-            num_blocks=self.kv.pool.num_blocks,
+            num_free_blocks=self.kv_cache_manager.block_pool.num_free,
+            num_blocks=self.kv_cache_manager.block_pool.num_blocks,
             block_size=self.cache.block_size,
             budget=budget,
         )
@@ -258,7 +258,7 @@ class Scheduler:
         trace, draft = self.trace, self._draft
         if trace is not None:
             trace(("step", self.step, self.clock.now()))
-        self.kv.pool.step = self.step
+        self.kv_cache_manager.block_pool.step = self.step
         draft.budget = self.config.max_num_batched_tokens
         try:
             self._fill(draft)
@@ -364,7 +364,7 @@ class Scheduler:
     def _make_room(self, request: Request, n: int, draft: _Draft) -> bool:
         """Allocate for `n` more tokens; False if the request had to give way itself."""
         while True:
-            new = self.kv.allocate_slots(request, n)
+            new = self.kv_cache_manager.allocate_slots(request, n)
             if new is not None:
                 if any(new):
                     self._note_blocks(request.request_id, new, draft)
@@ -391,6 +391,7 @@ class Scheduler:
         candidates = [r for r in self.running if r.num_preemptions < limit] or self.running[-1:]
         return self._guard.victim(candidates, self._view(draft.budget))
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-_preempt
     def _preempt(self, victim: Request, needed_by: Request, draft: _Draft) -> None:
         """Take a running request's blocks away and let it wait in front."""
         request_id = victim.request_id
@@ -399,9 +400,13 @@ class Scheduler:
         victim.num_computed_tokens -= n
         self._keep_account(victim, victim.num_computed_tokens)
         self.running.remove(victim)
-        pairs = self.kv.swap_out(victim) if isinstance(self.preemption, Swap) and victim.num_computed_tokens else None
+        pairs = (
+            self.kv_cache_manager.swap_out(victim)
+            if isinstance(self.preemption, Swap) and victim.num_computed_tokens
+            else None
+        )
         if pairs is None:
-            self.kv.free(victim)
+            self.kv_cache_manager.free(victim)
             victim.num_computed_tokens = 0
             victim.status = RequestStatus.PREEMPTED
         else:
@@ -468,7 +473,7 @@ class Scheduler:
                 return "max_num_partial_prefills"
         if request.status is RequestStatus.SWAPPED:
             return self._admit_swapped(request, draft)
-        hit = self.kv.get_computed_blocks(request)
+        hit = self.kv_cache_manager.get_computed_blocks(request)
         n = wanted = request.num_tokens - hit.num_tokens
         n = self._cap(request, n, draft.budget, config.long_prefill_token_threshold, self._guard.has_chunk)
         if n == 0:
@@ -476,10 +481,10 @@ class Scheduler:
         if n < wanted and not config.enable_chunked_prefill:
             return "no_chunked_prefill"
         reserve = request.num_tokens if config.scheduler_reserve_full_isl else 0
-        blocks = self.kv.allocate_slots(request, n, hit, self._keep_free(), reserve)
+        blocks = self.kv_cache_manager.allocate_slots(request, n, hit, self._keep_free(), reserve)
         if blocks is None:
             return "no_blocks"
-        self.kv.count_lookup(request, hit)
+        self.kv_cache_manager.count_lookup(request, hit)
         request.num_computed_tokens = hit.num_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = hit.num_tokens
@@ -488,19 +493,19 @@ class Scheduler:
 
     def _keep_free(self) -> int:
         """Blocks that an admission must leave free, so that running requests can grow; none when nobody runs."""
-        return int(self.cache.watermark * self.kv.pool.num_blocks) if self.running else 0
+        return int(self.cache.watermark * self.kv_cache_manager.block_pool.num_blocks) if self.running else 0
 
     def _admit_swapped(self, request: Request, draft: _Draft) -> str | None:
         n = self._cap(request, request.num_tokens - request.num_computed_tokens, draft.budget,
                       self.config.long_prefill_token_threshold, self._guard.has_chunk)  # fmt: skip
         if n == 0:
             return "policy"
-        taken = self.kv.swap_in(request, n, self._keep_free())
+        taken = self.kv_cache_manager.swap_in(request, n, self._keep_free())
         if taken is None:
             return "no_blocks"
         pairs, blocks = taken
         draft.swap_in.extend(pairs)
-        more = self.kv.allocate_slots(request, n)
+        more = self.kv_cache_manager.allocate_slots(request, n)
         assert more is not None, "swap_in left room for these blocks"
         self._start(request, n, tuple(old + new for old, new in zip(blocks, more, strict=True)), draft)
         return None
@@ -529,7 +534,7 @@ class Scheduler:
         draft.budget -= n
 
     # %% nbs/core/scheduler.ipynb #Scheduler-update
-    def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take in what a step produced.
 
         The next step may have been decided before (async scheduling): then a request that ends here is in that step in vain.
@@ -613,7 +618,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._keep_account(request, request.num_computed_tokens)
         request.status = RequestStatus.FINISHED
-        self.kv.free(request)
+        self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
         self._finished.append(request.request_id)
         if self._newest_result < self.step - 1:
@@ -651,14 +656,14 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached content. Returns the number of blocks forgotten."""
-        return self.kv.reset_prefix_cache()
+        return self.kv_cache_manager.reset_prefix_cache()
 
     # %% nbs/core/scheduler.ipynb #Scheduler-state
     def state(self) -> State:
         """The live state as plain data."""
-        pool, cpu = self.kv.pool, self.kv.cpu_pool
+        pool, cpu = self.kv_cache_manager.block_pool, self.kv_cache_manager.cpu_pool
         state = State(
-            num_groups=len(self.kv.groups),
+            num_groups=len(self.kv_cache_manager.groups),
             requests={},
             waiting=[request.request_id for request in self.waiting],
             running=[request.request_id for request in self.running],
@@ -668,9 +673,15 @@ class Scheduler:
             cpu_free=[block.block_id for block in cpu.free_queue] if cpu else [],
         )
         for request_id, r in self.requests.items():
-            held = request_id in self.kv.groups[0].tables
-            tables = [list(ids) for ids in self.kv.get_block_ids(request_id)] if held else [[] for _ in self.kv.groups]
-            copies = [b.block_id for table in self.kv.swapped.get(request_id, ()) for b in table if b.block_id]
+            held = request_id in self.kv_cache_manager.groups[0].tables
+            tables = (
+                [list(ids) for ids in self.kv_cache_manager.get_block_ids(request_id)]
+                if held
+                else [[] for _ in self.kv_cache_manager.groups]
+            )
+            copies = [
+                b.block_id for table in self.kv_cache_manager.swapped.get(request_id, ()) for b in table if b.block_id
+            ]
             state.requests[request_id] = RequestState(
                 r.status.name,
                 r.num_prompt_tokens,
@@ -682,6 +693,7 @@ class Scheduler:
             )
         return state
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-record
     def record(self) -> Trace:
         """Start a new trace from the present state. Ends with `stop_recording`, or with the next `record`."""
         self.stop_recording()
@@ -689,7 +701,7 @@ class Scheduler:
         header = TraceHeader(
             block_size=self.cache.block_size,
             num_blocks=self.cache.num_gpu_blocks,
-            num_groups=len(self.kv.groups),
+            num_groups=len(self.kv_cache_manager.groups),
             num_cpu_blocks=self.cache.num_cpu_blocks,
             policy=self.policy.name,
             settings=settings,
@@ -717,6 +729,7 @@ class Scheduler:
             self.unsubscribe(self._recorder)
             self._recorder = None
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-subscribe
     def subscribe(self, sink: Callable[[tuple[Any, ...]], None]) -> None:
         """Send every event to `sink` from now on. It must be quick and must not raise."""
         self._sinks.append(sink)
@@ -735,7 +748,7 @@ class Scheduler:
             for sink in sinks:
                 sink(event)
 
-        self.trace = self.kv.trace = None if not sinks else sinks[0] if len(sinks) == 1 else tell_all
+        self.trace = self.kv_cache_manager.trace = None if not sinks else sinks[0] if len(sinks) == 1 else tell_all
 
 
 # %% nbs/core/scheduler.ipynb #Scheduler-add_request

@@ -86,7 +86,7 @@ def restore(scheduler: Scheduler, start: State) -> None:
             f"the recording began while {len(start.requests)} requests were under way ({', '.join(list(start.requests)[:3])}, ...); their tokens"
             " are not in it, so it cannot be run again. Begin to record before the first request"
         )
-    pool, groups = scheduler.kv.pool, scheduler.kv.groups
+    pool, groups = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_manager.groups
     named = [block for block in pool.blocks if start.hashes[block.block_id] is not None]
     index = groups[0].index
     if named and (len(groups) > 1 or not isinstance(index, HashIndex)):
@@ -103,8 +103,14 @@ def restore(scheduler: Scheduler, start: State) -> None:
     for queue, blocks, order in (
         (pool.free_queue, pool.blocks, start.free),
         *(
-            [(scheduler.kv.cpu_pool.free_queue, scheduler.kv.cpu_pool.blocks, start.cpu_free)]
-            if scheduler.kv.cpu_pool
+            [
+                (
+                    scheduler.kv_cache_manager.cpu_pool.free_queue,
+                    scheduler.kv_cache_manager.cpu_pool.blocks,
+                    start.cpu_free,
+                )
+            ]
+            if scheduler.kv_cache_manager.cpu_pool
             else []
         ),
     ):
@@ -245,7 +251,7 @@ class History:
             sampled = {name: tokens for name, tokens in result.sampled_token_ids.items() if name not in step.errors}
             result = ModelRunnerOutput(sampled, errors=step.errors)
         session.clock.advance_to(step.end)
-        scheduler.update(output, result)
+        scheduler.update_from_output(output, result)
 
 
 # %% nbs/lab/history.ipynb #History

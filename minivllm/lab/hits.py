@@ -107,11 +107,11 @@ def real_hits(workload: Workload, block_size: int, num_blocks: int, policy: Poli
     kv, moment = KVCacheManager(cache, max_step_tokens=1 << 40), count()
     if policy is not None and overrides(policy, "evict"):
         guard = PolicyGuard(policy)
-        kv.pool.choose_victim = lambda blocks: guard.evict(blocks, _view(kv, next(moment)))
+        kv.block_pool.choose_victim = lambda blocks: guard.evict(blocks, _view(kv, next(moment)))
     for i, asked in enumerate(workload.unrolled()):
         request = asked.to_request()
         _check_fits(-(-request.num_tokens // block_size), num_blocks)
-        kv.pool.step = i
+        kv.block_pool.step = i
         hit = kv.get_computed_blocks(request)
         kv.count_lookup(request, hit)
         kv.allocate_slots(request, request.num_tokens - hit.num_tokens, hit)
@@ -122,8 +122,8 @@ def real_hits(workload: Workload, block_size: int, num_blocks: int, policy: Poli
 
 def _view(kv: KVCacheManager, moment: int) -> SchedulerView:
     return SchedulerView(
-        kv.cached_tokens, dict, step=kv.pool.step, now=float(moment), num_running=1, num_waiting=0, num_free_blocks=kv.pool.num_free,
-        num_blocks=kv.pool.num_blocks, block_size=kv.block_size, budget=0,
+        kv.cached_tokens, dict, step=kv.block_pool.step, now=float(moment), num_running=1, num_waiting=0, num_free_blocks=kv.block_pool.num_free,
+        num_blocks=kv.block_pool.num_blocks, block_size=kv.block_size, budget=0,
     )  # fmt: skip
 
 

@@ -179,7 +179,7 @@ class Session:
         self.clock.advance(seconds)
         if not output.total_num_scheduled_tokens and self._later:  # nothing to do but to wait for something
             self.clock.advance_to(self._later[0][0])
-        outputs = self.scheduler.update(output, result)
+        outputs = self.scheduler.update_from_output(output, result)
         for name in self.fake.exhausted:
             if name in self.scheduler.requests:  # its recorded answer was cut off here
                 self.end(name)
@@ -399,7 +399,7 @@ def _measure(session: Session, workload: Workload, record: bool) -> Run:
     trace, meter = (scheduler.record(), None) if record else (None, Meter())
     if meter is not None:
         scheduler.subscribe(meter.feed)
-        scheduler.kv.trace = None  # the meter reads no events of blocks
+        scheduler.kv_cache_manager.trace = None  # the meter reads no events of blocks
     session.expect(workload)
     session.run()
     return Run(

@@ -53,7 +53,7 @@ def add(scheduler, *lengths, max_tokens=4, **kwargs):
 
 def step(scheduler):
     output = scheduler.schedule()
-    scheduler.update(output, fake_model(output, scheduler))
+    scheduler.update_from_output(output, fake_model(output, scheduler))
     return output
 
 
@@ -179,7 +179,9 @@ def test_finish_reasons():
     s.add_request(Request("stop", [1, 1], max_tokens=5, stop_token_ids=frozenset({2})))
     s.add_request(Request("late", [1, 1], max_tokens=5, eos_token_id=2, min_tokens=2))
     output = s.schedule()
-    reasons = {o.request_id: (o.finish_reason, o.stop_reason) for o in s.update(output, fake_model(output, s))}
+    reasons = {
+        o.request_id: (o.finish_reason, o.stop_reason) for o in s.update_from_output(output, fake_model(output, s))
+    }
     assert reasons == {
         "eos": (FinishReason.STOP, None),
         "ignored": (FinishReason.LENGTH, None),
@@ -216,7 +218,7 @@ def test_an_error_of_one_request_ends_that_one():
     add(driver.scheduler, 3, 3)
     output = driver.scheduler.schedule()
     result = ModelRunnerOutput({"0": [5]}, errors={"1": "its transform raised"})
-    outs = {o.request_id: o for o in driver.scheduler.update(output, result)}
+    outs = {o.request_id: o for o in driver.scheduler.update_from_output(output, result)}
     assert outs["1"].finish_reason is FinishReason.ERROR
     assert outs["1"].error == "its transform raised"
     assert outs["0"].finish_reason is None
@@ -230,10 +232,10 @@ def test_shared_prompts_share_blocks():
     for i in range(3):
         s.add_request(Request(str(i), list(range(10)), max_tokens=3))
     step(s)
-    tables = [s.kv.get_block_ids(str(i))[0] for i in range(3)]
+    tables = [s.kv_cache_manager.get_block_ids(str(i))[0] for i in range(3)]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
-    assert s.kv.pool.blocks[tables[0][0]].ref_cnt == 3
+    assert s.kv_cache_manager.block_pool.blocks[tables[0][0]].ref_cnt == 3
 
 
 def test_hit_statistics_tell_no_lookup_from_no_hit():
@@ -241,12 +243,12 @@ def test_hit_statistics_tell_no_lookup_from_no_hit():
     for s in (off, miss):
         add(s, 8)
         step(s)
-    assert off.kv.stats.hit_rate is None
-    assert off.kv.stats.skipped == 1
-    assert miss.kv.stats.hit_rate == 0.0
+    assert off.kv_cache_manager.stats.hit_rate is None
+    assert off.kv_cache_manager.stats.skipped == 1
+    assert miss.kv_cache_manager.stats.hit_rate == 0.0
     miss.add_request(Request("no", [0] * 8, max_tokens=1, skip_reading_prefix_cache=True))
     step(miss)
-    assert miss.kv.stats.skipped == 1
+    assert miss.kv_cache_manager.stats.skipped == 1
 
 
 def test_reset_prefix_cache_forgets():
@@ -311,7 +313,7 @@ def test_lfu_keeps_what_is_hit_often():
             s.add_request(Request(name, [token] * 9, max_tokens=1))
             while s.has_requests():
                 step(s)
-        return {t: s.kv.cached_tokens(Request("?", [t] * 9, max_tokens=1)) for t in (1, 2)}
+        return {t: s.kv_cache_manager.cached_tokens(Request("?", [t] * 9, max_tokens=1)) for t in (1, 2)}
 
     assert survivors(FCFS())[1] < survivors(LFU())[1]
 
@@ -393,7 +395,7 @@ def test_the_whole_prompt_in_the_cache_leaves_one_block_to_compute():
     s.add_request(Request("first", list(range(8)), max_tokens=1))
     step(s)
     s.add_request(Request("again", list(range(8)), max_tokens=1))
-    assert step(s).num_scheduled_tokens == {"again": 4} and s.kv.stats.hit_tokens == 4
+    assert step(s).num_scheduled_tokens == {"again": 4} and s.kv_cache_manager.stats.hit_tokens == 4
 
 
 class Broken(Policy):

@@ -49,7 +49,7 @@ def trace(request) -> Trace:
 def step(scheduler, clock):
     output = scheduler.schedule()
     clock.advance(0.01 + 0.001 * output.total_num_scheduled_tokens)
-    scheduler.update(output, fake_model(output, scheduler))
+    scheduler.update_from_output(output, fake_model(output, scheduler))
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

@@ -91,7 +91,7 @@ class Life:
             del result.sampled_token_ids[name]
             result = ModelRunnerOutput(result.sampled_token_ids, errors={name: "its own fault"})
         self.clock.advance(r.random() * 0.02)
-        self.scheduler.update(output, result)
+        self.scheduler.update_from_output(output, result)
 
     def live(self, steps):
         for _ in range(steps):
@@ -246,7 +246,7 @@ def test_steps_at_which_a_policy_failed_are_repeated():
         except PolicyError:
             continue
         clock.advance(0.01)
-        scheduler.update(output, fake_model(output, scheduler))
+        scheduler.update_from_output(output, fake_model(output, scheduler))
     assert replay(trace, policy=Moody()).trace.events == trace.events
 
 
