@@ -1,7 +1,4 @@
-"""Blocks, and the list of free ones.
-
-Where does the memory for keys and values come from, and who gets which piece?
-"""
+"""KV block pool: free list, reference counts, eviction."""
 
 # Generated from nbs/core/block_pool.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Whose clock?
-
-Why does the scheduler not simply ask what time it is?
-"""
+"""Clock protocol with a wall clock and a virtual clock."""
 
 # Generated from nbs/core/clock.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Policies: four questions of taste.
-
-Who goes first, how much does each get, who gives up memory, and which cached block is forgotten?
-"""
+"""Scheduling and eviction policies: FCFS, priority, shortest first, fair share, prefix match."""
 
 # Generated from nbs/core/policy.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -22,9 +19,9 @@ from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.request import Request
 
 __all__ = [
-    "FCFS", "LFU", "LRU", "BlockTree", "BlockView", "Clairvoyant", "Combined", "DeepestFirst", "FairShare",
-    "Listener", "LongestPrefixMatch", "Policy", "PolicyError", "PolicyGuard", "Priority", "SchedulerView",
-    "Served", "ShortestFirst", "View", "Watchdog", "arguments_of", "combine", "overrides", "target_of",
+    "FCFS", "LFU", "LRU", "Clairvoyant", "Combined", "DeepestFirst", "FairShare", "Listener",
+    "LongestPrefixMatch", "Policy", "PolicyError", "PolicyGuard", "Priority", "SchedulerView", "Served",
+    "ShortestFirst", "View", "Watchdog", "arguments_of", "combine", "overrides",
 ]  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""The scheduler: one budget, one dictionary.
-
-Which tokens are computed in the next step?
-"""
+"""Continuous batching scheduler: token budget, chunked prefill, admission, preemption."""
 
 # Generated from nbs/core/scheduler.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -31,7 +28,7 @@ from minivllm.core.policy import (
 from minivllm.core.request import FinishReason, Request, RequestStatus
 from minivllm.core.trace import RequestState, State, Trace, TraceHeader
 
-__all__ = ["Preemption", "Recompute", "Scheduler", "Swap", "WaitingQueue"]
+__all__ = ["Preemption", "Recompute", "Scheduler", "Swap"]
 
 
 # %% nbs/core/scheduler.ipynb #WaitingQueue

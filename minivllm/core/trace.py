@@ -1,7 +1,4 @@
-"""The trace: every change, in order.
-
-What did the engine do in step 312, and why?
-"""
+"""Trace of scheduler events: recording, state at any step, invariants."""
 
 # Generated from nbs/core/trace.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""How good could the cache be?
-
-A prefix cache finds a third of all blocks.
-"""
+"""Prefix cache hit rates: real, infinite cache, clairvoyant eviction."""
 
 # Generated from nbs/lab/hits.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

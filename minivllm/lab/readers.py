@@ -1,7 +1,4 @@
-"""Readers: what real people asked.
-
-Traces of real services are published in half a dozen formats.
-"""
+"""Readers for workload files: Azure, Mooncake, BurstGPT, ShareGPT, vllm bench serve."""
 
 # Generated from nbs/lab/readers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -19,10 +16,7 @@ from typing import Any
 from minivllm.core.trace import Trace
 from minivllm.lab.workload import Workload, WorkloadRequest, text
 
-__all__ = [
-    "BAILIAN_BLOCK", "MOONCAKE_BLOCK", "WorkloadFileError", "read_azure", "read_bailian", "read_bench_serve",
-    "read_burstgpt", "read_mooncake", "read_sharegpt", "read_workload", "split_into_tokens", "tell_format",
-]  # fmt: skip
+__all__ = ["WorkloadFileError", "read_sharegpt", "read_workload", "split_into_tokens", "tell_format"]
 
 
 # %% nbs/lab/readers.ipynb #WorkloadFileError

@@ -1,7 +1,4 @@
-"""Simulation: what if?
-
-What would have happened with another policy, twice the traffic, half the memory?
-"""
+"""Simulation: the real scheduler and KV cache manager on a virtual clock."""
 
 # Generated from nbs/lab/simulation.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

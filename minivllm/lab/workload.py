@@ -1,7 +1,4 @@
-"""Workloads: who asks what, and when.
-
-Whether a scheduling policy is good depends on who asks.
-"""
+"""Synthetic workloads: Poisson, bursts, shared prefixes, chats, closed loop."""
 
 # Generated from nbs/lab/workload.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
