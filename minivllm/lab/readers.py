@@ -372,8 +372,11 @@ def _bench_result(path: Path) -> dict[str, Any]:
             for i, value in enumerate(values):
                 name = f"{key}[{i}]"
                 if isinstance(value, str):
-                    raise ValueError(f"{name} must be a number, got {value!r}")
-                _seconds(value, name) if key == "start_times" else _whole({name: value}, name)
+                    raise TypeError(f"{name} must be a number, got {value!r}")
+                if key == "start_times":
+                    _seconds(value, name)
+                else:
+                    _whole({name: value}, name)
     except (ValueError, TypeError) as error:
         raise WorkloadFileError(f"{path.name}, line 1: {error}") from error
     return result
