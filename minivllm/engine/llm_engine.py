@@ -81,7 +81,9 @@ class LLMEngine:
         core = EngineCore(
             plan.config, executor, policy=policy, preemption=preemption, clock=clock or WallClock(), grammar=grammar
         )
-        return cls(plan.config, core, tokenizer, plan.model.generation_config)
+        engine = cls(plan.config, core, tokenizer, plan.model.generation_config)
+        engine.input_processor.transforms_read_extra_args = bool(logits_processors)
+        return engine
 
     # %% nbs/engine/llm_engine.ipynb #LLMEngine-add_request
     def add_request(

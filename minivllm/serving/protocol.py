@@ -92,6 +92,7 @@ class SamplingFields(ApiModel):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     repetition_detection: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     stream: bool = False
@@ -140,6 +141,7 @@ class SamplingFields(ApiModel):
         given = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         merged = {**defaults, **given, "structured_outputs": self.structure(), "output_kind": kind}
+        merged["extra_args"] = self.vllm_xargs
         return SamplingParams.from_optional(
             **{**merged, **{k: v for k, v in more.items() if v is not None or k not in merged}}
         )
