@@ -124,6 +124,7 @@ def _save_parquet(path: Path, head: str, lines: list[str], kinds: list[str]) -> 
     pq.write_table(table.replace_schema_metadata({"minivllm.trace": head}), path, compression="zstd")
 
 
+# %% nbs/core/trace_files.ipynb #load
 def load(path: str | Path) -> Trace:
     """Read a trace that `save` wrote.
 

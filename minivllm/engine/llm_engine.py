@@ -27,11 +27,12 @@ from minivllm.sampling.transforms import Transform
 __all__ = ["LLMEngine"]
 
 
-# %% nbs/engine/llm_engine.ipynb #LLMEngine
+# %% nbs/engine/llm_engine.ipynb #imports
 if TYPE_CHECKING:
     import pandas as pd
 
 
+# %% nbs/engine/llm_engine.ipynb #LLMEngine
 class LLMEngine:
     """Requests in, outputs out, one step at a time. Make one with `from_engine_args`.
 

@@ -509,6 +509,7 @@ def each_row(transform: Transform) -> Transform:
     return rows
 
 
+# %% nbs/sampling/transforms.ipynb #with_transforms
 def _apply_to_batch(transform: Transform, logits: Tensor, data: Any, batch: SamplingBatch) -> Tensor:
     new = transform(logits, batch)
     if not isinstance(new, Tensor) or new.shape != logits.shape:

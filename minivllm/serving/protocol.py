@@ -40,7 +40,7 @@ class ApiModel(BaseModel):
         return {name: value for name, value in data.items() if name not in cls.unsupported}
 
 
-# %% nbs/serving/protocol.ipynb #SamplingFields
+# %% nbs/serving/protocol.ipynb #ResponseFormat
 class StreamOptions(ApiModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -67,6 +67,7 @@ class ResponseFormat(ApiModel):
         return self
 
 
+# %% nbs/serving/protocol.ipynb #SamplingFields
 class SamplingFields(ApiModel):
     """What OpenAI and vLLM let a client say about the draw."""
 
