@@ -35,6 +35,7 @@ class Prompt:
     cache_salt: str | None = None
 
 
+# %% nbs/engine/input_processor.ipynb #parse_prompt
 def parse_prompt(prompt: PromptType) -> Prompt:
     """Bring any form of a prompt into one.
 
@@ -70,7 +71,6 @@ def _parse_dict(prompt: dict[str, Any]) -> Prompt:
     return Prompt(text, token_ids, salt)
 
 
-# %% nbs/engine/input_processor.ipynb #_is_token_list
 def _is_token_list(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and (np.issubdtype(value.dtype, np.integer) or value.size == 0)

@@ -132,11 +132,8 @@ class Mirostat:
 
 
 # %% nbs/sampling/zoo.ipynb #zoo-by-name
-for _known, _make in {
-    "typical": TypicalP,
-    "top_n_sigma": TopNSigma,
-    "xtc": XTC,
-    "dry": DRY,
-    "mirostat": Mirostat,
-}.items():
-    register_transform(_known, _make)
+register_transform("typical", TypicalP)
+register_transform("top_n_sigma", TopNSigma)
+register_transform("xtc", XTC)
+register_transform("dry", DRY)
+register_transform("mirostat", Mirostat)
