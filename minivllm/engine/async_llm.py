@@ -1,7 +1,4 @@
-"""How can many callers share one engine?
-
-`LLM.generate` owns the engine until its list is done.
-"""
+"""AsyncLLM: one engine in a background thread for many asyncio callers."""
 
 # Generated from nbs/engine/async_llm.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

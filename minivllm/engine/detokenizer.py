@@ -1,7 +1,4 @@
-"""When does a token become text?
-
-The model gives one token at a time.
-"""
+"""Incremental detokenization: UTF-8 safe, byte-level BPE and windowed."""
 
 # Generated from nbs/engine/detokenizer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -13,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 __all__ = [
-    "ByteDetokenizer", "Detokenizer", "DetokenizerFactory", "TokenBytes", "WindowDetokenizer",
-    "byte_alphabet", "byte_of", "is_byte_level", "special_token_ids",
+    "ByteDetokenizer", "Detokenizer", "DetokenizerFactory", "TokenBytes", "WindowDetokenizer", "byte_of",
+    "is_byte_level", "special_token_ids",
 ]  # fmt: skip
 
 

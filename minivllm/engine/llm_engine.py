@@ -1,7 +1,4 @@
-"""An engine that you can step.
-
-`LLM.generate` hides the loop.
-"""
+"""LLMEngine: synchronous engine, one step at a time."""
 
 # Generated from nbs/engine/llm_engine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -30,7 +27,7 @@ from minivllm.sampling.transforms import Transform
 __all__ = ["FROM_GENERATION_CONFIG", "LLMEngine"]
 
 
-# %% nbs/engine/llm_engine.ipynb #LLMEngine
+# %% nbs/engine/llm_engine.ipynb #imports
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -46,6 +43,7 @@ FROM_GENERATION_CONFIG = {
 """Fields of a model's generation config, and the names that SamplingParams has for them."""
 
 
+# %% nbs/engine/llm_engine.ipynb #LLMEngine
 class LLMEngine:
     """Requests in, outputs out, one step at a time. Make one with `from_engine_args`.
 
@@ -97,7 +95,9 @@ class LLMEngine:
         core = EngineCore(
             plan.config, executor, policy=policy, preemption=preemption, clock=clock or WallClock(), grammar=grammar
         )
-        return cls(plan.config, core, tokenizer, plan.model.generation_config)
+        engine = cls(plan.config, core, tokenizer, plan.model.generation_config)
+        engine.input_processor.transforms_read_extra_args = bool(logits_processors)
+        return engine
 
     # %% nbs/engine/llm_engine.ipynb #LLMEngine-defaults
     def _defaults(self) -> dict[str, Any]:

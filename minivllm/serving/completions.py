@@ -1,8 +1,4 @@
-"""What did `/v1/completions` promise?
-
-The oldest endpoint is the one that benchmarks use: texts, lists of texts, token ids; `echo` gives
-the prompt back, with `logprobs` of its tokens.
-"""
+"""`/v1/completions`: prompts, echo, logprobs, streaming."""
 
 # Generated from nbs/serving/completions.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -31,8 +27,7 @@ from minivllm.serving.generation import (
 from minivllm.serving.protocol import CompletionRequest
 
 __all__ = [
-    "Echo", "Writer", "complete", "completion_logprobs", "completion_params", "completions_router",
-    "engine_prompts", "join", "prompt_logprobs",
+    "Writer", "complete", "completion_params", "completions_router", "engine_prompts", "prompt_logprobs",
 ]  # fmt: skip
 
 
