@@ -17,7 +17,7 @@ __all__ = ["Executor", "FakeExecutor"]
 class Executor(Protocol):
     """What carries a decision out: a fake model, or a real one."""
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
 
 class FakeExecutor:
@@ -42,7 +42,7 @@ class FakeExecutor:
         """What a request will say. Behind the end, and if nothing was set, it says 0."""
         self._answers[request_id] = token_ids
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Carry out one decision."""
         rows, answers = self._rows, self._answers
         for name in output.preempted:
