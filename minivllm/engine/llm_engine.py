@@ -2,11 +2,13 @@
 
 # Generated from nbs/engine/llm_engine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+from minivllm.attention.select import make_backend
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineArgs, EngineConfig
 from minivllm.core.output import NewRequestData, SchedulerOutput
@@ -24,7 +26,7 @@ from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["FROM_GENERATION_CONFIG", "PROMPT", "STEPS", "LLMEngine", "rehearsal", "warm_up"]
+__all__ = ["FROM_GENERATION_CONFIG", "PROMPT", "STEPS", "LLMEngine", "logger", "rehearsal", "warm_up"]
 
 
 # %% nbs/engine/llm_engine.ipynb #imports
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+logger = logging.getLogger("minivllm.engine")
 FROM_GENERATION_CONFIG = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -65,6 +68,7 @@ class LLMEngine:
         self.output_processor = OutputProcessor(tokenizer)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
+        self._told_about_seeds = False
         self._closed = False
 
     # %% nbs/engine/llm_engine.ipynb #LLMEngine-from_engine_args
@@ -134,6 +138,7 @@ class LLMEngine:
         moment = self.clock.now() if arrival_time is None else arrival_time
         self.add_processed(request_id, self.process(request_id, prompt, params, moment, priority, user))
 
+    # %% nbs/engine/llm_engine.ipynb #LLMEngine-process
     def process(
         self,
         request_id: str,
@@ -147,6 +152,8 @@ class LLMEngine:
         """Check and tokenise a request without queueing it; see `InputProcessor.process`."""
         if self._closed:
             raise RuntimeError("this engine was closed")
+        if isinstance(params, SamplingParams) and params.seed is not None and not params.is_greedy:
+            self._tell_about_seeds()
         return self.input_processor.process(
             request_id,
             prompt,
@@ -171,6 +178,20 @@ class LLMEngine:
             self.abort_request([request_id])
             raise
         self.num_prompt_tokens += len(given.prompt_token_ids)
+
+    # %% nbs/engine/llm_engine.ipynb #LLMEngine-seeds
+    def _tell_about_seeds(self) -> None:
+        """Say once that a seed alone does not fix the tokens, if the logits depend on what else is in the batch."""
+        name = self.config.attention_backend
+        if not self._told_about_seeds and not make_backend(name).batch_invariant:
+            invariant = "numba_cuda_invariant" if self.config.device == "cuda" else "numba_cpu_invariant"
+            logger.warning(
+                "a seeded request gets the same random numbers in any batch, but with attention_backend=%r its logits are rounded"
+                " by what else is in the batch, and close choices may differ; attention_backend=%r gives the same tokens",
+                name,
+                invariant,
+            )
+        self._told_about_seeds = True
 
     # %% nbs/engine/llm_engine.ipynb #LLMEngine-step
     def step(self) -> list[RequestOutput]:

@@ -170,7 +170,7 @@ class UniProcExecutor:
     def runner(self) -> ModelRunner:
         """Raises RuntimeError after `shutdown`, and in a forked child, where torch's threads do not exist and a step would wait for ever."""
         if self._runner is None:
-            raise RuntimeError("this engine was closed")
+            raise RuntimeError("this engine was closed: its executor was shut down")
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this engine was made in process {self._process}, and a forked child cannot run it (torch's threads are not"

@@ -235,3 +235,16 @@ def test_rows_are_numpy_views_of_one_batch(runner):
     runner.execute_model(step(2, {"a": 1}, finished=("b",)))
     assert runner.batch.row_of == {"a": row}
     assert np.array_equal(runner.batch.token_ids[row, : len(PROMPT)], PROMPT)
+
+
+def test_a_forked_child_is_told_that_it_cannot_run_the_engine(plan, monkeypatch):
+    executor = make_executor("uniproc", plan)
+    own = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: own + 1)
+    for call in (executor.execute_model, executor.submit):
+        with pytest.raises(RuntimeError, match="a forked child cannot run it"):
+            call(SchedulerOutput(0, {}, 0))
+    monkeypatch.undo()
+    assert executor.execute_model(SchedulerOutput(0, {}, 0)).sampled_token_ids == {}
+    assert len(executor.collective_rpc("get_sampler")) == 1
+    executor.shutdown()
