@@ -153,7 +153,7 @@ class Fold:
     def _ignore(self, *args: Any) -> None:
         pass
 
-    _do_attributes = _do_step = _do_wait = _do_chunk = _do_note = _do_order = _do_policy_error = _ignore
+    _do_attributes = _do_step = _do_wait = _do_chunk = _do_draft = _do_note = _do_order = _do_policy_error = _ignore
 
     # %% nbs/core/trace.ipynb #Fold-_do_add
     def _do_add(self, *fields: Any) -> None:
@@ -184,6 +184,10 @@ class Fold:
     def _do_update(self, time: float, tokens: dict[str, tuple[int, ...]], step: int | None = None) -> None:
         for request, new in tokens.items():
             self.now.requests[request].num_tokens += len(new)
+
+    def _do_rollback(self, rejected: dict[str, int]) -> None:
+        for request, n in rejected.items():
+            self.now.requests[request].num_computed_tokens -= n
 
     def _do_finish(self, request: str, reason: str, stop_reason: Any) -> None:
         status = self.now.requests.pop(request).status
@@ -504,11 +508,11 @@ def _too_early(state: State, gained: dict[str, tuple[int, ...]], step: int | Non
 
     step: given if a later one has been decided already. It may go on from these tokens, or have preempted the request.
     """
-    for name in gained:
+    for name, new in gained.items():
         request = state.requests.get(name)
         if request is None or (step is not None and request.status != "RUNNING"):
             continue
-        ahead = request.num_computed_tokens - request.num_tokens
+        ahead = request.num_computed_tokens - request.num_tokens - (len(new) - 1)
         if ahead and not (step is not None and ahead == 1):
             return f"{name} gained a token, but {request.num_computed_tokens} of its {request.num_tokens} tokens are computed"
     return None
