@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from minivllm_kernels.cuda.simt import SIM
+from minivllm_kernels.cuda.warp import SIM
 
 __all__ = [
     "BANKS", "CELL_HEIGHT", "CELL_WIDTH", "LEFT", "SECTOR", "WARP", "Access", "Instruction", "Lens",
