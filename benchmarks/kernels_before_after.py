@@ -274,14 +274,15 @@ def run(case: Case, packages: list[tuple[ModuleType, ModuleType]], rounds: int) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, required=True, help="a folder that holds minivllm_kernels")
+    parser.add_argument("--before", type=Path, help="a folder that holds minivllm_kernels")
     parser.add_argument("--after", type=Path, default=Path(__file__).parents[1] / "kernels")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--limit", type=float, default=1.03, help="largest ratio that is not called slower")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("not run: torch sees no NVIDIA GPU here")
+    if args.before is None or not torch.cuda.is_available():
+        print("not run:", "no --before given" if args.before is None else "torch sees no NVIDIA GPU here")
+        return
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("MINIVLLM_CACHE", f"{folder}/cache")
         names = ["minivllm_kernels_before", "minivllm_kernels_after"]

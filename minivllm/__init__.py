@@ -1,7 +1,4 @@
-"""minivllm.
-
-A language model server small enough to read: every module of the package is a chapter of this book.
-"""
+"""A small, readable vLLM: LLM, SamplingParams and the engine behind them."""
 
 # Generated from nbs/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

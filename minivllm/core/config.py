@@ -1,7 +1,4 @@
-"""Settings, and why they are what they are.
-
-What did the engine choose, and why?
-"""
+"""Engine configuration: frozen dataclasses, and `resolve` that chooses defaults and says why."""
 
 # Generated from nbs/core/config.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -16,7 +13,7 @@ from typing import Any, Literal, get_args
 __all__ = [
     "GROUP_SIZES", "KV_CACHE_DTYPES", "QUANTIZATIONS", "WEIGHT_BITS", "AttentionKind", "CacheConfig",
     "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup", "KVCacheSpec", "MachineFacts",
-    "ModelFacts", "SchedulerConfig", "choose_dtype", "choose_num_blocks", "make_kv_cache_groups", "resolve",
+    "ModelFacts", "SchedulerConfig", "choose_dtype", "make_kv_cache_groups", "resolve",
 ]  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""The KV cache manager.
-
-Does this request fit, and where do its tokens go?
-"""
+"""KV cache manager: block tables per cache group, prefix hits, allocation of slots."""
 
 # Generated from nbs/core/kv_cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -17,7 +14,7 @@ from minivllm.core.config import CacheConfig, KVCacheConfig, KVCacheSpec
 from minivllm.core.prefix import extend_block_hashes, make_prefix_index
 from minivllm.core.request import Request
 
-__all__ = ["CacheHit", "KVCacheManager", "PrefixCacheStats", "SingleTypeKVCacheManager", "num_skipped_tokens"]
+__all__ = ["CacheHit", "KVCacheManager", "SingleTypeKVCacheManager", "num_skipped_tokens"]
 
 
 # %% nbs/core/kv_cache.ipynb #num_skipped_tokens

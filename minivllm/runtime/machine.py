@@ -1,8 +1,4 @@
-"""What machine is this?
-
-"Choose for me" needs facts: how much memory is free, how many cores, whether the processor computes
-bfloat16 by itself.
-"""
+"""Facts about the machine: memory, cores, bf16 support, environment report."""
 
 # Generated from nbs/runtime/machine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""How do many wishes become one batch?
-
-The model computes the logits of all running requests at once, `[rows, vocabulary]`.
-"""
+"""Sampling parameters of all running requests as batched columns."""
 
 # Generated from nbs/sampling/state.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -17,10 +14,7 @@ from torch import Tensor
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.random import as_seed
 
-__all__ = [
-    "COLUMNS", "NO_LOGPROBS", "Array", "Matcher", "RequestView", "SamplingBatch", "SamplingState",
-    "TokenCounts", "column_values",
-]  # fmt: skip
+__all__ = ["NO_LOGPROBS", "Array", "Matcher", "RequestView", "SamplingBatch", "SamplingState"]
 
 
 # %% nbs/sampling/state.ipynb #code-5f37c8
@@ -66,7 +60,7 @@ def column_values(params: SamplingParams, seed: int, num_output_tokens: int) -> 
         "seed": as_seed(seed),
         "num_output_tokens": num_output_tokens,
         "logprobs": NO_LOGPROBS if params.logprobs is None else params.logprobs,
-        "unusual": any(unusual) or bool(params.logits_processors),
+        "unusual": any(unusual) or bool(params.logits_processors) or bool(params.extra_args),
     }
 
 
@@ -93,6 +87,7 @@ class RequestView:
     row: int
     matcher: Matcher | None = None
     error: str | None = None
+    transforms: list[Any] | None = None  # its own, made when it is first sampled
 
 
 # %% nbs/sampling/state.ipynb #TokenCounts

@@ -1,7 +1,4 @@
-"""What may a request say?
-
-An OpenAI client has dozens of fields, vLLM adds more, and each release brings new ones.
-"""
+"""Request models of the OpenAI API with vLLM's extra fields."""
 
 # Generated from nbs/serving/protocol.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -16,8 +13,8 @@ from minivllm.sampling.params import RequestOutputKind, SamplingParams
 __all__ = [
     "AllowedToolChoice", "AllowedTools", "ApiModel", "ChatCompletionRequest", "ChatMessage",
     "ChatTemplateFields", "ChatTool", "CompletionRequest", "ContentPart", "DetokenizeRequest", "FunctionCall",
-    "FunctionDefinition", "FunctionName", "Int64", "JsonSchema", "NamedToolChoice", "ResponseFormat",
-    "SamplingFields", "StreamOptions", "TokenizeRequest", "ToolCall", "ToolFields", "check_tool_messages",
+    "FunctionDefinition", "FunctionName", "Int64", "NamedToolChoice", "TokenizeRequest", "ToolCall",
+    "ToolFields", "check_tool_messages",
 ]  # fmt: skip
 
 
@@ -43,7 +40,7 @@ class ApiModel(BaseModel):
         return {name: value for name, value in data.items() if name not in cls.unsupported}
 
 
-# %% nbs/serving/protocol.ipynb #SamplingFields
+# %% nbs/serving/protocol.ipynb #ResponseFormat
 class StreamOptions(ApiModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -70,6 +67,7 @@ class ResponseFormat(ApiModel):
         return self
 
 
+# %% nbs/serving/protocol.ipynb #SamplingFields
 class SamplingFields(ApiModel):
     """What OpenAI and vLLM let a client say about the draw."""
 
@@ -95,6 +93,7 @@ class SamplingFields(ApiModel):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     repetition_detection: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     stream: bool = False
@@ -143,6 +142,7 @@ class SamplingFields(ApiModel):
         given = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         merged = {**defaults, **given, "structured_outputs": self.structure(), "output_kind": kind}
+        merged["extra_args"] = self.vllm_xargs
         return SamplingParams.from_optional(
             **{**merged, **{k: v for k, v in more.items() if v is not None or k not in merged}}
         )

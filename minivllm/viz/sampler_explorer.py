@@ -1,7 +1,4 @@
-"""Why this token, and what if?
-
-The sampler bends the model's odds in ten stages and then draws.
-"""
+"""Sampler explorer: the stages of one token, with sliders."""
 
 # Generated from nbs/viz/sampler_explorer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -16,10 +13,7 @@ from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import View
 
-__all__ = [
-    "NUM_TEXTS", "PRECISIONS", "STAGES", "SamplerExplorer", "check_stages", "grammar_mask", "named_tokens",
-    "page_params", "planes",
-]  # fmt: skip
+__all__ = ["STAGES", "SamplerExplorer", "check_stages", "page_params"]
 
 
 # %% nbs/viz/sampler_explorer.ipynb #planes
@@ -49,8 +43,8 @@ def page_params(record: Any) -> dict[str, Any]:
     Raises:
         NotImplementedError: it was sampled with functions of the user's.
     """
-    if record.params.logits_processors:
-        names = ", ".join(getattr(f, "__name__", type(f).__name__) for f in record.params.logits_processors)
+    if own := [*(record.params.logits_processors or ()), *(record.params.extra_args or ())]:
+        names = ", ".join(f if isinstance(f, str) else getattr(f, "__name__", type(f).__name__) for f in own)
         raise NotImplementedError(
             f"SamplerExplorer: logits_processors ({names}) are Python functions, which a page cannot run"
         )

@@ -1,6 +1,7 @@
 """A small repository in a temporary folder, with notebooks made from keyword arguments: cell id = source."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from minivllm import literate
+from minivllm.literate import __main__ as cli
+from minivllm.literate import clean, notebook
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,17 +25,19 @@ class Repo:
     def notebook(
         self, name: str = "nbs/demo.ipynb", title: str = "# Demo\n\nA chapter. It is short.", **sources: str
     ) -> Path:
-        """Write a notebook. A source that begins with `# ` is prose. Cells get one output each, to see that outputs stay."""
+        """Write a notebook. A module without `#| doc` gets one. Cells get one output each, to see that outputs stay."""
         cells: list[dict[str, Any]] = [{"id": "title", "cell_type": "markdown", "metadata": {}, "source": title}]
         for cell, source in sources.items():
             output = {"name": "stdout", "output_type": "stream", "text": f"output of {cell}"}
             cells.append(
                 {"id": cell, "cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [output]}
             )
-            cells[-1]["source"] = dedent(source).strip("\n")
+            source = dedent(source).strip("\n")
+            documented = source if "#| doc" in source else re.sub(r"(#\| default_exp .+)", "\\1\n#| doc A demo", source)
+            cells[-1]["source"] = documented
         path = self.root / name
-        data = {"cells": cells, "metadata": literate.METADATA, "nbformat": 4, "nbformat_minor": 5}
-        literate.write(path, literate.spell(data))
+        data = {"cells": cells, "metadata": clean.METADATA, "nbformat": 4, "nbformat_minor": 5}
+        notebook.write(path, clean.notebook_text(data))
         return path
 
     def read(self, name: str) -> str:
@@ -67,7 +71,7 @@ def run(repo: Repo, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command of `python -m minivllm.literate` that must succeed; returns what it printed."""
 
     def command(*arguments: str) -> str:
-        code = literate.main(list(arguments))
+        code = cli.main(list(arguments))
         printed = capsys.readouterr()
         assert (code, printed.err) == (0, ""), printed.err
         return printed.out
@@ -80,7 +84,7 @@ def fails(repo: Repo, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command that must fail with exit code 1; returns the errors that it printed."""
 
     def command(*arguments: str) -> str:
-        assert literate.main(list(arguments)) == 1
+        assert cli.main(list(arguments)) == 1
         return capsys.readouterr().err
 
     return command

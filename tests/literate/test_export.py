@@ -5,9 +5,10 @@ from types import ModuleType
 
 import pytest
 
-from minivllm import literate
+from minivllm.literate import __main__ as cli
+from minivllm.literate import fold, notebook, render
 
-HEAD = "#| default_exp pool"
+HEAD = "#| default_exp pool\n#| doc Pool of blocks: free, used"
 
 POOL = {
     "head": HEAD,
@@ -70,10 +71,7 @@ POOL = {
     """,
 }
 
-POOL_MODULE = '''"""Pool.
-
-The pool owns blocks.
-"""
+POOL_MODULE = '''"""Pool of blocks: free, used."""
 
 # Generated from nbs/demo.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -158,8 +156,8 @@ def test_notebook_and_module_behave_alike(repo, run):
     pool(repo)
     run("export")
     module = load(repo)
-    live: dict = {"method": literate.method}
-    for cell in literate.read_notebook(repo.root / "nbs/demo.ipynb", repo.root).exports:
+    live: dict = {"method": fold.method}
+    for cell in notebook.read_notebook(repo.root / "nbs/demo.ipynb", repo.root).exports:
         exec(compile(cell.code, cell.id, "exec"), live)
     for cls in (module.Pool, live["Pool"]):
         made = cls.make()
@@ -173,7 +171,7 @@ def test_formatting_the_module_again_changes_nothing(repo, run):
     pool(repo)
     run("export")
     text = repo.read("minivllm/pool.py")
-    assert literate.formatted({"minivllm/pool.py": text}, repo.root) == {"minivllm/pool.py": text}
+    assert render.formatted({"minivllm/pool.py": text}, repo.root) == {"minivllm/pool.py": text}
 
 
 def test_a_second_export_writes_nothing(repo, run):
@@ -240,7 +238,7 @@ def test_imports_keep_comments_and_future_comes_first(repo, run):
     )
     run("export")
     body = repo.read("minivllm/pool.py").split("\n\n")
-    assert body[3:5] == ["from __future__ import annotations", "import antigravity  # noqa: F401\nimport sys"]
+    assert body[2:4] == ["from __future__ import annotations", "import antigravity  # noqa: F401\nimport sys"]
 
 
 def test_type_checking_imports_stay_where_they_are(repo, run):
@@ -286,7 +284,7 @@ def test_a_long_all_takes_few_lines(repo, run):
     assert len(lines) == 5
     assert max(map(len, lines)) <= 110
     assert load(repo).__all__ == names
-    assert literate.formatted({"minivllm/pool.py": text}, repo.root) == {"minivllm/pool.py": text}
+    assert render.formatted({"minivllm/pool.py": text}, repo.root) == {"minivllm/pool.py": text}
 
 
 def test_definitions_may_share_a_name_where_they_are_meant_to(repo, run):
@@ -325,20 +323,10 @@ def test_a_cell_can_write_all_itself(repo, run):
     assert repo.read("minivllm/pool.py").count("__all__") == 1
 
 
-@pytest.mark.parametrize(
-    ("title", "expected"),
-    [
-        ("# Why?\n\nBecause, e.g. here, it is so. No more.", "Why?\n\nBecause, e.g. here, it is so.\n"),
-        ("# Pool\n\n## Part", "Pool."),
-        ("# Pool\n\n*Question: who? And why?*", "Pool.\n\nQuestion: who?\n"),
-        ('# A `\\x` """\n\nOne line\nand `another.` Then', "A `\\\\x` '''.\n\nOne line and `another.` Then\n"),
-    ],
-)
-def test_docstring_is_title_and_first_sentence(repo, run, title, expected):
-    path = repo.notebook(title=title, head=HEAD, a="#| export\nX = 1")
-    assert literate.docstring(literate.read_notebook(path, repo.root)) == expected
+def test_the_docstring_is_the_line_of_doc(repo, run):
+    repo.notebook(head="#| default_exp pool\n#| doc A `pool` of blocks?", a="#| export\nX = 1")
     run("export")
-    assert load(repo).__doc__ == expected.replace("\\\\", "\\")
+    assert load(repo).__doc__ == "A `pool` of blocks?"
 
 
 CLS = "#| export\nclass Pool:\n    x = 1"
@@ -354,6 +342,12 @@ CLS = "#| export\nclass Pool:\n    x = 1"
             "#a line 1: unknown directive 'exprot'; known are default_exp, doc, export, exporti, hide",
         ),
         ({"head": HEAD, "a": "#| export me\nx = 1"}, "#a line 1: export takes no argument"),
+        ({"head": "#| default_exp pool\n#| doc"}, "#head line 2: doc takes one argument"),
+        ({"head": "#| default_exp pool\n#| doc " + 101 * "x"}, "#head: doc is one line of at most 100 characters"),
+        (
+            {"head": '#| default_exp pool\n#| doc "x"'},
+            "#head: doc is one line of at most 100 characters, without quotes",
+        ),
         ({"head": "#| default_exp"}, "#head line 1: default_exp takes one argument"),
         ({"head": HEAD, "a": "#| export\n#| export\nx = 1"}, "#a line 2: directive 'export' stands here twice"),
         ({"head": HEAD, "a": "x = 1\n#| export"}, "#a line 2: directives belong in the first lines of a cell"),
@@ -424,9 +418,13 @@ def test_errors_name_notebook_cell_and_line(repo, fails, cells, message):
     assert not (repo.root / "minivllm").exists()
 
 
-def test_a_notebook_without_title_has_no_docstring(repo, fails):
-    repo.notebook(title="Just text.", head=HEAD, a="#| export\nx = 1")
-    assert "nbs/demo.ipynb: the first markdown cell must begin with '# Title'" in fails("export")
+def test_a_module_needs_one_line_that_says_what_it_is(repo, fails):
+    path = repo.notebook(head=HEAD, a="#| export\nx = 1", b="#| doc Again")
+    assert "nbs/demo.ipynb #b: doc stands twice, first in #head" in fails("export")
+    path.write_text(
+        path.read_text().replace("#| doc Again", "1").replace(',\n    "#| doc Pool of blocks: free, used"', "")
+    )
+    assert "nbs/demo.ipynb: no cell says what the module is, as '#| doc One technical line'\n" in fails("check")
 
 
 def test_annotations_may_come_later_when_they_are_lazy(repo, run):
@@ -491,7 +489,7 @@ def test_export_does_not_overwrite_an_edited_module(repo, run, fails):
 
 def test_export_does_not_overwrite_a_foreign_module(repo, run, fails):
     pool(repo)
-    literate.write(repo.root / "minivllm/pool.py", "x = 1\n")
+    notebook.write(repo.root / "minivllm/pool.py", "x = 1\n")
     assert "was not exported by this tool" in fails("export")
     assert repo.read("minivllm/pool.py") == "x = 1\n"
     run("export", "--force")
@@ -509,13 +507,13 @@ def test_paths_choose_notebooks_modules_and_folders(repo, run, fails):
 
 def test_outside_of_a_repository(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert literate.main(["check"]) == 1
+    assert cli.main(["check"]) == 1
     assert "no folder with nbs/ and pyproject.toml here or above" in capsys.readouterr().err
 
 
 def test_a_missing_ruff_is_named(repo, fails, monkeypatch):
     pool(repo)
-    monkeypatch.setattr(literate.sysconfig, "get_path", lambda _: "nowhere")
+    monkeypatch.setattr(render.sysconfig, "get_path", lambda _: "nowhere")
     monkeypatch.setenv("PATH", "nowhere")
     assert fails("export") == "export: ruff is not installed: pip install ruff\n"
 
@@ -523,6 +521,6 @@ def test_a_missing_ruff_is_named(repo, fails, monkeypatch):
 def test_help(capsys):
     for command in ([], ["export"], ["check"], ["write-back"], ["clean"]):
         with pytest.raises(SystemExit) as done:
-            literate.main([*command, "--help"])
+            cli.main([*command, "--help"])
         assert done.value.code == 0
         assert "usage: python -m minivllm.literate" in capsys.readouterr().out

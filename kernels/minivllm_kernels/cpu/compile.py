@@ -1,8 +1,4 @@
-"""Compile once, run on every core.
-
-Question: a kernel takes seconds to compile and microseconds to run, and two thread pools already
-want the same two cores.
-"""
+"""Compiles numba kernels to object code for the host and caches it on disk."""
 
 # Generated from nbs/minivllm_kernels/cpu/compile.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -28,10 +24,9 @@ import llvmlite.binding as llvm
 from minivllm_kernels.cpu.features import VARIABLE, chosen_level
 
 __all__ = [
-    "COUNT", "ENTERED", "LIBC", "NEXT", "OWN", "Kernel", "cache_folder", "cache_key", "compile_kernel",
-    "compile_object", "host_is_x86", "host_lanes", "host_machine", "host_registers", "kernel", "launch",
-    "load_object", "logger", "machine_for", "only", "openmp", "pack", "read_cached", "run", "to_llvm",
-    "write_cached",
+    "COUNT", "ENTERED", "LIBC", "NEXT", "OWN", "Kernel", "compile_kernel", "compile_object", "host_is_x86",
+    "host_lanes", "host_machine", "host_registers", "kernel", "launch", "load_object", "logger",
+    "machine_for", "only", "openmp", "pack", "read_cached", "run", "to_llvm", "write_cached",
 ]  # fmt: skip
 
 

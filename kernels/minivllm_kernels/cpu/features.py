@@ -1,7 +1,4 @@
-"""CPU features.
-
-Question: kernels differ between CPUs.
-"""
+"""CPU features: what this machine has, what may be used, and how tests narrow it."""
 
 # Generated from nbs/minivllm_kernels/cpu/features.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Decode attention, in three rungs.
-
-Question: one new token a sequence must look at every K and V the sequence has.
-"""
+"""CUDA decode attention: naive, split-KV on CUDA cores, split-KV on tensor cores."""
 
 # Generated from nbs/minivllm_kernels/cuda/decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -55,10 +52,10 @@ from minivllm_kernels.cuda.warp import (
 )
 
 __all__ = [
-    "DECODE_SIGNATURE", "FMA_HEADS", "CacheFormat", "attend_one", "cache_format", "combine", "fma_parts",
-    "fma_split_kv", "fragment_loaders", "loads_of_row", "max_warps", "merge_partials", "merge_streams",
-    "mma_parts", "mma_split_kv", "naive", "online_softmax", "over_tokens_max", "over_tokens_sum", "same_half",
-    "soft_cap", "softmax_of_tile", "tile_matmuls", "words_of_lane",
+    "FMA_HEADS", "CacheFormat", "attend_one", "cache_format", "combine", "fma_parts", "fma_split_kv",
+    "fragment_loaders", "loads_of_row", "max_warps", "merge_partials", "merge_streams", "mma_parts",
+    "mma_split_kv", "naive", "online_softmax", "over_tokens_max", "over_tokens_sum", "same_half", "soft_cap",
+    "softmax_of_tile", "tile_matmuls", "words_of_lane",
 ]  # fmt: skip
 
 

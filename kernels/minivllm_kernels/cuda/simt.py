@@ -1,8 +1,4 @@
-"""Kernels that do not care where they run.
-
-Question: how does a Python function become something a GPU can launch, and how is it tested on a
-laptop?
-"""
+"""Kernel decorator: one source for numba.cuda, its simulator and PTX."""
 
 # Generated from nbs/minivllm_kernels/cuda/simt.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -19,8 +15,8 @@ from minivllm_kernels.cuda import warp
 from minivllm_kernels.cuda.warp import SIM, fmax, shfl_xor, types
 
 __all__ = [
-    "HALVES", "LOG2E", "NEG", "NUMPY", "CudaKernel", "Half", "Pointer", "device", "f32", "group_sum",
-    "half_ops", "i32", "i64", "kernel", "numba_types", "u32", "warp_max", "warp_sum",
+    "HALVES", "LOG2E", "NEG", "NUMPY", "CudaKernel", "Half", "device", "f32", "group_sum", "half_ops", "i32",
+    "i64", "kernel", "numba_types", "u32", "warp_max", "warp_sum",
 ]  # fmt: skip
 
 

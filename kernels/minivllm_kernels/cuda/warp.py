@@ -1,7 +1,4 @@
-"""One PTX instruction, one Python function.
-
-Question: how does a numba kernel reach an instruction that numba does not know?
-"""
+"""Warp and tensor-core instructions, each as inline PTX and in plain Python for the simulator."""
 
 # Generated from nbs/minivllm_kernels/cuda/warp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Warp primitives, on a GPU and without one.
-
-Question: what is a warp, and how can one kernel source run both on a GPU and in plain Python?
-"""
+"""A simulated warp: threads of numba's CUDA simulator that exchange values at a barrier."""
 
 # Generated from nbs/minivllm_kernels/cuda/warp_sim.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
