@@ -53,9 +53,8 @@ from minivllm_kernels.cuda.warp import (
 
 __all__ = [
     "FMA_HEADS", "CacheFormat", "attend_one", "cache_format", "combine", "fma_parts", "fma_split_kv",
-    "fragment_loaders", "loads_of_row", "max_warps", "merge_partials", "merge_streams", "mma_parts",
-    "mma_split_kv", "naive", "online_softmax", "over_tokens_max", "over_tokens_sum", "same_half", "soft_cap",
-    "softmax_of_tile", "tile_matmuls", "words_of_lane",
+    "fragment_loaders", "loads_of_row", "max_warps", "mma_parts", "mma_split_kv", "naive", "online_softmax",
+    "same_half", "soft_cap", "words_of_lane",
 ]  # fmt: skip
 
 

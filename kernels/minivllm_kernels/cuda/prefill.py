@@ -38,7 +38,7 @@ from minivllm_kernels.cuda.warp import (
 
 __all__ = [
     "FMA_KEYS", "FMA_ROWS", "NO_WINDOW", "PREFILL_SIGNATURE", "U32", "best_warps", "fma_tiles", "mma_tiles",
-    "naive", "pitch_of", "tile_keys", "tile_loaders", "tile_matmuls", "tile_softmax", "warp_rows",
+    "naive", "pitch_of", "tile_keys", "warp_rows",
 ]  # fmt: skip
 
 
