@@ -542,6 +542,34 @@ def softmax_of_tile(s0, s1, s2, s3, m0, m1):
     return exp2(s0 - x0), exp2(s1 - x1), exp2(s2 - x0), exp2(s3 - x1), x0, x1, exp2(m0 - x0), exp2(m1 - x1)
 
 
+# %% nbs/minivllm_kernels/cuda/decode.ipynb #warp_store
+def warp_store(shape: AttentionShape, pitch: int) -> Any:
+    """A device function: leave a warp's maxima, sums and outputs in shared memory, as `merge_streams` wants them."""
+    D, H, VH, PITCH = shape.head_dim, -(-shape.group // mma_parts(shape)), loads_of_row(shape)[1], pitch
+    VFULL = D % 64 == 0
+
+    @device
+    def store_warp(shared_o, shared_max, shared_sum, o, m0, m1, sum0, sum1, warp, g, t):
+        if g == 0:
+            shared_max[warp * 8 + 2 * t] = m0
+            shared_max[warp * 8 + 2 * t + 1] = m1
+            shared_sum[warp * 8 + 2 * t] = sum0
+            shared_sum[warp * 8 + 2 * t + 1] = sum1
+        for h in range(VH):
+            for w in range(4):
+                e = (h * 4 + w) * 4
+                d = 8 * (g + 8 * h) + 2 * w
+                if VFULL or d < D:
+                    if 2 * t < H:
+                        shared_o[(warp * H + 2 * t) * PITCH + d] = o[e]
+                        shared_o[(warp * H + 2 * t) * PITCH + d + 1] = o[e + 2]
+                    if 2 * t + 1 < H:
+                        shared_o[(warp * H + 2 * t + 1) * PITCH + d] = o[e + 1]
+                        shared_o[(warp * H + 2 * t + 1) * PITCH + d + 1] = o[e + 3]
+
+    return store_warp
+
+
 # %% nbs/minivllm_kernels/cuda/decode.ipynb #merge_partials
 def merge_partials(shape: AttentionShape, warps: int) -> Any:
     """A device function for the last block of a cut sequence: join the partials of all blocks."""
@@ -621,12 +649,13 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     format = cache_format(shape)
     pack = format.pack
     QN, KN, VN, ON = KJ * 4, KJ * 2 * format.words, VH * 4 * format.words, VH * 16
-    PREFETCH, VFULL, FLOOR = D <= 128, D % 64 == 0, ~(15 if shape.block_size % TILE == 0 else 7)
+    PREFETCH, FLOOR = D <= 128, ~(15 if shape.block_size % TILE == 0 else 7)
     PITCH, STRIDE, THREADS = D + 4, warps * TILE, warps * 32
     W8, SO, SWEIGHTS = warps * 8, warps * H * PITCH, H * MAX_PARTS
     RESIDENT = (16 if shape.fp8_kv else 12) if PREFETCH else 8  # warps of a multiprocessor: its registers hold no more
     find_blocks, load_k, load_v = fragment_loaders(shape)
     load_q_fragments, qk, pv = tile_matmuls(shape)
+    store_warp = warp_store(shape, PITCH)
     merge_warps = merge_streams(shape, PARTS, warps, THREADS, 8, PITCH)
     merge_blocks = merge_partials(shape, warps)
 
@@ -707,22 +736,7 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
                 load_v(v, vc, blocks_ahead, ahead, last, g, t, s_blk, s_tok, kv_at)
             tile = ahead
         sum0, sum1 = over_tokens_sum(sum0, sum1)
-        if g == 0:
-            shared_max[warp * 8 + 2 * t] = m0
-            shared_max[warp * 8 + 2 * t + 1] = m1
-            shared_sum[warp * 8 + 2 * t] = sum0
-            shared_sum[warp * 8 + 2 * t + 1] = sum1
-        for h in range(VH):
-            for w in range(4):
-                e = (h * 4 + w) * 4
-                d = 8 * (g + 8 * h) + 2 * w
-                if VFULL or d < D:
-                    if 2 * t < H:
-                        shared_o[(warp * H + 2 * t) * PITCH + d] = o[e]
-                        shared_o[(warp * H + 2 * t) * PITCH + d + 1] = o[e + 2]
-                    if 2 * t + 1 < H:
-                        shared_o[(warp * H + 2 * t + 1) * PITCH + d] = o[e + 1]
-                        shared_o[(warp * H + 2 * t + 1) * PITCH + d + 1] = o[e + 3]
+        store_warp(shared_o, shared_max, shared_sum, o, m0, m1, sum0, sum1, warp, g, t)
         cuda.syncthreads()
         out_at = i64(row) * o_s
         merge_warps(out, p_o, p_ml, shared_o, shared_max, shared_sum, out_at, slot, head0, heads, v_scale)
