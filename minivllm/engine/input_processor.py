@@ -15,6 +15,7 @@ from minivllm.core.request import Request
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.random import RequestSeeds
+from minivllm.sampling.transforms import check_extra_args
 
 __all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "parse_prompt"]
 
@@ -34,6 +35,7 @@ class Prompt:
     cache_salt: str | None = None
 
 
+# %% nbs/engine/input_processor.ipynb #parse_prompt
 def parse_prompt(prompt: PromptType) -> Prompt:
     """Bring any form of a prompt into one.
 
@@ -109,6 +111,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.generation_config = generation_config or {}
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
+        self.transforms_read_extra_args = False  # set by an engine that has transforms of its own
         self._next_seed = RequestSeeds(config.seed)
 
     # %% nbs/engine/input_processor.ipynb #InputProcessor-tokenize
@@ -236,6 +239,8 @@ class InputProcessor:
         if params.bad_words:
             params.update_from_tokenizer(self.tokenizer)
         params.verify(self.config.model.vocab_size, self.config.args.max_logprobs)
+        if params.extra_args:
+            check_extra_args(params, self.transforms_read_extra_args)
         return params
 
     def _children(self, request_id: str, params: SamplingParams) -> list[tuple[str, SamplingParams]]:

@@ -27,11 +27,12 @@ from minivllm.sampling.transforms import Transform
 __all__ = ["LLMEngine"]
 
 
-# %% nbs/engine/llm_engine.ipynb #LLMEngine
+# %% nbs/engine/llm_engine.ipynb #imports
 if TYPE_CHECKING:
     import pandas as pd
 
 
+# %% nbs/engine/llm_engine.ipynb #LLMEngine
 class LLMEngine:
     """Requests in, outputs out, one step at a time. Make one with `from_engine_args`.
 
@@ -81,7 +82,9 @@ class LLMEngine:
         core = EngineCore(
             plan.config, executor, policy=policy, preemption=preemption, clock=clock or WallClock(), grammar=grammar
         )
-        return cls(plan.config, core, tokenizer, plan.model.generation_config)
+        engine = cls(plan.config, core, tokenizer, plan.model.generation_config)
+        engine.input_processor.transforms_read_extra_args = bool(logits_processors)
+        return engine
 
     # %% nbs/engine/llm_engine.ipynb #LLMEngine-add_request
     def add_request(

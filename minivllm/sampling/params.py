@@ -337,7 +337,7 @@ class SamplingParams:
         logit_bias: {token id: bias} added to the logits.
         allowed_token_ids: nothing else can be drawn.
         repetition_detection: stop a request that loops.
-        extra_args: for your own transforms; they find it in `view.params.extra_args`.
+        extra_args: transforms by name, `{"typical": 0.9}` (see `register_transform`); your own ones find it in `view.params.extra_args`.
 
     Raises:
         InvalidParameter: a value out of range, or two that contradict each other (a ValueError). TypeError: an unknown name.

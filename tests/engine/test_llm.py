@@ -558,7 +558,7 @@ def test_a_policy_from_a_cell(path):
 
 
 def test_priority_and_engine_transforms(path):
-    def only_sevens(logits, view):
+    def only_sevens(logits, batch):
         logits[:, :7] = logits[:, 8:] = -torch.inf
         return logits
 
