@@ -56,6 +56,12 @@ class Items(tuple):
 
     __hash__ = tuple.__hash__
 
+    def __add__(self, other: Any) -> Any:
+        return Items([*self, *other])
+
+    def __radd__(self, other: Any) -> Any:
+        return Items([*other, *self])
+
     def __getitem__(self, index: Any) -> Any:
         found = tuple.__getitem__(self, index)
         return Items(list(found)) if isinstance(index, slice) else found
@@ -112,7 +118,8 @@ class Exercise:
 
     Attributes:
         judge: gives a complaint about an answer; or None, or words that begin with "right", if there is none. May be
-            an `async def`, for answers that are.
+            an `async def`, for answers that are. A function that is the answer comes wrapped: what compiles or reads
+            it takes `inspect.unwrap(answer)`.
     """
 
     judge: Callable[..., str | None | Coroutine[Any, Any, str | None]]
@@ -178,6 +185,7 @@ def is_blank(answer: Any) -> bool:
 
 def _is_dots(function: Any) -> bool:
     """Whether a function's body is dots alone, below a docstring perhaps. `pass` compiles to the same: its source tells."""
+    function = getattr(function, "py_func", function)  # what numba compiled
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
         return False
     try:
