@@ -1,6 +1,6 @@
 """CUDA decode attention: naive, split-KV on CUDA cores, split-KV on tensor cores."""
 
-# Generated from nbs/minivllm_kernels/cuda/decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #code-9f2c43
+# %% nbs/numba_kernels/cuda/decode.ipynb #code-9f2c43
 DECODE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32*"]  # out, q, kc and vc (the K and the V cache): words of two 16-bit floats
     + ["i32* i32*"]  # table (of blocks), work (items)
@@ -69,7 +69,7 @@ DECODE_SIGNATURE = " ".join(
 )
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #softmax
+# %% nbs/numba_kernels/cuda/decode.ipynb #softmax
 @device
 def soft_cap(score, cap):
     """cap * tanh(score / 2 ln 2): the caller's scale brings the factor."""
@@ -83,7 +83,7 @@ def online_softmax(m_old, score):
     return m_new, exp2(m_old - m_new), exp2(score - m_new)
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #one_query
+# %% nbs/numba_kernels/cuda/decode.ipynb #one_query
 def same_half(shape: AttentionShape) -> Half:
     """The operations of Q, K and V alike. Rungs 1 and 2 know no other cache."""
     if shape.fp8_kv:
@@ -143,7 +143,7 @@ def attend_one(shape: AttentionShape) -> Any:
     return attend
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #naive
+# %% nbs/numba_kernels/cuda/decode.ipynb #naive
 @functools.cache
 def naive(shape: AttentionShape) -> CudaKernel:
     """Rung 1: one warp a (work item, query head). Grid (query heads, items); items must be whole sequences."""
@@ -169,7 +169,7 @@ def naive(shape: AttentionShape) -> CudaKernel:
     return decode_naive
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #merge_streams
+# %% nbs/numba_kernels/cuda/decode.ipynb #merge_streams
 def merge_streams(shape: AttentionShape, parts: int, streams: int, threads: int, stats: int, pitch: int) -> Any:
     """A device function: join the softmaxes of a block's `streams` and write the result, or the block's partial.
 
@@ -209,7 +209,7 @@ def merge_streams(shape: AttentionShape, parts: int, streams: int, threads: int,
     return merge
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #fma_parts
+# %% nbs/numba_kernels/cuda/decode.ipynb #fma_parts
 FMA_HEADS = 4  # query heads a block of rung 2 takes: more would not fit in its registers
 
 
@@ -302,7 +302,7 @@ def fma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     return decode_fma
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #combine
+# %% nbs/numba_kernels/cuda/decode.ipynb #combine
 @functools.cache
 def combine(shape: AttentionShape) -> CudaKernel:
     """Join the partials that rung 2 left. Grid (query heads, items); the same arguments as the rung."""
@@ -338,7 +338,7 @@ def combine(shape: AttentionShape) -> CudaKernel:
     return decode_combine
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #cache_format
+# %% nbs/numba_kernels/cuda/decode.ipynb #cache_format
 @dataclass(frozen=True)
 class CacheFormat:
     """How K and V lie in the cache, and how they become operands of an mma.
@@ -389,7 +389,7 @@ def _same_word(word):
     return word
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #fragments
+# %% nbs/numba_kernels/cuda/decode.ipynb #fragments
 def mma_parts(shape: AttentionShape) -> int:
     """Blocks of rung 3 that share a work item and a KV head: an mma has room for 8 query heads."""
     return -(-shape.group // 8)
@@ -461,7 +461,7 @@ def fragment_loaders(shape: AttentionShape) -> tuple[Any, Any, Any]:
     return find_blocks, load_k, load_v
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #products
+# %% nbs/numba_kernels/cuda/decode.ipynb #products
 def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any, Any]:
     """Device functions load_q_fragments, qk (the scores of a tile) and pv (add its weighted values to the output)."""
     D, (KJ, VH) = shape.head_dim, loads_of_row(shape)
@@ -514,7 +514,7 @@ def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any, Any]:
     return load_q_fragments, qk, pv
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #softmax_of_tile
+# %% nbs/numba_kernels/cuda/decode.ipynb #softmax_of_tile
 @device
 def over_tokens_max(x0, x1):
     """Maxima over the lanes that hold other tokens of the same two heads."""
@@ -542,7 +542,7 @@ def softmax_of_tile(s0, s1, s2, s3, m0, m1):
     return exp2(s0 - x0), exp2(s1 - x1), exp2(s2 - x0), exp2(s3 - x1), x0, x1, exp2(m0 - x0), exp2(m1 - x1)
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #warp_store
+# %% nbs/numba_kernels/cuda/decode.ipynb #warp_store
 def warp_store(shape: AttentionShape, pitch: int) -> Any:
     """A device function: leave a warp's maxima, sums and outputs in shared memory, as `merge_streams` wants them."""
     D, H, VH, PITCH = shape.head_dim, -(-shape.group // mma_parts(shape)), loads_of_row(shape)[1], pitch
@@ -570,7 +570,7 @@ def warp_store(shape: AttentionShape, pitch: int) -> Any:
     return store_warp
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #merge_partials
+# %% nbs/numba_kernels/cuda/decode.ipynb #merge_partials
 def merge_partials(shape: AttentionShape, warps: int) -> Any:
     """A device function for the last block of a cut sequence: join the partials of all blocks."""
     D, W, THREADS, WARPS = shape.head_dim, shape.head_dim // 2, warps * 32, warps
@@ -639,7 +639,7 @@ def merge_partials(shape: AttentionShape, warps: int) -> Any:
     return merge
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #mma_parts
+# %% nbs/numba_kernels/cuda/decode.ipynb #mma_parts
 @functools.cache
 def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     """Rung 3: split-KV on tensor cores. Grid (KV heads * mma_parts, items). The last block of a cut sequence combines."""
