@@ -25,8 +25,8 @@ from minivllm.attention.numba_cpu import NumbaCPUBackend
 from minivllm.attention.sdpa import SDPABackend
 from minivllm.models.cpu_linear import FewRows, onednn_block, onednn_packs
 from minivllm.models.linear import make_kernel
-from minivllm_kernels.cpu_packing import PackedProduct
-from minivllm_kernels.cpu_program import Program
+from minivllm_kernels.cpu.matmul.layout import PackedProduct
+from minivllm_kernels.cpu.program import Program
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}

@@ -24,7 +24,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.fused import fuse
 from minivllm.models.spec import spec_from_config
 from minivllm.runtime.decode_graphs import DecodeGraphs
-from minivllm_kernels.launch import _launches as launches
+from minivllm_kernels.cuda.launch import _launches as launches
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kernels import CUDA, L2, copy_bandwidth, median_ms, replayed
-from minivllm_kernels import ops
+from minivllm_kernels.cuda import ops
 
 LAYERS = {
     "qkv": (4096, 1024),

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from minivllm.attention.backend import FP8, AttentionBatch, AttentionSpec
 from minivllm.attention.numba_cuda import NumbaCudaBackend
-from minivllm_kernels import ops
+from minivllm_kernels.cuda import ops
 
 CUDA = torch.device("cuda", 0)
 L2 = 200 << 20  # bytes to have between two uses of the same cache

@@ -5,10 +5,12 @@ A language model server small enough to read: every module of the package is a c
 
 # Generated from nbs/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=697b6055426f module=d680784220aa
+# literate: notebook=fca84015179b module=e4d54b110b02
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from minivllm.core import views as core_views
 
 # %% nbs/index.ipynb #version
 __version__ = "0.1.0"
@@ -36,6 +38,7 @@ __all__ = [
     "__version__",
 ]
 
+core_views.provide(lambda: importlib.import_module("minivllm.viz"))  # `trace.show()` asks the core for them
 _HOMES = {
     "AsyncLLM": "minivllm.engine.async_llm",
     "CompletionOutput": "minivllm.engine.outputs",

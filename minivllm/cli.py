@@ -3,9 +3,9 @@
 Not everybody opens a notebook.
 """
 
-# Generated from nbs/6_serving/01_cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a45e0955e7fa module=9d402ac25847
+# literate: notebook=b692f716ab55 module=7f4bbe714f0c
 
 import argparse
 import importlib
@@ -21,7 +21,7 @@ from minivllm.engine.arguments import with_config
 __all__ = ["main", "make_parser", "run_collect_env", "run_demo_command", "run_elsewhere"]
 
 
-# %% nbs/6_serving/01_cli.ipynb #run_elsewhere
+# %% nbs/cli.ipynb #run_elsewhere
 _ELSEWHERE = {
     "serve": "minivllm.serving.app",
     "bench": "minivllm.bench",
@@ -57,7 +57,7 @@ def run_collect_env(args: argparse.Namespace, out: TextIO) -> None:
         print(f"{name:16} {value}", file=out)
 
 
-# %% nbs/6_serving/01_cli.ipynb #make_parser
+# %% nbs/cli.ipynb #make_parser
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     from minivllm import __version__
@@ -109,6 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-# %% nbs/6_serving/01_cli.ipynb #code-6f470b
+# %% nbs/cli.ipynb #code-6f470b
 if __name__ == "__main__" and "get_ipython" not in globals():
     sys.exit(main())

@@ -3,20 +3,21 @@
 `make demo` is the first thing that anybody runs.
 """
 
-# Generated from nbs/6_serving/02_demo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/demo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4d32b41f5cb5 module=95094704bff2
+# literate: notebook=2a1323de336c module=2a1c2879a446
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.core.trace import Fold, State, Trace
+from minivllm.core.events import Fold, State
+from minivllm.core.trace import Trace
 
 __all__ = ["NARROW", "QUESTIONS", "Moment", "draw_blocks", "moments", "run_demo", "step_table"]
 
 
-# %% nbs/6_serving/02_demo.ipynb #Moment
+# %% nbs/demo.ipynb #Moment
 @dataclass(frozen=True, slots=True)
 class Moment:
     """One step: the tokens of each request, the state while they are computed, and what else happened.
@@ -56,7 +57,7 @@ def moments(trace: Trace, letters: dict[str, str]) -> Iterator[Moment]:
         yield pending
 
 
-# %% nbs/6_serving/02_demo.ipynb #draw_blocks
+# %% nbs/demo.ipynb #draw_blocks
 def draw_blocks(state: State, letters: dict[str, str]) -> str:
     """The pool in one line, without the null block."""
     owners: dict[int, set[str]] = {}
@@ -71,7 +72,7 @@ def draw_blocks(state: State, letters: dict[str, str]) -> str:
     return "".join(signs)
 
 
-# %% nbs/6_serving/02_demo.ipynb #step_table
+# %% nbs/demo.ipynb #step_table
 def step_table(trace: Trace, request_ids: Sequence[str]) -> str:
     """The steps of a trace as text: tokens of each request, and the pool. Runs of plain decoding steps are shortened."""
     letters = {request_id: chr(ord("A") + i) for i, request_id in enumerate(request_ids)}
@@ -113,7 +114,7 @@ def _line(moment: Moment, letters: dict[str, str]) -> str:
     return f"{moment.step:4}  {sum(moment.scheduled.values()):6}  {numbers}   {picture}{notes}"
 
 
-# %% nbs/6_serving/02_demo.ipynb #run_demo
+# %% nbs/demo.ipynb #run_demo
 QUESTIONS = (
     "What is the capital of France? Answer in one sentence.",
     "Write one sentence about the sea.",

@@ -6,7 +6,7 @@ and carries an edited module back into its notebook.
 
 # Generated from nbs/literate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d90283a911fc module=19d9c8234aaa
+# literate: notebook=0bb6add4a399 module=0244258ef5ac
 
 import abc
 import argparse
@@ -242,7 +242,9 @@ class Notebook:
             return None
         module = named[0].directives["default_exp"]
         if not re.fullmatch(r"[a-z_]\w*(\.[a-z_]\w*)*", module) or module.split(".")[0] == "minivllm":
-            raise named[0].error(f"not a module name: {module!r}; write 'core.scheduler' or 'minivllm_kernels.decode'")
+            raise named[0].error(
+                f"not a module name: {module!r}; write 'core.scheduler' or 'minivllm_kernels.cuda.decode'"
+            )
         return module
 
     @cached_property
@@ -256,7 +258,7 @@ class Notebook:
 
 
 def module_path(module: str) -> str:
-    """`core.request` -> `minivllm/core/request.py`; `minivllm_kernels.decode` -> `kernels/minivllm_kernels/decode.py`."""
+    """`core.request` -> `minivllm/core/request.py`; `minivllm_kernels.cuda.decode` -> `kernels/minivllm_kernels/cuda/decode.py`."""
     folder = "kernels" if module.split(".")[0] == "minivllm_kernels" else "minivllm"
     return f"{folder}/{module.replace('.', '/')}.py"
 

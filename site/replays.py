@@ -18,7 +18,7 @@ from minivllm.viz import BlockMap, Compare, Page, PrefixTree, Timeline, View
 
 ABOUT = (
     "Recorded runs to step through: drag the slider or use the arrow keys, click a block to pin it and read what happened to it. The first is a"
-    " run of a real model. The others are made by the [lab](/book/2_lab/06_simulate.ipynb): the same scheduler and the same KV cache, on a virtual"
+    " run of a real model. The others are made by the [lab](/book/lab/simulation.ipynb): the same scheduler and the same KV cache, on a virtual"
     " clock and without a model, so their seconds are those of a simple cost model."
 )
 COST = Constant(per_step=0.01, per_token=0.0005)

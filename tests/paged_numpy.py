@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from minivllm_kernels.planning import AttentionShape, DecodePlan
-from minivllm_kernels.simt import LOG2E, Kernel
+from minivllm_kernels.cuda.planning import AttentionShape, DecodePlan
+from minivllm_kernels.cuda.simt import LOG2E, Kernel
 
 NAN = {"bfloat16": 0x7FC0, "float16": 0x7E00}
 FP8_NAN = 0x7F

@@ -6,7 +6,8 @@ from minivllm.core.config import KVCacheConfig, KVCacheSpec, make_kv_cache_group
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.trace import Fold, State, Trace, find_fault
+from minivllm.core.events import Fold, State
+from minivllm.core.trace import Trace, find_fault
 
 GROUPS = {
     "full": ["full"],

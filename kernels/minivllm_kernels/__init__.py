@@ -3,16 +3,16 @@
 Question: can Python keep up with the best CUDA there is?
 """
 
-# Generated from nbs/4_kernels/00_ladder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/minivllm_kernels/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=70bae16c560e module=b228b8aa10cb
+# literate: notebook=017c8557dd53 module=8e44c38a8083
 
 import numpy as np
 
 __all__ = []
 
 
-# %% nbs/4_kernels/00_ladder.ipynb #code-e71db1
+# %% nbs/minivllm_kernels/index.ipynb #code-e71db1
 for _old, _new in (("row_stack", "vstack"), ("trapz", "trapezoid"), ("in1d", "isin")):
     if not hasattr(np, _old):
         setattr(np, _old, getattr(np, _new))

@@ -4,9 +4,9 @@ Question: what is between a scheduler's step and the kernels of the last chapter
 engine gain?
 """
 
-# Generated from nbs/4_kernels/26_cpu_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/attention/numba_cpu.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=40f06b9f02e0 module=6f62df3dafdd
+# literate: notebook=a565679e2ef2 module=389a775002fa
 
 import functools
 import importlib.util
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
-from minivllm_kernels.cpu_kernel import Kernel, host_lanes, host_registers, kernel, pack, run
-from minivllm_kernels.cpu_packing import host_tiles
-from minivllm_kernels.cpu_planning import AttentionStep, CPUAttentionShape
-from minivllm_kernels.cpu_program import NOW, Launcher
+from minivllm_kernels.cpu.compile import Kernel, host_lanes, host_registers, kernel, pack, run
+from minivllm_kernels.cpu.matmul.layout import host_tiles
+from minivllm_kernels.cpu.planning import AttentionStep, CPUAttentionShape
+from minivllm_kernels.cpu.program import NOW, Launcher
 
 __all__ = ["BITS", "NumbaCPUBackend", "NumbaCPUInvariantBackend", "NumbaCPUPlan"]
 
 
-# %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUPlan
+# %% nbs/attention/numba_cpu.ipynb #NumbaCPUPlan
 """Paged attention by numba kernels on the CPU: no gather, decode and prefill alike, any mix of lengths.
 
 A row's result does not depend on what else is in the batch, on how a prompt is cut into chunks, on the number of
@@ -46,7 +46,7 @@ class NumbaCPUPlan(Plan):
     step: AttentionStep
 
 
-# %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend
+# %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend
 class NumbaCPUBackend(AttentionBackend):
     """Attention by numba kernels that read the pages where they lie.
 
@@ -75,14 +75,14 @@ class NumbaCPUBackend(AttentionBackend):
         return CPUAttentionShape.problem(spec.head_dim, spec.block_size)
 
     def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
-        """Keys and values of a head lie together in a block, keys transposed; see `minivllm_kernels.cpu_cache`."""
+        """Keys and values of a head lie together in a block, keys transposed; see `minivllm_kernels.cpu.cache`."""
         return (1, num_blocks, spec.num_kv_heads, 2, spec.head_dim * spec.block_size)
 
     def kv_cache_dtype(self, spec: AttentionSpec) -> torch.dtype:
         """Dtype of the cache."""
         return self.kv_dtype or spec.dtype
 
-    # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-plan
+    # %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend-plan
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> NumbaCPUPlan:
         """See `AttentionBackend.plan`."""
         batch.check(spec.block_size)
@@ -100,7 +100,7 @@ class NumbaCPUBackend(AttentionBackend):
         )
         return NumbaCPUPlan(spec=spec, slot_mapping=torch.as_tensor(batch.slot_mapping), step=step)
 
-    # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-attend
+    # %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend-attend
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert isinstance(plan, NumbaCPUPlan)
@@ -109,7 +109,7 @@ class NumbaCPUBackend(AttentionBackend):
         plan.step.run(q.data_ptr(), out.data_ptr(), kv_cache.data_ptr())
         return out
 
-    # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-_writer
+    # %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend-_writer
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, on: Launcher = NOW) -> None:
         """See `AttentionBackend.write`. Tokens with a negative slot are not stored."""
         tokens, heads, head_dim = k.shape
@@ -118,7 +118,7 @@ class NumbaCPUBackend(AttentionBackend):
         where = (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), slot_mapping.data_ptr(), kv_cache.data_ptr())
         on.run(writer, pack(tokens, *where, heads), torch.get_num_threads() if tokens > 8 else 1)
 
-    # %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-copy_blocks
+    # %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend-copy_blocks
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend.copy_blocks`."""
         src, dst = {a for a, _ in pairs}, {b for _, b in pairs}
@@ -128,10 +128,10 @@ class NumbaCPUBackend(AttentionBackend):
         where = np.array(pairs, np.int64)
         words = src_cache[0, 0].nbytes // 8
         args = pack(len(pairs), src_cache.data_ptr(), dst_cache.data_ptr(), words, where.ctypes.data)
-        run(kernel("minivllm_kernels.cpu_cache:copy"), args, torch.get_num_threads())
+        run(kernel("minivllm_kernels.cpu.cache:copy"), args, torch.get_num_threads())
 
 
-# %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUBackend-_writer
+# %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend-_writer
 @functools.cache
 def _shape(spec: AttentionSpec, kv_dtype: torch.dtype, tiles: bool) -> CPUAttentionShape:
     sizes = (spec.head_dim, spec.group_size, spec.block_size)
@@ -142,10 +142,10 @@ def _shape(spec: AttentionSpec, kv_dtype: torch.dtype, tiles: bool) -> CPUAttent
 @functools.cache
 def _writer(head_dim: int, block_size: int, bits: int, kv_bits: int) -> Kernel:
     shape = CPUAttentionShape(head_dim, 1, block_size, bits, kv_bits, host_lanes())
-    return kernel("minivllm_kernels.cpu_cache:write", head_dim, block_size, bits, kv_bits, shape.lanes)
+    return kernel("minivllm_kernels.cpu.cache:write", head_dim, block_size, bits, kv_bits, shape.lanes)
 
 
-# %% nbs/4_kernels/26_cpu_backend.ipynb #NumbaCPUInvariantBackend
+# %% nbs/attention/numba_cpu.ipynb #NumbaCPUInvariantBackend
 class NumbaCPUInvariantBackend(NumbaCPUBackend):
     """The same without the tile unit, and it asks the model for matrix products whose rows do not depend on the batch either."""
 

@@ -3,9 +3,9 @@
 Question: what does it take for the engine to use them?
 """
 
-# Generated from nbs/4_kernels/11_backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/attention/numba_cuda.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=31601db7a106 module=a21b93e03a95
+# literate: notebook=361dfc0b195e module=b3beec669827
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ from minivllm.attention.step_buffer import StepBuffer
 __all__ = ["NumbaCudaBackend", "NumbaCudaFixedDecode", "NumbaCudaInvariantBackend", "NumbaCudaPlan", "cuda_ops"]
 
 
-# %% nbs/4_kernels/11_backend.ipynb #code-7f98b4
+# %% nbs/attention/numba_cuda.ipynb #code-7f98b4
 if TYPE_CHECKING:
-    from minivllm_kernels.ops import AttentionPlan
-    from minivllm_kernels.planning import AttentionShape
+    from minivllm_kernels.cuda.ops import AttentionPlan
+    from minivllm_kernels.cuda.planning import AttentionShape
 
 
-# %% nbs/4_kernels/11_backend.ipynb #NumbaCudaPlan
+# %% nbs/attention/numba_cuda.ipynb #NumbaCudaPlan
 @dataclass
 class NumbaCudaPlan(Plan):
     """A step's plan on the device."""
@@ -38,8 +38,8 @@ class NumbaCudaPlan(Plan):
 
 
 def cuda_ops() -> ModuleType:
-    """The kernels behind torch calls, `minivllm_kernels.ops`. Raises ImportError if numba is not installed."""
-    from minivllm_kernels import ops
+    """The kernels behind torch calls, `minivllm_kernels.cuda.ops`. Raises ImportError if numba is not installed."""
+    from minivllm_kernels.cuda import ops
 
     return ops
 
@@ -49,7 +49,7 @@ def _dtype(spec: AttentionSpec) -> str:
 
 
 def _shape(spec: AttentionSpec) -> "AttentionShape":
-    from minivllm_kernels.planning import AttentionShape
+    from minivllm_kernels.cuda.planning import AttentionShape
 
     capped, fp8 = spec.soft_cap is not None, spec.kv_dtype is not None
     return AttentionShape(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size, capped, fp8)
@@ -68,7 +68,7 @@ class NumbaCudaBackend(AttentionBackend):
         if device.type != "cuda":
             return f"it needs an NVIDIA GPU, and the device is {device}"
         try:
-            from minivllm_kernels.planning import shape_unsupported
+            from minivllm_kernels.cuda.planning import shape_unsupported
 
             reason = cuda_ops().device_unsupported(device)
         except ImportError as error:

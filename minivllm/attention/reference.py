@@ -3,9 +3,9 @@
 Paged attention in plain torch, one token at a time: the one to read, and the oracle for the others.
 """
 
-# Generated from nbs/3_model/02_reference.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/attention/reference.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fd7e126233a6 module=827cec4d1eaa
+# literate: notebook=47007ab658a6 module=97004215030b
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +19,7 @@ from minivllm.attention.backend import AttentionBackend, AttentionBatch, Attenti
 __all__ = ["ReferenceBackend", "ReferencePlan", "attend_one", "gather"]
 
 
-# %% nbs/3_model/02_reference.ipynb #attend_one
+# %% nbs/attention/reference.ipynb #attend_one
 def attend_one(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention of one token to the keys that it sees.
 
@@ -39,7 +39,7 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> 
     return torch.einsum("hgn,nhd->hgd", weights, values).reshape(q.shape)
 
 
-# %% nbs/3_model/02_reference.ipynb #gather
+# %% nbs/attention/reference.ipynb #gather
 def gather(kv_cache: Tensor, block_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` keys and values of one request, in order.
 
@@ -56,7 +56,7 @@ def gather(kv_cache: Tensor, block_ids: Tensor, length: int) -> tuple[Tensor, Te
     return keys, values
 
 
-# %% nbs/3_model/02_reference.ipynb #ReferencePlan
+# %% nbs/attention/reference.ipynb #ReferencePlan
 @dataclass
 class ReferencePlan(Plan):
     """The batch as it came, the block table on the device."""
@@ -65,7 +65,7 @@ class ReferencePlan(Plan):
     block_table: Tensor
 
 
-# %% nbs/3_model/02_reference.ipynb #ReferenceBackend
+# %% nbs/attention/reference.ipynb #ReferenceBackend
 class ReferenceBackend(AttentionBackend):
     """Attention as its definition says it, request by request, token by token.
 
@@ -98,7 +98,7 @@ class ReferenceBackend(AttentionBackend):
             block_table=torch.as_tensor(batch.block_table, device=device).long(),
         )
 
-    # %% nbs/3_model/02_reference.ipynb #ReferenceBackend-attend
+    # %% nbs/attention/reference.ipynb #ReferenceBackend-attend
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert isinstance(plan, ReferencePlan)

@@ -4,9 +4,9 @@ Gather the pages and call torch's fused `scaled_dot_product_attention`: single-t
 rectangles, prefill chunks one by one.
 """
 
-# Generated from nbs/3_model/03_sdpa.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/attention/sdpa.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b139081c28cf module=710caf138ada
+# literate: notebook=4e2b15080bd1 module=ee5bcef35d50
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -21,7 +21,7 @@ from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, At
 __all__ = ["DecodeCall", "PrefillCall", "SDPABackend", "SDPAPlan", "alike", "plan_decode", "plan_prefill", "slots_of"]
 
 
-# %% nbs/3_model/03_sdpa.ipynb #DecodeCall
+# %% nbs/attention/sdpa.ipynb #DecodeCall
 @dataclass
 class DecodeCall:
     """Rows with one query each whose visible lengths are alike, as one rectangle.
@@ -63,14 +63,14 @@ class SDPAPlan(Plan):
     prefills: list[PrefillCall]
 
 
-# %% nbs/3_model/03_sdpa.ipynb #slots_of
+# %% nbs/attention/sdpa.ipynb #slots_of
 def slots_of(block_table: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
     """Cache slots of `positions` [n, width] in the requests whose rows are `block_table` [n, max_blocks]: int64."""
     blocks = np.take_along_axis(block_table, positions // block_size, axis=1).astype(np.int64)
     return blocks * block_size + positions % block_size
 
 
-# %% nbs/3_model/03_sdpa.ipynb #plan_decode
+# %% nbs/attention/sdpa.ipynb #plan_decode
 def plan_decode(batch: AttentionBatch, rows: np.ndarray, spec: AttentionSpec, device: torch.device) -> DecodeCall:
     """One call for the requests `rows` [n], all with a single query."""
     last = batch.seq_lens[rows].astype(np.int64) - 1
@@ -88,7 +88,7 @@ def plan_decode(batch: AttentionBatch, rows: np.ndarray, spec: AttentionSpec, de
     )
 
 
-# %% nbs/3_model/03_sdpa.ipynb #plan_prefill
+# %% nbs/attention/sdpa.ipynb #plan_prefill
 def plan_prefill(batch: AttentionBatch, r: int, spec: AttentionSpec, device: torch.device) -> PrefillCall:
     """The call for request `r`."""
     start, end, length = int(batch.query_start_loc[r]), int(batch.query_start_loc[r + 1]), int(batch.seq_lens[r])
@@ -102,7 +102,7 @@ def plan_prefill(batch: AttentionBatch, r: int, spec: AttentionSpec, device: tor
     return PrefillCall(start, end, torch.as_tensor(slots, device=device), mask)
 
 
-# %% nbs/3_model/03_sdpa.ipynb #alike
+# %% nbs/attention/sdpa.ipynb #alike
 def alike(lengths: np.ndarray, ratio: float = 1.5, least: int = 64) -> list[np.ndarray]:
     """Split rows so that in each part the longest is at most `ratio` times the shortest (or `least` more).
 
@@ -122,7 +122,7 @@ def alike(lengths: np.ndarray, ratio: float = 1.5, least: int = 64) -> list[np.n
     return [part for part in parts if len(part)]
 
 
-# %% nbs/3_model/03_sdpa.ipynb #SDPABackend
+# %% nbs/attention/sdpa.ipynb #SDPABackend
 class SDPABackend(AttentionBackend):
     """Attention by `torch.nn.functional.scaled_dot_product_attention` over gathered pages."""
 
@@ -147,7 +147,7 @@ class SDPABackend(AttentionBackend):
             prefills=[plan_prefill(batch, int(r), spec, device) for r in np.flatnonzero(~single)],
         )
 
-    # %% nbs/3_model/03_sdpa.ipynb #SDPABackend-attend
+    # %% nbs/attention/sdpa.ipynb #SDPABackend-attend
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert isinstance(plan, SDPAPlan)
@@ -168,7 +168,7 @@ class SDPABackend(AttentionBackend):
         return out if self.scales.v == 1.0 else out * self.scales.v
 
 
-# %% nbs/3_model/03_sdpa.ipynb #_decode
+# %% nbs/attention/sdpa.ipynb #_decode
 def _pick(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of the cache, or of its bytes, as `dtype`."""
     rows = cache.index_select(0, slots)

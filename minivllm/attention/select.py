@@ -3,9 +3,9 @@
 There are several ways to compute attention, and none is best everywhere.
 """
 
-# Generated from nbs/3_model/03b_select.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/attention/select.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cb64a792fe0d module=7cd23b5de25f
+# literate: notebook=32692df46ebb module=707bc7c729ec
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from minivllm.attention.backend import AttentionBackend, AttentionSpec
 __all__ = ["backend_names", "make_backend", "register_backend", "select_backend"]
 
 
-# %% nbs/3_model/03b_select.ipynb #backend_names
+# %% nbs/attention/select.ipynb #backend_names
 _BACKENDS: dict[str, str | Callable[[], AttentionBackend]] = {
     "reference": "minivllm.attention.reference:ReferenceBackend",
     "sdpa": "minivllm.attention.sdpa:SDPABackend",
@@ -34,7 +34,7 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-# %% nbs/3_model/03b_select.ipynb #register_backend
+# %% nbs/attention/select.ipynb #register_backend
 def register_backend(name: str, make: str | Callable[[], AttentionBackend], *, auto_before: str | None = None) -> None:
     """Make a backend known.
 
@@ -55,7 +55,7 @@ def register_backend(name: str, make: str | Callable[[], AttentionBackend], *, a
     _BACKENDS[name] = make
 
 
-# %% nbs/3_model/03b_select.ipynb #make_backend
+# %% nbs/attention/select.ipynb #make_backend
 def make_backend(name: str) -> AttentionBackend:
     """The backend of this name.
 
@@ -72,7 +72,7 @@ def make_backend(name: str) -> AttentionBackend:
     return getattr(importlib.import_module(module), attribute)()
 
 
-# %% nbs/3_model/03b_select.ipynb #select_backend
+# %% nbs/attention/select.ipynb #select_backend
 def select_backend(
     name: str, spec: AttentionSpec | Iterable[AttentionSpec], device: torch.device
 ) -> tuple[AttentionBackend, str]:

@@ -3,9 +3,9 @@
 A step is decided on the host: token ids, positions, cache slots, block tables, work lists.
 """
 
-# Generated from nbs/3_model/01c_step_buffer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/attention/step_buffer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3e527c10e88e module=61597eb7915b
+# literate: notebook=31e8f92e7d68 module=078cc784e3fb
 
 import math
 
@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ["ALIGNMENT", "StepBuffer"]
 
 
-# %% nbs/3_model/01c_step_buffer.ipynb #StepBuffer
+# %% nbs/attention/step_buffer.ipynb #StepBuffer
 ALIGNMENT = 16  # bytes: the widest load of the kernels
 _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 
@@ -45,7 +45,7 @@ class StepBuffer:
         self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._fetched: list[torch.cuda.Event | None] = [None, None]
 
-    # %% nbs/3_model/01c_step_buffer.ipynb #StepBuffer-begin
+    # %% nbs/attention/step_buffer.ipynb #StepBuffer-begin
     def begin(self) -> None:
         """Start a step. Waits, if need be, until the arrays of the last step but one were fetched."""
         self._hosts.reverse()
@@ -59,7 +59,7 @@ class StepBuffer:
         """Address of the first byte of this step's host copy."""
         return self._hosts[0].data_ptr()
 
-    # %% nbs/3_model/01c_step_buffer.ipynb #StepBuffer-reserve
+    # %% nbs/attention/step_buffer.ipynb #StepBuffer-reserve
     def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> tuple[np.ndarray, Tensor]:
         """Room for an int32 or int64 array: the host array, to be written before `send`, and the tensor on the device.
 
@@ -82,7 +82,7 @@ class StepBuffer:
         host[...] = array
         return there
 
-    # %% nbs/3_model/01c_step_buffer.ipynb #StepBuffer-send
+    # %% nbs/attention/step_buffer.ipynb #StepBuffer-send
     def send(self) -> None:
         """Copy what was put and reserved since `begin`. The host does not wait."""
         self._there[: self.used].copy_(self._hosts[0][: self.used], non_blocking=True)

@@ -5,9 +5,9 @@ Three measurements under vLLM's names: `serve` loads a running server (the chapt
 `latency` gives it one batch and asks how long it takes.
 """
 
-# Generated from nbs/6_serving/22_bench.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/bench/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a7232dfd23ea module=905b89e3e5df
+# literate: notebook=0686156dd28e module=b1ffb6d69f84
 
 import argparse
 import json
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/22_bench.ipynb #throughput
+# %% nbs/bench/index.ipynb #throughput
 def run_throughput(args: argparse.Namespace, out: TextIO) -> int:
     """`bench throughput`: all requests at once, offline. Returns the exit status."""
     from minivllm.bench.datasets import make_samples
@@ -85,7 +85,7 @@ def _write(path: str | None, result: dict[str, Any]) -> None:
         Path(path).write_text(json.dumps(result), encoding="utf-8")
 
 
-# %% nbs/6_serving/22_bench.ipynb #latency
+# %% nbs/bench/index.ipynb #latency
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
@@ -129,7 +129,7 @@ def run_latency(args: argparse.Namespace, out: TextIO) -> int:
     return 0
 
 
-# %% nbs/6_serving/22_bench.ipynb #parser
+# %% nbs/bench/index.ipynb #parser
 def make_parser() -> argparse.ArgumentParser:
     """The flags of `minivllm bench`."""
     from minivllm.bench.datasets import add_dataset_arguments

@@ -4,9 +4,9 @@ A benchmark number belongs to its requests: how long the prompts are, how long t
 they share.
 """
 
-# Generated from nbs/6_serving/19_bench_datasets.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/bench/datasets.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3b33d27d622e module=0e8d70d8077f
+# literate: notebook=13731bc9cc89 module=030748d13bee
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/19_bench_datasets.ipynb #Sample
+# %% nbs/bench/datasets.ipynb #Sample
 DATASETS = ("random", "sharegpt", "prefix_repetition", "workload")
 
 
@@ -42,7 +42,7 @@ class Sample:
     arrival_time: float | None = None
 
 
-# %% nbs/6_serving/19_bench_datasets.ipynb #made-up
+# %% nbs/bench/datasets.ipynb #made-up
 def ordinary_tokens(tokenizer: Any) -> np.ndarray:
     """The token ids of a vocabulary that are no special tokens."""
     special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
@@ -100,7 +100,7 @@ def prefix_repetition_samples(
     return [made[i] for i in generator.permutation(count)]
 
 
-# %% nbs/6_serving/19_bench_datasets.ipynb #files
+# %% nbs/bench/datasets.ipynb #files
 def file_samples(
     name: str,
     path: str,

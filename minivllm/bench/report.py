@@ -4,9 +4,9 @@ Tokens per second is one answer, and a bad one alone: a server that lets everybo
 works in large batches has the best throughput and no user.
 """
 
-# Generated from nbs/6_serving/20_bench_report.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/bench/report.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=eaeb70ca1805 module=e46a454f69f8
+# literate: notebook=545046577a51 module=5e8059e74c7f
 
 import json
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/20_bench_report.ipynb #Measured
+# %% nbs/bench/report.ipynb #Measured
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _TITLES = {
     "ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)", "itl": "Inter-token Latency", "e2el": "End-to-end Latency",
@@ -60,7 +60,7 @@ class Measured:
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
 
 
-# %% nbs/6_serving/20_bench_report.ipynb #statistics
+# %% nbs/bench/report.ipynb #statistics
 def values_of(metric: str, done: Sequence[Measured]) -> list[float]:
     """All values of a metric, in seconds."""
     if metric == "itl":
@@ -78,7 +78,7 @@ def statistics(metric: str, done: Sequence[Measured], percentiles: Sequence[floa
     return {f"{name}_{metric}_ms": float(value) for name, value in found.items()}
 
 
-# %% nbs/6_serving/20_bench_report.ipynb #goodput
+# %% nbs/bench/report.ipynb #goodput
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
     """`["ttft:200", "tpot:50"]` -> seconds of each goal. Raises ValueError that says what is allowed."""
     goals: dict[str, float] = {}
@@ -100,7 +100,7 @@ def meets(request: Measured, goals: dict[str, float]) -> bool:
     return all(found[name] <= limit for name, limit in goals.items())
 
 
-# %% nbs/6_serving/20_bench_report.ipynb #load
+# %% nbs/bench/report.ipynb #load
 def peak_concurrency(done: Sequence[Measured]) -> int:
     """The most requests that were open at the same time."""
     changes = sorted([(r.start, 1) for r in done] + [(r.start + r.latency, -1) for r in done])
@@ -118,7 +118,7 @@ def peak_tokens_per_second(done: Sequence[Measured]) -> int:
     return int(np.bincount(np.concatenate(moments).astype(int)).max())
 
 
-# %% nbs/6_serving/20_bench_report.ipynb #make_report
+# %% nbs/bench/report.ipynb #make_report
 def make_report(
     requests: Sequence[Measured],
     duration: float,

@@ -4,9 +4,9 @@ Send the next request when the last answer has come, and you measure a server th
 exactly one user.
 """
 
-# Generated from nbs/6_serving/21_bench_serve.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/bench/serve.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3303f57bba6e module=f8b2c7fa82ed
+# literate: notebook=2fff40a5601a module=d8b83af5a0b5
 
 import argparse
 import asyncio
@@ -27,7 +27,7 @@ from minivllm.serving.client import get_json, request, tls_context
 __all__ = ["Target", "add_serve_arguments", "arrival_times", "run_load", "run_serve"]
 
 
-# %% nbs/6_serving/21_bench_serve.ipynb #arrivals
+# %% nbs/bench/serve.ipynb #arrivals
 def arrival_times(samples: Sequence[Sample], rate: float | None, burstiness: float = 1.0, seed: int = 0) -> list[float]:
     """When to send each request, in seconds from the start.
 
@@ -47,7 +47,7 @@ def arrival_times(samples: Sequence[Sample], rate: float | None, burstiness: flo
     return [float(moment) for moment in moments * (len(samples) / rate / moments[-1])]
 
 
-# %% nbs/6_serving/21_bench_serve.ipynb #measure
+# %% nbs/bench/serve.ipynb #measure
 class Target:
     """Where requests go, and in which form: ``backend`` "openai" (token ids to /v1/completions) or "openai-chat" (text to /v1/chat/completions)."""
 
@@ -111,7 +111,7 @@ class Target:
         return found
 
 
-# %% nbs/6_serving/21_bench_serve.ipynb #run_load
+# %% nbs/bench/serve.ipynb #run_load
 async def run_load(
     target: Target,
     samples: Sequence[Sample],
@@ -138,7 +138,7 @@ async def run_load(
     return list(found), clock()
 
 
-# %% nbs/6_serving/21_bench_serve.ipynb #command
+# %% nbs/bench/serve.ipynb #command
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """vLLM's flags of `bench serve`."""
     parser.add_argument(

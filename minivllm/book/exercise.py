@@ -4,9 +4,9 @@ Every chapter answers one question, and its cells are the program: those marked 
 the module that the package imports.
 """
 
-# Generated from nbs/0_start/02_reading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/book/exercise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ab8f9d0068bb module=d90f480cfdea
+# literate: notebook=21a9e53b39ac module=05d0eefbf64b
 
 import asyncio
 import traceback
@@ -18,7 +18,7 @@ from typing import Any
 __all__ = ["Exercise", "Verdict", "is_blank"]
 
 
-# %% nbs/0_start/02_reading.ipynb #Verdict
+# %% nbs/book/exercise.ipynb #Verdict
 @dataclass(frozen=True)
 class Verdict:
     """What a checker says. True if it begins with "right"."""
@@ -32,7 +32,7 @@ class Verdict:
         return self.text
 
 
-# %% nbs/0_start/02_reading.ipynb #Exercise
+# %% nbs/book/exercise.ipynb #Exercise
 @dataclass(frozen=True)
 class Exercise:
     """A checker, made from a function of the answer: `@Exercise` above its `def`.
@@ -67,7 +67,7 @@ class Exercise:
             raise AssertionError(f"a wrong answer should be refused with {because!r}, not: {verdict}")
 
 
-# %% nbs/0_start/02_reading.ipynb #is_blank
+# %% nbs/book/exercise.ipynb #is_blank
 def _blank() -> None: ...
 
 

@@ -3,9 +3,9 @@
 Question: can you write a paged KV cache yourself, a few lines at a time?
 """
 
-# Generated from nbs/0_start/03_paging_puzzles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/book/paging.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=aa21e8bd7c95 module=8541ea75bcc6
+# literate: notebook=6c21b9ecab78 module=5e0af72d8676
 
 import inspect
 import re
@@ -18,8 +18,9 @@ from itertools import pairwise
 from typing import Any
 
 from minivllm.book.exercise import is_blank
+from minivllm.core.events import Fold, State, TraceHeader
 from minivllm.core.prefix import hash_block
-from minivllm.core.trace import Fold, State, Trace, TraceHeader
+from minivllm.core.trace import Trace
 from minivllm.viz.block_map import BlockMap
 from minivllm.viz.palette import owner_colour
 
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #Replay
+# %% nbs/book/paging.ipynb #Replay
 _CELL, _ROW = 30, 34  # pixels
 
 
@@ -117,7 +118,7 @@ def _square(block: int, y: int, before: State, after: State, numbers: dict[str, 
     return f'{ring}<circle cx="{x + _CELL / 2}" cy="{y + _CELL / 2 - 1}" r="2.5" fill="#8b94a1"/>'
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #Game
+# %% nbs/book/paging.ipynb #Game
 class _Stop(Exception):
     """The story goes no further."""
 
@@ -170,7 +171,7 @@ class Game:
         self.fold.apply(event)
         self.trace.events.append(event)
 
-    # %% nbs/0_start/03_paging_puzzles.ipynb #Game-events
+    # %% nbs/book/paging.ipynb #Game-events
     def enter(self, request: str, num_tokens: int, blocks: Iterable[int] = ()) -> None:
         """A request with so many prompt tokens runs from now on, and takes blocks."""
         self.tell("add", request, num_tokens, 16, 0.0, 0, None, None, (), len(self.fold.now.requests))
@@ -196,7 +197,7 @@ class Game:
         self.tell("finish", request, "length", None)
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #difference
+# %% nbs/book/paging.ipynb #difference
 def _called(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     mine = deepcopy(given)
     return {"answer": function(**mine), **mine}
@@ -223,7 +224,7 @@ def _difference(name: str, got: Any, want: Any) -> str | None:
     return f"{name} should be {_shown(want)}, and is {_shown(got)}"
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #Puzzle
+# %% nbs/book/paging.ipynb #Puzzle
 @dataclass(frozen=True, repr=False)
 class Puzzle:
     """A function to write.
@@ -276,7 +277,7 @@ class Puzzle:
         return f"<b>{escape(self.name)}</b>: {task}{self.show(self.answer).svg()}"
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #slot
+# %% nbs/book/paging.ipynb #slot
 def _slot(table, position, size):
     return table[position // size] * size + position % size
 
@@ -310,7 +311,7 @@ slot = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #allocate
+# %% nbs/book/paging.ipynb #allocate
 def _allocate(table, free, num_tokens, size):
     while len(table) * size < num_tokens:
         table.append(free.pop(0))
@@ -351,7 +352,7 @@ allocate = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #give-back
+# %% nbs/book/paging.ipynb #give-back
 def _give_back(table, free):
     while table:
         free.append(table.pop())
@@ -393,7 +394,7 @@ give_back = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #share
+# %% nbs/book/paging.ipynb #share
 def _share(table, blocks, ref, free):
     for block in blocks:
         if ref[block] == 0:
@@ -448,7 +449,7 @@ share = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #release
+# %% nbs/book/paging.ipynb #release
 def _release(table, ref, free):
     while table:
         block = table.pop()
@@ -498,7 +499,7 @@ release = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #write
+# %% nbs/book/paging.ipynb #write
 def _write(table, index, ref, free):
     old = table[index]
     if ref[old] == 1:
@@ -558,7 +559,7 @@ write = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #names
+# %% nbs/book/paging.ipynb #names
 def _names(tokens, size):
     found: list[bytes] = []
     for i in range(0, len(tokens) - size + 1, size):
@@ -598,7 +599,7 @@ names = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #find
+# %% nbs/book/paging.ipynb #find
 def _find(names, cached, num_tokens, size):
     found = []
     for name in names[: (num_tokens - 1) // size]:
@@ -655,7 +656,7 @@ find = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #evict
+# %% nbs/book/paging.ipynb #evict
 def _evict(free, content):
     block = next((b for b in free if b not in content), free[0])
     free.remove(block)
@@ -715,7 +716,7 @@ evict = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #slide
+# %% nbs/book/paging.ipynb #slide
 def _slide(table, free, num_computed, window, size):
     first = max(0, num_computed - window + 1)
     for i in range(first // size):
@@ -768,7 +769,7 @@ slide = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #make-room
+# %% nbs/book/paging.ipynb #make-room
 def _make_room(running, tables, free, needed):
     out = []
     while len(free) < needed:
@@ -827,7 +828,7 @@ make_room = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #split
+# %% nbs/book/paging.ipynb #split
 def _split(running, waiting, budget):
     tokens = dict.fromkeys(running[:budget], 1)
     for request, left in waiting:
@@ -896,7 +897,7 @@ split = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #admit
+# %% nbs/book/paging.ipynb #admit
 def _admit(waiting, num_free, size):
     names = []
     for request, tokens in waiting:
@@ -958,5 +959,5 @@ admit = Puzzle(
 )
 
 
-# %% nbs/0_start/03_paging_puzzles.ipynb #PUZZLES
+# %% nbs/book/paging.ipynb #PUZZLES
 PUZZLES = (slot, allocate, give_back, share, release, write, names, find, evict, slide, make_room, split, admit)

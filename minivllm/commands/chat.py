@@ -3,9 +3,9 @@
 `minivllm chat` is a conversation.
 """
 
-# Generated from nbs/6_serving/01c_chat.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/commands/chat.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3c671d372b8e module=fed405978a65
+# literate: notebook=028450c57e03 module=fd30203ec1df
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from minivllm.engine.arguments import add_engine_arguments, engine_args_from
 __all__ = ["CHAT_HELP", "ChatSession", "RemoteChatSession", "add_parser", "run_chat"]
 
 
-# %% nbs/6_serving/01c_chat.ipynb #ChatSession
+# %% nbs/commands/chat.ipynb #ChatSession
 if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.sampling.params import SamplingParams
@@ -55,7 +55,7 @@ class ChatSession:
     def say(self, text: str = "", end: str = "\n") -> None:
         print(text, end=end, file=self.out, flush=True)
 
-    # %% nbs/6_serving/01c_chat.ipynb #ChatSession-handle
+    # %% nbs/commands/chat.ipynb #ChatSession-handle
     def handle(self, line: str) -> bool:
         """Take one line of input. Returns False when the session is over."""
         command, _, rest = line.strip().partition(" ")
@@ -97,7 +97,7 @@ class ChatSession:
         _, token_ids = apply_chat_template(self.engine.tokenizer, messages)
         yield from stream_answer(self.engine, token_ids, self.params)
 
-    # %% nbs/6_serving/01c_chat.ipynb #ChatSession-run
+    # %% nbs/commands/chat.ipynb #ChatSession-run
     def run(self, read: Callable[[str], str], prompt: str) -> None:
         """Read lines until the end of the input or /exit. ``read(prompt)`` is `input`, or anything that raises EOFError at the end."""
         while True:
@@ -112,7 +112,7 @@ class ChatSession:
                 return
 
 
-# %% nbs/6_serving/01c_chat.ipynb #run_chat
+# %% nbs/commands/chat.ipynb #run_chat
 class RemoteChatSession(ChatSession):
     """A conversation with a model of a server. ``fields``: of every request."""
 

@@ -3,9 +3,9 @@
 `minivllm complete "Once upon a time"` prints a completion piece by piece.
 """
 
-# Generated from nbs/6_serving/01b_complete.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/commands/complete.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=55221e5210e9 module=1400477075c2
+# literate: notebook=10f3effbd62e module=d0001e711a54
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from minivllm.engine.arguments import add_engine_arguments, engine_args_from
 __all__ = ["add_parser", "run_complete", "stream_answer"]
 
 
-# %% nbs/6_serving/01b_complete.ipynb #stream_answer
+# %% nbs/commands/complete.ipynb #stream_answer
 if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.sampling.params import SamplingParams
@@ -56,7 +56,7 @@ def stream_answer(engine: LLMEngine, prompt: Any, params: SamplingParams) -> Ite
         engine.abort_request(request_id)
 
 
-# %% nbs/6_serving/01b_complete.ipynb #run_complete
+# %% nbs/commands/complete.ipynb #run_complete
 _BETWEEN = "\n" + "-" * 8 + "\n"
 
 

@@ -4,9 +4,9 @@
 started here, or which server is asked instead.
 """
 
-# Generated from nbs/6_serving/01a_flags.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/commands/flags.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=16c8af7aafad module=1608b35ace00
+# literate: notebook=6389eff6cde6 module=0553bf5d82f0
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/01a_flags.ipynb #add_sampling_arguments
+# %% nbs/commands/flags.ipynb #add_sampling_arguments
 if TYPE_CHECKING:
     from minivllm.sampling.params import SamplingParams
     from minivllm.serving.client import Remote
@@ -67,7 +67,7 @@ def sampling_params_from(args: argparse.Namespace, defaults: SamplingParams, **m
     return defaults.clone(**request_fields(args), **more)
 
 
-# %% nbs/6_serving/01a_flags.ipynb #connect
+# %% nbs/commands/flags.ipynb #connect
 def add_remote_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that name a server."""
     group = parser.add_argument_group("server", "ask a running server instead of an engine here")

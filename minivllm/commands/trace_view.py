@@ -3,9 +3,9 @@
 `minivllm trace view run.parquet` writes the page of a saved trace and opens it in the browser.
 """
 
-# Generated from nbs/6_serving/01d_trace_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/commands/trace_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fc612fc1859c module=e79a041897f5
+# literate: notebook=6c9edcb1a7ff module=657d6f8b2b16
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, TextIO
 __all__ = ["add_parser", "run_trace_view"]
 
 
-# %% nbs/6_serving/01d_trace_view.ipynb #run_trace_view
+# %% nbs/commands/trace_view.ipynb #run_trace_view
 def run_trace_view(args: argparse.Namespace, out: TextIO) -> None:
     """Write the page of a saved trace and open it in the browser.
 

@@ -3,9 +3,9 @@
 Where does the memory for keys and values come from, and who gets which piece?
 """
 
-# Generated from nbs/1_core/05_block_pool.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/core/block_pool.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4efb396073bf module=97da64ae4894
+# literate: notebook=b2040150375e module=f3dafdb448c8
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["BlockPool", "FreeBlockQueue", "KVCacheBlock"]
 
 
-# %% nbs/1_core/05_block_pool.ipynb #KVCacheBlock
+# %% nbs/core/block_pool.ipynb #KVCacheBlock
 class KVCacheBlock:
     """One physical block.
 
@@ -48,7 +48,7 @@ class KVCacheBlock:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, hash={content})"
 
 
-# %% nbs/1_core/05_block_pool.ipynb #FreeBlockQueue
+# %% nbs/core/block_pool.ipynb #FreeBlockQueue
 class FreeBlockQueue:
     """A doubly linked list of free blocks, threaded through the blocks. Every operation but iteration is O(1)."""
 
@@ -101,7 +101,7 @@ class FreeBlockQueue:
         return block
 
 
-# %% nbs/1_core/05_block_pool.ipynb #BlockPool
+# %% nbs/core/block_pool.ipynb #BlockPool
 class BlockPool:
     """A fixed number of physical blocks, reference counted, with reuse by content.
 
@@ -143,7 +143,7 @@ class BlockPool:
         """Share of the blocks in use, 0 to 1."""
         return 1.0 - len(self.free_queue) / self.num_blocks
 
-    # %% nbs/1_core/05_block_pool.ipynb #BlockPool-allocate
+    # %% nbs/core/block_pool.ipynb #BlockPool-allocate
     def allocate(self, n: int) -> list[KVCacheBlock]:
         """Take `n` blocks for new content, each with a count of one. If too few are empty, content is evicted first.
 
@@ -164,7 +164,7 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    # %% nbs/1_core/05_block_pool.ipynb #BlockPool-cached_free_blocks
+    # %% nbs/core/block_pool.ipynb #BlockPool-cached_free_blocks
     def cached_free_blocks(self) -> Iterator[KVCacheBlock]:
         """Free blocks with content, least recently used first. Blocks without content stand before them in the list."""
         return (block for block in self.free_queue if block.block_hash is not None)
@@ -177,7 +177,7 @@ class BlockPool:
             for _ in range(shortage):
                 self.evict(self.choose_victim(self.cached_free_blocks()))
 
-    # %% nbs/1_core/05_block_pool.ipynb #BlockPool-evict
+    # %% nbs/core/block_pool.ipynb #BlockPool-evict
     def evict(self, block: KVCacheBlock) -> None:
         """Drop the content of a free block and move it to the front of the free list.
 
@@ -194,7 +194,7 @@ class BlockPool:
         self.free_queue.remove(block)
         self.free_queue.prepend(block)
 
-    # %% nbs/1_core/05_block_pool.ipynb #BlockPool-touch
+    # %% nbs/core/block_pool.ipynb #BlockPool-touch
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Share blocks that are held or free: one more count each. A free one leaves the free list."""
         for block in blocks:
@@ -207,7 +207,7 @@ class BlockPool:
             block.num_hits += 1
             block.last_used = self.step
 
-    # %% nbs/1_core/05_block_pool.ipynb #BlockPool-free
+    # %% nbs/core/block_pool.ipynb #BlockPool-free
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Give blocks back, in the order in which they should be reused: pass the last block of a request first."""
         for block in blocks:

@@ -3,9 +3,9 @@
 Why does the scheduler not simply ask what time it is?
 """
 
-# Generated from nbs/1_core/04_clock.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/core/clock.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=16fd684b7974 module=27027ca6116c
+# literate: notebook=d814ff8e6102 module=b0dd42c71bea
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Protocol
 __all__ = ["Clock", "VirtualClock", "WallClock"]
 
 
-# %% nbs/1_core/04_clock.ipynb #Clock
+# %% nbs/core/clock.ipynb #Clock
 class Clock(Protocol):
     """Something that tells the time in seconds."""
 

@@ -3,9 +3,9 @@
 What did the engine choose, and why?
 """
 
-# Generated from nbs/1_core/03_config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/core/config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=55a458de4756 module=106a3addf983
+# literate: notebook=e8909267d115 module=5b8863f26297
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-# %% nbs/1_core/03_config.ipynb #KVCacheSpec
+# %% nbs/core/config.ipynb #KVCacheSpec
 AttentionKind = Literal["full", "sliding_window", "chunked_local"]
 
 
@@ -80,7 +80,7 @@ class KVCacheSpec:
         return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 
-# %% nbs/1_core/03_config.ipynb #KVCacheGroup
+# %% nbs/core/config.ipynb #KVCacheGroup
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
     """Layers that share a block table.
@@ -121,7 +121,7 @@ def make_kv_cache_groups(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ..
     )
 
 
-# %% nbs/1_core/03_config.ipynb #KVCacheConfig
+# %% nbs/core/config.ipynb #KVCacheConfig
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
     """The pool and the groups that share it.
@@ -149,7 +149,7 @@ class KVCacheConfig:
         return self.num_tensors * self.groups[0].spec.bytes_per_block
 
 
-# %% nbs/1_core/03_config.ipynb #CacheConfig
+# %% nbs/core/config.ipynb #CacheConfig
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """What the KV cache manager reads.
@@ -238,7 +238,7 @@ def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
-# %% nbs/1_core/03_config.ipynb #ModelFacts
+# %% nbs/core/config.ipynb #ModelFacts
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the engine needs to know of a model, without the model.
@@ -292,7 +292,7 @@ class MachineFacts:
     linear_kernel_why: str = "default"
 
 
-# %% nbs/1_core/03_config.ipynb #_arg
+# %% nbs/core/config.ipynb #_arg
 _INT8, _INT4 = QUANTIZATIONS = ("int8_per_channel_weight_only", "int4_per_group_weight_only")
 
 
@@ -420,7 +420,7 @@ class EngineArgs:
             return f"int4_{(self.quantization_config or {}).get('group_size', GROUP_SIZES[0])}"
         return "int8" if self.quantization == _INT8 else None
 
-    # %% nbs/1_core/03_config.ipynb #EngineArgs-from_kwargs
+    # %% nbs/core/config.ipynb #EngineArgs-from_kwargs
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
         """Make from keywords.
@@ -437,7 +437,7 @@ class EngineArgs:
         return cls(**kwargs)
 
 
-# %% nbs/1_core/03_config.ipynb #Decision
+# %% nbs/core/config.ipynb #Decision
 @dataclass(frozen=True, slots=True)
 class Decision:
     """One setting, its value, and why it has it."""
@@ -470,7 +470,7 @@ class EngineConfig:
         return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}" for a, b, c in rows)
 
 
-# %% nbs/1_core/03_config.ipynb #choose_dtype
+# %% nbs/core/config.ipynb #choose_dtype
 def choose_dtype(asked: str, checkpoint_dtype: str, device: str, has_bf16: bool) -> Decision:
     """The dtype to compute in: the one asked for, or the checkpoint's if the device is good at it."""
     if asked != "auto":
@@ -486,7 +486,7 @@ def choose_dtype(asked: str, checkpoint_dtype: str, device: str, has_bf16: bool)
     return Decision("dtype", checkpoint_dtype, "the checkpoint's own")
 
 
-# %% nbs/1_core/03_config.ipynb #choose_num_blocks
+# %% nbs/core/config.ipynb #choose_num_blocks
 _CPU_KV_CACHE_BYTES = 4 * 2**30
 
 
@@ -529,7 +529,7 @@ def choose_num_blocks(
     return Decision("num_gpu_blocks", blocks, why)
 
 
-# %% nbs/1_core/03_config.ipynb #resolve
+# %% nbs/core/config.ipynb #resolve
 _CPU_MAX_NUM_SEQS, _GPU_MAX_NUM_SEQS = 128, 256
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 

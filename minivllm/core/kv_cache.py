@@ -3,9 +3,9 @@
 Does this request fit, and where do its tokens go?
 """
 
-# Generated from nbs/1_core/07_kv_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/core/kv_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=44acda45bf54 module=7ec67b499927
+# literate: notebook=7fe2f5ef709b module=5056950e4f68
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from minivllm.core.config import CacheConfig, KVCacheConfig, KVCacheSpec
 from minivllm.core.prefix import extend_block_hashes, make_prefix_index
 from minivllm.core.request import Request
 
-__all__ = ["CacheHit", "GroupManager", "KVCacheManager", "PrefixCacheStats", "num_skipped_tokens"]
+__all__ = ["CacheHit", "KVCacheManager", "PrefixCacheStats", "SingleTypeKVCacheManager", "num_skipped_tokens"]
 
 
-# %% nbs/1_core/07_kv_cache.ipynb #num_skipped_tokens
+# %% nbs/core/kv_cache.ipynb #num_skipped_tokens
 def num_skipped_tokens(spec: KVCacheSpec, num_computed_tokens: int) -> int:
     """Tokens at the start that no later token attends to.
 
@@ -37,8 +37,8 @@ def num_skipped_tokens(spec: KVCacheSpec, num_computed_tokens: int) -> int:
     return num_computed_tokens // spec.window * spec.window
 
 
-# %% nbs/1_core/07_kv_cache.ipynb #GroupManager
-class GroupManager:
+# %% nbs/core/kv_cache.ipynb #GroupManager
+class SingleTypeKVCacheManager:
     """Block tables of one KV cache group, and the index of its cached blocks."""
 
     def __init__(self, group: int, spec: KVCacheSpec, pool: BlockPool, index: str) -> None:
@@ -56,8 +56,8 @@ class GroupManager:
             return blocks
         return min(blocks, -(-(self.spec.window + max_step_tokens) // self.block_size) + 1)
 
-    # %% nbs/1_core/07_kv_cache.ipynb #GroupManager-longest_hit
-    def longest_hit(self, request: Request, max_blocks: int) -> list[KVCacheBlock]:
+    # %% nbs/core/kv_cache.ipynb #GroupManager-longest_hit
+    def find_longest_cache_hit(self, request: Request, max_blocks: int) -> list[KVCacheBlock]:
         """The longest prefix of at most `max_blocks` blocks that need not be computed, as a block table with null blocks."""
         if self.spec.kind == "full":
             hit = []
@@ -76,8 +76,8 @@ class GroupManager:
         needed = num_skipped_tokens(self.spec, best * self.block_size) // self.block_size
         return [block if i >= needed and block else self.pool.null_block for i, block in enumerate(found[:best])]
 
-    # %% nbs/1_core/07_kv_cache.ipynb #GroupManager-name_full_blocks
-    def name_full_blocks(self, request: Request, num_tokens: int) -> None:
+    # %% nbs/core/kv_cache.ipynb #GroupManager-name_full_blocks
+    def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Make the blocks that hold the first `num_tokens` tokens findable, as far as they are full and their tokens known."""
         request_id, known = request.request_id, min(num_tokens, request.num_tokens)
         table, start, end = self.tables[request_id], self.num_named[request_id], known // self.block_size
@@ -95,7 +95,7 @@ class GroupManager:
             ids, names = [table[i].block_id for i in named], [hashes[i] for i in named]
             self.pool.trace(("cache", request_id, self.group, tuple(named), tuple(ids), tuple(names)))
 
-    def drop_skipped(self, request_id: str, num_computed_tokens: int) -> None:
+    def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Free the blocks that the window has left behind."""
         start = self.num_dropped[request_id]
         end = num_skipped_tokens(self.spec, num_computed_tokens) // self.block_size
@@ -113,7 +113,7 @@ class GroupManager:
             self.pool.free(dropped)
 
 
-# %% nbs/1_core/07_kv_cache.ipynb #PrefixCacheStats
+# %% nbs/core/kv_cache.ipynb #PrefixCacheStats
 @dataclass(slots=True)
 class PrefixCacheStats:
     """What prefix look-ups found.
@@ -136,7 +136,7 @@ class PrefixCacheStats:
         return self.hit_tokens / self.query_tokens if self.query_tokens else None
 
 
-# %% nbs/1_core/07_kv_cache.ipynb #CacheHit
+# %% nbs/core/kv_cache.ipynb #CacheHit
 @dataclass(frozen=True, slots=True)
 class CacheHit:
     """A prefix that is cached: one block table per group, and the tokens that it covers."""
@@ -159,7 +159,9 @@ class KVCacheManager:
         self.config, self.block_size, self.max_step_tokens = cache, cache.block_size, max_step_tokens
         self.pool = BlockPool(cache.num_gpu_blocks, self._forget)
         self.cpu_pool = BlockPool(cache.num_cpu_blocks + 1) if cache.num_cpu_blocks else None
-        self.groups = [GroupManager(i, spec, self.pool, cache.prefix_cache_index) for i, spec in enumerate(specs)]
+        self.groups = [
+            SingleTypeKVCacheManager(i, spec, self.pool, cache.prefix_cache_index) for i, spec in enumerate(specs)
+        ]
         self.stats = PrefixCacheStats()
         self.swapped: dict[str, tuple[list[KVCacheBlock], ...]] = {}
         self._has_window = any(spec.kind != "full" for spec in specs)
@@ -176,7 +178,7 @@ class KVCacheManager:
     def trace(self, trace: Callable[[tuple[Any, ...]], None] | None) -> None:
         self.pool.trace = trace
 
-    # %% nbs/1_core/07_kv_cache.ipynb #KVCacheManager-get_computed_blocks
+    # %% nbs/core/kv_cache.ipynb #KVCacheManager-get_computed_blocks
     def get_computed_blocks(self, request: Request) -> CacheHit:
         """Find the longest cached prefix of a request that holds no blocks. Takes nothing.
 
@@ -189,7 +191,7 @@ class KVCacheManager:
         blocks = (request.num_tokens - 1) // self.block_size
         tables: list[list[KVCacheBlock]] = []
         while len(tables) < len(self.groups) and blocks:
-            table = self.groups[len(tables)].longest_hit(request, blocks)
+            table = self.groups[len(tables)].find_longest_cache_hit(request, blocks)
             if len(table) < blocks:
                 blocks = len(table)
                 tables.clear()  # the shorter length must suit every group again
@@ -207,7 +209,7 @@ class KVCacheManager:
             self.stats.query_tokens += request.num_tokens
             self.stats.hit_tokens += hit.num_tokens
 
-    # %% nbs/1_core/07_kv_cache.ipynb #KVCacheManager-allocate_slots
+    # %% nbs/core/kv_cache.ipynb #KVCacheManager-allocate_slots
     def allocate_slots(
         self,
         request: Request,
@@ -242,7 +244,7 @@ class KVCacheManager:
             wanted += sum(block.ref_cnt == 0 and block is not pool.null_block for t in hit.tables for block in t)
         elif self._has_window:
             for group in self.groups:
-                group.drop_skipped(request_id, computed)
+                group.remove_skipped_blocks(request_id, computed)
         if wanted + keep_free > pool.num_free:
             return None
         if hit:
@@ -278,11 +280,11 @@ class KVCacheManager:
                 self.trace(("alloc", request_id, group.group, tuple(new_ids)))
             ids.append([block.block_id for block in table] if opened else new_ids)
             if self.config.enable_prefix_caching:
-                group.name_full_blocks(request, total)
+                group.cache_full_blocks(request, total)
         request.capacity = len(self.groups[0].tables[request_id]) * self.block_size
         return tuple(ids)
 
-    # %% nbs/1_core/07_kv_cache.ipynb #KVCacheManager-free
+    # %% nbs/core/kv_cache.ipynb #KVCacheManager-free
     def free(self, request: Request) -> None:
         """Give back all blocks of a request. One that holds none is left alone."""
         request_id = request.request_id
@@ -291,7 +293,7 @@ class KVCacheManager:
             if table is None:
                 continue
             if self.config.enable_prefix_caching:
-                group.name_full_blocks(request, min(request.num_computed_tokens, len(table) * self.block_size))
+                group.cache_full_blocks(request, min(request.num_computed_tokens, len(table) * self.block_size))
             del group.tables[request_id], group.num_named[request_id], group.num_dropped[request_id]
             null = self.pool.null_block
             blocks = [block for block in reversed(table) if block is not null]
@@ -309,7 +311,7 @@ class KVCacheManager:
                 self.trace(("free_cpu", request_id, tuple(b.block_id for b in blocks if b.block_id)))
             self.cpu_pool.free(blocks)
 
-    # %% nbs/1_core/07_kv_cache.ipynb #KVCacheManager-swap_out
+    # %% nbs/core/kv_cache.ipynb #KVCacheManager-swap_out
     def swap_out(self, request: Request) -> tuple[tuple[int, int], ...] | None:
         """Give back the blocks of a request but keep copies in the CPU pool.
 
@@ -363,10 +365,10 @@ class KVCacheManager:
         request.capacity = len(self.groups[0].tables[request_id]) * self.block_size
         if self.config.enable_prefix_caching:
             for group in self.groups:
-                group.name_full_blocks(request, request.num_computed_tokens)
+                group.cache_full_blocks(request, request.num_computed_tokens)
         return tuple(pairs), self.get_block_ids(request_id)
 
-    # %% nbs/1_core/07_kv_cache.ipynb #KVCacheManager-get_block_ids
+    # %% nbs/core/kv_cache.ipynb #KVCacheManager-get_block_ids
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The block tables of a request, one list per group; 0 stands for a block that a window left behind."""
         return tuple([block.block_id for block in group.tables[request_id]] for group in self.groups)

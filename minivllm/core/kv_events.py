@@ -3,9 +3,9 @@
 How does a router know which of its engines already holds a prefix?
 """
 
-# Generated from nbs/1_core/13_kv_events.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/core/kv_events.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=439b24f234a0 module=45948c48b7bc
+# literate: notebook=ad78cc28ed42 module=e5067d39f672
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from minivllm.core.events import Event
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.trace import Event
 
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEventTap", "kv_events"]
 
 
-# %% nbs/1_core/13_kv_events.ipynb #BlockStored
+# %% nbs/core/kv_events.ipynb #BlockStored
 @dataclass(frozen=True, slots=True)
 class BlockStored:
     """Blocks became reusable: consecutive blocks of one prefix.
@@ -81,7 +81,7 @@ class AllBlocksCleared:
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-# %% nbs/1_core/13_kv_events.ipynb #kv_events
+# %% nbs/core/kv_events.ipynb #kv_events
 def kv_events(events: Iterable[Event], requests: Callable[[str], Request | None], block_size: int) -> list[KVEvent]:
     """The KV events among trace events.
 
@@ -127,7 +127,7 @@ def _stored(request: Request, run: list[tuple[int, bytes]], block_size: int) -> 
     )
 
 
-# %% nbs/1_core/13_kv_events.ipynb #KVEventTap
+# %% nbs/core/kv_events.ipynb #KVEventTap
 class KVEventTap:
     """Collects a scheduler's KV events.
 

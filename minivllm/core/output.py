@@ -3,9 +3,9 @@
 What passes between the scheduler and the thing that runs the model?
 """
 
-# Generated from nbs/1_core/02_output.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/core/output.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7c835c06e83e module=dfa6413c14ed
+# literate: notebook=9b300f68a53c module=e5efac0f15ce
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from minivllm.core.request import FinishReason
 
-__all__ = ["EngineCoreOutput", "ModelRunnerOutput", "NewRequest", "SchedulerOutput"]
+__all__ = ["EngineCoreOutput", "ModelRunnerOutput", "NewRequestData", "SchedulerOutput"]
 
 
-# %% nbs/1_core/02_output.ipynb #NewRequest
+# %% nbs/core/output.ipynb #NewRequest
 @dataclass(frozen=True, slots=True)
-class NewRequest:
+class NewRequestData:
     """A request that the runner does not hold yet, with all that it needs to make a row.
 
     Attributes:
@@ -41,7 +41,7 @@ class NewRequest:
     lora_name: str | None = None
 
 
-# %% nbs/1_core/02_output.ipynb #SchedulerOutput
+# %% nbs/core/output.ipynb #SchedulerOutput
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """What to run in one step.
@@ -61,7 +61,7 @@ class SchedulerOutput:
     step: int
     num_scheduled_tokens: dict[str, int]
     total_num_scheduled_tokens: int
-    new_requests: tuple[NewRequest, ...] = ()
+    new_requests: tuple[NewRequestData, ...] = ()
     new_block_ids: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
     preempted: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class SchedulerOutput:
     swap_in: tuple[tuple[int, int], ...] = ()
 
 
-# %% nbs/1_core/02_output.ipynb #ModelRunnerOutput
+# %% nbs/core/output.ipynb #ModelRunnerOutput
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """What one step of the model produced.
@@ -89,7 +89,7 @@ class ModelRunnerOutput:
     pooled: dict[str, list[float]] = field(default_factory=dict)
 
 
-# %% nbs/1_core/02_output.ipynb #EngineCoreOutput
+# %% nbs/core/output.ipynb #EngineCoreOutput
 @dataclass(slots=True)
 class EngineCoreOutput:
     """What one request gained in one step, on its way to the output processor.

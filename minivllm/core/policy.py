@@ -3,9 +3,9 @@
 Who goes first, how much does each get, who gives up memory, and which cached block is forgotten?
 """
 
-# Generated from nbs/1_core/09_policy.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/core/policy.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5c6cb7b5b29b module=f7021bf7968a
+# literate: notebook=86a29bf215b8 module=031206fb32f0
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-# %% nbs/1_core/09_policy.ipynb #View
+# %% nbs/core/policy.ipynb #View
 class View:
     """Reads through to an object; refuses every write."""
 
@@ -70,7 +70,7 @@ class View:
         return f"View({object.__getattribute__(self, '_target')!r})"
 
 
-# %% nbs/1_core/09_policy.ipynb #SchedulerView
+# %% nbs/core/policy.ipynb #SchedulerView
 class SchedulerView:
     """What a policy may know of the scheduler. Read-only.
 
@@ -102,7 +102,7 @@ class SchedulerView:
         return self._cached(object.__getattribute__(request, "_target"))
 
 
-# %% nbs/1_core/09_policy.ipynb #Policy
+# %% nbs/core/policy.ipynb #Policy
 class Policy:
     """First come, first served. Override any of the hooks.
 
@@ -141,7 +141,7 @@ def overrides(policy: Policy, hook: str) -> bool:
     return getattr(type(policy), hook) is not getattr(Policy, hook) or hook in vars(policy)
 
 
-# %% nbs/1_core/09_policy.ipynb #FCFS
+# %% nbs/core/policy.ipynb #FCFS
 class FCFS(Policy):
     """First come, first served: vLLM's default."""
 
@@ -180,7 +180,7 @@ class LongestPrefixMatch(Policy):
         return sorted(waiting, key=view.cached_tokens, reverse=True)
 
 
-# %% nbs/1_core/09_policy.ipynb #LRU
+# %% nbs/core/policy.ipynb #LRU
 class LRU(Policy):
     """Forget the block that has not been used for the longest time: vLLM's default."""
 
@@ -219,7 +219,7 @@ class Clairvoyant(Policy):
         return max(free_blocks, key=lambda block: (self.next_use(block.block_hash), block.depth))
 
 
-# %% nbs/1_core/09_policy.ipynb #combine
+# %% nbs/core/policy.ipynb #combine
 class Combined(Policy):
     """What `combine` makes. `parts`: the policy behind each hook."""
 
@@ -250,7 +250,7 @@ def arguments_of(policy: Policy) -> dict[str, Any]:
     }
 
 
-# %% nbs/1_core/09_policy.ipynb #PolicyError
+# %% nbs/core/policy.ipynb #PolicyError
 class PolicyError(RuntimeError):
     """A policy answered wrongly, raised, or did not answer. Names policy and hook; the scheduler's state is intact."""
 
@@ -300,7 +300,7 @@ class Watchdog:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._target), ctypes.py_object(_TimeOut))
 
 
-# %% nbs/1_core/09_policy.ipynb #PolicyGuard
+# %% nbs/core/policy.ipynb #PolicyGuard
 class PolicyGuard:
     """Asks a policy and checks what it answers.
 

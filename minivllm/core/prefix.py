@@ -3,9 +3,9 @@
 A thousand users ask questions about the same document.
 """
 
-# Generated from nbs/1_core/06_prefix.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/core/prefix.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7b80c8d80105 module=84b2efee97fc
+# literate: notebook=70e6e44d6fe6 module=1cca136b2a0d
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# %% nbs/1_core/06_prefix.ipynb #hash_block
+# %% nbs/core/prefix.ipynb #hash_block
 def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
     """The name of a full block: 32 bytes that depend on the whole prefix, and on nothing else.
 
@@ -56,7 +56,7 @@ def extend_block_hashes(request: Request, block_size: int) -> list[bytes]:
     return hashes
 
 
-# %% nbs/1_core/06_prefix.ipynb #PrefixIndex
+# %% nbs/core/prefix.ipynb #PrefixIndex
 class PrefixIndex(Protocol):
     """Where the cached blocks are."""
 
@@ -79,7 +79,7 @@ class PrefixIndex(Protocol):
     def __len__(self) -> int: ...
 
 
-# %% nbs/1_core/06_prefix.ipynb #HashIndex
+# %% nbs/core/prefix.ipynb #HashIndex
 class HashIndex:
     """A dictionary from block hash to block."""
 
@@ -109,7 +109,7 @@ class HashIndex:
         return len(self._blocks)
 
 
-# %% nbs/1_core/06_prefix.ipynb #_Node
+# %% nbs/core/prefix.ipynb #_Node
 class _Node:
     __slots__ = ("parent", "edge", "children", "block")
 

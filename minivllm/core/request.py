@@ -3,9 +3,9 @@
 What does the engine need to know about one request in order to schedule it?
 """
 
-# Generated from nbs/1_core/01_request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/core/request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=32805725a507 module=82960fd0375b
+# literate: notebook=2083e84f9562 module=ac3bd9bcf104
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["FinishReason", "Request", "RequestStatus"]
 
 
-# %% nbs/1_core/01_request.ipynb #FinishReason
+# %% nbs/core/request.ipynb #FinishReason
 class FinishReason(str, Enum):
     """Why a request ended. The values are the strings that the OpenAI API uses; `error` is ours."""
 
@@ -29,7 +29,7 @@ class FinishReason(str, Enum):
         return self.value
 
 
-# %% nbs/1_core/01_request.ipynb #RequestStatus
+# %% nbs/core/request.ipynb #RequestStatus
 class RequestStatus(IntEnum):
     """Where a request stands. All but `RUNNING` and `FINISHED` are forms of waiting."""
 
@@ -40,7 +40,7 @@ class RequestStatus(IntEnum):
     FINISHED = 4
 
 
-# %% nbs/1_core/01_request.ipynb #Request
+# %% nbs/core/request.ipynb #Request
 class Request:
     """One request as the scheduler sees it: token ids in, token ids out, and a progress counter.
 
@@ -128,25 +128,25 @@ class Request:
         self.capacity = 0
         self.sequence_number = 0
 
-    # %% nbs/1_core/01_request.ipynb #Request-output_token_ids
+    # %% nbs/core/request.ipynb #Request-output_token_ids
     @property
     def output_token_ids(self) -> list[int]:
         """The sampled tokens so far (a copy)."""
         return self.all_token_ids[self.num_prompt_tokens :]
 
-    # %% nbs/1_core/01_request.ipynb #Request-num_output_tokens
+    # %% nbs/core/request.ipynb #Request-num_output_tokens
     @property
     def num_output_tokens(self) -> int:
         """How many tokens have been sampled."""
         return self.num_tokens - self.num_prompt_tokens
 
-    # %% nbs/1_core/01_request.ipynb #Request-is_finished
+    # %% nbs/core/request.ipynb #Request-is_finished
     @property
     def is_finished(self) -> bool:
         """True once a finish reason is set."""
         return self.status is RequestStatus.FINISHED
 
-    # %% nbs/1_core/01_request.ipynb #Request-append_output_token
+    # %% nbs/core/request.ipynb #Request-append_output_token
     def append_output_token(self, token_id: int) -> bool:
         """Append one sampled token; set `finish_reason` and `stop_reason` and return True if it ends the request."""
         self.all_token_ids.append(token_id)
@@ -161,7 +161,7 @@ class Request:
             return True
         return False
 
-    # %% nbs/1_core/01_request.ipynb #Request-__repr__
+    # %% nbs/core/request.ipynb #Request-__repr__
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.name}, computed {self.num_computed_tokens} of {self.num_tokens},"

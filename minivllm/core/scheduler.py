@@ -3,9 +3,9 @@
 Which tokens are computed in the next step?
 """
 
-# Generated from nbs/1_core/10_scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/core/scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=56ea7cf43bd4 module=862b469813d8
+# literate: notebook=9f80eb2a0033 module=e0c137db0a7c
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from typing import Any
 
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
+from minivllm.core.events import RequestSnapshot, State, TraceHeader
 from minivllm.core.kv_cache import KVCacheManager
-from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
+from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.core.policy import FCFS, Policy, PolicyError, PolicyGuard, Priority, SchedulerView, arguments_of
 from minivllm.core.request import FinishReason, Request, RequestStatus
-from minivllm.core.trace import RequestState, State, Trace, TraceHeader
+from minivllm.core.trace import Trace
 
 __all__ = ["Preemption", "Recompute", "Scheduler", "Swap", "WaitingQueue"]
 
 
-# %% nbs/1_core/10_scheduler.ipynb #WaitingQueue
+# %% nbs/core/scheduler.ipynb #WaitingQueue
 class WaitingQueue:
     """Requests that wait, in order of arrival, preempted ones in front; and, if a policy has a key, in the order of that key."""
 
@@ -80,7 +81,7 @@ class WaitingQueue:
         return heap
 
 
-# %% nbs/1_core/10_scheduler.ipynb #Recompute
+# %% nbs/core/scheduler.ipynb #Recompute
 @dataclass(frozen=True, slots=True)
 class Recompute:
     """A preempted request loses its blocks and computes them again (less what the prefix cache still holds)."""
@@ -100,11 +101,11 @@ class Swap:
 Preemption = Recompute | Swap
 
 
-# %% nbs/1_core/10_scheduler.ipynb #_Draft
+# %% nbs/core/scheduler.ipynb #_Draft
 @dataclass(slots=True)
 class _Draft:
     scheduled: dict[str, int]
-    new_requests: dict[str, NewRequest]
+    new_requests: dict[str, NewRequestData]
     new_block_ids: dict[str, tuple[list[int], ...]]
     preempted: list[str]
     swap_out: list[tuple[int, int]]
@@ -116,7 +117,7 @@ class _Draft:
         return _Draft({}, {}, {}, [], [], [])
 
 
-# %% nbs/1_core/10_scheduler.ipynb #Scheduler
+# %% nbs/core/scheduler.ipynb #Scheduler
 class Scheduler:
     """Decides, step by step, which tokens are computed. Owns the requests and, through the KV cache manager, all blocks.
 
@@ -190,7 +191,7 @@ class Scheduler:
         """The policy in use. Set another at any time between two steps with `set_policy`."""
         return self._guard.policy
 
-    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-set_policy
+    # %% nbs/core/scheduler.ipynb #Scheduler-set_policy
     def set_policy(self, policy: Policy) -> None:
         """Use another policy from the next step on."""
         self._guard = PolicyGuard(policy, self._policy_timeout)
@@ -226,7 +227,7 @@ class Scheduler:
             budget=budget,
         )
 
-    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-add_request
+    # %% nbs/core/scheduler.ipynb #Scheduler-add_request
     def add_request(self, request: Request) -> None:
         """Queue a request.
 
@@ -253,7 +254,7 @@ class Scheduler:
                 self.trace(("attributes", request.request_id, attributes))
         self.waiting.add(request)
 
-    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-schedule
+    # %% nbs/core/scheduler.ipynb #Scheduler-schedule
     def schedule(self) -> SchedulerOutput:
         """Decide what the next step computes.
 
@@ -311,7 +312,7 @@ class Scheduler:
         draft.scheduled.clear()
         self.step += 1
 
-    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_schedule_running
+    # %% nbs/core/scheduler.ipynb #Scheduler-_schedule_running
     def _schedule_running(self, draft: _Draft) -> None:
         scheduled, budget = draft.scheduled, draft.budget
         threshold, ask, runs = self.config.long_prefill_token_threshold, self._guard.has_chunk, RequestStatus.RUNNING
@@ -365,7 +366,7 @@ class Scheduler:
         request.num_denied = 0
         return budget
 
-    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_make_room
+    # %% nbs/core/scheduler.ipynb #Scheduler-_make_room
     def _make_room(self, request: Request, n: int, draft: _Draft) -> bool:
         """Allocate for `n` more tokens; False if the request had to give way itself."""
         while True:
@@ -422,7 +423,7 @@ class Scheduler:
             mode = "recompute" if pairs is None else "swap"
             self.trace(("preempt", request_id, mode, needed_by.request_id, self.policy.name))
 
-    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_schedule_waiting
+    # %% nbs/core/scheduler.ipynb #Scheduler-_schedule_waiting
     def _schedule_waiting(self, draft: _Draft) -> None:
         for request in self._candidates(draft):
             reason = self._admit(request, draft)
@@ -461,7 +462,7 @@ class Scheduler:
             self._last_wait = (request.request_id, reason)
             self.trace(("wait", request.request_id, reason))
 
-    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_admit
+    # %% nbs/core/scheduler.ipynb #Scheduler-_admit
     def _admit(self, request: Request, draft: _Draft) -> str | None:
         """Start one waiting request; the reason if it cannot start now."""
         config = self.config
@@ -519,7 +520,7 @@ class Scheduler:
         self.running.append(request)
         if self.trace is not None:
             self.trace(("admit", request.request_id, request.num_computed_tokens, request.num_cached_tokens))
-        draft.new_requests[request.request_id] = NewRequest(
+        draft.new_requests[request.request_id] = NewRequestData(
             request_id=request.request_id,
             prompt_token_ids=request.all_token_ids[: request.num_prompt_tokens],
             output_token_ids=request.output_token_ids,
@@ -533,7 +534,7 @@ class Scheduler:
         request.num_computed_tokens += n
         draft.budget -= n
 
-    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-update
+    # %% nbs/core/scheduler.ipynb #Scheduler-update
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take in what a step produced.
 
@@ -612,7 +613,7 @@ class Scheduler:
                 if request not in ended:
                     ended.append(request)
 
-    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-_finish
+    # %% nbs/core/scheduler.ipynb #Scheduler-_finish
     def _finish(self, request: Request) -> None:
         """Give everything back. The caller takes the request out of its queue."""
         if request.status is RequestStatus.RUNNING:
@@ -658,7 +659,7 @@ class Scheduler:
         """Forget all cached content. Returns the number of blocks forgotten."""
         return self.kv.reset_prefix_cache()
 
-    # %% nbs/1_core/10_scheduler.ipynb #Scheduler-state
+    # %% nbs/core/scheduler.ipynb #Scheduler-state
     def state(self) -> State:
         """The live state as plain data."""
         pool, cpu = self.kv.pool, self.kv.cpu_pool
@@ -676,7 +677,7 @@ class Scheduler:
             held = request_id in self.kv.groups[0].tables
             tables = [list(ids) for ids in self.kv.get_block_ids(request_id)] if held else [[] for _ in self.kv.groups]
             copies = [b.block_id for table in self.kv.swapped.get(request_id, ()) for b in table if b.block_id]
-            state.requests[request_id] = RequestState(
+            state.requests[request_id] = RequestSnapshot(
                 r.status.name,
                 r.num_prompt_tokens,
                 r.num_tokens,
@@ -743,7 +744,7 @@ class Scheduler:
         self.trace = self.kv.trace = None if not sinks else sinks[0] if len(sinks) == 1 else tell_all
 
 
-# %% nbs/1_core/10_scheduler.ipynb #Scheduler-add_request
+# %% nbs/core/scheduler.ipynb #Scheduler-add_request
 def _add_event(r: Request) -> tuple[Any, ...]:
     return (
         "add", r.request_id, r.num_prompt_tokens, r.max_tokens, r.arrival_time, r.priority, r.user,

@@ -3,9 +3,9 @@
 Every command that starts an engine takes the same flags.
 """
 
-# Generated from nbs/5_engine/17_arguments.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/arguments.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b39730f07c21 module=2be98dce5565
+# literate: notebook=51e739c45c07 module=edda9a1e716a
 
 import argparse
 import difflib
@@ -19,7 +19,7 @@ from minivllm.core.config import EngineArgs
 __all__ = ["add_engine_arguments", "engine_args_from", "with_config"]
 
 
-# %% nbs/5_engine/17_arguments.ipynb #add_engine_arguments
+# %% nbs/engine/arguments.ipynb #add_engine_arguments
 _PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "dict[str, Any]": json.loads}
 
 
@@ -50,7 +50,7 @@ def engine_args_from(args: argparse.Namespace) -> EngineArgs:
     return EngineArgs(**{f.name: getattr(args, f.name) for f in fields(EngineArgs)})
 
 
-# %% nbs/5_engine/17_arguments.ipynb #with_config
+# %% nbs/engine/arguments.ipynb #with_config
 def with_config(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """``argv`` with the flags of ``--config FILE.yaml`` behind it, but for those that it has itself: the command line wins.
 

@@ -3,9 +3,9 @@
 `LLM.generate` owns the engine until its list is done.
 """
 
-# Generated from nbs/6_serving/03_async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/async_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=07c33c1c5c60 module=9f119d16673f
+# literate: notebook=f6d58f7578f1 module=7a472bf8ecc9
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ from minivllm.sampling.pooling import PoolingParams
 __all__ = ["AsyncLLM", "Bell", "EngineDeadError", "RequestStream", "logger"]
 
 
-# %% nbs/6_serving/03_async_llm.ipynb #RequestStream
+# %% nbs/engine/async_llm.ipynb #RequestStream
 T = TypeVar("T")
 
 
@@ -123,7 +123,7 @@ class RequestStream:
             self._on_close(self.request_id)
 
 
-# %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM
+# %% nbs/engine/async_llm.ipynb #AsyncLLM
 class AsyncLLM:
     """One engine for many callers in asyncio. Make one with `from_engine_args`.
 
@@ -187,7 +187,7 @@ class AsyncLLM:
     def get_tokenizer(self) -> Any:
         return self.llm_engine.tokenizer
 
-    # %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-get_default_sampling_params
+    # %% nbs/engine/async_llm.ipynb #AsyncLLM-get_default_sampling_params
     def get_default_sampling_params(self) -> dict[str, Any]:
         """The fields of SamplingParams that the model's generation config sets; none with ``generation_config="vllm"``."""
         if self.config.args.generation_config == "vllm":
@@ -195,7 +195,7 @@ class AsyncLLM:
         found = self.llm_engine.generation_config
         return {ours: found[theirs] for theirs, ours in FROM_GENERATION_CONFIG.items() if found.get(theirs) is not None}
 
-    # %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-loop
+    # %% nbs/engine/async_llm.ipynb #AsyncLLM-loop
     def _post(self, job: Callable[[LLMEngine], T]) -> "Future[T]":
         """Have ``job`` done between two steps. The future raises EngineDeadError if that can no longer happen."""
         future: Future[T] = Future()
@@ -247,7 +247,7 @@ class AsyncLLM:
                 except Exception as error:  # noqa: BLE001 - the caller's error, not the engine's
                     future.set_exception(error)
 
-    # %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-deliver
+    # %% nbs/engine/async_llm.ipynb #AsyncLLM-deliver
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput]]] = {}
         for output in outputs:
@@ -287,7 +287,7 @@ class AsyncLLM:
             if self.dead_error is not None:
                 self.on_death(self.dead_error)
 
-    # %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-submit
+    # %% nbs/engine/async_llm.ipynb #AsyncLLM-submit
     async def submit(
         self,
         prompt: PromptType,
@@ -347,7 +347,7 @@ class AsyncLLM:
 
         self._post(job)  # a dead engine has forgotten it already
 
-    # %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-generate
+    # %% nbs/engine/async_llm.ipynb #AsyncLLM-generate
     async def generate(
         self,
         prompt: PromptType,
@@ -404,7 +404,7 @@ class AsyncLLM:
             self._thread.join()
 
 
-# %% nbs/6_serving/03_async_llm.ipynb #AsyncLLM-deliver
+# %% nbs/engine/async_llm.ipynb #AsyncLLM-deliver
 def _put_all(pairs: list[tuple[RequestStream, RequestOutput]]) -> None:
     for stream, output in pairs:
         stream.put(output)

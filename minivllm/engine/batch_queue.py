@@ -3,9 +3,9 @@
 The engine's loop is: decide, carry out, take in.
 """
 
-# Generated from nbs/5_engine/09c_batch_queue.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/batch_queue.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1e2a2e410ab0 module=8477bc5c7230
+# literate: notebook=6b257b96f173 module=2c9d0b1c8fcb
 
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 __all__ = ["BatchQueue"]
 
 
-# %% nbs/5_engine/09c_batch_queue.ipynb #BatchQueue
+# %% nbs/engine/batch_queue.ipynb #BatchQueue
 if TYPE_CHECKING:
     from minivllm.runtime.executor import Executor
 

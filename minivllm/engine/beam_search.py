@@ -4,9 +4,9 @@ Greedy decoding takes the best token at every step, and may walk into a sentence
 a whole.
 """
 
-# Generated from nbs/5_engine/13_beam_search.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/beam_search.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c4f433b6f996 module=bf42ea0cc890
+# literate: notebook=f0c493ebdceb module=6936cbf7feb0
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-# %% nbs/5_engine/13_beam_search.ipynb #BeamSearchSequence
+# %% nbs/engine/beam_search.ipynb #BeamSearchSequence
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
     """One continuation.
@@ -50,7 +50,7 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-# %% nbs/5_engine/13_beam_search.ipynb #Beams
+# %% nbs/engine/beam_search.ipynb #Beams
 @dataclass(slots=True)
 class Beams:
     """The search for one prompt. ``running``: (generated tokens, their log-probability), best first."""
@@ -68,7 +68,7 @@ class Beams:
         """Continuations to look at in a step; each running beam must offer so many."""
         return num_candidates(self.params.beam_width, self.end_ids)
 
-    # %% nbs/5_engine/13_beam_search.ipynb #Beams-advance
+    # %% nbs/engine/beam_search.ipynb #Beams-advance
     def advance(self, logprobs: Sequence[dict[int, float]]) -> None:
         """Go on by one token. ``logprobs``: for each running beam the likeliest next tokens."""
         width, length = self.params.beam_width, len(self.running[0][0]) + 1
@@ -100,13 +100,13 @@ class Beams:
         return BeamSearchSequence(kept, total, score, "stop" if ends else "length", token if ends else None)
 
 
-# %% nbs/5_engine/13_beam_search.ipynb #Beams
+# %% nbs/engine/beam_search.ipynb #Beams
 def num_candidates(beam_width: int, end_ids: Iterable[int]) -> int:
     """Continuations that one step of the search looks at."""
     return max(2, 1 + len(set(end_ids))) * beam_width
 
 
-# %% nbs/5_engine/13_beam_search.ipynb #search_beams
+# %% nbs/engine/beam_search.ipynb #search_beams
 Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
 
 
@@ -142,7 +142,7 @@ def _offers(output: RequestOutput) -> dict[int, float]:
     return {token: entry.logprob for token, entry in completion.logprobs[0].items()}
 
 
-# %% nbs/5_engine/13_beam_search.ipynb #beam_search_output
+# %% nbs/engine/beam_search.ipynb #beam_search_output
 def beam_search_output(search: Beams, tokenizer: Any | None) -> BeamSearchOutput:
     """The finished beams with their text."""
     if tokenizer is None:

@@ -3,9 +3,9 @@
 Everything that vLLM is famous for happens in three lines: decide, carry out, take in.
 """
 
-# Generated from nbs/5_engine/10_engine_core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=02926a9b654d module=59dd717e45ca
+# literate: notebook=83f0072d7e0a module=83384f3f635f
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from minivllm.sampling.grammar import GrammarCompiler
 __all__ = ["EngineCore", "logger"]
 
 
-# %% nbs/5_engine/10_engine_core.ipynb #EngineCore
+# %% nbs/engine/core.ipynb #EngineCore
 if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
     from minivllm.runtime.executor import Executor
 
@@ -97,7 +97,7 @@ class EngineCore:
         """Whether `step` has anything to do, be it only rows to drop."""
         return self.scheduler.has_requests() or any((self.grammars, self.queue, self._kept))
 
-    # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-step
+    # %% nbs/engine/core.ipynb #EngineCore-step
     def step(self) -> list[EngineCoreOutput]:
         """Run one step; returns what requests gained. Does nothing when there is nothing to do.
 
@@ -152,14 +152,14 @@ class EngineCore:
                 failed.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error)))
         return failed
 
-    # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-_give_up
+    # %% nbs/engine/core.ipynb #EngineCore-_give_up
     def _give_up(self) -> None:
         """After a step that was decided but not carried out: end its requests and those of the next, forget the prefix cache."""
         for output in self.queue.clear():
             self.scheduler.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
         self.scheduler.reset_prefix_cache()
 
-    # %% nbs/5_engine/10_engine_core.ipynb #EngineCore-record
+    # %% nbs/engine/core.ipynb #EngineCore-record
     @contextmanager
     def record(self, samples: bool = False) -> Iterator[Trace]:
         """Record everything that the scheduler does within the block.

@@ -4,9 +4,9 @@ In a thread, the engine shares Python's global lock with the server: while one w
 sockets, the other cannot schedule.
 """
 
-# Generated from nbs/6_serving/17_engine_process.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/core_process.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7d7584f1a663 module=8bf00eea0d47
+# literate: notebook=a7523660729d module=bd7b1308518c
 
 import logging
 import os
@@ -34,7 +34,7 @@ from minivllm.sampling.grammar import GrammarCompiler
 __all__ = ["CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "connect_engine", "logger", "main"]
 
 
-# %% nbs/6_serving/17_engine_process.ipynb #EngineCoreProc
+# %% nbs/engine/core_process.ipynb #EngineCoreProc
 logger = logging.getLogger("minivllm.engine")
 CALLS = ("reset_prefix_cache", "record_to")
 """Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`)."""
@@ -116,7 +116,7 @@ class EngineCoreProc:
             self._put(["stop"])
 
 
-# %% nbs/6_serving/17_engine_process.ipynb #main
+# %% nbs/engine/core_process.ipynb #main
 def main(file_number: int) -> int:
     """What runs in the engine's process; returns its exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -145,7 +145,7 @@ def main(file_number: int) -> int:
     return status
 
 
-# %% nbs/6_serving/17_engine_process.ipynb #EngineCoreClient
+# %% nbs/engine/core_process.ipynb #EngineCoreClient
 class EngineProcessError(RuntimeError):
     """The engine's process has failed or was killed."""
 
@@ -246,7 +246,7 @@ class EngineCoreClient:
                 del self._born[output.request_id]
         return outputs
 
-    # %% nbs/6_serving/17_engine_process.ipynb #EngineCoreClient-call
+    # %% nbs/engine/core_process.ipynb #EngineCoreClient-call
     def _send(self, *message: Any) -> None:
         """Raises TypeError, ValueError for what cannot cross; then it does not count as sent."""
         try:
@@ -296,7 +296,7 @@ class EngineCoreClient:
         """See `EngineCore.get_stats`; as of the last message."""
         return self._stats
 
-    # %% nbs/6_serving/17_engine_process.ipynb #start
+    # %% nbs/engine/core_process.ipynb #start
     def shutdown(self) -> None:
         """End the process, and wait until it has ended. Twice is no error."""
         self._send("stop")
@@ -318,7 +318,7 @@ class EngineCoreClient:
         self.channel.close()
 
 
-# %% nbs/6_serving/17_engine_process.ipynb #start
+# %% nbs/engine/core_process.ipynb #start
 def _start_process() -> tuple["subprocess.Popen[bytes]", Channel]:
     ours, theirs = socket.socketpair()
     try:
@@ -348,6 +348,6 @@ def connect_engine(args: EngineArgs, *, warm: bool = False, **options: Any) -> L
         raise
 
 
-# %% nbs/6_serving/17_engine_process.ipynb #main-guard
+# %% nbs/engine/core_process.ipynb #main-guard
 if __name__ == "__main__" and "get_ipython" not in globals():
     sys.exit(main(int(sys.argv[1])))

@@ -3,9 +3,9 @@
 The model gives one token at a time.
 """
 
-# Generated from nbs/5_engine/06_detokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/detokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1c1869a80d30 module=3d3229cbb69b
+# literate: notebook=57273daf31bc module=7a3cb71ef350
 
 import codecs
 import json
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #byte_alphabet
+# %% nbs/engine/detokenizer.ipynb #byte_alphabet
 def byte_alphabet() -> dict[str, int]:
     """Character -> byte, as in GPT-2's byte-level BPE: printable Latin-1 is itself, the rest is moved up from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -32,7 +32,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #TokenBytes
+# %% nbs/engine/detokenizer.ipynb #TokenBytes
 class TokenBytes(dict[int, bytes]):
     """Token id -> the bytes it adds to the text, for a byte-level tokenizer; entries are made on first use."""
 
@@ -56,7 +56,7 @@ class TokenBytes(dict[int, bytes]):
         return token.encode()
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #Detokenizer
+# %% nbs/engine/detokenizer.ipynb #Detokenizer
 class Detokenizer(Protocol):
     """Turns tokens into text as they come. The pieces of ``push`` and the last ``flush``, joined, are the one-shot decode."""
 
@@ -83,7 +83,7 @@ class ByteDetokenizer:
         return self._decode(b"", True)
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #WindowDetokenizer
+# %% nbs/engine/detokenizer.ipynb #WindowDetokenizer
 class WindowDetokenizer:
     """For every other tokenizer: decode a window of the last tokens and show what is new (the idea of TGI and vLLM).
 
@@ -105,7 +105,7 @@ class WindowDetokenizer:
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, **self._options) if self._window else ""
 
-    # %% nbs/5_engine/06_detokenizer.ipynb #WindowDetokenizer-push
+    # %% nbs/engine/detokenizer.ipynb #WindowDetokenizer-push
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         if token_id not in self._skipped:
@@ -121,18 +121,18 @@ class WindowDetokenizer:
         self._shown = self._decode()
         return piece
 
-    # %% nbs/5_engine/06_detokenizer.ipynb #WindowDetokenizer-flush
+    # %% nbs/engine/detokenizer.ipynb #WindowDetokenizer-flush
     def flush(self) -> str:
         return self._decode()[len(self._shown) :]
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #is_byte_token
+# %% nbs/engine/detokenizer.ipynb #is_byte_token
 def is_byte_token(token: str | None) -> bool:
     """Whether a vocabulary entry spells one byte, such as ``<0xE4>``."""
     return token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #DetokenizerFactory
+# %% nbs/engine/detokenizer.ipynb #DetokenizerFactory
 class DetokenizerFactory:
     """Makes one detokenizer a request and remembers, per tokenizer, what they share."""
 
@@ -168,7 +168,7 @@ class DetokenizerFactory:
         return self._texts[token_id]
 
 
-# %% nbs/5_engine/06_detokenizer.ipynb #is_byte_level
+# %% nbs/engine/detokenizer.ipynb #is_byte_level
 def is_byte_level(tokenizer: Any) -> bool:
     """Whether the tokenizer decodes by GPT-2's byte alphabet and nothing else."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -4,9 +4,9 @@ A request for structured output needs a grammar, and compiling one takes from a 
 seconds.
 """
 
-# Generated from nbs/5_engine/09b_grammar_queue.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/grammar_queue.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5577cc9b6967 module=cff5c6cf0e54
+# literate: notebook=40303747aab6 module=906e34f0117b
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +18,7 @@ from minivllm.sampling.grammar import GrammarCompiler, GrammarError, PendingGram
 __all__ = ["GrammarQueue", "wants_grammar"]
 
 
-# %% nbs/5_engine/09b_grammar_queue.ipynb #GrammarQueue
+# %% nbs/engine/grammar_queue.ipynb #GrammarQueue
 class GrammarQueue:
     """Requests whose grammar is being compiled."""
 

@@ -4,9 +4,9 @@ The scheduler trusts its requests: token ids that exist, a prompt that fits, a p
 enough.
 """
 
-# Generated from nbs/5_engine/05_input_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/input_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f08bdf4322b6 module=73550e279a5f
+# literate: notebook=544aae7c61ca module=bb3e78f66c09
 
 import difflib
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from minivllm.sampling.random import RequestSeeds
 __all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "parse_prompt"]
 
 
-# %% nbs/5_engine/05_input_processor.ipynb #Prompt
+# %% nbs/engine/input_processor.ipynb #Prompt
 PromptType = str | Sequence[int] | dict[str, Any]
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -88,7 +88,7 @@ def _brief(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-# %% nbs/5_engine/05_input_processor.ipynb #ProcessedInput
+# %% nbs/engine/input_processor.ipynb #ProcessedInput
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
     """A checked request. ``children``: the core's requests, at least one; each has its own parameters."""
@@ -117,7 +117,7 @@ class InputProcessor:
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
         self._next_seed = RequestSeeds(config.seed)
 
-    # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-tokenize
+    # %% nbs/engine/input_processor.ipynb #InputProcessor-tokenize
     def tokenize(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> list[int]:
         """Token ids of a prompt, shortened if ``truncate_prompt_tokens`` says so. Raises ValueError if a limit is broken."""
         if prompt.token_ids is not None:
@@ -147,7 +147,7 @@ class InputProcessor:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"prompt_token_ids[{i}] is {token}; token ids of this model are 0..{vocab_size - 1}")
 
-    # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-_why_max_model_len
+    # %% nbs/engine/input_processor.ipynb #InputProcessor-_why_max_model_len
     def _why_max_model_len(self) -> str:
         return next((d.why for d in self.config.decisions if d.setting == "max_model_len"), "as configured")
 
@@ -156,7 +156,7 @@ class InputProcessor:
         room = self.config.scheduler.max_model_len - prompt_len
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-process
+    # %% nbs/engine/input_processor.ipynb #InputProcessor-process
     def process(
         self,
         request_id: str,
@@ -233,7 +233,7 @@ class InputProcessor:
         )
         return ProcessedInput(prompt.text, token_ids, params, [request])
 
-    # %% nbs/5_engine/05_input_processor.ipynb #InputProcessor-_complete
+    # %% nbs/engine/input_processor.ipynb #InputProcessor-_complete
     def _complete(self, params: SamplingParams) -> SamplingParams:
         if params.bad_words and self.tokenizer is None:
             raise ValueError("bad_words needs a tokenizer, and this engine has none")

@@ -4,9 +4,9 @@ Python raises `KeyboardInterrupt` between any two bytecodes: also in the middle 
 with a block taken from the free list and not yet in a table.
 """
 
-# Generated from nbs/5_engine/12_interrupt.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/interrupt.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=63f5dd2fc6bf module=53cd5594fa06
+# literate: notebook=e570a7da5737 module=a53daed2c9eb
 
 import signal
 import threading
@@ -17,7 +17,7 @@ from types import FrameType
 __all__ = ["deferred_interrupts"]
 
 
-# %% nbs/5_engine/12_interrupt.ipynb #deferred_interrupts
+# %% nbs/engine/interrupt.ipynb #deferred_interrupts
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Within the block Ctrl-C waits for a call of the yielded function, which then raises KeyboardInterrupt.

@@ -3,9 +3,9 @@
 How does a router in another process hear what this engine has cached?
 """
 
-# Generated from nbs/5_engine/16_kv_publisher.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/kv_publisher.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2ee2adcdd1aa module=18e149792dd7
+# literate: notebook=cdb70ddf3293 module=8a63174526ad
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from minivllm.core.kv_events import KVEvent
 __all__ = ["END_OF_REPLAY", "KVEventPublisher"]
 
 
-# %% nbs/5_engine/16_kv_publisher.ipynb #code-e6efc0
+# %% nbs/engine/kv_publisher.ipynb #code-e6efc0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _STOP = object()
 
 
-# %% nbs/5_engine/16_kv_publisher.ipynb #KVEventPublisher
+# %% nbs/engine/kv_publisher.ipynb #KVEventPublisher
 class KVEventPublisher:
     """Publishes KV events over ZeroMQ, wire-compatible with vLLM's `ZmqEventPublisher`.
 
@@ -84,7 +84,7 @@ class KVEventPublisher:
         self._thread.join()
         self._context.destroy(linger=1000)
 
-    # %% nbs/5_engine/16_kv_publisher.ipynb #KVEventPublisher-_run
+    # %% nbs/engine/kv_publisher.ipynb #KVEventPublisher-_run
     def _run(self) -> None:
         sequence = 0
         while True:

@@ -3,9 +3,9 @@
 A first script should need a class, a list of prompts, and nothing else:
 """
 
-# Generated from nbs/5_engine/14_llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=619a32e98a5c module=a5465c16cc7c
+# literate: notebook=7dbf1b3fa9c2 module=3ac919b49383
 
 import itertools
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from minivllm.sampling.transforms import Transform
 __all__ = ["FROM_GENERATION_CONFIG", "LLM", "Message"]
 
 
-# %% nbs/5_engine/14_llm.ipynb #LLM
+# %% nbs/engine/llm.ipynb #LLM
 if TYPE_CHECKING:
     import pandas as pd
 Message = dict[str, Any]
@@ -91,7 +91,7 @@ class LLM:
     def get_tokenizer(self) -> Any:
         return self.llm_engine.tokenizer
 
-    # %% nbs/5_engine/14_llm.ipynb #LLM-get_default_sampling_params
+    # %% nbs/engine/llm.ipynb #LLM-get_default_sampling_params
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used where none are given: the model's generation config, or neutral with ``generation_config="vllm"``."""
         if self.config.args.generation_config == "vllm":
@@ -102,7 +102,7 @@ class LLM:
         }
         return SamplingParams(**given)
 
-    # %% nbs/5_engine/14_llm.ipynb #LLM-generate
+    # %% nbs/engine/llm.ipynb #LLM-generate
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -157,7 +157,7 @@ class LLM:
             checked.append((request_id, given))
         return checked
 
-    # %% nbs/5_engine/14_llm.ipynb #LLM-_run
+    # %% nbs/engine/llm.ipynb #LLM-_run
     def _run(self, requests: Sequence[tuple[str, ProcessedInput]], use_tqdm: bool) -> list[RequestOutput]:
         """Queue requests and step until they have ended. Whatever goes wrong, none of them is left behind."""
         engine, done = self.llm_engine, {}
@@ -175,7 +175,7 @@ class LLM:
             raise
         return [done[request_id] for request_id, _ in requests]
 
-    # %% nbs/5_engine/14_llm.ipynb #LLM-embed
+    # %% nbs/engine/llm.ipynb #LLM-embed
     def embed(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -198,7 +198,7 @@ class LLM:
         outputs = self._run(self._process_all(_as_prompt_list(prompts), params), use_tqdm)
         return [_embedding(output) for output in outputs]
 
-    # %% nbs/5_engine/14_llm.ipynb #LLM-chat
+    # %% nbs/engine/llm.ipynb #LLM-chat
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -234,7 +234,7 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    # %% nbs/5_engine/14_llm.ipynb #LLM-beam_search
+    # %% nbs/engine/llm.ipynb #LLM-beam_search
     def beam_search(
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
@@ -297,7 +297,7 @@ class LLM:
         self.close()
 
 
-# %% nbs/5_engine/14_llm.ipynb #LLM-get_default_sampling_params
+# %% nbs/engine/llm.ipynb #LLM-get_default_sampling_params
 FROM_GENERATION_CONFIG = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -309,7 +309,7 @@ FROM_GENERATION_CONFIG = {
 """Fields of a model's generation config, and the names that SamplingParams has for them."""
 
 
-# %% nbs/5_engine/14_llm.ipynb #_Progress
+# %% nbs/engine/llm.ipynb #_Progress
 class _Progress:
     """A tqdm bar that counts finished prompts and shows tokens per second."""
 
@@ -333,7 +333,7 @@ class _Progress:
         self._bar.close()
 
 
-# %% nbs/5_engine/14_llm.ipynb #_as_prompt_list
+# %% nbs/engine/llm.ipynb #_as_prompt_list
 def _as_prompt_list(prompts: Any) -> list[Any]:
     """One prompt becomes a list of one. A list of numbers is one prompt of token ids."""
     if isinstance(prompts, (str, dict)):

@@ -3,9 +3,9 @@
 `LLM.generate` hides the loop.
 """
 
-# Generated from nbs/5_engine/11_llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b9a210fe534a module=3bf97a7fe103
+# literate: notebook=4a3033f7763e module=8c6ec2115569
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ from minivllm.sampling.transforms import Transform
 __all__ = ["LLMEngine"]
 
 
-# %% nbs/5_engine/11_llm_engine.ipynb #LLMEngine
+# %% nbs/engine/llm_engine.ipynb #LLMEngine
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -88,7 +88,7 @@ class LLMEngine:
         )
         return cls(plan.config, core, tokenizer, plan.model.generation_config)
 
-    # %% nbs/5_engine/11_llm_engine.ipynb #LLMEngine-add_request
+    # %% nbs/engine/llm_engine.ipynb #LLMEngine-add_request
     def add_request(
         self,
         request_id: str,
@@ -138,7 +138,7 @@ class LLMEngine:
             raise
         self.num_prompt_tokens += len(given.prompt_token_ids)
 
-    # %% nbs/5_engine/11_llm_engine.ipynb #LLMEngine-step
+    # %% nbs/engine/llm_engine.ipynb #LLMEngine-step
     def step(self) -> list[RequestOutput]:
         """Run one step; returns an output for each request that has news (with FINAL_ONLY: that has ended)."""
         if self._closed:
@@ -163,7 +163,7 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return len(self.output_processor.requests)
 
-    # %% nbs/5_engine/11_llm_engine.ipynb #LLMEngine-get_metrics
+    # %% nbs/engine/llm_engine.ipynb #LLMEngine-get_metrics
     def get_metrics(self) -> dict[str, float]:
         """Counters since the start, and gauges of this moment; the names are those of vLLM's metrics."""
         return {

@@ -3,9 +3,9 @@
 The engine core speaks token ids.
 """
 
-# Generated from nbs/5_engine/09_output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=392526f04f7a module=f5c508e5e283
+# literate: notebook=bb5d22662349 module=1056447cb08a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from minivllm.sampling.pooling import PoolingParams
 __all__ = ["CompletionState", "OutputProcessor", "ProcessedOutputs", "RequestState"]
 
 
-# %% nbs/5_engine/09_output_processor.ipynb #CompletionState
+# %% nbs/engine/output_processor.ipynb #CompletionState
 class CompletionState:
     """One answer while it is generated: one request of the engine core.
 
@@ -44,7 +44,7 @@ class CompletionState:
         self._sent_text = 0
         self._sent_tokens = 0
 
-    # %% nbs/5_engine/09_output_processor.ipynb #CompletionState-update
+    # %% nbs/engine/output_processor.ipynb #CompletionState-update
     def update(self, output: EngineCoreOutput) -> bool:
         """Take one step's tokens. Returns whether the engine core must be told that this request has ended."""
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
@@ -100,7 +100,7 @@ class CompletionState:
             self.logprobs.append(entry)
             self.cumulative_logprob += entry[token_id].logprob
 
-    # %% nbs/5_engine/09_output_processor.ipynb #CompletionState-completion
+    # %% nbs/engine/output_processor.ipynb #CompletionState-completion
     def completion(self, delta: bool) -> CompletionOutput:
         """The answer so far, or with ``delta`` what was not sent before."""
         end = len(self.text)
@@ -120,7 +120,7 @@ class CompletionState:
         )
 
 
-# %% nbs/5_engine/09_output_processor.ipynb #RequestState
+# %% nbs/engine/output_processor.ipynb #RequestState
 @dataclass(slots=True)
 class RequestState:
     """One request as the caller sees it, with its children: {id in the engine core: the child's state}."""
@@ -142,7 +142,7 @@ class RequestState:
     def finished(self) -> bool:
         return all(child.finish_reason is not None for child in self.children.values())
 
-    # %% nbs/5_engine/09_output_processor.ipynb #RequestState-output
+    # %% nbs/engine/output_processor.ipynb #RequestState-output
     def output(self) -> RequestOutput | None:
         """What the caller gets now, or None if it waits for the end."""
         kind, finished = self.params.output_kind, self.finished
@@ -179,7 +179,7 @@ class RequestState:
         return best
 
 
-# %% nbs/5_engine/09_output_processor.ipynb #ProcessedOutputs
+# %% nbs/engine/output_processor.ipynb #ProcessedOutputs
 @dataclass(slots=True)
 class ProcessedOutputs:
     """``request_outputs`` for callers, and ``reqs_to_abort``: ids in the engine core that a stop string ended."""
@@ -202,7 +202,7 @@ class OutputProcessor:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    # %% nbs/5_engine/09_output_processor.ipynb #OutputProcessor-add_request
+    # %% nbs/engine/output_processor.ipynb #OutputProcessor-add_request
     def add_request(
         self,
         request_id: str,
@@ -250,7 +250,7 @@ class OutputProcessor:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
 
-    # %% nbs/5_engine/09_output_processor.ipynb #OutputProcessor-process_outputs
+    # %% nbs/engine/output_processor.ipynb #OutputProcessor-process_outputs
     def process_outputs(self, core_outputs: Sequence[EngineCoreOutput], now: float) -> ProcessedOutputs:
         """Take the outputs of one step. ``now``: the engine's clock. Outputs of requests that are no longer known are dropped."""
         touched: dict[str, RequestState] = {}
@@ -298,7 +298,7 @@ class OutputProcessor:
             for token_id, logprob in (entry or {}).items():
                 logprob.decoded_token = self.detokenizers.token_text(token_id)
 
-    # %% nbs/5_engine/09_output_processor.ipynb #OutputProcessor-abort_requests
+    # %% nbs/engine/output_processor.ipynb #OutputProcessor-abort_requests
     def abort_requests(self, request_ids: Sequence[str], now: float) -> tuple[list[RequestOutput], list[str]]:
         """Forget requests. Returns their last outputs and the ids to abort in the engine core; unknown ids are passed over."""
         results: list[RequestOutput] = []

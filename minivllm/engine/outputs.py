@@ -4,9 +4,9 @@ Whoever calls the engine gets `RequestOutput` values: the prompt, and one `Compl
 each answer.
 """
 
-# Generated from nbs/5_engine/08_outputs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/outputs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d226e5870753 module=ad58328a95d1
+# literate: notebook=af2488365d99 module=d8277f84f97f
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "RequestMetrics", "RequestOutput"]
 
 
-# %% nbs/5_engine/08_outputs.ipynb #CompletionOutput
+# %% nbs/engine/outputs.ipynb #CompletionOutput
 @dataclass(slots=True)
 class CompletionOutput:
     """One answer to a prompt.
@@ -51,7 +51,7 @@ class CompletionOutput:
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
-# %% nbs/5_engine/08_outputs.ipynb #RequestMetrics
+# %% nbs/engine/outputs.ipynb #RequestMetrics
 @dataclass(slots=True)
 class RequestMetrics:
     """Moments of a request on the engine's clock, in seconds; None while they have not come."""
@@ -62,7 +62,7 @@ class RequestMetrics:
     finished_time: float | None = None
 
 
-# %% nbs/5_engine/08_outputs.ipynb #RequestOutput
+# %% nbs/engine/outputs.ipynb #RequestOutput
 @dataclass(slots=True)
 class RequestOutput:
     """All that is known of a request at the end of a step.

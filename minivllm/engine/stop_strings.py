@@ -3,9 +3,9 @@
 A user asks to stop at `"\\nUser:"`.
 """
 
-# Generated from nbs/5_engine/07_stop_strings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/stop_strings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2501ba795817 module=bedc774b8833
+# literate: notebook=7fcd8fcd6227 module=ebd2dddb3a4d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from minivllm.sampling.params import RepetitionDetectionParams
 __all__ = ["StopMatch", "StopStrings", "ends_in_loop"]
 
 
-# %% nbs/5_engine/07_stop_strings.ipynb #StopMatch
+# %% nbs/engine/stop_strings.ipynb #StopMatch
 @dataclass(frozen=True, slots=True)
 class StopMatch:
     """A stop string found in the text at ``text[start:end]``."""
@@ -57,7 +57,7 @@ class StopStrings:
         return 0
 
 
-# %% nbs/5_engine/07_stop_strings.ipynb #ends_in_loop
+# %% nbs/engine/stop_strings.ipynb #ends_in_loop
 def ends_in_loop(token_ids: Sequence[int], rule: RepetitionDetectionParams) -> bool:
     """Whether the tokens end in ``min_count`` copies of a pattern of ``min_pattern_size`` to ``max_pattern_size`` tokens."""
     for size in range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1):

@@ -4,21 +4,21 @@ The first request of an engine finds kernels that are not compiled, libraries th
 buffers that are not made.
 """
 
-# Generated from nbs/5_engine/20_warm_up.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/warm_up.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5704253d9b28 module=7db6f0f5390e
+# literate: notebook=ae6b6daf2dbd module=358e5701ac57
 
 from collections.abc import Iterator
 
 from minivllm.core.config import EngineConfig
-from minivllm.core.output import NewRequest, SchedulerOutput
+from minivllm.core.output import NewRequestData, SchedulerOutput
 from minivllm.runtime.executor import Executor
 from minivllm.sampling.params import SamplingParams
 
 __all__ = ["PROMPT", "STEPS", "rehearsal", "warm_up"]
 
 
-# %% nbs/5_engine/20_warm_up.ipynb #rehearsal
+# %% nbs/engine/warm_up.ipynb #rehearsal
 PROMPT, STEPS = 32, 3
 """Prompt tokens of each request, and tokens that follow, where there is room for so many."""
 
@@ -42,7 +42,7 @@ def rehearsal(config: EngineConfig) -> Iterator[SchedulerOutput]:
     for i, params in enumerate(_PARAMS[:count]):
         tables = [list(range(block + g * need, block + (g + 1) * need)) for g in range(len(cache.groups))]
         block += need * len(cache.groups)
-        new.append(NewRequest(f"warm-up-{i}", prompt, [], params, tuple(tables), 0, None))
+        new.append(NewRequestData(f"warm-up-{i}", prompt, [], params, tuple(tables), 0, None))
     names = tuple(request.request_id for request in new)
     yield SchedulerOutput(0, dict.fromkeys(names, length), length * count, tuple(new))
     for step in range(1, STEPS + 1):
@@ -50,7 +50,7 @@ def rehearsal(config: EngineConfig) -> Iterator[SchedulerOutput]:
     yield SchedulerOutput(STEPS + 1, {}, 0, finished=names)
 
 
-# %% nbs/5_engine/20_warm_up.ipynb #warm_up
+# %% nbs/engine/warm_up.ipynb #warm_up
 def warm_up(executor: Executor, config: EngineConfig) -> None:
     """Carry the rehearsal out, on an executor that has done nothing else yet. Raises what the executor raises, RuntimeError if a request fails."""
     for output in rehearsal(config):

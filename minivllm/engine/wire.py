@@ -3,9 +3,9 @@
 An engine in a process of its own gets requests and gives back tokens, through a socket.
 """
 
-# Generated from nbs/6_serving/16_wire.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/engine/wire.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=49fdf59222de module=5b7107c4e16d
+# literate: notebook=cca6255aba1e module=fb2d0b6188bf
 
 import select
 import socket
@@ -24,7 +24,7 @@ from minivllm.sampling import logprobs, params, pooling
 __all__ = ["CLASSES", "Channel", "from_columns", "in_columns", "pack", "unpack"]
 
 
-# %% nbs/6_serving/16_wire.ipynb #pack
+# %% nbs/engine/wire.ipynb #pack
 CLASSES: tuple[type, ...] = (
     config.EngineArgs, config.EngineConfig, config.ModelFacts, config.KVCacheSpec, config.KVCacheGroup, config.KVCacheConfig,
     config.CacheConfig, config.SchedulerConfig, config.Decision,
@@ -105,7 +105,7 @@ def from_columns(columns: Sequence[Any]) -> list[output.EngineCoreOutput]:
     ]
 
 
-# %% nbs/6_serving/16_wire.ipynb #Channel
+# %% nbs/engine/wire.ipynb #Channel
 _LENGTH = struct.Struct(">I")
 
 

@@ -3,9 +3,9 @@
 What the chapters built, under one name:
 """
 
-# Generated from nbs/2_lab/12_lab.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/lab/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=148e44922b95 module=b29fe0214173
+# literate: notebook=f5fa016b09db module=2644c6aea87c
 
 from minivllm.lab.comparison import Diff, diff
 from minivllm.lab.cost import Constant, CostModel, Roofline
@@ -15,7 +15,7 @@ from minivllm.lab.readers import WorkloadFileError, read_workload
 from minivllm.lab.simulation import Run, simulate
 from minivllm.lab.workload import Workload, WorkloadRequest
 
-# %% nbs/2_lab/12_lab.ipynb #exports
+# %% nbs/lab/index.ipynb #exports
 __all__ = [
     "Constant", "CostModel", "Diff", "ReplayDivergence", "Roofline", "Run", "Workload", "WorkloadFileError", "WorkloadRequest",
     "diff", "fork", "hit_rates", "read_workload", "replay", "simulate",

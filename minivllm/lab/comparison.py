@@ -3,9 +3,9 @@
 Two averages say that one policy is better than another.
 """
 
-# Generated from nbs/2_lab/08_diff.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/lab/comparison.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5d01a574c0bc module=4bf01a2de6a2
+# literate: notebook=db6a80d0bc73 module=2b776e8bce38
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.trace import REASONS, Event, Trace
+from minivllm.core.events import Event
+from minivllm.core.trace import REASONS, Trace
 from minivllm.lab.simulation import Run, make_settings
 
 __all__ = ["COMPARED", "Diff", "Difference", "StepDecision", "decisions", "diff", "first_difference", "standing"]
 
 
-# %% nbs/2_lab/08_diff.ipynb #typing
+# %% nbs/lab/comparison.ipynb #typing
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/2_lab/08_diff.ipynb #decisions
+# %% nbs/lab/comparison.ipynb #decisions
 @dataclass(frozen=True, slots=True)
 class StepDecision:
     """What was decided in one step: tokens per request in order, and who was admitted and preempted."""
@@ -70,7 +71,7 @@ def decisions(trace: Trace, names: dict[str, str] | None = None) -> Iterator[Ste
         yield StepDecision(step, when, scheduled, tuple(admitted), tuple(preempted))
 
 
-# %% nbs/2_lab/08_diff.ipynb #standing
+# %% nbs/lab/comparison.ipynb #standing
 def standing(trace: Trace, request_id: str, step: int) -> str:
     """Where a request stood in a recorded step, and why, in one line."""
     now, known, word, tokens, cut, lost = -1, request_id in trace.start.requests, "was under way", 0, "", -1
@@ -115,7 +116,7 @@ def _word(event: Event, step: int) -> str:
     return ""
 
 
-# %% nbs/2_lab/08_diff.ipynb #Difference
+# %% nbs/lab/comparison.ipynb #Difference
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first step in which two runs decided differently.
@@ -145,7 +146,7 @@ def _when(decision: StepDecision | None) -> str:
     return "over" if decision is None else f"{decision.time:.3f} s"
 
 
-# %% nbs/2_lab/08_diff.ipynb #first_difference
+# %% nbs/lab/comparison.ipynb #first_difference
 def first_difference(a: Trace, b: Trace, names: dict[str, str] | None = None, most: int = 4) -> Difference | None:
     """Where two traces decided differently for the first time; None if nowhere.
 
@@ -177,7 +178,7 @@ def _concerned(x: StepDecision | None, y: StepDecision | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-# %% nbs/2_lab/08_diff.ipynb #Diff
+# %% nbs/lab/comparison.ipynb #Diff
 COMPARED = (
     "queue_time",
     "ttft",
@@ -240,7 +241,7 @@ class Diff:
         return f"{text}\n{self.first_difference or 'all decisions are the same'}"
 
 
-# %% nbs/2_lab/08_diff.ipynb #diff
+# %% nbs/lab/comparison.ipynb #diff
 def diff(a: Run | Trace, b: Run | Trace, *, match: str = "id") -> Diff:
     """Compare two runs per request and per step.
 

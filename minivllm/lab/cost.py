@@ -3,9 +3,9 @@
 A simulation needs no model, but it needs to know how long the model would have taken.
 """
 
-# Generated from nbs/2_lab/03_cost.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/lab/cost.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a26db566d9ac module=2305c4bc0f2e
+# literate: notebook=06c9f7de7e17 module=641201ba386d
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-# %% nbs/2_lab/03_cost.ipynb #StepWork
+# %% nbs/lab/cost.ipynb #StepWork
 @dataclass(slots=True)
 class StepWork:
     """The amount of work in one step.
@@ -71,7 +71,7 @@ class StepWork:
             self.prefill_pairs += n * computed + n * (n + 1) // 2
 
 
-# %% nbs/2_lab/03_cost.ipynb #CostModel
+# %% nbs/lab/cost.ipynb #CostModel
 class CostModel(ABC):
     """How long steps take. Derive from it, or use `Constant`, `Roofline` or `CostModel.fit(trace)`."""
 
@@ -108,7 +108,7 @@ class Constant(CostModel):
         return self.per_step + self.per_token * work.num_tokens
 
 
-# %% nbs/2_lab/03_cost.ipynb #Device
+# %% nbs/lab/cost.ipynb #Device
 @dataclass(frozen=True)
 class Device:
     """What a roofline needs to know of a device.
@@ -142,7 +142,7 @@ DEVICES = {
 }
 
 
-# %% nbs/2_lab/03_cost.ipynb #ModelShape
+# %% nbs/lab/cost.ipynb #ModelShape
 @dataclass(frozen=True)
 class ModelShape:
     """What a roofline needs to know of a decoder with gated MLPs."""
@@ -198,7 +198,7 @@ MODELS = {
 }
 
 
-# %% nbs/2_lab/03_cost.ipynb #Roofline
+# %% nbs/lab/cost.ipynb #Roofline
 class Roofline(CostModel):
     """Step times from what a device can do and what a model needs.
 
@@ -221,7 +221,7 @@ class Roofline(CostModel):
     def __repr__(self) -> str:
         return f"Roofline({self.device.name!r}, {self.model.name!r})"
 
-    # %% nbs/2_lab/03_cost.ipynb #Roofline-parts
+    # %% nbs/lab/cost.ipynb #Roofline-parts
     def parts(self, work: StepWork) -> dict[str, float]:
         """Seconds of a step by part: `linear`, `attention`, `elementwise`, `logits`, `swap`, `overhead`."""
         m, d = self.model, self.device
@@ -248,14 +248,14 @@ class Roofline(CostModel):
     def seconds(self, output: SchedulerOutput, work: StepWork) -> float:
         return sum(self.parts(work).values())
 
-    # %% nbs/2_lab/03_cost.ipynb #Roofline-num_gpu_blocks
+    # %% nbs/lab/cost.ipynb #Roofline-num_gpu_blocks
     def num_gpu_blocks(self, block_size: int, utilization: float = 0.9) -> int:
         """KV blocks that fit beside the weights into `utilization` of the memory."""
         room = self.device.memory_bytes * utilization - self.model.weight_bytes
         return max(2, int(room / (block_size * self.model.kv_bytes_per_token)))
 
 
-# %% nbs/2_lab/03_cost.ipynb #Roofline
+# %% nbs/lab/cost.ipynb #Roofline
 def _known(value: Any, table: dict[str, Any], what: str) -> Any:
     if not isinstance(value, str):
         return value
@@ -266,7 +266,7 @@ def _known(value: Any, table: dict[str, Any], what: str) -> Any:
     return table[value]
 
 
-# %% nbs/2_lab/03_cost.ipynb #timed_steps
+# %% nbs/lab/cost.ipynb #timed_steps
 def timed_steps(trace: Trace) -> Iterator[tuple[StepWork, float, float | None]]:
     """Work, seconds until the model had answered, and seconds until the next decision, for each recorded step that came to its end.
 
@@ -307,7 +307,7 @@ def timed_steps(trace: Trace) -> Iterator[tuple[StepWork, float, float | None]]:
         yield work, end - start, None
 
 
-# %% nbs/2_lab/03_cost.ipynb #least-squares
+# %% nbs/lab/cost.ipynb #least-squares
 def _nonnegative_least_squares(
     a: np.ndarray, b: np.ndarray, rounds: int = 3000, start: np.ndarray | None = None
 ) -> np.ndarray:
@@ -325,7 +325,7 @@ def _nonnegative_least_squares(
     return x / scale
 
 
-# %% nbs/2_lab/03_cost.ipynb #FittedCost
+# %% nbs/lab/cost.ipynb #FittedCost
 class FittedCost(CostModel):
     """Step times learned from a recorded run. Made by `CostModel.fit(trace)`.
 
@@ -360,7 +360,7 @@ def features(work: StepWork, knots: Sequence[int]) -> list[float]:
     return [1.0, *ramps, beyond, work.num_sampled, work.decode_context, work.prefill_pairs, work.swapped_tokens]
 
 
-# %% nbs/2_lab/03_cost.ipynb #fit_cost
+# %% nbs/lab/cost.ipynb #fit_cost
 def fit_cost(trace: Trace, knots: Sequence[int]) -> FittedCost:
     """See `CostModel.fit`."""
     if sorted(set(knots)) != list(knots) or not knots or knots[0] < 1:

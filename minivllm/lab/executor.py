@@ -3,9 +3,9 @@
 The scheduler does not know what stands behind `executor.execute(output)`.
 """
 
-# Generated from nbs/2_lab/04_fake_model.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/lab/executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d716ed9aad9b module=cb7c2a119430
+# literate: notebook=99e67e534834 module=3d521b349450
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minivllm.lab.cost import StepWork
 __all__ = ["Executor", "FakeExecutor"]
 
 
-# %% nbs/2_lab/04_fake_model.ipynb #Executor
+# %% nbs/lab/executor.ipynb #Executor
 class Executor(Protocol):
     """What carries a decision out: a fake model, or a real one."""
 

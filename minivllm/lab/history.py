@@ -3,9 +3,9 @@
 A scheduler has no will of its own.
 """
 
-# Generated from nbs/2_lab/07_replay.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/lab/history.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=75f63dcf4592 module=69ee6c964ca6
+# literate: notebook=b52ce5e7c014 module=6b7f2330e741
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.core.config import KVCacheConfig
+from minivllm.core.events import Event, State
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import Policy, PolicyError
 from minivllm.core.prefix import HashIndex
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Scheduler
-from minivllm.core.trace import Event, State, Trace
+from minivllm.core.trace import Trace
 from minivllm.lab.cost import CostModel
 from minivllm.lab.simulation import Run, Session, Settings, kv_cache_of, make_settings, policy_of, preemption_of
 from minivllm.lab.workload import Recorded, recorded_requests
@@ -27,7 +28,7 @@ from minivllm.lab.workload import Recorded, recorded_requests
 __all__ = ["History", "RecordedStep", "ReplayDivergence", "fork", "recorded_steps", "replay", "restore"]
 
 
-# %% nbs/2_lab/07_replay.ipynb #RecordedStep
+# %% nbs/lab/history.ipynb #RecordedStep
 @dataclass(slots=True)
 class RecordedStep:
     """One step of a recording, and what came from outside.
@@ -79,7 +80,7 @@ def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ..
     return steps, waiting
 
 
-# %% nbs/2_lab/07_replay.ipynb #restore
+# %% nbs/lab/history.ipynb #restore
 def restore(scheduler: Scheduler, start: State) -> None:
     """Bring a new scheduler into the state in which a recording began.
 
@@ -119,7 +120,7 @@ def restore(scheduler: Scheduler, start: State) -> None:
             queue.append(blocks[i])
 
 
-# %% nbs/2_lab/07_replay.ipynb #ReplayDivergence
+# %% nbs/lab/history.ipynb #ReplayDivergence
 class ReplayDivergence(ValueError):
     """A replay decided otherwise than the recording.
 
@@ -173,7 +174,7 @@ class _Comparison:
         return old[where] - a == new[where] - b and old[:where] + old[where + 1 :] == new[:where] + new[where + 1 :]
 
 
-# %% nbs/2_lab/07_replay.ipynb #History
+# %% nbs/lab/history.ipynb #History
 class History:
     """A recorded run, ready to be run again.
 
@@ -216,7 +217,7 @@ class History:
         self._added += 1
         return self.requests[self._added - 1]
 
-    # %% nbs/2_lab/07_replay.ipynb #History-cause
+    # %% nbs/lab/history.ipynb #History-cause
     def cause(self, what: tuple[Any, ...]) -> None:
         """Let a recorded cause happen now."""
         session = self.session
@@ -253,7 +254,7 @@ class History:
         scheduler.update(output, result)
 
 
-# %% nbs/2_lab/07_replay.ipynb #History
+# %% nbs/lab/history.ipynb #History
 class _Recorded(CostModel):
     """Stands where no cost is asked for, because the clock is the recording's."""
 
@@ -261,7 +262,7 @@ class _Recorded(CostModel):
         raise AssertionError("a replay takes its times from the recording")
 
 
-# %% nbs/2_lab/07_replay.ipynb #replay-2
+# %% nbs/lab/history.ipynb #replay-2
 def replay(
     source: Trace | Run,
     *,
@@ -303,7 +304,7 @@ def _as_run(history: History, trace: Trace, name: str, cost_model: CostModel | N
     )  # fmt: skip
 
 
-# %% nbs/2_lab/07_replay.ipynb #fork-2
+# %% nbs/lab/history.ipynb #fork-2
 def fork(
     source: Trace | Run,
     step: int,
@@ -350,7 +351,7 @@ def fork(
     return _as_run(history, trace, f"fork at step {step}", cost_model, started)
 
 
-# %% nbs/2_lab/07_replay.ipynb #_expect_the_rest
+# %% nbs/lab/history.ipynb #_expect_the_rest
 def _expect_the_rest(history: History, step: int) -> None:
     """Put the causes that are still to come onto the session's clock."""
     now = history.session.clock.now()

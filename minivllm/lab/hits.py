@@ -3,9 +3,9 @@
 A prefix cache finds a third of all blocks.
 """
 
-# Generated from nbs/2_lab/09_hits.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/lab/hits.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3e8070e7b147 module=7dedfc7bd07d
+# literate: notebook=aacdd09de849 module=99a096da0fb5
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from minivllm.lab.workload import Workload
 __all__ = ["BlockSequence", "clairvoyant_hits", "hit_rates", "infinite_hits", "real_hits"]
 
 
-# %% nbs/2_lab/09_hits.ipynb #BlockSequence
+# %% nbs/lab/hits.ipynb #BlockSequence
 class BlockSequence:
     """The prompt blocks of a workload, in order of arrival, follow-ups included.
 
@@ -47,13 +47,13 @@ class BlockSequence:
             start = end
 
 
-# %% nbs/2_lab/09_hits.ipynb #infinite_hits
+# %% nbs/lab/hits.ipynb #infinite_hits
 def infinite_hits(sequence: BlockSequence) -> int:
     """Blocks that a cache of unlimited size would have found."""
     return len(sequence.blocks) - sequence.num_different
 
 
-# %% nbs/2_lab/09_hits.ipynb #clairvoyant_hits
+# %% nbs/lab/hits.ipynb #clairvoyant_hits
 def clairvoyant_hits(sequence: BlockSequence, num_blocks: int) -> int:
     """Blocks that a cache of `num_blocks` blocks would have found if it knew what comes.
 
@@ -98,7 +98,7 @@ def _check_fits(needed: int, num_blocks: int) -> None:
         raise ValueError(f"a prompt of {needed} blocks does not fit into num_blocks={num_blocks}")
 
 
-# %% nbs/2_lab/09_hits.ipynb #real_hits
+# %% nbs/lab/hits.ipynb #real_hits
 def real_hits(workload: Workload, block_size: int, num_blocks: int, policy: Policy | None = None) -> int:
     """Blocks that the KV cache manager finds with `num_blocks` blocks, prompts going by one after the other.
 
@@ -132,7 +132,7 @@ def _view(kv: KVCacheManager, moment: int) -> SchedulerView:
     )  # fmt: skip
 
 
-# %% nbs/2_lab/09_hits.ipynb #hit_rates
+# %% nbs/lab/hits.ipynb #hit_rates
 def hit_rates(
     workload: Workload, block_size: int = 512, num_blocks: int | None = None, policy: Policy | None = None
 ) -> dict[str, float]:

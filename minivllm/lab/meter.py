@@ -3,9 +3,9 @@
 How long did each request wait, and how steady were its tokens?
 """
 
-# Generated from nbs/2_lab/05_meter.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/lab/meter.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=803435283398 module=22276033ee6d
+# literate: notebook=b1be0ee26235 module=fa337cdab868
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.trace import Added, EventReader, Trace
+from minivllm.core.events import EventReader
+from minivllm.core.trace import Trace
 
 __all__ = ["LogHistogram", "Meter"]
 
 
-# %% nbs/2_lab/05_meter.ipynb #typing
+# %% nbs/lab/meter.ipynb #typing
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/2_lab/05_meter.ipynb #LogHistogram
+# %% nbs/lab/meter.ipynb #LogHistogram
 class LogHistogram:
     """Counts of positive numbers in bins of one per cent; numbers below a nanosecond count as zero."""
 
@@ -56,7 +57,7 @@ class LogHistogram:
         return math.nan
 
 
-# %% nbs/2_lab/05_meter.ipynb #Meter
+# %% nbs/lab/meter.ipynb #Meter
 _FLOATS = ("arrival", "scheduled", "first_token", "last_token", "finished")
 _WHOLES = ("priority", "num_prompt_tokens", "max_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions")
 _REASONS = ("", "stop", "length", "abort", "error")
@@ -101,7 +102,7 @@ class Meter(EventReader):
         """Requests seen."""
         return len(self._ids)
 
-    # %% nbs/2_lab/05_meter.ipynb #Meter-_open
+    # %% nbs/lab/meter.ipynb #Meter-_open
     def _open(
         self, name: str, arrival: float, priority: int, prompt: int, most: int, user: str | None, outputs: int
     ) -> None:
@@ -114,9 +115,11 @@ class Meter(EventReader):
         for numbers, number in zip(self._wholes.values(), (priority, prompt, most, outputs, 0, 0), strict=True):
             numbers.append(number)
 
-    def _on_add(self, *fields: Any) -> None:
-        new = Added(*fields)
-        self._open(new.request, new.arrival, new.priority, new.num_prompt, new.max_tokens, new.user, len(new.output))
+    def _on_add(
+        self, request: str, num_prompt: int, max_tokens: int, arrival: float, priority: int, user: Any,
+        prompt: Any, output: Any, number: int,
+    ) -> None:  # fmt: skip
+        self._open(request, arrival, priority, num_prompt, max_tokens, user, len(output))
 
     def _on_step(self, step: int, time: float) -> None:
         self.num_steps += 1
@@ -137,7 +140,7 @@ class Meter(EventReader):
     def _on_schedule(self, scheduled: dict[str, int]) -> None:
         self.num_tokens += sum(scheduled.values())
 
-    # %% nbs/2_lab/05_meter.ipynb #Meter-_on_update
+    # %% nbs/lab/meter.ipynb #Meter-_on_update
     def _on_update(self, time: float, gained: dict[str, tuple[int, ...]], step: int | None = None) -> None:
         self.end = time
         alive, last, first, outputs = (
@@ -166,7 +169,7 @@ class Meter(EventReader):
         self._floats["finished"][i] = self.end
         self._reasons[i] = _REASONS.index(reason)
 
-    # %% nbs/2_lab/05_meter.ipynb #Meter-to_pandas
+    # %% nbs/lab/meter.ipynb #Meter-to_pandas
     def to_pandas(self) -> pd.DataFrame:
         """One row per request, in order of arrival; times in seconds, nan where something has not happened (yet)."""
         import pandas as pd

@@ -3,9 +3,9 @@
 A run is a table of requests.
 """
 
-# Generated from nbs/2_lab/10_metrics.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/lab/metrics.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=be9bd695fda9 module=cb337316b354
+# literate: notebook=886e7c68dd1b module=d9b3dc488461
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ __all__ = [
 ]
 
 
-# %% nbs/2_lab/10_metrics.ipynb #typing
+# %% nbs/lab/metrics.ipynb #typing
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/2_lab/10_metrics.ipynb #requests
+# %% nbs/lab/metrics.ipynb #requests
 def _meter(x: Run | Trace | Meter) -> Meter:
     if isinstance(x, Run):
         return x.meter
@@ -55,7 +55,7 @@ def requests(x: Run | Trace | Meter) -> pd.DataFrame:
     return _meter(x).to_pandas()
 
 
-# %% nbs/2_lab/10_metrics.ipynb #latency-code
+# %% nbs/lab/metrics.ipynb #latency-code
 LATENCIES = ("queue_time", "ttft", "tpot", "e2e")
 
 
@@ -81,7 +81,7 @@ def latency(x: Run | Trace | Meter, quantiles: Sequence[float] = (0.5, 0.9, 0.95
     return pd.DataFrame(rows, columns=["metric", "statistic", "seconds"])
 
 
-# %% nbs/2_lab/10_metrics.ipynb #throughput-code
+# %% nbs/lab/metrics.ipynb #throughput-code
 def throughput(x: Run | Trace | Meter) -> pd.DataFrame:
     """Rates over the time from the first arrival to the last event. Columns: `metric`, `value`.
 
@@ -114,7 +114,7 @@ def throughput(x: Run | Trace | Meter) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["metric", "value"])
 
 
-# %% nbs/2_lab/10_metrics.ipynb #goodput-code
+# %% nbs/lab/metrics.ipynb #goodput-code
 def goodput(
     x: Run | Trace | Meter, *, ttft: float | None = None, tpot: float | None = None, e2e: float | None = None
 ) -> pd.DataFrame:
@@ -146,7 +146,7 @@ def goodput(
     )
 
 
-# %% nbs/2_lab/10_metrics.ipynb #summary-code
+# %% nbs/lab/metrics.ipynb #summary-code
 def summary(x: Run | Trace | Meter) -> pd.DataFrame:
     """All of `latency` and `throughput` in one table. Columns: `metric`, `statistic`, `value`."""
     import pandas as pd
@@ -168,7 +168,7 @@ def compare(runs: Mapping[str, Run | Trace | Meter]) -> pd.DataFrame:
     ]
 
 
-# %% nbs/2_lab/10_metrics.ipynb #fragmentation-code
+# %% nbs/lab/metrics.ipynb #fragmentation-code
 @dataclass(frozen=True, slots=True)
 class Occupancy:
     """The KV cache of the running requests at the end of a step, in token slots. One slot has room for one token in one KV cache group.
@@ -242,7 +242,7 @@ def _trace_of(x: Trace | Run) -> Trace:
     return trace
 
 
-# %% nbs/2_lab/10_metrics.ipynb #_occupancy
+# %% nbs/lab/metrics.ipynb #_occupancy
 def _held(trace: Trace) -> Any:
     """After each step: step, time, and per running request blocks held, blocks left by windows, tokens computed; and all final lengths."""
     lengths = {name: s.num_tokens for name, s in trace.start.requests.items()}

@@ -3,9 +3,9 @@
 Traces of real services are published in half a dozen formats.
 """
 
-# Generated from nbs/2_lab/02_readers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/lab/readers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d2eeb4e7ae68 module=6df9d6a40880
+# literate: notebook=2ea5312b1253 module=fe21415fe6a2
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-# %% nbs/2_lab/02_readers.ipynb #WorkloadFileError
+# %% nbs/lab/readers.ipynb #WorkloadFileError
 class WorkloadFileError(ValueError):
     """A workload file that is broken, or of no known format. Names file and line."""
 
@@ -65,7 +65,7 @@ def _row_reader(path: Path, rows: Iterator[tuple[int, Any]], make: Callable[[int
             yield made
 
 
-# %% nbs/2_lab/02_readers.ipynb #_csv_rows
+# %% nbs/lab/readers.ipynb #_csv_rows
 def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
     """Line number and fields of each row of a CSV file that has (at least) these columns."""
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -97,7 +97,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                     ) from error
 
 
-# %% nbs/2_lab/02_readers.ipynb #_json_items
+# %% nbs/lab/readers.ipynb #_json_items
 def _json_items(path: Path, chunk: int = 1 << 16) -> Iterator[tuple[int, Any]]:
     """Line number and value of each element of a JSON array, one at a time."""
     decoder, buffer, line, opened = json.JSONDecoder(), "", 1, False
@@ -127,7 +127,7 @@ def _json_items(path: Path, chunk: int = 1 << 16) -> Iterator[tuple[int, Any]]:
             more, buffer = bool(text_read), buffer + text_read
 
 
-# %% nbs/2_lab/02_readers.ipynb #read_azure
+# %% nbs/lab/readers.ipynb #read_azure
 _ANSWERS = 1 << 36  # the space of made-up answers, apart from all prompts
 
 
@@ -160,7 +160,7 @@ def _unshared(
     return WorkloadRequest(str(i), moment, (text(i, prompt),), text(_ANSWERS + i, output), **fields)
 
 
-# %% nbs/2_lab/02_readers.ipynb #read_mooncake
+# %% nbs/lab/readers.ipynb #read_mooncake
 MOONCAKE_BLOCK = 512
 
 
@@ -198,7 +198,7 @@ def _hashed_prompt(hash_ids: Any, length: int) -> tuple[range, ...]:
     return tuple(range(s, s + (MOONCAKE_BLOCK if i < blocks - 1 else last)) for i, s in enumerate(starts))
 
 
-# %% nbs/2_lab/02_readers.ipynb #read_burstgpt
+# %% nbs/lab/readers.ipynb #read_burstgpt
 def read_burstgpt(path: str | Path) -> Workload:
     """BurstGPT: CSV with `Timestamp` (s), `Model`, `Request tokens`, `Response tokens`, and perhaps `Session ID`. Prompts share nothing."""
     path = Path(path)
@@ -219,7 +219,7 @@ def read_burstgpt(path: str | Path) -> Workload:
     return Workload(path.stem, make)
 
 
-# %% nbs/2_lab/02_readers.ipynb #split_into_tokens
+# %% nbs/lab/readers.ipynb #split_into_tokens
 def split_into_tokens(words: str) -> list[int]:
     """A stand-in for a tokenizer: words in pieces of at most six letters, digits and signs one by one. Equal pieces, equal ids."""
     return [
@@ -231,7 +231,7 @@ def split_into_tokens(words: str) -> list[int]:
 _PIECES = (1 << 31) - 1  # a prime
 
 
-# %% nbs/2_lab/02_readers.ipynb #read_sharegpt
+# %% nbs/lab/readers.ipynb #read_sharegpt
 _ASKS = {"human", "user"}
 _ANSWERS_FROM = {"gpt", "assistant", "chatgpt", "bing", "bard", "model"}
 
@@ -281,7 +281,7 @@ def _turns(row: Any) -> list[tuple[str, str]]:
     return turns
 
 
-# %% nbs/2_lab/02_readers.ipynb #_answer_after
+# %% nbs/lab/readers.ipynb #_answer_after
 def _answer_after(
     turns: list[tuple[str, str]],
     start: int,
@@ -311,7 +311,7 @@ def _answer_after(
     return None
 
 
-# %% nbs/2_lab/02_readers.ipynb #read_bench_serve
+# %% nbs/lab/readers.ipynb #read_bench_serve
 def read_bench_serve(path: str | Path, seed: int = 0) -> Workload:
     """The result file of `vllm bench serve --save-result --save-detailed`. Prompts share nothing.
 
@@ -358,7 +358,7 @@ def _bench_result(path: Path) -> dict[str, Any]:
     return result
 
 
-# %% nbs/2_lab/02_readers.ipynb #read_workload
+# %% nbs/lab/readers.ipynb #read_workload
 def read_workload(
     path: str | Path, limit: int | None = None, *, tokenize: Callable[[str], Sequence[int]] = split_into_tokens
 ) -> Workload:
@@ -390,7 +390,7 @@ def _open_workload(path: Path, tokenize: Callable[[str], Sequence[int]]) -> Work
     )
 
 
-# %% nbs/2_lab/02_readers.ipynb #tell_format
+# %% nbs/lab/readers.ipynb #tell_format
 def tell_format(path: str | Path) -> str:
     """`azure`, `mooncake`, `burstgpt`, `sharegpt`, `bench` or `trace`, told from a file's content."""
     path = Path(path)

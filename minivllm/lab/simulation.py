@@ -3,9 +3,9 @@
 What would have happened with another policy, twice the traffic, half the memory?
 """
 
-# Generated from nbs/2_lab/06_simulate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/lab/simulation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d278426058f5 module=96f0f3a8e762
+# literate: notebook=9a2467e0e87f module=c5733d7d0c06
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ __all__ = [
 ]
 
 
-# %% nbs/2_lab/06_simulate.ipynb #typing
+# %% nbs/lab/simulation.ipynb #typing
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/2_lab/06_simulate.ipynb #Settings
+# %% nbs/lab/simulation.ipynb #Settings
 @dataclass(frozen=True)
 class Settings:
     """What a scheduler is made with. `kv_cache` is None for one group of full attention."""
@@ -114,7 +114,7 @@ def make_settings(
     return Settings(SchedulerConfig(**limits), CacheConfig(**cache))
 
 
-# %% nbs/2_lab/06_simulate.ipynb #Session
+# %% nbs/lab/simulation.ipynb #Session
 class Session:
     """The real scheduler on a virtual clock, with a model that says what it is told.
 
@@ -163,7 +163,7 @@ class Session:
         """Do something at a moment, or as soon after it as a step has ended."""
         heapq.heappush(self._later, (moment, next(self._ticket), action))
 
-    # %% nbs/2_lab/06_simulate.ipynb #Session-add
+    # %% nbs/lab/simulation.ipynb #Session-add
     def add(self, request: WorkloadRequest) -> None:
         """Hand a request to the scheduler now. One that it refuses is noted in `refused`."""
         made = request.to_request()
@@ -202,14 +202,14 @@ class Session:
         self.scheduler.finish_requests([request_id], FinishReason.ABORT)
         self._follow(request_id)
 
-    # %% nbs/2_lab/06_simulate.ipynb #Session-_follow
+    # %% nbs/lab/simulation.ipynb #Session-_follow
     def _follow(self, request_id: str) -> None:
         follow_up = self._follow_ups.pop(request_id, None)
         after = follow_up and follow_up(self.clock.now())
         if after is not None:
             self.at(after.arrival_time, lambda: self.add(after))
 
-    # %% nbs/2_lab/06_simulate.ipynb #Session-run
+    # %% nbs/lab/simulation.ipynb #Session-run
     def expect(self, requests: Iterable[WorkloadRequest]) -> None:
         """Let requests arrive at their times. They are pulled one at a time, and must be in order of arrival."""
         stream, last = iter(requests), -1.0
@@ -247,7 +247,7 @@ class Session:
                         self._follow(out.request_id)
 
 
-# %% nbs/2_lab/06_simulate.ipynb #Run
+# %% nbs/lab/simulation.ipynb #Run
 @dataclass(repr=False)
 class Run:
     """What came of a simulation, a replay or a fork.
@@ -297,7 +297,7 @@ class Run:
         return text + (f", {len(self.refused)} refused)" if self.refused else ")")
 
 
-# %% nbs/2_lab/06_simulate.ipynb #POLICIES
+# %% nbs/lab/simulation.ipynb #POLICIES
 POLICIES: dict[str, Callable[..., Policy]] = {
     policy.__name__: policy
     for policy in (FCFS, Priority, ShortestFirst, FairShare, LongestPrefixMatch, LRU, LFU, DeepestFirst)
@@ -337,7 +337,7 @@ def kv_cache_of(trace: Trace) -> KVCacheConfig | None:
     return KVCacheConfig(head.num_blocks, head.block_size, groups, head.num_cpu_blocks)
 
 
-# %% nbs/2_lab/06_simulate.ipynb #simulate-2
+# %% nbs/lab/simulation.ipynb #simulate-2
 def simulate(
     source: Workload | Trace | Run | Iterable[WorkloadRequest],
     *,
@@ -405,7 +405,7 @@ def _as_workload(source: Any) -> Workload:
     return source if isinstance(source, Workload) else Workload.of(source)
 
 
-# %% nbs/2_lab/06_simulate.ipynb #_measure
+# %% nbs/lab/simulation.ipynb #_measure
 def _measure(session: Session, workload: Workload, record: bool) -> Run:
     started, scheduler = time.perf_counter(), session.scheduler
     trace, meter = (scheduler.record(), None) if record else (None, Meter())

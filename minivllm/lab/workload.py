@@ -3,9 +3,9 @@
 Whether a scheduling policy is good depends on who asks.
 """
 
-# Generated from nbs/2_lab/01_workload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/lab/workload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e5d161d5b09b module=6a00a1031ba5
+# literate: notebook=e26fdda61514 module=10f0a0c276a1
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 
-# %% nbs/2_lab/01_workload.ipynb #typing
+# %% nbs/lab/workload.ipynb #typing
 if TYPE_CHECKING:
     import pandas as pd
 
     from minivllm.core.trace import Trace
 
 
-# %% nbs/2_lab/01_workload.ipynb #text
+# %% nbs/lab/workload.ipynb #text
 _POSITION_BITS = 24
 
 
@@ -61,7 +61,7 @@ def text(space: int, num_tokens: int, start: int = 0) -> range:
     return range(first, first + num_tokens)
 
 
-# %% nbs/2_lab/01_workload.ipynb #WorkloadRequest
+# %% nbs/lab/workload.ipynb #WorkloadRequest
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
     """One request of a workload.
@@ -121,7 +121,7 @@ class WorkloadRequest:
         """The prompt, spelled out."""
         return list(chain.from_iterable(self.prompt))
 
-    # %% nbs/2_lab/01_workload.ipynb #WorkloadRequest-to_request
+    # %% nbs/lab/workload.ipynb #WorkloadRequest-to_request
     def to_request(self) -> Request:
         """The request as the scheduler takes it. It ends after its answer, by length or by a stop token."""
         length = len(self.output)
@@ -144,7 +144,7 @@ class WorkloadRequest:
             skip_reading_prefix_cache=self.skip_reading_prefix_cache,
         )
 
-    # %% nbs/2_lab/01_workload.ipynb #WorkloadRequest-block_names
+    # %% nbs/lab/workload.ipynb #WorkloadRequest-block_names
     def block_names(self, block_size: int) -> list[bytes]:
         """A name for each block of the prompt, the last one included even if it is not full. Equal names, equal prefixes."""
         ids = np.concatenate([_as_array(piece) for piece in self.prompt])
@@ -155,14 +155,14 @@ class WorkloadRequest:
         return names
 
 
-# %% nbs/2_lab/01_workload.ipynb #_as_array
+# %% nbs/lab/workload.ipynb #_as_array
 def _as_array(ids: Sequence[int]) -> np.ndarray:
     if isinstance(ids, range):
         return np.arange(ids.start, ids.stop, ids.step, dtype=np.int64)
     return np.asarray(ids, dtype=np.int64)
 
 
-# %% nbs/2_lab/01_workload.ipynb #Workload
+# %% nbs/lab/workload.ipynb #Workload
 class Workload:
     """Requests in the order of arrival. Iterating starts again each time and yields the same requests.
 
@@ -193,7 +193,7 @@ class Workload:
     def __repr__(self) -> str:
         return f"Workload({self.name!r})"
 
-    # %% nbs/2_lab/01_workload.ipynb #Workload-unrolled
+    # %% nbs/lab/workload.ipynb #Workload-unrolled
     def unrolled(self) -> Iterator[WorkloadRequest]:
         """All requests, follow-ups too, in the order in which they would arrive if every answer were complete at once."""
         later: list[tuple[float, int, WorkloadRequest]] = []
@@ -205,7 +205,7 @@ class Workload:
         while later:
             yield from _answer(later, ticket)
 
-    # %% nbs/2_lab/01_workload.ipynb #Workload-map
+    # %% nbs/lab/workload.ipynb #Workload-map
     def map(self, change: Callable[[WorkloadRequest], WorkloadRequest], name: str | None = None) -> Workload:
         """Every request changed by a function, follow-ups too."""
         return self._wrap(name or self.name, lambda inner: (_change(request, change) for request in inner))
@@ -218,7 +218,7 @@ class Workload:
 
         return Workload(name, make)
 
-    # %% nbs/2_lab/01_workload.ipynb #Workload-head
+    # %% nbs/lab/workload.ipynb #Workload-head
     def head(self, num_requests: int) -> Workload:
         """The first requests, with their follow-ups."""
         return self._wrap(self.name, lambda inner: islice(inner, num_requests))
@@ -245,7 +245,7 @@ class Workload:
             lambda inner: (replace(request, arrival_time=t) for request, t in zip(inner, moments(), strict=False)),
         )
 
-    # %% nbs/2_lab/01_workload.ipynb #Workload-allowing
+    # %% nbs/lab/workload.ipynb #Workload-allowing
     def allowing(self, max_tokens: int) -> Workload:
         """Users who allow `max_tokens` whatever they get: answers end with a stop token, longer ones are cut. No policy knows lengths then."""
 
@@ -268,7 +268,7 @@ class Workload:
 
         return self.map(lambda r: replace(r, prompt=tuple(spell(p) for p in r.prompt), output=spell(r.output)))
 
-    # %% nbs/2_lab/01_workload.ipynb #Workload-to_pandas
+    # %% nbs/lab/workload.ipynb #Workload-to_pandas
     def to_pandas(self) -> pd.DataFrame:
         """One row per request, follow-ups too: arrival, lengths, user, session."""
         import pandas as pd
@@ -280,7 +280,7 @@ class Workload:
         ]
         return pd.DataFrame(rows, columns=columns)
 
-    # %% nbs/2_lab/01_workload.ipynb #Workload-from_trace
+    # %% nbs/lab/workload.ipynb #Workload-from_trace
     @classmethod
     def from_trace(cls, trace: Trace) -> Workload:
         """The requests of a recorded run, with their recorded answers. Times count from the first arrival."""
@@ -307,7 +307,7 @@ class Workload:
         return cls("recorded run", make)
 
 
-# %% nbs/2_lab/01_workload.ipynb #_answer
+# %% nbs/lab/workload.ipynb #_answer
 def _answer(later: list[tuple[float, int, WorkloadRequest]], ticket: Iterator[int]) -> Iterator[WorkloadRequest]:
     _, _, request = heapq.heappop(later)
     yield request
@@ -316,7 +316,7 @@ def _answer(later: list[tuple[float, int, WorkloadRequest]], ticket: Iterator[in
         heapq.heappush(later, (after.arrival_time, next(ticket), after))
 
 
-# %% nbs/2_lab/01_workload.ipynb #_change
+# %% nbs/lab/workload.ipynb #_change
 def _change(request: WorkloadRequest, change: Callable[[WorkloadRequest], WorkloadRequest]) -> WorkloadRequest:
     follow_up = request.follow_up
     if follow_up is None:
@@ -329,7 +329,7 @@ def _change(request: WorkloadRequest, change: Callable[[WorkloadRequest], Worklo
     return replace(change(request), follow_up=changed)
 
 
-# %% nbs/2_lab/01_workload.ipynb #_moments
+# %% nbs/lab/workload.ipynb #_moments
 def _moments(rate: float, burstiness: float, seed: int) -> Callable[[], Iterator[float]]:
     """Arrival times without end: gaps of mean 1 / rate, drawn from a gamma distribution."""
     if not rate > 0:
@@ -347,7 +347,7 @@ def _moments(rate: float, burstiness: float, seed: int) -> Callable[[], Iterator
     return walk
 
 
-# %% nbs/2_lab/01_workload.ipynb #_scramble
+# %% nbs/lab/workload.ipynb #_scramble
 def _scramble(ids: np.ndarray) -> np.ndarray:
     """A 64-bit mix of each number (the finaliser of SplitMix64, Steele et al. 2014)."""
     x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -356,7 +356,7 @@ def _scramble(ids: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-# %% nbs/2_lab/01_workload.ipynb #lognormal
+# %% nbs/lab/workload.ipynb #lognormal
 Lengths = int | tuple[int, int] | Callable[[np.random.Generator], int]
 
 
@@ -380,7 +380,7 @@ def _drawing(name: str, lengths: Lengths) -> Callable[[np.random.Generator], int
     return lambda generator: int(generator.integers(low, high + 1))
 
 
-# %% nbs/2_lab/01_workload.ipynb #poisson
+# %% nbs/lab/workload.ipynb #poisson
 def poisson(
     rate: float,
     num_requests: int,
@@ -419,7 +419,7 @@ def bursts(rate: float, num_requests: int, *args: Any, burstiness: float = 0.2, 
     return poisson(rate, num_requests, *args, burstiness=burstiness, **kwargs)
 
 
-# %% nbs/2_lab/01_workload.ipynb #shared_prefix
+# %% nbs/lab/workload.ipynb #shared_prefix
 def shared_prefix(
     rate: float,
     num_requests: int,
@@ -461,7 +461,7 @@ def shared_prefix(
     return Workload(f"{num_prefixes} shared prefixes at {rate:g}/s", make)
 
 
-# %% nbs/2_lab/01_workload.ipynb #chat
+# %% nbs/lab/workload.ipynb #chat
 def chat(
     rate: float,
     num_sessions: int,
@@ -504,7 +504,7 @@ def closed_loop(
     return Workload(f"{num_users} users in a closed loop", lambda _: (start(s, 0.0) for s in range(num_users)))
 
 
-# %% nbs/2_lab/01_workload.ipynb #_conversation
+# %% nbs/lab/workload.ipynb #_conversation
 _MOST_TURNS = 1 << 16
 
 
@@ -545,7 +545,7 @@ def _conversation(
     return start
 
 
-# %% nbs/2_lab/01_workload.ipynb #Recorded
+# %% nbs/lab/workload.ipynb #Recorded
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """A request that was added during a recording.

@@ -3,9 +3,9 @@
 Question: a step has one row, or eight, or five hundred.
 """
 
-# Generated from nbs/4_kernels/27_cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=460397ec27db module=6dda6905bb6d
+# literate: notebook=4a04e5ef8ba0 module=f2c7c6f89681
 
 import copy
 import ctypes
@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.models.linear import LinearKernel
-from minivllm_kernels.cpu_packing import TILE, PackedProduct, host_tiles, packed_problem
-from minivllm_kernels.cpu_products import Product, product_problem
-from minivllm_kernels.cpu_program import NOW, Launcher
+from minivllm_kernels.cpu.matmul.layout import TILE, PackedProduct, host_tiles, packed_problem
+from minivllm_kernels.cpu.matmul.plain import Product, product_problem
+from minivllm_kernels.cpu.program import NOW, Launcher
 
 __all__ = [
     "BITS",
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-# %% nbs/4_kernels/27_cpu_linear.ipynb #cpu_problem
+# %% nbs/models/cpu_linear.ipynb #cpu_problem
 """Linear kernels for the CPU: few rows by a numba kernel at the speed of memory, many by oneDNN, from one copy of the weight."""
 
 BITS = {torch.float32: 32, torch.bfloat16: 16}
@@ -117,7 +117,7 @@ def launch_product(kernel: HasProduct, x: Tensor, out: Tensor | None = None, on:
     return out
 
 
-# %% nbs/4_kernels/27_cpu_linear.ipynb #onednn_packs
+# %% nbs/models/cpu_linear.ipynb #onednn_packs
 def onednn_packs() -> bool:
     """Whether torch can hand oneDNN a packed bf16 weight here, and show it; it needs a CPU with bf16 arithmetic."""
     ops = torch.ops.mkldnn
@@ -209,7 +209,7 @@ class Packed:
         return unpack_onednn(self.memory, self.outputs, self.inputs, self.block)
 
 
-# %% nbs/4_kernels/27_cpu_linear.ipynb #few_rows
+# %% nbs/models/cpu_linear.ipynb #few_rows
 def few_rows(dtype: torch.dtype, tiles: bool) -> float:
     """Up to how many rows the numba product is the faster one, by the tile unit or without."""
     if dtype == torch.bfloat16:

@@ -3,9 +3,9 @@
 Question: three fused kernels are there.
 """
 
-# Generated from nbs/4_kernels/29_cpu_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/cpu_pointwise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f084cbab2cf2 module=d3e6430cb940
+# literate: notebook=26e978dfb43e module=fa03e299edca
 
 import functools
 import importlib.util
@@ -20,12 +20,12 @@ from torch import Tensor
 __all__ = ["ALONE", "BITS", "add_norm", "can_fuse", "gated_silu", "rotate"]
 
 
-# %% nbs/4_kernels/29_cpu_fused.ipynb #fused-code
+# %% nbs/models/cpu_pointwise.ipynb #fused-code
 """Norms, rotations and activations of a decoder on a CPU, each as one numba kernel."""
 
 if TYPE_CHECKING:
     from minivllm.models.layers import QKNorm
-    from minivllm_kernels.cpu_program import Launcher
+    from minivllm_kernels.cpu.program import Launcher
 
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 ALONE = 200_000
@@ -40,12 +40,12 @@ def can_fuse(dtype: torch.dtype, device: torch.device) -> bool:
 @functools.cache
 def _kernel(name: str, size: int, *params: int) -> Callable[..., None]:
     """A function that launches a kernel: where, how many numbers there are to work on, rows, the kernel's own arguments."""
-    from minivllm_kernels.cpu_kernel import host_lanes, kernel, pack  # numba and llvmlite are optional
-    from minivllm_kernels.cpu_program import NOW
+    from minivllm_kernels.cpu.compile import host_lanes, kernel, pack  # numba and llvmlite are optional
+    from minivllm_kernels.cpu.program import NOW
 
     head = (size,) if name == "rotate" else ()
     lanes = math.gcd(host_lanes(), size // 2 if name == "rotate" else size)
-    which = kernel(f"minivllm_kernels.cpu_pointwise:{name}", *head, params[0], lanes, *params[1:])
+    which = kernel(f"minivllm_kernels.cpu.pointwise:{name}", *head, params[0], lanes, *params[1:])
 
     def launch(on: "Launcher | None", numbers: int, rows: int, *own: int) -> None:
         threads = torch.get_num_threads()

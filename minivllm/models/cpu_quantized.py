@@ -3,9 +3,9 @@
 Question: the product for few rows reads weights of 8 or 4 bits.
 """
 
-# Generated from nbs/4_kernels/27b_cpu_quantized.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/cpu_quantized.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=661931174c53 module=3138cedda9a6
+# literate: notebook=60a10348f3f7 module=c370c6325982
 
 import functools
 import math
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.models.cpu_linear import launch_product, onednn_block, onednn_packs, pack_onednn
-from minivllm_kernels.cpu_quantizing import BLOCK, UNIT, QuantizedProduct, padded
+from minivllm_kernels.cpu.matmul.quantized_layout import BLOCK, UNIT, QuantizedProduct, padded
 
 __all__ = [
     "AT_ONCE",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-# %% nbs/4_kernels/27b_cpu_quantized.ipynb #quantize
+# %% nbs/models/cpu_quantized.ipynb #quantize
 """Linear layers with weights of 8 or 4 bits, for the CPU: quantized at load, activations stay what they are."""
 
 
@@ -75,7 +75,7 @@ def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return u.to(torch.uint8).view(outputs, -1)[:, :inputs], scales
 
 
-# %% nbs/4_kernels/27b_cpu_quantized.ipynb #pack_words
+# %% nbs/models/cpu_quantized.ipynb #pack_words
 def pack_words(u: Tensor, bits: int) -> Tensor:
     """Whole numbers [outputs, inputs] as int32 words, in the order of `QuantizedProduct`; outputs a multiple of `BLOCK`."""
     u = F.pad(u, (0, padded(u.shape[1]) - u.shape[1]))
@@ -117,7 +117,7 @@ def restore(words: Tensor, scales: Tensor, outputs: int, inputs: int, group: int
     return u * step + low
 
 
-# %% nbs/4_kernels/27b_cpu_quantized.ipynb #Piece
+# %% nbs/models/cpu_quantized.ipynb #Piece
 class Piece:
     """Memory for some outputs of a weight, written out for torch to multiply with, over and over.
 
@@ -159,7 +159,7 @@ def cut(outputs: int, inputs: int) -> list[tuple[int, int]]:
     return [(first, min(size, outputs - first)) for first in range(0, outputs, size)]
 
 
-# %% nbs/4_kernels/27b_cpu_quantized.ipynb #Quantized
+# %% nbs/models/cpu_quantized.ipynb #Quantized
 FEW = 8
 
 

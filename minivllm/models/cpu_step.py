@@ -3,9 +3,9 @@
 Question: a program carries out many kernels by one launch.
 """
 
-# Generated from nbs/4_kernels/29b_cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=061ab817e213 module=455b44fc528e
+# literate: notebook=edc39c32b139 module=5d8331d268f0
 
 import sys
 import threading
@@ -25,13 +25,13 @@ from minivllm.models.cpu_quantized import Quantized
 from minivllm.models.decoder import Attention, Decoder, DecoderLayer
 from minivllm.models.layers import GatedMLP, QKNorm, RMSNorm
 from minivllm.models.linear import Linear
-from minivllm_kernels.cpu_planning import STEP_ARGS
-from minivllm_kernels.cpu_program import Program, Scratch
+from minivllm_kernels.cpu.planning import STEP_ARGS
+from minivllm_kernels.cpu.program import Program, Scratch
 
 __all__ = ["MOST_ROWS", "STANDS_FOR", "CPUStep", "Places", "is_as_written", "step_problem"]
 
 
-# %% nbs/4_kernels/29b_cpu_step.ipynb #step_problem
+# %% nbs/models/cpu_step.ipynb #step_problem
 """Steps of few tokens on a CPU by a single launch."""
 
 Places = tuple[np.ndarray, ...]
@@ -111,7 +111,7 @@ def _parts(decoder: Decoder) -> list[Any]:
     return parts
 
 
-# %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep
+# %% nbs/models/cpu_step.ipynb #CPUStep
 class _Noted(NamedTuple):
     """A program; where in its arguments each group's attention is described; and which argument of the last kernel is the result's
     address."""
@@ -191,7 +191,7 @@ class CPUStep:
         program(min(torch.get_num_threads(), *(plan.step.threads for plan in plans)))  # a plan has memory for so many
         return out
 
-    # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_note
+    # %% nbs/models/cpu_step.ipynb #CPUStep-_note
     def _note(self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]) -> _Noted:
         """The program for so many tokens."""
         decoder, program = self.decoder, Program(self._scratch)
@@ -219,7 +219,7 @@ class CPUStep:
         (result,) = np.flatnonzero(program.args[-1] == normed.data_ptr()).tolist()
         return _Noted(program, [np.ix_(kernels, STEP_ARGS) for kernels in attentions], result)
 
-    # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_rotate_and_write
+    # %% nbs/models/cpu_step.ipynb #CPUStep-_rotate_and_write
     def _rotate_and_write(self, program: Program, rows: int, i: int, kv_caches: Sequence[Tensor]) -> None:
         decoder, heads, kv_heads = self.decoder, self.q.shape[1], self.k.shape[1]
         cos, sin = (table[:rows] for table in self.tables[decoder.layer_to_rope[i]])
@@ -229,7 +229,7 @@ class CPUStep:
         assert isinstance(decoder.backend, NumbaCPUBackend)
         decoder.backend.write(k, qkv[:, heads + kv_heads :], cache, slots, program)
 
-    # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-takes
+    # %% nbs/models/cpu_step.ipynb #CPUStep-takes
     def takes(self, rows: int) -> bool:
         """Whether a step of so many tokens can be made here, by the decoder as it is now."""
         try:
@@ -242,7 +242,7 @@ class CPUStep:
                 self._few = _few_rows(self.decoder, self.most)
         return rows <= self._few
 
-    # %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-_program
+    # %% nbs/models/cpu_step.ipynb #CPUStep-_program
     def _program(self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]) -> _Noted:
         """As `_note`, which is asked only once."""
         bound_to: list[object] = [torch.get_num_threads()]  # each thread has memory in a program
@@ -255,7 +255,7 @@ class CPUStep:
         return self._programs[rows]
 
 
-# %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep
+# %% nbs/models/cpu_step.ipynb #CPUStep
 def _product(linear: Linear) -> HasProduct:
     assert isinstance(linear._run, HasProduct)
     return linear._run
@@ -266,7 +266,7 @@ def _few_rows(decoder: Decoder, most: int) -> int:
     return int(min(most, *(_product(linear).few for linear in decoder.linears())))
 
 
-# %% nbs/4_kernels/29b_cpu_step.ipynb #CPUStep-takes
+# %% nbs/models/cpu_step.ipynb #CPUStep-takes
 _state_of_layer = attrgetter(
     *("__class__", "attention.backend", "attention.fused", "attention.qk_norm", "attention_post_norm", "mlp_post_norm"),
     *("mlp.fused", "mlp.activation", "attention_norm.eps", "attention_norm.fused", "mlp_norm.eps", "mlp_norm.fused"),

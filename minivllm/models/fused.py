@@ -3,9 +3,9 @@
 Norms, rotations, activations: nothing to compute, much to move.
 """
 
-# Generated from nbs/4_kernels/11b_fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c33bd9a323c1 module=29c94a64f659
+# literate: notebook=01a5e336dc2b module=e782435bd5e2
 
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from minivllm.models.rope import Rope
 __all__ = ["FusedAttention", "FusedMLP", "FusedNorm", "FusedRope", "become", "fuse"]
 
 
-# %% nbs/4_kernels/11b_fused.ipynb #FusedNorm
+# %% nbs/models/fused.ipynb #FusedNorm
 Part = TypeVar("Part")
 
 
@@ -57,7 +57,7 @@ class FusedMLP(GatedMLP):
         return self.down(cuda_ops().silu_mul(layer(x)))
 
 
-# %% nbs/4_kernels/11b_fused.ipynb #FusedRope
+# %% nbs/models/fused.ipynb #FusedRope
 class FusedRope(Rope):
     """Stands for `Rope`: gives the table of all positions, float32 [length, dim], half cosines, half sines, and the positions."""
 
@@ -95,7 +95,7 @@ class FusedAttention(Attention):
         return self.o(self.backend.attend(q, kv_cache, plan).view(x.shape[0], -1))
 
 
-# %% nbs/4_kernels/11b_fused.ipynb #fuse
+# %% nbs/models/fused.ipynb #fuse
 def fuse(decoder: Decoder, max_model_len: int) -> int:
     """Exchange parts of a decoder on a GPU for fused ones; for positions below `max_model_len`. Gives the number exchanged.
 

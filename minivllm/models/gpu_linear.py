@@ -3,9 +3,9 @@
 Question: cuBLAS, the kernel on the plain units, the one on the matrix units.
 """
 
-# Generated from nbs/4_kernels/11c_gpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/gpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8dbb7b244251 module=0564c739d1d8
+# literate: notebook=fc067920b301 module=07c8088cd267
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from minivllm.models.linear import LinearKernel, torch_kernel
 __all__ = ["MOST_ROWS", "SmallProduct", "few_rows", "gemv_kernel", "gpu_problem"]
 
 
-# %% nbs/4_kernels/11c_gpu_linear.ipynb #SmallProduct
+# %% nbs/models/gpu_linear.ipynb #SmallProduct
 MOST_ROWS = 16
-"""Up to so many rows, a product is that of `minivllm_kernels.gemv`; beyond, torch's."""
+"""Up to so many rows, a product is that of `minivllm_kernels.cuda.gemv`; beyond, torch's."""
 
 
 def gpu_problem(dtype: torch.dtype, device: torch.device, size: int = 2, features: int = 8) -> str | None:

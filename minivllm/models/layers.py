@@ -3,9 +3,9 @@
 The small layers: RMS norm, norm of query and key heads, gated MLP.
 """
 
-# Generated from nbs/3_model/04c_layers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/layers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d4014814c422 module=1a0001f5d7c4
+# literate: notebook=cd412ba1c85b module=0f1d7852aa8b
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ from minivllm.models.linear import Linear
 __all__ = ["ACTIVATIONS", "GatedMLP", "QKNorm", "RMSNorm", "row_by_row"]
 
 
-# %% nbs/3_model/04c_layers.ipynb #RMSNorm
+# %% nbs/models/layers.ipynb #RMSNorm
 class RMSNorm:
     """`x / rms(x) * weight`, in float32 inside (Zhang and Sennrich, 2019).
 
@@ -46,7 +46,7 @@ class RMSNorm:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
         return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
 
-    # %% nbs/3_model/04c_layers.ipynb #RMSNorm-add
+    # %% nbs/models/layers.ipynb #RMSNorm-add
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add `x` to the residual stream and norm the sum.
 
@@ -63,7 +63,7 @@ class RMSNorm:
         return self(residual), residual
 
 
-# %% nbs/3_model/04c_layers.ipynb #QKNorm
+# %% nbs/models/layers.ipynb #QKNorm
 class QKNorm:
     """RMS norm of every query and key head by itself, both in one go.
 
@@ -91,7 +91,7 @@ class QKNorm:
         return F.rms_norm(qk.float(), self.shape, None, self.eps).mul_(self.weight).to(qk.dtype)
 
 
-# %% nbs/3_model/04c_layers.ipynb #code-0971c6
+# %% nbs/models/layers.ipynb #code-0971c6
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -110,7 +110,7 @@ def row_by_row(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tenso
     return lambda x: torch.stack([function(row) for row in x])
 
 
-# %% nbs/3_model/04c_layers.ipynb #GatedMLP
+# %% nbs/models/layers.ipynb #GatedMLP
 class GatedMLP:
     """`down(activation(gate(x)) * up(x))`, gate and up as one product (Shazeer, 2020).
 

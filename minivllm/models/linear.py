@@ -3,9 +3,9 @@
 Linear layers whose weights are fused at load and whose product is chosen after loading.
 """
 
-# Generated from nbs/3_model/04a_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=07e44ed88156 module=ca246cfc6012
+# literate: notebook=f4c35d4dd79e module=200ecbd2119d
 
 import ctypes
 import importlib
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/04a_linear.ipynb #torch_kernel
+# %% nbs/models/linear.ipynb #torch_kernel
 LinearKernel = Callable[[Tensor], Tensor]
 """From [T, in_features] to [T, out_features]."""
 
@@ -64,7 +64,7 @@ def torch_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
     return lambda x: torch.addmm(bias, x, transposed)
 
 
-# %% nbs/3_model/04a_linear.ipynb #batch_invariant_kernel
+# %% nbs/models/linear.ipynb #batch_invariant_kernel
 _TILE = 16
 
 
@@ -88,7 +88,7 @@ def batch_invariant_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
     return kernel
 
 
-# %% nbs/3_model/04a_linear.ipynb #kernel_names
+# %% nbs/models/linear.ipynb #kernel_names
 _KERNELS: dict[str, str | KernelMaker] = {
     "torch": torch_kernel,
     "batch_invariant": batch_invariant_kernel,
@@ -218,7 +218,7 @@ def make_kernel(name: str, weight: Tensor, bias: Tensor | None) -> LinearKernel:
     return make(weight, bias)
 
 
-# %% nbs/3_model/04a_linear.ipynb #Linear
+# %% nbs/models/linear.ipynb #Linear
 def empty_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[rows, columns], not initialised.
 
@@ -278,7 +278,7 @@ class Linear:
         """What the kernel reads of the weight, in whatever order, if it says so."""
         return getattr(self._run, "memory", self._weight)
 
-    # %% nbs/3_model/04a_linear.ipynb #Linear-part
+    # %% nbs/models/linear.ipynb #Linear-part
     def part(self, name: str, kind: str = "weight") -> Tensor:
         """The rows of one part, as a view to load into. `kind` is `weight` or `bias`. Call `prepare` afterwards."""
         if kind == "weight" and self._weight is None:
@@ -288,7 +288,7 @@ class Linear:
             raise ValueError(f"Linear part {name!r} has no {kind}")
         return tensor[self._rows[name]]
 
-    # %% nbs/3_model/04a_linear.ipynb #Linear-prepare
+    # %% nbs/models/linear.ipynb #Linear-prepare
     def prepare(self, kernel: str = "auto", wide: bool = False) -> None:
         """Choose the matrix product, once the weight is loaded.
 
@@ -306,7 +306,7 @@ class Linear:
         if wide and hasattr(self._run, "widened"):
             self._run = self._run.widened()
 
-    # %% nbs/3_model/04a_linear.ipynb #Linear-__call__
+    # %% nbs/models/linear.ipynb #Linear-__call__
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features] to [T, out_features]; parts side by side."""
         return self._run(x)

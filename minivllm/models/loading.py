@@ -3,9 +3,9 @@
 A model folder is on the disk.
 """
 
-# Generated from nbs/3_model/08_loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8a06ef3be4fb module=312f5824ed18
+# literate: notebook=3254d4fd8841 module=366453225657
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/08_loading.ipynb #CheckpointError
+# %% nbs/models/loading.ipynb #CheckpointError
 if TYPE_CHECKING:
     import torch
 
@@ -52,7 +52,7 @@ class CheckpointError(ValueError):
     """A model folder that cannot be loaded; the message names the file, and the tensor where there is one."""
 
 
-# %% nbs/3_model/08_loading.ipynb #TensorRecord
+# %% nbs/models/loading.ipynb #TensorRecord
 @dataclass(frozen=True)
 class TensorRecord:
     """Where one tensor lies: file, safetensors dtype (`F32`, `BF16`, ...), shape."""
@@ -91,7 +91,7 @@ def read_header(file: Path) -> list[TensorRecord]:
         raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
 
 
-# %% nbs/3_model/08_loading.ipynb #find_tensors
+# %% nbs/models/loading.ipynb #find_tensors
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -135,7 +135,7 @@ def _sharded(folder: Path) -> list[TensorRecord]:
     return [records[item] for item in weight_map.items()]
 
 
-# %% nbs/3_model/08_loading.ipynb #read_json
+# %% nbs/models/loading.ipynb #read_json
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file; `CheckpointError` names the file if it is not one."""
     try:
@@ -147,7 +147,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-# %% nbs/3_model/08_loading.ipynb #iter_tensors
+# %% nbs/models/loading.ipynb #iter_tensors
 def iter_tensors(records: list[TensorRecord], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `(name, tensor)` as stored, one at a time and file by file, for a model that computes in `dtype`.
 
@@ -184,7 +184,7 @@ def _checked(record: TensorRecord, tensor: torch.Tensor, dtype: str) -> torch.Te
     return tensor
 
 
-# %% nbs/3_model/08_loading.ipynb #dummy_tensors
+# %% nbs/models/loading.ipynb #dummy_tensors
 def dummy_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield random float32 weights of the given names and shapes: the same for the same seed, whatever the order.
 
@@ -201,7 +201,7 @@ def dummy_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> Iterator[tup
         yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-# %% nbs/3_model/08_loading.ipynb #LoadedModel
+# %% nbs/models/loading.ipynb #LoadedModel
 @dataclass(frozen=True)
 class LoadedModel:
     """A model folder that has been read but for its weights.
@@ -287,7 +287,7 @@ class LoadedModel:
         )
 
 
-# %% nbs/3_model/08_loading.ipynb #load_model
+# %% nbs/models/loading.ipynb #load_model
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 

@@ -4,9 +4,9 @@ Rotary position embeddings (Su et al., RoFormer, 2021) and the ways to stretch t
 defines them.
 """
 
-# Generated from nbs/3_model/04b_rope.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/rope.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cd030bc0ac1e module=90773d6474cf
+# literate: notebook=e6b93a22ef63 module=f5bdc2346d32
 
 import math
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/04b_rope.ipynb #RopeSpec
+# %% nbs/models/rope.ipynb #RopeSpec
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -77,7 +77,7 @@ class RopeSpec:
         return int(self.original_max_position * self.factor) if self.kind == "yarn" else self.max_position
 
 
-# %% nbs/3_model/04b_rope.ipynb #_plain
+# %% nbs/models/rope.ipynb #_plain
 def _plain(spec: RopeSpec, theta: float | Tensor) -> Tensor:
     exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim
     return 1.0 / (theta**exponents)
@@ -109,7 +109,7 @@ def _yarn(spec: RopeSpec) -> Tensor:
     return slowed * (1 - keep) + _plain(spec, spec.theta) * keep
 
 
-# %% nbs/3_model/04b_rope.ipynb #inverse_frequencies
+# %% nbs/models/rope.ipynb #inverse_frequencies
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
     """Angle per position of each pair of dimensions, float32 [dim / 2] (`dynamic`: of positions below `max_position`)."""
     if spec.kind == "llama3":
@@ -135,7 +135,7 @@ def attention_factor(spec: RopeSpec) -> float:
     return rule(1.0)
 
 
-# %% nbs/3_model/04b_rope.ipynb #Rope
+# %% nbs/models/rope.ipynb #Rope
 class Rope:
     """Cosines and sines of a step, for all layers that share a `RopeSpec`."""
 
@@ -170,7 +170,7 @@ class Rope:
         return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
 
 
-# %% nbs/3_model/04b_rope.ipynb #apply_rope
+# %% nbs/models/rope.ipynb #apply_rope
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + dim / 2) of each head.
 
@@ -184,7 +184,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
-# %% nbs/3_model/04b_rope.ipynb #rope_from_parameters
+# %% nbs/models/rope.ipynb #rope_from_parameters
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _FIELDS = {
     "default": {},

@@ -4,9 +4,9 @@
 Hugging Face config, in a dozen lines.
 """
 
-# Generated from nbs/3_model/05a_spec.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/spec.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f6fe0f744af7 module=313f5573c405
+# literate: notebook=4a06a575fb66 module=d5a30a1bf207
 
 import math
 from collections.abc import Callable
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/05a_spec.ipynb #LayerSpec
+# %% nbs/models/spec.ipynb #LayerSpec
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """What one layer may have of its own.
@@ -58,7 +58,7 @@ class LayerSpec:
     chunk: int | None = None
 
 
-# %% nbs/3_model/05a_spec.ipynb #WeightNames
+# %% nbs/models/spec.ipynb #WeightNames
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
     """What a checkpoint calls its tensors. A norm whose name is None does not exist; `{}` is the layer's number."""
@@ -82,7 +82,7 @@ class WeightNames:
     mlp_post_norm: str | None = None
 
 
-# %% nbs/3_model/05a_spec.ipynb #DecoderSpec
+# %% nbs/models/spec.ipynb #DecoderSpec
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """Everything that `Decoder` needs to know to build itself.
@@ -160,7 +160,7 @@ class DecoderSpec:
         lengths = [layer.rope.max_length for layer in self.layers if layer.rope is not None]
         return min(lengths, default=self.max_position_embeddings)
 
-    # %% nbs/3_model/05a_spec.ipynb #DecoderSpec-attention_specs
+    # %% nbs/models/spec.ipynb #DecoderSpec-attention_specs
     def attention_specs(
         self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> list[AttentionSpec]:
@@ -181,7 +181,7 @@ class DecoderSpec:
             for layer in self.layers
         ]
 
-    # %% nbs/3_model/05a_spec.ipynb #DecoderSpec-kv_cache_specs
+    # %% nbs/models/spec.ipynb #DecoderSpec-kv_cache_specs
     def kv_cache_specs(self, block_size: int, dtype_bytes: int = 4) -> list[KVCacheSpec]:
         """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number."""
         specs = []
@@ -195,7 +195,7 @@ class DecoderSpec:
             specs.append(KVCacheSpec(kind, block_size, self.num_kv_heads, self.head_dim, window, dtype_bytes))
         return specs
 
-    # %% nbs/3_model/05a_spec.ipynb #DecoderSpec-weight_shapes
+    # %% nbs/models/spec.ipynb #DecoderSpec-weight_shapes
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model holds."""
         n, hidden, inner = self.names, self.hidden_size, self.intermediate_size
@@ -227,13 +227,13 @@ class DecoderSpec:
                 shapes[f"{layer}{name}.weight"] = (size,)
         return shapes
 
-    # %% nbs/3_model/05a_spec.ipynb #DecoderSpec-num_parameters
+    # %% nbs/models/spec.ipynb #DecoderSpec-num_parameters
     def num_parameters(self) -> int:
         """Numbers in a checkpoint; a tied output layer counts once."""
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
 
-# %% nbs/3_model/05a_spec.ipynb #ConfigReader
+# %% nbs/models/spec.ipynb #ConfigReader
 _NEUTRAL_FIELDS = """
     _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
     attention_dropout attn_implementation bos_token_id cache_implementation do_sample dtype early_stopping eos_token_id
@@ -287,7 +287,7 @@ class ConfigReader:
                 )
 
 
-# %% nbs/3_model/05a_spec.ipynb #family
+# %% nbs/models/spec.ipynb #family
 Family = Callable[[ConfigReader], DecoderSpec]
 FAMILIES: dict[str, Family] = {}
 """From the name in a config's `architectures` to the function that makes the spec."""
@@ -303,7 +303,7 @@ def family(*architectures: str) -> Callable[[Family], Family]:
     return register
 
 
-# %% nbs/3_model/05a_spec.ipynb #spec_from_config
+# %% nbs/models/spec.ipynb #spec_from_config
 _ARCHITECTURE_OF = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -333,7 +333,7 @@ def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
     return spec
 
 
-# %% nbs/3_model/05a_spec.ipynb #read_rope
+# %% nbs/models/spec.ipynb #read_rope
 def read_rope(r: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
     """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before)."""
     parameters, old = r.get("rope_parameters") or {}, r.get("rope_scaling")
@@ -348,7 +348,7 @@ def read_rope(r: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
     )
 
 
-# %% nbs/3_model/05a_spec.ipynb #read_common
+# %% nbs/models/spec.ipynb #read_common
 def read_common(
     r: ConfigReader, *, head_dim: int | None = None, num_kv_heads: int | None = None, tied: bool = False
 ) -> dict[str, Any]:
@@ -376,7 +376,7 @@ def read_common(
     }
 
 
-# %% nbs/3_model/05a_spec.ipynb #read_window_per_layer
+# %% nbs/models/spec.ipynb #read_window_per_layer
 def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int | None]:
     """Qwen's rule: `layer_types`, or a window from layer `max_window_layers` on; nothing without `use_sliding_window`."""
     count = r.need("num_hidden_layers")
@@ -391,7 +391,7 @@ def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int 
     return windows_from_types(r, types, window)
 
 
-# %% nbs/3_model/05a_spec.ipynb #windows_from_types
+# %% nbs/models/spec.ipynb #windows_from_types
 def windows_from_types(r: ConfigReader, types: list[str], window: int | None) -> list[int | None]:
     """A window per layer, from the config's `layer_types`.
 
@@ -408,7 +408,7 @@ def windows_from_types(r: ConfigReader, types: list[str], window: int | None) ->
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-# %% nbs/3_model/05a_spec.ipynb #llama
+# %% nbs/models/spec.ipynb #llama
 @family("LlamaForCausalLM")
 def llama(r: ConfigReader) -> DecoderSpec:
     """Llama 1 to 3, SmolLM2 and whoever else uses their architecture."""
@@ -424,7 +424,7 @@ def llama(r: ConfigReader) -> DecoderSpec:
     )
 
 
-# %% nbs/3_model/05a_spec.ipynb #mistral
+# %% nbs/models/spec.ipynb #mistral
 @family("MistralForCausalLM")
 def mistral(r: ConfigReader) -> DecoderSpec:
     """Mistral 7B: a window on every layer."""
@@ -434,7 +434,7 @@ def mistral(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"))
 
 
-# %% nbs/3_model/05a_spec.ipynb #qwen2
+# %% nbs/models/spec.ipynb #qwen2
 @family("Qwen2ForCausalLM")
 def qwen2(r: ConfigReader) -> DecoderSpec:
     """Qwen 2 and 2.5: a bias on queries, keys and values."""
@@ -444,7 +444,7 @@ def qwen2(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**common, layers=layers, qkv_bias=True)
 
 
-# %% nbs/3_model/05a_spec.ipynb #qwen3
+# %% nbs/models/spec.ipynb #qwen3
 @family("Qwen3ForCausalLM")
 def qwen3(r: ConfigReader) -> DecoderSpec:
     """Qwen 3: no bias, but a norm on every query and key head."""
@@ -455,7 +455,7 @@ def qwen3(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**common, layers=layers, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-# %% nbs/3_model/05a_spec.ipynb #read_gemma3_rope
+# %% nbs/models/spec.ipynb #read_gemma3_rope
 def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
     """Gemma 3 has a rotation for global layers and one for local ones; old files stretch the global one only."""
     parameters = (r.get("rope_parameters") or {}).get(kind) or {}
@@ -466,7 +466,7 @@ def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: in
     return rope_from_parameters(parameters | scaling, theta=global_theta, dim=head_dim, max_position=max_position)
 
 
-# %% nbs/3_model/05a_spec.ipynb #gemma3
+# %% nbs/models/spec.ipynb #gemma3
 @family("Gemma3ForCausalLM")
 def gemma3(r: ConfigReader) -> DecoderSpec:
     """Gemma 3, text only: norms before and after, `1 + weight`, local layers with a rotation of their own."""

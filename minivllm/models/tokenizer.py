@@ -3,9 +3,9 @@
 Not text.
 """
 
-# Generated from nbs/3_model/09_tokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/models/tokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=63bb1ee4fd13 module=ef104bc72046
+# literate: notebook=fbe58109bbab module=390aad5008e5
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from minivllm.models.hub import EMBEDDED_MODELS, resolve_model
 __all__ = ["GENERIC_CLASSES", "apply_chat_template", "get_tokenizer"]
 
 
-# %% nbs/3_model/09_tokenizer.ipynb #code-0143c0
+# %% nbs/models/tokenizer.ipynb #code-0143c0
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# %% nbs/3_model/09_tokenizer.ipynb #get_tokenizer
+# %% nbs/models/tokenizer.ipynb #get_tokenizer
 GENERIC_CLASSES = (
     "PreTrainedTokenizerFast",
     "TokenizersBackend",
@@ -73,7 +73,7 @@ def _load(loader: str, name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-# %% nbs/3_model/09_tokenizer.ipynb #apply_chat_template
+# %% nbs/models/tokenizer.ipynb #apply_chat_template
 def apply_chat_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[dict[str, Any]],

@@ -3,9 +3,9 @@
 One decode step of a small model is some three hundred kernels of a few microseconds each.
 """
 
-# Generated from nbs/5_engine/02b_decode_graphs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/runtime/decode_graphs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b5ac0bb07090 module=28f09efaba71
+# literate: notebook=c04d641cb921 module=e227580b5f09
 
 import bisect
 import logging
@@ -18,7 +18,7 @@ from tqdm import tqdm
 __all__ = ["DecodeGraphs", "graph_ladder", "logger", "rung"]
 
 
-# %% nbs/5_engine/02b_decode_graphs.ipynb #graph_ladder
+# %% nbs/runtime/decode_graphs.ipynb #graph_ladder
 logger = logging.getLogger("minivllm.runtime")
 
 
@@ -35,7 +35,7 @@ def rung(ladder: tuple[int, ...], rows: int) -> int | None:
     return ladder[at] if at < len(ladder) else None
 
 
-# %% nbs/5_engine/02b_decode_graphs.ipynb #DecodeGraphs
+# %% nbs/runtime/decode_graphs.ipynb #DecodeGraphs
 class DecodeGraphs:
     """Recordings of decode steps, one for each key, made when first wanted.
 
@@ -59,7 +59,7 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    # %% nbs/5_engine/02b_decode_graphs.ipynb #DecodeGraphs-run
+    # %% nbs/runtime/decode_graphs.ipynb #DecodeGraphs-run
     def run(self, key: Hashable, make: Callable[[], tuple[Callable[[], Tensor], object]]) -> Tensor:
         """The step's result, which the next step overwrites.
 

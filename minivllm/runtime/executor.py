@@ -4,9 +4,9 @@ The engine core does not care whether the model runs in its own process, in four
 GPUs, or not at all (a simulation answers from a cost model).
 """
 
-# Generated from nbs/5_engine/04_executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/runtime/executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=14677115c907 module=bf616add88b9
+# literate: notebook=3de3e4fccb8a module=daeb790bf73d
 
 import gc
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-# %% nbs/5_engine/04_executor.ipynb #Executor
+# %% nbs/runtime/executor.ipynb #Executor
 class Pending(Protocol):
     """A step under way."""
 
@@ -77,7 +77,7 @@ class Executor(Protocol):
         ...
 
 
-# %% nbs/5_engine/04_executor.ipynb #EnginePlan
+# %% nbs/runtime/executor.ipynb #EnginePlan
 @dataclass(frozen=True)
 class EnginePlan:
     """What is going to be loaded, decided and checked. ``decoder``: the model, if it has been loaded already."""
@@ -149,7 +149,7 @@ def fit_memory(plan: EnginePlan) -> EnginePlan:
     return replace(plan, config=replace(measured, decisions=(*measured.decisions, decision)), decoder=decoder)
 
 
-# %% nbs/5_engine/04_executor.ipynb #UniProcExecutor
+# %% nbs/runtime/executor.ipynb #UniProcExecutor
 class UniProcExecutor:
     """Runs the model in the engine's own process. Submitted steps run on a GPU by themselves, on a CPU in a thread."""
 
@@ -185,7 +185,7 @@ class UniProcExecutor:
             torch.cuda.empty_cache()
 
 
-# %% nbs/5_engine/04_executor.ipynb #make_executor
+# %% nbs/runtime/executor.ipynb #make_executor
 _LATER = ("mp", "ray", "external_launcher")
 
 

@@ -3,9 +3,9 @@
 A GPU works through a queue of launches.
 """
 
-# Generated from nbs/5_engine/02c_future_tokens.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/runtime/future_tokens.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3192a649f1dd module=fe2dbc0c0434
+# literate: notebook=5af11363c14d module=4ac5890d9384
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 __all__ = ["FutureTokens"]
 
 
-# %% nbs/5_engine/02c_future_tokens.ipynb #FutureTokens
+# %% nbs/runtime/future_tokens.ipynb #FutureTokens
 class FutureTokens:
     """The newest token of every row, kept where it was chosen.
 

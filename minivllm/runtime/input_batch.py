@@ -4,9 +4,9 @@ A step may hold a chunk of one prompt, the whole of another, and one token each 
 requests.
 """
 
-# Generated from nbs/5_engine/01_input_batch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/runtime/input_batch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=530d5336543d module=d5cd747653a2
+# literate: notebook=f28ecb02046e module=0a0598de7e27
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from minivllm.attention.backend import AttentionBatch
 __all__ = ["BlockTable", "InputBatch", "Int32", "Int64", "StepInputs"]
 
 
-# %% nbs/5_engine/01_input_batch.ipynb #BlockTable
+# %% nbs/runtime/input_batch.ipynb #BlockTable
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
@@ -50,7 +50,7 @@ class BlockTable:
         return blocks * self.block_size + positions % self.block_size
 
 
-# %% nbs/5_engine/01_input_batch.ipynb #StepInputs
+# %% nbs/runtime/input_batch.ipynb #StepInputs
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The arrays of one step, in scheduling order. ``B`` requests, ``T`` tokens.
@@ -74,7 +74,7 @@ class StepInputs:
         return self.attention[0].query_start_loc[1:].astype(np.int64) - 1
 
 
-# %% nbs/5_engine/01_input_batch.ipynb #InputBatch
+# %% nbs/runtime/input_batch.ipynb #InputBatch
 class InputBatch:
     """What the model runner remembers of every running request, as numpy rows that never move.
 
@@ -96,7 +96,7 @@ class InputBatch:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.row_of
 
-    # %% nbs/5_engine/01_input_batch.ipynb #InputBatch-add
+    # %% nbs/runtime/input_batch.ipynb #InputBatch-add
     def add(
         self, request_id: str, token_ids: Sequence[int], num_computed: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
@@ -125,7 +125,7 @@ class InputBatch:
             table.clear(row)
         self._free_rows.append(row)
 
-    # %% nbs/5_engine/01_input_batch.ipynb #InputBatch-prepare
+    # %% nbs/runtime/input_batch.ipynb #InputBatch-prepare
     def prepare(self, num_scheduled: dict[str, int]) -> StepInputs:
         """Arrays for one step. ``num_scheduled``: {request_id: number of tokens}, in scheduling order; each at least 1."""
         request_ids = list(num_scheduled)
@@ -158,7 +158,7 @@ class InputBatch:
             samples=seq_lens == self.num_tokens[rows],
         )
 
-    # %% nbs/5_engine/01_input_batch.ipynb #InputBatch-advance
+    # %% nbs/runtime/input_batch.ipynb #InputBatch-advance
     def advance(self, step: StepInputs) -> None:
         """The tokens of this step are computed."""
         self.num_computed[step.rows] += step.counts
@@ -170,7 +170,7 @@ class InputBatch:
         self.token_ids[rows[fits], at[fits]] = token_ids[fits]
         self.num_tokens[rows] = at + 1
 
-    # %% nbs/5_engine/01_input_batch.ipynb #InputBatch-expect_tokens
+    # %% nbs/runtime/input_batch.ipynb #InputBatch-expect_tokens
     def expect_tokens(self, rows: Int64) -> Int64:
         """Append to each of ``rows`` a token that is not known yet: ~row stands for it. Returns the places, for `set_tokens`."""
         places = self.num_tokens[rows]

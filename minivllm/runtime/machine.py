@@ -4,9 +4,9 @@
 bfloat16 by itself.
 """
 
-# Generated from nbs/5_engine/03_machine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/runtime/machine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0aab377b6a9b module=b758b24fc59e
+# literate: notebook=889a89908ac1 module=a43e71467a3a
 
 import os
 import platform
@@ -20,7 +20,7 @@ from minivllm.core.config import MachineFacts
 __all__ = ["choose_device", "cpu_memory", "environment_report", "has_native_bf16", "machine_facts"]
 
 
-# %% nbs/5_engine/03_machine.ipynb #cpu_memory
+# %% nbs/runtime/machine.ipynb #cpu_memory
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -60,7 +60,7 @@ def _installed_memory() -> int:
     return int(status[1])
 
 
-# %% nbs/5_engine/03_machine.ipynb #has_native_bf16
+# %% nbs/runtime/machine.ipynb #has_native_bf16
 _CPU_BF16 = ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16")
 
 
@@ -74,7 +74,7 @@ def has_native_bf16(device: str) -> bool:
     return any(capabilities.get(name) for name in _CPU_BF16)
 
 
-# %% nbs/5_engine/03_machine.ipynb #choose_device
+# %% nbs/runtime/machine.ipynb #choose_device
 def choose_device(asked: str) -> str:
     """`cpu` or `cuda`. Raises ValueError if a GPU is asked for and there is none."""
     if asked == "cuda" and not torch.cuda.is_available():
@@ -98,7 +98,7 @@ def machine_facts(device: str, attention: tuple[str, str], linear: tuple[str, st
     )
 
 
-# %% nbs/5_engine/03_machine.ipynb #environment_report
+# %% nbs/runtime/machine.ipynb #environment_report
 _PACKAGES = (
     "minivllm",
     "torch",

@@ -3,9 +3,9 @@
 The scheduler has decided: this request 40 tokens, that one 1, these two blocks more, that row away.
 """
 
-# Generated from nbs/5_engine/02_model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/runtime/model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f7c277ee012d module=1474c9833a44
+# literate: notebook=c5281f07abfd module=f57772b0b475
 
 import math
 import sys
@@ -18,7 +18,7 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
 from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
-from minivllm.core.output import ModelRunnerOutput, NewRequest, SchedulerOutput
+from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.future_tokens import FutureTokens
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-# %% nbs/5_engine/02_model_runner.ipynb #zeros_on_demand
+# %% nbs/runtime/model_runner.ipynb #zeros_on_demand
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU memory is only taken when a page is first touched."""
     if device.type != "cpu":
@@ -82,7 +82,7 @@ def step_bytes(config: EngineConfig) -> int:
     return limits.max_num_batched_tokens * per_token + limits.max_num_seqs * (per_request + table) + (1 << 18)
 
 
-# %% nbs/5_engine/02_model_runner.ipynb #group_attention_specs
+# %% nbs/runtime/model_runner.ipynb #group_attention_specs
 def group_attention_specs(config: KVCacheConfig, layer_specs: list[AttentionSpec]) -> list[AttentionSpec]:
     """The attention spec of each KV cache group.
 
@@ -98,7 +98,7 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[AttentionSpec
     return specs
 
 
-# %% nbs/5_engine/02_model_runner.ipynb #ModelRunner
+# %% nbs/runtime/model_runner.ipynb #ModelRunner
 GRAPH_BYTES = 1 << 30  # most memory that CUDA graphs may take
 
 
@@ -148,7 +148,7 @@ class ModelRunner:
             if not config.args.enforce_eager:
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
 
-    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-execute
+    # %% nbs/runtime/model_runner.ipynb #ModelRunner-execute
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Carry out one decision. A request that fails by itself is reported in ``errors``; the others go on."""
         return self.launch(output).result()
@@ -176,7 +176,7 @@ class ModelRunner:
             self._latest = pending
         return pending
 
-    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_update_rows
+    # %% nbs/runtime/model_runner.ipynb #ModelRunner-_update_rows
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for request_id in (*output.preempted, *output.finished):
             self.batch.drop(request_id)
@@ -201,7 +201,7 @@ class ModelRunner:
         for request_id, block_ids in output.new_block_ids.items():
             self.batch.append_blocks(request_id, block_ids)
 
-    def _add_sampling_row(self, new: NewRequest) -> None:
+    def _add_sampling_row(self, new: NewRequestData) -> None:
         params, matcher = new.sampling_params, None
         if params.structured_outputs is not None and self.grammar is not None:
             matcher = self.grammar.matcher(params.structured_outputs)  # compiled before the request was scheduled
@@ -214,7 +214,7 @@ class ModelRunner:
             self.backend.copy_blocks(device_cache, cpu_cache, output.swap_out)
             self.backend.copy_blocks(cpu_cache, device_cache, output.swap_in)
 
-    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_forward
+    # %% nbs/runtime/model_runner.ipynb #ModelRunner-_forward
     def _forward(self, step: StepInputs, chosen: Int64) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Hidden states after the last norm, [T, hidden_size]; and of the requests `chosen`, on the device: the last token's
         place among the T, and the row."""
@@ -242,7 +242,7 @@ class ModelRunner:
             token_ids = self.future.resolve(token_ids)
         return self.model.forward(token_ids, positions, self.kv_caches, plans)
 
-    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_replay
+    # %% nbs/runtime/model_runner.ipynb #ModelRunner-_replay
     def _replay(self, step: StepInputs, buffer: StepBuffer) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
         """As `_forward`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one."""
         rows = len(step.token_ids)
@@ -266,7 +266,7 @@ class ModelRunner:
 
         return self.graphs.run(key, make)[:rows], (rows_there[:rows], rows_there[:rows])
 
-    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_sample
+    # %% nbs/runtime/model_runner.ipynb #ModelRunner-_sample
     def _chosen(self, step: StepInputs) -> Int64:
         """Which of the step's requests get a token: int64."""
         samples = step.samples
@@ -302,7 +302,7 @@ class ModelRunner:
                 if vector is not None:
                     result.pooled[request_id] = vector
 
-    # %% nbs/5_engine/02_model_runner.ipynb #ModelRunner-_compute_prompt_logprobs
+    # %% nbs/runtime/model_runner.ipynb #ModelRunner-_compute_prompt_logprobs
     def _compute_prompt_logprobs(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
         if not self._prompt_done:
             return
@@ -332,7 +332,7 @@ class ModelRunner:
         return reports
 
 
-# %% nbs/5_engine/02_model_runner.ipynb #PendingStep
+# %% nbs/runtime/model_runner.ipynb #PendingStep
 class PendingStep:
     """A step that the device has or will carry out, and the tokens that the host does not know yet.
 

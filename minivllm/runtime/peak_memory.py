@@ -4,9 +4,9 @@ A GPU's memory holds the weights, the KV cache, and what a step needs while it r
 logits, the sampler's copies of them.
 """
 
-# Generated from nbs/5_engine/03b_peak_memory.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/runtime/peak_memory.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=13f3292cbd78 module=0731070bd716
+# literate: notebook=6308b091f364 module=2a7394eb20aa
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from minivllm.sampling.transforms import draw, keep_from, top_p_threshold
 __all__ = ["peak_batch", "peak_bytes", "run_largest_step"]
 
 
-# %% nbs/5_engine/03b_peak_memory.ipynb #peak_batch
+# %% nbs/runtime/peak_memory.ipynb #peak_batch
 def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
     """`max_num_batched_tokens` tokens in prompts of `max_model_len`, the last one shorter, each in blocks of its own from block 1 on."""
     tokens, longest = limits.max_num_batched_tokens, limits.max_model_len
@@ -35,7 +35,7 @@ def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
     return AttentionBatch(starts, lens, table, slots.astype(np.int64))
 
 
-# %% nbs/5_engine/03b_peak_memory.ipynb #run_largest_step
+# %% nbs/runtime/peak_memory.ipynb #run_largest_step
 @torch.inference_mode()
 def run_largest_step(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig) -> int:
     """Run the step of `peak_batch` with random tokens, and a draw for `max_num_seqs` requests. Gives the bytes of its cache."""

@@ -4,9 +4,9 @@ The model computes a hidden state for every token anyway; a request that wants a
 and ends where others would draw their first token.
 """
 
-# Generated from nbs/5_engine/19_pooler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/runtime/pooler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f36634ba0cec module=c6d3244e1b87
+# literate: notebook=f59c1ec97fa1 module=4ccb15a27076
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from minivllm.sampling.pooling import PoolingParams
 __all__ = ["Pooler", "finish_vector"]
 
 
-# %% nbs/5_engine/19_pooler.ipynb #Pooler
+# %% nbs/runtime/pooler.ipynb #Pooler
 @dataclass(slots=True)
 class _Entry:
     params: PoolingParams

@@ -3,9 +3,9 @@
 A request said "blue" at its fifth token.
 """
 
-# Generated from nbs/5_engine/18_sample_record.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/runtime/sample_record.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=206cc11cecf5 module=ebe8d9a9ce3e
+# literate: notebook=2410c99a2240 module=8ba1380220a3
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from minivllm.sampling.state import RequestView
 __all__ = ["SampleLog", "SampleRecord", "explain_sample", "log_samples"]
 
 
-# %% nbs/5_engine/18_sample_record.ipynb #code-129cc1
+# %% nbs/runtime/sample_record.ipynb #code-129cc1
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/5_engine/18_sample_record.ipynb #SampleRecord
+# %% nbs/runtime/sample_record.ipynb #SampleRecord
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
     """What the sampler saw when it chose one token.
@@ -74,7 +74,7 @@ def log_samples(log: SampleLog, views: list[RequestView], logits: Tensor) -> Non
         )
 
 
-# %% nbs/5_engine/18_sample_record.ipynb #explain_sample
+# %% nbs/runtime/sample_record.ipynb #explain_sample
 def explain_sample(
     record: SampleRecord,
     sampler: Sampler,

@@ -4,9 +4,9 @@ To force an answer into a form, someone must look at the text so far and say whi
 next.
 """
 
-# Generated from nbs/3_model/16_automaton.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/sampling/automaton.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8dba9dcff18b module=d821a4c8630f
+# literate: notebook=99283d66ba5d module=124362880f42
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/16_automaton.ipynb #one_of
+# %% nbs/sampling/automaton.ipynb #one_of
 Expression = tuple[Any, ...]
 
 NOTHING: Expression = ("none",)  # matches no text at all
@@ -44,7 +44,7 @@ def one_of(characters: frozenset[str], negated: bool = False) -> Expression:
     return ("set", characters, negated)
 
 
-# %% nbs/3_model/16_automaton.ipynb #then
+# %% nbs/sampling/automaton.ipynb #then
 def then(first: Expression, second: Expression) -> Expression:
     """First, followed by second."""
     if NOTHING in (first, second):
@@ -72,7 +72,7 @@ def repeat(inner: Expression) -> Expression:
     return EMPTY if inner in (NOTHING, EMPTY) else inner if inner[0] == "repeat" else ("repeat", inner)
 
 
-# %% nbs/3_model/16_automaton.ipynb #nullable
+# %% nbs/sampling/automaton.ipynb #nullable
 @lru_cache(maxsize=100_000)
 def nullable(e: Expression) -> bool:
     """Whether the expression matches the empty text."""
@@ -104,7 +104,7 @@ def derivative(e: Expression, c: str) -> Expression:
             return NOTHING
 
 
-# %% nbs/3_model/16_automaton.ipynb #_Reader
+# %% nbs/sampling/automaton.ipynb #_Reader
 _CLASSES = {
     "d": "0123456789",
     "w": "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_",
@@ -132,7 +132,7 @@ class _Reader:
             raise ValueError(f"expected {character!r} at {self.at} of {self.pattern!r}")
         self.at += 1
 
-    # %% nbs/3_model/16_automaton.ipynb #_Reader-alternatives
+    # %% nbs/sampling/automaton.ipynb #_Reader-alternatives
     def alternatives(self) -> Expression:
         options = [self.sequence()]
         while self.peek() == "|":
@@ -140,14 +140,14 @@ class _Reader:
             options.append(self.sequence())
         return either(*options)
 
-    # %% nbs/3_model/16_automaton.ipynb #_Reader-sequence
+    # %% nbs/sampling/automaton.ipynb #_Reader-sequence
     def sequence(self) -> Expression:
         e = EMPTY
         while self.peek() and self.peek() not in "|)":
             e = then(e, self.repeated(self.atom()))
         return e
 
-    # %% nbs/3_model/16_automaton.ipynb #_Reader-repeated
+    # %% nbs/sampling/automaton.ipynb #_Reader-repeated
     def repeated(self, e: Expression) -> Expression:
         while self.peek() and self.peek() in "*+?{":
             sign = self.take()
@@ -163,7 +163,7 @@ class _Reader:
                 e = {"*": repeat(e), "+": then(e, repeat(e)), "?": either(EMPTY, e)}[sign]
         return e
 
-    # %% nbs/3_model/16_automaton.ipynb #_Reader-bounds
+    # %% nbs/sampling/automaton.ipynb #_Reader-bounds
     def bounds(self) -> tuple[int, int]:
         """The numbers of {m}, {m,n}; the brace is read already."""
         end = self.pattern.find("}", self.at)
@@ -173,7 +173,7 @@ class _Reader:
         self.at = end + 1
         return int(parts[0]), int(parts[-1])
 
-    # %% nbs/3_model/16_automaton.ipynb #_Reader-atom
+    # %% nbs/sampling/automaton.ipynb #_Reader-atom
     def atom(self) -> Expression:
         c = self.take()
         match c:
@@ -215,7 +215,7 @@ class _Reader:
         return one_of(frozenset(characters), negated)
 
 
-# %% nbs/3_model/16_automaton.ipynb #parse
+# %% nbs/sampling/automaton.ipynb #parse
 def parse(pattern: str) -> Expression:
     """A regular expression: characters, . [...] [^...] | * + ? {m,n} (...) \\d \\w \\s. ValueError for anything else."""
     reader = _Reader(pattern)
@@ -233,7 +233,7 @@ def matches(pattern: str, text: str) -> bool:
     return nullable(e)
 
 
-# %% nbs/3_model/16_automaton.ipynb #TokenTrie
+# %% nbs/sampling/automaton.ipynb #TokenTrie
 class TokenTrie:
     """The vocabulary as a tree of characters. `texts[t]` is the text of token t; None or "" for tokens without one."""
 
@@ -261,7 +261,7 @@ class TokenTrie:
         return found
 
 
-# %% nbs/3_model/16_automaton.ipynb #RegexMatcher
+# %% nbs/sampling/automaton.ipynb #RegexMatcher
 class RegexMatcher:
     """A regular expression as a `Matcher` for SamplingState.add. A teaching model: see sampling.grammar for the real one."""
 

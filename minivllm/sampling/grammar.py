@@ -4,9 +4,9 @@ A program that reads the model's answer wants JSON that fits its schema, or one 
 date.
 """
 
-# Generated from nbs/3_model/17_grammar.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/sampling/grammar.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6977277862a7 module=fef7b358ced9
+# literate: notebook=19b2155f61bc module=f56f312f500c
 
 import json as json_lib
 import re
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/17_grammar.ipynb #GrammarError
+# %% nbs/sampling/grammar.ipynb #GrammarError
 class GrammarError(ValueError):
     """A grammar cannot be used; the message says why."""
 
@@ -47,7 +47,7 @@ def _llguidance() -> Any:
     return llguidance
 
 
-# %% nbs/3_model/17_grammar.ipynb #without_additional_properties
+# %% nbs/sampling/grammar.ipynb #without_additional_properties
 def without_additional_properties(schema: Any) -> Any:
     """A copy of the schema in which every object that does not say otherwise has `additionalProperties: false`."""
     if isinstance(schema, list):
@@ -79,7 +79,7 @@ def _from_json(params: StructuredOutputsParams) -> str:
     return str(_llguidance().LLMatcher.grammar_from_json_schema(schema, overrides=options))
 
 
-# %% nbs/3_model/17_grammar.ipynb #_from_choice
+# %% nbs/sampling/grammar.ipynb #_from_choice
 def _from_choice(params: StructuredOutputsParams) -> str:
     assert params.choice is not None
     alternatives = " | ".join(json_lib.dumps(text) for text in params.choice)
@@ -95,7 +95,7 @@ def _from_grammar(params: StructuredOutputsParams) -> str:
         raise GrammarError(str(error)) from error
 
 
-# %% nbs/3_model/17_grammar.ipynb #_tag_parts
+# %% nbs/sampling/grammar.ipynb #_tag_parts
 def _tag_parts(tag: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
     unknown = set(tag) - {"type", "triggers", "structures"}
     if tag.get("type") != "structural_tag" or unknown or not tag.get("triggers") or not tag.get("structures"):
@@ -134,7 +134,7 @@ def _from_structural_tag(params: StructuredOutputsParams, special_tokens: Mappin
     return str(_llguidance().LLMatcher.grammar_from_lark("\n".join(lines)))
 
 
-# %% nbs/3_model/17_grammar.ipynb #grammar_text
+# %% nbs/sampling/grammar.ipynb #grammar_text
 def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, int] = MappingProxyType({})) -> str:
     """The wish as the text of an llguidance grammar. ``special_tokens``: see `special_token_ids`. GrammarError if it cannot be one."""
     match params.kind:
@@ -151,7 +151,7 @@ def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, i
             return _from_structural_tag(params, special_tokens)
 
 
-# %% nbs/3_model/17_grammar.ipynb #GrammarMatcher
+# %% nbs/sampling/grammar.ipynb #GrammarMatcher
 class GrammarMatcher:
     """Where one request stands in its grammar."""
 
@@ -185,7 +185,7 @@ def _reason(inner: Any) -> str:
     return "no text of finite length satisfies it" if reason == "NoExtensionBias" else reason
 
 
-# %% nbs/3_model/17_grammar.ipynb #PendingGrammar
+# %% nbs/sampling/grammar.ipynb #PendingGrammar
 class PendingGrammar:
     """A grammar that is being compiled. `done()` never waits; `result()` does, and raises GrammarError."""
 
@@ -205,7 +205,7 @@ class PendingGrammar:
             raise GrammarError(f"compiling the grammar took longer than {self._timeout:g} s") from None
 
 
-# %% nbs/3_model/17_grammar.ipynb #GrammarCompiler
+# %% nbs/sampling/grammar.ipynb #GrammarCompiler
 class GrammarCompiler:
     """Compiles structured outputs for one tokenizer, in threads, with a cache.
 
@@ -233,7 +233,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._engine_tokenizer: Future[Any] | None = None
 
-    # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-submit
+    # %% nbs/sampling/grammar.ipynb #GrammarCompiler-submit
     def submit(self, params: StructuredOutputsParams) -> PendingGrammar:
         """Begin to compile, unless that is done or under way. Never waits."""
         with self._lock:
@@ -247,19 +247,19 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
         return PendingGrammar(future, self.timeout)
 
-    # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-matcher
+    # %% nbs/sampling/grammar.ipynb #GrammarCompiler-matcher
     def matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
         """A fresh matcher at the start of the text; waits for the compilation. GrammarError with the reason."""
         return GrammarMatcher(self.submit(params).result().deep_copy())
 
-    # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-_wrap_tokenizer
+    # %% nbs/sampling/grammar.ipynb #GrammarCompiler-_wrap_tokenizer
     def _wrap_tokenizer(self) -> Any:
         _llguidance()
         from llguidance.hf import from_tokenizer
 
         return from_tokenizer(self.tokenizer, n_vocab=self.vocab_size, eos_token=self.eos_token_ids)
 
-    # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-_compile
+    # %% nbs/sampling/grammar.ipynb #GrammarCompiler-_compile
     def _compile(self, params: StructuredOutputsParams, engine_tokenizer: "Future[Any]") -> Any:
         text = grammar_text(params, special_token_ids(self.tokenizer))
         if len(text.encode()) > self.max_bytes:
@@ -273,7 +273,7 @@ class GrammarCompiler:
         GrammarMatcher(inner.deep_copy()).fill(first)  # some faults show only now
         return inner
 
-    # %% nbs/3_model/17_grammar.ipynb #GrammarCompiler-shutdown
+    # %% nbs/sampling/grammar.ipynb #GrammarCompiler-shutdown
     def shutdown(self) -> None:
         """Stop the threads; what has not begun is cancelled."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -4,9 +4,9 @@ A client may ask for the log probability of each token that it gets, and of the 
 alternatives.
 """
 
-# Generated from nbs/3_model/14_logprobs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/sampling/logprobs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b991779cb97a module=288785e25e28
+# literate: notebook=341e4cb0dcb9 module=1804d8ba1fb9
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ["HostCopy", "Logprob", "LogprobsOnTheWay", "compute_logprobs", "gather_logprobs"]
 
 
-# %% nbs/3_model/14_logprobs.ipynb #Logprob
+# %% nbs/sampling/logprobs.ipynb #Logprob
 @dataclass(slots=True)
 class Logprob:
     """The report on one token: its log probability (or logit, by logprobs_mode), its rank from 1, its text."""
@@ -27,7 +27,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-# %% nbs/3_model/14_logprobs.ipynb #HostCopy
+# %% nbs/sampling/logprobs.ipynb #HostCopy
 class HostCopy:
     """A tensor on its way to the host. From a GPU it is copied behind what runs there, and nobody waits before `wait`."""
 
@@ -45,7 +45,7 @@ class HostCopy:
         return self._here
 
 
-# %% nbs/3_model/14_logprobs.ipynb #gather_logprobs
+# %% nbs/sampling/logprobs.ipynb #gather_logprobs
 def gather_logprobs(values: Tensor, token_ids: Tensor, num_logprobs: Sequence[int]) -> list[dict[int, Logprob]]:
     """Reports for chosen tokens.
 
@@ -80,7 +80,7 @@ def _report(token: int, value: float, rank: int, ids: list[int], values: list[fl
     return report
 
 
-# %% nbs/3_model/14_logprobs.ipynb #compute_logprobs
+# %% nbs/sampling/logprobs.ipynb #compute_logprobs
 _SLICE = 1 << 22  # floats
 
 

@@ -3,9 +3,9 @@
 A vector instead of words.
 """
 
-# Generated from nbs/3_model/20_pooling.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/sampling/pooling.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f504cc870a43 module=527fa27af67d
+# literate: notebook=e2aa19ff72b9 module=7a01eea11d33
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -24,7 +24,7 @@ from minivllm.sampling.params import (
 __all__ = ["POOLING_TYPES", "PoolingParams", "cosine"]
 
 
-# %% nbs/3_model/20_pooling.ipynb #PoolingParams
+# %% nbs/sampling/pooling.ipynb #PoolingParams
 POOLING_TYPES = ("mean", "last")
 
 
@@ -72,7 +72,7 @@ _ALLOWED = {
 }
 
 
-# %% nbs/3_model/20_pooling.ipynb #cosine
+# %% nbs/sampling/pooling.ipynb #cosine
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     """The cosine of the angle between two vectors: 1 for the same direction, 0 for a right angle."""
     dot = sum(x * y for x, y in zip(a, b, strict=True))

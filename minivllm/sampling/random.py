@@ -3,9 +3,9 @@
 A sampled token needs one random number.
 """
 
-# Generated from nbs/3_model/11_random.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/sampling/random.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ff69651883c7 module=1c86916ec0a7
+# literate: notebook=bfbc06f9c81d module=6a5b08a39788
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import numpy.typing as npt
 __all__ = ["RequestSeeds", "Uint64s", "as_seed", "mix64", "random_bits", "uniforms"]
 
 
-# %% nbs/3_model/11_random.ipynb #code-e009a2
+# %% nbs/sampling/random.ipynb #code-e009a2
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: steps of it visit every 64-bit number
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
@@ -22,7 +22,7 @@ _S27, _S30, _S31, _S11 = (np.uint64(shift) for shift in (27, 30, 31, 11))
 Uint64s = npt.NDArray[np.uint64]
 
 
-# %% nbs/3_model/11_random.ipynb #mix64
+# %% nbs/sampling/random.ipynb #mix64
 def mix64(x: Uint64s) -> Uint64s:
     """The finaliser of SplitMix64: a bijection of the 64-bit numbers that flips about half of the bits for any change."""
     x = (x ^ (x >> _S30)) * _MULTIPLY_1
@@ -30,7 +30,7 @@ def mix64(x: Uint64s) -> Uint64s:
     return x ^ (x >> _S31)
 
 
-# %% nbs/3_model/11_random.ipynb #random_bits
+# %% nbs/sampling/random.ipynb #random_bits
 def random_bits(seeds: Uint64s, counters: npt.NDArray[np.integer]) -> Uint64s:
     """64 random bits per row from (seed, counter). Two arrays of one shape in, uint64 of that shape out."""
     steps = counters.astype(np.uint64) + np.uint64(1)
@@ -47,7 +47,7 @@ def as_seed(seed: int) -> np.uint64:
     return np.uint64(seed % 2**64)
 
 
-# %% nbs/3_model/11_random.ipynb #RequestSeeds
+# %% nbs/sampling/random.ipynb #RequestSeeds
 class RequestSeeds:
     """Seeds for requests that bring none: the k-th call gives the k-th number of the engine's own sequence."""
 

@@ -4,9 +4,9 @@ Small models, and large ones on strange prompts, fall into loops: `and and and a
 sentence for ever.
 """
 
-# Generated from nbs/3_model/18_repetition.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/sampling/repetition.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=671a1d74e987 module=527b711c60cc
+# literate: notebook=80276d4eeed1 module=8fe70e850c6a
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from minivllm.sampling.params import RepetitionDetectionParams
 __all__ = ["REPETITION_STOP_REASON", "repeated_pattern_size"]
 
 
-# %% nbs/3_model/18_repetition.ipynb #repeated_pattern_size
+# %% nbs/sampling/repetition.ipynb #repeated_pattern_size
 REPETITION_STOP_REASON = "repetition_detected"
 
 

@@ -4,9 +4,9 @@ The `Sampler` takes the logits of all running requests, a score for every token 
 and gives one token for each.
 """
 
-# Generated from nbs/3_model/15_sampler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/sampling/sampler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=94fe8e274519 module=2fffdb7e2e58
+# literate: notebook=ebe205858bec module=28a90fe2c470
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +33,12 @@ from minivllm.sampling.transforms import (
 __all__ = ["Observer", "PendingSample", "Sampler", "SamplerOutput"]
 
 
-# %% nbs/3_model/15_sampler.ipynb #code-2e7448
+# %% nbs/sampling/sampler.ipynb #code-2e7448
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/3_model/15_sampler.ipynb #SamplerOutput
+# %% nbs/sampling/sampler.ipynb #SamplerOutput
 @dataclass(slots=True)
 class SamplerOutput:
     """One step's tokens. token_ids [R] int64 on the host, -1 for a request in `errors`; logprobs: a report per row, or None."""
@@ -51,7 +51,7 @@ class SamplerOutput:
 Observer = Callable[[str, Tensor], None]
 
 
-# %% nbs/3_model/15_sampler.ipynb #Sampler
+# %% nbs/sampling/sampler.ipynb #Sampler
 class Sampler:
     """Chooses one token per row.
 
@@ -74,7 +74,7 @@ class Sampler:
         lines = [f"{i:2}. {stage!r}" for i, stage in enumerate(self.stages, 1)]
         return "\n".join(["Sampler", *lines, f"{len(lines) + 1:2}. draw: one token by inverse CDF, or the likeliest"])
 
-    # %% nbs/3_model/15_sampler.ipynb #Sampler-__call__
+    # %% nbs/sampling/sampler.ipynb #Sampler-__call__
     def __call__(self, logits: Tensor, batch: SamplingBatch, observe: Observer | None = None) -> SamplerOutput:
         """Sample. logits [R, V] float32 in the order of the batch; **they are overwritten**.
 
@@ -97,13 +97,13 @@ class Sampler:
         token_ids = torch.where(alive, token_ids, -1)
         return PendingSample(batch.request_ids, token_ids, wanted.report(raw, processed, token_ids), errors)
 
-    # %% nbs/3_model/15_sampler.ipynb #Sampler-_check
+    # %% nbs/sampling/sampler.ipynb #Sampler-_check
     def _check(self, logits: Tensor, batch: SamplingBatch) -> None:
         shape = (len(batch), batch.vocab_size)
         if tuple(logits.shape) != shape or logits.dtype != torch.float32:
             raise ValueError(f"logits must be float32 {list(shape)}, got {logits.dtype} {list(logits.shape)}")
 
-    # %% nbs/3_model/15_sampler.ipynb #Sampler-_transform
+    # %% nbs/sampling/sampler.ipynb #Sampler-_transform
     def _transform(
         self, logits: Tensor, batch: SamplingBatch, wanted: "_Wanted", errors: dict[str, str], observe: Observer | None
     ) -> Tensor:
@@ -124,7 +124,7 @@ class Sampler:
             errors.setdefault(request_id, reason)
         return logits
 
-    # %% nbs/3_model/15_sampler.ipynb #Sampler-_choose
+    # %% nbs/sampling/sampler.ipynb #Sampler-_choose
     def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         greedy = batch.column("greedy")
         if greedy.all():
@@ -141,7 +141,7 @@ class Sampler:
         token_ids[chance], alive[chance] = draw(logits[chance], u[chance])
         return token_ids, alive
 
-    # %% nbs/3_model/15_sampler.ipynb #Sampler-explain
+    # %% nbs/sampling/sampler.ipynb #Sampler-explain
     def explain(
         self,
         logits: Tensor,
@@ -177,7 +177,7 @@ class Sampler:
         return table.astype({"u": "Float64", "token_id": "Int64"})
 
 
-# %% nbs/3_model/15_sampler.ipynb #_name
+# %% nbs/sampling/sampler.ipynb #_name
 def _name(transform: Any) -> str:
     return getattr(transform, "__name__", type(transform).__name__)
 
@@ -198,7 +198,7 @@ def _apply_own(row: Tensor, transform: Transform, view: Any, errors: dict[str, s
         row.copy_(new)
 
 
-# %% nbs/3_model/15_sampler.ipynb #_Wanted
+# %% nbs/sampling/sampler.ipynb #_Wanted
 class _Wanted:
     """Which rows want which reports, and which own transforms run where."""
 
@@ -223,7 +223,7 @@ class _Wanted:
         rows = [i for i, mode in self.modes.items() if mode.startswith(kind)]
         return (rows, logits[_there(rows, logits.device)]) if rows else None
 
-    # %% nbs/3_model/15_sampler.ipynb #_Wanted-report
+    # %% nbs/sampling/sampler.ipynb #_Wanted-report
     def report(
         self, raw: tuple[list[int], Tensor] | None, processed: tuple[list[int], Tensor] | None, token_ids: Tensor
     ) -> list[tuple[list[int], LogprobsOnTheWay]]:
@@ -241,7 +241,7 @@ class _Wanted:
         return out
 
 
-# %% nbs/3_model/15_sampler.ipynb #PendingSample
+# %% nbs/sampling/sampler.ipynb #PendingSample
 def _there(rows: list[int], device: torch.device) -> Tensor:
     """Row numbers on a device, sent without waiting for what runs there."""
     return torch.tensor(rows).to(device, non_blocking=True)
@@ -276,7 +276,7 @@ class PendingSample:
         return SamplerOutput(token_ids, logprobs, errors)
 
 
-# %% nbs/3_model/15_sampler.ipynb #_texts
+# %% nbs/sampling/sampler.ipynb #_texts
 def _texts(ids: list[int], tokenizer: Any) -> list[Any]:
     return ids if tokenizer is None else [tokenizer.decode([token]) for token in ids]
 

@@ -3,9 +3,9 @@
 The model computes the logits of all running requests at once, `[rows, vocabulary]`.
 """
 
-# Generated from nbs/3_model/12_sampling_state.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/sampling/state.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=8dc6eb79dc17 module=0f0bae807ac1
+# literate: notebook=f420c6b4c393 module=67007a09b332
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -32,12 +32,12 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/12_sampling_state.ipynb #code-5f37c8
+# %% nbs/sampling/state.ipynb #code-5f37c8
 Array = npt.NDArray[Any]
 NO_LOGPROBS = -2
 
 
-# %% nbs/3_model/12_sampling_state.ipynb #column_values
+# %% nbs/sampling/state.ipynb #column_values
 COLUMNS: dict[str, type] = {
     "greedy": np.bool_,
     "temperature": np.float32,
@@ -79,7 +79,7 @@ def column_values(params: SamplingParams, seed: int, num_output_tokens: int) -> 
     }
 
 
-# %% nbs/3_model/12_sampling_state.ipynb #Matcher
+# %% nbs/sampling/state.ipynb #Matcher
 class Matcher(Protocol):
     """What the state needs of a grammar: which tokens may come next, and the news that one came."""
 
@@ -104,7 +104,7 @@ class RequestView:
     error: str | None = None
 
 
-# %% nbs/3_model/12_sampling_state.ipynb #TokenCounts
+# %% nbs/sampling/state.ipynb #TokenCounts
 class TokenCounts:
     """The tokens that each penalised row has seen: ids, how often in the output, whether in the prompt.
 
@@ -119,7 +119,7 @@ class TokenCounts:
         self.slot: dict[int, int] = {}
         self._place: dict[int, dict[int, int]] = {}
 
-    # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-add
+    # %% nbs/sampling/state.ipynb #TokenCounts-add
     def add(self, row: int, prompt: Iterable[int]) -> None:
         """Give `row` a slot and list the tokens of its prompt."""
         used = set(self.slot.values())
@@ -133,7 +133,7 @@ class TokenCounts:
         n = self.length[slot] = len(tokens)
         self.ids[slot, :n], self.in_output[slot, :n], self.in_prompt[slot, :n] = tokens, 0, True
 
-    # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-append
+    # %% nbs/sampling/state.ipynb #TokenCounts-append
     def append(self, row: int, token: int) -> None:
         """One more `token` in the output of `row`."""
         slot, place = self.slot[row], self._place[row]
@@ -145,21 +145,21 @@ class TokenCounts:
             self.length[slot] = at + 1
         self.in_output[slot, at] += 1
 
-    # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-_grow
+    # %% nbs/sampling/state.ipynb #TokenCounts-_grow
     def _grow(self, slots: int, capacity: int) -> None:
         add_slots, add_capacity = slots - self.ids.shape[0], capacity - self.ids.shape[1]
         for name in ("ids", "in_output", "in_prompt"):
             setattr(self, name, np.pad(getattr(self, name), ((0, add_slots), (0, add_capacity))))
         self.length = np.pad(self.length, (0, add_slots))
 
-    # %% nbs/3_model/12_sampling_state.ipynb #TokenCounts-remove
+    # %% nbs/sampling/state.ipynb #TokenCounts-remove
     def remove(self, row: int) -> None:
         """Free the slot of `row`, if it has one."""
         self.slot.pop(row, None)
         self._place.pop(row, None)
 
 
-# %% nbs/3_model/12_sampling_state.ipynb #SamplingState
+# %% nbs/sampling/state.ipynb #SamplingState
 class SamplingState:
     """The wishes of all running requests, as columns. Rows stay put from `add` to `remove`.
 
@@ -174,7 +174,7 @@ class SamplingState:
         self._free = list(range(max_num_seqs))[::-1]
         self._batch: SamplingBatch | None = None
 
-    # %% nbs/3_model/12_sampling_state.ipynb #SamplingState-add
+    # %% nbs/sampling/state.ipynb #SamplingState-add
     def add(
         self,
         request_id: str,
@@ -202,7 +202,7 @@ class SamplingState:
         for token in output_token_ids:
             self.append(request_id, token)
 
-    # %% nbs/3_model/12_sampling_state.ipynb #SamplingState-_check
+    # %% nbs/sampling/state.ipynb #SamplingState-_check
     def _check(self, request_id: str, params: SamplingParams, seed: int | None, matcher: Matcher | None) -> None:
         if request_id in self.requests:
             raise ValueError(f"request {request_id!r} already has a row")
@@ -215,7 +215,7 @@ class SamplingState:
         if params.structured_outputs is not None and matcher is None:
             raise ValueError(f"request {request_id!r}: structured_outputs need the matcher of a compiled grammar")
 
-    # %% nbs/3_model/12_sampling_state.ipynb #SamplingState-append
+    # %% nbs/sampling/state.ipynb #SamplingState-append
     def append(self, request_id: str, token_id: int) -> None:
         """A request has produced one more token."""
         view = self.requests[request_id]
@@ -232,7 +232,7 @@ class SamplingState:
                 f"the grammar does not allow token {token_id} after {len(view.output_token_ids) - 1} output tokens"
             )
 
-    # %% nbs/3_model/12_sampling_state.ipynb #SamplingState-remove
+    # %% nbs/sampling/state.ipynb #SamplingState-remove
     def remove(self, request_id: str) -> None:
         """Free the row of a request that finished, was aborted or was preempted. Unknown ids raise KeyError."""
         row = self.requests.pop(request_id).row
@@ -240,7 +240,7 @@ class SamplingState:
         self._free.append(row)
         self._batch = None
 
-    # %% nbs/3_model/12_sampling_state.ipynb #SamplingState-batch
+    # %% nbs/sampling/state.ipynb #SamplingState-batch
     def batch(self, request_ids: Sequence[str]) -> "SamplingBatch":
         """The rows of these requests, in this order. KeyError for a request without a row."""
         ids = list(request_ids)
@@ -251,7 +251,7 @@ class SamplingState:
         return self._batch
 
 
-# %% nbs/3_model/12_sampling_state.ipynb #SamplingBatch
+# %% nbs/sampling/state.ipynb #SamplingBatch
 @dataclass(slots=True)
 class SamplingBatch:
     """The rows of one step, in the order of the logits.

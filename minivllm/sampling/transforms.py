@@ -3,9 +3,9 @@
 Between the model's logits and the draw stands a list of transforms.
 """
 
-# Generated from nbs/3_model/13_transforms.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/sampling/transforms.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3e72652f2f3f module=9d198c094a5c
+# literate: notebook=6f9c6798b03b module=4f64ac5db6e3
 
 import functools
 import importlib.util
@@ -55,11 +55,11 @@ __all__ = [
 ]
 
 
-# %% nbs/3_model/13_transforms.ipynb #code-bf063a
+# %% nbs/sampling/transforms.ipynb #code-bf063a
 NEVER = -math.inf
 
 
-# %% nbs/3_model/13_transforms.ipynb #tiles
+# %% nbs/sampling/transforms.ipynb #tiles
 _TILE = 1 << 21  # floats
 
 
@@ -69,7 +69,7 @@ def tiles(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, logits.shape[0], step))
 
 
-# %% nbs/3_model/13_transforms.ipynb #Entries
+# %% nbs/sampling/transforms.ipynb #Entries
 class Entries(NamedTuple):
     """Some places of the logits: rows [N] int64 and token ids [N] int64, with a value each, [N] float32 (or none)."""
 
@@ -106,7 +106,7 @@ def add_bias(logits: Tensor, at: Entries) -> Tensor:
     return logits
 
 
-# %% nbs/3_model/13_transforms.ipynb #bitmask_costs
+# %% nbs/sampling/transforms.ipynb #bitmask_costs
 _BYTES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _COSTS = torch.from_numpy(np.where(_BYTES == 1, 0.0, math.inf).astype(np.float32))
 
@@ -124,7 +124,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> Tensor:
     return logits
 
 
-# %% nbs/3_model/13_transforms.ipynb #Seen
+# %% nbs/sampling/transforms.ipynb #Seen
 class Seen(NamedTuple):
     """Tokens that penalised rows have seen: ids [P, L], counts in the output [P, L], in the prompt [P, L] bool."""
 
@@ -147,7 +147,7 @@ def penalise(
     return logits
 
 
-# %% nbs/3_model/13_transforms.ipynb #keep_from
+# %% nbs/sampling/transforms.ipynb #keep_from
 def keep_from(logits: Tensor, threshold: Tensor) -> Tensor:
     """Minus infinity where a logit is below its row's threshold [R]; all others as they were."""
     buffer = None
@@ -159,13 +159,13 @@ def keep_from(logits: Tensor, threshold: Tensor) -> Tensor:
     return logits
 
 
-# %% nbs/3_model/13_transforms.ipynb #min_p_threshold
+# %% nbs/sampling/transforms.ipynb #min_p_threshold
 def min_p_threshold(logits: Tensor, min_p: Tensor) -> Tensor:
     """The logit of a token min_p [R] times as likely as the likeliest. From "Turning up the heat" (2024)."""
     return logits.amax(-1) + min_p.log()
 
 
-# %% nbs/3_model/13_transforms.ipynb #top_values
+# %% nbs/sampling/transforms.ipynb #top_values
 _PIECE = 32
 
 
@@ -185,7 +185,7 @@ def top_k_threshold(logits: Tensor, k: Tensor, largest_k: int) -> Tensor:
     return top_values(logits, largest_k).gather(1, k[:, None] - 1)[:, 0]
 
 
-# %% nbs/3_model/13_transforms.ipynb #peak_and_mass
+# %% nbs/sampling/transforms.ipynb #peak_and_mass
 _FEW = 128
 
 
@@ -212,7 +212,7 @@ def top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
     return threshold
 
 
-# %% nbs/3_model/13_transforms.ipynb #_threshold_by_histogram
+# %% nbs/sampling/transforms.ipynb #_threshold_by_histogram
 _BUCKETS, _DEPTH = 4096, 30.0  # the last bucket holds all that is e**30 times less likely than the likeliest
 
 
@@ -234,7 +234,7 @@ def _threshold_by_histogram(logits: Tensor, top_p: Tensor) -> Tensor:
     return values.gather(1, torch.minimum(short, size - 1))[:, 0]
 
 
-# %% nbs/3_model/13_transforms.ipynb #chunk_sums
+# %% nbs/sampling/transforms.ipynb #chunk_sums
 CHUNK = 128
 
 
@@ -247,7 +247,7 @@ def chunk_sums(weights: Tensor) -> Tensor:
     return torch.cat(sums, 1).double()
 
 
-# %% nbs/3_model/13_transforms.ipynb #_find
+# %% nbs/sampling/transforms.ipynb #_find
 _BELOW_ONE = 1.0 - 2.0**-53
 
 
@@ -300,15 +300,15 @@ def _largest_kernel(size: int) -> Callable[[int, int, int], None] | None:
     """A function that launches the kernel: addresses of rows of so many numbers and of the result, rows. None if numba is missing."""
     if importlib.util.find_spec("numba") is None:
         return None
-    from minivllm_kernels.cpu_kernel import host_lanes, kernel, pack
-    from minivllm_kernels.cpu_program import NOW
+    from minivllm_kernels.cpu.compile import host_lanes, kernel, pack
+    from minivllm_kernels.cpu.program import NOW
 
     lanes = host_lanes()
-    which = kernel("minivllm_kernels.cpu_pointwise:first_largest", lanes if size >= lanes else 1)
+    which = kernel("minivllm_kernels.cpu.pointwise:first_largest", lanes if size >= lanes else 1)
     return lambda x, out, rows: NOW.run(which, pack(rows, x, out, size), torch.get_num_threads())
 
 
-# %% nbs/3_model/13_transforms.ipynb #Stage
+# %% nbs/sampling/transforms.ipynb #Stage
 @dataclass(frozen=True)
 class Stage:
     """One transform of the list. `prepare(batch)` -> data, or None: skip. `apply(logits, data, batch)` -> logits."""
@@ -322,7 +322,7 @@ class Stage:
         return f"{self.name}: {self.does}"
 
 
-# %% nbs/3_model/13_transforms.ipynb #_unusual
+# %% nbs/sampling/transforms.ipynb #_unusual
 def _unusual(batch: SamplingBatch) -> Iterator[tuple[int, RequestView]]:
     return ((int(i), batch.requests[i]) for i in np.flatnonzero(batch.column("unusual")))
 
@@ -346,7 +346,7 @@ def _apply_grammar(logits: Tensor, data: tuple[Tensor, list[RequestView], np.nda
     return apply_bitmask(logits, rows, torch.from_numpy(bitmask).to(logits.device, non_blocking=True))
 
 
-# %% nbs/3_model/13_transforms.ipynb #_prepare_allowed
+# %% nbs/sampling/transforms.ipynb #_prepare_allowed
 def _prepare_allowed(batch: SamplingBatch) -> Entries | None:
     places = [(i, token) for i, view in _unusual(batch) for token in view.params.allowed_token_ids or ()]
     return entries(places, batch.device) if places else None
@@ -357,7 +357,7 @@ def _prepare_bias(batch: SamplingBatch) -> Entries | None:
     return entries(list(given), batch.device, list(given.values())) if given else None
 
 
-# %% nbs/3_model/13_transforms.ipynb #_prepare_bad_words
+# %% nbs/sampling/transforms.ipynb #_prepare_bad_words
 def _prepare_bad_words(batch: SamplingBatch) -> list[tuple[int, list[int], RequestView]] | None:
     words = [(i, ids, view) for i, view in _unusual(batch) for ids in view.params.bad_words_token_ids or ()]
     return words or None
@@ -370,7 +370,7 @@ def _apply_bad_words(logits: Tensor, words: list[tuple[int, list[int], RequestVi
     return forbid(logits, entries(places, logits.device)) if places else logits
 
 
-# %% nbs/3_model/13_transforms.ipynb #_prepare_min_tokens
+# %% nbs/sampling/transforms.ipynb #_prepare_min_tokens
 def _prepare_min_tokens(batch: SamplingBatch) -> tuple[Entries, np.ndarray, np.ndarray] | None:
     wanted = batch.column("min_tokens")
     places = [
@@ -391,7 +391,7 @@ def _apply_min_tokens(logits: Tensor, data: tuple[Entries, np.ndarray, np.ndarra
     return forbid(logits, Entries(at.rows[active], at.ids[active]))
 
 
-# %% nbs/3_model/13_transforms.ipynb #_prepare_penalties
+# %% nbs/sampling/transforms.ipynb #_prepare_penalties
 def _prepare_penalties(batch: SamplingBatch) -> tuple[Tensor, np.ndarray, list[Tensor]] | None:
     rows = np.flatnonzero(batch.column("penalised"))
     if len(rows) == 0:
@@ -416,7 +416,7 @@ def _apply_penalties(logits: Tensor, data: tuple[Tensor, np.ndarray, list[Tensor
     return penalise(logits, rows, seen, *penalties)
 
 
-# %% nbs/3_model/13_transforms.ipynb #Picked
+# %% nbs/sampling/transforms.ipynb #Picked
 class Picked(NamedTuple):
     """The rows [P] int64 that want a filter (None: all), their values [P], and the largest value."""
 
@@ -441,7 +441,7 @@ def _filter(logits: Tensor, picked: Picked, threshold: Callable[[Tensor], Tensor
     return logits
 
 
-# %% nbs/3_model/13_transforms.ipynb #_prepare_top_k
+# %% nbs/sampling/transforms.ipynb #_prepare_top_k
 LADDER = (128, 1024, 8192)
 
 
@@ -463,7 +463,7 @@ def _prepare_temperature(batch: SamplingBatch) -> Tensor | None:
     return batch.tensor("temperature")[:, None] if (batch.column("temperature") != 1).any() else None
 
 
-# %% nbs/3_model/13_transforms.ipynb #_with_entries
+# %% nbs/sampling/transforms.ipynb #_with_entries
 def _with_entries(function: Callable[[Tensor, Entries], Tensor]) -> Callable[[Tensor, Any, SamplingBatch], Tensor]:
     return lambda logits, at, batch: function(logits, at)
 
@@ -496,7 +496,7 @@ def standard_stages() -> list[Stage]:
     ]
 
 
-# %% nbs/3_model/13_transforms.ipynb #Transform
+# %% nbs/sampling/transforms.ipynb #Transform
 class Transform(Protocol):
     """A user's transform. Optional attribute `after`: the name of the stage that it follows (default "penalties")."""
 

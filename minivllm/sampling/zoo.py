@@ -3,9 +3,9 @@
 Every few months somebody publishes a new way to choose tokens.
 """
 
-# Generated from nbs/3_model/19_zoo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/sampling/zoo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=67afae1d4417 module=88d65cfcf4ac
+# literate: notebook=130bf67a3ef2 module=bc94533eb0b5
 
 import math
 from collections.abc import Collection
@@ -20,11 +20,11 @@ from minivllm.sampling.state import RequestView
 __all__ = ["DRY", "NEVER", "XTC", "Mirostat", "TopNSigma", "TypicalP"]
 
 
-# %% nbs/3_model/19_zoo.ipynb #code-0ea547
+# %% nbs/sampling/zoo.ipynb #code-0ea547
 NEVER = -math.inf
 
 
-# %% nbs/3_model/19_zoo.ipynb #TypicalP
+# %% nbs/sampling/zoo.ipynb #TypicalP
 class TypicalP:
     """Keeps the tokens whose surprise is nearest to the entropy, up to a mass in (0, 1]."""
 
@@ -43,7 +43,7 @@ class TypicalP:
         return logits
 
 
-# %% nbs/3_model/19_zoo.ipynb #TopNSigma
+# %% nbs/sampling/zoo.ipynb #TopNSigma
 class TopNSigma:
     """Keeps logits within n standard deviations below the largest."""
 
@@ -55,7 +55,7 @@ class TopNSigma:
         return logits.masked_fill_(logits < logits.max() - self.n * sigma, NEVER)
 
 
-# %% nbs/3_model/19_zoo.ipynb #XTC
+# %% nbs/sampling/zoo.ipynb #XTC
 class XTC:
     """With the given probability, forbids every token above the threshold but the least likely of them."""
 
@@ -74,7 +74,7 @@ class XTC:
         return logits
 
 
-# %% nbs/3_model/19_zoo.ipynb #DRY
+# %% nbs/sampling/zoo.ipynb #DRY
 class DRY:
     """Subtracts multiplier * base ** (n - allowed_length) from a token that would extend a repetition of n tokens.
 
@@ -100,7 +100,7 @@ class DRY:
         return logits
 
 
-# %% nbs/3_model/19_zoo.ipynb #Mirostat
+# %% nbs/sampling/zoo.ipynb #Mirostat
 class Mirostat:
     """Holds the average surprise near tau bits. eta: how fast the limit mu is corrected."""
 

@@ -3,9 +3,9 @@
 Thoughts, words, and calls: one text holds all three, and every client wants them apart.
 """
 
-# Generated from nbs/6_serving/15_answers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/answers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=aab3463ec222 module=58c916d63275
+# literate: notebook=74621773edf1 module=8597d0e40094
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from minivllm.serving.tools import TOOL_PARSERS, CallDelta, Function, ToolParser
 __all__ = ["AnswerReader", "ParserOptions", "Said", "structure", "tool_use", "whole_calls"]
 
 
-# %% nbs/6_serving/15_answers.ipynb #tool_use
+# %% nbs/serving/answers.ipynb #tool_use
 @dataclass(frozen=True)
 class ParserOptions:
     """How one server reads answers. tool_parser: None if models are not known to call functions unasked. auto: they may."""
@@ -93,7 +93,7 @@ def _only(functions: Sequence[Function], names: Sequence[str]) -> list[Function]
     return [known[name] for name in dict.fromkeys(names)]
 
 
-# %% nbs/6_serving/15_answers.ipynb #structure
+# %% nbs/serving/answers.ipynb #structure
 def structure(
     wish: dict[str, Any] | None,
     use: ToolUse | None,
@@ -149,7 +149,7 @@ def _terms(wish: dict[str, Any]) -> str:
     )
 
 
-# %% nbs/6_serving/15_answers.ipynb #Said
+# %% nbs/serving/answers.ipynb #Said
 @dataclass(slots=True)
 class Said:
     """What a piece of an answer has turned out to say."""

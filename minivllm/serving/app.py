@@ -4,9 +4,9 @@ All that is left is to put the parts together: a state, the endpoints, the doors
 starts and stops them in the right order.
 """
 
-# Generated from nbs/6_serving/11_app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=062e7ed18557 module=2312cefe9c32
+# literate: notebook=6545125ceffa module=ebbb0bbaa167
 
 import argparse
 import asyncio
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/11_app.ipynb #create_app
+# %% nbs/serving/app.ipynb #create_app
 logger = logging.getLogger("minivllm.serving")
 
 
@@ -190,7 +190,7 @@ def _lifespan(state: ServerState, trace_file: str | None) -> Callable[[FastAPI],
     return lifespan
 
 
-# %% nbs/6_serving/11_app.ipynb #token_router
+# %% nbs/serving/app.ipynb #token_router
 def token_router(state: ServerState) -> APIRouter:
     """`/tokenize` and `/detokenize`, in vLLM's form."""
     router = APIRouter()
@@ -230,7 +230,7 @@ def token_router(state: ServerState) -> APIRouter:
     return router
 
 
-# %% nbs/6_serving/11_app.ipynb #operation_router
+# %% nbs/serving/app.ipynb #operation_router
 def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     """What is served, and how it is."""
     router = APIRouter()
@@ -281,7 +281,7 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     return router
 
 
-# %% nbs/6_serving/11_app.ipynb #run_server
+# %% nbs/serving/app.ipynb #run_server
 def listen(host: str, port: int) -> socket.socket:
     """A socket that is bound. Raises OSError that names host and port if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -353,7 +353,7 @@ def run_server(
     return 1 if state.llm.errored else 0
 
 
-# %% nbs/6_serving/11_app.ipynb #main
+# %% nbs/serving/app.ipynb #main
 def _port(text: str) -> int:
     port = int(text)
     if not 0 <= port <= 65535:
@@ -465,7 +465,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-# %% nbs/6_serving/11_app.ipynb #main-guard
+# %% nbs/serving/app.ipynb #main-guard
 if __name__ == "__main__" and "get_ipython" not in globals():
     try:
         sys.exit(main())

@@ -3,9 +3,9 @@
 A model reads one line of tokens.
 """
 
-# Generated from nbs/6_serving/08_chat.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/chat.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3815aa106abf module=b3571e58652c
+# literate: notebook=2fccc3d56113 module=78a6b88de603
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/08_chat.ipynb #render_chat
+# %% nbs/serving/chat.ipynb #render_chat
 _RESERVED = {
     "messages", "conversation", "tokenizer", "chat_template", "tools", "documents", "add_generation_prompt",
     "continue_final_message", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length",
@@ -146,7 +146,7 @@ async def render_request(
         raise as_api_error(error) from error
 
 
-# %% nbs/6_serving/08_chat.ipynb #chat_logprobs
+# %% nbs/serving/chat.ipynb #chat_logprobs
 def chat_logprobs(completion: CompletionOutput, count: int, to_bytes: Any) -> dict[str, Any]:
     """OpenAI's list for chat. ``to_bytes(token_id, text)``: the bytes of a token, or None."""
     content = []
@@ -181,7 +181,7 @@ def token_bytes(tokenizer: Any) -> Any:
     return convert
 
 
-# %% nbs/6_serving/08_chat.ipynb #endpoint
+# %% nbs/serving/chat.ipynb #endpoint
 def chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: Any) -> SamplingParams:
     """The request as SamplingParams. ``more``: fields that follow from the rest. Raises what `SamplingParams` raises."""
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens

@@ -3,9 +3,9 @@
 A request over HTTP is a few lines of text, and so is the answer.
 """
 
-# Generated from nbs/6_serving/18_client.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/client.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=13d141e77ec2 module=30901c1589b8
+# literate: notebook=1763b5a05456 module=e664add6d537
 
 import asyncio
 import http.client
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/18_client.ipynb #split_events
+# %% nbs/serving/client.ipynb #split_events
 class ServerError(RuntimeError):
     """The server has answered with an error. ``status``: of HTTP; 200 if it came in a stream."""
 
@@ -83,7 +83,7 @@ def error_text(body: bytes) -> str:
         return body.decode("utf-8", "replace")[:200]
 
 
-# %% nbs/6_serving/18_client.ipynb #post
+# %% nbs/serving/client.ipynb #post
 def _place(url: str) -> tuple[SplitResult, int, str]:
     """Parts of an address, its port, and the path with its query. Raises ValueError that names the address."""
     parts = urlsplit(url)
@@ -178,7 +178,7 @@ async def get_json(url: str, headers: dict[str, str] | None = None, tls: ssl.SSL
         return json.loads(await response.read())
 
 
-# %% nbs/6_serving/18_client.ipynb #post_events
+# %% nbs/serving/client.ipynb #post_events
 def post_events(url: str, body: dict[str, Any], api_key: str | None = None, insecure: bool = False) -> Iterator[Any]:
     """The events of a streamed answer. Leaving the loop closes the connection, which aborts the request.
 
@@ -209,7 +209,7 @@ def post_events(url: str, body: dict[str, Any], api_key: str | None = None, inse
         line.close()
 
 
-# %% nbs/6_serving/18_client.ipynb #Remote
+# %% nbs/serving/client.ipynb #Remote
 class Remote:
     """A server, as the commands `complete` and `chat` use it. ``url``: with or without /v1. ``model``: None for the server's first."""
 

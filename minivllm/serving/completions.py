@@ -4,9 +4,9 @@ The oldest endpoint is the one that benchmarks use: texts, lists of texts, token
 the prompt back, with `logprobs` of its tokens.
 """
 
-# Generated from nbs/6_serving/07_completions.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/completions.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fca24b7565b7 module=e9259cab092d
+# literate: notebook=1deb31529b26 module=ccff4abe30e5
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/07_completions.ipynb #completion_logprobs
+# %% nbs/serving/completions.ipynb #completion_logprobs
 def completion_logprobs(
     token_ids: Sequence[int], entries: Sequence[dict[int, Any] | None], offsets: Sequence[int], count: int
 ) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _finite(value: float) -> float:
     return max(value, -9999.0)
 
 
-# %% nbs/6_serving/07_completions.ipynb #Echo
+# %% nbs/serving/completions.ipynb #Echo
 class Echo:
     """The prompt of a request, as the beginning of its answer."""
 
@@ -104,7 +104,7 @@ def join(first: dict[str, Any], second: dict[str, Any] | None, moved: int) -> di
     return {name: [*first[name], *second[name]] for name in first}
 
 
-# %% nbs/6_serving/07_completions.ipynb #Writer
+# %% nbs/serving/completions.ipynb #Writer
 class Writer:
     """Writes the choices of one request."""
 
@@ -156,7 +156,7 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     ]
 
 
-# %% nbs/6_serving/07_completions.ipynb #endpoint
+# %% nbs/serving/completions.ipynb #endpoint
 def completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
     """The request as SamplingParams. Raises ApiError or what `SamplingParams` raises."""
     scores_only = body.max_tokens == 0

@@ -3,9 +3,9 @@
 `/metrics` is for Prometheus.
 """
 
-# Generated from nbs/6_serving/30_dashboard.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/dashboard.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c8b7126a3148 module=bf9a03febb13
+# literate: notebook=cb07b969cd5e module=d6f6334f6d52
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from minivllm.viz.dashboard import Dashboard
 __all__ = ["dashboard_router"]
 
 
-# %% nbs/6_serving/30_dashboard.ipynb #dashboard_router
+# %% nbs/serving/dashboard.ipynb #dashboard_router
 def dashboard_router(llm: AsyncLLM) -> APIRouter:
     """`/dashboard`, a page that shows the engine live, and `/dashboard/samples?after=NUMBER`, which it asks for what is new."""
     router = APIRouter()

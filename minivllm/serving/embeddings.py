@@ -3,9 +3,9 @@
 `/v1/embeddings` takes texts or token ids and gives a vector for each.
 """
 
-# Generated from nbs/6_serving/26_embeddings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/embeddings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1ed5fb9259e4 module=03908003df3c
+# literate: notebook=3c0cf82df599 module=beb0c6000872
 
 import base64
 import struct
@@ -24,7 +24,7 @@ from minivllm.serving.protocol import ApiModel
 __all__ = ["EmbeddingRequest", "embed", "embeddings_router", "encode_vector"]
 
 
-# %% nbs/6_serving/26_embeddings.ipynb #EmbeddingRequest
+# %% nbs/serving/embeddings.ipynb #EmbeddingRequest
 class EmbeddingRequest(ApiModel):
     """`POST /v1/embeddings`. Below ``user`` stand the fields that vLLM adds, and ``pooling_type``, which is ours."""
 
@@ -58,7 +58,7 @@ class EmbeddingRequest(ApiModel):
         )
 
 
-# %% nbs/6_serving/26_embeddings.ipynb #encode_vector
+# %% nbs/serving/embeddings.ipynb #encode_vector
 def encode_vector(vector: Sequence[float], encoding_format: str) -> list[float] | str:
     """A vector as JSON numbers, or as the base64 of its float32 numbers, little-endian."""
     if encoding_format == "float":
@@ -66,7 +66,7 @@ def encode_vector(vector: Sequence[float], encoding_format: str) -> list[float] 
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-# %% nbs/6_serving/26_embeddings.ipynb #embed
+# %% nbs/serving/embeddings.ipynb #embed
 async def embed(body: EmbeddingRequest, request: Request, state: ServerState) -> dict[str, Any]:
     """Answer one body."""
     name = request_name("embd", body.request_id, request.headers.get("x-request-id"))

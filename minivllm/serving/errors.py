@@ -3,9 +3,9 @@
 Client libraries look at two things: the status, and a body in OpenAI's shape.
 """
 
-# Generated from nbs/6_serving/04_errors.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/errors.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0951732b89a6 module=986adb8e151c
+# literate: notebook=a873751cb64f module=9b90d2fcd465
 
 import logging
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from minivllm.sampling.params import InvalidParameter
 __all__ = ["ApiError", "as_api_error", "from_validation", "install_error_handlers", "logger"]
 
 
-# %% nbs/6_serving/04_errors.ipynb #ApiError
+# %% nbs/serving/errors.ipynb #ApiError
 logger = logging.getLogger("minivllm.serving")
 
 _TYPES = {
@@ -60,7 +60,7 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-# %% nbs/6_serving/04_errors.ipynb #from_validation
+# %% nbs/serving/errors.ipynb #from_validation
 def _place(where: Sequence[Any]) -> str:
     """`("body", "messages", 0, "role")` -> `messages[0].role`; names of union members are no fields and are left out."""
     text = ""
@@ -110,7 +110,7 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details")
 
 
-# %% nbs/6_serving/04_errors.ipynb #install_error_handlers
+# %% nbs/serving/errors.ipynb #install_error_handlers
 def install_error_handlers(app: FastAPI) -> None:
     """Every error of ``app`` leaves in OpenAI's shape."""
 

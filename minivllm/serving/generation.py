@@ -4,9 +4,9 @@ Both endpoints do the same things: submit one request for each prompt, wait for 
 pieces, count tokens, and stop everything when the client hangs up.
 """
 
-# Generated from nbs/6_serving/06_generation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/generation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=acf8eedbb71a module=eb60cf9c4cd0
+# literate: notebook=237488855991 module=cfb710eae094
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/06_generation.ipynb #ServerState
+# %% nbs/serving/generation.ipynb #ServerState
 T = TypeVar("T")
 
 
@@ -91,7 +91,7 @@ class ServerState:
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
-# %% nbs/6_serving/06_generation.ipynb #Job
+# %% nbs/serving/generation.ipynb #Job
 @dataclass
 class Job:
     """One HTTP request that generates. ``streams``: one for each prompt."""
@@ -135,7 +135,7 @@ def request_name(prefix: str, given: str | None, header: str | None) -> str:
     return f"{prefix}-{chosen or uuid4().hex}"
 
 
-# %% nbs/6_serving/06_generation.ipynb #collect
+# %% nbs/serving/generation.ipynb #collect
 def check_output(output: RequestOutput) -> None:
     """Raises ApiError 500 if the request failed inside the engine. (What is wrong with its wishes was found when it was submitted.)"""
     if output.error is not None:
@@ -181,7 +181,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T], timeout: flo
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-# %% nbs/6_serving/06_generation.ipynb #merge
+# %% nbs/serving/generation.ipynb #merge
 async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """The outputs of all streams as they come, each with the number of its stream."""
     if len(streams) == 1:
@@ -203,7 +203,7 @@ async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Re
             task.cancel()
 
 
-# %% nbs/6_serving/06_generation.ipynb #sse
+# %% nbs/serving/generation.ipynb #sse
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """One encoder for all events: `json.dumps` with these options would make one for each."""
 
@@ -289,7 +289,7 @@ class SSEResponse(Response):
             await self.job.close()
 
 
-# %% nbs/6_serving/06_generation.ipynb #usage
+# %% nbs/serving/generation.ipynb #usage
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """OpenAI's usage object."""
     return {

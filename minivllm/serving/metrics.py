@@ -4,9 +4,9 @@ An operator asks the same few questions of every server: how many wait, how full
 long until the first token.
 """
 
-# Generated from nbs/6_serving/09_metrics.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/metrics.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=48d561ff4e93 module=2583114da222
+# literate: notebook=0727e5e7e467 module=43a9651b252d
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,7 +20,7 @@ from minivllm.engine.outputs import RequestOutput
 __all__ = ["Metrics"]
 
 
-# %% nbs/6_serving/09_metrics.ipynb #Metrics
+# %% nbs/serving/metrics.ipynb #Metrics
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests waiting to be admitted.",
@@ -81,7 +81,7 @@ class Metrics:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
 
-    # %% nbs/6_serving/09_metrics.ipynb #Metrics-observe
+    # %% nbs/serving/metrics.ipynb #Metrics-observe
     def observe(self, output: RequestOutput, generated: int) -> None:
         """Note a finished request. ``generated``: tokens of all its answers."""
         for completion in output.outputs:

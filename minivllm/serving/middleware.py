@@ -4,9 +4,9 @@ Before an endpoint sees a request, four things are decided: is it too big, does 
 what is its id, and what goes into the log.
 """
 
-# Generated from nbs/6_serving/10_middleware.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/middleware.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=dd040ba7c7d3 module=0f6a288e0a3d
+# literate: notebook=504cc6a24f3e module=42205d28f6e2
 
 import hashlib
 import hmac
@@ -24,7 +24,7 @@ from minivllm.serving.errors import ApiError
 __all__ = ["AccessLog", "ApiKey", "BodyLimit", "access"]
 
 
-# %% nbs/6_serving/10_middleware.ipynb #BodyLimit
+# %% nbs/serving/middleware.ipynb #BodyLimit
 access = logging.getLogger("minivllm.access")
 
 
@@ -70,7 +70,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-# %% nbs/6_serving/10_middleware.ipynb #ApiKey
+# %% nbs/serving/middleware.ipynb #ApiKey
 class ApiKey:
     """Lets in who sends ``Authorization: Bearer KEY`` with one of the keys, and anybody to the paths in ``OPEN``."""
 
@@ -99,7 +99,7 @@ class ApiKey:
         await self.app(scope, receive, send)
 
 
-# %% nbs/6_serving/10_middleware.ipynb #AccessLog
+# %% nbs/serving/middleware.ipynb #AccessLog
 class AccessLog:
     """One line a request in the logger ``minivllm.access``, plain or JSON, and the header X-Request-Id in the answer."""
 

@@ -3,9 +3,9 @@
 An OpenAI client has dozens of fields, vLLM adds more, and each release brings new ones.
 """
 
-# Generated from nbs/6_serving/05_protocol.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/protocol.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b786f168ad07 module=b4519b34f208
+# literate: notebook=24eeadbe244b module=5e88f73b2cea
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/05_protocol.ipynb #Request
+# %% nbs/serving/protocol.ipynb #Request
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Larger numbers can be written in JSON, but cross neither to the engine's process nor into a tensor."""
 
@@ -64,7 +64,7 @@ class ApiModel(BaseModel):
         return {name: value for name, value in data.items() if name not in cls.unsupported}
 
 
-# %% nbs/6_serving/05_protocol.ipynb #SamplingFields
+# %% nbs/serving/protocol.ipynb #SamplingFields
 class StreamOptions(ApiModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -144,7 +144,7 @@ class SamplingFields(ApiModel):
     def continuous_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    # %% nbs/6_serving/05_protocol.ipynb #SamplingFields-sampling_params
+    # %% nbs/serving/protocol.ipynb #SamplingFields-sampling_params
     def structure(self) -> dict[str, Any] | None:
         """What the answer must look like, as fields of StructuredOutputsParams."""
         if self.structured_outputs is not None:
@@ -169,7 +169,7 @@ class SamplingFields(ApiModel):
         )
 
 
-# %% nbs/6_serving/05_protocol.ipynb #SamplingFields-sampling_params
+# %% nbs/serving/protocol.ipynb #SamplingFields-sampling_params
 _PASSED_ON = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
     "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
@@ -177,7 +177,7 @@ _PASSED_ON = (
 )  # fmt: skip
 
 
-# %% nbs/6_serving/05_protocol.ipynb #CompletionRequest
+# %% nbs/serving/protocol.ipynb #CompletionRequest
 _LATER = "not implemented"
 
 
@@ -283,7 +283,7 @@ class ChatMessage(ApiModel):
         }
 
 
-# %% nbs/6_serving/05_protocol.ipynb #ChatTemplateFields
+# %% nbs/serving/protocol.ipynb #ChatTemplateFields
 class FunctionDefinition(ApiModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -410,7 +410,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
         return self
 
 
-# %% nbs/6_serving/05_protocol.ipynb #TokenizeRequest
+# %% nbs/serving/protocol.ipynb #TokenizeRequest
 class TokenizeRequest(ToolFields):
     """`POST /tokenize`: a prompt, or messages as they would go to the model."""
 

@@ -3,9 +3,9 @@
 Some models think aloud before they answer, between two tags.
 """
 
-# Generated from nbs/6_serving/14_reasoning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/reasoning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=df1283320940 module=38ee46c52f37
+# literate: notebook=078aa42c7c5b module=9b0a48de7cc8
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/14_reasoning.ipynb #ReasoningParser
+# %% nbs/serving/reasoning.ipynb #ReasoningParser
 class ReasoningParser:
     """Divides an answer into thoughts and content: make one for each answer, `push` its text, then `end`.
 
@@ -98,7 +98,7 @@ class ReasoningParser:
                 first.replace("start:", "body:", 1), thought, opening, *spaces, *others]  # fmt: skip
 
 
-# %% nbs/6_serving/14_reasoning.ipynb #register
+# %% nbs/serving/reasoning.ipynb #register
 Parser = TypeVar("Parser", bound=type[ReasoningParser])
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {}
 
@@ -133,7 +133,7 @@ class MistralReasoningParser(ReasoningParser):
     special_tokens = True
 
 
-# %% nbs/6_serving/14_reasoning.ipynb #tokens_up_to
+# %% nbs/serving/reasoning.ipynb #tokens_up_to
 def tokens_up_to(mark: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
     """How many tokens it takes until ``mark`` is in their text, which it is in the end."""
     low, high = 0, len(token_ids)

@@ -4,9 +4,9 @@ OpenAI's newer endpoint speaks of items, not messages: something said, a call, w
 thought, one after another in a flat list.
 """
 
-# Generated from nbs/6_serving/24_response_request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/response_request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=10534e995514 module=705a33267ec2
+# literate: notebook=47040b45624a module=eb70e9afda8c
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/24_response_request.ipynb #items
+# %% nbs/serving/response_request.ipynb #items
 _LATER = "not implemented"
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -116,7 +116,7 @@ Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 
 
-# %% nbs/6_serving/24_response_request.ipynb #ResponsesRequest
+# %% nbs/serving/response_request.ipynb #ResponsesRequest
 def _without_tags(where: Sequence[Any]) -> list[Any]:
     """A place inside items, without the names that pydantic gives the kinds of items and parts."""
     return [part for i, part in enumerate(where) if not (isinstance(part, str) and i and isinstance(where[i - 1], int))]
@@ -270,7 +270,7 @@ class ResponsesRequest(ApiModel):
         return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
 
 
-# %% nbs/6_serving/24_response_request.ipynb #messages_of
+# %% nbs/serving/response_request.ipynb #messages_of
 def messages_of(items: Sequence[dict[str, Any]], keep_thoughts: bool) -> list[dict[str, Any]]:
     """Items as chat messages. What the model thought, said and called in one turn is one message."""
     messages: list[dict[str, Any]] = []
@@ -311,7 +311,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     )
 
 
-# %% nbs/6_serving/24_response_request.ipynb #as_chat
+# %% nbs/serving/response_request.ipynb #as_chat
 _SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "priority", "cache_salt",
            "chat_template_kwargs", "user", "safety_identifier", "parallel_tool_calls")  # fmt: skip
 

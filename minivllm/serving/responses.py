@@ -4,9 +4,9 @@ A stream of `/v1/responses` tells every step: an item begins, a part of it begin
 part ends, the item ends.
 """
 
-# Generated from nbs/6_serving/25_responses.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/responses.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4e37af8c3c7d module=ee805c176b86
+# literate: notebook=e25a6f0d0360 module=d67d107ef173
 
 import json
 import time
@@ -39,7 +39,7 @@ from minivllm.serving.response_request import ResponsesRequest, as_chat
 __all__ = ["EventResponse", "ResponseStore", "ResponseWriter", "Stored", "respond", "responses_router"]
 
 
-# %% nbs/6_serving/25_responses.ipynb #ResponseStore
+# %% nbs/serving/responses.ipynb #ResponseStore
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A response, the input items of its request, and the whole conversation up to its last output."""
@@ -81,7 +81,7 @@ class ResponseStore:
         self._bytes -= self._entries.pop(response_id)[1]
 
 
-# %% nbs/6_serving/25_responses.ipynb #ResponseWriter
+# %% nbs/serving/responses.ipynb #ResponseWriter
 class ResponseWriter:
     """Makes one response, and the events that tell of it."""
 
@@ -296,7 +296,7 @@ def _copy(item: dict[str, Any]) -> dict[str, Any]:
     return dict(item) if content is None else {**item, "content": [dict(part) for part in content]}
 
 
-# %% nbs/6_serving/25_responses.ipynb #EventResponse
+# %% nbs/serving/responses.ipynb #EventResponse
 class EventResponse(SSEResponse):
     """Streams the events of a writer under their names. A failure is the last event."""
 
@@ -316,7 +316,7 @@ def _named(event: dict[str, Any]) -> bytes:
     return f"event: {event['type']}\ndata: {to_json(event)}\n\n".encode("utf-8", "replace")
 
 
-# %% nbs/6_serving/25_responses.ipynb #respond
+# %% nbs/serving/responses.ipynb #respond
 async def respond(
     body: ResponsesRequest, request: Request, state: ServerState, store: ResponseStore
 ) -> dict[str, Any] | Response:

@@ -3,9 +3,9 @@
 A thousand documents to be summed up overnight need no server.
 """
 
-# Generated from nbs/6_serving/23_run_batch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/run_batch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=420769aae34e module=3afa34c85cc6
+# literate: notebook=e743cd20fb53 module=1370823d723d
 
 import argparse
 import asyncio
@@ -27,7 +27,7 @@ from minivllm.serving.app import ServerOptions, create_app
 __all__ = ["BatchError", "BatchLine", "answer_line", "ask_app", "batch_answer", "main", "make_parser", "run_batch"]
 
 
-# %% nbs/6_serving/23_run_batch.ipynb #ask_app
+# %% nbs/serving/run_batch.ipynb #ask_app
 async def ask_app(app: ASGIApp, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
     """POST a JSON body to an ASGI app, in this process. Returns status, headers and the body of the answer."""
     data = json.dumps(body).encode()
@@ -60,7 +60,7 @@ async def ask_app(app: ASGIApp, path: str, body: Any) -> tuple[int, dict[str, st
     return start["status"], headers, b"".join(parts)
 
 
-# %% nbs/6_serving/23_run_batch.ipynb #BatchLine
+# %% nbs/serving/run_batch.ipynb #BatchLine
 class BatchError(ValueError):
     """A line of a batch file that is no request."""
 
@@ -118,7 +118,7 @@ async def answer_line(app: ASGIApp, text: str) -> dict[str, Any]:
     return batch_answer(custom_id, found, {"code": said.get("code") or str(status), "message": said.get("message")})
 
 
-# %% nbs/6_serving/23_run_batch.ipynb #run_batch
+# %% nbs/serving/run_batch.ipynb #run_batch
 async def run_batch(
     app: ASGIApp, source: Path, target: Path, *, window: int, use_tqdm: bool = False
 ) -> tuple[int, int]:

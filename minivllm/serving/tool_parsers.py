@@ -3,9 +3,9 @@
 Half a brace is not a call, and the letter `<` may be the beginning of `<tool_call>` or of "a < b".
 """
 
-# Generated from nbs/6_serving/13_tool_parsers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/tool_parsers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f91c107ad271 module=d46b5d5353da
+# literate: notebook=888314e422c0 module=367f88d56e8b
 
 import ast
 import json
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #CallReader
+# %% nbs/serving/tool_parsers.ipynb #CallReader
 _SPACE = " \t\r\n"
 _CLOSES = {"{": "}", "[": "]"}
 
@@ -167,7 +167,7 @@ class CallReader:
                 raise NotACall(char)
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #JsonToolParser
+# %% nbs/serving/tool_parsers.ipynb #JsonToolParser
 class JsonToolParser(ToolParser):
     """Calls as JSON objects behind a mark. ``begin``, ``end``: the marks; without ``end`` the calls go on to the end of the text.
 
@@ -332,13 +332,13 @@ class JsonToolParser(ToolParser):
         return False
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #held_back
+# %% nbs/serving/tool_parsers.ipynb #held_back
 def held_back(text: str, mark: str) -> int:
     """How many characters at the end of ``text`` may be the beginning of ``mark``."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #families
+# %% nbs/serving/tool_parsers.ipynb #families
 TEXT_RULE = "TEXT: /(.|\\n)*/"
 
 
@@ -381,7 +381,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return ["start: calls | text", text, *call_rules(cls.form, functions, parallel, tokenizer)]
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #MistralToolParser
+# %% nbs/serving/tool_parsers.ipynb #MistralToolParser
 class NamedCallReader(CallReader):
     """Reads ``name{...}`` or ``name[ARGS]{...}``."""
 
@@ -420,7 +420,7 @@ class MistralToolParser(JsonToolParser):
         return marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
 
 
-# %% nbs/6_serving/13_tool_parsers.ipynb #PythonicToolParser
+# %% nbs/serving/tool_parsers.ipynb #PythonicToolParser
 @register_tool_parser("pythonic", "llama4_pythonic")
 class PythonicToolParser(ToolParser):
     """``[weather(city="Paris"), time()]`` as the whole answer: Python, of which only calls with literal arguments are read."""

@@ -4,9 +4,9 @@ It writes text that says so, in the manner that its family was trained on: Herme
 two tags, Llama as bare JSON, Mistral behind a mark.
 """
 
-# Generated from nbs/6_serving/12_tools.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/serving/tools.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=56fec75546b6 module=a35ee40ff064
+# literate: notebook=b8fab4ce6156 module=809d87f06494
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-# %% nbs/6_serving/12_tools.ipynb #ToolError
+# %% nbs/serving/tools.ipynb #ToolError
 @dataclass(frozen=True, slots=True)
 class Function:
     """A function that the model may call. ``parameters``: the JSON schema of its arguments, an object."""
@@ -69,7 +69,7 @@ class Call:
     arguments: str
 
 
-# %% nbs/6_serving/12_tools.ipynb #CallDelta
+# %% nbs/serving/tools.ipynb #CallDelta
 @dataclass(frozen=True, slots=True)
 class CallDelta:
     """A piece of call number ``index``. The first piece has the name, and every piece more of the arguments' text."""
@@ -87,7 +87,7 @@ class Piece:
     calls: list[CallDelta] = field(default_factory=list)
 
 
-# %% nbs/6_serving/12_tools.ipynb #CallFormat
+# %% nbs/serving/tools.ipynb #CallFormat
 @dataclass(frozen=True)
 class CallFormat:
     """How a family writes calls down: ``begin``, then ``{"name": ..., "arguments": ...}`` of each call, then ``end``.
@@ -113,7 +113,7 @@ class CallFormat:
         return whole if self.each else self.begin + whole + self.end
 
 
-# %% nbs/6_serving/12_tools.ipynb #literal
+# %% nbs/serving/tools.ipynb #literal
 def literal(text: str, tokenizer: Any) -> str:
     """``text`` as terms of a Lark rule. A special token of the vocabulary is one token there and not its letters."""
     ids = special_token_ids(tokenizer)
@@ -149,7 +149,7 @@ def call_rules(form: CallFormat, functions: Sequence[Function], parallel: bool, 
     ]
 
 
-# %% nbs/6_serving/12_tools.ipynb #ToolParser
+# %% nbs/serving/tools.ipynb #ToolParser
 class ToolParser(ABC):
     """Reads calls in what a model writes, a piece at a time: make one for each answer, `push` its text, then `end`.
 
@@ -208,7 +208,7 @@ def load_plugin(path: str) -> None:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# %% nbs/6_serving/12_tools.ipynb #ToolUse
+# %% nbs/serving/tools.ipynb #ToolUse
 @dataclass(frozen=True)
 class ToolUse:
     """What one request says about calls.
@@ -250,7 +250,7 @@ class ToolUse:
         return None
 
 
-# %% nbs/6_serving/12_tools.ipynb #show_tools
+# %% nbs/serving/tools.ipynb #show_tools
 def show_tools(messages: list[dict[str, Any]], use: ToolUse, form: CallFormat) -> list[dict[str, Any]]:
     """Describe the functions in the system message, for a chat template that cannot."""
     definitions = "\n".join(json.dumps(f.definition()["function"], ensure_ascii=False) for f in use.functions)

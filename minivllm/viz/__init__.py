@@ -3,14 +3,14 @@
 The views of this part, each in a chapter of its own: what one asks for by name.
 """
 
-# Generated from nbs/8_viz/00_viz.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6cb6a87279f8 module=87379d68b8c2
+# literate: notebook=8d381078a1a0 module=e2a48abeb8a6
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# %% nbs/8_viz/00_viz.ipynb #lazy
+# %% nbs/viz/index.ipynb #lazy
 if TYPE_CHECKING:
     from minivllm.viz.block_map import BlockMap
     from minivllm.viz.compare import Compare

@@ -3,9 +3,9 @@
 How does one file hold a view, its data and its program?
 """
 
-# Generated from nbs/8_viz/03_assets.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/assets.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5ef9104a07dc module=a9eae56c192a
+# literate: notebook=4132bf7bc14e module=a6256b489a6f
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from minivllm.viz.payload import Payload
 __all__ = ["document", "fragment", "loader", "pack_modules", "sources", "styles", "version", "widget_module"]
 
 
-# %% nbs/8_viz/03_assets.ipynb #sources
+# %% nbs/viz/assets.ipynb #sources
 _IMPORT = re.compile(r'(?:\bfrom\s*|\bimport\s*\(?\s*)"\./(\w+)\.js"')
 
 
@@ -73,7 +73,7 @@ def loader() -> str:
     return _read("loader.js").replace("@VERSION@", version())
 
 
-# %% nbs/8_viz/03_assets.ipynb #fragment
+# %% nbs/viz/assets.ipynb #fragment
 def pack_modules(*modules: str) -> str:
     """Modules and styles, deflated, as base64."""
     text = json.dumps({"modules": sources(*modules), "styles": styles(*modules)})
@@ -119,7 +119,7 @@ def document(title: str, body: str, heading: bool = True) -> str:
     )
 
 
-# %% nbs/8_viz/03_assets.ipynb #widget_module
+# %% nbs/viz/assets.ipynb #widget_module
 def widget_module(*modules: str) -> str:
     """The same program as one ES module for anywidget (its `_esm`)."""
     given: dict[str, Any] = {"modules": sources(*modules), "styles": styles(*modules)}

@@ -3,9 +3,9 @@
 Who owns which piece of the cache, and how did it come to that?
 """
 
-# Generated from nbs/8_viz/05_block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=30d3ecff456f module=2c48982dae01
+# literate: notebook=4936bcec18ea module=2579e864b630
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.trace import Event, Fold, State, Trace
+from minivllm.core.events import Event, Fold, State
+from minivllm.core.trace import Trace
 from minivllm.viz.palette import LIGHT, owner_colour
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
@@ -37,12 +38,12 @@ __all__ = [
 ]
 
 
-# %% nbs/8_viz/05_block_map.ipynb #code-17d13d
+# %% nbs/viz/block_map.ipynb #code-17d13d
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# %% nbs/8_viz/05_block_map.ipynb #Op
+# %% nbs/viz/block_map.ipynb #Op
 HASH_BYTES = 3  # of a content hash that travel, to be read by people
 
 
@@ -73,7 +74,7 @@ class Cause:
     PREEMPT = 2  # detail: the mode's string; by: the request that needed the blocks
 
 
-# %% nbs/8_viz/05_block_map.ipynb #_Numbers
+# %% nbs/viz/block_map.ipynb #_Numbers
 class _Numbers:
     """Gives every distinct value a number, in order of appearance."""
 
@@ -88,7 +89,7 @@ def _listed(blocks: Sequence[int]) -> list[int]:
     return [len(blocks), *(b - a for a, b in zip((0, *blocks), blocks, strict=False))]
 
 
-# %% nbs/8_viz/05_block_map.ipynb #BlockStream
+# %% nbs/viz/block_map.ipynb #BlockStream
 class BlockStream:
     """The block events of a trace in chunks of whole numbers.
 
@@ -289,7 +290,7 @@ def _step_ranges(trace: Trace) -> Iterator[tuple[int, int]]:
         yield begin, len(trace.events)
 
 
-# %% nbs/8_viz/05_block_map.ipynb #request_tokens
+# %% nbs/viz/block_map.ipynb #request_tokens
 def request_tokens(trace: Trace) -> dict[str, list[int]]:
     """The known token ids of every request that was added while recording, prompt first. A later request of the same id replaces the first."""
     tokens: dict[str, list[int]] = {}
@@ -312,7 +313,7 @@ def token_texts(tokenizer: Any, token_ids: Iterable[int]) -> dict[int, str]:
     return texts
 
 
-# %% nbs/8_viz/05_block_map.ipynb #BlockMap
+# %% nbs/viz/block_map.ipynb #BlockMap
 class BlockMap(TraceView):
     """Every physical block of the KV cache, step by step: who holds it, what it holds, and its history.
 
@@ -439,7 +440,7 @@ def group_names(trace: Trace) -> list[str]:
     return names
 
 
-# %% nbs/8_viz/05_block_map.ipynb #request_numbers
+# %% nbs/viz/block_map.ipynb #request_numbers
 def request_numbers(trace: Trace) -> dict[str, int]:
     """The number of every request, in order of arrival: what its colour is chosen by."""
     ids = [*trace.start.requests, *(event[1] for event in trace.events if event[0] == "add")]
@@ -473,7 +474,7 @@ def usage(trace: Trace) -> list[int]:
     return counts
 
 
-# %% nbs/8_viz/05_block_map.ipynb #draw_blocks
+# %% nbs/viz/block_map.ipynb #draw_blocks
 def _grid(count: int) -> tuple[int, int]:
     """Columns (a power of two) and rows, about twice as wide as high."""
     columns = 2 ** math.ceil(math.log2(max(16.0, math.sqrt(count * 1.8))))

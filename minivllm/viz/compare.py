@@ -3,9 +3,9 @@
 Where do two runs of the same requests part, and why?
 """
 
-# Generated from nbs/8_viz/14b_compare.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/compare.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a191f08ea1c9 module=d6b256cc458b
+# literate: notebook=9935979dbc59 module=85d2fa02d2d1
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from minivllm.viz.view import TraceSource, View, open_trace, trace_key
 __all__ = ["Compare", "aligned", "plot_compare"]
 
 
-# %% nbs/8_viz/14b_compare.ipynb #code-57f577
+# %% nbs/viz/compare.ipynb #code-57f577
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# %% nbs/8_viz/14b_compare.ipynb #_numbered
+# %% nbs/viz/compare.ipynb #_numbered
 def _numbered(ids: list[str]) -> list[tuple[str, int]]:
     """Ids with how often they came before: an id may be used again after its request has ended."""
     seen: Counter[str] = Counter()
@@ -79,7 +79,7 @@ def _on_rows(d: TimelineData, ids: list[str], row_of: list[int]) -> TimelineData
     )  # fmt: skip
 
 
-# %% nbs/8_viz/14b_compare.ipynb #Compare
+# %% nbs/viz/compare.ipynb #Compare
 class Compare(View):
     """Two runs of the same requests side by side on one cursor, with the first step in which they decided differently, and both reasons.
 

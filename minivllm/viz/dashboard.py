@@ -3,9 +3,9 @@
 The monitor looks; the dashboard shows: six numbers, and how each came there within the last minute.
 """
 
-# Generated from nbs/8_viz/16_dashboard.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/dashboard.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d956521fd2c6 module=1c7aa8143d26
+# literate: notebook=68021bfd1c49 module=af0eb57e8e19
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minivllm.viz.view import View
 __all__ = ["Dashboard"]
 
 
-# %% nbs/8_viz/16_dashboard.ipynb #Dashboard
+# %% nbs/viz/dashboard.ipynb #Dashboard
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -74,7 +74,7 @@ class Dashboard(View):
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    # %% nbs/8_viz/16_dashboard.ipynb #Dashboard-build
+    # %% nbs/viz/dashboard.ipynb #Dashboard-build
     def build(self) -> Payload:
         payload = Payload({"fields": list(Sample._fields), "source": self.source})
         payload.header["samples"] = payload.add_json([_row(sample) for sample in self.monitor.samples.copy()])
@@ -90,7 +90,7 @@ class Dashboard(View):
             self.start()
         return View._repr_mimebundle_(self, include, exclude)
 
-    # %% nbs/8_viz/16_dashboard.ipynb #Dashboard-_send
+    # %% nbs/viz/dashboard.ipynb #Dashboard-_send
     def _send(self, sample: Sample) -> None:
         if (widget := self._shown) is not None:
             widget.send({"samples": [_row(sample)]})
@@ -102,7 +102,7 @@ class Dashboard(View):
     def _answer(self, widget: Any, content: dict[str, Any], buffers: Any) -> None:
         widget.send(self.new_samples(int(content.get("more", -1))))
 
-    # %% nbs/8_viz/16_dashboard.ipynb #Dashboard-describe
+    # %% nbs/viz/dashboard.ipynb #Dashboard-describe
     def describe(self) -> str:
         if not self.monitor.samples:
             return "Nothing was seen yet."
@@ -131,12 +131,12 @@ class Dashboard(View):
         for one in (axes, share):
             one.spines["top"].set_visible(False)
 
-    # %% nbs/8_viz/16_dashboard.ipynb #Dashboard-new_samples
+    # %% nbs/viz/dashboard.ipynb #Dashboard-new_samples
     def new_samples(self, after: int) -> dict[str, Any]:
         """What a page asks a server for with `?after=NUMBER`: the samples after that one, and why no more will come, or None."""
         return {"samples": [_row(sample) for sample in self.monitor.since(after)], "ended": self.monitor.ended}
 
 
-# %% nbs/8_viz/16_dashboard.ipynb #_row
+# %% nbs/viz/dashboard.ipynb #_row
 def _row(sample: Sample) -> list[float | None]:
     return [value if value is None else round(value, 6) for value in sample]

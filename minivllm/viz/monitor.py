@@ -3,9 +3,9 @@
 A trace tells what happened.
 """
 
-# Generated from nbs/8_viz/15_monitor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/monitor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=45dcd0aa5072 module=92cdea5f69f1
+# literate: notebook=0550f5d38f7b module=0d77bdac59f5
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 __all__ = ["EngineMonitor", "Sample"]
 
 
-# %% nbs/8_viz/15_monitor.ipynb #Sample
+# %% nbs/viz/monitor.ipynb #Sample
 class Sample(NamedTuple):
     """One look at an engine. Rates are over the last second.
 
@@ -57,7 +57,7 @@ class _Counters(NamedTuple):
     preemptions: int
 
 
-# %% nbs/8_viz/15_monitor.ipynb #_Window
+# %% nbs/viz/monitor.ipynb #_Window
 class _Window:
     """What changed within the last `seconds`, from counters that are added one look at a time."""
 
@@ -84,7 +84,7 @@ class _Window:
         return (busy - busy_before) / steps if steps > 0 and busy > busy_before else None
 
 
-# %% nbs/8_viz/15_monitor.ipynb #EngineMonitor
+# %% nbs/viz/monitor.ipynb #EngineMonitor
 class EngineMonitor:
     """Looks at an engine many times a second, in a thread of its own and never inside a step.
 
@@ -147,7 +147,7 @@ class EngineMonitor:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    # %% nbs/8_viz/15_monitor.ipynb #EngineMonitor-_run
+    # %% nbs/viz/monitor.ipynb #EngineMonitor-_run
     def _run(self) -> None:
         due = time.monotonic()
         try:
@@ -207,7 +207,7 @@ class EngineMonitor:
         return pd.DataFrame(self.samples.copy(), columns=Sample._fields).set_index("number")
 
 
-# %% nbs/8_viz/15_monitor.ipynb #_engine_of
+# %% nbs/viz/monitor.ipynb #_engine_of
 def _engine_of(given: Any) -> Any:
     """The `LLMEngine` in it."""
     engine = getattr(given, "llm_engine", given)

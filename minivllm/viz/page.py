@@ -3,9 +3,9 @@
 How does one see blocks, queues and prefixes at the same moment?
 """
 
-# Generated from nbs/8_viz/06_page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1072c9442b83 module=31b31500656d
+# literate: notebook=fe3e64f16fd9 module=e23a5535575b
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from minivllm.viz.view import TraceSource, View, new_figure, open_trace
 __all__ = ["STANDARD", "Message", "Page", "show", "standard_views"]
 
 
-# %% nbs/8_viz/06_page.ipynb #code-c5b064
+# %% nbs/viz/page.ipynb #code-c5b064
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-# %% nbs/8_viz/06_page.ipynb #Page
+# %% nbs/viz/page.ipynb #Page
 STANDARD = (
     "minivllm.viz.block_map:BlockMap",
     "minivllm.viz.timeline:Timeline",
@@ -107,7 +107,7 @@ def _leading(traces: list[dict[str, Any]]) -> dict[str, Any] | None:
     return next((t for t in traces if keys <= {t["key"], *(other["key"] for other in t.get("of", ()))}), None)
 
 
-# %% nbs/8_viz/06_page.ipynb #show
+# %% nbs/viz/page.ipynb #show
 def standard_views(trace: TraceSource, **options: Any) -> list[View]:
     """One of each view of a trace. `options` go to the views that take them: see `show`."""
     views: list[View] = []

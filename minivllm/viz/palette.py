@@ -3,9 +3,9 @@
 Which colours can everybody tell apart, on white and on black?
 """
 
-# Generated from nbs/8_viz/01_palette.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/palette.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2b00627aff3d module=c2039cccd8a6
+# literate: notebook=083807bd5321 module=9ceb2ae71c19
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-# %% nbs/8_viz/01_palette.ipynb #LIGHT
+# %% nbs/viz/palette.ipynb #LIGHT
 LIGHT = {
     "page": "#f6f7f9", "panel": "#ffffff", "raised": "#f3f5f8", "ink": "#1b1f26", "muted": "#59626f", "line": "#d3d8df",
     "accent": "#1f5fd0", "warning": "#a8480a",
@@ -61,7 +61,7 @@ def style_sheet() -> str:
     return "\n".join(rules) + "\n"
 
 
-# %% nbs/8_viz/01_palette.ipynb #contrast
+# %% nbs/viz/palette.ipynb #contrast
 _SIGHT = {
     "normal": np.eye(3),
     "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),

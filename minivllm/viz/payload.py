@@ -3,9 +3,9 @@
 How small can five thousand steps of sixty thousand blocks be?
 """
 
-# Generated from nbs/8_viz/02_payload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/payload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=11e0410610f4 module=bcc5264702f6
+# literate: notebook=df55dc8deef6 module=561db31828a4
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 __all__ = ["Payload", "read_varints", "varints"]
 
 
-# %% nbs/8_viz/02_payload.ipynb #varints
+# %% nbs/viz/payload.ipynb #varints
 def varints(numbers: Iterable[int] | np.ndarray) -> bytes:
     """Whole numbers of 32 bits, small ones in one byte: zigzag-coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), 7 bits a byte, low bits first.
 
@@ -51,7 +51,7 @@ def read_varints(data: bytes) -> np.ndarray:
     return (coded >> 1) ^ -(coded & 1)
 
 
-# %% nbs/8_viz/02_payload.ipynb #Payload
+# %% nbs/viz/payload.ipynb #Payload
 class Payload:
     """A header of plain values, and binary parts, each deflated alone so that the page inflates only what it shows.
 

@@ -3,9 +3,9 @@
 Question: do you know what the engine will do next?
 """
 
-# Generated from nbs/8_viz/20_predict.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/predict.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=60417179657c module=a0450535100c
+# literate: notebook=e916567949e3 module=60df372f43bd
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from minivllm.core.trace import Event, Fold, State, Trace
+from minivllm.core.events import Event, Fold, State
+from minivllm.core.trace import Trace
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
 
 __all__ = ["KINDS", "Predict", "Question", "questions"]
 
 
-# %% nbs/8_viz/20_predict.ipynb #imports
+# %% nbs/viz/predict.ipynb #imports
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# %% nbs/8_viz/20_predict.ipynb #Question
+# %% nbs/viz/predict.ipynb #Question
 @dataclass(frozen=True)
 class Question:
     """Something that is about to happen.
@@ -54,7 +55,7 @@ class Question:
         return f"no, {self.options[self.answer]}: {self.because}"
 
 
-# %% nbs/8_viz/20_predict.ipynb #preempted
+# %% nbs/viz/predict.ipynb #preempted
 KINDS = ("preempted", "evicted", "steps")
 
 
@@ -82,7 +83,7 @@ def _preempted(event: Event, state: State, step: int) -> Question | None:
     )
 
 
-# %% nbs/8_viz/20_predict.ipynb #evicted
+# %% nbs/viz/predict.ipynb #evicted
 def _evicted(trace: Trace, block: int, fold: Fold, step: int) -> Question | None:
     cached = [b for b in fold.free_blocks if fold.now.hashes[b] is not None]
     if len(cached) < 3 or block not in cached:
@@ -106,7 +107,7 @@ def _evicted(trace: Trace, block: int, fold: Fold, step: int) -> Question | None
     )
 
 
-# %% nbs/8_viz/20_predict.ipynb #steps
+# %% nbs/viz/predict.ipynb #steps
 def _steps(trace: Trace, request: str, first: int, pieces: list[int]) -> Question | None:
     if len(pieces) < 2:
         return None
@@ -125,7 +126,7 @@ def _steps(trace: Trace, request: str, first: int, pieces: list[int]) -> Questio
     )
 
 
-# %% nbs/8_viz/20_predict.ipynb #questions
+# %% nbs/viz/predict.ipynb #questions
 @dataclass
 class _Prompt:
     """A prompt under way: the step of its admission, tokens still to compute, and the pieces so far."""
@@ -184,7 +185,7 @@ def _spread(items: list[Question], most: int) -> list[Question]:
     return items if len(items) <= most else [items[i * len(items) // most] for i in range(most)]
 
 
-# %% nbs/8_viz/20_predict.ipynb #Predict
+# %% nbs/viz/predict.ipynb #Predict
 class Predict(TraceView):
     """Questions about a run, asked before the answer is shown; the cursor goes to the step in question.
 

@@ -3,9 +3,9 @@
 Which prompt brought this block into the cache, who found it there, and who pushed it out?
 """
 
-# Generated from nbs/8_viz/12_prefix_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/prefix_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c3471368b353 module=679eb0d92241
+# literate: notebook=918904c900ac module=6db63adda4c1
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from minivllm.core.events import EventReader
 from minivllm.core.prefix import hash_block
-from minivllm.core.trace import Added, EventReader, Trace
+from minivllm.core.trace import Trace
 
 __all__ = [
     "CACHED",
@@ -32,11 +33,11 @@ __all__ = [
 ]
 
 
-# %% nbs/8_viz/12_prefix_data.ipynb #code-35e016
+# %% nbs/viz/prefix_data.ipynb #code-35e016
 CACHED, HIT, EVICTED, FORGOTTEN = range(4)
 
 
-# %% nbs/8_viz/12_prefix_data.ipynb #TreeState
+# %% nbs/viz/prefix_data.ipynb #TreeState
 DEFAULT_ROOT = b"minivllm"  # `core.prefix.root_hash` of a request without salt, adapter or other extra keys
 
 Ints = npt.NDArray[np.int32]
@@ -106,7 +107,7 @@ class PrefixTreeData:
         return TreeState(held > 0, hits, users, np.bincount(node[kind == CACHED], minlength=n) > 0)
 
 
-# %% nbs/8_viz/12_prefix_data.ipynb #_Text
+# %% nbs/viz/prefix_data.ipynb #_Text
 @dataclass(slots=True)
 class _Text:
     """One request: its tokens, if the trace has them, and the names of its blocks per group, as far as they are known."""
@@ -285,7 +286,7 @@ class _Grower(EventReader):
             self._lose(block, FORGOTTEN)
 
 
-# %% nbs/8_viz/12_prefix_data.ipynb #_rows
+# %% nbs/viz/prefix_data.ipynb #_rows
 def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
     return np.array(rows, np.int32).reshape(len(rows), width)
 

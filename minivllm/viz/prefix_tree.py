@@ -3,9 +3,9 @@
 Where do texts part, which of their beginnings are found again, and which are lost?
 """
 
-# Generated from nbs/8_viz/13_prefix_tree.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/prefix_tree.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=32b89910ca6c module=d2f8818e121b
+# literate: notebook=bc97b374b66b module=a3680c9292fe
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from minivllm.viz.view import TraceSource, TraceView
 __all__ = ["FOLD_FROM", "MOST_ROWS", "Branches", "PrefixTree", "branches", "draw_tree", "plot_prefix_tree"]
 
 
-# %% nbs/8_viz/13_prefix_tree.ipynb #code-e5c56c
+# %% nbs/viz/prefix_tree.ipynb #code-e5c56c
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# %% nbs/8_viz/13_prefix_tree.ipynb #Branches
+# %% nbs/viz/prefix_tree.ipynb #Branches
 @dataclass(frozen=True, slots=True)
 class Branches:
     """The tree cut where texts part: one branch is a chain of blocks, each the only child of the one before.
@@ -85,7 +85,7 @@ def branches(tree: PrefixTreeData) -> Branches:
     )
 
 
-# %% nbs/8_viz/13_prefix_tree.ipynb #PrefixTree
+# %% nbs/viz/prefix_tree.ipynb #PrefixTree
 class PrefixTree(TraceView):
     """The tree of cached prefixes after each step: what is in use, kept, lost, and how often it was found.
 
@@ -182,7 +182,7 @@ class PrefixTree(TraceView):
         draw_tree(axes, self.tree, self.branches, self._step, self._text)
 
 
-# %% nbs/8_viz/13_prefix_tree.ipynb #_count
+# %% nbs/viz/prefix_tree.ipynb #_count
 def _count(n: int, noun: str, plural: str | None = None) -> str:
     return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
 

@@ -3,9 +3,9 @@
 The sampler bends the model's odds in ten stages and then draws.
 """
 
-# Generated from nbs/8_viz/17_sampler_explorer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/sampler_explorer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=967015f4a5ad module=90a2af7979be
+# literate: notebook=4c5659bb8e81 module=755f7c639b1b
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-# %% nbs/8_viz/17_sampler_explorer.ipynb #planes
+# %% nbs/viz/sampler_explorer.ipynb #planes
 PRECISIONS = ("float32", "float16")
 
 
@@ -40,7 +40,7 @@ def planes(values: np.ndarray) -> bytes:
     return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
 
 
-# %% nbs/8_viz/17_sampler_explorer.ipynb #page_params
+# %% nbs/viz/sampler_explorer.ipynb #page_params
 STAGES = (
     "grammar", "allowed_token_ids", "logit_bias", "bad_words", "min_tokens", "penalties", "temperature", "min_p", "top_k", "top_p",
 )  # fmt: skip
@@ -76,7 +76,7 @@ def check_stages(sampler: Any) -> None:
         raise NotImplementedError(f"SamplerExplorer: this engine's sampler has {what}, which a page cannot compute")
 
 
-# %% nbs/8_viz/17_sampler_explorer.ipynb #grammar_mask
+# %% nbs/viz/sampler_explorer.ipynb #grammar_mask
 def grammar_mask(record: Any, grammar: Any) -> np.ndarray | None:
     """What the grammar allowed at this token: uint8 [4 * ceil(V / 32)], a bit a token, lowest first; None without a grammar.
 
@@ -97,7 +97,7 @@ def grammar_mask(record: Any, grammar: Any) -> np.ndarray | None:
     return mask.view(np.uint8)
 
 
-# %% nbs/8_viz/17_sampler_explorer.ipynb #named_tokens
+# %% nbs/viz/sampler_explorer.ipynb #named_tokens
 NUM_TEXTS = 400
 
 
@@ -119,7 +119,7 @@ def _likeliest(logits: np.ndarray) -> Iterable[int]:
     return np.argpartition(-logits, count - 1)[:count].tolist()
 
 
-# %% nbs/8_viz/17_sampler_explorer.ipynb #SamplerExplorer
+# %% nbs/viz/sampler_explorer.ipynb #SamplerExplorer
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
@@ -193,7 +193,7 @@ class SamplerExplorer(View):
             self.sampler = runner.sampler
             check_stages(self.sampler)
 
-    # %% nbs/8_viz/17_sampler_explorer.ipynb #SamplerExplorer-build
+    # %% nbs/viz/sampler_explorer.ipynb #SamplerExplorer-build
     def build(self) -> Payload:
         payload = Payload({"recorded": self.params, "subtitle": self._place(), "note": self._approximation()})
         texts = {} if self.tokenizer is None else self._texts(named_tokens(self.record, self.mask))
@@ -224,7 +224,7 @@ class SamplerExplorer(View):
             return None
         return "The logits are rounded to float16, to about one part in two thousand; all that is shown follows from the rounded ones."
 
-    # %% nbs/8_viz/17_sampler_explorer.ipynb #SamplerExplorer-explain
+    # %% nbs/viz/sampler_explorer.ipynb #SamplerExplorer-explain
     def explain(self, top: int = 5) -> pd.DataFrame:
         """The stages as a DataFrame: see `minivllm.sampling.sampler.Sampler.explain`."""
         return self.record.explain(self.sampler, grammar=self.grammar, tokenizer=self.tokenizer, top=top)
@@ -257,7 +257,7 @@ class SamplerExplorer(View):
         axes.legend(frameon=False, loc="lower right")
 
 
-# %% nbs/8_viz/17_sampler_explorer.ipynb #_refuse
+# %% nbs/viz/sampler_explorer.ipynb #_refuse
 def _refuse(what: str, **given: Any) -> None:
     for name, value in given.items():
         if value is not None:

@@ -3,9 +3,9 @@
 Which request ran when, in what pieces, and what did it wait for?
 """
 
-# Generated from nbs/8_viz/11_timeline.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/timeline.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=25721f0ff9a5 module=abf323bc5716
+# literate: notebook=cad83df55365 module=0218def3b37c
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from minivllm.viz.view import TraceSource, TraceView
 __all__ = ["Timeline", "describe_lanes", "draw_lanes", "pack_lanes", "plot_timeline"]
 
 
-# %% nbs/8_viz/11_timeline.ipynb #code-d50b26
+# %% nbs/viz/timeline.ipynb #code-d50b26
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# %% nbs/8_viz/11_timeline.ipynb #pack_lanes
+# %% nbs/viz/timeline.ipynb #pack_lanes
 def pack_lanes(payload: Payload, data: TimelineData) -> dict[str, Any]:
     """Add the parts that the page's `readLanes` reads; returns their description for the header."""
     before = np.where(np.diff(data.request, prepend=-1) == 0, np.concatenate([[0], data.end[:-1]]), 0)
@@ -71,7 +71,7 @@ def _columns(rows: np.ndarray) -> np.ndarray:
     return columns
 
 
-# %% nbs/8_viz/11_timeline.ipynb #Timeline
+# %% nbs/viz/timeline.ipynb #Timeline
 class Timeline(TraceView):
     """Requests by steps (or by seconds): prefill chunks, decodes, waiting and why, preemptions, ends; tokens and queues beneath.
 
@@ -119,7 +119,7 @@ class Timeline(TraceView):
         queue.set_xlabel("step")
 
 
-# %% nbs/8_viz/11_timeline.ipynb #describe_lanes
+# %% nbs/viz/timeline.ipynb #describe_lanes
 def describe_lanes(d: TimelineData) -> str:
     """A run in a few sentences."""
     n = len(d.request_ids)
@@ -151,7 +151,7 @@ def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
-# %% nbs/8_viz/11_timeline.ipynb #draw_lanes
+# %% nbs/viz/timeline.ipynb #draw_lanes
 # Height of a bar and hatching: kinds are told apart without colour too.
 _STYLE: dict[int, tuple[str, float, dict[str, Any]]] = {
     WAITING: ("waiting", 0.12, {}),

@@ -3,9 +3,9 @@
 Ten thousand steps of two thousand requests are twenty million cells.
 """
 
-# Generated from nbs/8_viz/10_timeline_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/timeline_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7b7334cb4dfc module=ed1227b4c024
+# literate: notebook=a29583bb716e module=f012b3a704d1
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.core.trace import REASONS, Added, Event, EventReader, Trace
+from minivllm.core.events import Event, EventReader
+from minivllm.core.trace import REASONS, Trace
 
 __all__ = [
     "DECODE",
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 
-# %% nbs/8_viz/10_timeline_data.ipynb #TimelineData
+# %% nbs/viz/timeline_data.ipynb #TimelineData
 KINDS = ("waiting", "preempted", "swapped", "stalled", "prefill", "decode")
 WAITING, PREEMPTED, SWAPPED, STALLED, PREFILL, DECODE = range(len(KINDS))
 FINISHES = ("unfinished", "stop", "length", "abort", "error")
@@ -141,7 +142,7 @@ class TimelineData:
         return f"behind {self.request_ids[first]} ({self.reasons[code]})"
 
 
-# %% nbs/8_viz/10_timeline_data.ipynb #_Life
+# %% nbs/viz/timeline_data.ipynb #_Life
 class _Life:
     """Where a request stands while the events go by."""
 
@@ -307,7 +308,7 @@ class _Reader(EventReader):
         )
 
 
-# %% nbs/8_viz/10_timeline_data.ipynb #_rows
+# %% nbs/viz/timeline_data.ipynb #_rows
 def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
     return np.array(rows, np.int32).reshape(len(rows), width)
 

@@ -3,9 +3,9 @@
 What do all pictures have in common?
 """
 
-# Generated from nbs/8_viz/04_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=530f148a4d3b module=5324a04dbf82
+# literate: notebook=993d9bfdb910 module=77ef9bf4eb6c
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from minivllm.core.trace import TRACE_VERSION, Fold, Trace
+from minivllm.core.events import TRACE_VERSION, Fold
+from minivllm.core.trace import Trace
 from minivllm.core.trace_files import TraceFileError
 from minivllm.viz.assets import document, fragment, widget_module
 from minivllm.viz.payload import Payload
@@ -34,13 +35,13 @@ __all__ = [
 ]
 
 
-# %% nbs/8_viz/04_view.ipynb #code-fa4ffc
+# %% nbs/viz/view.ipynb #code-fa4ffc
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-# %% nbs/8_viz/04_view.ipynb #TraceSource
+# %% nbs/viz/view.ipynb #TraceSource
 TraceSource = Trace | str | Path
 HTML_LIMIT = 2_000_000
 
@@ -70,7 +71,7 @@ def open_trace(source: TraceSource) -> tuple[Trace, str | None]:
 
 
 def _no_header() -> Any:
-    from minivllm.core.trace import TraceHeader
+    from minivllm.core.events import TraceHeader
 
     return TraceHeader()
 
@@ -118,7 +119,7 @@ def trace_key(trace: Trace) -> str:
     return hashlib.sha256(repr((trace.header, len(trace), ends)).encode()).hexdigest()[:16]
 
 
-# %% nbs/8_viz/04_view.ipynb #View
+# %% nbs/viz/view.ipynb #View
 class View:
     """One picture, in four forms: live in a notebook, a page without a kernel, a matplotlib figure, and words.
 
@@ -280,7 +281,7 @@ class View:
         return fragment(small, (), self.summary())
 
 
-# %% nbs/8_viz/04_view.ipynb #new_figure
+# %% nbs/viz/view.ipynb #new_figure
 def new_figure(size: tuple[float, float]) -> Figure:
     """An empty figure, its size in inches. In a notebook it shows itself; matplotlib's own do that only once pyplot is imported."""
     from matplotlib.figure import Figure as Plain
@@ -299,7 +300,7 @@ def as_png(figure: Figure, dpi: float) -> bytes:
     return buffer.getvalue()
 
 
-# %% nbs/8_viz/04_view.ipynb #widget_class
+# %% nbs/viz/view.ipynb #widget_class
 @cache
 def _widget_class(modules: tuple[str, ...]) -> Any:
     import anywidget
@@ -318,7 +319,7 @@ def _widget_class(modules: tuple[str, ...]) -> Any:
     return ViewWidget
 
 
-# %% nbs/8_viz/04_view.ipynb #TraceView
+# %% nbs/viz/view.ipynb #TraceView
 class TraceView(View):
     """A view of a trace, given as such or as the path of a saved one. All views of one trace on a page share the step, the request and the block.
 

@@ -3,9 +3,9 @@
 What does paging waste, and what would one piece per request have wasted?
 """
 
-# Generated from nbs/8_viz/14_waste.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# Generated from nbs/viz/waste.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b8b90df62bbe module=b08526f675c7
+# literate: notebook=b5d9adb7ad9a module=17abbe7cc48b
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from minivllm.viz.view import TraceSource, TraceView
 __all__ = ["SCHEMES", "Waste", "WasteData", "draw_waste", "plot_waste", "waste_data"]
 
 
-# %% nbs/8_viz/14_waste.ipynb #code-aa8bbb
+# %% nbs/viz/waste.ipynb #code-aa8bbb
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# %% nbs/8_viz/14_waste.ipynb #WasteData
+# %% nbs/viz/waste.ipynb #WasteData
 SCHEMES = {
     "paged": "pages (this run)",
     "oracle": "one piece, length known",
@@ -74,7 +74,7 @@ class WasteData:
         return self.share()[:, busy].mean(axis=1) if busy.any() else np.full(len(SCHEMES), np.nan)
 
 
-# %% nbs/8_viz/14_waste.ipynb #waste_data
+# %% nbs/viz/waste.ipynb #waste_data
 def waste_data(trace: Trace, max_model_len: int | None = None) -> WasteData:
     """Read a trace once.
 
@@ -116,7 +116,7 @@ def _blocks_in_use(trace: Trace) -> npt.NDArray[np.int64]:
     return np.array([*used[1:], len(refs)], np.int64)
 
 
-# %% nbs/8_viz/14_waste.ipynb #Waste
+# %% nbs/viz/waste.ipynb #Waste
 class Waste(TraceView):
     """Internal fragmentation at every step, and what reserving each request's memory in one piece would have lost.
 
@@ -181,7 +181,7 @@ def _plain(values: Iterable[float]) -> list[float | None]:
     return [None if np.isnan(v) else round(float(v), 6) for v in values]
 
 
-# %% nbs/8_viz/14_waste.ipynb #draw_waste
+# %% nbs/viz/waste.ipynb #draw_waste
 _LINES = {
     "paged": ("prefill", "-", 2.0),
     "oracle": ("swapped", "--", 1.3),

@@ -9,7 +9,7 @@ from minivllm.attention.numba_cpu import NumbaCPUBackend
 from minivllm.attention.reference import ReferenceBackend
 from minivllm.attention.sdpa import SDPABackend
 from minivllm.attention.select import select_backend
-from minivllm_kernels import ops
+from minivllm_kernels.cuda import ops
 
 CPU = torch.device("cpu")
 BACKENDS = [ReferenceBackend(), SDPABackend()]

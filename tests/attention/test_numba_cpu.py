@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.attention.numba_cpu import NumbaCPUBackend, NumbaCPUInvariantBackend
-from minivllm_kernels.cpu_kernel import compile_kernel
+from minivllm_kernels.cpu.compile import compile_kernel
 
 pytest.importorskip("numba")
 BACKEND = NumbaCPUBackend()
@@ -119,7 +119,7 @@ import sys
 import torch
 from attention.test_backends import Case, make_spec
 from minivllm.attention.numba_cpu import NumbaCPUBackend
-from minivllm_kernels.cpu_kernel import compile_kernel
+from minivllm_kernels.cpu.compile import compile_kernel
 
 case = Case(make_spec(num_heads=4, num_kv_heads=1, head_dim=256, block_size=16), [(1, 40), (30, 90)])
 torch.testing.assert_close(case.run(NumbaCPUBackend()).double(), case.expected(), atol=1e-5, rtol=1e-5)

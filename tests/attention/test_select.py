@@ -83,7 +83,7 @@ def test_nobody_can():
 
 
 def test_auto_says_why_not_the_gpu_kernels_and_asking_for_them_says_what_to_do():
-    pytest.importorskip("minivllm_kernels.ops")
+    pytest.importorskip("minivllm_kernels.cuda.ops")
     assert (
         "numba_cuda cannot: it needs an NVIDIA GPU, and the device is cpu"
         in select.select_backend("auto", spec(), CPU)[1]
@@ -95,7 +95,7 @@ def test_auto_says_why_not_the_gpu_kernels_and_asking_for_them_says_what_to_do()
 
 
 def test_a_head_that_is_not_built_is_named_with_those_that_are(monkeypatch):
-    ops = pytest.importorskip("minivllm_kernels.ops")
+    ops = pytest.importorskip("minivllm_kernels.cuda.ops")
     monkeypatch.setattr(ops, "device_unsupported", lambda device: None)
     odd, cuda = spec(head_dim=72, dtype=torch.bfloat16), torch.device("cuda")
     with pytest.raises(

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from minivllm.book.kernel_puzzles import PUZZLES as KERNELS
 from minivllm.book.paging import PUZZLES as BLOCKS
 from minivllm.literate import notebook_paths
-from minivllm_kernels.puzzles import PUZZLES as KERNELS
 
 ROOT = Path(__file__).parents[2]
 
 WITHOUT = {
     "index": "the first page",
-    "0_start/03_paging_puzzles": "is puzzles, with a checker of their own",
-    "4_kernels/13_puzzles": "is puzzles, with a checker of their own",
+    "book/paging": "is puzzles, with a checker of their own",
+    "book/kernel_puzzles": "is puzzles, with a checker of their own",
 }
 """Chapters without an `@Exercise`, and why."""
 

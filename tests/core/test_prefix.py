@@ -148,7 +148,7 @@ def test_the_longest_hit_is_the_longest(data):
             assert group.index.insert(request, i, block)
     limit = data.draw(st.integers(0, 8))
     brute = max(n for n in range(limit + 1) if all(cached[num_skipped_tokens(group.spec, 2 * n) // 2 : n]))
-    hit = group.longest_hit(request, limit)
+    hit = group.find_longest_cache_hit(request, limit)
     assert len(hit) == brute
     needed = num_skipped_tokens(group.spec, 2 * brute) // 2
     assert [b.block_id for b in hit] == [0] * needed + [i + 1 for i in range(needed, brute)]

@@ -99,7 +99,7 @@ def test_a_part_lists_its_chapters_in_order():
 
 def test_every_module_has_a_page_and_every_package_a_line():
     found = api.modules(ROOT)
-    assert {"minivllm.core.scheduler", "minivllm.cli", "minivllm_kernels.decode"} <= found.keys()
+    assert {"minivllm.core.scheduler", "minivllm.cli", "minivllm_kernels.cuda.decode"} <= found.keys()
     packages = {path.parent.name for path in (ROOT / "minivllm").glob("*/__init__.py")}
     assert packages <= api.PACKAGES.keys(), "a package without a line in PACKAGES"
 
@@ -143,14 +143,14 @@ def test_a_bare_name_means_what_its_module_imports():
 @pytest.mark.parametrize(
     "link, page",
     [
-        ("../../../nbs/1_core/06_prefix.ipynb", "/book/1_core/06_prefix.ipynb"),
+        ("../../../nbs/core/prefix.ipynb", "/book/core/prefix.ipynb"),
         ("../../../nbs/index.ipynb#the-two-hour-path", "/book/index.ipynb#the-two-hour-path"),
         ("../../../nbs/index.ipynb#3-the-scheduler", "/book/part_03.md"),
         ("../../../nbs/index.ipynb#10-observing", "/book/part_10.md"),
         ("../../replays.py#swap", "/gallery/swap.md"),
         ("../../../minivllm/core/policy.py", "/api/minivllm.core.policy.rst"),
         ("../../../minivllm/lab/__init__.py", "/api/minivllm.lab.rst"),
-        ("../../../kernels/minivllm_kernels/decode.py", "/api/minivllm_kernels.decode.rst"),
+        ("../../../kernels/minivllm_kernels/cuda/decode.py", "/api/minivllm_kernels.cuda.decode.rst"),
         ("../features.md", "/features.md"),
     ],
 )

@@ -118,7 +118,7 @@ def test_every_public_name_is_described_with_its_source(site):
     page = (site / "api/minivllm.core.scheduler.html").read_text()
     assert 'id="minivllm.core.scheduler.Scheduler.schedule"' in page
     assert "_modules/minivllm/core/scheduler.html#Scheduler.schedule" in page
-    assert "../book/1_core/10_scheduler.html" in page
+    assert "../book/core/scheduler.html" in page
 
 
 def test_formulas_need_no_script(site):

@@ -12,7 +12,7 @@ from minivllm.models.decoder import Attention
 from minivllm.models.fused import become
 from minivllm.models.layers import GatedMLP, RMSNorm
 from minivllm.models.rope import Rope
-from minivllm_kernels import ops
+from minivllm_kernels.cuda import ops
 
 REASON = ops.device_unsupported(torch.device("cuda", 0))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"no GPU to run on: {REASON}")]

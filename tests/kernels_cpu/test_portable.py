@@ -19,14 +19,12 @@ import llvmlite.binding as llvm
 from minivllm.attention import numba_cpu
 from minivllm.models.cpu_linear import FewRows
 from minivllm.models.cpu_quantized import Quantized
-from minivllm_kernels import (
-    cpu_attention,
-    cpu_gemv,
-    cpu_products,
-    cpu_quantized,
-    cpu_quantizing,
-)
-from minivllm_kernels.cpu_kernel import LIBC, host_lanes, machine_for, only, to_llvm
+from minivllm_kernels.cpu import attention as cpu_attention
+from minivllm_kernels.cpu.compile import LIBC, host_lanes, machine_for, only, to_llvm
+from minivllm_kernels.cpu.matmul import gemv as cpu_gemv
+from minivllm_kernels.cpu.matmul import plain as cpu_products
+from minivllm_kernels.cpu.matmul import quantized as cpu_quantized
+from minivllm_kernels.cpu.matmul import quantized_layout as cpu_quantizing
 
 NARROW = [lanes for lanes in (4, 8) if lanes < host_lanes()]
 
@@ -110,7 +108,7 @@ def test_other_machines_get_vector_code_and_no_scalar_loop(kernel, target):
 GENERATE = """
 import sys
 from minivllm import LLM, SamplingParams
-from minivllm_kernels.cpu_kernel import host_lanes, host_registers
+from minivllm_kernels.cpu.compile import host_lanes, host_registers
 folder, quantization = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
 options = {"device": "cpu", "dtype": "float32", "quantization": quantization, "num_gpu_blocks": 40}
 llm = LLM(folder, attention_backend="numba_cpu", **options)

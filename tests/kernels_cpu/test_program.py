@@ -12,11 +12,11 @@ import llvmlite.binding as llvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm_kernels import cpu_program
-from minivllm_kernels.cpu_kernel import compile_kernel, machine_for, only, pack, to_llvm
-from minivllm_kernels.cpu_packing import PackedProduct, host_tiles, tile_configs
-from minivllm_kernels.cpu_program import NOW, Program
-from minivllm_kernels.cpu_vector import claim, floats_at
+from minivllm_kernels.cpu import program as cpu_program
+from minivllm_kernels.cpu.compile import compile_kernel, machine_for, only, pack, to_llvm
+from minivllm_kernels.cpu.matmul.layout import PackedProduct, host_tiles, tile_configs
+from minivllm_kernels.cpu.program import NOW, Program
+from minivllm_kernels.cpu.simd import claim, floats_at
 
 
 def add_neighbour(args):

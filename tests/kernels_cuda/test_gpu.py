@@ -8,7 +8,7 @@ from minivllm.attention.backend import FP8, AttentionBatch, AttentionSpec, KVSca
 from minivllm.attention.numba_cuda import NumbaCudaBackend, NumbaCudaInvariantBackend
 from minivllm.attention.select import select_backend
 from minivllm.models.linear import Linear
-from minivllm_kernels import ops
+from minivllm_kernels.cuda import ops
 
 CUDA = torch.device("cuda", 0)
 REASON = ops.device_unsupported(CUDA)

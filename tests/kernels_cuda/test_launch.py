@@ -9,7 +9,7 @@ import torch
 
 from minivllm.attention.backend import AttentionSpec
 from minivllm.attention.numba_cuda import NumbaCudaBackend
-from minivllm_kernels import launch, ops, pointwise, simt
+from minivllm_kernels.cuda import launch, ops, pointwise, simt
 
 
 @pytest.mark.parametrize("signature", ["i32 f32", "i32 u32*", "f32 i64 i32 i32* f32 u32", "i64 i32 i32"])
@@ -113,7 +113,7 @@ def test_wrong_calls_are_refused(call, message):
 
 
 def test_the_kernels_import_without_torch():
-    code = "import minivllm_kernels.decode, minivllm_kernels.prefill, minivllm_kernels.launch, sys; print('torch' in sys.modules)"
+    code = "import minivllm_kernels.cuda.decode, minivllm_kernels.cuda.prefill, minivllm_kernels.cuda.launch, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

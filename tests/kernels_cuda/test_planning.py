@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm_kernels import planning
-from minivllm_kernels.planning import TILE, AttentionShape, plan_decode, plan_prefill, split_at_chunks
+from minivllm_kernels.cuda import planning
+from minivllm_kernels.cuda.planning import TILE, AttentionShape, plan_decode, plan_prefill, split_at_chunks
 
 
 @given(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from minivllm_kernels import cache, decode, gemv, launch, pointwise, prefill
-from minivllm_kernels.planning import AttentionShape
+from minivllm_kernels.cuda import cache, decode, gemv, launch, pointwise, prefill
+from minivllm_kernels.cuda.planning import AttentionShape
 
 INSTALL = 'pip install "numba-cuda[cu13]>=0.30" "nvidia-nvvm==13.0.*" "nvidia-cuda-nvcc==13.0.*"'
 

@@ -21,8 +21,8 @@ from minivllm.models.cpu_linear import few_rows
 from minivllm.models.cpu_step import CPUStep, step_problem
 from minivllm.models.layers import GatedMLP, RMSNorm
 from minivllm.models.linear import Linear
-from minivllm_kernels.cpu_packing import host_tiles
-from minivllm_kernels.cpu_program import Program
+from minivllm_kernels.cpu.matmul.layout import host_tiles
+from minivllm_kernels.cpu.program import Program
 
 CAN = [name for name in TINY_MODELS if name != "gemma3"]
 

@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 class Ops:
-    """Stands for `minivllm_kernels.ops` on a machine with a GPU; notes what was asked for."""
+    """Stands for `minivllm_kernels.cuda.ops` on a machine with a GPU; notes what was asked for."""
 
     def __init__(self):
         self.HALF, self.asked = {torch.bfloat16: "bfloat16", torch.float16: "float16"}, []

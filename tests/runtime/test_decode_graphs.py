@@ -5,7 +5,7 @@ import pytest
 
 from minivllm.runtime.decode_graphs import graph_ladder, rung
 
-planning = pytest.importorskip("minivllm_kernels.planning")
+planning = pytest.importorskip("minivllm_kernels.cuda.planning")
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 20, 256])

@@ -10,7 +10,7 @@ import torch
 from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 
 from minivllm.core.config import EngineArgs, KVCacheConfig, KVCacheGroup, KVCacheSpec
-from minivllm.core.output import NewRequest, SchedulerOutput
+from minivllm.core.output import NewRequestData, SchedulerOutput
 from minivllm.runtime.executor import UniProcExecutor, make_executor, plan_engine
 from minivllm.runtime.model_runner import group_attention_specs, zeros_on_demand
 from minivllm.sampling.params import SamplingParams
@@ -40,7 +40,7 @@ def runner(plan):
 
 def new(name, prompt, blocks, output=(), computed=0, **params):
     given = SamplingParams(**{"temperature": 0, "seed": 0} | params)
-    return NewRequest(name, list(prompt), list(output), given, (list(blocks),), computed)
+    return NewRequestData(name, list(prompt), list(output), given, (list(blocks),), computed)
 
 
 def step(number, scheduled, **more):
@@ -139,7 +139,7 @@ def test_requests_that_draw_no_token_leave_the_others_their_own_random_numbers(r
     alone = draws(0)
     assert len({x for (x,), _ in alone}) > 2
     if other == "wants a vector":
-        silent = NewRequest("z", PROMPT, [], PoolingParams(), ([7, 8, 9],), 0)
+        silent = NewRequestData("z", PROMPT, [], PoolingParams(), ([7, 8, 9],), 0)
     else:
         silent = new("z", PROMPT, [7, 8, 9], bad_words=["x"])
     assert draws(10, silent) == alone

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from viz_traces import make_trace
 
-from minivllm.core.trace import State, Trace
+from minivllm.core.events import State
+from minivllm.core.trace import Trace
 from minivllm.viz.assets import sources
 from minivllm.viz.block_map import BlockMap, block_states, request_numbers
 from minivllm.viz.palette import DARK, LIGHT, owner_colour

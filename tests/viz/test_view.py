@@ -9,7 +9,8 @@ from tiny_models import tiny_tokenizer
 from viz_traces import aborted, make_trace
 
 from minivllm.cli import main
-from minivllm.core.trace import Trace, TraceHeader
+from minivllm.core.events import TraceHeader
+from minivllm.core.trace import Trace
 from minivllm.viz import BlockMap, Page
 from minivllm.viz.assets import sources, version
 from minivllm.viz.page import show

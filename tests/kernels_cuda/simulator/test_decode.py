@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from paged_numpy import PagedCase
 
-from minivllm_kernels import decode, planning
-from minivllm_kernels.planning import AttentionShape
+from minivllm_kernels.cuda import decode, planning
+from minivllm_kernels.cuda.planning import AttentionShape
 
 TOLERANCE = {"bfloat16": 4e-3, "float16": 8e-4}
 

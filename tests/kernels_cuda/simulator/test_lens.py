@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from minivllm_kernels.lens import Lens
-from minivllm_kernels.puzzles import PUZZLES, Puzzle
+from minivllm.book.kernel_puzzles import PUZZLES, Puzzle
+from minivllm.book.lens import Lens
 
 
 def strided(out, x, step):

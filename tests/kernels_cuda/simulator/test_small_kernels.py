@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from paged_numpy import from_fp8, relative_error, to_float, to_fp8, to_half, words
 
-from minivllm_kernels import cache, gemv, pointwise, simt, warp_sim
-from minivllm_kernels.simt import cuda, fmax, ldmatrix_x4, ldmatrix_x4_trans, movmatrix, shfl_xor, smem_addr
+from minivllm_kernels.cuda import cache, gemv, pointwise, simt, warp_sim
+from minivllm_kernels.cuda.simt import cuda, fmax, ldmatrix_x4, ldmatrix_x4_trans, movmatrix, shfl_xor, smem_addr
 
 TOLERANCE = {"bfloat16": 4e-3, "float16": 8e-4}
 

@@ -1,0 +1,470 @@
+"""Attention straight from the pages.
+
+Question: attention over a paged cache reads every key and value once and does a few operations with
+each.
+"""
+
+# Generated from nbs/minivllm_kernels/cpu/attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=f57e96e67801 module=10f5489ee67e
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
+from minivllm_kernels.cpu.planning import (
+    BEGIN,
+    BLOCK_STRIDE,
+    CACHE,
+    CHUNK,
+    CLAIMS,
+    COUNTER,
+    COUNTERS,
+    END,
+    FACTORS,
+    FIELDS,
+    FIRST,
+    HEADS,
+    ITEMS,
+    LAST,
+    OUT,
+    PARTS,
+    POSITION,
+    ROW,
+    SCRATCH,
+    SLOT,
+    TABLE,
+    TABLE_STRIDE,
+    TOKEN,
+    TOKENS,
+    WINDOW,
+    WORKSPACE,
+    CPUAttentionShape,
+    Q,
+)
+from minivllm_kernels.cpu.simd import (
+    claim,
+    exp,
+    floats_at,
+    fma,
+    ints_at,
+    keep,
+    largest,
+    load,
+    load_each,
+    load_unzipped,
+    maximum,
+    prefetch,
+    splat,
+    store,
+    tile_fma,
+    tile_load,
+    tile_store,
+    tile_zeros,
+    total,
+    zip_lanes,
+)
+
+__all__ = [
+    "LOWEST",
+    "ONE",
+    "TWO",
+    "ZERO",
+    "attend",
+    "dimensions_at_once",
+    "jit",
+    "make_coming",
+    "make_ends",
+    "make_item",
+    "make_parts",
+    "make_results",
+    "make_scores",
+    "make_softmax",
+    "make_split",
+    "make_values",
+    "vectors_at_once",
+    "zipped",
+]
+
+
+# %% nbs/minivllm_kernels/cpu/attention.ipynb #code-895ffe
+"""Paged attention on the CPU: causal, ragged, decode and prefill alike, grouped heads, window, chunks, soft cap."""
+
+LOWEST, ZERO, ONE, TWO = np.float32(-1e30), np.float32(0), np.float32(1), np.float32(2)
+jit = njit(error_model="numpy")  # a division by zero must not raise: there is nobody to catch it
+
+
+# %% nbs/minivllm_kernels/cpu/attention.ipynb #vectors_at_once
+def vectors_at_once(s: CPUAttentionShape, rows: int) -> int:
+    """Vectors of keys that a row block reads at once: enough for six sums."""
+    n = 1
+    while rows * n < 6 and 2 * n <= min(8, s.tile // s.lanes):
+        n *= 2
+    return n
+
+
+def make_scores(s: CPUAttentionShape, rows: int) -> Any:
+    D, BS, L, STRIDE, N = s.head_dim, s.block_size, s.lanes, s.score_stride, vectors_at_once(s, rows)
+    SUMS = rows * N
+
+    @jit
+    def compute_scores(q, at, keys, columns, scores, begin, end):
+        """scores[r, c] = q[at + r] . keys of vector c, for `begin` <= c < `end`."""
+        for c in range(begin, end, N):
+            sums = tile_zeros(SUMS, L)
+            for d in range(D):
+                sums = tile_fma(sums, q, at + d, D, load_each(keys, columns, c, d * BS, N, L))
+            tile_store(scores, c * L, STRIDE, N, sums)
+
+    return compute_scores
+
+
+# %% nbs/minivllm_kernels/cpu/attention.ipynb #make_softmax
+def make_softmax(s: CPUAttentionShape) -> Any:
+    D, L, TILES = s.head_dim, s.lanes, s.tiles
+    SUM, TOP = D, D + L
+
+    @jit
+    def capped(x, cap):
+        """cap * tanh(x / cap)."""
+        power = exp(x * splat(TWO / cap, L))
+        return splat(cap, L) * (splat(ONE, L) - splat(TWO, L) / (power + splat(ONE, L)))
+
+    @jit
+    def softmax_row(scores, at, weights, to, result, row, first, last, scale, cap, begin, end):
+        """Turn scores into weights and rescale the row's running result to the new maximum. `scale`: on scores by the tile unit, which
+        takes queries as they are."""
+        old = load(result, row + TOP, L)
+        inside = first <= begin * L and last >= end * L
+        top = old
+        for c in range(begin, end):
+            x = load(scores, at + c * L, L)
+            if TILES:
+                x = x * splat(scale, L)
+            if cap > 0:
+                x = capped(x, cap)
+            if TILES or cap > 0:
+                store(scores, at + c * L, x)
+            if not inside:
+                x = keep(x, first - c * L, last - c * L, LOWEST)
+            top = maximum(x, top)
+        top = splat(largest(top), L)
+        rescale = exp(old - top)
+        total_weight = load(result, row + SUM, L) * rescale
+        for c in range(begin, end):
+            w = exp(load(scores, at + c * L, L) - top)
+            if not inside:
+                w = keep(w, first - c * L, last - c * L, ZERO)
+            store(weights, to + c * L, w)
+            total_weight = total_weight + w
+        store(result, row + SUM, total_weight)
+        store(result, row + TOP, top)
+        for i in range(0, D, L):
+            store(result, row + i, load(result, row + i, L) * rescale)
+
+    return softmax_row
+
+
+# %% nbs/minivllm_kernels/cpu/attention.ipynb #zipped
+def zipped(s: CPUAttentionShape) -> bool:
+    """Whether values are read two to a word, so that sums are held even dimensions first."""
+    return s.kv_bits == 16 and s.head_dim // s.lanes % 2 == 0 and not s.tiles
+
+
+def dimensions_at_once(s: CPUAttentionShape, rows: int) -> int:
+    """Vectors of a value that a row block's sums have registers for."""
+    budget, step = (24, 12)[s.registers < 32], 1 + zipped(s)
+    fitting = [n for n in range(step, s.head_dim // s.lanes + 1, step) if s.head_dim // s.lanes % n == 0]
+    return max([n for n in fitting if rows * n <= budget], default=step)
+
+
+def make_values(s: CPUAttentionShape, rows: int) -> Any:
+    D, BS, L, STATE, STRIDE = s.head_dim, s.block_size, s.lanes, s.state, s.score_stride
+    ZIPPED, N, KEYS, STEP = zipped(s), dimensions_at_once(s, rows), s.head_dim * s.block_size, s.block_size // s.lanes
+
+    @jit
+    def add_values(weights, values, columns, result, row, begin, end):
+        """result[row + r] += weights[r] x values, from block `begin` of the tile up to key `end`."""
+        for i in range(0, D, N * L):
+            sums = tile_load(result, row + i, STATE, rows, N, L)
+            for b in range(begin, (end + BS - 1) // BS):
+                at = columns[b * STEP] + KEYS + i
+                for j in range(min(end - b * BS, BS)):
+                    if ZIPPED:
+                        value = load_unzipped(values, at + j * D, N, L)
+                    else:
+                        value = tile_load(values, at + j * D, 0, 1, N, L)
+                    sums = tile_fma(sums, weights, b * BS + j, STRIDE, value)
+            tile_store(result, row + i, STATE, N, sums)
+
+    return add_values
+
+
+# %% nbs/minivllm_kernels/cpu/attention.ipynb #make_results
+def make_results(s: CPUAttentionShape) -> tuple[Any, Any]:
+    L, STATE, TOP = s.lanes, s.state, s.head_dim + s.lanes
+
+    @jit
+    def clear(result, rows):
+        for r in range(rows):
+            for i in range(0, TOP, L):
+                store(result, r * STATE + i, splat(ZERO, L))
+            store(result, r * STATE + TOP, splat(LOWEST, L))
+
+    @jit
+    def fold(result, other, rows):
+        """Fold `other`, over later keys, into `result`."""
+        for r in range(0, rows * STATE, STATE):
+            a, b = load(result, r + TOP, L), load(other, r + TOP, L)
+            top = maximum(a, b)
+            a, b = exp(a - top), exp(b - top)
+            for i in range(r, r + TOP, L):
+                store(result, i, fma(load(result, i, L), a, load(other, i, L) * b))
+            store(result, r + TOP, top)
+
+    return clear, fold
+
+
+# %% nbs/minivllm_kernels/cpu/attention.ipynb #make_ends
+def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
+    D, L, G, STATE, BITS, SUM, ZIPPED = s.head_dim, s.lanes, s.group, s.state, s.q_bits, s.head_dim, zipped(s)
+    QUERIES, SCALED, QUERY_BITS = s.offsets["queries"], not s.tiles, 16 if s.tiles else 32
+
+    @jit
+    def take_queries(args, mine, it, h, row_block, first, last):
+        """Query rows, scaled already or left as they are for the tile unit, and the keys that each sees. Gives the number of rows, and
+        with the repeated ones."""
+        items, q, queries = ints_at(args[ITEMS], 32), floats_at(args[Q], BITS), floats_at(mine + QUERIES, QUERY_BITS)
+        scale = splat(floats_at(args[FACTORS], 32)[0] if SCALED else ONE, L)
+        rows = items[it + TOKENS] * G
+        padded = (rows + row_block - 1) // row_block * row_block
+        for r in range(padded):
+            row = min(r, rows - 1)
+            token = row // G
+            source = ((items[it + TOKEN] + token) * args[HEADS] + h) * G * D + row % G * D
+            for d in range(0, D, L):
+                store(queries, r * D + d, load(q, source + d, L) * scale)
+            position = items[it + POSITION] + token
+            first[r], last[r] = 0, position + 1
+            if args[WINDOW] > 0:
+                first[r] = max(position - args[WINDOW] + 1, 0)
+            elif args[CHUNK] > 0:
+                first[r] = position // args[CHUNK] * args[CHUNK]
+        return rows, padded
+
+    @jit
+    def give_results(args, it, h, result, rows):
+        """Divide by the sum of the weights, and round."""
+        out, token = floats_at(args[OUT], BITS), ints_at(args[ITEMS], 32)[it + TOKEN]
+        for r in range(rows):
+            row, to = r * STATE, ((token + r // G) * args[HEADS] + h) * G * D + r % G * D
+            norm = splat(ONE / total(load(result, row + SUM, L)), L)
+            if ZIPPED:
+                for d in range(0, D, 2 * L):
+                    x, y = zip_lanes(load(result, row + d, L), load(result, row + d + L, L))
+                    store(out, to + d, x * norm)
+                    store(out, to + d + L, y * norm)
+            else:
+                for d in range(0, D, L):
+                    store(out, to + d, load(result, row + d, L) * norm)
+
+    return take_queries, give_results
+
+
+# %% nbs/minivllm_kernels/cpu/attention.ipynb #make_coming
+def make_coming(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
+    T, BS, SPLIT, BLOCKS, PART, LINE = s.tile, s.block_size, s.split, s.tile // s.block_size, s.part, 512 // s.kv_bits
+
+    @jit
+    def table_of(args, it):
+        return ints_at(args[TABLE] + 4 * args[TABLE_STRIDE] * ints_at(args[ITEMS], 32)[it + ROW], 32)
+
+    @jit
+    def coming_tile(args, it, h, after, t):
+        """(block table, first block, head, blocks) of the tile after the one at key `t`; no blocks if there is none."""
+        items = ints_at(args[ITEMS], 32)
+        keys = items[it + POSITION] + items[it + TOKENS] - t - T
+        if keys > 0 or after < 0:
+            return table_of(args, it), t // BS + BLOCKS, h, min(BLOCKS, (keys + BS - 1) // BS)
+        it, h = after // args[HEADS] * FIELDS, after % args[HEADS]
+        block = items[it + BEGIN] * (SPLIT // BS)
+        return table_of(args, it), block, h, min(BLOCKS, items[it + POSITION] // BS + 1 - block)
+
+    @jit
+    def ask(cache, at):
+        for i in range(0, PART, LINE):
+            prefetch(cache, at + i, 64)
+
+    return table_of, coming_tile, ask
+
+
+# %% nbs/minivllm_kernels/cpu/attention.ipynb #make_split
+def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
+    D, BS, L, STATE, T, SPLIT, STRIDE = s.head_dim, s.block_size, s.lanes, s.state, s.tile, s.split, s.score_stride
+    PART, STEP, BLOCKS, BITS, G = s.part, BS // L, s.tile // BS, s.kv_bits, s.group
+    VECTORS, (ONE_TOKEN, MANY) = s.tile // L + 8, row_blocks
+    QUERIES, RESULT, SCORES, COLUMNS = (s.offsets[name] for name in ("queries", "result", "scores", "columns"))
+    softmax_row, (table_of, coming_tile, ask) = make_softmax(s), make_coming(s)
+    token_scores, token_values = make_scores(s, ONE_TOKEN), make_values(s, ONE_TOKEN)
+    tokens_scores, tokens_values = token_scores, token_values
+    if MANY != ONE_TOKEN:
+        tokens_scores, tokens_values = make_scores(s, MANY), make_values(s, MANY)
+
+    @jit
+    def find_columns(table, block, count, head, stride, columns):
+        """Where each vector of keys of the tile begins; past its end, the last one again."""
+        for j in range(count * STEP):
+            columns[j] = head + table[block + j // STEP] * stride + j % STEP * L
+        for j in range(count * STEP, VECTORS):
+            columns[j] = columns[count * STEP - 1]
+
+    @jit
+    def do_split(args, mine, it, h, split, after, first, last):
+        """Add what the rows of an item see of one split to the results in this thread's memory, which begins at `mine`. `after`: the item
+        that comes next if this split is the last one, to ask for its keys early, or -1."""
+        queries, scores, result = (
+            floats_at(mine + QUERIES, 32),
+            floats_at(mine + SCORES, 32),
+            floats_at(mine + RESULT, 32),
+        )
+        columns = ints_at(mine + COLUMNS, 64)
+        items, cache, stride = ints_at(args[ITEMS], 32), floats_at(args[CACHE], BITS), args[BLOCK_STRIDE]
+        table, cap = table_of(args, it), floats_at(args[FACTORS], 32)[1]
+        single = items[it + TOKENS] == 1
+        rows = ONE_TOKEN if single else MANY
+        end = min(items[it + POSITION] + items[it + TOKENS], (split + 1) * SPLIT)
+        for t in range(max(first[0], split * SPLIT) // T * T, end, T):
+            find_columns(table, t // BS, min(BLOCKS, (end - t + BS - 1) // BS), h * 2 * PART, stride, columns)
+            next_table, next_block, next_h, coming = coming_tile(args, it, h, after, t)
+            for r in range(0, items[it + TOKENS] * G, rows):
+                low, high = max(first[r] - t, 0), min(min(last[r + rows - 1], end) - t, T)
+                if high <= 0 or low >= T:
+                    continue
+                for j in range(coming):
+                    ask(cache, next_h * 2 * PART + next_table[next_block + j] * stride)
+                left, right = low // BS * STEP, (high + L - 1) // L
+                if single:
+                    token_scores(queries, r * D, cache, columns, scores, left, right)
+                else:
+                    tokens_scores(queries, r * D, cache, columns, scores, left, right)
+                for i in range(rows):
+                    see, end_see, row = first[r + i] - t, last[r + i] - t, (r + i) * STATE
+                    at = i * STRIDE
+                    softmax_row(scores, at, scores, at, result, row, see, end_see, ONE, cap, left, right)
+                for j in range(coming):
+                    ask(cache, next_h * 2 * PART + next_table[next_block + j] * stride + PART)
+                coming = 0
+                if single:
+                    token_values(scores, cache, columns, result, r * STATE, low // BS, high)
+                else:
+                    tokens_values(scores, cache, columns, result, r * STATE, low // BS, high)
+
+    return do_split
+
+
+# %% nbs/minivllm_kernels/cpu/attention.ipynb #make_parts
+def make_parts(s: CPUAttentionShape) -> tuple[Any, Any]:
+    STATE, L, ROOM = s.state, s.lanes, s.item_rows * s.state * 4
+    clear, fold = make_results(s)
+
+    @jit
+    def in_workspace(args, it, h, split):
+        slot = ints_at(args[ITEMS], 32)[it + SLOT] + split - ints_at(args[ITEMS], 32)[it + FIRST]
+        return floats_at(args[WORKSPACE] + (slot * args[HEADS] + h) * ROOM, 32)
+
+    @jit
+    def leave(args, it, h, split, result, rows):
+        place = in_workspace(args, it, h, split)
+        for i in range(0, rows * STATE, L):
+            store(place, i, load(result, i, L))
+
+    @jit
+    def fold_parts(args, it, h, whole, rows):
+        """True if this was the last part; then `whole` holds the folded splits."""
+        items, counters = ints_at(args[ITEMS], 32), ints_at(args[COUNTERS], 64)
+        mine = items[it + COUNTER] * args[HEADS] + h
+        if claim(counters, mine, 1) < items[it + PARTS] - 1:
+            return False
+        counters[mine] = 0
+        clear(whole, rows)
+        for split in range(items[it + FIRST], items[it + LAST]):
+            fold(whole, in_workspace(args, it, h, split), rows)
+        return True
+
+    return leave, fold_parts
+
+
+# %% nbs/minivllm_kernels/cpu/attention.ipynb #make_item
+def make_item(plan: CPUAttentionShape, s: CPUAttentionShape, do_split: Any, row_blocks: tuple[int, int]) -> Any:
+    """A function for a work item of a plan. `row_blocks`: how many rows `do_split` works on at a time, of one token and of several."""
+    (take_queries, give_results), (clear, fold), (leave, fold_parts) = make_ends(s), make_results(s), make_parts(plan)
+    RESULT, WHOLE, FIRST_KEY, LAST_KEY = (s.offsets[name] for name in ("result", "whole", "first", "last"))
+    ONE_TOKEN, MANY = row_blocks
+
+    @jit
+    def do_item(args, mine, item, more):
+        """`more`: whether this thread has the next one too."""
+        result, whole, items = floats_at(mine + RESULT, 32), floats_at(mine + WHOLE, 32), ints_at(args[ITEMS], 32)
+        first, last = ints_at(mine + FIRST_KEY, 64), ints_at(mine + LAST_KEY, 64)
+        it, h = item // args[HEADS] * FIELDS, item % args[HEADS]
+        begin, end, shared = items[it + BEGIN], items[it + END], items[it + PARTS] > 1
+        row_block = ONE_TOKEN if items[it + TOKENS] == 1 else MANY
+        rows, padded = take_queries(args, mine, it, h, row_block, first, last)
+        after, done = -1, result
+        if shared or end - begin > 1:
+            done = whole
+            clear(whole, rows)
+        for split in range(begin, end):
+            clear(result, padded)
+            if split + 1 == end and more:
+                after = item + 1
+            do_split(args, mine, it, h, split, after, first, last)
+            if shared:
+                leave(args, it, h, split, result, rows)
+            elif end - begin > 1:
+                fold(whole, result, rows)
+        if not shared or fold_parts(args, it, h, whole, rows):
+            give_results(args, it, h, done, rows)
+
+    return do_item
+
+
+# %% nbs/minivllm_kernels/cpu/attention.ipynb #attend
+def attend(
+    head_dim: int,
+    group: int,
+    block_size: int,
+    q_bits: int,
+    kv_bits: int,
+    max_lanes: int,
+    registers: int,
+    tiles: int = 0,
+) -> Callable[[Any], None]:
+    """Body of the attention kernel for a `CPUAttentionShape`. Arguments and memory: `cpu_planning.AttentionStep`."""
+    s = CPUAttentionShape(head_dim, group, block_size, q_bits, kv_bits, max_lanes, registers, bool(tiles))
+    plain, SIZE = replace(s, tiles=False), s.offsets["end"]
+    row_blocks = plain.decode_rows, plain.decode_rows if tiles else plain.max_row_block
+    one_token = many = make_item(s, plain, make_split(plain, row_blocks), row_blocks)
+    if tiles:
+        from minivllm_kernels.cpu.tile_attention import make_split_by_tiles
+
+        many = make_item(s, s, make_split_by_tiles(s), (1, 1))
+
+    def body(args):
+        mine = args[SCRATCH] + claim(args, ENTERED, 1) * SIZE
+        items, claims = ints_at(args[ITEMS], 32), ints_at(args[CLAIMS], 64)
+        while True:
+            run = claim(args, NEXT, 1)
+            if run >= args[COUNT]:
+                break
+            for item in range(claims[run], claims[run + 1]):
+                if items[item // args[HEADS] * FIELDS + TOKENS] == 1:
+                    one_token(args, mine, item, item + 1 < claims[run + 1])
+                else:
+                    many(args, mine, item, item + 1 < claims[run + 1])
+
+    return body

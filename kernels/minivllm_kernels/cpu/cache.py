@@ -1,0 +1,138 @@
+"""Where keys and values lie.
+
+Question: attention on a CPU wants to read sixteen keys at once.
+"""
+
+# Generated from nbs/minivllm_kernels/cpu/cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=e2bab0f3294e module=abec55bdc2e2
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from minivllm_kernels.cpu.compile import OWN
+from minivllm_kernels.cpu.simd import claim, floats_at, ints_at, load, move, store, transpose
+
+__all__ = [
+    "KEYS",
+    "PAIRS",
+    "SLOTS",
+    "SOURCE",
+    "STRIDE_K",
+    "STRIDE_V",
+    "TARGET",
+    "VALUES",
+    "WORDS",
+    "WRITE_CACHE",
+    "WRITE_HEADS",
+    "copy",
+    "jit",
+    "split_cache",
+    "write",
+]
+
+
+# %% nbs/minivllm_kernels/cpu/cache.ipynb #split_cache
+"""Writing to and copying blocks of the CPU kernels' KV cache.
+
+A layer's cache is `[1, num_blocks, kv_heads, 2, head_dim * block_size]`, bf16 (as uint16) or float32. Inside a block
+and head, keys are `[head_dim, block_size]`, values `[block_size, head_dim]`.
+"""
+
+
+def split_cache(cache: np.ndarray, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Views of a cache: keys [num_blocks, kv_heads, head_dim, block_size], values [.., block_size, head_dim]."""
+    blocks, heads = cache.shape[1:3]
+    keys, values = cache[0, :, :, 0], cache[0, :, :, 1]
+    return keys.reshape(blocks, heads, head_dim, -1), values.reshape(blocks, heads, -1, head_dim)
+
+
+# %% nbs/minivllm_kernels/cpu/cache.ipynb #write
+(KEYS, VALUES, STRIDE_K, STRIDE_V, SLOTS, WRITE_CACHE, WRITE_HEADS) = range(OWN, OWN + 7)
+"""Arguments of `write`: addresses of k and v, numbers from one token to the next in each, address of the slots (int64),
+address of the cache, key-value heads. The work items are tokens."""
+jit = njit(error_model="numpy")
+
+
+def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -> Callable[[Any], None]:
+    """Body of the kernel that stores keys and values of `bits` in a cache of `kv_bits`. Negative slots are left out.
+
+    Keys of `lanes` tokens that fill places side by side are transposed in registers, those of others go number by number.
+    """
+    part, RUN = head_dim * block_size, lanes if bits == kv_bits else 1
+
+    @jit
+    def write_key(cache, to, k, source, _stride):
+        for d in range(head_dim):
+            move(cache, to + d * block_size, k, source + d)
+
+    @jit
+    def write_square(cache, to, k, source, stride):
+        for d in range(0, head_dim, lanes):
+            transpose(cache, to + d * block_size, block_size, k, source + d, stride, lanes)
+
+    write_keys = write_square if bits == kv_bits else write_key
+
+    @jit
+    def run_of(slots, token, end):
+        """How many tokens, from this one on, are written together."""
+        first = slots[token]
+        if first < 0 or first % RUN != 0 or token + RUN > end:
+            return 1
+        for i in range(1, RUN):
+            if slots[token + i] != first + i:
+                return 1
+        return RUN
+
+    def body(args):
+        k, v, slots = floats_at(args[KEYS], bits), floats_at(args[VALUES], bits), ints_at(args[SLOTS], 64)
+        cache, heads = floats_at(args[WRITE_CACHE], kv_bits), args[WRITE_HEADS]
+        stride_k, stride_v = args[STRIDE_K], args[STRIDE_V]
+        at_once = 8 if args[1] <= 64 else 64
+        while True:
+            token = claim(args, 0, at_once)
+            if token >= args[1]:
+                break
+            end = min(token + at_once, args[1])
+            while token < end:
+                run = run_of(slots, token, end)
+                block, place = slots[token] // block_size, slots[token] % block_size
+                for h in range(heads if slots[token] >= 0 else 0):
+                    to, source = (block * heads + h) * 2 * part, token * stride_k + h * head_dim
+                    if run > 1:
+                        write_keys(cache, to + place, k, source, stride_k)
+                    else:
+                        write_key(cache, to + place, k, source, stride_k)
+                    for i in range(run):
+                        to_value, source = to + part + (place + i) * head_dim, (token + i) * stride_v + h * head_dim
+                        for d in range(0, head_dim, lanes):
+                            store(cache, to_value + d, load(v, source + d, lanes))
+                token += run
+
+    return body
+
+
+# %% nbs/minivllm_kernels/cpu/cache.ipynb #copy
+(SOURCE, TARGET, WORDS, PAIRS) = range(OWN, OWN + 4)
+"""Arguments of `copy`: addresses of two caches, 8-byte words of a block, address of the pairs (int64 [n, 2]: block in the
+source, block in the target). The work items are pairs; no block may be both read and written."""
+
+
+def copy() -> Callable[[Any], None]:
+    """Body of the kernel that copies blocks."""
+
+    def body(args):
+        source, target, pairs = ints_at(args[SOURCE], 64), ints_at(args[TARGET], 64), ints_at(args[PAIRS], 64)
+        words = args[WORDS]
+        while True:
+            i = claim(args, 0, 1)
+            if i >= args[1]:
+                break
+            a, b = pairs[2 * i] * words, pairs[2 * i + 1] * words
+            for w in range(words):
+                target[b + w] = source[a + w]
+
+    return body

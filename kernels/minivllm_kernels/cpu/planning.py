@@ -1,0 +1,336 @@
+"""Who computes what: planning attention on a CPU.
+
+Question: a step holds a prompt of 700 tokens, a dozen requests that want one token each, and one
+with a very long past.
+"""
+
+# Generated from nbs/minivllm_kernels/cpu/planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=1fe0b003e60f module=4dc104718832
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from minivllm_kernels.cpu.compile import COUNT, OWN, Kernel, kernel, pack
+from minivllm_kernels.cpu.matmul.layout import tile_configs
+from minivllm_kernels.cpu.program import NOW, Launcher, aligned
+
+__all__ = [
+    "BEGIN",
+    "BLOCK_STRIDE",
+    "CACHE",
+    "CHUNK",
+    "CLAIMS",
+    "CONFIGS",
+    "COUNTER",
+    "COUNTERS",
+    "END",
+    "FACTORS",
+    "FIELDS",
+    "FIRST",
+    "HEADS",
+    "ITEMS",
+    "LAST",
+    "OUT",
+    "PARTS",
+    "POSITION",
+    "ROW",
+    "SCRATCH",
+    "SLOT",
+    "STEP_ARGS",
+    "TABLE",
+    "TABLE_STRIDE",
+    "TOKEN",
+    "TOKENS",
+    "WINDOW",
+    "WORKSPACE",
+    "AttentionStep",
+    "CPUAttentionShape",
+    "Q",
+    "attention_kernel",
+    "plan_claims",
+    "plan_items",
+]
+
+
+# %% nbs/minivllm_kernels/cpu/planning.ipynb #CPUAttentionShape
+"""Shapes and work lists of the CPU attention kernels. Pure numpy: nothing here compiles anything."""
+
+
+@dataclass(frozen=True)
+class CPUAttentionShape:
+    """What an attention kernel is compiled for.
+
+    Attributes:
+        head_dim: size of a head; a multiple of 4.
+        group: query heads per key-value head.
+        block_size: tokens of a KV block; a multiple of 4.
+        q_bits: of queries and results: 32 (float32) or 16 (bf16).
+        kv_bits: of the cache, likewise.
+        max_lanes, registers: of the machine, see `cpu_vector`.
+        tiles: products by the machine's tile unit, see `tiles_problem`.
+    """
+
+    head_dim: int
+    group: int
+    block_size: int
+    q_bits: int = 32
+    kv_bits: int = 32
+    max_lanes: int = 16
+    registers: int = 32
+    tiles: bool = False
+
+    @staticmethod
+    def problem(head_dim: int, block_size: int) -> str | None:
+        """Why no kernel can be built for these sizes, or None."""
+        if head_dim % 4:
+            return f"head_dim {head_dim} is not a multiple of 4"
+        if block_size % 4:
+            return f"block_size {block_size} is not a multiple of 4"
+        if head_dim > 1024 or block_size > 1024:
+            return f"head_dim {head_dim} or block_size {block_size} is above 1024"
+        return None
+
+    @functools.cached_property
+    def tiles_problem(self) -> str | None:
+        """Why the tile unit cannot be used for these sizes, or None."""
+        if (self.q_bits, self.kv_bits) != (16, 16):
+            return "queries and cache are not both bf16"
+        if self.head_dim % 32 or self.tile != 64 or self.block_size % 16 or self.lanes != 16:
+            return f"head_dim {self.head_dim} and block_size {self.block_size} do not fill tiles"
+        return None
+
+    @functools.cached_property
+    def lanes(self) -> int:
+        """Lanes that divide both sizes, so that no vector has a ragged end."""
+        return math.gcd(self.max_lanes, self.head_dim, self.block_size)
+
+    @functools.cached_property
+    def tile(self) -> int:
+        """Keys between two updates of the softmax."""
+        return self.block_size * max(1, 64 // self.block_size)
+
+    @functools.cached_property
+    def split(self) -> int:
+        """Keys between two folds. Fixed, so that a row is summed in the same order in every batch."""
+        return self.tile * max(1, 256 // self.tile)
+
+    @property
+    def part(self) -> int:
+        """Numbers of the keys, or of the values, of a block and head."""
+        return self.head_dim * self.block_size
+
+    @functools.cached_property
+    def max_row_block(self) -> int:
+        """Rows that are worked on at once."""
+        if self.tiles:
+            return 32
+        return 12 if self.registers >= 32 else 6
+
+    @functools.cached_property
+    def decode_rows(self) -> int:
+        """Rows of a row block for a single token: its group, in equal parts if that is too many."""
+        return -(-self.group // -(-self.group // self.max_row_block))
+
+    @functools.cached_property
+    def item_tokens(self) -> int:
+        """Query tokens of a work item."""
+        return max(1, 48 // self.group)
+
+    @functools.cached_property
+    def item_rows(self) -> int:
+        """Query rows of a work item, rounded up to whole row blocks."""
+        rows = self.item_tokens * self.group
+        return max(-(-rows // n) * n for n in (self.decode_rows, self.max_row_block))
+
+    @functools.cached_property
+    def state(self) -> int:
+        """float32 numbers of one row's running result."""
+        return self.head_dim + 2 * self.lanes
+
+    @functools.cached_property
+    def score_stride(self) -> int:
+        """float32 numbers of one row of scores: a tile, and room for a tile of registers to stick out."""
+        return self.tile + 8 * self.lanes
+
+    @functools.cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where the parts of a thread's memory begin, in bytes; `end` is its size, in whole cache lines."""
+        sizes = {
+            "queries": 4 * self.item_rows * self.head_dim,
+            "result": 4 * self.item_rows * self.state,
+            "whole": 4 * self.item_rows * self.state,
+            "scores": 4 * self.max_row_block * self.score_stride,
+            "columns": 8 * (self.tile // self.lanes + 8),
+            "first": 8 * self.item_rows,
+            "last": 8 * self.item_rows,
+            "keys": 2 * self.tile * self.head_dim * self.tiles,
+            "values": 2 * self.tile * self.head_dim * self.tiles,
+            "weights": 2 * self.tile * self.max_row_block * self.tiles,
+        }
+        offsets, at = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = at
+            at += -(-size // 64) * 64
+        return {**offsets, "end": at}
+
+
+# %% nbs/minivllm_kernels/cpu/planning.ipynb #plan_items
+FIELDS = 11
+TOKEN, TOKENS, POSITION, ROW, BEGIN, END, PARTS, COUNTER, SLOT, FIRST, LAST = range(FIELDS)
+"""Columns of a work item: first query token in the step, how many, position of the first in its request, row of the block table;
+first split and end of the splits to compute, how many items share the query tokens, number of their counter, their place in the workspace;
+first split and end of the splits of all of them."""
+
+
+def plan_items(
+    shape: CPUAttentionShape,
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    first_key: Callable[[np.ndarray], np.ndarray],
+    num_kv_heads: int,
+    threads: int,
+) -> tuple[np.ndarray, int]:
+    """Cut a step into work items; each is done once for every key-value head.
+
+    Args:
+        query_start_loc: [B + 1], where each request's query tokens begin in the step.
+        seq_lens: [B], tokens of each request after the step.
+        first_key: from positions to the first position that is seen from there.
+        threads: how many there are to keep busy.
+
+    Returns:
+        int32 [items, FIELDS], the costly ones first, and how many splits the workspace must hold for each head.
+    """
+    lens = np.diff(query_start_loc)
+    tiles = -(-lens // shape.item_tokens)
+    row = np.repeat(np.arange(len(lens)), tiles)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    skipped = nth * shape.item_tokens
+    tokens = np.minimum(lens[row] - skipped, shape.item_tokens)
+    position = (seq_lens - lens)[row] + skipped
+    first = first_key(position) // shape.split
+    last = -(-(position + tokens) // shape.split)
+    splits = last - first
+    parts = np.ones_like(splits)
+    if 0 < len(row) * num_kv_heads < 4 * threads:
+        parts = np.minimum(splits, -(-4 * threads // (len(row) * num_kv_heads)))
+
+    tile = np.repeat(np.arange(len(row)), parts)
+    part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
+    stored = np.where(parts > 1, splits, 0)
+    columns = [query_start_loc[row] + skipped, tokens, position, row]
+    columns = [c[tile] for c in columns]
+    columns += [
+        first[tile] + splits[tile] * part // parts[tile],
+        first[tile] + splits[tile] * (part + 1) // parts[tile],
+    ]
+    columns += [c[tile] for c in (parts, np.arange(len(row)), np.cumsum(stored) - stored, first, last)]
+    items = np.stack(columns, axis=1).astype(np.int32)
+    cost = items[:, TOKENS].astype(np.int64) * (items[:, END] - items[:, BEGIN])
+    return np.ascontiguousarray(items[np.argsort(-cost, kind="stable")]), int(stored.sum())
+
+
+# %% nbs/minivllm_kernels/cpu/planning.ipynb #plan_claims
+def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarray:
+    """Where each claim begins, and the end: int64 [claims + 1], counted in items x heads, heads together."""
+    cost = items[:, TOKENS].astype(np.int64) * (items[:, END] - items[:, BEGIN])
+    done = np.cumsum(np.repeat(cost, num_kv_heads))
+    if not len(done):
+        return np.zeros(1, np.int64)
+    goals = np.linspace(0, done[-1], 8 * threads + 1)[1:]
+    return np.unique(np.concatenate([[0], np.searchsorted(done, goals) + 1])).clip(max=len(done))
+
+
+# %% nbs/minivllm_kernels/cpu/planning.ipynb #aligned
+(Q, OUT, CACHE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS) = range(OWN, OWN + 9)
+(WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS, CONFIGS) = range(OWN + 9, OWN + 16)
+STEP_ARGS = (COUNT, *range(BLOCK_STRIDE, CONFIGS + 1))
+"""What is the same in all layers of a step."""
+
+
+class AttentionStep:
+    """Attention of one step, for every layer of a KV cache group.
+
+    Args:
+        shape: of the kernel.
+        query_start_loc, seq_lens: int [B + 1], int [B], as in `plan_items`.
+        block_table: int32 [B, max_blocks].
+        num_kv_heads: key-value heads.
+        scale: factor on the scores.
+        window, chunk: 0, or how far back a token sees, or the size of the chunks that see each other. One of them must be 0.
+        soft_cap: 0, or the bound on the scores.
+        threads: how many will run it.
+    """
+
+    def __init__(
+        self,
+        shape: CPUAttentionShape,
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        block_table: np.ndarray,
+        *,
+        num_kv_heads: int,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        soft_cap: float = 0.0,
+        threads: int = 1,
+    ) -> None:
+        def first_key(position: np.ndarray) -> np.ndarray:
+            if window:
+                return np.maximum(position - window + 1, 0)
+            return position // chunk * chunk if chunk else np.zeros_like(position)
+
+        self.kernel = attention_kernel(shape)
+        self.threads = threads
+        self.items, slots = plan_items(shape, query_start_loc, seq_lens, first_key, num_kv_heads, threads)
+        self.claims = plan_claims(self.items, num_kv_heads, threads)
+        self.block_table = np.ascontiguousarray(block_table, np.int32)
+        self.factors = np.array([scale, soft_cap], np.float32)
+        self.counters = np.zeros(max(1, len(self.items) * num_kv_heads), np.int64)
+        self._scratch, scratch = aligned(threads * shape.offsets["end"])
+        self._workspace, workspace = aligned(4 * slots * num_kv_heads * shape.item_rows * shape.state)
+        block_stride = 2 * num_kv_heads * shape.head_dim * shape.block_size
+        arrays = (self.block_table, self.items, self.claims, self.factors, self.counters)
+        table, items, claims, factors, counters = (array.ctypes.data for array in arrays)
+        self.args = pack(
+            *(
+                len(self.claims) - 1,
+                0,
+                0,
+                0,
+                block_stride,
+                table,
+                self.block_table.shape[1],
+                items,
+                claims,
+                num_kv_heads,
+            ),
+            *(window, chunk, factors, scratch, workspace, counters, tile_configs().ctypes.data),
+        )
+
+    def run(self, q: int, out: int, cache: int, on: Launcher = NOW) -> None:
+        """Compute a layer. The three are addresses of contiguous memory, q and out [T, heads, head_dim]."""
+        args = self.args
+        args[Q], args[OUT], args[CACHE] = q, out, cache
+        on.run(self.kernel, args, self.threads)
+
+
+def attention_kernel(shape: CPUAttentionShape) -> Kernel:
+    """The kernel of this shape, compiled if this machine has never needed it."""
+    params = (
+        shape.head_dim,
+        shape.group,
+        shape.block_size,
+        shape.q_bits,
+        shape.kv_bits,
+        shape.max_lanes,
+        shape.registers,
+        int(shape.tiles),
+    )
+    return kernel("minivllm_kernels.cpu.attention:attend", *params)

@@ -1,0 +1,229 @@
+"""Ten microseconds from Python to the card.
+
+Question: a decode step launches a hundred kernels.
+"""
+
+# Generated from nbs/minivllm_kernels/cuda/launch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=4512934a1b5d module=940b295c4e55
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import struct
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from minivllm_kernels.cuda.simt import SIM, Kernel
+
+__all__ = [
+    "ADVICE",
+    "CODES",
+    "CONFIG",
+    "OLDEST_NUMBA_CUDA",
+    "OVERLAP",
+    "OVERLAP_ID",
+    "CudaError",
+    "Driver",
+    "Launch",
+    "Layout",
+    "cache_dir",
+    "cached_ptx",
+    "compiler_missing",
+    "driver",
+    "fingerprint",
+    "launcher",
+]
+
+
+# %% nbs/minivllm_kernels/cuda/launch.ipynb #Layout
+CODES = {"f32": "f", "i32": "i", "u32": "I", "i64": "q"}
+
+
+class Layout:
+    """How the arguments of a signature lie in the parameter buffer: `format` for struct, and byte `offsets`."""
+
+    def __init__(self, signature: str):
+        self.format, self.offsets, end = "=", [], 0
+        for kind in signature.split():
+            code = "Q" if kind.endswith("*") else CODES[kind]
+            size = struct.calcsize("=" + code)
+            padding = -end % size
+            self.format += "x" * padding + code
+            self.offsets.append(end + padding)
+            end += padding + size
+        self.size = end
+
+
+# %% nbs/minivllm_kernels/cuda/launch.ipynb #CudaError
+class CudaError(RuntimeError):
+    """A call of the CUDA driver failed."""
+
+
+ADVICE = {
+    100: "no CUDA device is visible",
+    201: "no CUDA context: allocate a tensor on the device first",
+    209: "the kernel was built for another card",
+    218: "the driver's compiler refused the PTX",
+    222: "the driver is older than the compiler: update the driver, or install the compiler of its CUDA version, for "
+    'example pip install "nvidia-nvvm==13.0.*" for a driver of CUDA 13.0',
+    700: "a kernel read or wrote outside its memory",
+    701: "a block asks for more registers or shared memory than a multiprocessor has",
+}
+
+
+class Driver:
+    """The few functions of libcuda that launching needs."""
+
+    def __init__(self) -> None:
+        try:
+            self.cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise CudaError("libcuda.so.1 is not there: no NVIDIA driver is installed") from error
+        self.launch = self.cuda.cuLaunchKernelEx
+        self.launch.argtypes = [ctypes.c_void_p] * 4
+
+    def check(self, code: int, what: str) -> None:
+        """Raise for a driver's return code."""
+        if code:
+            name = ctypes.c_char_p()
+            self.cuda.cuGetErrorName(code, ctypes.byref(name))
+            advice = f": {ADVICE[code]}" if code in ADVICE else ""
+            raise CudaError(f"{what} failed with {(name.value or b'unknown').decode()} ({code}){advice}")
+
+    def load(self, ptx: str, name: str) -> int:
+        """Let the driver turn PTX into machine code for the current device: the kernel's handle."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.check(self.cuda.cuModuleLoadData(ctypes.byref(module), ptx.encode() + b"\0"), f"loading kernel {name}")
+        entry = ptx.split(".visible .entry", 1)[1].split("(", 1)[0].strip()
+        self.check(
+            self.cuda.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"finding kernel {name}"
+        )
+        return int(function.value or 0)
+
+    def allow_shared(self, function: int, size: int, name: str) -> None:
+        """Permit `size` bytes of dynamic shared memory a block: above 48 KB it must be asked for."""
+        code = self.cuda.cuFuncSetAttribute(ctypes.c_void_p(function), 8, size)
+        self.check(code, f"reserving {size} bytes of shared memory a block for kernel {name}")
+
+
+_driver: Driver | None = None
+
+
+def driver() -> Driver:
+    """The driver, loaded at the first call."""
+    global _driver
+    if _driver is None:
+        _driver = Driver()
+    return _driver
+
+
+# %% nbs/minivllm_kernels/cuda/launch.ipynb #compiler_missing
+OLDEST_NUMBA_CUDA = (0, 30)
+
+
+def compiler_missing() -> str | None:
+    """What kernels cannot be compiled without, in words; None if all is there."""
+    install = 'pip install "numba-cuda>=0.30" "nvidia-nvvm==13.0.*"'
+    if SIM:
+        return "NUMBA_ENABLE_CUDASIM is set, so kernels run in the simulator only"
+    if importlib.util.find_spec("numba_cuda") is None:
+        return f"numba-cuda is not installed ({install})"
+    version = importlib.metadata.version("numba-cuda")
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_NUMBA_CUDA:
+        return f"numba-cuda {version} is too old, {'.'.join(map(str, OLDEST_NUMBA_CUDA))} is needed ({install})"
+    return None
+
+
+def cache_dir() -> Path:
+    """Where PTX is kept: `kernels` in the folder named by MINIVLLM_CACHE, else in ~/.cache/minivllm."""
+    return Path(os.environ.get("MINIVLLM_CACHE", "~/.cache/minivllm")).expanduser() / "kernels"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def fingerprint(kernel: Kernel, cc: tuple[int, int]) -> str:
+    """A hash of everything that the PTX of a kernel depends on."""
+    digest = hashlib.sha256(repr((kernel.name, kernel.signature, kernel.threads, kernel.min_blocks, cc)).encode())
+    for package in ("numba-cuda", "nvidia-nvvm", "nvidia-cuda-nvcc", "llvmlite", "numba"):
+        digest.update(_version(package).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
+    """The kernel's PTX: from the cache, or compiled and put there."""
+    path = cache_dir() / f"{kernel.name}-{fingerprint(kernel, cc)}.ptx"
+    if path.exists():
+        return path.read_text()
+    if (missing := compiler_missing()) is not None:
+        raise CudaError(f"kernel {kernel.name} cannot be compiled: {missing}")
+    text = kernel.ptx(cc)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)  # whole, or not at all: other processes may be looking
+    return text
+
+
+# %% nbs/minivllm_kernels/cuda/launch.ipynb #Launch
+CONFIG = struct.Struct("=7I4xQQI4x")
+"""CUlaunchConfig: grid, block and shared memory; stream; address and number of attributes."""
+OVERLAP, OVERLAP_ID = struct.Struct("=I4xi60x"), 6
+"""CUlaunchAttribute, of the kind that lets a kernel start while the one before it in the stream still runs."""
+
+
+class Launch:
+    """A kernel on the current device: `launch(grid_x, grid_y, stream, *numbers)`; pointers are addresses."""
+
+    def __init__(self, kernel: Kernel, cc: tuple[int, int]):
+        self.kernel, self.driver = kernel, driver()
+        ptx = cached_ptx(kernel, cc)
+        self.function = self.driver.load(ptx, kernel.name)
+        if kernel.shared_bytes > 48 * 1024:
+            self.driver.allow_shared(self.function, kernel.shared_bytes, kernel.name)
+        layout = Layout(kernel.signature)
+        self.pack = struct.Struct(layout.format).pack_into
+        self.buffer = ctypes.create_string_buffer(layout.size + 8)
+        base = ctypes.addressof(self.buffer)
+        self.addresses = (ctypes.c_void_p * len(layout.offsets))(*[base + at for at in layout.offsets])
+        self.parameters = ctypes.addressof(self.addresses)
+        self.call, self.threads, self.shared = self.driver.launch, kernel.threads, kernel.shared_bytes
+        overlaps = "griddepcontrol.wait" in ptx
+        self.attribute = ctypes.create_string_buffer(OVERLAP.pack(OVERLAP_ID, 1), OVERLAP.size)
+        self.attributes = (ctypes.addressof(self.attribute), 1) if overlaps else (0, 0)
+        self.config = ctypes.create_string_buffer(CONFIG.size)
+        self.lock = threading.Lock()
+
+    def __call__(self, grid_x: int, grid_y: int, stream: int, *numbers: Any) -> None:
+        with self.lock:
+            self.pack(self.buffer, 0, *numbers)
+            shape = grid_x, grid_y, 1, self.threads, 1, 1, self.shared
+            CONFIG.pack_into(self.config, 0, *shape, stream, *self.attributes)
+            code = self.call(self.config, self.function, self.parameters, None)
+        if code:
+            self.driver.check(code, f"launching {self.kernel.name} on a grid of {grid_x} x {grid_y}")
+
+
+_launches: dict[tuple[int, int], Launch] = {}
+_loading = threading.Lock()
+
+
+def launcher(kernel: Kernel, device: int, cc: tuple[int, int]) -> Launch:
+    """The launch of a kernel on a device, compiled and loaded at the first call. The device must be current."""
+    key = (id(kernel), device)
+    if key not in _launches:
+        with _loading:
+            if key not in _launches:
+                _launches[key] = Launch(kernel, min(cc, (9, 0)))  # PTX for 9.0 runs on later cards too
+    return _launches[key]

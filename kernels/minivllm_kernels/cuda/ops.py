@@ -1,0 +1,582 @@
+"""The kernels behind a torch call.
+
+Question: a kernel believes whatever address it is given.
+"""
+
+# Generated from nbs/minivllm_kernels/cuda/ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=c36561e10389 module=c0d4170fe17c
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm_kernels.cuda import cache, decode, pointwise, prefill
+from minivllm_kernels.cuda.gemv import choose_gemv
+from minivllm_kernels.cuda.launch import compiler_missing, launcher
+from minivllm_kernels.cuda.planning import (
+    AttentionShape,
+    DecodePlan,
+    item_rungs,
+    plan_decode,
+    plan_prefill,
+    split_at_chunks,
+)
+from minivllm_kernels.cuda.simt import LOG2E, Kernel
+
+__all__ = [
+    "FP8",
+    "HALF",
+    "OLDEST_FP8",
+    "AttentionPlan",
+    "Card",
+    "cache_strides",
+    "card",
+    "check",
+    "check_cache",
+    "check_rows",
+    "check_scales",
+    "copy_blocks",
+    "decode_rungs",
+    "decode_work",
+    "device_unsupported",
+    "fixed_decode_plan",
+    "fp8_unsupported",
+    "gemv",
+    "half_name",
+    "halves_of",
+    "make_room",
+    "paged_attention",
+    "plan_attention",
+    "reshape_and_cache",
+    "rms_norm",
+    "rope_and_cache",
+    "run",
+    "score_factors",
+    "silu_mul",
+    "upload",
+]
+
+
+# %% nbs/minivllm_kernels/cuda/ops.ipynb #code-89d22b
+OLDEST_FP8 = (8, 9)
+"""Compute capability of the first cards that convert e4m3 by themselves: Ada."""
+FP8 = torch.float8_e4m3fn
+HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+# %% nbs/minivllm_kernels/cuda/ops.ipynb #check
+def check(name: str, x: Tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a tensor that is not on `device`, or not of this dtype and shape (None matches any size)."""
+    if x.device != device or x.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} on {device}, not {x.dtype} on {x.device}")
+    if x.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, x.shape)):
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} must have shape [{sizes}], not {list(x.shape)}")
+
+
+def check_rows(name: str, x: Tensor) -> None:
+    """Refuse rows that 16-byte loads cannot read: all but the first dimension must be contiguous, rows aligned."""
+    packed = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:])):
+        if size != 1 and stride != packed:
+            raise ValueError(
+                f"{name} must be contiguous within a row, but has strides {x.stride()} for {list(x.shape)}"
+            )
+        packed *= size
+    if (x.stride(0) * x.element_size()) % 16 or x.data_ptr() % 16:
+        raise ValueError(f"the rows of {name} must start at multiples of 16 bytes (stride {x.stride(0)} elements)")
+
+
+def half_name(name: str, x: Tensor) -> str:
+    """ "bfloat16" or "float16"."""
+    if x.dtype not in HALF:
+        raise ValueError(f"{name} must be torch.bfloat16 or torch.float16, not {x.dtype}")
+    return HALF[x.dtype]
+
+
+# %% nbs/minivllm_kernels/cuda/ops.ipynb #Card
+@dataclass(frozen=True)
+class Card:
+    """What launching needs to know of a device."""
+
+    index: int
+    cc: tuple[int, int]
+    multiprocessors: int
+
+
+@functools.cache
+def card(index: int) -> Card:
+    """The properties of CUDA device `index`."""
+    found = torch.cuda.get_device_properties(index)
+    return Card(index, (found.major, found.minor), found.multi_processor_count)
+
+
+def device_unsupported(device: torch.device) -> str | None:
+    """Why kernels cannot run on this device, in words; None if they can."""
+    if device.type != "cuda":
+        return f"it needs an NVIDIA GPU, and the device is {device}"
+    if not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU (torch.cuda.is_available() is False)"
+    if (missing := compiler_missing()) is not None:
+        return missing
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0 (Ampere) or later, and {device} has {capability[0]}.{capability[1]}"
+    return None
+
+
+def fp8_unsupported(device: torch.device) -> str | None:
+    """Why kernels cannot keep K and V as e4m3 on this GPU, in words; None if they can."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= OLDEST_FP8:
+        return None
+    return (
+        f"an fp8 KV cache needs compute capability 8.9 (Ada, Hopper) or later, and {device} has"
+        f" {capability[0]}.{capability[1]}"
+    )
+
+
+def run(kernel: Kernel, device: torch.device, grid: tuple[int, int], *numbers: Any) -> None:
+    """Launch on torch's current stream of a device."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if grid[0] and grid[1]:
+        launch = launcher(kernel, index, card(index).cc)
+        launch(*grid, torch._C._cuda_getCurrentRawStream(index), *numbers)
+
+
+# %% nbs/minivllm_kernels/cuda/ops.ipynb #cache_strides
+def cache_strides(kv_cache: Tensor) -> tuple[int, int, int]:
+    """Words from one block, token, head to the next in a cache [2, blocks, block_size, kv_heads, head_dim]."""
+    size = kv_cache.element_size()
+    return kv_cache.stride(1) * size // 4, kv_cache.stride(2) * size // 4, kv_cache.stride(3) * size // 4
+
+
+def halves_of(kv_cache: Tensor) -> tuple[int, int]:
+    """Addresses of the K and the V half of a cache."""
+    start = kv_cache.data_ptr()
+    return start, start + kv_cache.stride(0) * kv_cache.element_size()
+
+
+def check_cache(kv_cache: Tensor) -> None:
+    """Refuse what is not a contiguous cache [2, blocks, block_size, kv_heads, head_dim] with heads of whole 16 bytes."""
+    if kv_cache.dim() != 5 or kv_cache.shape[0] != 2 or not kv_cache.is_contiguous():
+        raise ValueError(
+            "kv_cache must be contiguous [2, blocks, block_size, kv_heads, head_dim], "
+            f"not {list(kv_cache.shape)} with strides {kv_cache.stride()}"
+        )
+    if kv_cache.shape[4] * kv_cache.element_size() % 16:
+        raise ValueError(f"a head of {kv_cache.shape[4]} {kv_cache.dtype} is not a whole number of 16-byte pieces")
+
+
+def check_scales(kv_cache: Tensor, k_scale: float, v_scale: float) -> None:
+    """Refuse scales that are not above 0, or of a cache that has none."""
+    if not (k_scale > 0 and v_scale > 0) or (kv_cache.dtype != FP8 and (k_scale, v_scale) != (1.0, 1.0)):
+        raise ValueError(
+            f"k_scale and v_scale must be above 0, and 1 unless the cache is {FP8}: got {k_scale:g} and {v_scale:g}, the"
+            f" cache is {kv_cache.dtype}"
+        )
+
+
+def reshape_and_cache(
+    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+) -> None:
+    """Write k, v [T, kv_heads, head_dim] to the slots int64 [T] of a cache; a slot below 0 is skipped.
+
+    The cache has their dtype, or is float8_e4m3fn: then it gets k / k_scale and v / v_scale, at most +-448.
+    """
+    check_cache(kv_cache)
+    check_scales(kv_cache, k_scale, v_scale)
+    to_fp8 = half_name("k", k) if kv_cache.dtype == FP8 else None
+    for name, x in (("k", k), ("v", v)):
+        dtype = k.dtype if to_fp8 else kv_cache.dtype
+        check(name, x, (slot_mapping.shape[0], *kv_cache.shape[3:]), dtype, kv_cache.device)
+        check_rows(name, x)
+    check("slot_mapping", slot_mapping, (None,), torch.int64, kv_cache.device)
+    if not slot_mapping.is_contiguous():
+        raise ValueError("slot_mapping must be contiguous")
+    size = k.element_size()
+    head_words = kv_cache.shape[4] * size // 4
+    words = kv_cache.shape[3] * head_words
+    pieces = words // (8 if to_fp8 else 4)
+    kernel = cache.reshape_and_cache(kv_cache.shape[2], min(256, max(32, 1 << (pieces - 1).bit_length())), to_fp8)
+    k_half, v_half = halves_of(kv_cache)
+    strides = (k.stride(0) * size // 4, v.stride(0) * size // 4, words, head_words, *cache_strides(kv_cache))
+    pointers = (k.data_ptr(), v.data_ptr(), k_half, v_half, slot_mapping.data_ptr())
+    run(kernel, kv_cache.device, (slot_mapping.shape[0], 1), *pointers, 1 / k_scale, 1 / v_scale, *strides)
+
+
+def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """Copy blocks pairs int64 [n, 2] (source block, target block) between caches, on the GPU's current stream.
+
+    At least one cache is on a GPU; the other may be the same, or pinned host memory. No block may be both read and
+    written, and none written twice.
+    """
+    check_cache(source)
+    check_cache(target)
+    if source.shape[2:] != target.shape[2:] or source.dtype != target.dtype:
+        raise ValueError(
+            f"blocks differ: {list(source.shape[2:])} {source.dtype}, {list(target.shape[2:])} {target.dtype}"
+        )
+    device = next((x.device for x in (source, target) if x.is_cuda), None)
+    if device is None:
+        raise ValueError("copy_blocks moves blocks on a GPU or between it and the host: no cache is on a GPU")
+    for name, x in (("source", source), ("target", target)):
+        if not x.is_cuda and not x.is_pinned():
+            raise ValueError(
+                f"{name} is in ordinary host memory, which the GPU cannot reach: allocate with pin_memory=True"
+            )
+    check("pairs", pairs, (None, 2), torch.int64, device)
+    size = source.element_size()
+    words = source.stride(1) * size // 4
+    halves = (source.stride(0) * size // 4, target.stride(0) * size // 4)
+    grid = (max(1, min(32, words // 4096)), pairs.shape[0])
+    pointers = (source.data_ptr(), target.data_ptr(), pairs.contiguous().data_ptr())
+    run(cache.copy_blocks(), device, grid, *pointers, *halves, words)
+
+
+# %% nbs/minivllm_kernels/cuda/ops.ipynb #AttentionPlan
+@dataclass
+class AttentionPlan:
+    """One step of one group of layers on the device. Made by `plan_attention`, used by `paged_attention`."""
+
+    shape: AttentionShape
+    num_tokens: int
+    kv_heads: int
+    scale: float
+    cap: float
+    window: int
+    slot_mapping: Tensor
+    table: Tensor
+    items: Tensor
+    tiles: Tensor
+    decode_grid: tuple[int, int]
+    prefill_grid: tuple[int, int]
+    decode_kernel: Kernel | None = None
+    prefill_kernel: Kernel | None = None
+    part_o: Tensor | None = None
+    part_ml: Tensor | None = None
+    arrivals: Tensor | None = None
+
+
+def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy int64 and int32 arrays to the device in one transfer from pinned memory."""
+    sizes = [-(-a.nbytes // 16) * 16 for a in arrays]
+    host = torch.empty(max(16, sum(sizes)), dtype=torch.uint8, pin_memory=True)
+    flat, at = host.numpy(), 0
+    for array, size in zip(arrays, sizes):
+        flat[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        at += size
+    there, views, at = host.to(device, non_blocking=True), [], 0
+    for array, size in zip(arrays, sizes):
+        dtype = torch.int64 if array.dtype == np.int64 else torch.int32
+        views.append(there[at : at + array.nbytes].view(dtype).view(array.shape))
+        at += size
+    return views
+
+
+def decode_work(
+    shape: AttentionShape,
+    kv_heads: int,
+    ends: np.ndarray,
+    rows: np.ndarray,
+    seqs: np.ndarray,
+    device: torch.device,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> DecodePlan:
+    """Work items for one query token each in sequences of `ends` tokens; `rows` of q, `seqs` of the block table."""
+    last = np.asarray(ends, np.int64) - 1
+    first = np.zeros_like(last)
+    if window is not None:
+        first = np.maximum(last - window + 1, 0)
+    elif chunk is not None:
+        first = last // chunk * chunk
+    return plan_decode(
+        ends,
+        heads=kv_heads * decode.mma_parts(shape),
+        rows=rows,
+        seqs=seqs,
+        first=first,
+        multiprocessors=card(device.index or 0).multiprocessors,
+        max_warps=decode.max_warps(shape),
+    )
+
+
+def decode_rungs(shape: AttentionShape, kv_heads: int, num_rows: int, device: torch.device) -> tuple[int, ...]:
+    """Numbers of work items to launch for up to `num_rows` single-token rows; the last is enough whatever their lengths."""
+    multiprocessors = card(device.index or 0).multiprocessors
+    return item_rungs(num_rows, kv_heads * decode.mma_parts(shape), multiprocessors, decode.max_warps(shape))
+
+
+def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """Scale and cap as the kernels take them: their exponentials are powers of two."""
+    return (scale * LOG2E, 0.0) if soft_cap is None else (scale * 2 * LOG2E / soft_cap, soft_cap * LOG2E)
+
+
+def fixed_decode_plan(
+    shape: AttentionShape,
+    *,
+    kv_heads: int,
+    scale: float,
+    soft_cap: float | None,
+    slot_mapping: Tensor,
+    items: Tensor,
+    warps: int,
+    words: Tensor,
+) -> AttentionPlan:
+    """A plan whose launches depend on nothing but sizes, for a CUDA graph: what changes is the contents of its tensors.
+
+    slot_mapping: int64 [rows]. items: int32 [n, 8], fields as in `planning.ITEM`, but `seq` is where the sequence's row of the
+    block table begins in `words`, int32 [m]; -1 for no work.
+    """
+    factor, cap = score_factors(scale, soft_cap)
+    step = AttentionPlan(
+        shape=shape,
+        num_tokens=len(slot_mapping),
+        kv_heads=kv_heads,
+        scale=factor,
+        cap=cap,
+        window=prefill.NO_WINDOW,
+        slot_mapping=slot_mapping,
+        table=words[:, None],
+        items=items,
+        tiles=items[:0],
+        decode_grid=(kv_heads * decode.mma_parts(shape), len(items)),
+        prefill_grid=(kv_heads, 0),
+        decode_kernel=decode.mma_split_kv(shape, warps),
+    )
+    make_room(step, len(items))
+    return step
+
+
+def make_room(step: AttentionPlan, slots: int) -> None:
+    """Memory for `slots` partial results of decode. The counts of arrivals are zero here, and after every launch."""
+    shape, device = step.shape, step.slot_mapping.device
+    heads = step.kv_heads * shape.group
+    step.part_o = torch.empty(slots * heads * shape.head_dim, dtype=torch.float32, device=device)
+    step.part_ml = torch.empty(slots * heads * 2, dtype=torch.float32, device=device)
+    step.arrivals = torch.zeros(slots * step.decode_grid[0], dtype=torch.int32, device=device)
+
+
+def plan_attention(
+    shape: AttentionShape,
+    *,
+    kv_heads: int,
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_table: np.ndarray,
+    slot_mapping: np.ndarray,
+    scale: float,
+    device: torch.device,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    batch_invariant: bool = False,
+    put: Callable[[np.ndarray], Tensor] | None = None,
+) -> AttentionPlan:
+    """Plan a step: host arrays as in `minivllm.attention.backend.AttentionBatch`; `window` or `chunk` limit what is seen.
+
+    put: takes a host array, gives the tensor that will hold it when the kernels run; None: they are copied at once.
+    """
+    if scale <= 0:
+        raise ValueError(f"scale must be above 0, not {scale}")
+    if shape.soft_cap != (soft_cap is not None):
+        raise ValueError(
+            f"the shape is built {'with' if shape.soft_cap else 'without'} a soft cap, but soft_cap={soft_cap}"
+        )
+    lens, ends = np.diff(query_start_loc).astype(np.int64), np.asarray(seq_lens, np.int64)
+    single = np.zeros(len(lens), bool) if batch_invariant else lens == 1
+    seqs, rows = np.arange(len(lens)), np.asarray(query_start_loc[:-1], np.int64)
+    items, slots, warps = np.zeros((0, 8), np.int32), 0, 4
+    if single.any():
+        plan = decode_work(shape, kv_heads, ends[single], rows[single], seqs[single], device, window, chunk)
+        items, slots, warps = plan.items, plan.slots, plan.warps
+    tiles = np.zeros((0, 8), np.int32)
+    if not single.all():
+        lens, ends, rows, seqs = lens[~single], ends[~single], rows[~single], seqs[~single]
+        floor: np.ndarray | int = 0
+        if chunk is not None:
+            lens, ends, rows, which, floor = split_at_chunks(lens, ends, rows, chunk)
+            seqs = seqs[which]
+        tile_rows = prefill.best_warps(shape) * prefill.warp_rows(shape)
+        tiles = plan_prefill(lens, ends, rows=rows, seqs=seqs, group=shape.group, tile_rows=tile_rows, floor=floor)
+    arrays: list[np.ndarray] = [np.asarray(slot_mapping, np.int64), np.asarray(block_table, np.int32), items, tiles]
+    placed = upload(arrays, device) if put is None else [put(array) for array in arrays]
+    slots_there, table_there, items_there, tiles_there = placed
+    factor, cap = score_factors(scale, soft_cap)
+    step = AttentionPlan(
+        shape=shape,
+        num_tokens=int(query_start_loc[-1]),
+        kv_heads=kv_heads,
+        scale=factor,
+        cap=cap,
+        window=prefill.NO_WINDOW if window is None else window,
+        slot_mapping=slots_there,
+        table=table_there,
+        items=items_there,
+        tiles=tiles_there,
+        decode_grid=(kv_heads * decode.mma_parts(shape), len(items)),
+        prefill_grid=(kv_heads, len(tiles)),
+        decode_kernel=decode.mma_split_kv(shape, warps) if len(items) else None,
+        prefill_kernel=prefill.mma_tiles(shape, prefill.best_warps(shape)) if len(tiles) else None,
+    )
+    if slots:
+        make_room(step, slots)
+    return step
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    plan: AttentionPlan,
+    out: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """Causal attention of q [T, heads, head_dim] over a paged cache; the same shape. q may be a view with longer rows.
+
+    k_scale, v_scale: what the numbers of an fp8 cache are to be multiplied by.
+    """
+    shape, device = plan.shape, kv_cache.device
+    check_cache(kv_cache)
+    check_scales(kv_cache, k_scale, v_scale)
+    want = (plan.num_tokens, plan.kv_heads * shape.group, shape.head_dim)
+    dtype = next(dtype for dtype, name in HALF.items() if name == shape.dtype)
+    check("q", q, want, dtype, device)
+    check_rows("q", q)
+    kv_dtype = FP8 if shape.fp8_kv else dtype
+    if kv_cache.shape[2:] != (shape.block_size, plan.kv_heads, shape.head_dim) or kv_cache.dtype != kv_dtype:
+        raise ValueError(
+            f"the plan is for blocks of {shape.block_size} tokens, {plan.kv_heads} KV heads of {shape.head_dim}, "
+            f"{kv_dtype}; the cache has {list(kv_cache.shape[2:])}, {kv_cache.dtype}"
+        )
+    if out is None:
+        out = torch.empty(want, dtype=q.dtype, device=device)
+    else:
+        check("out", out, want, q.dtype, device)
+        check_rows("out", out)
+    pointers = (out.data_ptr(), q.data_ptr(), *halves_of(kv_cache), plan.table.data_ptr())
+    strides = (plan.table.shape[1], q.stride(0) // 2, out.stride(0) // 2, *cache_strides(kv_cache))
+    scales = (plan.scale * k_scale, plan.cap, v_scale)
+    if plan.decode_kernel is not None:
+        parts = [0 if x is None else x.data_ptr() for x in (plan.part_o, plan.part_ml, plan.arrivals)]
+        numbers = (*pointers, plan.items.data_ptr(), *parts, *scales, *strides)
+        run(plan.decode_kernel, device, plan.decode_grid, *numbers)
+    if plan.prefill_kernel is not None:
+        numbers = (*pointers, plan.tiles.data_ptr(), *scales, plan.window, *strides)
+        run(plan.prefill_kernel, device, plan.prefill_grid, *numbers)
+    return out
+
+
+# %% nbs/minivllm_kernels/cuda/ops.ipynb #rms_norm
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """rms_norm(x) * weight for x [T, hidden]; with a residual [T, hidden], first residual += x in place."""
+    dtype = half_name("x", x)
+    hidden = x.shape[-1]
+    check("x", x, (None, hidden), x.dtype, x.device)
+    check("weight", weight, (hidden,), x.dtype, x.device)
+    check_rows("x", x)
+    check_rows("weight", weight[None])
+    if residual is not None:
+        check("residual", residual, tuple(x.shape), x.dtype, x.device)
+        if not residual.is_contiguous():
+            raise ValueError("residual must be contiguous")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    pointers = (out.data_ptr(), 0 if residual is None else residual.data_ptr(), x.data_ptr(), weight.data_ptr())
+    numbers = (eps, residual is not None, x.stride(0) // 2, hidden // 2)
+    run(pointwise.add_rms_norm(dtype, hidden), x.device, (x.shape[0], 1), *pointers, *numbers)
+    return out
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(x[:, :n]) * x[:, n:] for contiguous x [T, 2 n]."""
+    dtype = half_name("x", x)
+    check("x", x, (None, None), x.dtype, x.device)
+    if not x.is_contiguous() or x.shape[1] % 16:
+        raise ValueError(
+            f"x must be contiguous [T, 2 n] with n a multiple of 8, not {list(x.shape)} strides {x.stride()}"
+        )
+    size = x.shape[1] // 2
+    out = torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device)
+    grid = (x.shape[0], -(-size // (8 * pointwise.SILU_THREADS)))
+    run(pointwise.silu_mul(dtype, size), x.device, grid, out.data_ptr(), x.data_ptr())
+    return out
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    kv_cache: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """Norm (if weights are given) and rotate q and k of qkv [T, (heads + 2 kv_heads) head_dim]; k and v go to the cache.
+
+    table: float32 [positions, head_dim], half cosines, half sines. positions, slot_mapping: int64 [T]. The cache and its
+    scales: as in `reshape_and_cache`.
+    Returns q, a view [T, heads, head_dim] of qkv, rotated in place.
+    """
+    dtype = half_name("qkv", qkv)
+    check_cache(kv_cache)
+    check_scales(kv_cache, k_scale, v_scale)
+    fp8 = kv_cache.dtype == FP8
+    _, _, block_size, kv_heads, head_dim = kv_cache.shape
+    tokens, device = qkv.shape[0], qkv.device
+    qkv_dtype = qkv.dtype if fp8 else kv_cache.dtype
+    check("qkv", qkv, (tokens, (num_heads + 2 * kv_heads) * head_dim), qkv_dtype, kv_cache.device)
+    check("table", table, (None, head_dim), torch.float32, device)
+    for name, x in (("positions", positions), ("slot_mapping", slot_mapping)):
+        check(name, x, (tokens,), torch.int64, device)
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("give both q_weight and k_weight, or neither")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            check(name, weight, (head_dim,), qkv.dtype, device)
+    given = (qkv, table, positions, slot_mapping, *(x for x in (q_weight, k_weight) if x is not None))
+    if not all(x.is_contiguous() for x in given):
+        raise ValueError("qkv, table, positions, slot_mapping and the weights must be contiguous")
+    kernel = pointwise.rope_and_cache(dtype, num_heads, kv_heads, head_dim, block_size, q_weight is not None, fp8)
+    weights = [0 if x is None else x.data_ptr() for x in (q_weight, k_weight)]
+    pointers = (qkv.data_ptr(), *halves_of(kv_cache), *weights, table.data_ptr(), positions.data_ptr())
+    grid = (tokens, -(-(num_heads + 2 * kv_heads) // pointwise.ROPE_WARPS))
+    pairs = [stride // 2 for stride in kv_cache.stride()[1:4]]
+    run(kernel, device, grid, *pointers, slot_mapping.data_ptr(), eps, 1 / k_scale, 1 / v_scale, *pairs)
+    return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
+
+
+# %% nbs/minivllm_kernels/cuda/ops.ipynb #gemv
+def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> Tensor:
+    """x [T, features] @ weight [size, features].T for T up to 16, by the kernel that `gemv.choose_gemv` names.
+
+    gated: out [T, size / 2] = silu(the first half) * the second.
+    """
+    dtype = half_name("x", x)
+    size, features = weight.shape
+    check("x", x, (None, features), weight.dtype, weight.device)
+    check_rows("x", x)
+    fits = size % (4 if gated else 2) == 0 and features % 8 == 0 and weight.data_ptr() % 16 == 0
+    if not weight.is_contiguous() or not fits or not x.shape[0]:
+        raise ValueError(
+            f"weight must be contiguous [{'multiple of 4' if gated else 'even'}, multiple of 8], at an address that is a multiple"
+            f" of 16, and x must have rows; got {list(weight.shape)} strides {weight.stride()} and {x.shape[0]} rows"
+        )
+    multiprocessors = card(weight.device.index or 0).multiprocessors
+    chosen = choose_gemv(dtype, features, size, x.shape[0], multiprocessors, gated=gated, kind=kind)
+    width = size // 2 if gated else size
+    out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
+    numbers = (x.shape[0], width, x.stride(0) // 2, width // 2)
+    run(chosen.kernel, x.device, (chosen.blocks, 1), out.data_ptr(), x.data_ptr(), weight.data_ptr(), *numbers)
+    return out

@@ -1,0 +1,261 @@
+"""Planning: who reads which part of the cache.
+
+Question: a batch holds one sequence of 16,000 tokens and sixty short ones.
+"""
+
+# Generated from nbs/minivllm_kernels/cuda/planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=e9902cb0f7e8 module=ab59da25fd80
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = [
+    "BLOCK_SIZES",
+    "FIXED_CHUNK",
+    "HEAD_DIMS",
+    "ITEM",
+    "MAX_GROUP",
+    "MAX_ITEMS",
+    "MAX_PARTS",
+    "TILE",
+    "TILE_FIELDS",
+    "WAVES",
+    "WIDE_WAVES",
+    "AttentionShape",
+    "DecodePlan",
+    "choose_chunk",
+    "cut",
+    "item_rungs",
+    "plan_decode",
+    "plan_prefill",
+    "shape_unsupported",
+    "split_at_chunks",
+]
+
+
+# %% nbs/minivllm_kernels/cuda/planning.ipynb #code-7a3109
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (8, 16, 32, 64)
+MAX_GROUP = 16
+TILE = 16  # tokens that one warp takes at a time in decode: the M of an mma
+MAX_ITEMS = 65535  # blocks that a grid may have in its second dimension
+MAX_PARTS = 64  # pieces that one sequence may be cut into: two a lane when they are combined
+
+
+# %% nbs/minivllm_kernels/cuda/planning.ipynb #AttentionShape
+@dataclass(frozen=True)
+class AttentionShape:
+    """What an attention kernel is compiled for.
+
+    dtype: of Q, K, V and the output, "bfloat16" or "float16". head_dim: elements of a head.
+    group: query heads that share a KV head. block_size: tokens in a cache block.
+    soft_cap: scores pass through `cap * tanh(score / cap)`. fp8_kv: K and V lie in the cache as e4m3, a byte each.
+    """
+
+    dtype: str
+    head_dim: int
+    group: int
+    block_size: int
+    soft_cap: bool = False
+    fp8_kv: bool = False
+
+    def __post_init__(self) -> None:
+        if (reason := shape_unsupported(self.dtype, self.head_dim, self.group, self.block_size)) is not None:
+            raise ValueError(reason)
+
+    @property
+    def name(self) -> str:
+        """A short name, part of the names of kernels."""
+        extra = ("_cap" if self.soft_cap else "") + ("_fp8" if self.fp8_kv else "")
+        return f"{self.dtype}_d{self.head_dim}_g{self.group}_b{self.block_size}{extra}"
+
+
+def shape_unsupported(dtype: str, head_dim: int, group: int, block_size: int) -> str | None:
+    """Why no kernel can be built for this shape, in words; None if one can."""
+    if dtype not in ("bfloat16", "float16"):
+        return f"the CUDA kernels are built for bfloat16 and float16, not for {dtype}"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim} is not built: the CUDA kernels know {', '.join(map(str, HEAD_DIMS))}"
+    if not 1 <= group <= MAX_GROUP:
+        return f"{group} query heads a KV head: the CUDA kernels know 1 to {MAX_GROUP}"
+    if block_size not in BLOCK_SIZES:
+        return f"block_size {block_size}: the CUDA kernels know {', '.join(map(str, BLOCK_SIZES))}"
+    return None
+
+
+# %% nbs/minivllm_kernels/cuda/planning.ipynb #DecodePlan
+ITEM = ("seq", "row", "first", "end", "slot", "first_slot", "parts", "pad")
+"""Fields of a work item, int32 each. seq: row of the block table, or -1 for no work. row: row of q and of the output.
+first, end: tokens [first, end). slot: where the partial goes, or -1 when the item is a whole sequence.
+first_slot, parts: all slots of the sequence."""
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Work items for single-token rows, heaviest first, and the launch that suits them.
+
+    items: int32 [n, 8], fields `ITEM`. slots: partial results to make room for. warps: warps a block.
+    """
+
+    items: np.ndarray
+    slots: int
+    warps: int
+
+
+# %% nbs/minivllm_kernels/cuda/planning.ipynb #cut
+def cut(
+    rows: np.ndarray, seqs: np.ndarray, first: np.ndarray, end: np.ndarray, chunk: np.ndarray | int
+) -> tuple[np.ndarray, int]:
+    """Work items [n, 8] for token ranges [first, end), in pieces of at most `chunk` tiles; and the number of slots."""
+    start = first // TILE
+    tiles = -(-end // TILE) - start
+    parts = -(-tiles // chunk)
+    per = -(-tiles // parts)
+    parts = -(-tiles // per)  # equal pieces may need fewer
+    split = parts > 1
+    slots = np.where(split, parts, 0)
+    first_slot = np.cumsum(slots) - slots
+    which = np.repeat(np.arange(len(rows)), parts)
+    piece = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
+    low = start[which] + piece * per[which]
+    items = np.zeros((len(which), len(ITEM)), np.int32)
+    items[:, 0], items[:, 1] = seqs[which], rows[which]
+    items[:, 2] = np.maximum(low * TILE, first[which])
+    items[:, 3] = np.minimum((low + per[which]) * TILE, end[which])
+    items[:, 4] = np.where(split[which], first_slot[which] + piece, -1)
+    items[:, 5], items[:, 6] = first_slot[which], parts[which]
+    return items, int(slots.sum())
+
+
+# %% nbs/minivllm_kernels/cuda/planning.ipynb #choose_chunk
+WAVES = ((8, 1, 4), (4, 3, 8), (2, 6, 8))
+"""(warps a block, blocks a multiprocessor, tiles below which a piece is not worth its overhead)."""
+WIDE_WAVES = ((4, 2, 4), (2, 4, 8))
+"""The same for head_dim 256, which takes more registers."""
+
+
+def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps: int) -> tuple[int, int]:
+    """(warps, chunk in tiles) for sequences of `tiles` tiles, each read once for each of `heads` KV heads."""
+    longest, total = int(tiles.max()), int(tiles.sum()) * heads
+    least_chunk = -(-longest // MAX_PARTS)
+    for warps, resident, least in WAVES if max_warps == 8 else WIDE_WAVES:
+        slots = resident * multiprocessors
+        if len(tiles) * heads > slots:
+            continue
+        chunk = _smallest_chunk(tiles, heads, slots, min(least, longest))
+        if chunk <= max(2 * -(-total // slots), least):
+            return warps, max(chunk, least_chunk)
+    cap = max(16, -(-total // (3 * multiprocessors)))
+    return 4, max(cap if longest > 2 * cap else longest, least_chunk)
+
+
+def _smallest_chunk(tiles: np.ndarray, heads: int, slots: int, low: int) -> int:
+    """The smallest chunk, at least `low`, whose items fit into `slots`."""
+    high = int(tiles.max())
+    low = max(low, -(-int(tiles.sum()) * heads // slots))  # fewer would not fit even if nothing were rounded up
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-tiles // middle)).sum()) * heads <= slots:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+# %% nbs/minivllm_kernels/cuda/planning.ipynb #plan_decode
+FIXED_CHUNK = 32  # tiles of a piece in the batch-invariant mode
+
+
+def plan_decode(
+    seq_lens: Sequence[int] | np.ndarray,
+    *,
+    heads: int,
+    rows: np.ndarray | None = None,
+    seqs: np.ndarray | None = None,
+    first: np.ndarray | None = None,
+    multiprocessors: int = 132,
+    max_warps: int = 8,
+    batch_invariant: bool = False,
+) -> DecodePlan:
+    """Work items for one query token in each sequence.
+
+    seq_lens: tokens of each sequence with the new one. heads: blocks that read each item (KV heads, times two for groups
+    over 8). rows, seqs: row of q and of the block table for each (default 0, 1, 2 ...). first: the first token that each sees
+    (default 0; later under a sliding window). max_warps: `decode.max_warps(shape)`.
+    """
+    end = np.asarray(seq_lens, np.int64)
+    if end.size == 0 or end.min() < 1:
+        raise ValueError("plan_decode needs at least one sequence, and each must have at least one token")
+    every = np.arange(len(end))
+    rows, seqs = (every if x is None else np.asarray(x) for x in (rows, seqs))
+    first = np.zeros_like(end) if first is None else np.asarray(first, np.int64)
+    tiles = -(-end // TILE) - first // TILE
+    if batch_invariant:
+        warps, chunk = 4, np.maximum(FIXED_CHUNK, -(-tiles // MAX_PARTS))
+    else:
+        warps, chunk = choose_chunk(tiles, heads, multiprocessors, max_warps)
+    items, slots = cut(rows, seqs, first, end, chunk)
+    if len(items) > MAX_ITEMS:
+        raise ValueError(f"a launch takes at most {MAX_ITEMS} work items, and {len(end)} sequences make {len(items)}")
+    items = items[np.argsort(items[:, 2] - items[:, 3], kind="stable")]
+    return DecodePlan(items, slots, warps)
+
+
+def item_rungs(num_seqs: int, heads: int, multiprocessors: int = 132, max_warps: int = 8) -> tuple[int, ...]:
+    """Sizes to pad a list of work items to, ascending: what fills the card once at each width of `WAVES`, and one item a sequence.
+
+    No `plan_decode` for up to `num_seqs` sequences, whatever their lengths, has more items than the last of them.
+    """
+    waves = WAVES if max_warps == 8 else WIDE_WAVES
+    filled = {max(1, resident * multiprocessors // heads) for _, resident, _ in waves}
+    most = max(*filled, num_seqs + 3 * multiprocessors // heads + 1)
+    return tuple(sorted({*filled, num_seqs, most}))
+
+
+# %% nbs/minivllm_kernels/cuda/planning.ipynb #plan_prefill
+TILE_FIELDS = ("seq", "row", "queries", "context", "first", "floor", "pad", "pad")
+"""Fields of a prefill tile, int32 each. seq: row of the block table. row: the sequence's first row in q. queries: its
+query tokens. context: tokens before them. first: first (query, head) row of the tile. floor: keys before it are
+seen by no query (chunked local attention)."""
+
+
+def plan_prefill(
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    *,
+    rows: np.ndarray,
+    seqs: np.ndarray,
+    group: int,
+    tile_rows: int,
+    floor: np.ndarray | int = 0,
+) -> np.ndarray:
+    """Tiles int32 [n, 8] (fields `TILE_FIELDS`) for sequences whose last `query_lens` tokens are queries."""
+    query_lens, seq_lens = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
+    if (query_lens < 1).any() or (query_lens > seq_lens).any():
+        raise ValueError("each sequence needs between 1 and seq_len query tokens")
+    count = -(-query_lens * group // tile_rows)
+    which = np.repeat(np.arange(len(count)), count)
+    index = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+    tiles = np.zeros((len(which), len(TILE_FIELDS)), np.int32)
+    tiles[:, 0], tiles[:, 1] = np.asarray(seqs)[which], np.asarray(rows)[which]
+    tiles[:, 2], tiles[:, 3] = query_lens[which], (seq_lens - query_lens)[which]
+    tiles[:, 4] = index * tile_rows
+    tiles[:, 5] = np.broadcast_to(floor, count.shape)[which]
+    last_key = tiles[:, 3] + np.minimum((tiles[:, 4] + tile_rows) // group, tiles[:, 2])
+    return tiles[np.argsort(-last_key, kind="stable")]
+
+
+# %% nbs/minivllm_kernels/cuda/planning.ipynb #split_at_chunks
+def split_at_chunks(
+    query_lens: np.ndarray, seq_lens: np.ndarray, rows: np.ndarray, chunk: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut queries at multiples of `chunk`: (query_lens, seq_lens, rows, which sequence, first key) of the pieces."""
+    start, end = seq_lens - query_lens, seq_lens
+    pieces = (end - 1) // chunk - start // chunk + 1
+    which = np.repeat(np.arange(len(pieces)), pieces)
+    floor = (start[which] // chunk + np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * chunk
+    low, high = np.maximum(floor, start[which]), np.minimum(floor + chunk, end[which])
+    return high - low, high, rows[which] + low - start[which], which, floor

@@ -1,0 +1,386 @@
+"""A lens on the memory.
+
+Question: which thread read which slot, and was it a good idea?
+"""
+
+# Generated from nbs/book/lens.ipynb by `python -m minivllm.literate export`. Edit the notebook,
+# or edit this file and run `python -m minivllm.literate write-back`.
+# literate: notebook=6875b75256e1 module=6da42a500341
+
+import linecache
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from minivllm_kernels.cuda.simt import SIM
+
+__all__ = [
+    "BANKS",
+    "CELL_HEIGHT",
+    "CELL_WIDTH",
+    "LEFT",
+    "SECTOR",
+    "WARP",
+    "Access",
+    "Instruction",
+    "Lens",
+    "Watched",
+    "colour",
+]
+
+
+# %% nbs/book/lens.ipynb #Access
+SECTOR, BANKS, WARP = 32, 32, 32
+"""Bytes that global memory gives at least; banks of shared memory, each 4 bytes wide; threads that run together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One thread touched one element of one array, once.
+
+    Attributes:
+        array: its name. space: "global" or "shared".
+        index: flat, row-major; of an element outside, as if the array went on.
+        write: else a read.
+        block, thread: linear numbers, in the grid and in the block.
+        line: of the kernel's source. turn: how often the thread had made this access before.
+        epoch: how many barriers the thread had passed.
+        inside: the element exists.
+    """
+
+    array: str
+    space: str
+    index: int
+    write: bool
+    block: int
+    thread: int
+    line: int
+    turn: int
+    epoch: int
+    inside: bool
+
+
+# %% nbs/book/lens.ipynb #Watched
+class Watched:
+    """An array for a kernel in the simulator, which tells a lens about every access. Made by `Lens.run`."""
+
+    def __init__(self, name: str, array: np.ndarray, lens: "Lens", space: str = "global") -> None:
+        self.name, self.array, self.lens, self.space = name, array, lens, space
+        self.shape, self.size, self.ndim, self.dtype = array.shape, array.size, array.ndim, array.dtype
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def _place(self, index: Any) -> tuple[tuple[int, ...], bool]:
+        place = index if isinstance(index, tuple) else (index,)
+        if len(place) != self.ndim or not all(isinstance(i, (int, np.integer)) for i in place):
+            raise TypeError(
+                f"{self.name}[{index}]: a thread takes one element, so {self.ndim} integers are needed here"
+            )
+        return tuple(int(i) for i in place), all(0 <= i < n for i, n in zip(place, self.shape))
+
+    def _note(self, place: tuple[int, ...], inside: bool, write: bool) -> None:
+        flat = 0
+        for i, n in zip(place, self.shape):
+            flat = flat * n + i
+        self.lens.note(self, flat, write, inside, sys._getframe(2).f_lineno)
+
+    def __getitem__(self, index: Any) -> Any:
+        place, inside = self._place(index)
+        self._note(place, inside, write=False)
+        if inside:
+            return self.array[place]
+        return self.dtype.type(np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).min)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        place, inside = self._place(index)
+        self._note(place, inside, write=True)
+        if inside:
+            self.array[place] = value
+
+
+# %% nbs/book/lens.ipynb #Instruction
+@dataclass(frozen=True)
+class Instruction:
+    """What the threads of one warp did together.
+
+    Attributes:
+        accesses: of its threads, in order of the threads.
+        itemsize: bytes of an element.
+    """
+
+    accesses: tuple[Access, ...]
+    itemsize: int
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of 32 bytes that global memory moves for it."""
+        return len({a.index * self.itemsize // SECTOR for a in self.accesses})
+
+    @property
+    def needed(self) -> int:
+        """Pieces that as many different elements need if they lie side by side."""
+        return -(-len({a.index for a in self.accesses}) * self.itemsize // SECTOR)
+
+    @property
+    def ways(self) -> int:
+        """Different words in the busiest bank of shared memory: 1 is free of conflicts, 32 takes 32 times as long."""
+        words: dict[int, set[int]] = defaultdict(set)
+        for access in self.accesses:
+            word = access.index * self.itemsize // 4
+            words[word % BANKS].add(word)
+        return max(map(len, words.values()))
+
+
+# %% nbs/book/lens.ipynb #Lens
+class Lens:
+    """Runs kernels in numba's CUDA simulator and remembers every access to their arrays.
+
+    After `run`, look at `accesses`, `outside()`, `races()`, `table()`, `report()`, or let the notebook draw it.
+    """
+
+    def __init__(self) -> None:
+        if not SIM:
+            raise RuntimeError("a lens looks at the simulator: set NUMBA_ENABLE_CUDASIM=1 before numba is imported")
+        self.accesses: list[Access] = []
+        self.arrays: dict[str, Watched] = {}
+        self.filename = ""
+        self._turns: dict[tuple, int] = defaultdict(int)
+        self._lock = threading.Lock()
+
+    # %% nbs/book/lens.ipynb #Lens-run
+    def run(self, kernel: Callable, grid: Any, threads: Any, **arguments: Any) -> "Lens":
+        """Run a kernel, given as a Python function; its arguments by name, arrays are changed in place."""
+        names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
+        if sorted(names) != sorted(arguments):
+            raise TypeError(f"{kernel.__name__} takes {', '.join(names)}; given: {', '.join(arguments)}")
+        self.filename = kernel.__code__.co_filename
+        given = [self._watch(n, arguments[n]) if isinstance(arguments[n], np.ndarray) else arguments[n] for n in names]
+        with _watching(self):
+            cuda.jit(kernel)[grid, threads](*given)
+        return self
+
+    def _watch(self, name: str, array: np.ndarray, space: str = "global") -> Watched:
+        self.arrays[name] = Watched(name, array, self, space)
+        return self.arrays[name]
+
+    def note(self, watched: Watched, index: int, write: bool, inside: bool, line: int) -> None:
+        """Remember an access of the thread that calls."""
+        thread: Any = threading.current_thread()
+        (x, y, z), (gx, gy, _) = thread.blockIdx, thread._manager._grid_dim
+        block, epoch = x + gx * (y + gy * z), getattr(thread, "epoch", 0)
+        with self._lock:
+            key = (watched.name, write, block, thread.thread_id, line)
+            turn = self._turns[key]
+            self._turns[key] += 1
+            who = (block, thread.thread_id, line, turn, epoch)
+            self.accesses.append(Access(watched.name, watched.space, index, write, *who, inside))
+
+    # %% nbs/book/lens.ipynb #Lens-outside
+    def outside(self) -> list[Access]:
+        """Accesses to elements that do not exist."""
+        return [a for a in self.accesses if not a.inside]
+
+    def races(self) -> list[tuple[Access, Access]]:
+        """Pairs of accesses to one element by two threads, a write among them, with nothing that puts them in order.
+
+        Threads of a block are in order if a barrier lies between them; threads of different blocks never are.
+        """
+        at: dict[tuple, list[Access]] = defaultdict(list)
+        for a in self.accesses:
+            at[a.array, a.index, a.block if a.space == "shared" else 0].append(a)
+        found = []
+        for accesses in at.values():
+            for w in (a for a in accesses if a.write):
+                others = (a for a in accesses if (a.block, a.thread) != (w.block, w.thread))
+                clash = next((a for a in others if a.block != w.block or a.epoch == w.epoch), None)
+                if clash is not None:
+                    found.append((w, clash))
+                    break
+        return found
+
+    def instructions(self) -> list[Instruction]:
+        """Accesses put together by warp, in the order in which each was first made."""
+        groups: dict[tuple, list[Access]] = defaultdict(list)
+        for a in self.accesses:
+            groups[a.block, a.thread // WARP, a.line, a.array, a.write, a.turn].append(a)
+        sizes = {name: watched.dtype.itemsize for name, watched in self.arrays.items()}
+        return [Instruction(tuple(sorted(g, key=lambda a: a.thread)), sizes[g[0].array]) for g in groups.values()]
+
+    # %% nbs/book/lens.ipynb #Lens-table
+    def source(self, line: int) -> str:
+        """A line of the kernel."""
+        return linecache.getline(self.filename, line).strip()
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for every line, array and direction: what it cost. `pandas.DataFrame(lens.table())` reads it.
+
+        Columns: line, source, array, space, does, instructions (of warps), pieces (of 32 bytes moved), needed (by the same elements
+        side by side), ways (the worst bank conflict; 1 is none). The last three are None where they do not apply.
+        """
+        rows: dict[tuple, dict[str, Any]] = {}
+        for instruction in self.instructions():
+            a = instruction.accesses[0]
+            shared = a.space == "shared"
+            does = "writes" if a.write else "reads"
+            row = rows.setdefault(
+                (a.line, a.array, a.write),
+                {"line": a.line, "source": self.source(a.line), "array": a.array, "space": a.space, "does": does}
+                | {"instructions": 0, "pieces": None if shared else 0, "needed": None if shared else 0}
+                | {"ways": 1 if shared else None},
+            )
+            row["instructions"] += 1
+            if shared:
+                row["ways"] = max(row["ways"], instruction.ways)
+            else:
+                row["pieces"] += instruction.pieces
+                row["needed"] += instruction.needed
+        return [rows[key] for key in sorted(rows)]
+
+    # %% nbs/book/lens.ipynb #Lens-report
+    def element(self, array: str, index: int) -> str:
+        """`cache[3, 0, 2]`: an element as one writes it."""
+        shape = self.arrays[array].shape
+        inside = 0 <= index < self.arrays[array].size
+        place = np.unravel_index(index, shape) if inside else (index,)
+        return f"{array}[{', '.join(str(int(i)) for i in place)}]"
+
+    def report(self) -> str:
+        """In words: what lies outside, races, and what each line costs. Lines count from the kernel's `def`."""
+        lines = []
+        for a in self.outside()[:5]:
+            size = self.arrays[a.array].size
+            does = "writes" if a.write else "reads"
+            lines.append(
+                f"outside: thread {a.thread} of block {a.block} {does} {a.array}[{a.index}] of {size}: {self.source(a.line)}"
+            )
+        for w, other in self.races()[:5]:
+            does = "writes" if other.write else "reads"
+            lines.append(
+                f"race: thread {w.thread} of block {w.block} writes {self.element(w.array, w.index)}, thread {other.thread} of block"
+                f" {other.block} {does} it, and no barrier is between them: {self.source(w.line)}"
+            )
+        for row in self.table():
+            cost = (
+                f"{row['ways']}-way"
+                if row["space"] == "shared"
+                else f"{row['pieces']} pieces of 32 bytes; {row['needed']} would do"
+            )
+            lines.append(f"{row['does']:6} {row['array']}: {cost}: {row['source']}")
+        return "\n".join(lines)
+
+    # %% nbs/book/lens.ipynb #colour
+    def svg(self, arrays: list[str] | None = None, columns: int = 16) -> str:
+        """A picture of the arrays (all, or the named ones), `columns` cells wide, or as wide as their last dimension."""
+        parts: list[str] = []
+        top = 0
+        for name in self.arrays if arrays is None else arrays:
+            watched = self.arrays[name]
+            wide = watched.shape[-1] if watched.ndim > 1 and watched.shape[-1] <= 32 else columns
+            drawn, height = self._draw(watched, wide, top + 16)
+            parts.append(
+                f'<text x="0" y="{top + 11}" class="n">{escape(name)} {watched.shape} {watched.space}</text>{drawn}'
+            )
+            top += height + 26
+        style = (
+            ".lens text{font:11px ui-monospace,monospace;fill:currentColor}.lens .n{font-weight:600}"
+            ".lens .c text{fill:#fff;text-anchor:middle}.lens .r{text-anchor:end;opacity:.7}"
+            ".lens .e{fill:none;stroke:#8888;}.lens .o{fill:#d00000}"
+        )
+        width = LEFT + 32 * CELL_WIDTH
+        label = f"Which thread touched which element: {len(self.accesses)} accesses, {len(self.outside())} outside"
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="lens" viewBox="0 0 {width} {max(top, 20)}" width="{width}" role="img"'
+            f' aria-label="{label}" style="max-width:100%"><style>{style}</style>{"".join(parts)}</svg>'
+        )
+
+    def _draw(self, watched: Watched, wide: int, top: int) -> tuple[str, int]:
+        touched: dict[int, dict[int, bool]] = defaultdict(dict)
+        for a in self.accesses:
+            if a.array == watched.name:
+                touched[a.index][a.thread] = touched[a.index].get(a.thread, False) or a.write
+        cells: list[str] = []
+        rows = -(-watched.size // wide)
+        for index in [*range(watched.size), *sorted(i for i in touched if not 0 <= i < watched.size)[:32]]:
+            inside = 0 <= index < watched.size
+            row, column = divmod(index, wide) if inside else (rows, len([c for c in cells if 'class="o"' in c]))
+            cells.append(
+                self._cell(LEFT + column * CELL_WIDTH, top + row * CELL_HEIGHT, touched.get(index, {}), inside, index)
+            )
+            if inside and column == 0:
+                where = ", ".join(map(str, np.unravel_index(index, watched.shape)[: max(1, watched.ndim - 1)]))
+                name = where if watched.ndim > 1 else index
+                cells.append(f'<text x="{LEFT - 6}" y="{top + row * CELL_HEIGHT + 14}" class="r">{name}</text>')
+        strays = any(not 0 <= i < watched.size for i in touched)
+        if strays:
+            cells.append(f'<text x="{LEFT - 6}" y="{top + rows * CELL_HEIGHT + 14}" class="r">outside</text>')
+        return "".join(cells), (rows + strays) * CELL_HEIGHT
+
+    def _cell(self, x: int, y: int, threads: dict[int, bool], inside: bool, index: int) -> str:
+        box = f'x="{x + 1}" y="{y + 1}" width="{CELL_WIDTH - 2}" height="{CELL_HEIGHT - 2}" rx="3"'
+        if not threads:
+            return f'<rect {box} class="e"/>'
+        first = min(threads)
+        text = str(first) if len(threads) == 1 else f"×{len(threads)}"
+        fill = 'class="o"' if not inside else f'fill="{colour(first)}"'
+        wrote = any(threads.values())
+        mark = (
+            f'<line x1="{x + 5}" x2="{x + CELL_WIDTH - 5}" y1="{y + 17}" y2="{y + 17}" stroke="#fff"/>' if wrote else ""
+        )
+        who = ", ".join(map(str, sorted(threads)))
+        title = f"element {index}: thread {who}" + (" wrote" if wrote else " read")
+        return f'<g class="c"><title>{title}</title><rect {box} {fill}/><text x="{x + CELL_WIDTH // 2}" y="{y + 14}">{text}</text>{mark}</g>'
+
+    def _repr_html_(self) -> str:
+        return f"{self.svg()}<pre>{escape(self.report())}</pre>"
+
+    def __repr__(self) -> str:
+        return self.report()
+
+
+# %% nbs/book/lens.ipynb #_watching
+@contextmanager
+def _watching(lens: Lens) -> Iterator[None]:
+    from numba.cuda.simulator import kernel, kernelapi
+
+    plain_array, plain_barrier = kernelapi.FakeCUDAShared.array, kernel.BlockThread.syncthreads
+
+    def array(self: Any, shape: Any, dtype: Any) -> Watched:
+        line = sys._getframe(1).f_lineno
+        target = linecache.getline(lens.filename, line).partition("=")[0].strip()
+        thread: Any = threading.current_thread()
+        block = str(thread.blockIdx)
+        with lens._lock:
+            made = self.__dict__.setdefault("watched", {})
+            if (line, block) not in made:
+                name = target if target.isidentifier() else f"shared, line {line}"
+                dtype = getattr(dtype, "name", dtype)
+                made[line, block] = lens._watch(name, np.full(shape, np.nan).astype(dtype), "shared")
+            return made[line, block]
+
+    def barrier(self: Any) -> None:
+        plain_barrier(self)
+        self.epoch = getattr(self, "epoch", 0) + 1
+
+    kernelapi.FakeCUDAShared.array, kernel.BlockThread.syncthreads = array, barrier
+    try:
+        yield
+    finally:
+        kernelapi.FakeCUDAShared.array, kernel.BlockThread.syncthreads = plain_array, plain_barrier
+
+
+# %% nbs/book/lens.ipynb #colour
+def colour(thread: int) -> str:
+    """Of a thread, as neighbours in a warp differ a little and its ends differ much. Dark enough for white text."""
+    return f"hsl({(thread % WARP) * 300 // WARP} 45% 42%)"
+
+
+CELL_WIDTH, CELL_HEIGHT, LEFT = 30, 20, 130
