@@ -5,7 +5,7 @@ Question: can you write a paged KV cache yourself, a few lines at a time?
 
 # Generated from nbs/book/paging.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6c21b9ecab78 module=5e0af72d8676
+# literate: notebook=671f1b8b7ba3 module=5e0af72d8676
 
 import inspect
 import re

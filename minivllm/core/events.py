@@ -5,7 +5,7 @@ What must be written down so that every state of the engine can be had again?
 
 # Generated from nbs/core/events.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c58d5e36f578 module=5c59cc0122ad
+# literate: notebook=a6773256a4d7 module=92180be7a00a
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SCHEMA = {
 }
 _OPTIONAL = {"update": (None,)}
 EVENTS: dict[str, Any] = {  # a NamedTuple per kind: `kind`, then the fields
-    kind: namedtuple(kind, ("kind", *fields), defaults=_OPTIONAL.get(kind, ()))  # type: ignore[misc]  # noqa: PYI024
+    kind: namedtuple(kind, ("kind", *fields), defaults=_OPTIONAL.get(kind, ()))  # type: ignore[misc]
     for kind, fields in SCHEMA.items()
 }
 

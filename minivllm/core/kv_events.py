@@ -5,7 +5,7 @@ How does a router know which of its engines already holds a prefix?
 
 # Generated from nbs/core/kv_events.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ad78cc28ed42 module=e5067d39f672
+# literate: notebook=80e6ea576971 module=e5067d39f672
 
 from __future__ import annotations
 

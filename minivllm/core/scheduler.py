@@ -5,7 +5,7 @@ Which tokens are computed in the next step?
 
 # Generated from nbs/core/scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=9f80eb2a0033 module=e0c137db0a7c
+# literate: notebook=1a81f8191041 module=e0c137db0a7c
 
 from __future__ import annotations
 

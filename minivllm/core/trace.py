@@ -5,7 +5,7 @@ What did the engine do in step 312, and why?
 
 # Generated from nbs/core/trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3f685a2f311d module=9db6493e0fdb
+# literate: notebook=03243be41877 module=7f12f09cc761
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class Trace(Recording):
         """One line about some steps in a row in which the same happened."""
         if not run:
             return []
-        (first, what, *rest), last = run[0], run[-1][0]
+        first, what, last = *run[0][:2], run[-1][0]
         when = f"steps {first} to {last}: " if last > first else f"step {first}: " if first >= 0 else ""
         if isinstance(what, str):
             return [when + what]

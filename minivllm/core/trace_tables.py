@@ -5,7 +5,7 @@ How long did each request wait, and how full was the cache meanwhile?
 
 # Generated from nbs/core/trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=59fbbbd97ef5 module=4299bfdd074b
+# literate: notebook=b80993c4f18a module=d853cbae3be1
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class _Collector(FoldReader):
     def _on_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
         self._on_free(request, group, blocks, "left by the window")
 
-    def _on_evict(self, block: int, hash: bytes) -> None:  # noqa: A002 - the name of the event's field
+    def _on_evict(self, block: int, hash: bytes) -> None:
         self.blocks.append((self.number, self.time, "evicted", block, None, None, None, hash.hex()))
 
 

@@ -5,7 +5,7 @@ A scheduler has no will of its own.
 
 # Generated from nbs/lab/history.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b52ce5e7c014 module=6b7f2330e741
+# literate: notebook=58453476ac63 module=6b7f2330e741
 
 from __future__ import annotations
 

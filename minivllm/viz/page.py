@@ -5,20 +5,24 @@ How does one see blocks, queues and prefixes at the same moment?
 
 # Generated from nbs/viz/page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
 # or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fe3e64f16fd9 module=e23a5535575b
+# literate: notebook=f8e77906200b module=eb4facb3d586
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.trace import Trace
+from minivllm.viz.block_map import BlockMap
+from minivllm.viz.compare import Compare
 from minivllm.viz.payload import Payload
-from minivllm.viz.view import TraceSource, View, new_figure, open_trace
+from minivllm.viz.prefix_tree import PrefixTree
+from minivllm.viz.timeline import Timeline
+from minivllm.viz.view import TraceSource, View, new_figure, open_trace, read_together
+from minivllm.viz.waste import Waste
 
-__all__ = ["STANDARD", "Message", "Page", "show", "standard_views"]
+__all__ = ["Message", "Page", "show"]
 
 
 # %% nbs/viz/page.ipynb #code-c5b064
@@ -28,14 +32,6 @@ if TYPE_CHECKING:
 
 
 # %% nbs/viz/page.ipynb #Page
-STANDARD = (
-    "minivllm.viz.block_map:BlockMap",
-    "minivllm.viz.timeline:Timeline",
-    "minivllm.viz.prefix_tree:PrefixTree",
-    "minivllm.viz.waste:Waste",
-)
-
-
 class Page(View):
     """Several views, one player. Views of the same trace move together.
 
@@ -47,7 +43,7 @@ class Page(View):
         ValueError: no view was given. TypeError: something that is not a view.
     """
 
-    module = "page"
+    module = "mount"
     page_heading = True
 
     def __init__(self, views: View | Sequence[View], title: str = "minivllm") -> None:
@@ -61,9 +57,10 @@ class Page(View):
         self.title = title
 
     def modules(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(["page", *(name for view in self.views for name in view.modules())]))
+        return tuple(dict.fromkeys(["mount", *(name for view in self.views for name in view.modules())]))
 
     def build(self) -> Payload:
+        read_together(self.views)
         whole, headers, offset = Payload({}), [], 0
         for view in self.views:
             part = view.data()
@@ -94,9 +91,8 @@ class Page(View):
             raise ValueError("; ".join(str(view.problem) for view in self.views))
         heights = [view.figure_size[1] for view in shown]
         figure = new_figure((max(view.figure_size[0] for view in shown), sum(heights)))
-        for axes, view in zip(
-            figure.subplots(len(shown), 1, height_ratios=heights, squeeze=False)[:, 0], shown, strict=True
-        ):
+        rows = figure.subplots(len(shown), 1, height_ratios=heights, squeeze=False)
+        for axes, view in zip(rows[:, 0], shown, strict=True):
             view.plot(axes)
         return figure
 
@@ -108,16 +104,6 @@ def _leading(traces: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 # %% nbs/viz/page.ipynb #show
-def standard_views(trace: TraceSource, **options: Any) -> list[View]:
-    """One of each view of a trace. `options` go to the views that take them: see `show`."""
-    views: list[View] = []
-    for name in STANDARD:
-        module, _, cls = name.partition(":")
-        kind = getattr(importlib.import_module(module), cls)
-        views.append(kind(trace, **{k: v for k, v in options.items() if k in kind.options}))
-    return views
-
-
 def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, other: TraceSource | None = None) -> View:
     """The standard page of a trace, or of a saved one: every view of this package that shows a single trace.
 
@@ -129,22 +115,17 @@ def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, ot
     """
     opened, problem = open_trace(trace)
     if title is None:
-        title = (
-            Path(trace).name
-            if isinstance(trace, str | Path)
-            else f"A run of {opened.num_steps} steps, policy {opened.header.policy}"
-        )
+        named = isinstance(trace, str | Path)
+        title = Path(trace).name if named else f"A run of {opened.num_steps} steps, policy {opened.header.policy}"
         if other is not None:
             title += f" and {Path(other).name if isinstance(other, str | Path) else 'another run'}"
     if problem:
         return Message(title, problem)
-    views = standard_views(opened, tokenizer=tokenizer)
+    views = [BlockMap(opened, tokenizer), Timeline(opened, tokenizer), PrefixTree(opened, tokenizer), Waste(opened)]
     return Page(views if other is None else [_compare(opened, other, (trace, other)), *views], title)
 
 
 def _compare(trace: Trace, other: TraceSource, sources: tuple[TraceSource, TraceSource]) -> View:
-    from minivllm.viz.compare import Compare
-
     named = all(isinstance(source, str | Path) for source in sources)
     return Compare(trace, other, names=(str(sources[0]), str(sources[1])) if named else None)
 
@@ -152,7 +133,7 @@ def _compare(trace: Trace, other: TraceSource, sources: tuple[TraceSource, Trace
 class Message(View):
     """Words in place of views that cannot be shown."""
 
-    module = "page"
+    module = "mount"
 
     def __init__(self, title: str, problem: str) -> None:
         self.title, self.problem = title, problem

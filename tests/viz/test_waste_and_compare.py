@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from viz_runs import busy_trace
 
-from minivllm.core.policy import ShortestFirst
 from minivllm.core.events import TraceHeader
+from minivllm.core.policy import ShortestFirst
 from minivllm.core.trace import Trace
 from minivllm.lab import Constant, diff, simulate
 from minivllm.lab.workload import shared_prefix
