@@ -33,7 +33,9 @@ def decoding(running: int, waiting: int, context: int = 64, policy=None) -> Sche
 
 def step(scheduler: Scheduler) -> None:
     output = scheduler.schedule()
-    scheduler.update(output, ModelRunnerOutput({request_id: [7] for request_id in output.num_scheduled_tokens}))
+    scheduler.update_from_output(
+        output, ModelRunnerOutput({request_id: [7] for request_id in output.num_scheduled_tokens})
+    )
 
 
 def rate(scheduler: Scheduler, steps: int) -> float:

@@ -1,11 +1,6 @@
-"""How does it feel at the terminal?
+"""Entry point of the `minivllm` command and its subcommands."""
 
-Not everybody opens a notebook.
-"""
-
-# Generated from nbs/cli.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b692f716ab55 module=7f4bbe714f0c
+# Generated from nbs/cli.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import importlib
@@ -18,7 +13,7 @@ from minivllm.commands import chat, complete, trace_view
 from minivllm.commands.flags import say_loading
 from minivllm.engine.arguments import with_config
 
-__all__ = ["main", "make_parser", "run_collect_env", "run_demo_command", "run_elsewhere"]
+__all__ = ["main", "make_parser"]
 
 
 # %% nbs/cli.ipynb #run_elsewhere

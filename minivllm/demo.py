@@ -1,11 +1,6 @@
-"""What can be seen in one minute?
+"""Command `minivllm demo`: a few prompts in a small engine, and their schedule as text."""
 
-`make demo` is the first thing that anybody runs.
-"""
-
-# Generated from nbs/demo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2a1323de336c module=2a1c2879a446
+# Generated from nbs/demo.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +9,7 @@ from typing import Any
 from minivllm.core.events import Fold, State
 from minivllm.core.trace import Trace
 
-__all__ = ["NARROW", "QUESTIONS", "Moment", "draw_blocks", "moments", "run_demo", "step_table"]
+__all__ = ["NARROW", "QUESTIONS", "run_demo"]
 
 
 # %% nbs/demo.ipynb #Moment

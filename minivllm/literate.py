@@ -1,12 +1,6 @@
-"""How the book becomes the package.
+"""Literate notebooks to Python modules and back: export, check, write-back, clean."""
 
-The notebooks in `nbs/` are the source of every module, and this module exports them, checks them,
-and carries an edited module back into its notebook.
-"""
-
-# Generated from nbs/literate.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0bb6add4a399 module=0244258ef5ac
+# Generated from nbs/literate.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import abc
 import argparse
@@ -35,92 +29,16 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "BODY_ONLY",
-    "CHANGED",
-    "DIRECTIVES",
-    "FORMAT",
-    "HEADER",
-    "INDENT",
-    "MARKER",
-    "METADATA",
-    "PERSONAL",
-    "REFUSED",
-    "VOLATILE_CELL",
-    "WIDGET_VIEW",
-    "Book",
-    "Cell",
-    "Edit",
-    "Item",
-    "LiterateError",
-    "Module",
-    "Notebook",
-    "Part",
-    "Piece",
-    "Watcher",
-    "apply_edit",
-    "as_cell_text",
-    "autoexport",
-    "build",
-    "by_cell",
-    "cell_texts",
-    "check",
-    "clean",
-    "cut",
-    "dedent",
-    "differing_cells",
-    "digest",
-    "docstring",
-    "edit_imports",
-    "edit_parts",
-    "export",
-    "export_saved",
-    "find_root",
-    "fold",
-    "formatted",
-    "header",
-    "imports_of",
-    "indent",
-    "is_clean",
-    "items_of",
-    "joined",
-    "lines_inside_strings",
-    "load_ipython_extension",
-    "main",
-    "make_packages",
-    "marker",
-    "method",
-    "method_class",
-    "missing_packages",
-    "module_digest",
-    "module_imports",
-    "module_path",
-    "normal",
-    "notebook_paths",
-    "orphans",
-    "output_errors",
-    "parse_notebook",
-    "post_save_hook",
-    "pre_save_hook",
-    "public_names",
-    "read_book",
-    "read_notebook",
-    "rebuild_errors",
-    "render",
-    "seal",
-    "select",
-    "sorted_imports",
-    "source_digest",
-    "spell",
-    "state",
-    "step_errors",
-    "strip",
-    "take_apart",
-    "unload_ipython_extension",
-    "verify",
-    "with_sources",
-    "write",
-    "write_back",
-]
+    "BODY_ONLY", "CONFLICT", "GENERATED", "INDENT", "LIMITS", "LONG", "MARKER", "METADATA", "OUT_OF_STEP",
+    "RECORD", "SAFE_TO_EXPORT", "VOLATILE_CELL", "WIDGET_VIEW", "WIDTH", "Book", "Item", "LiterateError",
+    "Module", "Notebook", "Part", "Watcher", "build", "by_cell", "check", "clean", "committed", "compact",
+    "compare", "dedent", "digest", "edited_side", "entry", "export", "export_saved", "exporter_digest",
+    "find_root", "finished", "formatted", "header", "imports_of", "indent", "is_clean", "items_of", "joined",
+    "long_cells", "main", "make_packages", "marker", "method", "missing_packages", "module_imports",
+    "module_path", "normal", "notebook_paths", "orphans", "parse_notebook", "post_save_hook", "pre_save_hook",
+    "read_book", "read_module", "read_notebook", "read_record", "remember", "render", "source_digest",
+    "spell", "strip", "take_apart", "write", "write_back",
+]  # fmt: skip
 
 
 # %% nbs/literate.ipynb #LiterateError
@@ -134,7 +52,7 @@ class LiterateError(Exception):
 
 
 # %% nbs/literate.ipynb #Cell
-DIRECTIVES = {"default_exp": True, "export": False, "hide": False}
+DIRECTIVES = {"default_exp": True, "doc": True, "export": False, "exporti": False, "hide": False}
 """Name of a directive -> whether it takes an argument."""
 
 
@@ -167,6 +85,8 @@ class Cell:
             if bool(argument.strip()) != DIRECTIVES[name]:
                 raise self.error(f"{name} takes {'one' if DIRECTIVES[name] else 'no'} argument, got {line!r}", number)
             found[name] = argument.strip()
+        if {"export", "exporti"} <= found.keys():
+            raise self.error("export puts names into __all__ and exporti does not: keep one of them")
         self._refuse_late_directives(len(found))
         return found
 
@@ -183,6 +103,11 @@ class Cell:
 
     @property
     def exported(self) -> bool:
+        return "export" in self.directives or "exporti" in self.directives
+
+    @property
+    def public(self) -> bool:
+        """Whether the names that the cell binds belong to `__all__`."""
         return "export" in self.directives
 
 
@@ -248,6 +173,19 @@ class Notebook:
         return module
 
     @cached_property
+    def docstring(self) -> str:
+        """The docstring of the module: the one line that `#| doc` gives. Raises LiterateError when there is none."""
+        named = [cell for cell in self.cells if "doc" in cell.directives]
+        if len(named) != 1:
+            again = f", not {len(named)}" if named else ""
+            message = f"one cell says what the module is, as '#| doc One technical line'{again}"
+            raise LiterateError(message, self.name)
+        line = named[0].directives["doc"]
+        if len(line) > 100 or '"' in line or "\\" in line:
+            raise named[0].error(f"doc is one line of at most 100 characters, without quotes and backslashes: {line!r}")
+        return line if line[-1] in ".!?" else line + "."
+
+    @cached_property
     def exports(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.exported]
 
@@ -274,6 +212,8 @@ def parse_notebook(text: str, name: str, path: Path) -> Notebook:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
+        if found := CONFLICT.search(text):
+            raise _conflict(text[: found.start()], name) from error
         raise LiterateError(f"not a notebook: {error.msg}", name, line=error.lineno) from error
     if not isinstance(data, dict) or data.get("nbformat") != 4:
         raise LiterateError("not a notebook of format 4", name)
@@ -286,6 +226,19 @@ def parse_notebook(text: str, name: str, path: Path) -> Notebook:
         seen.add(raw["id"])
         cells.append(Cell(name, raw["id"], raw["cell_type"], joined(raw["source"])))
     return Notebook(path, name, text, data, tuple(cells))
+
+
+CONFLICT = re.compile(r"^<{7} .*\n(?:.*\n)*?={7}\n(?:.*\n)*?>{7} ", re.MULTILINE)
+
+
+"""What git leaves where both sides of a merge changed the same lines."""
+
+
+def _conflict(above: str, name: str) -> LiterateError:
+    """The error of a notebook that git could not merge, given its text above the first conflict."""
+    ids = re.findall(r'^ *"id": "([^"]+)"', above, re.MULTILINE)
+    message = "this cell was edited on both sides of a merge: choose a side, or join them, in the notebook's file"
+    return LiterateError(message, name, ids[-1] if ids else None)
 
 
 def joined(text: str | list[str]) -> str:
@@ -382,6 +335,7 @@ def items_of(cell: Cell) -> list[Item]:
     """The items of an exported cell. Raises LiterateError for code that does not parse, at its line."""
     try:
         tree = ast.parse(cell.code)
+        compile(tree, cell.notebook, "exec", dont_inherit=True)
     except SyntaxError as error:
         hint = " (magics cannot be exported)" if (error.text or "").lstrip().startswith(("%", "!")) else ""
         raise cell.error(f"{error.msg}{hint}", error.lineno) from error
@@ -468,35 +422,11 @@ def _meaning_before(name: str) -> Any:
     return caller.get(name, getattr(builtins, name, None))
 
 
-# %% nbs/literate.ipynb #docstring
-def docstring(notebook: Notebook) -> str:
-    """Title and first sentence of the first markdown cell. Raises LiterateError when there is no `# Title`."""
-    prose = next((cell for cell in notebook.cells if cell.kind == "markdown"), None)
-    lines = prose.source.strip().splitlines() if prose else []
-    if not lines or not lines[0].startswith("# "):
-        raise LiterateError(
-            "the first markdown cell must begin with '# Title': it becomes the docstring", notebook.name
-        )
-    title = _plain(lines[0][2:])
-    rest = "\n".join(lines[1:]).strip()
-    paragraph = "" if rest.startswith("#") else _plain(" ".join(re.split(r"\n\s*\n", rest)[0].split()))
-    sentence = re.match(r".*?[.!?](?=\s+[^a-z\s]|\s*$)", paragraph)
-    body = textwrap.fill(sentence[0] if sentence else paragraph, 100, break_long_words=False)
-    return f"{title}{'' if title[-1:] in '.!?' else '.'}" + (f"\n\n{body}\n" if body else "")
-
-
-def _plain(markdown: str) -> str:
-    """Markdown as docstring text: links and emphasis gone, nothing that would end or escape the string."""
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown)
-    text = re.sub(r"(\*\*|__|\*)(?=\S)(.+?)(?<=\S)\1", r"\2", text)
-    return text.replace("\\", "\\\\").replace('"""', "'''").strip()
-
-
 # %% nbs/literate.ipynb #module-source
-FORMAT = 2
-"""Part of every digest: raise it when `render` changes what it writes, and every module counts as out of date."""
-
 INDENT = "    "
+
+
+GENERATED = "# Generated from nbs/"
 
 
 def marker(cell: Cell) -> str:
@@ -507,11 +437,11 @@ def render(notebook: Notebook) -> str:
     """The module of a notebook, before formatting. Raises LiterateError at the cell that cannot be exported."""
     items = [item for cell in notebook.exports for item in items_of(cell)]
     top, methods = fold(items)
-    head = [f'"""{docstring(notebook)}"""', "", header(notebook.name, source_digest(notebook), "0" * 12), ""]
+    head = [f'"""{notebook.docstring}"""', "", header(notebook.name), ""]
     head += [item.text for item in items if item.is_import] + [""]
-    names = public_names(top, items if notebook.target.endswith("__init__.py") else [])
     if "__all__" not in _bound([item.node for item in top if item.node]):
-        head += [f"__all__ = {names!r}", ""]
+        names = public_names(top, items if notebook.target.endswith("__init__.py") else [])
+        head += [f"__all__ = {json.dumps(names)}  # fmt: skip" if names else "__all__: list[str] = []", ""]
     return "\n".join(head + list(_body(top, methods))) + "\n"
 
 
@@ -547,30 +477,18 @@ def indent(text: str) -> str:
 
 
 # %% nbs/literate.ipynb #header
-HEADER = re.compile(r"^# literate: notebook=([0-9a-f]{12}) module=([0-9a-f]{12})\n", re.MULTILINE)
-
-
-def header(name: str, notebook_digest: str, module_digest: str) -> str:
-    return (
-        f"# Generated from {name} by `python -m minivllm.literate export`. Edit the notebook,\n"
-        "# or edit this file and run `python -m minivllm.literate write-back`.\n"
-        f"# literate: notebook={notebook_digest} module={module_digest}"
-    )
+def header(name: str) -> str:
+    return f"{GENERATED}{name.removeprefix('nbs/')}; after an edit here run `python -m minivllm.literate write-back`."
 
 
 def source_digest(notebook: Notebook) -> str:
     """Digest of everything that `render` reads: name, module, docstring, and the code of the exported cells."""
-    cells = [[cell.id, cell.code.strip()] for cell in notebook.exports]
-    return digest(json.dumps([FORMAT, notebook.name, notebook.module, docstring(notebook), cells]))
-
-
-def module_digest(text: str) -> str:
-    """Digest of a module without the line that holds the digests."""
-    return digest(HEADER.sub("", text))
+    cells = [[cell.id, cell.public, cell.code.strip()] for cell in notebook.exports]
+    return digest(json.dumps([notebook.name, notebook.module, notebook.docstring, cells]))
 
 
 def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # %% nbs/literate.ipynb #fold
@@ -589,11 +507,6 @@ def fold(items: Sequence[Item]) -> tuple[list[Item], dict[str, list[Item]]]:
         if item.cls is None:
             top.append(item)
             if isinstance(item.node, ast.ClassDef):
-                if item.node.name in classes:
-                    first = classes[item.node.name].cell.id
-                    raise item.cell.error(
-                        f"class {item.node.name} is exported twice, first in #{first}", item.piece.first
-                    )
                 classes[item.node.name] = item
         elif item.cls not in classes:
             raise item.cell.error(
@@ -601,8 +514,36 @@ def fold(items: Sequence[Item]) -> tuple[list[Item], dict[str, list[Item]]]:
             )
         else:
             methods[item.cls].append(item)
+    for scope in (top, *methods.values()):
+        _refuse_second_definitions(scope)
     _refuse_late_names(items, top, methods)
     return top, methods
+
+
+def _refuse_second_definitions(scope: Sequence[Item]) -> None:
+    """Raises LiterateError where a function or class and another statement bind one name: the later would win, unnoticed."""
+    first: dict[str, Item] = {}
+    for item in scope:
+        whole = isinstance(item.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if not whole and not isinstance(item.node, ast.Assign | ast.AnnAssign) or _continues(item.node):
+            continue
+        for name in _bound([item.node] if item.node else []):
+            if name in first and (whole or isinstance(first[name].node, _DEFINITIONS)):
+                raise item.cell.error(f"{name} is exported twice, first in #{first[name].cell.id}", item.piece.first)
+            first[name] = item
+
+
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def _continues(node: ast.stmt | None) -> bool:
+    """Whether a definition is meant to share its name: an overload, a property's setter, a registered variant."""
+    names = {
+        getattr(decorator, "attr", getattr(decorator, "id", "")) for decorator in getattr(node, "decorator_list", [])
+    }
+    called = [decorator.func for decorator in getattr(node, "decorator_list", []) if isinstance(decorator, ast.Call)]
+    names |= {getattr(function, "attr", "") for function in called}
+    return bool(names & {"overload", "setter", "getter", "deleter", "register"})
 
 
 def _refuse_late_names(items: Sequence[Item], top: Sequence[Item], methods: dict[str, list[Item]]) -> None:
@@ -638,8 +579,8 @@ def _names_at_definition(method: str, annotations: bool) -> set[str]:
 
 # %% nbs/literate.ipynb #names
 def public_names(top: Sequence[Item], imports: Sequence[Item] = ()) -> list[str]:
-    """Names for `__all__`, in order: what the items bind, without underscores and type variables, and what `imports` import."""
-    bound = _bound([item.node for item in (*imports, *top) if item.node])
+    """Names for `__all__`: what public cells bind, without underscores and type variables, and what `imports` import."""
+    bound = _bound([item.node for item in (*imports, *top) if item.node and item.cell.public])
     return list(dict.fromkeys(name for name in bound if not name.startswith("_")))
 
 
@@ -703,58 +644,164 @@ def write(path: Path, text: str) -> None:
 
 # %% nbs/literate.ipynb #format-demo
 def build(notebooks: Sequence[Notebook], root: Path) -> dict[str, str]:
-    """The finished text of each notebook's module, by path from the root, digests included."""
-    texts = formatted({notebook.target: render(notebook) for notebook in notebooks}, root)
-    return {name: seal(text) for name, text in texts.items()}
+    """The finished text of each notebook's module, by path from the root."""
+    return finished({notebook.target: render(notebook) for notebook in notebooks}, root)
 
 
-def seal(text: str) -> str:
-    """Fill in the digest of the module's own text."""
-    return HEADER.sub(lambda found: f"# literate: notebook={found[1]} module={module_digest(text)}\n", text, count=1)
+def finished(rendered: dict[str, str], root: Path) -> dict[str, str]:
+    """Rendered modules, by path, as they are written."""
+    return {name: compact(text) for name, text in (formatted(rendered, root) if rendered else {}).items()}
+
+
+def compact(text: str) -> str:
+    """Break the one line of `__all__` where it is too long: ruff alone would give each name a line."""
+
+    def fill(found: re.Match[str]) -> str:
+        if len(found[0]) - len(found[2]) <= WIDTH:
+            return found[0].removesuffix(found[2])
+        return f"__all__ = [\n{textwrap.fill(found[1] + ',', WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)}\n]{found[2]}"
+
+    return re.sub(r"^__all__ = \[(.*)\](  # fmt: skip)$", fill, text, count=1, flags=re.MULTILINE)
+
+
+WIDTH = 110
 
 
 # %% nbs/literate.ipynb #state
-def state(notebook: Notebook, root: Path) -> str:
-    """How notebook and module stand: same, missing, notebook (changed), module (changed), both, or foreign (no header)."""
+RECORD = ".literate.json"
+
+
+"""A file that git ignores: for each module, digests of notebook and module when they were last seen to agree."""
+
+
+def read_record(root: Path) -> dict[str, list[str]]:
+    """Path of a module -> digests of the exporter, the notebook and the module at their last agreement here."""
+    try:
+        record = json.loads((root / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def entry(notebook: Notebook, root: Path) -> list[str]:
+    """What the record says of a module when it agrees with its notebook as both are now."""
+    return [exporter_digest(root), source_digest(notebook), digest(read_module(notebook, root) or "")]
+
+
+def exporter_digest(root: Path) -> str:
+    """Digest of what decides how a notebook is exported: this program, and ruff's settings."""
+    return digest("".join(path.read_text(encoding="utf-8") for path in (Path(__file__), root / "pyproject.toml")))
+
+
+def read_module(notebook: Notebook, root: Path) -> str | None:
     path = root / notebook.target
-    if not path.exists():
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def remember(notebooks: Sequence[Notebook], root: Path) -> None:
+    """Record that these notebooks and their modules agree."""
+    record = read_record(root)
+    now = record | {notebook.target: entry(notebook, root) for notebook in notebooks}
+    if now != record:
+        write(root / RECORD, json.dumps(now, indent=0, sort_keys=True))
+
+
+def compare(
+    notebooks: Sequence[Notebook], root: Path, rebuild: bool = False
+) -> tuple[dict[str, str], list[LiterateError]]:
+    """The modules that differ from what their notebooks export: path -> the export; and the errors of those that have none.
+
+    What the record knows to agree is not exported again, unless `rebuild`.
+    """
+    record = {} if rebuild else read_record(root)
+    rendered, errors = {}, []
+    for notebook in notebooks:
+        try:
+            if record.get(notebook.target) != entry(notebook, root):
+                rendered[notebook.target] = render(notebook)
+        except LiterateError as error:
+            errors.append(error)
+    chapters = {notebook.target: notebook for notebook in notebooks}
+    built = finished(rendered, root)
+    differing = {name: text for name, text in built.items() if text != read_module(chapters[name], root)}
+    remember([chapters[name] for name in built.keys() - differing.keys()], root)
+    return differing, errors
+
+
+# %% nbs/literate.ipynb #edited-side
+def committed(name: str, root: Path) -> str | None:
+    """The text of a file in git's HEAD; None without git, or when it is not there."""
+    try:
+        done = subprocess.run(["git", "show", f"HEAD:./{name}"], cwd=root, capture_output=True, check=False)
+    except FileNotFoundError:
+        return None
+    return None if done.returncode else done.stdout.decode()
+
+
+def _committed_digest(notebook: Notebook, root: Path) -> str | None:
+    """The digest of a notebook in git's HEAD; None where it is not there, or cannot be exported by the rules of today."""
+    text = committed(notebook.name, root)
+    try:
+        return None if text is None else source_digest(parse_notebook(text, notebook.name, notebook.path))
+    except LiterateError:
+        return None
+
+
+def edited_side(notebook: Notebook, root: Path) -> str:
+    """What became of a module that is not its notebook's export: a key of `OUT_OF_STEP`.
+
+    A side was edited when it is neither as in git's HEAD nor as in the record.
+    """
+    module = read_module(notebook, root)
+    if module is None or not module.strip():
         return "missing"
-    text = path.read_text(encoding="utf-8")
-    found = HEADER.search(text)
-    if not found:
-        return "missing" if not text.strip() else "foreign"
-    notebook_same, module_same = found[1] == source_digest(notebook), found[2] == module_digest(text)
-    if notebook_same:
-        return "same" if module_same else "module"
-    return "notebook" if module_same else "both"
+    if CONFLICT.search(module):
+        return "conflict"
+    if f"\n{GENERATED}" not in module:
+        return "foreign"
+    _, recorded, exported = read_record(root).get(notebook.target, ["", "", ""])
+    if digest(module) == exported:
+        return "notebook"
+    now = source_digest(notebook)
+    as_committed = now == _committed_digest(notebook, root)
+    if module != committed(notebook.target, root):
+        return "module" if as_committed or now == recorded else "both"
+    return "neither" if as_committed else "notebook"
 
 
 # %% nbs/literate.ipynb #export
-REFUSED = {
-    "module": "was edited since the last export: run write-back to keep the edit, or export --force to lose it",
-    "both": "and its notebook were both edited since the last export: export --force keeps the notebook's side, "
-    "write-back --force the module's",
-    "foreign": "exists but was not exported by this tool: move its code into the notebook, then export --force",
+OUT_OF_STEP = {
+    "missing": "not exported yet: run export",
+    "conflict": "git left a conflict in the module: run export",
+    "notebook": "the notebook changed since the last export: run export",
+    "module": "the module was edited since the last export: run write-back to keep the edit, or export --force to lose it",
+    "both": "notebook and module both changed since the last export: "
+    "export --force keeps the notebook's side, write-back --force the module's",
+    "neither": "both are as in git's HEAD, where they differ, or the exporter changed: "
+    "export --force keeps the notebook's side, write-back --force the module's",
+    "foreign": "the module was not exported by this tool: move its code into the notebook, then export --force",
 }
+
+
+SAFE_TO_EXPORT = {"missing", "conflict", "notebook"}
 
 
 def export(notebooks: Sequence[Notebook], root: Path, force: bool = False) -> tuple[list[str], list[LiterateError]]:
     """Write the modules that are out of date. Returns the paths written and the errors; one bad notebook stops no other."""
-    ready, errors = [], []
+    differing, errors = compare(notebooks, root)
+    written = []
     for notebook in notebooks:
-        try:
-            found = state(notebook, root)
-            if found in REFUSED and not force:
-                raise LiterateError(f"{notebook.target} {REFUSED[found]}", notebook.name)
-            if found != "same":
-                render(notebook)
-                ready.append(notebook)
-        except LiterateError as error:
-            errors.append(error)
-    built = build(ready, root) if ready else {}
-    for name, text in built.items():
-        write(root / name, text)
-    return list(built) + make_packages(root, list(built)), errors
+        if notebook.target not in differing:
+            continue
+        found = edited_side(notebook, root)
+        if force or found in SAFE_TO_EXPORT:
+            write(root / notebook.target, differing[notebook.target])
+            written.append(notebook)
+        else:
+            errors.append(LiterateError(f"differs from {notebook.target} ({OUT_OF_STEP[found]})", notebook.name))
+    remember(written, root)
+    names = [notebook.target for notebook in written]
+    return names + make_packages(root, names), errors
 
 
 def make_packages(root: Path, modules: Iterable[str]) -> list[str]:
@@ -928,30 +975,15 @@ def differing_cells(notebook: Notebook, text: str) -> list[str]:
     return [cell for cell in {**ours, **theirs} if ours.get(cell) != theirs.get(cell)]
 
 
-CHANGED = {
-    "missing": "not exported yet: run export",
-    "notebook": "the notebook changed since the last export: run export",
-    "module": "the module was edited since the last export: run write-back",
-    "both": "notebook and module both changed since the last export: keep one side with export --force or write-back --force",
-    "foreign": "the module was not exported by this tool: move its code into the notebook, then export --force",
-}
-
-
 def step_errors(notebook: Notebook, root: Path) -> list[LiterateError]:
-    """How notebook and module are out of step, one error for each cell that differs; empty when they agree.
-
-    Raises the error of a cell that cannot be exported.
-    """
-    found = state(notebook, root)
-    if found == "same":
-        return []
-    render(notebook)
-    what = f"differs from {notebook.target} ({CHANGED[found]})"
-    if found in {"missing", "foreign"}:
+    """How a notebook and a module that is not its export differ: one error for each cell."""
+    found = edited_side(notebook, root)
+    what = f"differs from {notebook.target} ({OUT_OF_STEP[found]})"
+    if found in {"missing", "conflict", "foreign"}:
         return [LiterateError(what, notebook.name)]
-    cells = differing_cells(notebook, (root / notebook.target).read_text(encoding="utf-8"))
+    cells = differing_cells(notebook, read_module(notebook, root) or "")
     if not cells:
-        return [LiterateError(f"imports, layout or title: {what}", notebook.name)]
+        return [LiterateError(f"imports, layout or docstring: {what}", notebook.name)]
     return [LiterateError(what, notebook.name, cell) for cell in cells]
 
 
@@ -1087,19 +1119,44 @@ def clean(notebooks: Iterable[Notebook]) -> list[str]:
 
 # %% nbs/literate.ipynb #check
 def check(book: Book, rebuild: bool = False) -> list[LiterateError]:
-    """Everything that is out of step. `rebuild` exports again in memory, with ruff, and compares the text itself."""
-    errors = list(book.errors)
-    for notebook in (*book.chapters.values(), *book.plain):
+    """Everything that is out of step. `rebuild` exports again even what the record knows to agree."""
+    chapters = list(book.chapters.values())
+    differing, errors = compare(chapters, book.root, rebuild)
+    errors = book.errors + errors
+    for notebook in (*chapters, *book.plain):
         try:
-            if notebook.module:
+            if notebook.module and notebook.target in differing:
                 errors += step_errors(notebook, book.root)
             errors += output_errors(notebook, book.root)
             if not is_clean(notebook):
                 errors.append(LiterateError("holds metadata that changes from run to run: run clean", notebook.name))
         except LiterateError as error:
             errors.append(error)
-    errors += orphans(book) if book.whole else []
-    return errors if errors or not rebuild else rebuild_errors(book)
+    return errors + long_cells(book) + (orphans(book) if book.whole else [])
+
+
+def long_cells(book: Book) -> list[LiterateError]:
+    """Exported cells with more lines than a reader can take in, but for those that `LONG` still allows that many."""
+    path = book.root / LONG
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    allowed = {place: int(count) for place, _, count in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+    errors = []
+    for notebook in book.chapters.values():
+        limit = LIMITS.get(notebook.target.split("/")[0], 60)
+        for cell in notebook.exports:
+            count = len(cell.code.strip().splitlines())
+            if count > max(limit, allowed.get(f"{cell.notebook} #{cell.id}", 0)):
+                errors.append(cell.error(f"an exported cell of {count} lines; {limit} are allowed: tell it in parts"))
+    return errors
+
+
+LIMITS = {"kernels": 120}
+
+
+LONG = "nbs/long_cells.txt"
+
+
+"""Lines such as `nbs/core/trace.ipynb #Fold 84`. Cells leave this list; none may join it."""
 
 
 def orphans(book: Book) -> list[LiterateError]:
@@ -1114,15 +1171,6 @@ def orphans(book: Book) -> list[LiterateError]:
                 )
     for init in missing_packages(book.root, book.chapters):
         errors.append(LiterateError("is missing, so its folder is no package: run export", init))
-    return errors
-
-
-def rebuild_errors(book: Book) -> list[LiterateError]:
-    errors = []
-    for name, text in build(list(book.chapters.values()), book.root).items():
-        if text != (book.root / name).read_text(encoding="utf-8"):
-            message = f"an export today writes another {name}: did the exporter or ruff change? run export --force"
-            errors.append(LiterateError(message, book.chapters[name].name))
     return errors
 
 
@@ -1220,26 +1268,24 @@ def write_back(notebook: Notebook, root: Path, force: bool = False) -> bool:
     `force` carries the module's side over even when the notebook was edited too. Raises LiterateError, and writes nothing, when
     both sides changed or when the edit has no place in the notebook.
     """
-    found = state(notebook, root)
-    if found == "both" and not force or found == "foreign":
-        raise LiterateError(f"{notebook.target} {REFUSED[found]}", notebook.name)
-    if found not in {"module", "both"}:
+    differing, errors = compare([notebook], root)
+    if errors:
+        raise errors[0]
+    found = edited_side(notebook, root) if differing else ""
+    if found in {"both", "neither"} and not force or found in {"foreign", "conflict"}:
+        raise LiterateError(f"differs from {notebook.target} ({OUT_OF_STEP[found]})", notebook.name)
+    if found not in {"module", "both", "neither"}:
         return False
-    text = (root / notebook.target).read_text(encoding="utf-8")
-    take_apart(text, notebook.target)
-    base, edited = (take_apart(side, notebook.target) for side in _pair(render(notebook), text, notebook.target, root))
+    target, text = notebook.target, read_module(notebook, root) or ""
+    take_apart(text, target)
+    base, edited = (take_apart(side, target) for side in (differing[target], *formatted({target: text}, root).values()))
     carried = apply_edit(notebook, base, edited, root)
-    built = build([carried], root)[notebook.target]
-    verify(take_apart(built, notebook.target), base, edited)
+    built = build([carried], root)[target]
+    verify(take_apart(built, target), base, edited)
     write(notebook.path, carried.text)
-    write(root / notebook.target, built)
+    write(root / target, built)
+    remember([carried], root)
     return True
-
-
-def _pair(base: str, edited: str, target: str, root: Path) -> Iterator[str]:
-    """Both texts through ruff at once."""
-    done = formatted({f"base/{target}": base, f"edited/{target}": edited}, root)
-    return iter(done.values())
 
 
 # %% nbs/literate.ipynb #apply-edit
@@ -1337,9 +1383,7 @@ def verify(built: Module, base: Module, edited: Module) -> None:
             cell = (theirs or ours)[0]
             raise LiterateError(f"this edit has no place in the notebook (near cell #{cell})", edited.path, line=line)
     if doc_and_all(edited) not in (doc_and_all(base), doc_and_all(built)):
-        raise LiterateError(
-            "the docstring (the notebook's title) and __all__ are computed: edit the notebook", edited.path, line=1
-        )
+        raise LiterateError("the docstring (`#| doc`) and __all__ are computed: edit the notebook", edited.path, line=1)
     if module_imports(built) != module_imports(edited) or built.comments != edited.comments:
         raise LiterateError("imports or the comments above them have no place in the notebook", edited.path, line=1)
 
@@ -1483,8 +1527,9 @@ def _check(book: Book, arguments: argparse.Namespace) -> tuple[list[str], list[L
 
 
 def _write_back(book: Book, arguments: argparse.Namespace) -> tuple[list[str], list[LiterateError]]:
-    done, errors = [], list(book.errors)
-    for notebook in book.chapters.values():
+    differing, errors = compare(list(book.chapters.values()), book.root)
+    done, errors = [], book.errors + errors
+    for notebook in map(book.chapters.__getitem__, differing):
         try:
             if write_back(notebook, book.root, arguments.force):
                 done.append(f"wrote {notebook.target} back into {notebook.name}")

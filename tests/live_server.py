@@ -44,7 +44,7 @@ class LiveServer:
         """No request anywhere, and no block held."""
         scheduler = self.llm.llm_engine.core.scheduler
         return not (scheduler.requests or self.llm.num_unfinished or self.get("/load").json()["server_load"]) and (
-            scheduler.kv.pool.usage == 0
+            scheduler.kv_cache_manager.block_pool.usage == 0
         )
 
     def wait_at_rest(self, seconds: float = 20) -> bool:

@@ -77,7 +77,7 @@ class Driver:
         assert self.fold.num_cached_free == sum(live.hashes[block] is not None for block in live.free)
         fault = find_fault(live, ahead)
         assert fault is None, fault
-        pool = self.scheduler.kv.pool
+        pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.num_cached_free == sum(block.block_hash is not None for block in pool.free_queue)
         return live
 
@@ -88,7 +88,7 @@ class Driver:
         return output
 
     def take_in(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        for out in self.scheduler.update(output, result):
+        for out in self.scheduler.update_from_output(output, result):
             self.outputs.setdefault(out.request_id, []).extend(out.new_token_ids)
         self.check()
 
@@ -109,7 +109,7 @@ class Driver:
         assert set(self.runner.tables) == {r.request_id for r in self.scheduler.running}
         for request_id, tables in self.runner.tables.items():
             assert self.runner.computed[request_id] == self.scheduler.requests[request_id].num_computed_tokens
-            for mine, theirs in zip(tables, self.scheduler.kv.get_block_ids(request_id), strict=True):
+            for mine, theirs in zip(tables, self.scheduler.kv_cache_manager.get_block_ids(request_id), strict=True):
                 assert len(mine) == len(theirs)
                 assert all(a == b or b == 0 for a, b in zip(mine, theirs, strict=True))
 
@@ -120,7 +120,7 @@ class Driver:
             self.step()
         else:
             raise AssertionError(f"not finished after {limit} steps")
-        pool, cpu = self.scheduler.kv.pool, self.scheduler.kv.cpu_pool
+        pool, cpu = self.scheduler.kv_cache_manager.block_pool, self.scheduler.kv_cache_manager.cpu_pool
         assert pool.num_free == pool.num_blocks
         assert cpu is None or cpu.num_free == cpu.num_blocks
         self.trace.check()

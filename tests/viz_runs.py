@@ -39,7 +39,7 @@ def busy_trace(
 
     def step() -> None:
         output = scheduler.schedule()
-        scheduler.update(output, fake_model(output, scheduler))
+        scheduler.update_from_output(output, fake_model(output, scheduler))
 
     def add(name: str) -> None:
         prompt = beginning[: 4 * rng.randrange(4)] + [rng.randrange(3) for _ in range(rng.randrange(1, 14))]

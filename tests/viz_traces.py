@@ -53,7 +53,7 @@ def make_trace(
             number += 1
         made = scheduler.schedule()
         clock.advance(0.01 + 0.0005 * made.total_num_scheduled_tokens)
-        scheduler.update(made, fake_model(made, scheduler))
+        scheduler.update_from_output(made, fake_model(made, scheduler))
     scheduler.stop_recording()
     return trace
 
@@ -67,7 +67,7 @@ def named(ids: list[str], steps: int = 60) -> Trace:
         scheduler.add_request(Request(name, [1, 2, 3, 4, 5, 6, 7, 8, i], max_tokens=20))
     for _ in range(steps):
         output = scheduler.schedule()
-        scheduler.update(output, fake_model(output, scheduler))
+        scheduler.update_from_output(output, fake_model(output, scheduler))
     return made
 
 
@@ -79,5 +79,5 @@ def aborted(steps: int) -> Trace:
     scheduler.add_request(Request("a", [1, 2, 3], max_tokens=4))
     scheduler.finish_requests(["a"])
     for _ in range(steps):
-        scheduler.update(scheduler.schedule(), ModelRunnerOutput({}))
+        scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput({}))
     return made

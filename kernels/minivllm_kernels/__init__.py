@@ -1,15 +1,10 @@
-"""Kernels for a paged KV cache.
+"""numba kernels for paged KV caches on CPUs and NVIDIA GPUs, independent of torch."""
 
-Question: can Python keep up with the best CUDA there is?
-"""
-
-# Generated from nbs/minivllm_kernels/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=017c8557dd53 module=8e44c38a8083
+# Generated from nbs/minivllm_kernels/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import numpy as np
 
-__all__ = []
+__all__: list[str] = []
 
 
 # %% nbs/minivllm_kernels/index.ipynb #code-e71db1

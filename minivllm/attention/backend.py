@@ -1,12 +1,6 @@
-"""Where do the keys and values of a request live?
+"""Attention backend protocol: layer spec, step batch, paged KV cache, plan and attend."""
 
-In pages of one big tensor, anywhere, with a table that says where; this module is the contract
-between the model and whoever computes attention over those pages.
-"""
-
-# Generated from nbs/attention/backend.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e0b839720c40 module=df8a9d4032a9
+# Generated from nbs/attention/backend.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import copy
 from abc import ABC, abstractmethod
@@ -21,16 +15,9 @@ from torch import Tensor
 from minivllm.attention.step_buffer import StepBuffer
 
 __all__ = [
-    "FP8",
-    "AttentionBackend",
-    "AttentionBatch",
-    "AttentionSpec",
-    "FixedDecode",
-    "KVScales",
-    "Plan",
-    "as_bytes",
-    "to_fp8",
-]
+    "FP8", "AttentionBackend", "AttentionBatch", "AttentionSpec", "FixedDecode", "KVScales", "Plan",
+    "as_bytes", "to_fp8",
+]  # fmt: skip
 
 
 # %% nbs/attention/backend.ipynb #AttentionSpec

@@ -1,12 +1,6 @@
-"""The CPU kernels behind the engine.
+"""CPU attention backend on numba kernels that read the paged KV cache in place."""
 
-Question: what is between a scheduler's step and the kernels of the last chapters, and what does the
-engine gain?
-"""
-
-# Generated from nbs/attention/numba_cpu.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a565679e2ef2 module=389a775002fa
+# Generated from nbs/attention/numba_cpu.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 import importlib.util

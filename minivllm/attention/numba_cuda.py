@@ -1,11 +1,6 @@
-"""The kernels behind the engine.
+"""CUDA attention backend on numba kernels, with fixed-shape decode for CUDA graphs."""
 
-Question: what does it take for the engine to use them?
-"""
-
-# Generated from nbs/attention/numba_cuda.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=361dfc0b195e module=b3beec669827
+# Generated from nbs/attention/numba_cuda.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -20,7 +15,9 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
 from minivllm.attention.step_buffer import StepBuffer
 
-__all__ = ["NumbaCudaBackend", "NumbaCudaFixedDecode", "NumbaCudaInvariantBackend", "NumbaCudaPlan", "cuda_ops"]
+__all__ = [
+    "NumbaCudaBackend", "NumbaCudaFixedDecode", "NumbaCudaInvariantBackend", "NumbaCudaPlan", "cuda_ops",
+]  # fmt: skip
 
 
 # %% nbs/attention/numba_cuda.ipynb #code-7f98b4

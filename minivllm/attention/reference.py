@@ -1,11 +1,6 @@
-"""What exactly must attention compute?
+"""Reference attention backend in plain torch, one token at a time: the oracle for the others."""
 
-Paged attention in plain torch, one token at a time: the one to read, and the oracle for the others.
-"""
-
-# Generated from nbs/attention/reference.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=47007ab658a6 module=97004215030b
+# Generated from nbs/attention/reference.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +11,7 @@ from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes
 
-__all__ = ["ReferenceBackend", "ReferencePlan", "attend_one", "gather"]
+__all__ = ["ReferenceBackend"]
 
 
 # %% nbs/attention/reference.ipynb #attend_one

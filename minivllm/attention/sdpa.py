@@ -1,12 +1,6 @@
-"""How fast can paged attention be with torch alone?
+"""Attention backend that gathers pages and calls torch's scaled_dot_product_attention."""
 
-Gather the pages and call torch's fused `scaled_dot_product_attention`: single-token rows as a few
-rectangles, prefill chunks one by one.
-"""
-
-# Generated from nbs/attention/sdpa.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4e2b15080bd1 module=ee5bcef35d50
+# Generated from nbs/attention/sdpa.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -18,7 +12,7 @@ from torch import Tensor
 
 from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes
 
-__all__ = ["DecodeCall", "PrefillCall", "SDPABackend", "SDPAPlan", "alike", "plan_decode", "plan_prefill", "slots_of"]
+__all__ = ["SDPABackend", "alike"]
 
 
 # %% nbs/attention/sdpa.ipynb #DecodeCall

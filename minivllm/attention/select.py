@@ -1,11 +1,6 @@
-"""Which backend?
+"""Registry of attention backends and the choice of one for a model and device."""
 
-There are several ways to compute attention, and none is best everywhere.
-"""
-
-# Generated from nbs/attention/select.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=32692df46ebb module=707bc7c729ec
+# Generated from nbs/attention/select.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib
 from collections.abc import Callable, Iterable

@@ -1,11 +1,6 @@
-"""How do the arrays of a step reach the GPU?
+"""Packs the small arrays of a step into one pinned buffer and one host-to-device copy."""
 
-A step is decided on the host: token ids, positions, cache slots, block tables, work lists.
-"""
-
-# Generated from nbs/attention/step_buffer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=31e8f92e7d68 module=078cc784e3fb
+# Generated from nbs/attention/step_buffer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 

@@ -1,13 +1,6 @@
-"""What does `minivllm bench` do?
+"""Command `minivllm bench`: serve, throughput and latency."""
 
-Three measurements under vLLM's names: `serve` loads a running server (the chapter before),
-`throughput` gives an engine many requests at once and asks how many tokens a second come out,
-`latency` gives it one batch and asks how long it takes.
-"""
-
-# Generated from nbs/bench/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0686156dd28e module=b1ffb6d69f84
+# Generated from nbs/bench/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import json
@@ -20,19 +13,9 @@ from typing import Any, TextIO
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
 
 __all__ = [
-    "PERCENTILES",
-    "Any",
-    "Path",
-    "Sequence",
-    "TextIO",
-    "add_engine_arguments",
-    "engine_args_from",
-    "main",
-    "make_parser",
-    "run_latency",
-    "run_throughput",
-    "with_config",
-]
+    "PERCENTILES", "Any", "Path", "Sequence", "TextIO", "add_engine_arguments", "engine_args_from", "main",
+    "make_parser", "run_latency", "run_throughput", "with_config",
+]  # fmt: skip
 
 
 # %% nbs/bench/index.ipynb #throughput

@@ -1,12 +1,6 @@
-"""What do we measure with?
+"""Benchmark requests: random prompts, shared prefixes and workload files."""
 
-A benchmark number belongs to its requests: how long the prompts are, how long the answers, what
-they share.
-"""
-
-# Generated from nbs/bench/datasets.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=13731bc9cc89 module=030748d13bee
+# Generated from nbs/bench/datasets.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +12,9 @@ import numpy as np
 from minivllm.lab.readers import read_sharegpt, read_workload
 
 __all__ = [
-    "DATASETS",
-    "Sample",
-    "add_dataset_arguments",
-    "file_samples",
-    "make_samples",
-    "ordinary_tokens",
-    "prefix_repetition_samples",
-    "random_samples",
-]
+    "DATASETS", "Sample", "add_dataset_arguments", "file_samples", "make_samples", "ordinary_tokens",
+    "prefix_repetition_samples", "random_samples",
+]  # fmt: skip
 
 
 # %% nbs/bench/datasets.ipynb #Sample

@@ -1,12 +1,6 @@
-"""What is a fast server?
+"""Benchmark metrics and report: TTFT, TPOT, ITL, percentiles, goodput."""
 
-Tokens per second is one answer, and a bad one alone: a server that lets everybody wait and then
-works in large batches has the best throughput and no user.
-"""
-
-# Generated from nbs/bench/report.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=545046577a51 module=5e8059e74c7f
+# Generated from nbs/bench/report.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import json
 from collections.abc import Sequence
@@ -18,19 +12,8 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "DETAILS",
-    "METRICS",
-    "Measured",
-    "make_report",
-    "meets",
-    "parse_goodput",
-    "peak_concurrency",
-    "peak_tokens_per_second",
-    "render_report",
-    "save_report",
-    "statistics",
-    "values_of",
-]
+    "DETAILS", "METRICS", "Measured", "make_report", "meets", "parse_goodput", "render_report", "save_report",
+]  # fmt: skip
 
 
 # %% nbs/bench/report.ipynb #Measured

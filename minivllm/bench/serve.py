@@ -1,12 +1,6 @@
-"""How do you load a server?
+"""Load generator for an OpenAI-compatible server: arrival process, concurrency, measurement."""
 
-Send the next request when the last answer has come, and you measure a server that always has
-exactly one user.
-"""
-
-# Generated from nbs/bench/serve.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2fff40a5601a module=d8b83af5a0b5
+# Generated from nbs/bench/serve.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import asyncio
@@ -24,7 +18,7 @@ from minivllm.bench.datasets import Sample, add_dataset_arguments, make_samples
 from minivllm.bench.report import METRICS, Measured, make_report, parse_goodput, render_report, save_report
 from minivllm.serving.client import get_json, request, tls_context
 
-__all__ = ["Target", "add_serve_arguments", "arrival_times", "run_load", "run_serve"]
+__all__ = ["add_serve_arguments", "arrival_times", "run_serve"]
 
 
 # %% nbs/bench/serve.ipynb #arrivals

@@ -1,12 +1,6 @@
-"""How is this book read?
+"""Checkers for the exercises of the book."""
 
-Every chapter answers one question, and its cells are the program: those marked for export become
-the module that the package imports.
-"""
-
-# Generated from nbs/book/exercise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=21a9e53b39ac module=05d0eefbf64b
+# Generated from nbs/book/exercise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import asyncio
 import traceback
@@ -15,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Exercise", "Verdict", "is_blank"]
+__all__ = ["Exercise", "is_blank"]
 
 
 # %% nbs/book/exercise.ipynb #Verdict

@@ -1,11 +1,6 @@
-"""Puzzles.
+"""Kernel puzzles: from a guarded copy to paged attention, checked in numba's CUDA simulator."""
 
-Question: can you write paged attention yourself, a few lines at a time?
-"""
-
-# Generated from nbs/book/kernel_puzzles.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1c4f45dc4e55 module=77512f69a9b2
+# Generated from nbs/book/kernel_puzzles.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import inspect
 import math
@@ -20,27 +15,7 @@ from numba import cuda
 
 from minivllm.book.lens import Lens
 
-__all__ = [
-    "PUZZLES",
-    "Puzzle",
-    "Verdict",
-    "banks",
-    "copy",
-    "fold",
-    "gather",
-    "grid",
-    "guard",
-    "heads",
-    "nothing",
-    "numbers",
-    "online",
-    "scores",
-    "side_by_side",
-    "softmax",
-    "store",
-    "tree",
-    "window",
-]
+__all__ = ["PUZZLES", "Puzzle"]
 
 
 # %% nbs/book/kernel_puzzles.ipynb #Verdict

@@ -1,11 +1,6 @@
-"""A lens on the memory.
+"""Records and draws the memory accesses of kernels in numba's CUDA simulator."""
 
-Question: which thread read which slot, and was it a good idea?
-"""
-
-# Generated from nbs/book/lens.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6875b75256e1 module=6da42a500341
+# Generated from nbs/book/lens.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import linecache
 import sys
@@ -22,19 +17,7 @@ from numba import cuda
 
 from minivllm_kernels.cuda.simt import SIM
 
-__all__ = [
-    "BANKS",
-    "CELL_HEIGHT",
-    "CELL_WIDTH",
-    "LEFT",
-    "SECTOR",
-    "WARP",
-    "Access",
-    "Instruction",
-    "Lens",
-    "Watched",
-    "colour",
-]
+__all__ = ["Lens"]
 
 
 # %% nbs/book/lens.ipynb #Access

@@ -1,11 +1,6 @@
-"""Puzzles on blocks.
+"""Puzzles on paged KV caches: allocate, append, share, copy on write."""
 
-Question: can you write a paged KV cache yourself, a few lines at a time?
-"""
-
-# Generated from nbs/book/paging.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=671f1b8b7ba3 module=5e0af72d8676
+# Generated from nbs/book/paging.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import inspect
 import re
@@ -24,25 +19,7 @@ from minivllm.core.trace import Trace
 from minivllm.viz.block_map import BlockMap
 from minivllm.viz.palette import owner_colour
 
-__all__ = [
-    "PUZZLES",
-    "Game",
-    "Puzzle",
-    "Replay",
-    "admit",
-    "allocate",
-    "evict",
-    "find",
-    "give_back",
-    "make_room",
-    "names",
-    "release",
-    "share",
-    "slide",
-    "slot",
-    "split",
-    "write",
-]
+__all__ = ["PUZZLES", "Puzzle"]
 
 
 # %% nbs/book/paging.ipynb #Replay

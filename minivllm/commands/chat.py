@@ -1,11 +1,6 @@
-"""What does a conversation keep?
+"""Command `minivllm chat`: interactive conversation with a local or remote model."""
 
-`minivllm chat` is a conversation.
-"""
-
-# Generated from nbs/commands/chat.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=028450c57e03 module=fd30203ec1df
+# Generated from nbs/commands/chat.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

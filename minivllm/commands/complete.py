@@ -1,11 +1,6 @@
-"""What does one answer look like, as it grows?
+"""Command `minivllm complete`: stream the completion of one text."""
 
-`minivllm complete "Once upon a time"` prints a completion piece by piece.
-"""
-
-# Generated from nbs/commands/complete.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=10f3effbd62e module=d0001e711a54
+# Generated from nbs/commands/complete.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from minivllm.commands.flags import (
 )
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from
 
-__all__ = ["add_parser", "run_complete", "stream_answer"]
+__all__ = ["stream_answer"]
 
 
 # %% nbs/commands/complete.ipynb #stream_answer

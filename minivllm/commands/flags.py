@@ -1,12 +1,6 @@
-"""Which words does a command understand?
+"""Flags shared by the commands: sampling parameters, remote server, engine."""
 
-`minivllm complete` and `minivllm chat` take the same flags: how tokens are drawn, which engine is
-started here, or which server is asked instead.
-"""
-
-# Generated from nbs/commands/flags.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6389eff6cde6 module=0553bf5d82f0
+# Generated from nbs/commands/flags.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -15,13 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "add_remote_arguments",
-    "add_sampling_arguments",
-    "connect",
-    "request_fields",
-    "sampling_params_from",
+    "add_remote_arguments", "add_sampling_arguments", "connect", "request_fields", "sampling_params_from",
     "say_loading",
-]
+]  # fmt: skip
 
 
 # %% nbs/commands/flags.ipynb #add_sampling_arguments

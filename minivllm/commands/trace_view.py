@@ -1,11 +1,6 @@
-"""How is a recorded run opened?
+"""Command `minivllm trace view`: open a saved trace in the browser."""
 
-`minivllm trace view run.parquet` writes the page of a saved trace and opens it in the browser.
-"""
-
-# Generated from nbs/commands/trace_view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6c9edcb1a7ff module=657d6f8b2b16
+# Generated from nbs/commands/trace_view.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
-"""Whose clock?
+"""Clock protocol with a wall clock and a virtual clock."""
 
-Why does the scheduler not simply ask what time it is?
-"""
-
-# Generated from nbs/core/clock.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d814ff8e6102 module=b0dd42c71bea
+# Generated from nbs/core/clock.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
@@ -42,9 +38,9 @@ class VirtualClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move forward. Raises ValueError for a negative step."""
-        if seconds < 0:
-            raise ValueError(f"a clock cannot go back: advance({seconds})")
+        """Move forward. Raises ValueError for a step that is negative or not finite."""
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"a clock can only go forward, by a finite time: advance({seconds})")
         self._now += seconds
 
     def advance_to(self, moment: float) -> None:

@@ -1,11 +1,6 @@
-"""Settings, and why they are what they are.
+"""Engine configuration: frozen dataclasses, and `resolve` that chooses defaults and says why."""
 
-What did the engine choose, and why?
-"""
-
-# Generated from nbs/core/config.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e8909267d115 module=5b8863f26297
+# Generated from nbs/core/config.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -16,26 +11,10 @@ from math import gcd
 from typing import Any, Literal, get_args
 
 __all__ = [
-    "GROUP_SIZES",
-    "KV_CACHE_DTYPES",
-    "QUANTIZATIONS",
-    "WEIGHT_BITS",
-    "AttentionKind",
-    "CacheConfig",
-    "Decision",
-    "EngineArgs",
-    "EngineConfig",
-    "KVCacheConfig",
-    "KVCacheGroup",
-    "KVCacheSpec",
-    "MachineFacts",
-    "ModelFacts",
-    "SchedulerConfig",
-    "choose_dtype",
-    "choose_num_blocks",
-    "make_kv_cache_groups",
-    "resolve",
-]
+    "GROUP_SIZES", "KV_CACHE_DTYPES", "QUANTIZATIONS", "WEIGHT_BITS", "AttentionKind", "CacheConfig",
+    "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup", "KVCacheSpec", "MachineFacts",
+    "ModelFacts", "SchedulerConfig", "choose_dtype", "make_kv_cache_groups", "resolve",
+]  # fmt: skip
 
 
 # %% nbs/core/config.ipynb #KVCacheSpec

@@ -1,11 +1,6 @@
-"""Events, and the state they rebuild.
+"""The events of a trace: their schema, the state that they rebuild, and the fold."""
 
-What must be written down so that every state of the engine can be had again?
-"""
-
-# Generated from nbs/core/events.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a6773256a4d7 module=92180be7a00a
+# Generated from nbs/core/events.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -15,20 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = [
-    "EVENTS",
-    "SCHEMA",
-    "TRACE_VERSION",
-    "Event",
-    "EventReader",
-    "Fold",
-    "FoldReader",
-    "Recording",
-    "RequestSnapshot",
-    "State",
-    "TraceHeader",
-    "named",
-    "read",
-]
+    "EVENTS", "SCHEMA", "TRACE_VERSION", "Event", "EventReader", "Fold", "FoldReader", "Recording",
+    "RequestSnapshot", "State", "TraceHeader", "named", "read",
+]  # fmt: skip
 
 
 # %% nbs/core/events.ipynb #schema
@@ -58,6 +42,7 @@ SCHEMA = {
         "chunk": "request num_tokens wanted reason",
         "order": "requests policy",
         "policy_error": "message",
+        "note": "label value policy",
     }.items()
 }
 _OPTIONAL = {"update": (None,)}
@@ -201,7 +186,7 @@ class Fold(EventReader):
     def _ignore(self, *fields: Any) -> None:
         pass
 
-    _on_attributes = _on_step = _on_wait = _on_chunk = _on_order = _on_policy_error = _ignore
+    _on_attributes = _on_step = _on_wait = _on_chunk = _on_note = _on_order = _on_policy_error = _ignore
 
     # %% nbs/core/events.ipynb #Fold-requests
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:

@@ -1,11 +1,6 @@
-"""The KV cache manager.
+"""KV cache manager: block tables per cache group, prefix hits, allocation of slots."""
 
-Does this request fit, and where do its tokens go?
-"""
-
-# Generated from nbs/core/kv_cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7fe2f5ef709b module=5056950e4f68
+# Generated from nbs/core/kv_cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from minivllm.core.config import CacheConfig, KVCacheConfig, KVCacheSpec
 from minivllm.core.prefix import extend_block_hashes, make_prefix_index
 from minivllm.core.request import Request
 
-__all__ = ["CacheHit", "KVCacheManager", "PrefixCacheStats", "SingleTypeKVCacheManager", "num_skipped_tokens"]
+__all__ = ["CacheHit", "KVCacheManager", "SingleTypeKVCacheManager", "num_skipped_tokens"]
 
 
 # %% nbs/core/kv_cache.ipynb #num_skipped_tokens
@@ -42,7 +37,7 @@ class SingleTypeKVCacheManager:
     """Block tables of one KV cache group, and the index of its cached blocks."""
 
     def __init__(self, group: int, spec: KVCacheSpec, pool: BlockPool, index: str) -> None:
-        self.group, self.spec, self.pool = group, spec, pool
+        self.group, self.spec, self.block_pool = group, spec, pool
         self.block_size = spec.block_size
         self.index = make_prefix_index(index, spec.block_size)
         self.tables: dict[str, list[KVCacheBlock]] = {}
@@ -74,7 +69,7 @@ class SingleTypeKVCacheManager:
             if run_start <= num_skipped_tokens(self.spec, n * self.block_size) // self.block_size:
                 best = n
         needed = num_skipped_tokens(self.spec, best * self.block_size) // self.block_size
-        return [block if i >= needed and block else self.pool.null_block for i, block in enumerate(found[:best])]
+        return [block if i >= needed and block else self.block_pool.null_block for i, block in enumerate(found[:best])]
 
     # %% nbs/core/kv_cache.ipynb #GroupManager-name_full_blocks
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
@@ -87,13 +82,17 @@ class SingleTypeKVCacheManager:
         named = []
         for i in range(start, end):
             block = table[i]
-            if block.block_hash is None and block is not self.pool.null_block and self.index.insert(request, i, block):
+            if (
+                block.block_hash is None
+                and block is not self.block_pool.null_block
+                and self.index.insert(request, i, block)
+            ):
                 block.block_hash, block.depth, block.group = hashes[i], i, self.group
                 named.append(i)
         self.num_named[request_id] = end
-        if named and self.pool.trace is not None:
+        if named and self.block_pool.trace is not None:
             ids, names = [table[i].block_id for i in named], [hashes[i] for i in named]
-            self.pool.trace(("cache", request_id, self.group, tuple(named), tuple(ids), tuple(names)))
+            self.block_pool.trace(("cache", request_id, self.group, tuple(named), tuple(ids), tuple(names)))
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Free the blocks that the window has left behind."""
@@ -103,14 +102,14 @@ class SingleTypeKVCacheManager:
         end = min(end, len(table))
         if end <= start:
             return
-        dropped, null = table[start:end], self.pool.null_block
+        dropped, null = table[start:end], self.block_pool.null_block
         table[start:end] = [null] * (end - start)
         self.num_dropped[request_id] = end
         dropped = [block for block in reversed(dropped) if block is not null]
         if dropped:
-            if self.pool.trace is not None:
-                self.pool.trace(("skip", request_id, self.group, start, end, tuple(b.block_id for b in dropped)))
-            self.pool.free(dropped)
+            if self.block_pool.trace is not None:
+                self.block_pool.trace(("skip", request_id, self.group, start, end, tuple(b.block_id for b in dropped)))
+            self.block_pool.free(dropped)
 
 
 # %% nbs/core/kv_cache.ipynb #PrefixCacheStats
@@ -157,10 +156,10 @@ class KVCacheManager:
     def __init__(self, cache: CacheConfig, kv_cache: KVCacheConfig | None = None, max_step_tokens: int = 2048) -> None:
         specs = [group.spec for group in kv_cache.groups] if kv_cache else [KVCacheSpec("full", cache.block_size, 1, 1)]
         self.config, self.block_size, self.max_step_tokens = cache, cache.block_size, max_step_tokens
-        self.pool = BlockPool(cache.num_gpu_blocks, self._forget)
+        self.block_pool = BlockPool(cache.num_gpu_blocks, self._forget)
         self.cpu_pool = BlockPool(cache.num_cpu_blocks + 1) if cache.num_cpu_blocks else None
         self.groups = [
-            SingleTypeKVCacheManager(i, spec, self.pool, cache.prefix_cache_index) for i, spec in enumerate(specs)
+            SingleTypeKVCacheManager(i, spec, self.block_pool, cache.prefix_cache_index) for i, spec in enumerate(specs)
         ]
         self.stats = PrefixCacheStats()
         self.swapped: dict[str, tuple[list[KVCacheBlock], ...]] = {}
@@ -172,11 +171,11 @@ class KVCacheManager:
     @property
     def trace(self) -> Callable[[tuple[Any, ...]], None] | None:
         """Where events go, or None."""
-        return self.pool.trace
+        return self.block_pool.trace
 
     @trace.setter
     def trace(self, trace: Callable[[tuple[Any, ...]], None] | None) -> None:
-        self.pool.trace = trace
+        self.block_pool.trace = trace
 
     # %% nbs/core/kv_cache.ipynb #KVCacheManager-get_computed_blocks
     def get_computed_blocks(self, request: Request) -> CacheHit:
@@ -228,7 +227,7 @@ class KVCacheManager:
         Returns:
             The new block ids per group (with those of the hit), or None if there are not enough free blocks.
         """
-        request_id, pool = request.request_id, self.pool
+        request_id, pool = request.request_id, self.block_pool
         if hit:
             computed, held = hit.num_tokens, [len(table) for table in hit.tables]
         else:
@@ -250,7 +249,7 @@ class KVCacheManager:
         if hit:
             self._open(request_id, hit)
         try:
-            new = pool.allocate(num_new) if num_new else []
+            new = pool.get_new_blocks(num_new) if num_new else []
         except BaseException:  # an eviction policy may raise anything
             if hit:
                 self.free(request)
@@ -262,10 +261,10 @@ class KVCacheManager:
         for group, table in zip(self.groups, hit.tables, strict=True):
             group.tables[request_id] = list(table)
             group.num_named[request_id] = len(table)
-            group.num_dropped[request_id] = sum(block is self.pool.null_block for block in table)
+            group.num_dropped[request_id] = sum(block is self.block_pool.null_block for block in table)
             if table and self.trace is not None:
                 self.trace(("hit", request_id, group.group, tuple(block.block_id for block in table)))
-            self.pool.touch(table)
+            self.block_pool.touch(table)
 
     def _extend(
         self, request: Request, total: int, counts: list[int], new: list[KVCacheBlock], opened: bool
@@ -295,11 +294,11 @@ class KVCacheManager:
             if self.config.enable_prefix_caching:
                 group.cache_full_blocks(request, min(request.num_computed_tokens, len(table) * self.block_size))
             del group.tables[request_id], group.num_named[request_id], group.num_dropped[request_id]
-            null = self.pool.null_block
+            null = self.block_pool.null_block
             blocks = [block for block in reversed(table) if block is not null]
             if self.trace is not None:
                 self.trace(("free", request_id, group.group, tuple(block.block_id for block in blocks)))
-            self.pool.free(blocks)
+            self.block_pool.free(blocks)
         request.capacity = 0
         self._free_cpu(request_id)
 
@@ -324,7 +323,7 @@ class KVCacheManager:
         blocks = [block for table in tables for block in table[:used] if block.block_id]
         if pool is None or len(blocks) > pool.num_free:
             return None
-        copies = iter(pool.allocate(len(blocks)))
+        copies = iter(pool.get_new_blocks(len(blocks)))
         cpu = tuple([next(copies) if b.block_id else pool.null_block for b in table[:used]] for table in tables)
         pairs = tuple(
             (b.block_id, c.block_id)
@@ -351,9 +350,9 @@ class KVCacheManager:
         needed = sum(bool(block.block_id) for table in cpu for block in table)
         total = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
         growth = sum(max(0, total - len(table)) for table in cpu)
-        if needed + growth + keep_free > self.pool.num_free:
+        if needed + growth + keep_free > self.block_pool.num_free:
             return None
-        new, null, pairs = iter(self.pool.allocate(needed)), self.pool.null_block, []
+        new, null, pairs = iter(self.block_pool.get_new_blocks(needed)), self.block_pool.null_block, []
         for group, copies in zip(self.groups, cpu, strict=True):
             table = [next(new) if copy.block_id else null for copy in copies]
             pairs += [(c.block_id, b.block_id) for c, b in zip(copies, table, strict=True) if c.block_id]
@@ -381,10 +380,10 @@ class KVCacheManager:
         """Forget the content of every block, also of those in use (they go on being used). Returns how many were forgotten."""
         for group in self.groups:
             group.index.clear()
-        named = [block for block in self.pool.blocks if block.block_hash is not None]
+        named = [block for block in self.block_pool.blocks if block.block_hash is not None]
         for block in named:
             block.block_hash = None
-        self.pool.num_cached_free = 0
+        self.block_pool.num_cached_free = 0
         if self.trace is not None:
             self.trace(("reset",))
         return len(named)

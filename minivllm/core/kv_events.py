@@ -1,11 +1,6 @@
-"""Telling others what is cached.
+"""KV cache events for routers: blocks stored, removed, cleared."""
 
-How does a router know which of its engines already holds a prefix?
-"""
-
-# Generated from nbs/core/kv_events.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=80e6ea576971 module=e5067d39f672
+# Generated from nbs/core/kv_events.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from minivllm.core.events import Event
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEventTap", "kv_events"]
+__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEventTap"]
 
 
 # %% nbs/core/kv_events.ipynb #BlockStored

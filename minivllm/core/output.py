@@ -1,11 +1,6 @@
-"""A decision is a value.
+"""What scheduler, model runner and engine core exchange in a step."""
 
-What passes between the scheduler and the thing that runs the model?
-"""
-
-# Generated from nbs/core/output.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=9b300f68a53c module=e5efac0f15ce
+# Generated from nbs/core/output.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

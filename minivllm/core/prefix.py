@@ -1,11 +1,6 @@
-"""When are two blocks the same?
+"""Block hashes and prefix indexes: hash table and radix tree."""
 
-A thousand users ask questions about the same document.
-"""
-
-# Generated from nbs/core/prefix.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=70e6e44d6fe6 module=1cca136b2a0d
+# Generated from nbs/core/prefix.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -17,15 +12,7 @@ from typing import Protocol
 from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.request import Request
 
-__all__ = [
-    "HashIndex",
-    "PrefixIndex",
-    "RadixIndex",
-    "extend_block_hashes",
-    "hash_block",
-    "make_prefix_index",
-    "root_hash",
-]
+__all__ = ["HashIndex", "RadixIndex", "extend_block_hashes", "hash_block", "make_prefix_index", "root_hash"]
 
 
 # %% nbs/core/prefix.ipynb #hash_block

@@ -1,11 +1,6 @@
-"""A request, and how far it has come.
+"""Request state: token ids, status, progress counters, finish reason."""
 
-What does the engine need to know about one request in order to schedule it?
-"""
-
-# Generated from nbs/core/request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2083e84f9562 module=ac3bd9bcf104
+# Generated from nbs/core/request.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""The scheduler: one budget, one dictionary.
+"""Continuous batching scheduler: token budget, chunked prefill, admission, preemption."""
 
-Which tokens are computed in the next step?
-"""
-
-# Generated from nbs/core/scheduler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1a81f8191041 module=e0c137db0a7c
+# Generated from nbs/core/scheduler.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -20,11 +15,21 @@ from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
 from minivllm.core.events import RequestSnapshot, State, TraceHeader
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from minivllm.core.policy import FCFS, Policy, PolicyError, PolicyGuard, Priority, SchedulerView, arguments_of
+from minivllm.core.policy import (
+    FCFS,
+    Listener,
+    Policy,
+    PolicyError,
+    PolicyGuard,
+    Priority,
+    SchedulerView,
+    Served,
+    arguments_of,
+)
 from minivllm.core.request import FinishReason, Request, RequestStatus
 from minivllm.core.trace import Trace
 
-__all__ = ["Preemption", "Recompute", "Scheduler", "Swap", "WaitingQueue"]
+__all__ = ["Preemption", "Recompute", "Scheduler", "Swap"]
 
 
 # %% nbs/core/scheduler.ipynb #WaitingQueue
@@ -128,12 +133,12 @@ class Scheduler:
         policy: answers to the questions of taste; None for the one that `config.policy` names.
         preemption: `Recompute()` or `Swap(n)`; None takes `Swap` if `cache.num_cpu_blocks` is given.
         clock: where the time comes from.
-        policy_timeout: seconds that a policy's hook may take.
+        policy_timeout: seconds that a policy's answer may take; 0 for no limit, and no thread that watches.
 
     Attributes:
         requests: unfinished requests by id.
         waiting, running: the queues.
-        kv: the KV cache manager.
+        kv_cache_manager: the KV cache manager.
         trace: None, or a function that takes an event (see `record` and `subscribe`).
     """
 
@@ -153,7 +158,7 @@ class Scheduler:
         self.config, self.cache, self.kv_cache = config, cache, kv_cache
         self.preemption = preemption or (Swap(cache.num_cpu_blocks) if cache.num_cpu_blocks else Recompute())
         self.clock = clock or WallClock()
-        self.kv = KVCacheManager(cache, kv_cache, config.max_num_batched_tokens)
+        self.kv_cache_manager = KVCacheManager(cache, kv_cache, config.max_num_batched_tokens)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.trace: Callable[[tuple[Any, ...]], None] | None = None
@@ -162,25 +167,28 @@ class Scheduler:
         self._arrivals = 0
         self._overtaken = 0
         self._idle_steps = 0
-        self._served: dict[str | None, int] = {}
+        self._served: dict[str | None, Served] = {}
+        self._listener: Listener | None = None
+        self._needed_by: Request | None = None
         self._finished: list[str] = []
         self._newest_result = -1
         self._ended_in_flight: dict[str, int] = {}
         self._draft = _Draft.empty()
         self._last_wait: tuple[Any, ...] | None = None
-        self._sinks: list[Callable[[tuple[Any, ...]], None]] = []
+        self._sinks: dict[Callable[[tuple[Any, ...]], None], bool] = {}
         self._recorder: Callable[[tuple[Any, ...]], None] | None = None
         self._policy_timeout = policy_timeout
         self.waiting = WaitingQueue()
         self.set_policy(policy or (Priority() if config.policy == "priority" else FCFS()))
         self.max_model_len = self._longest_request()
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-_longest_request
     def _longest_request(self) -> int:
         """The most tokens of one request that blocks can hold, at most `max_model_len`."""
         low, high = 0, self.config.max_model_len
         while low < high:
             middle = (low + high + 1) // 2
-            if self.kv.blocks_ever_needed(middle) <= self.kv.pool.num_blocks:
+            if self.kv_cache_manager.blocks_ever_needed(middle) <= self.kv_cache_manager.block_pool.num_blocks:
                 low = middle
             else:
                 high = middle - 1
@@ -194,38 +202,49 @@ class Scheduler:
     # %% nbs/core/scheduler.ipynb #Scheduler-set_policy
     def set_policy(self, policy: Policy) -> None:
         """Use another policy from the next step on."""
-        self._guard = PolicyGuard(policy, self._policy_timeout)
-        queue = WaitingQueue(self._guard if self._guard.has_key and not self._guard.has_order else None)
+        guard = PolicyGuard(policy, self._policy_timeout)
+        guard.start(self.requests, self.kv_cache_manager.block_pool, self.cache.block_size)
+        if self._listener is not None:
+            self.unsubscribe(self._listener.note)
+        self._guard, self._listener = guard, guard.listener
+        if self._listener is not None:
+            self.subscribe(self._listener.note)
+        queue = WaitingQueue(guard if guard.has_key else None)
         for request in self.waiting:
             queue.add(request)
         self.waiting = queue
-        evict = (lambda blocks: self._guard.evict(blocks, self._view(0))) if self._guard.has_evict else None
-        self.kv.pool.choose_victim = evict
+        guard.choose_victims(self.kv_cache_manager.block_pool, lambda: self._view(self._draft.budget))
 
-    def _served_tokens(self) -> dict[str | None, int]:
-        """Tokens scheduled for each user. Counted when somebody asks, so that a step need not count."""
-        served = dict(self._served)
+    def _served_tokens(self) -> dict[str | None, Served]:
+        """What each user has got. Counted when a policy asks, so that a step need not count."""
+        before = dict(self._served)
         for request in self.running:
-            served[request.user] = served.get(request.user, 0) + request.num_computed_tokens
+            self._keep_account(request, 1)
+        served, self._served = self._served, before
         return served
 
-    def _keep_account(self, request: Request, tokens: int) -> None:
-        """Note what a request had when it started to run (less), or has when it stops (more)."""
-        self._served[request.user] = self._served.get(request.user, 0) + tokens
+    def _keep_account(self, request: Request, sign: int) -> None:
+        """Note what a request had when it started to run (sign -1), or has when it stops (1)."""
+        prompt, output = self._served.get(request.user, Served())
+        computed = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._served[request.user] = Served(prompt + sign * computed, output + sign * request.num_output_tokens)
 
     def _view(self, budget: int) -> SchedulerView:
         return SchedulerView(
-            self.kv.cached_tokens,
-            self._served_tokens,
+            self.kv_cache_manager,
             step=self.step,
             now=self.clock.now(),
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_free_blocks=self.kv.pool.num_free,
-            num_blocks=self.kv.pool.num_blocks,
-            block_size=self.cache.block_size,
             budget=budget,
+            num_waiting=len(self.waiting),
+            running=self.running,
+            needed_by=self._needed_by,
+            served=self._served_tokens,
+            note=self._note,
         )
+
+    def _note(self, label: str, value: Any) -> None:
+        if self.trace is not None:
+            self.trace(("note", label, value, self.policy.name))
 
     # %% nbs/core/scheduler.ipynb #Scheduler-add_request
     def add_request(self, request: Request) -> None:
@@ -264,7 +283,7 @@ class Scheduler:
         trace, draft = self.trace, self._draft
         if trace is not None:
             trace(("step", self.step, self.clock.now()))
-        self.kv.pool.step = self.step
+        self.kv_cache_manager.block_pool.step = self.step
         draft.budget = self.config.max_num_batched_tokens
         try:
             self._fill(draft)
@@ -291,7 +310,10 @@ class Scheduler:
         self.step += 1
         return output
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-_fill
     def _fill(self, draft: _Draft) -> None:
+        if self._listener is not None:
+            self._guard.tell()
         preempted_before = len(draft.preempted)
         self._schedule_running(draft)
         if self.waiting:
@@ -369,8 +391,9 @@ class Scheduler:
     # %% nbs/core/scheduler.ipynb #Scheduler-_make_room
     def _make_room(self, request: Request, n: int, draft: _Draft) -> bool:
         """Allocate for `n` more tokens; False if the request had to give way itself."""
+        self._needed_by = request
         while True:
-            new = self.kv.allocate_slots(request, n)
+            new = self.kv_cache_manager.allocate_slots(request, n)
             if new is not None:
                 if any(new):
                     self._note_blocks(request.request_id, new, draft)
@@ -397,17 +420,22 @@ class Scheduler:
         candidates = [r for r in self.running if r.num_preemptions < limit] or self.running[-1:]
         return self._guard.victim(candidates, self._view(draft.budget))
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-_preempt
     def _preempt(self, victim: Request, needed_by: Request, draft: _Draft) -> None:
         """Take a running request's blocks away and let it wait in front."""
         request_id = victim.request_id
         n = draft.scheduled.pop(request_id, 0)
         draft.budget += n
         victim.num_computed_tokens -= n
-        self._keep_account(victim, victim.num_computed_tokens)
+        self._keep_account(victim, 1)
         self.running.remove(victim)
-        pairs = self.kv.swap_out(victim) if isinstance(self.preemption, Swap) and victim.num_computed_tokens else None
+        pairs = (
+            self.kv_cache_manager.swap_out(victim)
+            if isinstance(self.preemption, Swap) and victim.num_computed_tokens
+            else None
+        )
         if pairs is None:
-            self.kv.free(victim)
+            self.kv_cache_manager.free(victim)
             victim.num_computed_tokens = 0
             victim.status = RequestStatus.PREEMPTED
         else:
@@ -440,14 +468,23 @@ class Scheduler:
             while self.waiting and draft.budget:
                 yield self._next_in_line(self.waiting.first())
             return
-        ordered = self._guard.order(list(self.waiting), self._view(draft.budget))
-        if self.trace is not None:
-            self.trace(("order", tuple(request.request_id for request in ordered), self.policy.name))
-        for request in ordered:
+        while self.policy.order_per_admission and self.waiting and draft.budget:
+            yield self._next_in_line(self._ordered(draft)[0])
+        if self.policy.order_per_admission:
+            return
+        for request in self._ordered(draft):
             if not draft.budget:
                 return
             while request in self.waiting:
                 yield self._next_in_line(request)
+
+    def _ordered(self, draft: _Draft) -> list[Request]:
+        """The waiting requests in the policy's order."""
+        self._needed_by = None
+        ordered = self._guard.order(list(self.waiting), self._view(draft.budget))
+        if self.trace is not None:
+            self.trace(("order", tuple(request.request_id for request in ordered), self.policy.name))
+        return ordered
 
     def _next_in_line(self, preferred: Request) -> Request:
         """The preferred request, unless the oldest has been overtaken too often."""
@@ -465,7 +502,7 @@ class Scheduler:
     # %% nbs/core/scheduler.ipynb #Scheduler-_admit
     def _admit(self, request: Request, draft: _Draft) -> str | None:
         """Start one waiting request; the reason if it cannot start now."""
-        config = self.config
+        config, self._needed_by = self.config, request
         if len(self.running) >= config.max_num_seqs:
             return "max_num_seqs"
         if config.max_num_partial_prefills is not None:
@@ -474,7 +511,7 @@ class Scheduler:
                 return "max_num_partial_prefills"
         if request.status is RequestStatus.SWAPPED:
             return self._admit_swapped(request, draft)
-        hit = self.kv.get_computed_blocks(request)
+        hit = self.kv_cache_manager.get_computed_blocks(request)
         n = wanted = request.num_tokens - hit.num_tokens
         n = self._cap(request, n, draft.budget, config.long_prefill_token_threshold, self._guard.has_chunk)
         if n == 0:
@@ -482,10 +519,10 @@ class Scheduler:
         if n < wanted and not config.enable_chunked_prefill:
             return "no_chunked_prefill"
         reserve = request.num_tokens if config.scheduler_reserve_full_isl else 0
-        blocks = self.kv.allocate_slots(request, n, hit, self._keep_free(), reserve)
+        blocks = self.kv_cache_manager.allocate_slots(request, n, hit, self._keep_free(), reserve)
         if blocks is None:
             return "no_blocks"
-        self.kv.count_lookup(request, hit)
+        self.kv_cache_manager.count_lookup(request, hit)
         request.num_computed_tokens = hit.num_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = hit.num_tokens
@@ -494,19 +531,19 @@ class Scheduler:
 
     def _keep_free(self) -> int:
         """Blocks that an admission must leave free, so that running requests can grow; none when nobody runs."""
-        return int(self.cache.watermark * self.kv.pool.num_blocks) if self.running else 0
+        return int(self.cache.watermark * self.kv_cache_manager.block_pool.num_blocks) if self.running else 0
 
     def _admit_swapped(self, request: Request, draft: _Draft) -> str | None:
         n = self._cap(request, request.num_tokens - request.num_computed_tokens, draft.budget,
                       self.config.long_prefill_token_threshold, self._guard.has_chunk)  # fmt: skip
         if n == 0:
             return "policy"
-        taken = self.kv.swap_in(request, n, self._keep_free())
+        taken = self.kv_cache_manager.swap_in(request, n, self._keep_free())
         if taken is None:
             return "no_blocks"
         pairs, blocks = taken
         draft.swap_in.extend(pairs)
-        more = self.kv.allocate_slots(request, n)
+        more = self.kv_cache_manager.allocate_slots(request, n)
         assert more is not None, "swap_in left room for these blocks"
         self._start(request, n, tuple(old + new for old, new in zip(blocks, more, strict=True)), draft)
         return None
@@ -529,13 +566,13 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             lora_name=request.lora_name,
         )
-        self._keep_account(request, -request.num_computed_tokens)
+        self._keep_account(request, -1)
         draft.scheduled[request.request_id] = n
         request.num_computed_tokens += n
         draft.budget -= n
 
     # %% nbs/core/scheduler.ipynb #Scheduler-update
-    def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take in what a step produced.
 
         The next step may have been decided before (async scheduling): then a request that ends here is in that step in vain.
@@ -581,8 +618,11 @@ class Scheduler:
         if ended:
             gone = {id(request) for request in ended}
             self.running = [request for request in self.running if id(request) not in gone]
+        if self._listener is not None:
+            self._guard.tell_late()
         return outputs
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-_drop_late
     def _drop_late(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Forget what a step brings to requests that ended while it ran: their ids may be in use again."""
         for request_id, last in list(self._ended_in_flight.items()):
@@ -617,9 +657,9 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         """Give everything back. The caller takes the request out of its queue."""
         if request.status is RequestStatus.RUNNING:
-            self._keep_account(request, request.num_computed_tokens)
+            self._keep_account(request, 1)
         request.status = RequestStatus.FINISHED
-        self.kv.free(request)
+        self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
         self._finished.append(request.request_id)
         if self._newest_result < self.step - 1:
@@ -657,14 +697,14 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached content. Returns the number of blocks forgotten."""
-        return self.kv.reset_prefix_cache()
+        return self.kv_cache_manager.reset_prefix_cache()
 
     # %% nbs/core/scheduler.ipynb #Scheduler-state
     def state(self) -> State:
         """The live state as plain data."""
-        pool, cpu = self.kv.pool, self.kv.cpu_pool
+        pool, cpu = self.kv_cache_manager.block_pool, self.kv_cache_manager.cpu_pool
         state = State(
-            num_groups=len(self.kv.groups),
+            num_groups=len(self.kv_cache_manager.groups),
             requests={},
             waiting=[request.request_id for request in self.waiting],
             running=[request.request_id for request in self.running],
@@ -674,9 +714,15 @@ class Scheduler:
             cpu_free=[block.block_id for block in cpu.free_queue] if cpu else [],
         )
         for request_id, r in self.requests.items():
-            held = request_id in self.kv.groups[0].tables
-            tables = [list(ids) for ids in self.kv.get_block_ids(request_id)] if held else [[] for _ in self.kv.groups]
-            copies = [b.block_id for table in self.kv.swapped.get(request_id, ()) for b in table if b.block_id]
+            held = request_id in self.kv_cache_manager.groups[0].tables
+            tables = (
+                [list(ids) for ids in self.kv_cache_manager.get_block_ids(request_id)]
+                if held
+                else [[] for _ in self.kv_cache_manager.groups]
+            )
+            copies = [
+                b.block_id for table in self.kv_cache_manager.swapped.get(request_id, ()) for b in table if b.block_id
+            ]
             state.requests[request_id] = RequestSnapshot(
                 r.status.name,
                 r.num_prompt_tokens,
@@ -688,6 +734,7 @@ class Scheduler:
             )
         return state
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-record
     def record(self) -> Trace:
         """Start a new trace from the present state. Ends with `stop_recording`, or with the next `record`."""
         self.stop_recording()
@@ -695,7 +742,7 @@ class Scheduler:
         header = TraceHeader(
             block_size=self.cache.block_size,
             num_blocks=self.cache.num_gpu_blocks,
-            num_groups=len(self.kv.groups),
+            num_groups=len(self.kv_cache_manager.groups),
             num_cpu_blocks=self.cache.num_cpu_blocks,
             policy=self.policy.name,
             settings=settings,
@@ -723,25 +770,20 @@ class Scheduler:
             self.unsubscribe(self._recorder)
             self._recorder = None
 
-    def subscribe(self, sink: Callable[[tuple[Any, ...]], None]) -> None:
-        """Send every event to `sink` from now on. It must be quick and must not raise."""
-        self._sinks.append(sink)
+    # %% nbs/core/scheduler.ipynb #Scheduler-subscribe
+    def subscribe(self, sink: Callable[[tuple[Any, ...]], None], blocks: bool = True) -> None:
+        """Send every event to `sink` from now on; with `blocks` also those of blocks. It must be quick and must not raise."""
+        self._sinks[sink] = blocks
         self._connect()
 
     def unsubscribe(self, sink: Callable[[tuple[Any, ...]], None]) -> None:
-        """Stop sending events to `sink`. Raises ValueError if it was not subscribed."""
-        self._sinks.remove(sink)
+        """Stop sending events to `sink`. Raises KeyError if it was not subscribed."""
+        del self._sinks[sink]
         self._connect()
 
     def _connect(self) -> None:
-        """Nobody listens: None, which costs least. One: itself. More: a function that tells them all."""
-        sinks = tuple(self._sinks)
-
-        def tell_all(event: tuple[Any, ...]) -> None:
-            for sink in sinks:
-                sink(event)
-
-        self.trace = self.kv.trace = None if not sinks else sinks[0] if len(sinks) == 1 else tell_all
+        self.trace = _to_all(self._sinks)
+        self.kv_cache_manager.trace = _to_all(sink for sink, blocks in self._sinks.items() if blocks)
 
 
 # %% nbs/core/scheduler.ipynb #Scheduler-add_request
@@ -761,3 +803,15 @@ def _attributes(r: Request) -> dict[str, Any]:
         "skip_reading_prefix_cache": r.skip_reading_prefix_cache,
     }
     return {name: value for name, value in rare.items() if value not in (None, (), False)}
+
+
+# %% nbs/core/scheduler.ipynb #Scheduler-subscribe
+def _to_all(sinks: Iterable[Callable[[tuple[Any, ...]], None]]) -> Callable[[tuple[Any, ...]], None] | None:
+    """No sink: None, which costs least. One: itself. More: a function that calls them all."""
+    sinks = tuple(sinks)
+
+    def tell_all(event: tuple[Any, ...]) -> None:
+        for sink in sinks:
+            sink(event)
+
+    return None if not sinks else sinks[0] if len(sinks) == 1 else tell_all

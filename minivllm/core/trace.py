@@ -1,11 +1,6 @@
-"""The trace: every change, in order.
+"""Trace of scheduler events: recording, state at any step, invariants."""
 
-What did the engine do in step 312, and why?
-"""
-
-# Generated from nbs/core/trace.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=03243be41877 module=7f12f09cc761
+# Generated from nbs/core/trace.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

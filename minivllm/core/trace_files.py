@@ -1,11 +1,6 @@
-"""A trace as a file.
+"""Trace files: Parquet and JSON lines, and export to Perfetto."""
 
-How does a run travel to another notebook, another machine, another tool?
-"""
-
-# Generated from nbs/core/trace_files.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=343a36253e29 module=aa9cd1f20b46
+# Generated from nbs/core/trace_files.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -18,7 +13,9 @@ from typing import Any
 from minivllm.core.events import TRACE_VERSION, Event, Recording, RequestSnapshot, State, TraceHeader
 from minivllm.core.trace_tables import tables
 
-__all__ = ["TraceFileError", "decode_event", "encode_event", "load", "perfetto_events", "save", "save_perfetto"]
+__all__ = [
+    "TraceFileError", "decode_event", "encode_event", "load", "perfetto_events", "save", "save_perfetto",
+]  # fmt: skip
 
 
 # %% nbs/core/trace_files.ipynb #TraceFileError

@@ -1,11 +1,6 @@
-"""A trace as tables.
+"""Trace as pandas tables: steps, requests, blocks, tokens, decisions."""
 
-How long did each request wait, and how full was the cache meanwhile?
-"""
-
-# Generated from nbs/core/trace_tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b80993c4f18a module=d853cbae3be1
+# Generated from nbs/core/trace_tables.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

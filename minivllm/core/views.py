@@ -1,11 +1,6 @@
-"""Where pictures come from.
+"""Where the core asks for the views, which stand above it."""
 
-How does the core draw a run, if nothing in it may know how to draw?
-"""
-
-# Generated from nbs/core/views.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=04a281cc0aa4 module=4bf3fcbd2510
+# Generated from nbs/core/views.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any

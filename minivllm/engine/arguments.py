@@ -1,11 +1,6 @@
-"""How does a flag become a setting?
+"""Command-line flags and YAML config files for EngineArgs."""
 
-Every command that starts an engine takes the same flags.
-"""
-
-# Generated from nbs/engine/arguments.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=51e739c45c07 module=edda9a1e716a
+# Generated from nbs/engine/arguments.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import difflib

@@ -1,11 +1,6 @@
-"""Who waits for whom?
+"""Queue of scheduled steps whose results are still outstanding."""
 
-The engine's loop is: decide, carry out, take in.
-"""
-
-# Generated from nbs/engine/batch_queue.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6b257b96f173 module=2c9d0b1c8fcb
+# Generated from nbs/engine/batch_queue.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections import deque
 from collections.abc import Callable

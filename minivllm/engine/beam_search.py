@@ -1,12 +1,6 @@
-"""Can we find the most likely answer?
+"""Beam search over token continuations."""
 
-Greedy decoding takes the best token at every step, and may walk into a sentence that is unlikely as
-a whole.
-"""
-
-# Generated from nbs/engine/beam_search.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f0c493ebdceb module=6936cbf7feb0
+# Generated from nbs/engine/beam_search.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,14 +10,9 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling.params import BeamSearchParams, SamplingParams
 
 __all__ = [
-    "BeamSearchOutput",
-    "BeamSearchSequence",
-    "Beams",
-    "Generate",
-    "beam_search_output",
-    "num_candidates",
+    "BeamSearchOutput", "BeamSearchSequence", "Beams", "Generate", "beam_search_output", "num_candidates",
     "search_beams",
-]
+]  # fmt: skip
 
 
 # %% nbs/engine/beam_search.ipynb #BeamSearchSequence

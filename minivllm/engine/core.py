@@ -1,11 +1,6 @@
-"""Where is the engine's loop?
+"""EngineCore: the loop of schedule, execute, update over token ids."""
 
-Everything that vLLM is famous for happens in three lines: decide, carry out, take in.
-"""
-
-# Generated from nbs/engine/core.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=83f0072d7e0a module=83384f3f635f
+# Generated from nbs/engine/core.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -132,7 +127,7 @@ class EngineCore:
         except BaseException:
             self._give_up()
             raise
-        self._kept += self.scheduler.update(output, result)
+        self._kept += self.scheduler.update_from_output(output, result)
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
 
@@ -198,9 +193,9 @@ class EngineCore:
         return {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting) + (len(self.grammars) if self.grammars else 0),
-            "kv_cache_usage_perc": scheduler.kv.pool.usage,
-            "prefix_cache_queries": scheduler.kv.stats.query_tokens,
-            "prefix_cache_hits": scheduler.kv.stats.hit_tokens,
+            "kv_cache_usage_perc": scheduler.kv_cache_manager.block_pool.usage,
+            "prefix_cache_queries": scheduler.kv_cache_manager.stats.query_tokens,
+            "prefix_cache_hits": scheduler.kv_cache_manager.stats.hit_tokens,
             "num_preemptions": scheduler.num_preemptions,
             "num_steps": scheduler.step,
         }

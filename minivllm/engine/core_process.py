@@ -1,12 +1,6 @@
-"""What if the engine had a process of its own?
+"""EngineCore in a process of its own, and its client."""
 
-In a thread, the engine shares Python's global lock with the server: while one writes answers to
-sockets, the other cannot schedule.
-"""
-
-# Generated from nbs/engine/core_process.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a7523660729d module=bd7b1308518c
+# Generated from nbs/engine/core_process.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import logging
 import os
@@ -31,7 +25,7 @@ from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.sampling.grammar import GrammarCompiler
 
-__all__ = ["CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "connect_engine", "logger", "main"]
+__all__ = ["CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "connect_engine", "logger"]
 
 
 # %% nbs/engine/core_process.ipynb #EngineCoreProc

@@ -1,12 +1,6 @@
-"""Who waits for a grammar?
+"""Requests whose grammar is still being compiled."""
 
-A request for structured output needs a grammar, and compiling one takes from a millisecond to
-seconds.
-"""
-
-# Generated from nbs/engine/grammar_queue.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=40303747aab6 module=906e34f0117b
+# Generated from nbs/engine/grammar_queue.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Iterable
 from typing import Any

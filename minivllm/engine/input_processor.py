@@ -1,12 +1,6 @@
-"""What may come in, and what must be refused?
+"""Validation and tokenization of prompts into engine core requests."""
 
-The scheduler trusts its requests: token ids that exist, a prompt that fits, a pool that is big
-enough.
-"""
-
-# Generated from nbs/engine/input_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=544aae7c61ca module=bb3e78f66c09
+# Generated from nbs/engine/input_processor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import difflib
 from collections.abc import Sequence

@@ -1,12 +1,6 @@
-"""What if somebody presses Ctrl-C?
+"""Delays KeyboardInterrupt until the engine's state is consistent."""
 
-Python raises `KeyboardInterrupt` between any two bytecodes: also in the middle of the scheduler,
-with a block taken from the free list and not yet in a table.
-"""
-
-# Generated from nbs/engine/interrupt.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e570a7da5737 module=a53daed2c9eb
+# Generated from nbs/engine/interrupt.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import signal
 import threading

@@ -1,11 +1,6 @@
-"""KV events on the wire.
+"""Publishes KV cache events over ZeroMQ in vLLM's wire format."""
 
-How does a router in another process hear what this engine has cached?
-"""
-
-# Generated from nbs/engine/kv_publisher.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cdb70ddf3293 module=8a63174526ad
+# Generated from nbs/engine/kv_publisher.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""A whole engine behind three lines.
+"""LLM: offline inference for lists of prompts."""
 
-A first script should need a class, a list of prompts, and nothing else:
-"""
-
-# Generated from nbs/engine/llm.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7dbf1b3fa9c2 module=3ac919b49383
+# Generated from nbs/engine/llm.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import itertools
 from collections.abc import Sequence

@@ -1,11 +1,6 @@
-"""An engine that you can step.
+"""LLMEngine: synchronous engine, one step at a time."""
 
-`LLM.generate` hides the loop.
-"""
-
-# Generated from nbs/engine/llm_engine.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4a3033f7763e module=8c6ec2115569
+# Generated from nbs/engine/llm_engine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,11 +1,6 @@
-"""From sampled tokens to the answer that the caller sees.
+"""From engine core outputs to request outputs: detokenization, stop strings, logprobs."""
 
-The engine core speaks token ids.
-"""
-
-# Generated from nbs/engine/output_processor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bb5d22662349 module=1056447cb08a
+# Generated from nbs/engine/output_processor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +14,7 @@ from minivllm.engine.stop_strings import StopStrings, ends_in_loop
 from minivllm.sampling.params import RequestOutputKind, SamplingParams, best_indices
 from minivllm.sampling.pooling import PoolingParams
 
-__all__ = ["CompletionState", "OutputProcessor", "ProcessedOutputs", "RequestState"]
+__all__ = ["OutputProcessor", "ProcessedOutputs"]
 
 
 # %% nbs/engine/output_processor.ipynb #CompletionState

@@ -1,12 +1,6 @@
-"""What does a request give back?
+"""Output dataclasses: RequestOutput, CompletionOutput, metrics, embeddings."""
 
-Whoever calls the engine gets `RequestOutput` values: the prompt, and one `CompletionOutput` for
-each answer.
-"""
-
-# Generated from nbs/engine/outputs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=af2488365d99 module=d8277f84f97f
+# Generated from nbs/engine/outputs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,11 +1,6 @@
-"""How is a stop string found that no token contains?
+"""Stop strings found in streamed text, and detection of repeated patterns."""
 
-A user asks to stop at `"\\nUser:"`.
-"""
-
-# Generated from nbs/engine/stop_strings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=7fcd8fcd6227 module=ebd2dddb3a4d
+# Generated from nbs/engine/stop_strings.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,12 +1,6 @@
-"""Who pays for the first time?
+"""Runs a small batch before the first request, so that kernels are compiled and buffers exist."""
 
-The first request of an engine finds kernels that are not compiled, libraries that are not loaded,
-buffers that are not made.
-"""
-
-# Generated from nbs/engine/warm_up.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ae6b6daf2dbd module=358e5701ac57
+# Generated from nbs/engine/warm_up.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Iterator
 

@@ -1,11 +1,6 @@
-"""What may cross between processes?
+"""MessagePack encoding and a socket channel between engine processes."""
 
-An engine in a process of its own gets requests and gives back tokens, through a socket.
-"""
-
-# Generated from nbs/engine/wire.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cca6255aba1e module=fb2d0b6188bf
+# Generated from nbs/engine/wire.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import select
 import socket

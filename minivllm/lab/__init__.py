@@ -1,11 +1,6 @@
-"""The lab in one line.
+"""Workloads, simulation, replay, metrics: the lab's public names."""
 
-What the chapters built, under one name:
-"""
-
-# Generated from nbs/lab/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f5fa016b09db module=2644c6aea87c
+# Generated from nbs/lab/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from minivllm.lab.comparison import Diff, diff
 from minivllm.lab.cost import Constant, CostModel, Roofline

@@ -1,11 +1,6 @@
-"""Diff: where do two runs part, and why?
+"""Difference of two runs: per request, per step, first diverging decision."""
 
-Two averages say that one policy is better than another.
-"""
-
-# Generated from nbs/lab/comparison.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=db6a80d0bc73 module=2b776e8bce38
+# Generated from nbs/lab/comparison.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -17,7 +12,9 @@ from minivllm.core.events import Event
 from minivllm.core.trace import REASONS, Trace
 from minivllm.lab.simulation import Run, make_settings
 
-__all__ = ["COMPARED", "Diff", "Difference", "StepDecision", "decisions", "diff", "first_difference", "standing"]
+__all__ = [
+    "COMPARED", "Diff", "Difference", "StepDecision", "decisions", "diff", "first_difference", "standing",
+]  # fmt: skip
 
 
 # %% nbs/lab/comparison.ipynb #typing

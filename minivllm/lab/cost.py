@@ -1,11 +1,6 @@
-"""How long does a step take?
+"""Cost models of a step: constant, roofline, fitted to a recorded trace."""
 
-A simulation needs no model, but it needs to know how long the model would have taken.
-"""
-
-# Generated from nbs/lab/cost.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=06c9f7de7e17 module=641201ba386d
+# Generated from nbs/lab/cost.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -22,19 +17,9 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.trace import Trace
 
 __all__ = [
-    "DEVICES",
-    "MODELS",
-    "Constant",
-    "CostModel",
-    "Device",
-    "FittedCost",
-    "ModelShape",
-    "Roofline",
-    "StepWork",
-    "features",
-    "fit_cost",
-    "timed_steps",
-]
+    "DEVICES", "MODELS", "Constant", "CostModel", "Device", "FittedCost", "ModelShape", "Roofline",
+    "StepWork", "features", "timed_steps",
+]  # fmt: skip
 
 
 # %% nbs/lab/cost.ipynb #StepWork

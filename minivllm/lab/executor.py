@@ -1,11 +1,6 @@
-"""A model without weights.
+"""Executor protocol and a fake executor that needs no model."""
 
-The scheduler does not know what stands behind `executor.execute(output)`.
-"""
-
-# Generated from nbs/lab/executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=99e67e534834 module=3d521b349450
+# Generated from nbs/lab/executor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""Replay and fork: the same history, another future.
+"""Replay of a recorded run, and forks with another policy."""
 
-A scheduler has no will of its own.
-"""
-
-# Generated from nbs/lab/history.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=58453476ac63 module=6b7f2330e741
+# Generated from nbs/lab/history.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ from minivllm.lab.cost import CostModel
 from minivllm.lab.simulation import Run, Session, Settings, kv_cache_of, make_settings, policy_of, preemption_of
 from minivllm.lab.workload import Recorded, recorded_requests
 
-__all__ = ["History", "RecordedStep", "ReplayDivergence", "fork", "recorded_steps", "replay", "restore"]
+__all__ = ["RecordedStep", "ReplayDivergence", "fork", "recorded_steps", "replay"]
 
 
 # %% nbs/lab/history.ipynb #RecordedStep
@@ -92,7 +87,7 @@ def restore(scheduler: Scheduler, start: State) -> None:
             f"the recording began while {len(start.requests)} requests were under way ({', '.join(list(start.requests)[:3])}, ...); their tokens"
             " are not in it, so it cannot be run again. Begin to record before the first request"
         )
-    pool, groups = scheduler.kv.pool, scheduler.kv.groups
+    pool, groups = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_manager.groups
     named = [block for block in pool.blocks if start.hashes[block.block_id] is not None]
     index = groups[0].index
     if named and (len(groups) > 1 or not isinstance(index, HashIndex)):
@@ -109,8 +104,14 @@ def restore(scheduler: Scheduler, start: State) -> None:
     for queue, blocks, order in (
         (pool.free_queue, pool.blocks, start.free),
         *(
-            [(scheduler.kv.cpu_pool.free_queue, scheduler.kv.cpu_pool.blocks, start.cpu_free)]
-            if scheduler.kv.cpu_pool
+            [
+                (
+                    scheduler.kv_cache_manager.cpu_pool.free_queue,
+                    scheduler.kv_cache_manager.cpu_pool.blocks,
+                    start.cpu_free,
+                )
+            ]
+            if scheduler.kv_cache_manager.cpu_pool
             else []
         ),
     ):
@@ -118,6 +119,7 @@ def restore(scheduler: Scheduler, start: State) -> None:
             queue.remove(blocks[i])
         for i in order:
             queue.append(blocks[i])
+    scheduler.set_policy(scheduler.policy)  # which blocks can be evicted has changed
 
 
 # %% nbs/lab/history.ipynb #ReplayDivergence
@@ -251,7 +253,7 @@ class History:
             sampled = {name: tokens for name, tokens in result.sampled_token_ids.items() if name not in step.errors}
             result = ModelRunnerOutput(sampled, errors=step.errors)
         session.clock.advance_to(step.end)
-        scheduler.update(output, result)
+        scheduler.update_from_output(output, result)
 
 
 # %% nbs/lab/history.ipynb #History

@@ -1,11 +1,6 @@
-"""Measuring while it runs.
+"""Online latency and queue measurements from trace events."""
 
-How long did each request wait, and how steady were its tokens?
-"""
-
-# Generated from nbs/lab/meter.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b1be0ee26235 module=fa337cdab868
+# Generated from nbs/lab/meter.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

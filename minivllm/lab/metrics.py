@@ -1,11 +1,6 @@
-"""Metrics: what to put into the paper.
+"""Tables of a run: latency percentiles, throughput, goodput, fragmentation."""
 
-A run is a table of requests.
-"""
-
-# Generated from nbs/lab/metrics.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=886e7c68dd1b module=d9b3dc488461
+# Generated from nbs/lab/metrics.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -21,17 +16,9 @@ from minivllm.lab.meter import Meter
 from minivllm.lab.simulation import Run
 
 __all__ = [
-    "LATENCIES",
-    "Occupancy",
-    "compare",
-    "fragmentation",
-    "goodput",
-    "latency",
-    "occupancy",
-    "requests",
-    "summary",
-    "throughput",
-]
+    "LATENCIES", "Occupancy", "compare", "fragmentation", "goodput", "latency", "occupancy", "requests",
+    "summary", "throughput",
+]  # fmt: skip
 
 
 # %% nbs/lab/metrics.ipynb #typing

@@ -1,11 +1,6 @@
-"""Workloads: who asks what, and when.
+"""Synthetic workloads: Poisson, bursts, shared prefixes, chats, closed loop."""
 
-Whether a scheduling policy is good depends on who asks.
-"""
-
-# Generated from nbs/lab/workload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e26fdda61514 module=10f0a0c276a1
+# Generated from nbs/lab/workload.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -25,21 +20,9 @@ from minivllm.core.prefix import root_hash
 from minivllm.core.request import Request
 
 __all__ = [
-    "ANSWERS",
-    "PROMPTS",
-    "Lengths",
-    "Recorded",
-    "Workload",
-    "WorkloadRequest",
-    "bursts",
-    "chat",
-    "closed_loop",
-    "lognormal",
-    "poisson",
-    "recorded_requests",
-    "shared_prefix",
-    "text",
-]
+    "ANSWERS", "PROMPTS", "Lengths", "Recorded", "Workload", "WorkloadRequest", "bursts", "chat",
+    "closed_loop", "lognormal", "poisson", "recorded_requests", "shared_prefix", "text",
+]  # fmt: skip
 
 
 # %% nbs/lab/workload.ipynb #typing
@@ -98,6 +81,8 @@ class WorkloadRequest:
     follow_up: Callable[[float], WorkloadRequest | None] | None = None
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.arrival_time):
+            raise ValueError(f"request {self.request_id!r}: arrival_time must be finite, got {self.arrival_time}")
         if not any(len(piece) for piece in self.prompt):
             raise ValueError(f"request {self.request_id!r}: the prompt is empty")
         if not len(self.output):
@@ -225,8 +210,8 @@ class Workload:
 
     def faster(self, factor: float) -> Workload:
         """The same requests arriving `factor` times as fast. Think times stay as they are."""
-        if factor <= 0:
-            raise ValueError(f"faster() needs a factor above 0, got {factor}")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"faster() needs a finite factor above 0, got {factor}")
         return self._wrap(
             f"{self.name} x{factor:g}",
             lambda inner: (replace(request, arrival_time=request.arrival_time / factor) for request in inner),
@@ -520,8 +505,8 @@ def _conversation(
     """A function that starts the s-th conversation at a moment. Without `remember`, a turn's prompt is its own message alone."""
     draw_turns = _drawing("turns", turns)
     draw_prompt, draw_output = _drawing("prompt_tokens", prompt_tokens), _drawing("output_tokens", output_tokens)
-    if think_time < 0:
-        raise ValueError(f"think_time must be at least 0 seconds, got {think_time}")
+    if not 0 <= think_time < math.inf:
+        raise ValueError(f"think_time must be finite, at least 0 seconds, got {think_time}")
     system: tuple[range, ...] = (text(0, system_tokens),) if system_tokens else ()
 
     def start(session: int, moment: float) -> WorkloadRequest:

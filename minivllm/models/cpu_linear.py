@@ -1,11 +1,6 @@
-"""Which product for how many rows?
+"""CPU linear kernels: numba for few rows, torch or oneDNN for many."""
 
-Question: a step has one row, or eight, or five hundred.
-"""
-
-# Generated from nbs/models/cpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4a04e5ef8ba0 module=f2c7c6f89681
+# Generated from nbs/models/cpu_linear.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import copy
 import ctypes
@@ -25,22 +20,10 @@ from minivllm_kernels.cpu.matmul.plain import Product, product_problem
 from minivllm_kernels.cpu.program import NOW, Launcher
 
 __all__ = [
-    "BITS",
-    "FewRows",
-    "HasProduct",
-    "Packed",
-    "by_tiles",
-    "cpu_invariant_kernel",
-    "cpu_kernel",
-    "cpu_problem",
-    "explain",
-    "few_rows",
-    "launch_product",
-    "onednn_block",
-    "onednn_packs",
-    "pack_onednn",
+    "BITS", "FewRows", "HasProduct", "Packed", "by_tiles", "cpu_invariant_kernel", "cpu_kernel",
+    "cpu_problem", "explain", "few_rows", "launch_product", "onednn_block", "onednn_packs", "pack_onednn",
     "unpack_onednn",
-]
+]  # fmt: skip
 
 
 # %% nbs/models/cpu_linear.ipynb #cpu_problem

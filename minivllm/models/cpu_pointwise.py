@@ -1,11 +1,6 @@
-"""Between the products, in one go.
+"""Fused CPU kernels for norm, SiLU gate and rotary embedding on torch tensors."""
 
-Question: three fused kernels are there.
-"""
-
-# Generated from nbs/models/cpu_pointwise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=26e978dfb43e module=fa03e299edca
+# Generated from nbs/models/cpu_pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 import importlib.util

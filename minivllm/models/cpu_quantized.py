@@ -1,11 +1,6 @@
-"""Half the bytes, or a quarter.
+"""Int8 and int4 weights on the CPU: quantize, pack, multiply."""
 
-Question: the product for few rows reads weights of 8 or 4 bits.
-"""
-
-# Generated from nbs/models/cpu_quantized.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=60a10348f3f7 module=c370c6325982
+# Generated from nbs/models/cpu_quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 import math
@@ -19,24 +14,9 @@ from minivllm.models.cpu_linear import launch_product, onednn_block, onednn_pack
 from minivllm_kernels.cpu.matmul.quantized_layout import BLOCK, UNIT, QuantizedProduct, padded
 
 __all__ = [
-    "AT_ONCE",
-    "FEW",
-    "Piece",
-    "Quantized",
-    "cut",
-    "explain",
-    "few_rows",
-    "int4_32_kernel",
-    "int4_64_kernel",
-    "int4_128_kernel",
-    "int8_kernel",
-    "pack_scales",
-    "pack_words",
-    "quantize",
-    "quantize_groups",
-    "quantize_rows",
-    "restore",
-]
+    "AT_ONCE", "FEW", "Piece", "Quantized", "cut", "explain", "few_rows", "int4_32_kernel", "int4_64_kernel",
+    "int4_128_kernel", "int8_kernel", "pack_scales", "pack_words", "quantize", "restore",
+]  # fmt: skip
 
 
 # %% nbs/models/cpu_quantized.ipynb #quantize

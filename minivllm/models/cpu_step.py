@@ -1,11 +1,6 @@
-"""A step without Python.
+"""All decoder layers of a small CPU step captured into one launch."""
 
-Question: a program carries out many kernels by one launch.
-"""
-
-# Generated from nbs/models/cpu_step.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=edc39c32b139 module=5d8331d268f0
+# Generated from nbs/models/cpu_step.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import sys
 import threading

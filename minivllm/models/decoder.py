@@ -1,11 +1,6 @@
-"""How do tokens become logits?
+"""Decoder-only transformer over a paged KV cache, built from a DecoderSpec."""
 
-One decoder for many families: built from a `DecoderSpec`, run over a paged KV cache.
-"""
-
-# Generated from nbs/models/decoder.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3622dbf3832e module=5d8b6886e758
+# Generated from nbs/models/decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib.util
 import math

@@ -1,11 +1,6 @@
-"""What lies between the products?
+"""Fused GPU variants of norm, MLP, rotary embedding and attention layers."""
 
-Norms, rotations, activations: nothing to compute, much to move.
-"""
-
-# Generated from nbs/models/fused.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=01a5e336dc2b module=e782435bd5e2
+# Generated from nbs/models/fused.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from typing import Any, TypeVar
 
@@ -20,7 +15,7 @@ from minivllm.models.gpu_linear import few_rows
 from minivllm.models.layers import GatedMLP, RMSNorm
 from minivllm.models.rope import Rope
 
-__all__ = ["FusedAttention", "FusedMLP", "FusedNorm", "FusedRope", "become", "fuse"]
+__all__ = ["FusedMLP", "FusedNorm", "become", "fuse"]
 
 
 # %% nbs/models/fused.ipynb #FusedNorm

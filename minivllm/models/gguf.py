@@ -1,12 +1,6 @@
-"""What is inside a GGUF file?
+"""GGUF reader: metadata, dequantization, conversion to a Hugging Face folder."""
 
-Models for small machines are passed around as single files that end in `.gguf`, the format of
-llama.cpp.
-"""
-
-# Generated from nbs/models/gguf.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ad9b87867d38 module=1b5da591fc4b
+# Generated from nbs/models/gguf.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import json
 import os
@@ -19,38 +13,9 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 __all__ = [
-    "ATTENTION_BIAS",
-    "CONTROL",
-    "FAMILIES",
-    "GEMMA3_LAYER_TENSORS",
-    "KNOWN_KEYS",
-    "LAYER_TENSORS",
-    "LLAMA3_SPLIT",
-    "MODEL_TENSORS",
-    "PRE_TOKENIZERS",
-    "QWEN2_SPLIT",
-    "ROPE_FACTORS",
-    "UNUSED",
-    "USER_DEFINED",
-    "Family",
-    "GGUFError",
-    "GGUFFile",
-    "PreTokenizer",
-    "config_from_gguf",
-    "convert_gguf",
-    "family_of",
-    "gemma3_config",
-    "hf_name",
-    "iter_tensors",
-    "llama3_factors",
-    "merges_from_scores",
-    "read_gguf",
-    "rope_scaling",
-    "token_ids",
-    "tokenizer_from_gguf",
-    "unpermute",
-    "write_safetensors",
-]
+    "GGUFError", "GGUFFile", "config_from_gguf", "convert_gguf", "llama3_factors", "merges_from_scores",
+    "read_gguf", "rope_scaling", "token_ids", "tokenizer_from_gguf", "write_safetensors",
+]  # fmt: skip
 
 
 # %% nbs/models/gguf.ipynb #GGUFError

@@ -1,11 +1,6 @@
-"""Which product for how many rows, on a GPU?
+"""GPU linear kernel for few rows, and cuBLAS for more."""
 
-Question: cuBLAS, the kernel on the plain units, the one on the matrix units.
-"""
-
-# Generated from nbs/models/gpu_linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fc067920b301 module=07c8088cd267
+# Generated from nbs/models/gpu_linear.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import torch
 from torch import Tensor

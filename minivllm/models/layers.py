@@ -1,11 +1,6 @@
-"""What is between the large products?
+"""RMS norm, QK norm and gated MLP."""
 
-The small layers: RMS norm, norm of query and key heads, gated MLP.
-"""
-
-# Generated from nbs/models/layers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cd412ba1c85b module=0f1d7852aa8b
+# Generated from nbs/models/layers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from functools import partial

@@ -1,11 +1,6 @@
-"""Which matrix product?
+"""Linear layers with fused weights and a registry of matmul kernels."""
 
-Linear layers whose weights are fused at load and whose product is chosen after loading.
-"""
-
-# Generated from nbs/models/linear.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f4c35d4dd79e module=200ecbd2119d
+# Generated from nbs/models/linear.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import importlib
@@ -23,24 +18,10 @@ from torch import Tensor
 from minivllm.core.config import WEIGHT_BITS
 
 __all__ = [
-    "HUGE_PAGE",
-    "MADV_COLLAPSE",
-    "MADV_HUGEPAGE",
-    "QUANTIZED",
-    "KernelMaker",
-    "Linear",
-    "LinearKernel",
-    "batch_invariant_kernel",
-    "choose_kernel",
-    "empty_weight",
-    "explain_choice",
-    "explain_quantized",
-    "kernel_names",
-    "make_kernel",
-    "register_kernel",
-    "torch_kernel",
-    "use_huge_pages",
-]
+    "HUGE_PAGE", "MADV_COLLAPSE", "MADV_HUGEPAGE", "QUANTIZED", "KernelMaker", "Linear", "LinearKernel",
+    "choose_kernel", "empty_weight", "explain_choice", "explain_quantized", "kernel_names", "make_kernel",
+    "register_kernel", "torch_kernel", "use_huge_pages",
+]  # fmt: skip
 
 
 # %% nbs/models/linear.ipynb #torch_kernel

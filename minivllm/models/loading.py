@@ -1,11 +1,6 @@
-"""How do the weights get into memory?
+"""Checkpoint loading: safetensors index, tensors, dummy weights."""
 
-A model folder is on the disk.
-"""
-
-# Generated from nbs/models/loading.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3254d4fd8841 module=366453225657
+# Generated from nbs/models/loading.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -22,23 +17,9 @@ from minivllm.core.config import WEIGHT_BITS, ModelFacts
 from minivllm.models.hub import resolve_model
 
 __all__ = [
-    "DTYPES",
-    "DTYPE_BYTES",
-    "FLOAT16_MAX",
-    "INDEX",
-    "LOAD_FORMATS",
-    "PICKLES",
-    "SINGLE",
-    "CheckpointError",
-    "LoadedModel",
-    "TensorRecord",
-    "dummy_tensors",
-    "find_tensors",
-    "iter_tensors",
-    "load_model",
-    "read_header",
-    "read_json",
-]
+    "DTYPES", "DTYPE_BYTES", "FLOAT16_MAX", "INDEX", "LOAD_FORMATS", "PICKLES", "SINGLE", "CheckpointError",
+    "LoadedModel", "TensorRecord", "dummy_tensors", "find_tensors", "load_model", "read_header",
+]  # fmt: skip
 
 
 # %% nbs/models/loading.ipynb #CheckpointError

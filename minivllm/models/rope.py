@@ -1,12 +1,6 @@
-"""How does a token know where it stands?
+"""Rotary position embeddings: default, linear, dynamic NTK, YaRN, Llama 3."""
 
-Rotary position embeddings (Su et al., RoFormer, 2021) and the ways to stretch them, as transformers
-defines them.
-"""
-
-# Generated from nbs/models/rope.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e6b93a22ef63 module=f5bdc2346d32
+# Generated from nbs/models/rope.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 from dataclasses import dataclass
@@ -16,14 +10,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "ROPE_KINDS",
-    "Rope",
-    "RopeSpec",
-    "apply_rope",
-    "attention_factor",
-    "inverse_frequencies",
+    "ROPE_KINDS", "Rope", "RopeSpec", "apply_rope", "attention_factor", "inverse_frequencies",
     "rope_from_parameters",
-]
+]  # fmt: skip
 
 
 # %% nbs/models/rope.ipynb #RopeSpec

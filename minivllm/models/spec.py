@@ -1,12 +1,6 @@
-"""In what do models differ?
+"""DecoderSpec, and model families that build it from a Hugging Face config."""
 
-`DecoderSpec` says what one decoder-only model differs in from another; a family makes it from a
-Hugging Face config, in a dozen lines.
-"""
-
-# Generated from nbs/models/spec.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4a06a575fb66 module=d5a30a1bf207
+# Generated from nbs/models/spec.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 from collections.abc import Callable
@@ -21,25 +15,9 @@ from minivllm.models.layers import ACTIVATIONS
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
-    "FAMILIES",
-    "ConfigReader",
-    "DecoderSpec",
-    "Family",
-    "LayerSpec",
-    "WeightNames",
-    "family",
-    "gemma3",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "read_common",
-    "read_gemma3_rope",
-    "read_rope",
-    "read_window_per_layer",
+    "FAMILIES", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "WeightNames", "family",
     "spec_from_config",
-    "windows_from_types",
-]
+]  # fmt: skip
 
 
 # %% nbs/models/spec.ipynb #LayerSpec

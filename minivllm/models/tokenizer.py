@@ -1,11 +1,6 @@
-"""What does the model read?
+"""Tokenizer loading and chat templates."""
 
-Not text.
-"""
-
-# Generated from nbs/models/tokenizer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=fbe58109bbab module=390aad5008e5
+# Generated from nbs/models/tokenizer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""What does Python cost when the GPU waits for it?
+"""CUDA graphs of decode steps, captured for a ladder of batch sizes."""
 
-One decode step of a small model is some three hundred kernels of a few microseconds each.
-"""
-
-# Generated from nbs/runtime/decode_graphs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c04d641cb921 module=e227580b5f09
+# Generated from nbs/runtime/decode_graphs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import bisect
 import logging

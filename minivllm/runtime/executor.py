@@ -1,12 +1,6 @@
-"""Who runs the model?
+"""Executor: loads the model, sizes the KV cache, runs scheduler outputs."""
 
-The engine core does not care whether the model runs in its own process, in four processes on four
-GPUs, or not at all (a simulation answers from a cost model).
-"""
-
-# Generated from nbs/runtime/executor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3de3e4fccb8a module=daeb790bf73d
+# Generated from nbs/runtime/executor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import gc
 from collections.abc import Sequence
@@ -32,15 +26,9 @@ from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
 
 __all__ = [
-    "EnginePlan",
-    "Executor",
-    "Pending",
-    "UniProcExecutor",
-    "fit_memory",
-    "load_decoder",
-    "make_executor",
+    "EnginePlan", "Executor", "Pending", "UniProcExecutor", "fit_memory", "load_decoder", "make_executor",
     "plan_engine",
-]
+]  # fmt: skip
 
 
 # %% nbs/runtime/executor.ipynb #Executor

@@ -1,11 +1,6 @@
-"""Which token comes next, when nobody knows the last one?
+"""Sampled tokens kept on the device as inputs of the next step."""
 
-A GPU works through a queue of launches.
-"""
-
-# Generated from nbs/runtime/future_tokens.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5af11363c14d module=4ac5890d9384
+# Generated from nbs/runtime/future_tokens.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import torch
 from torch import Tensor

@@ -1,12 +1,6 @@
-"""How do requests of different length become one batch?
+"""Input batch: persistent per-request rows, block tables, arrays of a step."""
 
-A step may hold a chunk of one prompt, the whole of another, and one token each of forty running
-requests.
-"""
-
-# Generated from nbs/runtime/input_batch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f28ecb02046e module=0a0598de7e27
+# Generated from nbs/runtime/input_batch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,11 +1,6 @@
-"""How does a decision become tokens?
+"""Model runner: scheduler output to forward pass and sampled tokens."""
 
-The scheduler has decided: this request 40 tokens, that one 1, these two blocks more, that row away.
-"""
-
-# Generated from nbs/runtime/model_runner.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c5281f07abfd module=f57772b0b475
+# Generated from nbs/runtime/model_runner.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 import sys
@@ -33,15 +28,9 @@ from minivllm.sampling.state import RequestView, SamplingBatch, SamplingState
 from minivllm.sampling.transforms import Transform
 
 __all__ = [
-    "GRAPH_BYTES",
-    "ModelRunner",
-    "PendingStep",
-    "group_attention_specs",
-    "new_kv_caches",
-    "new_swap_caches",
-    "step_bytes",
-    "zeros_on_demand",
-]
+    "GRAPH_BYTES", "ModelRunner", "PendingStep", "group_attention_specs", "new_kv_caches", "new_swap_caches",
+    "step_bytes", "zeros_on_demand",
+]  # fmt: skip
 
 
 # %% nbs/runtime/model_runner.ipynb #zeros_on_demand

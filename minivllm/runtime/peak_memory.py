@@ -1,12 +1,6 @@
-"""How much memory does the largest step take?
+"""Peak GPU memory of the largest possible step."""
 
-A GPU's memory holds the weights, the KV cache, and what a step needs while it runs: activations,
-logits, the sampler's copies of them.
-"""
-
-# Generated from nbs/runtime/peak_memory.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6308b091f364 module=2a7394eb20aa
+# Generated from nbs/runtime/peak_memory.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import numpy as np
 import torch

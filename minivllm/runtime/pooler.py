@@ -1,12 +1,6 @@
-"""How does a prompt become a vector?
+"""Pools hidden states of a prompt into an embedding."""
 
-The model computes a hidden state for every token anyway; a request that wants a vector takes them
-and ends where others would draw their first token.
-"""
-
-# Generated from nbs/runtime/pooler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f59c1ec97fa1 module=4ccb15a27076
+# Generated from nbs/runtime/pooler.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from dataclasses import dataclass
 

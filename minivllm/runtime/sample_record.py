@@ -1,11 +1,6 @@
-"""Why this token?
+"""Records the logits and sampler stages of one token."""
 
-A request said "blue" at its fifth token.
-"""
-
-# Generated from nbs/runtime/sample_record.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2410c99a2240 module=8ba1380220a3
+# Generated from nbs/runtime/sample_record.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

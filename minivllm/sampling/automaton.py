@@ -1,12 +1,6 @@
-"""What does a grammar know about the next token?
+"""Regular expressions as token automata, by derivatives."""
 
-To force an answer into a form, someone must look at the text so far and say which tokens may come
-next.
-"""
-
-# Generated from nbs/sampling/automaton.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=99283d66ba5d module=124362880f42
+# Generated from nbs/sampling/automaton.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -16,20 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "EMPTY",
-    "NOTHING",
-    "Expression",
-    "RegexMatcher",
-    "TokenTrie",
-    "derivative",
-    "either",
-    "matches",
-    "nullable",
-    "one_of",
-    "parse",
-    "repeat",
-    "then",
-]
+    "EMPTY", "NOTHING", "Expression", "RegexMatcher", "TokenTrie", "derivative", "matches", "nullable",
+    "one_of", "parse",
+]  # fmt: skip
 
 
 # %% nbs/sampling/automaton.ipynb #one_of

@@ -1,12 +1,6 @@
-"""How can an answer be forced into a form?
+"""Structured output with llguidance: compile, mask, advance."""
 
-A program that reads the model's answer wants JSON that fits its schema, or one of three words, or a
-date.
-"""
-
-# Generated from nbs/sampling/grammar.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=19b2155f61bc module=f56f312f500c
+# Generated from nbs/sampling/grammar.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import json as json_lib
 import re
@@ -24,14 +18,9 @@ import numpy.typing as npt
 from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = [
-    "GrammarCompiler",
-    "GrammarError",
-    "GrammarMatcher",
-    "PendingGrammar",
-    "grammar_text",
-    "special_token_ids",
+    "GrammarCompiler", "GrammarError", "PendingGrammar", "grammar_text", "special_token_ids",
     "without_additional_properties",
-]
+]  # fmt: skip
 
 
 # %% nbs/sampling/grammar.ipynb #GrammarError

@@ -1,12 +1,6 @@
-"""How sure was the model?
+"""Log probabilities and ranks of sampled, top and prompt tokens."""
 
-A client may ask for the log probability of each token that it gets, and of the likeliest
-alternatives.
-"""
-
-# Generated from nbs/sampling/logprobs.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=341e4cb0dcb9 module=1804d8ba1fb9
+# Generated from nbs/sampling/logprobs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,11 +1,6 @@
-"""What may a request ask for?
+"""SamplingParams: fields, validation, errors."""
 
-The model gives one number per word of its vocabulary: the logits.
-"""
-
-# Generated from nbs/sampling/params.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c69fe8b5fd3d module=d4345136a0bb
+# Generated from nbs/sampling/params.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import copy
 import difflib
@@ -18,29 +13,11 @@ from enum import Enum
 from typing import Any, Self
 
 __all__ = [
-    "ALLOWED",
-    "FLAG",
-    "GREEDY_BELOW",
-    "LOGPROBS_MODES",
-    "MAX_N",
-    "NONE",
-    "STRUCTURE_KINDS",
-    "TEXT",
-    "TOKEN_ID",
-    "Allowed",
-    "BeamSearchParams",
-    "InvalidParameter",
-    "RepetitionDetectionParams",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "best_indices",
-    "instance",
-    "integer",
-    "list_of",
-    "real",
-    "reject_unknown",
-]
+    "ALLOWED", "FLAG", "GREEDY_BELOW", "LOGPROBS_MODES", "MAX_N", "NONE", "STRUCTURE_KINDS", "TEXT",
+    "TOKEN_ID", "Allowed", "BeamSearchParams", "InvalidParameter", "RepetitionDetectionParams",
+    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "best_indices", "instance", "integer",
+    "list_of", "real", "reject_unknown",
+]  # fmt: skip
 
 
 # %% nbs/sampling/params.ipynb #InvalidParameter

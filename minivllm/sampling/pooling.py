@@ -1,11 +1,6 @@
-"""What may a request for an embedding ask for?
+"""PoolingParams for embedding requests."""
 
-A vector instead of words.
-"""
-
-# Generated from nbs/sampling/pooling.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e2aa19ff72b9 module=7a01eea11d33
+# Generated from nbs/sampling/pooling.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

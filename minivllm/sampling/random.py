@@ -1,16 +1,11 @@
-"""Where does a random number come from?
+"""Counter-based random numbers with a seed per request."""
 
-A sampled token needs one random number.
-"""
-
-# Generated from nbs/sampling/random.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=bfbc06f9c81d module=6a5b08a39788
+# Generated from nbs/sampling/random.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RequestSeeds", "Uint64s", "as_seed", "mix64", "random_bits", "uniforms"]
+__all__ = ["RequestSeeds", "as_seed", "mix64", "random_bits", "uniforms"]
 
 
 # %% nbs/sampling/random.ipynb #code-e009a2

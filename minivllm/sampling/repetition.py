@@ -1,12 +1,6 @@
-"""When should a request that loops be stopped?
+"""Detects an output that repeats one pattern."""
 
-Small models, and large ones on strange prompts, fall into loops: `and and and and`, or the same
-sentence for ever.
-"""
-
-# Generated from nbs/sampling/repetition.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=80276d4eeed1 module=8fe70e850c6a
+# Generated from nbs/sampling/repetition.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 

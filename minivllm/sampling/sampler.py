@@ -1,12 +1,6 @@
-"""How does a token come out?
+"""Sampler: ordered logits transforms, then the draw."""
 
-The `Sampler` takes the logits of all running requests, a score for every token of the vocabulary,
-and gives one token for each.
-"""
-
-# Generated from nbs/sampling/sampler.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ebe205858bec module=28a90fe2c470
+# Generated from nbs/sampling/sampler.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,11 +1,6 @@
-"""How do many wishes become one batch?
+"""Sampling parameters of all running requests as batched columns."""
 
-The model computes the logits of all running requests at once, `[rows, vocabulary]`.
-"""
-
-# Generated from nbs/sampling/state.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f420c6b4c393 module=67007a09b332
+# Generated from nbs/sampling/state.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,17 +14,7 @@ from torch import Tensor
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.random import as_seed
 
-__all__ = [
-    "COLUMNS",
-    "NO_LOGPROBS",
-    "Array",
-    "Matcher",
-    "RequestView",
-    "SamplingBatch",
-    "SamplingState",
-    "TokenCounts",
-    "column_values",
-]
+__all__ = ["NO_LOGPROBS", "Array", "Matcher", "RequestView", "SamplingBatch", "SamplingState"]
 
 
 # %% nbs/sampling/state.ipynb #code-5f37c8

@@ -1,11 +1,6 @@
-"""Which other samplers are there?
+"""Further samplers: typical-p, top-n-sigma, XTC, DRY, Mirostat."""
 
-Every few months somebody publishes a new way to choose tokens.
-"""
-
-# Generated from nbs/sampling/zoo.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=130bf67a3ef2 module=bc94533eb0b5
+# Generated from nbs/sampling/zoo.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 from collections.abc import Collection
@@ -17,7 +12,7 @@ from torch import Tensor
 from minivllm.sampling.random import as_seed, uniforms
 from minivllm.sampling.state import RequestView
 
-__all__ = ["DRY", "NEVER", "XTC", "Mirostat", "TopNSigma", "TypicalP"]
+__all__ = ["DRY", "XTC", "Mirostat", "TopNSigma", "TypicalP"]
 
 
 # %% nbs/sampling/zoo.ipynb #code-0ea547

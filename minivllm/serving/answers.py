@@ -1,11 +1,6 @@
-"""What is in an answer?
+"""Splits generated text into reasoning, content and tool calls."""
 
-Thoughts, words, and calls: one text holds all three, and every client wants them apart.
-"""
-
-# Generated from nbs/serving/answers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=74621773edf1 module=8597d0e40094
+# Generated from nbs/serving/answers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,12 +1,6 @@
-"""How does an engine become a server?
+"""OpenAI-compatible FastAPI app, server options and `minivllm serve`."""
 
-All that is left is to put the parts together: a state, the endpoints, the doors, and a program that
-starts and stops them in the right order.
-"""
-
-# Generated from nbs/serving/app.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=6545125ceffa module=ebbb0bbaa167
+# Generated from nbs/serving/app.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import asyncio
@@ -46,18 +40,9 @@ from minivllm.serving.responses import responses_router
 from minivllm.serving.tools import load_plugin
 
 __all__ = [
-    "ServerOptions",
-    "check_certificate",
-    "create_app",
-    "listen",
-    "logger",
-    "main",
-    "make_parser",
-    "operation_router",
-    "options_from",
-    "run_server",
-    "token_router",
-]
+    "ServerOptions", "check_certificate", "create_app", "listen", "logger", "main", "make_parser",
+    "options_from", "run_server",
+]  # fmt: skip
 
 
 # %% nbs/serving/app.ipynb #create_app

@@ -1,11 +1,6 @@
-"""How does a conversation become a prompt, and back?
+"""`/v1/chat/completions`: prompt rendering, parameters, streaming."""
 
-A model reads one line of tokens.
-"""
-
-# Generated from nbs/serving/chat.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=2fccc3d56113 module=78a6b88de603
+# Generated from nbs/serving/chat.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -38,17 +33,9 @@ from minivllm.serving.tool_parsers import HermesToolParser
 from minivllm.serving.tools import CallDelta, CallFormat, ToolUse, show_calls, show_tools
 
 __all__ = [
-    "ChatPlan",
-    "ChatWriter",
-    "chat",
-    "chat_logprobs",
-    "chat_params",
-    "chat_router",
-    "plan_chat",
-    "render_chat",
-    "render_request",
-    "token_bytes",
-]
+    "ChatPlan", "ChatWriter", "chat", "chat_logprobs", "chat_params", "chat_router", "plan_chat",
+    "render_chat", "render_request", "token_bytes",
+]  # fmt: skip
 
 
 # %% nbs/serving/chat.ipynb #render_chat

@@ -1,11 +1,6 @@
-"""What does a client do?
+"""Small HTTP client for OpenAI-compatible servers, with server-sent events."""
 
-A request over HTTP is a few lines of text, and so is the answer.
-"""
-
-# Generated from nbs/serving/client.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1763b5a05456 module=e664add6d537
+# Generated from nbs/serving/client.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import asyncio
 import http.client
@@ -18,17 +13,9 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 __all__ = [
-    "EventSplitter",
-    "Remote",
-    "Response",
-    "ServerError",
-    "StreamReader",
-    "error_text",
-    "get_json",
-    "post_events",
-    "request",
+    "EventSplitter", "Remote", "Response", "ServerError", "StreamReader", "error_text", "get_json", "request",
     "tls_context",
-]
+]  # fmt: skip
 
 
 # %% nbs/serving/client.ipynb #split_events

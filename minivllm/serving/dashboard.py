@@ -1,11 +1,6 @@
-"""Watching a server from the browser.
+"""`/dashboard`: a live page of the engine and its samples."""
 
-`/metrics` is for Prometheus.
-"""
-
-# Generated from nbs/serving/dashboard.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=cb07b969cd5e module=d6f6334f6d52
+# Generated from nbs/serving/dashboard.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from typing import Any
 

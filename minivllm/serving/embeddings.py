@@ -1,11 +1,6 @@
-"""How are vectors served?
+"""`/v1/embeddings`: request model and endpoint."""
 
-`/v1/embeddings` takes texts or token ids and gives a vector for each.
-"""
-
-# Generated from nbs/serving/embeddings.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3c0cf82df599 module=beb0c6000872
+# Generated from nbs/serving/embeddings.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import base64
 import struct
@@ -21,7 +16,7 @@ from minivllm.serving.errors import ApiError, as_api_error
 from minivllm.serving.generation import Job, ServerState, check_output, request_name, unless_disconnected
 from minivllm.serving.protocol import ApiModel
 
-__all__ = ["EmbeddingRequest", "embed", "embeddings_router", "encode_vector"]
+__all__ = ["EmbeddingRequest", "embed", "embeddings_router"]
 
 
 # %% nbs/serving/embeddings.ipynb #EmbeddingRequest

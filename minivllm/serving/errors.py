@@ -1,11 +1,6 @@
-"""What does a client see when it was wrong?
+"""Errors in OpenAI's shape and the handlers that send them."""
 
-Client libraries look at two things: the status, and a body in OpenAI's shape.
-"""
-
-# Generated from nbs/serving/errors.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a873751cb64f module=9b90d2fcd465
+# Generated from nbs/serving/errors.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import logging
 from collections.abc import Sequence

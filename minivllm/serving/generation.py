@@ -1,12 +1,6 @@
-"""How do tokens become an answer on the wire?
+"""Shared by the generating endpoints: submit, collect, stream, cancel on disconnect."""
 
-Both endpoints do the same things: submit one request for each prompt, wait for all or pass on
-pieces, count tokens, and stop everything when the client hangs up.
-"""
-
-# Generated from nbs/serving/generation.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=237488855991 module=cfb710eae094
+# Generated from nbs/serving/generation.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import asyncio
 import json
@@ -29,20 +23,9 @@ from minivllm.serving.answers import ParserOptions
 from minivllm.serving.errors import ApiError, as_api_error, logger
 
 __all__ = [
-    "Counter",
-    "Job",
-    "SSEResponse",
-    "ServerState",
-    "check_output",
-    "collect",
-    "event",
-    "in_time",
-    "merge",
-    "request_name",
-    "to_json",
-    "unless_disconnected",
-    "usage",
-]
+    "Counter", "Job", "SSEResponse", "ServerState", "check_output", "collect", "event", "in_time", "merge",
+    "request_name", "to_json", "unless_disconnected", "usage",
+]  # fmt: skip
 
 
 # %% nbs/serving/generation.ipynb #ServerState

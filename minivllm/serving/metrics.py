@@ -1,12 +1,6 @@
-"""Is the server well?
+"""Prometheus metrics under vLLM's names."""
 
-An operator asks the same few questions of every server: how many wait, how full is the cache, how
-long until the first token.
-"""
-
-# Generated from nbs/serving/metrics.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0727e5e7e467 module=43a9651b252d
+# Generated from nbs/serving/metrics.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -1,12 +1,6 @@
-"""Who stands at the door?
+"""Middleware: body limit, API keys, access log, request ids."""
 
-Before an endpoint sees a request, four things are decided: is it too big, does it carry the key,
-what is its id, and what goes into the log.
-"""
-
-# Generated from nbs/serving/middleware.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=504cc6a24f3e module=42205d28f6e2
+# Generated from nbs/serving/middleware.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import hashlib
 import hmac

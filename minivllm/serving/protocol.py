@@ -1,11 +1,6 @@
-"""What may a request say?
+"""Request models of the OpenAI API with vLLM's extra fields."""
 
-An OpenAI client has dozens of fields, vLLM adds more, and each release brings new ones.
-"""
-
-# Generated from nbs/serving/protocol.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=24eeadbe244b module=5e88f73b2cea
+# Generated from nbs/serving/protocol.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,30 +11,11 @@ from pydantic_core import PydanticCustomError
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 
 __all__ = [
-    "AllowedToolChoice",
-    "AllowedTools",
-    "ApiModel",
-    "ChatCompletionRequest",
-    "ChatMessage",
-    "ChatTemplateFields",
-    "ChatTool",
-    "CompletionRequest",
-    "ContentPart",
-    "DetokenizeRequest",
-    "FunctionCall",
-    "FunctionDefinition",
-    "FunctionName",
-    "Int64",
-    "JsonSchema",
-    "NamedToolChoice",
-    "ResponseFormat",
-    "SamplingFields",
-    "StreamOptions",
-    "TokenizeRequest",
-    "ToolCall",
-    "ToolFields",
-    "check_tool_messages",
-]
+    "AllowedToolChoice", "AllowedTools", "ApiModel", "ChatCompletionRequest", "ChatMessage",
+    "ChatTemplateFields", "ChatTool", "CompletionRequest", "ContentPart", "DetokenizeRequest", "FunctionCall",
+    "FunctionDefinition", "FunctionName", "Int64", "NamedToolChoice", "TokenizeRequest", "ToolCall",
+    "ToolFields", "check_tool_messages",
+]  # fmt: skip
 
 
 # %% nbs/serving/protocol.ipynb #Request

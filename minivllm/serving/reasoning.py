@@ -1,11 +1,6 @@
-"""Where does thinking end?
+"""Reasoning parsers: separate thoughts from content."""
 
-Some models think aloud before they answer, between two tags.
-"""
-
-# Generated from nbs/serving/reasoning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=078aa42c7c5b module=9b0a48de7cc8
+# Generated from nbs/serving/reasoning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -15,14 +10,9 @@ from minivllm.serving.tool_parsers import held_back
 from minivllm.serving.tools import literal
 
 __all__ = [
-    "REASONING_PARSERS",
-    "DeepSeekR1ReasoningParser",
-    "MistralReasoningParser",
-    "Qwen3ReasoningParser",
-    "ReasoningParser",
-    "register_reasoning_parser",
-    "tokens_up_to",
-]
+    "REASONING_PARSERS", "DeepSeekR1ReasoningParser", "MistralReasoningParser", "Qwen3ReasoningParser",
+    "ReasoningParser", "register_reasoning_parser", "tokens_up_to",
+]  # fmt: skip
 
 
 # %% nbs/serving/reasoning.ipynb #ReasoningParser

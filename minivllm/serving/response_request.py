@@ -1,12 +1,6 @@
-"""What does a client of `/v1/responses` say?
+"""Request model of `/v1/responses`: items, tools, conversion to chat messages."""
 
-OpenAI's newer endpoint speaks of items, not messages: something said, a call, what came of it, a
-thought, one after another in a flat list.
-"""
-
-# Generated from nbs/serving/response_request.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=47040b45624a module=eb70e9afda8c
+# Generated from nbs/serving/response_request.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,27 +12,9 @@ from minivllm.serving.errors import ApiError, from_validation
 from minivllm.serving.protocol import ApiModel, ChatCompletionRequest, FunctionDefinition, Int64
 
 __all__ = [
-    "CallItem",
-    "CallOutputItem",
-    "Item",
-    "MessageItem",
-    "Part",
-    "ReasoningItem",
-    "ReasoningOptions",
-    "ReasoningPart",
-    "RefusalPart",
-    "ResponseAllowedTools",
-    "ResponseFunctionName",
-    "ResponseFunctionTool",
-    "ResponseStreamOptions",
-    "ResponsesRequest",
-    "Status",
-    "TextFormat",
-    "TextOptions",
-    "TextPart",
-    "as_chat",
-    "messages_of",
-]
+    "ReasoningOptions", "ResponseAllowedTools", "ResponseFunctionName", "ResponseFunctionTool",
+    "ResponseStreamOptions", "ResponsesRequest", "TextFormat", "TextOptions", "as_chat", "messages_of",
+]  # fmt: skip
 
 
 # %% nbs/serving/response_request.ipynb #items

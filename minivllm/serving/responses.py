@@ -1,12 +1,6 @@
-"""What happens while a response is made?
+"""`/v1/responses`: stored responses, items, stream events."""
 
-A stream of `/v1/responses` tells every step: an item begins, a part of it begins, text comes, the
-part ends, the item ends.
-"""
-
-# Generated from nbs/serving/responses.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e25a6f0d0360 module=d67d107ef173
+# Generated from nbs/serving/responses.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import json
 import time
@@ -36,7 +30,7 @@ from minivllm.serving.generation import (
 )
 from minivllm.serving.response_request import ResponsesRequest, as_chat
 
-__all__ = ["EventResponse", "ResponseStore", "ResponseWriter", "Stored", "respond", "responses_router"]
+__all__ = ["ResponseStore", "Stored", "respond", "responses_router"]
 
 
 # %% nbs/serving/responses.ipynb #ResponseStore

@@ -1,11 +1,6 @@
-"""What if nobody waits for the answer?
+"""Command `minivllm run-batch`: OpenAI batch files without a server."""
 
-A thousand documents to be summed up overnight need no server.
-"""
-
-# Generated from nbs/serving/run_batch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e743cd20fb53 module=1370823d723d
+# Generated from nbs/serving/run_batch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import argparse
 import asyncio
@@ -24,7 +19,7 @@ from minivllm.engine.arguments import add_engine_arguments, engine_args_from, wi
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.serving.app import ServerOptions, create_app
 
-__all__ = ["BatchError", "BatchLine", "answer_line", "ask_app", "batch_answer", "main", "make_parser", "run_batch"]
+__all__ = ["main", "make_parser", "run_batch"]
 
 
 # %% nbs/serving/run_batch.ipynb #ask_app

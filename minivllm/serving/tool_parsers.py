@@ -1,11 +1,6 @@
-"""How are calls found in a text that is still being written?
+"""Tool call parsers for streamed text: Hermes, Llama 3, Mistral and others."""
 
-Half a brace is not a call, and the letter `<` may be the beginning of `<tool_call>` or of "a < b".
-"""
-
-# Generated from nbs/serving/tool_parsers.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=888314e422c0 module=367f88d56e8b
+# Generated from nbs/serving/tool_parsers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ast
 import json
@@ -27,19 +22,7 @@ from minivllm.serving.tools import (
     register_tool_parser,
 )
 
-__all__ = [
-    "TEXT_RULE",
-    "CallReader",
-    "HermesToolParser",
-    "JsonToolParser",
-    "Llama3JsonToolParser",
-    "MistralToolParser",
-    "NamedCallReader",
-    "NotACall",
-    "PythonicToolParser",
-    "held_back",
-    "marked_rules",
-]
+__all__ = ["TEXT_RULE", "HermesToolParser", "Llama3JsonToolParser", "held_back", "marked_rules"]
 
 
 # %% nbs/serving/tool_parsers.ipynb #CallReader

@@ -1,12 +1,6 @@
-"""How does a model call a function?
+"""Tool definitions, call formats and grammars for tool calls."""
 
-It writes text that says so, in the manner that its family was trained on: Hermes and Qwen between
-two tags, Llama as bare JSON, Mistral behind a mark.
-"""
-
-# Generated from nbs/serving/tools.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=b8fab4ce6156 module=809d87f06494
+# Generated from nbs/serving/tools.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib.util
 import json
@@ -22,23 +16,10 @@ from minivllm.sampling.grammar import special_token_ids, without_additional_prop
 from minivllm.serving.errors import ApiError
 
 __all__ = [
-    "TOOL_PARSERS",
-    "Call",
-    "CallDelta",
-    "CallFormat",
-    "Function",
-    "Piece",
-    "ToolParser",
-    "ToolUse",
-    "call_rules",
-    "closed",
-    "literal",
-    "load_plugin",
-    "quoted",
-    "register_tool_parser",
-    "show_calls",
+    "TOOL_PARSERS", "Call", "CallDelta", "CallFormat", "Function", "Piece", "ToolParser", "ToolUse",
+    "call_rules", "closed", "literal", "load_plugin", "quoted", "register_tool_parser", "show_calls",
     "show_tools",
-]
+]  # fmt: skip
 
 
 # %% nbs/serving/tools.ipynb #ToolError

@@ -1,11 +1,6 @@
-"""Pictures.
+"""Views of traces and of running engines: the package's public names."""
 
-The views of this part, each in a chapter of its own: what one asks for by name.
-"""
-
-# Generated from nbs/viz/index.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a5044211c83c module=cbfda01938c4
+# Generated from nbs/viz/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib
 from typing import Any

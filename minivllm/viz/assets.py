@@ -1,11 +1,6 @@
-"""A page without a kernel.
+"""Self-contained HTML: bundles ES modules, styles and data into a page."""
 
-How does one file hold a view, its data and its program?
-"""
-
-# Generated from nbs/viz/assets.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=63e554ed4d2a module=e7119d2fbba8
+# Generated from nbs/viz/assets.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""Every block, at every step.
+"""Block map view: owner, content and hash of every KV block, step by step."""
 
-Who owns which piece of the cache, and how did it come to that?
-"""
-
-# Generated from nbs/viz/block_map.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a52959ea648b module=be4331143090
+# Generated from nbs/viz/block_map.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -24,20 +19,7 @@ from minivllm.viz.palette import LIGHT, owner_colour
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import MADE_UP, TraceSource, TraceView, most_eventful
 
-__all__ = [
-    "HASH_BYTES",
-    "MODES",
-    "STATUSES",
-    "WIRE",
-    "BlockMap",
-    "BlockStream",
-    "block_states",
-    "draw_blocks",
-    "group_names",
-    "request_numbers",
-    "request_tokens",
-    "token_texts",
-]
+__all__ = ["BlockMap", "block_states", "group_names", "request_numbers", "request_tokens", "token_texts"]
 
 
 # %% nbs/viz/block_map.ipynb #code-17d13d
@@ -215,6 +197,7 @@ class BlockStream(FoldReader):
             expected = (block for block in reversed(table) if block)
         return [-len(event.blocks)] if list(event.blocks) == list(expected) else _listed(event.blocks)
 
+    # %% nbs/viz/block_map.ipynb #BlockStream-lists
     def _write_block(self, event: Any) -> list[int]:
         """-1 for the first free block behind those without content."""
         behind = len(self.fold.free_blocks) - self.fold.num_cached_free

@@ -1,11 +1,6 @@
-"""Two runs on one cursor.
+"""Compare view: two runs side by side with their first difference."""
 
-Where do two runs of the same requests part, and why?
-"""
-
-# Generated from nbs/viz/compare.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c61a275afbe7 module=59f0ce489ccf
+# Generated from nbs/viz/compare.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from minivllm.viz.timeline import describe_lanes, draw_lanes, pack_lanes
 from minivllm.viz.timeline_data import TimelineData, timeline_data
 from minivllm.viz.view import TraceSource, View, most_eventful, open_trace, trace_key
 
-__all__ = ["Compare", "aligned"]
+__all__ = ["Compare"]
 
 
 # %% nbs/viz/compare.ipynb #code-57f577

@@ -1,11 +1,6 @@
-"""The engine at a glance.
+"""Dashboard view of a running engine."""
 
-The monitor looks; the dashboard shows: six numbers, and how each came there within the last minute.
-"""
-
-# Generated from nbs/viz/dashboard.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=68021bfd1c49 module=af0eb57e8e19
+# Generated from nbs/viz/dashboard.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

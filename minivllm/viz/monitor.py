@@ -1,11 +1,6 @@
-"""How is the engine, now?
+"""Samples a running engine from a thread: rates, queue lengths, KV usage."""
 
-A trace tells what happened.
-"""
-
-# Generated from nbs/viz/monitor.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=0550f5d38f7b module=0d77bdac59f5
+# Generated from nbs/viz/monitor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

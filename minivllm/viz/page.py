@@ -1,11 +1,6 @@
-"""All views on one cursor.
+"""Page of several views of a trace that share one cursor."""
 
-How does one see blocks, queues and prefixes at the same moment?
-"""
-
-# Generated from nbs/viz/page.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f8e77906200b module=eb4facb3d586
+# Generated from nbs/viz/page.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

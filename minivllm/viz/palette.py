@@ -1,11 +1,6 @@
-"""Colours.
+"""Colour palette for light and dark mode, checked for colour blindness and contrast."""
 
-Which colours can everybody tell apart, on white and on black?
-"""
-
-# Generated from nbs/viz/palette.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=275b2deb3946 module=3710842c4925
+# Generated from nbs/viz/palette.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -14,17 +9,9 @@ import re
 import numpy as np
 
 __all__ = [
-    "DARK",
-    "DECODE_TINT",
-    "LIGHT",
-    "NUM_OWNER_COLOURS",
-    "contrast",
-    "difference",
-    "least_difference",
-    "owner_colour",
-    "style_sheet",
-    "tint",
-]
+    "DARK", "DECODE_TINT", "LIGHT", "NUM_OWNER_COLOURS", "contrast", "difference", "least_difference",
+    "owner_colour", "style_sheet", "tint",
+]  # fmt: skip
 
 
 # %% nbs/viz/palette.ipynb #LIGHT

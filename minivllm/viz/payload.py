@@ -1,11 +1,6 @@
-"""What travels to the page.
+"""Compact binary payload for views: varints, deflate, base64."""
 
-How small can five thousand steps of sixty thousand blocks be?
-"""
-
-# Generated from nbs/viz/payload.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=df55dc8deef6 module=561db31828a4
+# Generated from nbs/viz/payload.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

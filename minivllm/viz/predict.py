@@ -1,11 +1,6 @@
-"""Predict, then look.
+"""Quiz view: predict the scheduler's next decision, then see it."""
 
-Question: do you know what the engine will do next?
-"""
-
-# Generated from nbs/viz/predict.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e916567949e3 module=60df372f43bd
+# Generated from nbs/viz/predict.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from minivllm.core.trace import Trace
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
 
-__all__ = ["KINDS", "Predict", "Question", "questions"]
+__all__ = ["KINDS", "Predict", "questions"]
 
 
 # %% nbs/viz/predict.ipynb #imports

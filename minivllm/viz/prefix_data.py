@@ -1,11 +1,6 @@
-"""The cached prefixes as a tree.
+"""Prefix tree data: every cached block, its hits and its eviction."""
 
-Which prompt brought this block into the cache, who found it there, and who pushed it out?
-"""
-
-# Generated from nbs/viz/prefix_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=28440f51979a module=7d133eb51f3e
+# Generated from nbs/viz/prefix_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -22,18 +17,9 @@ from minivllm.core.prefix import hash_block
 from minivllm.core.trace import Trace
 
 __all__ = [
-    "CACHED",
-    "DEFAULT_ROOT",
-    "EVICTED",
-    "FORGOTTEN",
-    "HIT",
-    "KINDS",
-    "Ints",
-    "PrefixTreeData",
-    "TreeReader",
-    "TreeState",
-    "prefix_tree_data",
-]
+    "CACHED", "DEFAULT_ROOT", "EVICTED", "FORGOTTEN", "HIT", "KINDS", "Ints", "PrefixTreeData", "TreeReader",
+    "TreeState", "prefix_tree_data",
+]  # fmt: skip
 
 
 # %% nbs/viz/prefix_data.ipynb #code-35e016
@@ -70,6 +56,7 @@ class TreeState:
         return "lost" if not self.cached[node] else "in use" if self.refs[node] else "kept"
 
 
+# %% nbs/viz/prefix_data.ipynb #PrefixTreeData
 @dataclass(frozen=True)
 class PrefixTreeData:
     """Every block of tokens that was ever cached, once per content and KV cache group, and what happened to it.
@@ -256,6 +243,7 @@ class TreeReader(FoldReader):
     def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
         self.queries.append((self.step, self.texts[request].length, num_computed))
 
+    # %% nbs/viz/prefix_data.ipynb #TreeReader-blocks
     def _on_alloc(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
         self._use(blocks, 1)
         for event in self._pushed_out:

@@ -1,11 +1,6 @@
-"""The prefix tree.
+"""Prefix tree view: shared beginnings, hits and evictions."""
 
-Where do texts part, which of their beginnings are found again, and which are lost?
-"""
-
-# Generated from nbs/viz/prefix_tree.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=265d3351b50e module=1658f7826d8c
+# Generated from nbs/viz/prefix_tree.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from minivllm.viz.payload import Payload
 from minivllm.viz.prefix_data import EVICTED, HIT, KINDS, Ints, PrefixTreeData, TreeReader
 from minivllm.viz.view import MADE_UP, TraceView
 
-__all__ = ["FOLD_FROM", "MOST_ROWS", "Branches", "PrefixTree", "branches", "draw_tree"]
+__all__ = ["Branches", "PrefixTree", "branches", "draw_tree"]
 
 
 # %% nbs/viz/prefix_tree.ipynb #code-e5c56c

@@ -1,11 +1,6 @@
-"""Why this token, and what if?
+"""Sampler explorer: the stages of one token, with sliders."""
 
-The sampler bends the model's odds in ten stages and then draws.
-"""
-
-# Generated from nbs/viz/sampler_explorer.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4c5659bb8e81 module=755f7c639b1b
+# Generated from nbs/viz/sampler_explorer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -18,17 +13,7 @@ from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import View
 
-__all__ = [
-    "NUM_TEXTS",
-    "PRECISIONS",
-    "STAGES",
-    "SamplerExplorer",
-    "check_stages",
-    "grammar_mask",
-    "named_tokens",
-    "page_params",
-    "planes",
-]
+__all__ = ["STAGES", "SamplerExplorer", "check_stages", "page_params"]
 
 
 # %% nbs/viz/sampler_explorer.ipynb #planes

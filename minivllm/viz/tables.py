@@ -1,11 +1,6 @@
-"""One schema, two languages.
+"""The schema of events and other tables, written for the pages' programs."""
 
-The page folds the events that Python recorded.
-"""
-
-# Generated from nbs/viz/tables.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=129a053d97b7 module=f4d3f0f5a953
+# Generated from nbs/viz/tables.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import json
 from importlib.resources import files

@@ -1,11 +1,6 @@
-"""Requests over time.
+"""Timeline view: requests by steps, with prefill, decode, waiting and preemption."""
 
-Which request ran when, in what pieces, and what did it wait for?
-"""
-
-# Generated from nbs/viz/timeline.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=edec82c25007 module=578bc439bd8a
+# Generated from nbs/viz/timeline.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""Every request's life as a few spans.
+"""Timeline data: run-length encoded activity of every request."""
 
-Ten thousand steps of two thousand requests are twenty million cells.
-"""
-
-# Generated from nbs/viz/timeline_data.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=124a50dd9e21 module=fd2923b324ab
+# Generated from nbs/viz/timeline_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -20,19 +15,9 @@ from minivllm.core.events import FoldReader, read
 from minivllm.core.trace import REASONS, Trace
 
 __all__ = [
-    "DECODE",
-    "FINISHES",
-    "KINDS",
-    "PREEMPTED",
-    "PREFILL",
-    "STALLED",
-    "SWAPPED",
-    "WAITING",
-    "Ints",
-    "TimelineData",
-    "TimelineReader",
-    "timeline_data",
-]
+    "DECODE", "FINISHES", "KINDS", "PREEMPTED", "PREFILL", "STALLED", "SWAPPED", "WAITING", "Ints",
+    "TimelineData", "TimelineReader", "timeline_data",
+]  # fmt: skip
 
 
 # %% nbs/viz/timeline_data.ipynb #TimelineData

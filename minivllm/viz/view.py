@@ -1,11 +1,6 @@
-"""A view.
+"""Base classes of views: notebook widget, HTML page, figure, text summary."""
 
-What do all pictures have in common?
-"""
-
-# Generated from nbs/viz/view.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f7c695fdf8b9 module=59fbaf48dcdd
+# Generated from nbs/viz/view.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -26,20 +21,9 @@ from minivllm.viz.assets import document, fragment, widget_module
 from minivllm.viz.payload import Payload
 
 __all__ = [
-    "HTML_LIMIT",
-    "MADE_UP",
-    "TraceSource",
-    "TraceView",
-    "View",
-    "as_png",
-    "most_eventful",
-    "new_figure",
-    "open_trace",
-    "read_together",
-    "trace_cursor",
-    "trace_key",
-    "trace_note",
-]
+    "HTML_LIMIT", "MADE_UP", "TraceSource", "TraceView", "View", "as_png", "most_eventful", "new_figure",
+    "open_trace", "read_together", "trace_cursor", "trace_key", "trace_note",
+]  # fmt: skip
 
 
 # %% nbs/viz/view.ipynb #code-fa4ffc

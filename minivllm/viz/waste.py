@@ -1,11 +1,6 @@
-"""Memory that is set aside and empty.
+"""Memory waste view: internal fragmentation with and without paging."""
 
-What does paging waste, and what would one piece per request have wasted?
-"""
-
-# Generated from nbs/viz/waste.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=ecd0cb312444 module=bbc7c4e3b694
+# Generated from nbs/viz/waste.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
 
-__all__ = ["SCHEMES", "UsedBlocks", "Waste", "WasteData", "draw_waste", "waste_data"]
+__all__ = ["Waste"]
 
 
 # %% nbs/viz/waste.ipynb #code-aa8bbb
@@ -157,6 +152,7 @@ class Waste(TraceView):
         )  # fmt: skip
         return payload
 
+    # %% nbs/viz/waste.ipynb #Waste-words
     def describe(self) -> str:
         d = self.waste
         if not d.running.any():
@@ -176,6 +172,7 @@ class Waste(TraceView):
         draw_waste(top, bottom, self.waste)
 
 
+# %% nbs/viz/waste.ipynb #Waste-words
 def _plain(values: Iterable[float]) -> list[float | None]:
     return [None if np.isnan(v) else round(float(v), 6) for v in values]
 

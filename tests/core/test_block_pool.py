@@ -14,7 +14,7 @@ class SlowPool:
         self.free, self.count, self.name = list(range(1, n)), dict.fromkeys(range(1, n), 0), dict.fromkeys(range(1, n))
         self.evicted = []
 
-    def allocate(self, n):
+    def get_new_blocks(self, n):
         while sum(self.name[b] is None for b in self.free) < n:
             oldest = next(b for b in self.free if self.name[b] is not None)
             self.evicted.append(oldest)
@@ -48,7 +48,7 @@ def test_equals_brute_force(data):
         held = [b for b, c in slow.count.items() if c]
         if action == "allocate" and slow.free:
             k = data.draw(st.integers(1, len(slow.free)))
-            assert [b.block_id for b in pool.allocate(k)] == slow.allocate(k)
+            assert [b.block_id for b in pool.get_new_blocks(k)] == slow.get_new_blocks(k)
         elif action == "touch":
             named = [b for b in slow.name if slow.name[b]]
             if named:
@@ -71,14 +71,14 @@ def test_equals_brute_force(data):
 def test_allocates_all_or_nothing():
     pool = BlockPool(4)
     with pytest.raises(ValueError, match="4 blocks wanted, 3 free"):
-        pool.allocate(4)
+        pool.get_new_blocks(4)
     assert pool.num_free == 3
     assert pool.usage == 0.0
 
 
 def test_null_block_is_never_handed_out_nor_counted():
     pool = BlockPool(4)
-    assert [b.block_id for b in pool.allocate(3)] == [1, 2, 3]
+    assert [b.block_id for b in pool.get_new_blocks(3)] == [1, 2, 3]
     pool.touch([pool.null_block])
     pool.free([pool.null_block])
     assert pool.null_block.ref_cnt == 0
@@ -87,7 +87,7 @@ def test_null_block_is_never_handed_out_nor_counted():
 
 def test_double_free_is_an_error():
     pool = BlockPool(3)
-    (block,) = pool.allocate(1)
+    (block,) = pool.get_new_blocks(1)
     pool.free([block])
     with pytest.raises(RuntimeError, match="freed more often"):
         pool.free([block])
@@ -95,7 +95,7 @@ def test_double_free_is_an_error():
 
 def test_only_free_blocks_with_content_can_be_evicted():
     pool = BlockPool(3)
-    (block,) = pool.allocate(1)
+    (block,) = pool.get_new_blocks(1)
     block.block_hash = b"x"
     with pytest.raises(ValueError, match="cannot be evicted"):
         pool.evict(block)
@@ -103,14 +103,14 @@ def test_only_free_blocks_with_content_can_be_evicted():
 
 def test_a_failing_eviction_policy_loses_no_block():
     pool = BlockPool(5)
-    blocks = pool.allocate(4)
+    blocks = pool.get_new_blocks(4)
     for i, block in enumerate(blocks):
         block.block_hash = bytes([i])
     pool.free(blocks)
     answers = iter([blocks[2]])
     pool.choose_victim = lambda free: next(answers)
     with pytest.raises(StopIteration):
-        pool.allocate(2)
+        pool.get_new_blocks(2)
     assert sorted(b.block_id for b in pool.free_queue) == [1, 2, 3, 4]
     assert next(b.block_id for b in pool.free_queue) == 3
     assert all(block.ref_cnt == 0 for block in blocks)

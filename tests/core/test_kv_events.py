@@ -30,7 +30,7 @@ def test_a_mirror_kept_from_events_equals_the_index():
         )
         while scheduler.has_requests():
             output = scheduler.schedule()
-            scheduler.update(output, fake_model(output, scheduler))
+            scheduler.update_from_output(output, fake_model(output, scheduler))
             if i % 20 == 19:
                 scheduler.reset_prefix_cache()
             for event in tap.take():
@@ -49,7 +49,9 @@ def test_a_mirror_kept_from_events_equals_the_index():
                         del mirror[name]
                 else:
                     mirror.clear()
-            assert set(mirror) == {block.block_hash for block in scheduler.kv.pool.blocks if block.block_hash}
+            assert set(mirror) == {
+                block.block_hash for block in scheduler.kv_cache_manager.block_pool.blocks if block.block_hash
+            }
     trace.check()
     tap.close()
     scheduler.stop_recording()

@@ -100,7 +100,7 @@ def test_both_indexes_give_the_same_run(requests, kind, extra):
         runs.append(
             (
                 driver.trace.events[1:] and [e for e in driver.trace.events if e[0] not in ("step", "update")],
-                driver.scheduler.kv.stats,
+                driver.scheduler.kv_cache_manager.stats,
             )
         )
     assert runs[0] == runs[1]
@@ -143,7 +143,7 @@ def test_the_longest_hit_is_the_longest(data):
     cached = data.draw(st.lists(st.booleans(), min_size=8, max_size=8))
     for i, yes in enumerate(cached):
         if yes:
-            block = manager.pool.blocks[i + 1]
+            block = manager.block_pool.blocks[i + 1]
             block.block_hash = request.block_hashes[i]
             assert group.index.insert(request, i, block)
     limit = data.draw(st.integers(0, 8))

@@ -233,7 +233,7 @@ def test_a_prompt_that_never_fits_fails_alone_when_its_grammar_is_ready(args: En
         [("fits", "length"), ("never", "error")],
     )
     assert "too long" in next(end.error for end in ends if end.error)
-    assert engine.core.scheduler.kv.pool.usage == 0
+    assert engine.core.scheduler.kv_cache_manager.block_pool.usage == 0
     engine.close()
 
 

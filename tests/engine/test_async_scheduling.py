@@ -60,7 +60,7 @@ def nothing_is_left(llm):
     runner, scheduler = core.executor.runner, core.scheduler
     assert not core.queue and not scheduler.requests and not scheduler._ended_in_flight
     assert not len(runner.batch) and not runner.sampling.requests and not runner._prompt_done
-    assert scheduler.kv.pool.usage == 0.0 and not scheduler.kv.swapped
+    assert scheduler.kv_cache_manager.block_pool.usage == 0.0 and not scheduler.kv_cache_manager.swapped
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -51,7 +51,7 @@ def nothing_is_left(llm):
     scheduler, runner = engine.core.scheduler, engine.core.executor.runner
     assert not engine.has_unfinished_requests() and not scheduler.requests and not engine.output_processor.parent_of
     assert not len(runner.batch) and not runner.sampling.requests and not runner._prompt_done
-    assert scheduler.kv.pool.usage == 0.0 and not scheduler.kv.swapped
+    assert scheduler.kv_cache_manager.block_pool.usage == 0.0 and not scheduler.kv_cache_manager.swapped
     return True
 
 

@@ -118,7 +118,10 @@ def test_the_trace_and_the_pool_are_whole_afterwards(llm: LLM):
     trace.check()
     ends = [event for event in trace.events if event[0] == "finish"]
     assert len(ends) == len(PROMPTS) and {event[2] for event in ends} == {str(FinishReason.STOP)}
-    assert trace.at(trace.num_steps - 1) is not None and llm.llm_engine.core.scheduler.kv.pool.usage == 0
+    assert (
+        trace.at(trace.num_steps - 1) is not None
+        and llm.llm_engine.core.scheduler.kv_cache_manager.block_pool.usage == 0
+    )
     runner = llm.llm_engine.core.executor.runner
     llm.generate([[64]], SamplingParams(max_tokens=1), use_tqdm=False)  # the next step drops what has ended
     assert not runner.pooler and len(runner.batch) <= 1
@@ -132,7 +135,7 @@ def test_an_abort(llm: LLM):
     assert output.finished and output.pooled is None
     while engine.core.has_requests():
         engine.step()
-    assert engine.core.scheduler.kv.pool.usage == 0
+    assert engine.core.scheduler.kv_cache_manager.block_pool.usage == 0
 
 
 def test_what_is_wrong_is_said(llm: LLM):

@@ -110,10 +110,10 @@ def test_meter_of_a_recording_that_began_in_the_middle():
     made, fake = make_settings(SMALL), FakeExecutor()
     scheduler = Scheduler(made.scheduler, made.cache)
     scheduler.add_request(asking(0, output=5).to_request())
-    scheduler.update(output := scheduler.schedule(), fake.execute(output))
+    scheduler.update_from_output(output := scheduler.schedule(), fake.execute(output))
     trace = scheduler.record()
     while scheduler.requests:
-        scheduler.update(output := scheduler.schedule(), fake.execute(output))
+        scheduler.update_from_output(output := scheduler.schedule(), fake.execute(output))
     row = Meter.of(trace).to_pandas().iloc[0]
     assert np.isnan(row.arrival) and np.isnan(row.queue_time) and np.isnan(row.max_tokens)
     assert row.num_output_tokens == 5 and row.finish_reason == "length"
@@ -165,7 +165,11 @@ def test_a_failing_policy_is_named_and_loses_nothing():
         session.run()
     session.scheduler.set_policy(FCFS())
     session.run()
-    assert session.scheduler.kv.pool.num_free == session.scheduler.kv.pool.num_blocks and not session.scheduler.requests
+    assert (
+        session.scheduler.kv_cache_manager.block_pool.num_free
+        == session.scheduler.kv_cache_manager.block_pool.num_blocks
+        and not session.scheduler.requests
+    )
 
 
 def test_an_executor_of_ones_own_answers_and_is_timed():
@@ -257,7 +261,7 @@ def test_negative_costs_are_refused():
         def seconds(self, output, work):
             return -1.0
 
-    with pytest.raises(ValueError, match="cannot go back"):
+    with pytest.raises(ValueError, match="can only go forward"):
         simulate([asking(0)], cost_model=Backwards())
 
 

@@ -70,9 +70,9 @@ def answers(path: Any, groups: int, way: dict[str, Any], max_tokens: int = 18, v
     with LLM(path, dtype="float32", max_model_len=128, **{"block_size": 16, **fixed, **way}) as llm:
         scheduler = llm.llm_engine.core.scheduler
         if permute:
-            blocks = scheduler.kv.pool.blocks[1:]
+            blocks = scheduler.kv_cache_manager.block_pool.blocks[1:]
             random.Random(1).shuffle(blocks)
-            scheduler.kv.pool.free_queue = FreeBlockQueue(blocks)
+            scheduler.kv_cache_manager.block_pool.free_queue = FreeBlockQueue(blocks)
         count = len(prompts(vocab))
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
         with llm.record() as trace:
@@ -84,7 +84,7 @@ def answers(path: Any, groups: int, way: dict[str, Any], max_tokens: int = 18, v
                 user=[str(i % 2) for i in range(count)],
             )
         trace.check()
-        assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+        assert scheduler.kv_cache_manager.block_pool.num_free == scheduler.kv_cache_manager.block_pool.num_blocks
         if tight:
             assert scheduler.num_preemptions, "the pool was meant to be too small"
         tokens = [out.outputs[0].token_ids for out in outs]

@@ -54,7 +54,7 @@ def test_jupyter_shows_where_the_error_is(repo, demo):
 def test_saving_does_not_overwrite_an_edited_module(repo, demo, run):
     run("export")
     repo.edit("minivllm/pool.py", "X = 1", "X = 3")
-    with pytest.raises(HTTPError, match="run write-back|both edited"):
+    with pytest.raises(HTTPError, match="run write-back|both changed"):
         save(manager(repo.root), "#| export\nX = 2")
     assert "X = 3" in repo.read("minivllm/pool.py")
 

@@ -1,12 +1,6 @@
-"""Attention straight from the pages.
+"""CPU paged attention kernels: scores, online softmax, weighted values, split-KV merge."""
 
-Question: attention over a paged cache reads every key and value once and does a few operations with
-each.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f57e96e67801 module=10f5489ee67e
+# Generated from nbs/minivllm_kernels/cpu/attention.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,26 +63,7 @@ from minivllm_kernels.cpu.simd import (
     zip_lanes,
 )
 
-__all__ = [
-    "LOWEST",
-    "ONE",
-    "TWO",
-    "ZERO",
-    "attend",
-    "dimensions_at_once",
-    "jit",
-    "make_coming",
-    "make_ends",
-    "make_item",
-    "make_parts",
-    "make_results",
-    "make_scores",
-    "make_softmax",
-    "make_split",
-    "make_values",
-    "vectors_at_once",
-    "zipped",
-]
+__all__ = ["LOWEST", "ONE", "TWO", "ZERO", "attend", "jit", "make_coming", "make_softmax"]
 
 
 # %% nbs/minivllm_kernels/cpu/attention.ipynb #code-895ffe

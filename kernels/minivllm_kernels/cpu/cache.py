@@ -1,11 +1,6 @@
-"""Where keys and values lie.
+"""CPU KV cache layout, with K transposed inside a block; write and copy kernels."""
 
-Question: attention on a CPU wants to read sixteen keys at once.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e2bab0f3294e module=abec55bdc2e2
+# Generated from nbs/minivllm_kernels/cpu/cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any
@@ -17,22 +12,9 @@ from minivllm_kernels.cpu.compile import OWN
 from minivllm_kernels.cpu.simd import claim, floats_at, ints_at, load, move, store, transpose
 
 __all__ = [
-    "KEYS",
-    "PAIRS",
-    "SLOTS",
-    "SOURCE",
-    "STRIDE_K",
-    "STRIDE_V",
-    "TARGET",
-    "VALUES",
-    "WORDS",
-    "WRITE_CACHE",
-    "WRITE_HEADS",
-    "copy",
-    "jit",
-    "split_cache",
-    "write",
-]
+    "KEYS", "PAIRS", "SLOTS", "SOURCE", "STRIDE_K", "STRIDE_V", "TARGET", "VALUES", "WORDS", "WRITE_CACHE",
+    "WRITE_HEADS", "copy", "jit", "split_cache", "write",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cpu/cache.ipynb #split_cache

@@ -1,12 +1,6 @@
-"""Who computes what: planning attention on a CPU.
+"""Work items of CPU attention for one step, balanced over threads."""
 
-Question: a step holds a prompt of 700 tokens, a dozen requests that want one token each, and one
-with a very long past.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1fe0b003e60f module=4dc104718832
+# Generated from nbs/minivllm_kernels/cpu/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 import math
@@ -20,41 +14,11 @@ from minivllm_kernels.cpu.matmul.layout import tile_configs
 from minivllm_kernels.cpu.program import NOW, Launcher, aligned
 
 __all__ = [
-    "BEGIN",
-    "BLOCK_STRIDE",
-    "CACHE",
-    "CHUNK",
-    "CLAIMS",
-    "CONFIGS",
-    "COUNTER",
-    "COUNTERS",
-    "END",
-    "FACTORS",
-    "FIELDS",
-    "FIRST",
-    "HEADS",
-    "ITEMS",
-    "LAST",
-    "OUT",
-    "PARTS",
-    "POSITION",
-    "ROW",
-    "SCRATCH",
-    "SLOT",
-    "STEP_ARGS",
-    "TABLE",
-    "TABLE_STRIDE",
-    "TOKEN",
-    "TOKENS",
-    "WINDOW",
-    "WORKSPACE",
-    "AttentionStep",
-    "CPUAttentionShape",
-    "Q",
-    "attention_kernel",
-    "plan_claims",
-    "plan_items",
-]
+    "BEGIN", "BLOCK_STRIDE", "CACHE", "CHUNK", "CLAIMS", "CONFIGS", "COUNTER", "COUNTERS", "END", "FACTORS",
+    "FIELDS", "FIRST", "HEADS", "ITEMS", "LAST", "OUT", "PARTS", "POSITION", "ROW", "SCRATCH", "SLOT",
+    "STEP_ARGS", "TABLE", "TABLE_STRIDE", "TOKEN", "TOKENS", "WINDOW", "WORKSPACE", "AttentionStep",
+    "CPUAttentionShape", "Q", "attention_kernel", "plan_items",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cpu/planning.ipynb #CPUAttentionShape

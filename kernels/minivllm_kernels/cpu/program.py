@@ -1,11 +1,6 @@
-"""Many kernels, one launch.
+"""Records CPU kernel calls and runs them in one launch over a shared thread pool."""
 
-Question: a step of a small model is three hundred kernels of a few microseconds.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/program.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=a1f9c8ee2acf module=1c2fa95b23d5
+# Generated from nbs/minivllm_kernels/cpu/program.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import functools
@@ -21,26 +16,9 @@ import numpy as np
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT, OWN, Kernel, host_is_x86, kernel, pack, run
 
 __all__ = [
-    "ARGS",
-    "CAME",
-    "CLOCK",
-    "CLOCK_FIRST",
-    "CLOCK_SECOND",
-    "ENTRY",
-    "FIELDS",
-    "NOW",
-    "PATIENCE",
-    "STEPS",
-    "WENT",
-    "YIELD",
-    "Launcher",
-    "Now",
-    "Program",
-    "Scratch",
-    "aligned",
-    "conduct",
-    "look_at_clock",
-]
+    "ARGS", "CAME", "ENTRY", "FIELDS", "NOW", "PATIENCE", "STEPS", "WENT", "YIELD", "Launcher", "Now",
+    "Program", "Scratch", "aligned", "conduct",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cpu/program.ipynb #Launcher

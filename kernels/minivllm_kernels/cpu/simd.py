@@ -1,11 +1,6 @@
-"""Sixteen numbers at a time.
+"""SIMD vectors for numba: LLVM intrinsics for loads, FMA, shuffles, conversions."""
 
-Question: a compiler turns numba's Python into machine code.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/simd.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=1fe21490f362 module=eb28f689e903
+# Generated from nbs/minivllm_kernels/cpu/simd.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import operator
 from typing import Any
@@ -20,73 +15,15 @@ from numba.core.typing.templates import AbstractTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin
 
 __all__ = [
-    "EXP_TERMS",
-    "F32",
-    "I8",
-    "I16",
-    "I32",
-    "I64",
-    "LN2_HIGH",
-    "LN2_LOW",
-    "LOG2_E",
-    "ROUNDER",
-    "Vector",
-    "address",
-    "as_bf16",
-    "ask_for",
-    "broadcast",
-    "call",
-    "claim",
-    "const",
-    "exp",
-    "exponential",
-    "field",
-    "floats_at",
-    "fma",
-    "fold_lanes",
-    "fold_together",
-    "ints_at",
-    "keep",
-    "largest",
-    "load",
-    "load_each",
-    "load_halves",
-    "load_unzipped",
-    "load_vector",
-    "load_words",
-    "maximum",
-    "move",
-    "multiply_add",
-    "narrow",
-    "number",
-    "peek",
-    "plus",
-    "prefetch",
-    "prefetch_rows",
-    "primitive",
-    "relax",
-    "root",
-    "shuffle",
-    "splat",
-    "store",
-    "store_fields",
-    "store_pairs",
-    "tile_fields",
-    "tile_fma",
-    "tile_load",
-    "tile_outer",
-    "tile_scaled",
-    "tile_store",
-    "tile_totals",
-    "tile_zeros",
-    "total",
-    "transpose",
-    "vec",
-    "whole_numbers",
-    "widen",
-    "zip_lanes",
-    "zip_pairs",
-]
+    "EXP_TERMS", "F32", "I8", "I16", "I32", "I64", "LN2_HIGH", "LN2_LOW", "LOG2_E", "ROUNDER", "Vector",
+    "address", "as_bf16", "ask_for", "broadcast", "call", "claim", "const", "exp", "exponential", "field",
+    "floats_at", "fma", "fold_lanes", "fold_together", "ints_at", "keep", "largest", "load", "load_each",
+    "load_halves", "load_unzipped", "load_vector", "load_words", "maximum", "move", "multiply_add", "narrow",
+    "number", "peek", "plus", "prefetch", "prefetch_rows", "primitive", "relax", "root", "shuffle", "splat",
+    "store", "store_fields", "store_pairs", "tile_fields", "tile_fma", "tile_load", "tile_outer",
+    "tile_scaled", "tile_store", "tile_totals", "tile_zeros", "total", "transpose", "vec", "whole_numbers",
+    "widen", "zip_lanes", "zip_pairs",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cpu/simd.ipynb #Vector

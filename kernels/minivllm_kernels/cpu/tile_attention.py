@@ -1,11 +1,6 @@
-"""A prompt, tile by tile.
+"""CPU prefill attention on the tile unit (AMX)."""
 
-Question: the tile unit multiplies rows with a weight that lies in pairs.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/tile_attention.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=10131e6fad33 module=5612f905683b
+# Generated from nbs/minivllm_kernels/cpu/tile_attention.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from typing import Any
 
@@ -24,7 +19,7 @@ from minivllm_kernels.cpu.planning import (
 )
 from minivllm_kernels.cpu.simd import floats_at, ints_at, splat, store, zip_pairs
 
-__all__ = ["PAIR_BYTES", "make_block", "make_packing", "make_split_by_tiles"]
+__all__ = ["make_split_by_tiles"]
 
 
 # %% nbs/minivllm_kernels/cpu/tile_attention.ipynb #make_packing

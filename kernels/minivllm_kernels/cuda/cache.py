@@ -1,11 +1,6 @@
-"""Where a token's K and V go.
+"""CUDA kernels that write K and V to cache slots and copy blocks."""
 
-Question: the cache is a heap of blocks in any order.
-"""
-
-# Generated from nbs/minivllm_kernels/cuda/cache.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=83bb61d9e3c4 module=755e5b1f3184
+# Generated from nbs/minivllm_kernels/cuda/cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 

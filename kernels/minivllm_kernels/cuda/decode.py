@@ -1,11 +1,6 @@
-"""Decode attention, in three rungs.
+"""CUDA decode attention: naive, split-KV on CUDA cores, split-KV on tensor cores."""
 
-Question: one new token a sequence must look at every K and V the sequence has.
-"""
-
-# Generated from nbs/minivllm_kernels/cuda/decode.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f0c57a3f0b74 module=728c4708a4e6
+# Generated from nbs/minivllm_kernels/cuda/decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 
@@ -38,18 +33,9 @@ from minivllm_kernels.cuda.simt import (
 )
 
 __all__ = [
-    "DECODE_SIGNATURE",
-    "FMA_HEADS",
-    "capped",
-    "combine",
-    "fma_parts",
-    "fma_split_kv",
-    "max_warps",
-    "mma_parts",
-    "mma_split_kv",
-    "naive",
-    "same_half",
-]
+    "FMA_HEADS", "capped", "combine", "fma_parts", "fma_split_kv", "max_warps", "mma_parts", "mma_split_kv",
+    "naive", "same_half",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cuda/decode.ipynb #code-9f2c43

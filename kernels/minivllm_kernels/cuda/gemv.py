@@ -1,12 +1,6 @@
-"""What is a matrix product for three requests?
+"""CUDA matmul of up to 16 rows by a weight, on CUDA cores and on tensor cores."""
 
-Question: with one to sixteen tokens in the batch, a linear layer reads its whole weight and does
-hardly any arithmetic with it.
-"""
-
-# Generated from nbs/minivllm_kernels/cuda/gemv.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=98742447965a module=17cfeb6ea659
+# Generated from nbs/minivllm_kernels/cuda/gemv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 from dataclasses import dataclass
@@ -29,22 +23,9 @@ from minivllm_kernels.cuda.simt import (
 )
 
 __all__ = [
-    "FMA_BUSY",
-    "FMA_WARPS",
-    "GEMV_SIGNATURE",
-    "HELD_WORDS",
-    "MMA_BUSY",
-    "MMA_ROWS",
-    "X_WORDS",
-    "Gemv",
-    "choose_gemv",
-    "fma_gemv",
-    "mma_gemv",
-    "mma_warps",
-    "pieces",
-    "split_of",
-    "total",
-]
+    "FMA_BUSY", "FMA_WARPS", "GEMV_SIGNATURE", "HELD_WORDS", "MMA_BUSY", "MMA_ROWS", "X_WORDS", "Gemv",
+    "choose_gemv", "fma_gemv", "mma_gemv", "mma_warps", "pieces", "split_of", "total",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cuda/gemv.ipynb #fma_gemv

@@ -1,11 +1,6 @@
-"""Ten microseconds from Python to the card.
+"""Low-overhead CUDA launch: driver calls by ctypes, PTX cache, parameter buffers."""
 
-Question: a decode step launches a hundred kernels.
-"""
-
-# Generated from nbs/minivllm_kernels/cuda/launch.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4512934a1b5d module=940b295c4e55
+# Generated from nbs/minivllm_kernels/cuda/launch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import hashlib
@@ -21,23 +16,9 @@ from typing import Any
 from minivllm_kernels.cuda.simt import SIM, Kernel
 
 __all__ = [
-    "ADVICE",
-    "CODES",
-    "CONFIG",
-    "OLDEST_NUMBA_CUDA",
-    "OVERLAP",
-    "OVERLAP_ID",
-    "CudaError",
-    "Driver",
-    "Launch",
-    "Layout",
-    "cache_dir",
-    "cached_ptx",
-    "compiler_missing",
-    "driver",
-    "fingerprint",
-    "launcher",
-]
+    "ADVICE", "CODES", "CONFIG", "OLDEST_NUMBA_CUDA", "OVERLAP", "OVERLAP_ID", "CudaError", "Driver",
+    "Launch", "Layout", "cache_dir", "cached_ptx", "compiler_missing", "driver", "fingerprint", "launcher",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cuda/launch.ipynb #Layout

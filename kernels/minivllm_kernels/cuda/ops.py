@@ -1,11 +1,6 @@
-"""The kernels behind a torch call.
+"""CUDA kernels as checked functions of torch tensors."""
 
-Question: a kernel believes whatever address it is given.
-"""
-
-# Generated from nbs/minivllm_kernels/cuda/ops.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c36561e10389 module=c0d4170fe17c
+# Generated from nbs/minivllm_kernels/cuda/ops.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 from collections.abc import Callable
@@ -30,37 +25,12 @@ from minivllm_kernels.cuda.planning import (
 from minivllm_kernels.cuda.simt import LOG2E, Kernel
 
 __all__ = [
-    "FP8",
-    "HALF",
-    "OLDEST_FP8",
-    "AttentionPlan",
-    "Card",
-    "cache_strides",
-    "card",
-    "check",
-    "check_cache",
-    "check_rows",
-    "check_scales",
-    "copy_blocks",
-    "decode_rungs",
-    "decode_work",
-    "device_unsupported",
-    "fixed_decode_plan",
-    "fp8_unsupported",
-    "gemv",
-    "half_name",
-    "halves_of",
-    "make_room",
-    "paged_attention",
-    "plan_attention",
-    "reshape_and_cache",
-    "rms_norm",
-    "rope_and_cache",
-    "run",
-    "score_factors",
-    "silu_mul",
+    "FP8", "HALF", "OLDEST_FP8", "AttentionPlan", "Card", "cache_strides", "card", "check", "check_cache",
+    "check_rows", "check_scales", "copy_blocks", "decode_rungs", "decode_work", "device_unsupported",
+    "fixed_decode_plan", "fp8_unsupported", "gemv", "half_name", "halves_of", "make_room", "paged_attention",
+    "plan_attention", "reshape_and_cache", "rms_norm", "rope_and_cache", "run", "score_factors", "silu_mul",
     "upload",
-]
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cuda/ops.ipynb #code-89d22b

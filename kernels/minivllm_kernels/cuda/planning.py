@@ -1,11 +1,6 @@
-"""Planning: who reads which part of the cache.
+"""Work items of CUDA attention for one step: split-KV decode and prefill tiles."""
 
-Question: a batch holds one sequence of 16,000 tokens and sixty short ones.
-"""
-
-# Generated from nbs/minivllm_kernels/cuda/planning.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=e9902cb0f7e8 module=ab59da25fd80
+# Generated from nbs/minivllm_kernels/cuda/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,27 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 __all__ = [
-    "BLOCK_SIZES",
-    "FIXED_CHUNK",
-    "HEAD_DIMS",
-    "ITEM",
-    "MAX_GROUP",
-    "MAX_ITEMS",
-    "MAX_PARTS",
-    "TILE",
-    "TILE_FIELDS",
-    "WAVES",
-    "WIDE_WAVES",
-    "AttentionShape",
-    "DecodePlan",
-    "choose_chunk",
-    "cut",
-    "item_rungs",
-    "plan_decode",
-    "plan_prefill",
-    "shape_unsupported",
-    "split_at_chunks",
-]
+    "BLOCK_SIZES", "FIXED_CHUNK", "HEAD_DIMS", "ITEM", "MAX_GROUP", "MAX_ITEMS", "MAX_PARTS", "TILE",
+    "TILE_FIELDS", "AttentionShape", "DecodePlan", "cut", "item_rungs", "plan_decode", "plan_prefill",
+    "shape_unsupported", "split_at_chunks",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cuda/planning.ipynb #code-7a3109

@@ -1,11 +1,6 @@
-"""The small kernels between the large ones.
+"""CUDA kernels for add + RMS norm, rotary embedding with cache write, SiLU gate."""
 
-Question: a norm, a rotation, an activation: each is a few operations a number.
-"""
-
-# Generated from nbs/minivllm_kernels/cuda/pointwise.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=77945d3a2467 module=0637430ad950
+# Generated from nbs/minivllm_kernels/cuda/pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 
@@ -31,16 +26,9 @@ from minivllm_kernels.cuda.simt import (
 )
 
 __all__ = [
-    "NORM_SIGNATURE",
-    "ROPE_FP8_SIGNATURE",
-    "ROPE_SIGNATURE",
-    "ROPE_WARPS",
-    "SILU_THREADS",
-    "add_rms_norm",
-    "rope_and_cache",
-    "silu_mul",
-    "silu_times",
-]
+    "NORM_SIGNATURE", "ROPE_FP8_SIGNATURE", "ROPE_SIGNATURE", "ROPE_WARPS", "SILU_THREADS", "add_rms_norm",
+    "rope_and_cache", "silu_mul", "silu_times",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cuda/pointwise.ipynb #add_rms_norm

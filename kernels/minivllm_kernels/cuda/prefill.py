@@ -1,11 +1,6 @@
-"""Prefill attention, in three rungs.
+"""CUDA prefill attention: naive, shared-memory tiles, tensor-core tiles."""
 
-Question: a prompt brings a thousand new tokens at once.
-"""
-
-# Generated from nbs/minivllm_kernels/cuda/prefill.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=f921808c72fb module=d7fba3ce17d8
+# Generated from nbs/minivllm_kernels/cuda/prefill.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 from typing import Any
@@ -42,18 +37,9 @@ from minivllm_kernels.cuda.simt import (
 )
 
 __all__ = [
-    "FMA_KEYS",
-    "FMA_ROWS",
-    "NO_WINDOW",
-    "PREFILL_SIGNATURE",
-    "U32",
-    "best_warps",
-    "fma_tiles",
-    "mma_tiles",
-    "naive",
-    "tile_keys",
-    "warp_rows",
-]
+    "FMA_KEYS", "FMA_ROWS", "NO_WINDOW", "PREFILL_SIGNATURE", "U32", "best_warps", "fma_tiles", "mma_tiles",
+    "naive", "tile_keys", "warp_rows",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cuda/prefill.ipynb #code-afb663

@@ -1,12 +1,6 @@
-"""Kernels that do not care where they run.
+"""Kernel decorator: one source for numba.cuda, its simulator and PTX."""
 
-Question: how does a Python function become something a GPU can launch, and how is it tested on a
-laptop?
-"""
-
-# Generated from nbs/minivllm_kernels/cuda/simt.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=962d501eb20c module=9196e6546d6e
+# Generated from nbs/minivllm_kernels/cuda/simt.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib
 import os
@@ -20,46 +14,12 @@ import numpy as np
 from numba import cuda
 
 __all__ = [
-    "HALVES",
-    "LOG2E",
-    "NEG",
-    "SIM",
-    "Half",
-    "Kernel",
-    "Pointer",
-    "atomic_inc",
-    "cp_async16",
-    "cp_commit",
-    "cp_wait_older",
-    "device",
-    "e4m3_hi",
-    "e4m3_lo",
-    "exp2",
-    "f32",
-    "fmax",
-    "grid_release",
-    "grid_wait",
-    "half_ops",
-    "i32",
-    "i64",
-    "kernel",
-    "ldcg2",
-    "ldg64_stream",
-    "ldg128",
-    "ldg128_stream",
-    "ldmatrix_x4",
-    "ldmatrix_x4_trans",
-    "movmatrix",
-    "numba_types",
-    "pack_e4m3",
-    "prmt",
-    "rsqrt",
-    "shfl_xor",
-    "smem_addr",
-    "stg128",
-    "sts128",
-    "u32",
-]
+    "HALVES", "LOG2E", "NEG", "SIM", "Half", "Kernel", "atomic_inc", "cp_async16", "cp_commit",
+    "cp_wait_older", "device", "e4m3_hi", "e4m3_lo", "exp2", "f32", "fmax", "grid_release", "grid_wait",
+    "half_ops", "i32", "i64", "kernel", "ldcg2", "ldg64_stream", "ldg128", "ldg128_stream", "ldmatrix_x4",
+    "ldmatrix_x4_trans", "movmatrix", "numba_types", "pack_e4m3", "prmt", "rsqrt", "shfl_xor", "smem_addr",
+    "stg128", "sts128", "u32",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cuda/simt.ipynb #code-ed7682

@@ -1,12 +1,6 @@
-"""Sixteen by sixteen.
+"""AMX tile matmul primitives: load, multiply, store 16 x 16 tiles of bf16."""
 
-Question: the product with packed weights is at the speed of memory for four rows, and arithmetic
-takes over from there.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/matmul/amx.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=c2b678cad842 module=98cdf3aa3451
+# Generated from nbs/minivllm_kernels/cpu/matmul/amx.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any
@@ -37,23 +31,9 @@ from minivllm_kernels.cpu.matmul.layout import (
 from minivllm_kernels.cpu.simd import I8, I64, claim, floats_at, number, prefetch, primitive
 
 __all__ = [
-    "LEFT",
-    "LINES",
-    "RIGHT",
-    "SUMS",
-    "instruct",
-    "jit",
-    "make_pass",
-    "move_sums",
-    "multiply",
-    "pointer",
-    "tiles_begin",
-    "tiles_clear",
-    "tiles_end",
-    "tiles_load",
-    "tiles_multiply",
-    "tiles_store",
-]
+    "LEFT", "LINES", "RIGHT", "SUMS", "instruct", "jit", "make_pass", "move_sums", "multiply", "pointer",
+    "tiles_begin", "tiles_clear", "tiles_end", "tiles_load", "tiles_multiply", "tiles_store",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cpu/matmul/amx.ipynb #instruct

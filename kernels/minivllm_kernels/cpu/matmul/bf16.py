@@ -1,11 +1,6 @@
-"""A stream of packed weights.
+"""CPU matmul of a few rows by a packed bf16 weight."""
 
-Question: the packed order has the outputs in the lanes.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/matmul/bf16.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=84a2386cc341 module=4414caaeef46
+# Generated from nbs/minivllm_kernels/cpu/matmul/bf16.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any

@@ -1,12 +1,6 @@
-"""One row times a matrix.
+"""CPU matmul of one or a few rows by a row-major weight."""
 
-Question: one request that wants one token multiplies a single row with every weight matrix of the
-model.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/matmul/gemv.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=4f9435c77b77 module=babd77129e79
+# Generated from nbs/minivllm_kernels/cpu/matmul/gemv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +39,7 @@ from minivllm_kernels.cpu.simd import (
     tile_zeros,
 )
 
-__all__ = ["jit", "make_tile", "multiply"]
+__all__ = ["multiply"]
 
 
 # %% nbs/minivllm_kernels/cpu/matmul/gemv.ipynb #make_tile

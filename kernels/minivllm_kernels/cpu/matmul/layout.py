@@ -1,11 +1,6 @@
-"""One layout for one row and for many.
+"""Packed bf16 weight layout shared with oneDNN, and the matmul object that owns it."""
 
-Question: a library that multiplies many rows wants the weight in an order of its own.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/matmul/layout.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=d70537879a56 module=99282f0253ce
+# Generated from nbs/minivllm_kernels/cpu/matmul/layout.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import functools
@@ -18,25 +13,9 @@ from minivllm_kernels.cpu.compile import OWN, host_lanes, host_machine, host_reg
 from minivllm_kernels.cpu.program import NOW, Launcher
 
 __all__ = [
-    "BIAS",
-    "BLOCK",
-    "CONFIGS",
-    "INPUTS",
-    "ITEM",
-    "OUT",
-    "OUTPUTS",
-    "PADDED",
-    "ROWS",
-    "SCRATCH",
-    "SCRATCH_BYTES",
-    "TILE",
-    "WEIGHT",
-    "PackedProduct",
-    "X",
-    "host_tiles",
-    "packed_problem",
-    "tile_configs",
-]
+    "BIAS", "BLOCK", "CONFIGS", "INPUTS", "ITEM", "OUT", "OUTPUTS", "PADDED", "ROWS", "SCRATCH",
+    "SCRATCH_BYTES", "TILE", "WEIGHT", "PackedProduct", "X", "host_tiles", "packed_problem", "tile_configs",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cpu/matmul/layout.ipynb #PackedProduct

@@ -1,12 +1,6 @@
-"""What has to be said about a product?
+"""CPU matmul by an unpacked weight: checks, scratch memory, work items, launch."""
 
-Question: a matrix kernel needs its arguments packed, memory for each thread, and a decision how to
-cut the outputs among threads.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/matmul/plain.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=5316593526bd module=b4f97d13a15e
+# Generated from nbs/minivllm_kernels/cpu/matmul/plain.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 
@@ -14,24 +8,9 @@ from minivllm_kernels.cpu.compile import COUNT, OWN, host_lanes, host_registers,
 from minivllm_kernels.cpu.program import NOW, Launcher
 
 __all__ = [
-    "BIAS",
-    "CHUNK",
-    "INPUTS",
-    "OUT",
-    "OUTPUTS",
-    "ROWS",
-    "SCALES",
-    "SCRATCH",
-    "SCRATCH_BYTES",
-    "TILES",
-    "WEIGHT",
-    "Product",
-    "X",
-    "chunk_outputs",
-    "product_problem",
-    "row_stride",
-    "tile_outputs",
-]
+    "BIAS", "CHUNK", "INPUTS", "OUT", "OUTPUTS", "ROWS", "SCALES", "SCRATCH", "SCRATCH_BYTES", "TILES",
+    "WEIGHT", "Product", "X", "chunk_outputs", "product_problem", "row_stride", "tile_outputs",
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cpu/matmul/plain.ipynb #tile_outputs

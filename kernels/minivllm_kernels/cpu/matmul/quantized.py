@@ -1,11 +1,6 @@
-"""Whole numbers in a register.
+"""CPU matmul by int8 and int4 weights, and their dequantization."""
 
-Question: packed words are an eighth of the bytes.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/matmul/quantized.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=3425f0887204 module=ab5215a7636e
+# Generated from nbs/minivllm_kernels/cpu/matmul/quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +48,7 @@ from minivllm_kernels.cpu.simd import (
     total,
 )
 
-__all__ = ["ZERO", "make_tile", "multiply", "widen"]
+__all__ = ["multiply", "widen"]
 
 
 # %% nbs/minivllm_kernels/cpu/matmul/quantized.ipynb #make_tile

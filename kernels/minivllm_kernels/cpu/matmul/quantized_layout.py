@@ -1,11 +1,6 @@
-"""Weights of a few bits.
+"""Packed int8 and int4 weight layout with scales, and the matmul object that owns it."""
 
-Question: a row times a matrix takes as long as the matrix takes to be read.
-"""
-
-# Generated from nbs/minivllm_kernels/cpu/matmul/quantized_layout.ipynb by `python -m minivllm.literate export`. Edit the notebook,
-# or edit this file and run `python -m minivllm.literate write-back`.
-# literate: notebook=89eeeff0c3fa module=3d17d99b5128
+# Generated from nbs/minivllm_kernels/cpu/matmul/quantized_layout.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import numpy as np
 
@@ -14,28 +9,10 @@ from minivllm_kernels.cpu.matmul.layout import ITEM
 from minivllm_kernels.cpu.program import NOW, Launcher
 
 __all__ = [
-    "BIAS",
-    "BLOCK",
-    "FACTORS",
-    "FIRST",
-    "GROUP",
-    "INPUTS",
-    "OUT",
-    "OUTPUTS",
-    "PADDED",
-    "ROWS",
-    "SCALES",
-    "SCALE_BITS",
-    "SCRATCH",
-    "SCRATCH_BYTES",
-    "STRIDE",
-    "UNIT",
-    "WIDE",
-    "WORDS",
-    "QuantizedProduct",
-    "X",
+    "BIAS", "BLOCK", "FACTORS", "FIRST", "GROUP", "INPUTS", "OUT", "OUTPUTS", "PADDED", "ROWS", "SCALES",
+    "SCALE_BITS", "SCRATCH", "SCRATCH_BYTES", "STRIDE", "UNIT", "WIDE", "WORDS", "QuantizedProduct", "X",
     "padded",
-]
+]  # fmt: skip
 
 
 # %% nbs/minivllm_kernels/cpu/matmul/quantized_layout.ipynb #QuantizedProduct
