@@ -47,8 +47,7 @@ SCHEMA = {
 }
 _OPTIONAL = {"update": (None,)}
 EVENTS: dict[str, Any] = {  # a NamedTuple per kind: `kind`, then the fields
-    kind: namedtuple(kind, ("kind", *fields), defaults=_OPTIONAL.get(kind, ()))  # type: ignore[misc]
-    for kind, fields in SCHEMA.items()
+    kind: namedtuple(kind, ("kind", *fields), defaults=_OPTIONAL.get(kind, ())) for kind, fields in SCHEMA.items()
 }
 
 

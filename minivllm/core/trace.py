@@ -208,8 +208,20 @@ class Trace(Recording):
         """Tidy tables `steps`, `requests`, `blocks`, `tokens` and `decisions`: see `minivllm.core.trace_tables`."""
         return trace_tables.tables(self)
 
-    def save(self, path: Any) -> None:
-        """Write to a file, `.jsonl` (JSON lines) or `.parquet`: see `minivllm.core.trace_files`."""
+    def save(self, path: Any, drop_samples: bool = False) -> None:
+        """Write to a file, `.jsonl` (JSON lines) or `.parquet`: see `minivllm.core.trace_files`.
+
+        Args:
+            drop_samples: a file holds no logits; say so if `samples` has some.
+
+        Raises:
+            ValueError: there are samples, and they were not to be dropped.
+        """
+        if self.samples and not drop_samples:
+            raise ValueError(
+                f"the trace has the logits of {len(self.samples)} samples, and no file of a trace holds them;"
+                " save(path, drop_samples=True) leaves them out"
+            )
         trace_files.save(self, path)
 
     @staticmethod

@@ -81,6 +81,8 @@ class BlockStream(FoldReader):
     LEAST = 2048  # numbers of a chunk
     SHARE = 6  # events, as a multiple of the keyframe before them
 
+    _keyframe_size = 0
+
     @classmethod
     def of(cls, trace: Trace) -> BlockStream:
         """The stream of a whole trace."""

@@ -117,7 +117,8 @@ class Compare(View):
     @cached_property
     def runs(self) -> tuple[TimelineData, TimelineData]:
         """Both runs, each request in the same row."""
-        return aligned(*(timeline_data(trace, trace.names()) for trace in (self.a, self.b)), self._renamed)
+        a, b = (timeline_data(trace, trace.names()) for trace in (self.a, self.b))
+        return aligned(a, b, self._renamed)
 
     @cached_property
     def _renamed(self) -> dict[str, str]:

@@ -110,8 +110,8 @@ def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, ot
     """
     opened, problem = open_trace(trace)
     if title is None:
-        named = isinstance(trace, str | Path)
-        title = Path(trace).name if named else f"A run of {opened.num_steps} steps, policy {opened.header.policy}"
+        run = f"A run of {opened.num_steps} steps, policy {opened.header.policy}"
+        title = Path(trace).name if isinstance(trace, str | Path) else run
         if other is not None:
             title += f" and {Path(other).name if isinstance(other, str | Path) else 'another run'}"
     if problem:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -190,13 +190,13 @@ def draw_waste(top: Axes, bottom: Axes, d: WasteData) -> None:
     """Above: slots, stored and empty, against the cache's size. Below: the empty share under each scheme."""
     x = np.arange(len(d.stored) + 1)
     full = d.reserved[0] - d.wasted[0]
-    empty = {"facecolor": "none", "edgecolor": LIGHT["preempted"], "hatch": "////", "linewidth": 0.4}
+    empty: dict[str, Any] = {"facecolor": "none", "edgecolor": LIGHT["preempted"], "hatch": "////", "linewidth": 0.4}
     top.stairs(full, x, fill=True, color=LIGHT["decode"], label="stored")
     top.stairs(d.reserved[0], x, baseline=full, fill=True, label="empty in pages", **empty)
     ceiling = max(d.capacity, min(int(d.reserved.max(initial=1)), int(2.5 * d.capacity)))
     for row, name in enumerate(SCHEMES):
         colour, style, width = _LINES[name]
-        line = {"baseline": None, "color": LIGHT[colour], "linestyle": style, "linewidth": width}
+        line: dict[str, Any] = {"baseline": None, "color": LIGHT[colour], "linestyle": style, "linewidth": width}
         if name != "paged":
             top.stairs(np.minimum(d.reserved[row], ceiling * 1.1), x, **line)
         bottom.stairs(100 * d.share()[row], x, label=SCHEMES[name], **line)
