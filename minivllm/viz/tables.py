@@ -35,7 +35,7 @@ def javascript() -> str:
         "DECODE_TINT": ("how much of a request's colour is left where it decodes", palette.DECODE_TINT),
         "MADE_UP": ("token ids from here on are made up by the lab", MADE_UP),
     }
-    lines = ["// Written by `python -m minivllm.viz.tables` from the Python side: do not edit."]
+    lines = ["// Written by `minivllm.viz.tables.write()` from the Python side: do not edit."]
     for module, names in _NUMBERS.items():
         values = {name: getattr(globals()[module], name) for name in names}
         lines.append(f"export const {', '.join(f'{name} = {value}' for name, value in values.items())}; // {module}.py")
@@ -48,7 +48,3 @@ def write() -> Path:
     path = Path(str(files("minivllm.viz"))) / "static/schema.js"
     path.write_text(javascript(), encoding="utf-8")
     return path
-
-
-if __name__ == "__main__":
-    print(write())

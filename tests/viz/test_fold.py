@@ -114,5 +114,5 @@ def test_both_folds_rebuild_the_same_states(name, tmp_path):
 
 
 def test_the_page_knows_the_schema_of_python():
-    """`python -m minivllm.viz.tables` writes it anew."""
+    """`minivllm.viz.tables.write()` writes it anew."""
     assert (STATIC / "schema.js").read_text() == javascript()

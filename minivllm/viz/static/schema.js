@@ -1,4 +1,4 @@
-// Written by `python -m minivllm.viz.tables` from the Python side: do not edit.
+// Written by `minivllm.viz.tables.write()` from the Python side: do not edit.
 export const WAITING = 0, PREEMPTED = 1, SWAPPED = 2, STALLED = 3, PREFILL = 4, DECODE = 5; // timeline_data.py
 export const CACHED = 0, HIT = 1, EVICTED = 2, FORGOTTEN = 3; // prefix_data.py
 export const KINDS = ["step", "add", "attributes", "admit", "alloc", "hit", "cache", "skip", "free", "evict", "preempt", "swap_out", "free_cpu", "schedule", "update", "finish", "reset", "wait", "chunk", "order", "policy_error", "note"]; // kinds of events; a number in the stream is an index here
