@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minivllm.engine.outputs import CompletionOutput
-from minivllm.sampling.grammar import without_additional_properties
+from minivllm.sampling.grammar import guided, without_additional_properties
 from minivllm.serving.errors import ApiError
 from minivllm.serving.protocol import AllowedToolChoice, NamedToolChoice, ToolFields
 from minivllm.serving.reasoning import REASONING_PARSERS, ReasoningParser, tokens_up_to
@@ -122,10 +122,11 @@ def _schema(asked: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if asked.get("disable_additional_properties"):
         schema = without_additional_properties(schema)
-    options: dict[str, Any] = {"whitespace_flexible": not asked.get("disable_any_whitespace")}
-    if asked.get("whitespace_pattern"):
-        options["whitespace_pattern"] = asked["whitespace_pattern"]
-    return {**schema, "x-guidance": options}
+    return guided(
+        schema,
+        whitespace_flexible=not asked.get("disable_any_whitespace"),
+        whitespace_pattern=asked.get("whitespace_pattern") or None,
+    )
 
 
 def _terms(asked: dict[str, Any]) -> str:

@@ -131,6 +131,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     )
     metrics = Metrics(lambda: state.llm, names[0])
     state.observe = metrics.observe
+    llm.observe(state.observe)
     hide_paths(
         {str(llm.config.model.path): "the model", str(llm.get_tokenizer().name_or_path): "the model"}
         | dict.fromkeys((sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), os.path.expanduser("~")), "...")
@@ -350,6 +351,7 @@ def run_server(
             server.should_exit = True
             return
         engine.on_death = died
+        engine.observe(state.observe)
         state.llm = engine
         logger.info("serving again")
 

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.models.tokenizer import render_chat_template
 from minivllm.sampling.grammar import check_limits
-from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.params import SamplingParams, check_text
 from minivllm.serving.answers import AnswerPart, AnswerReader, structure, tool_use, whole_calls
 from minivllm.serving.completions import finite, prompt_logprobs
 from minivllm.serving.errors import ApiError
@@ -64,6 +64,8 @@ def render_chat(
             raise ApiError(400, f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs")
     plain = [message.for_template() for message in messages]
     definitions = None if tools is None else [function.definition() for function in tools.functions]
+    for field, value in (("messages", plain), ("tools", definitions), ("chat_template_kwargs", template_kwargs)):
+        check_text(value, field)
     template = ""
     if chat_template is not None or tokenizer.chat_template:
         template = str(tokenizer.get_chat_template(chat_template, tools=definitions))
@@ -250,6 +252,7 @@ def plan_chat(body: ChatCompletionRequest, state: ServerState, fields: dict[str,
         **fields,
         prompts=[{"prompt": text, "prompt_token_ids": token_ids, **salt}],
         params=chat_params(body, defaults, **more),
+        cut_max_tokens=body.max_completion_tokens is None and body.max_tokens is None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs is not None,
         use=use,

@@ -206,6 +206,7 @@ async def plan_completion(body: CompletionRequest, request: Request, state: Serv
         **fields,
         prompts=await engine_prompts(body, prompts, state),
         params=params,
+        cut_max_tokens=False,
         logprobs=body.logprobs,
         prompt_logprobs=body.prompt_logprobs is not None,
         echo=body.echo,

@@ -2,6 +2,7 @@
 
 # Generated from nbs/serving/errors.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -53,8 +54,9 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    def response(self) -> Response:
+        """All ASCII: the message may quote what is no valid text."""
+        return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
 # %% nbs/serving/errors.ipynb #from_validation
@@ -103,6 +105,11 @@ def _without_paths(text: str) -> str:
     return text
 
 
+def _code(text: str) -> str:
+    too_long = any(words in text for words in ("max_model_len=", "is too long"))
+    return "context_length_exceeded" if too_long else "invalid_value"
+
+
 def as_api_error(error: Exception) -> ApiError:
     """What goes to the client for an error that its request caused."""
     if isinstance(error, ApiError):
@@ -111,7 +118,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineDeadError):
         return ApiError(503, text, code="engine_dead")
     if isinstance(error, InvalidParameter):
-        return ApiError(400, text, param=error.parameter, code="invalid_value")
+        return ApiError(400, text, param=error.parameter, code=_code(text))
     if isinstance(error, GrammarError):
         return ApiError(400, f"what the answer must look like: {text}", code="invalid_grammar")
     if isinstance(error, ValidationError):
@@ -121,8 +128,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, UnicodeDecodeError):
         return ApiError(400, "the body is not valid JSON: it is not UTF-8", code="invalid_json")
     if isinstance(error, (ValueError, TypeError)):
-        too_long = any(words in text for words in ("max_model_len=", "is too long"))
-        return ApiError(400, text, code="context_length_exceeded" if too_long else "invalid_value")
+        return ApiError(400, text, code=_code(text))
     logger.error("a request failed", exc_info=error)
     return ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details")
 

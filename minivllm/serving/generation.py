@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from minivllm.core.policy import FCFS
 from minivllm.engine.async_llm import AsyncLLM, RequestStream
-from minivllm.engine.outputs import RequestOutput
-from minivllm.sampling.params import SamplingParams
+from minivllm.engine.outputs import FinishedRequest, RequestOutput
+from minivllm.sampling.params import SamplingParams, check_text
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.serving.answers import ParserOptions
 from minivllm.serving.errors import ApiError, as_api_error, logger
@@ -26,8 +26,8 @@ from minivllm.serving.protocol import MAX_ANSWERS
 
 __all__ = [
     "Counter", "Job", "Plan", "SSEResponse", "ServerState", "Writer", "answer", "check_output", "collect",
-    "encode", "engine_prompts", "event", "in_time", "merge", "plan_fields", "request_name", "to_json",
-    "unless_disconnected",
+    "encode", "engine_prompts", "event", "in_time", "merge", "plan_fields", "renamed", "request_name",
+    "to_json", "unless_disconnected",
 ]  # fmt: skip
 
 
@@ -47,7 +47,7 @@ class ServerState:
         prompt_tokens_details: Whether answers tell how many prompt tokens were cached. Another user's prompt may have been
             the one that cached them, so that is for an operator to allow.
         parsers: How tool calls and thoughts are read.
-        observe: Called with every last output and the number of tokens generated, for the metrics.
+        observe: Counts requests that end, for the metrics.
         in_flight: Engine requests of open HTTP requests.
     """
 
@@ -59,7 +59,7 @@ class ServerState:
     trust_request_chat_template: bool = False
     prompt_tokens_details: bool = False
     parsers: ParserOptions = field(default_factory=ParserOptions)
-    observe: Callable[[RequestOutput, int], None] = lambda output, generated: None
+    observe: Callable[[FinishedRequest], None] = lambda finished: None
     started: int = field(default_factory=lambda: int(time.time()))
     in_flight: int = 0
 
@@ -109,6 +109,8 @@ class Plan:
         n: Answers to each prompt.
         logprobs: Alternatives to show for each token; None for no log-probabilities.
         return_token_ids: Whether token ids are in the answer.
+        cut_max_tokens: Whether more tokens than fit means as many as fit; False if the client asked for a number.
+        names: What the client calls fields that the engine may complain of.
         include_usage: Whether a stream ends with the usage. continuous_usage: Whether it is in every chunk.
     """
 
@@ -119,6 +121,8 @@ class Plan:
     priority: int = 0
     user: str | None = None
     stream: bool = False
+    cut_max_tokens: bool = True
+    names: Mapping[str, str] = field(default_factory=dict)
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: bool = False
@@ -150,6 +154,7 @@ async def encode(state: ServerState, text: str, add_special_tokens: bool) -> lis
     engine = state.llm.llm_engine
 
     def work() -> list[int]:
+        check_text(text, "prompt")
         engine.input_processor.check_characters(text)
         return list(engine.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
@@ -170,6 +175,12 @@ async def engine_prompts(body: Any, prompts: Sequence[Any], state: ServerState) 
 
 
 # %% nbs/serving/generation.ipynb #Job
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error, about the field as the client calls it."""
+    error.param = names.get(error.param or "", error.param)
+    return error
+
+
 class Job:
     """A plan that runs. ``streams``: one for each prompt."""
 
@@ -189,12 +200,19 @@ class Job:
         try:
             for i, prompt in enumerate(plan.prompts):
                 name = f"{plan.id}-{i}-{uuid4().hex[:8]}"
-                stream = await state.llm.submit(dict(prompt), plan.params, name, priority=plan.priority, user=plan.user)
+                stream = await state.llm.submit(
+                    dict(prompt),
+                    plan.params,
+                    name,
+                    priority=plan.priority,
+                    user=plan.user,
+                    cut_max_tokens=plan.cut_max_tokens,
+                )
                 self.streams.append(stream)
         except BaseException as error:
             await self.close()
             if isinstance(error, Exception):
-                raise as_api_error(error) from error
+                raise renamed(as_api_error(error), plan.names) from error
             raise
 
     async def close(self) -> None:
@@ -223,7 +241,6 @@ async def collect(job: Job) -> list[RequestOutput]:
         async for output in stream:
             final = output
         check_output(final)
-        job.state.observe(final, sum(len(completion.token_ids) for completion in final.outputs))
         finals.append(final)
     return finals
 
@@ -464,8 +481,6 @@ class Writer:
             self.counter.begin(i, output)
             yield from self.opening(output)
         self.counter.add(i, output)
-        if output.finished:
-            self.job.state.observe(output, self.counter.generated[i])
         yield from self.pieces(i, output)
 
     def response(self) -> Response:

@@ -171,6 +171,7 @@ class SamplingFields(ApiModel):
     cache_salt: str | None = None
     request_id: RequestId | None = None
     return_token_ids: bool = False
+    vllm_xargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> "SamplingFields":
@@ -207,11 +208,12 @@ class SamplingFields(ApiModel):
         Raises:
             InvalidParameter, TypeError: a value out of range, an unknown name in a nested object.
         """
-        given = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
+        fields = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        merged = {**defaults, **given, "structured_outputs": self.structure(), "output_kind": kind}
+        fields |= {"structured_outputs": self.structure(), "output_kind": kind, "extra_args": self.vllm_xargs}
+        merged = defaults | fields
         return SamplingParams.from_optional(
-            **{**merged, **{k: v for k, v in more.items() if v is not None or k not in merged}}
+            **merged | {name: value for name, value in more.items() if value is not None or name not in merged}
         )
 
 

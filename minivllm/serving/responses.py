@@ -25,6 +25,7 @@ from minivllm.serving.generation import (
     check_output,
     merge,
     plan_fields,
+    renamed,
     to_json,
 )
 from minivllm.serving.middleware import JsonRoute
@@ -92,6 +93,10 @@ class ResponsePlan(ChatPlan):
     store: bool
 
 
+_NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""What fields of a chat are called here."""
+
+
 def _repeated(body: ResponsesRequest) -> dict[str, Any]:
     given = body.model_dump(mode="json", include={"text", "tools", "tool_choice"}, by_alias=True, exclude_unset=True)
     same = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "safety_identifier", "user")
@@ -123,12 +128,9 @@ def plan_response(
     try:
         plan = plan_chat(chat, state, fields)
     except Exception as error:
-        fault = as_api_error(error)
-        known = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
-        fault.param = known.get(fault.param or "", fault.param)
-        raise fault from error
+        raise renamed(as_api_error(error), _NAMES) from error
     return ResponsePlan(
-        **vars(plan),
+        **(vars(plan) | {"names": _NAMES}),
         repeated=_repeated(body),
         input_items=[{"id": f"msg_{uuid4().hex}", **item} for item in body.items()],
         conversation=items,
@@ -324,7 +326,6 @@ class ResponseWriter:
                 for event in self.items.take(completion):
                     yield event
             if output.finished:
-                self.job.state.observe(output, self.counter.generated[i])
                 for event in self.finish(output):
                     yield event
 

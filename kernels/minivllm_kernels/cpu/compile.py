@@ -199,7 +199,10 @@ def cache_folder() -> Path:
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "minivllm" / "kernels"
+    try:
+        return Path(base).expanduser().absolute() / "minivllm" / "kernels"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"minivllm-{os.getuid()}" / "kernels"
 
 
 @functools.cache

@@ -122,7 +122,10 @@ def compiler_missing() -> str | None:
 
 def cache_dir() -> Path:
     """Where PTX is kept: `kernels` in the folder named by MINIVLLM_CACHE, else in ~/.cache/minivllm."""
-    return Path(os.environ.get("MINIVLLM_CACHE", "~/.cache/minivllm")).expanduser() / "kernels"
+    try:
+        return Path(os.environ.get("MINIVLLM_CACHE", "~/.cache/minivllm")).expanduser() / "kernels"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"minivllm-{os.getuid()}" / "kernels"
 
 
 def _version(package: str) -> str:
