@@ -98,7 +98,9 @@ def test_half_a_character_is_named(tiny: LiveServer, path: str, body: dict, para
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {tiny.key}"}
     response = httpx.post(tiny.url + path, content=json.dumps(body).encode(), headers=headers, timeout=60)
     error = error_of(response, 400)
-    assert error["param"] == param and ("surrogate" in error["message"] or "unicode" in error["message"])
+    assert (error["param"] or "").removesuffix("[0]") == (param or "").removesuffix("[0]") and (
+        "surrogate" in error["message"] or "unicode" in error["message"]
+    )
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
