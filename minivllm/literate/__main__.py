@@ -13,7 +13,7 @@ from minivllm.literate.notebook import Book, LiterateError, find_root, read_book
 from minivllm.literate.sync import compare, export
 from minivllm.literate.write_back import write_back
 
-__all__ = ["COMMANDS", "FLAGS", "Outcome", "main"]
+__all__ = ["COMMANDS", "FLAGS", "main"]
 
 
 # %% nbs/literate/cli.ipynb #commands

@@ -13,10 +13,7 @@ from minivllm.literate.notebook import Book, LiterateError, Notebook, joined
 from minivllm.literate.render import render
 from minivllm.literate.sync import compare, edited_side, missing_packages, module_text, out_of_step
 
-__all__ = [
-    "LIMITS", "LONG", "PERSONAL", "check", "differing_cells", "long_cells", "orphans", "output_errors",
-    "step_errors",
-]  # fmt: skip
+__all__ = ["LIMITS", "LONG", "check", "long_cells"]
 
 
 # %% nbs/literate/check.ipynb #check

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = [
-    "GrammarCompiler", "GrammarError", "PendingGrammar", "grammar_text", "guided", "has_finite_value",
-    "special_token_ids", "without_additional_properties",
+    "GrammarCompiler", "GrammarError", "PendingGrammar", "grammar_text", "guided", "special_token_ids",
+    "without_additional_properties",
 ]  # fmt: skip
 
 

@@ -32,10 +32,7 @@ from minivllm.serving.reasoning import ReasoningParser
 from minivllm.serving.tool_parsers import HermesToolParser
 from minivllm.serving.tools import CallDelta, CallFormat, ToolUse, show_calls, show_tools
 
-__all__ = [
-    "ChatPlan", "ChatWriter", "chat", "chat_logprobs", "chat_params", "chat_router", "plan_chat",
-    "render_chat", "render_request", "token_bytes",
-]  # fmt: skip
+__all__ = ["ChatPlan", "chat_logprobs", "chat_router", "plan_chat", "render_request", "token_bytes"]
 
 
 # %% nbs/serving/chat.ipynb #render_chat-def

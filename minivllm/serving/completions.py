@@ -26,9 +26,7 @@ from minivllm.serving.generation import (
 )
 from minivllm.serving.protocol import CompletionRequest
 
-__all__ = [
-    "Writer", "complete", "completion_params", "completions_router", "engine_prompts", "prompt_logprobs",
-]  # fmt: skip
+__all__ = ["Writer", "completions_router", "prompt_logprobs"]
 
 
 # %% nbs/serving/completions.ipynb #completion_logprobs

@@ -30,7 +30,7 @@ from minivllm.serving.generation import (
 )
 from minivllm.serving.response_request import ResponsesRequest, as_chat
 
-__all__ = ["ResponseStore", "Stored", "respond", "responses_router"]
+__all__ = ["ResponseStore", "Stored", "responses_router"]
 
 
 # %% nbs/serving/responses.ipynb #ResponseStore

@@ -180,3 +180,12 @@ def test_a_long_cell_is_refused_unless_it_is_listed(repo, run, fails, name, line
     assert fails("check") == message
     (repo.root / check.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines}\n")
     run("check")
+
+
+def test_a_record_that_cannot_be_written_is_not_needed(repo, run, fails):
+    (repo.root / sync.RECORD).unlink()
+    (repo.root / sync.RECORD).mkdir()
+    run("check")
+    repo.edit(MODULE, "size = 4", "size = 5")
+    assert "#cls" in fails("check")
+    assert list((repo.root / sync.RECORD).iterdir()) == []
