@@ -12,6 +12,7 @@ from typing import Any
 
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
+from minivllm.core.events import RequestSnapshot, State, TraceHeader
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.core.policy import (
@@ -26,7 +27,7 @@ from minivllm.core.policy import (
     arguments_of,
 )
 from minivllm.core.request import FinishReason, Request, RequestStatus
-from minivllm.core.trace import RequestState, State, Trace, TraceHeader
+from minivllm.core.trace import Trace
 
 __all__ = ["Preemption", "Recompute", "Scheduler", "Swap"]
 
@@ -722,7 +723,7 @@ class Scheduler:
             copies = [
                 b.block_id for table in self.kv_cache_manager.swapped.get(request_id, ()) for b in table if b.block_id
             ]
-            state.requests[request_id] = RequestState(
+            state.requests[request_id] = RequestSnapshot(
                 r.status.name,
                 r.num_prompt_tokens,
                 r.num_tokens,
