@@ -26,7 +26,7 @@ from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["FROM_GENERATION_CONFIG", "PROMPT", "STEPS", "LLMEngine", "logger", "rehearsal", "warm_up"]
+__all__ = ["PROMPT", "STEPS", "LLMEngine", "rehearsal", "warm_up"]
 
 
 # %% nbs/engine/llm_engine.ipynb #imports
