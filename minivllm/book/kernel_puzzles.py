@@ -84,7 +84,7 @@ class Puzzle:
             source, filename = self.solution.replace(right, wrong), f"<{self.name}, mistake {number}>"
             linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
             names = dict(globals())
-            exec(compile(source, filename, "exec"), names)  # noqa: S102 - our own text
+            exec(compile(source, filename, "exec"), names)
             yield names[self.answer.__name__], words
 
     def _repr_html_(self) -> str:
