@@ -174,8 +174,9 @@ class Fold:
 
     def _do_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
         state = self.now.requests[request]
-        self.now.running.remove(request)
-        self.now.waiting.insert(0, request)
+        if state.status == "RUNNING":
+            self.now.running.remove(request)
+            self.now.waiting.insert(0, request)
         state.status = "SWAPPED" if mode == "swap" else "PREEMPTED"
         if mode != "swap":
             state.num_computed_tokens = 0
@@ -217,15 +218,23 @@ class Fold:
         for block, name in zip(blocks, hashes, strict=True):
             self.now.hashes[block] = name
 
+    def _do_uncache(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            self.now.hashes[block] = None
+
+    # %% nbs/core/trace.ipynb #Fold-_release
     def _release(self, blocks: Iterable[int]) -> None:
+        uncached = []
         for block in blocks:
             self.now.ref_cnt[block] -= 1
             if self.now.ref_cnt[block] == 0:
                 self._free[block] = None
                 if self.now.hashes[block] is None:
-                    self._free.move_to_end(block, last=False)
+                    uncached.append(block)
                 else:
                     self.num_cached_free += 1
+        for block in reversed(uncached):
+            self._free.move_to_end(block, last=False)
 
     def _do_free(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
         self.now.requests[request].tables[group] = []
@@ -251,7 +260,7 @@ class Fold:
 
     def _do_free_cpu(self, request: str, blocks: tuple[int, ...]) -> None:
         self.now.requests[request].cpu_blocks = []
-        for block in blocks:
+        for block in reversed(blocks):
             self._cpu_free[block] = None
             self._cpu_free.move_to_end(block, last=False)
 
@@ -374,7 +383,7 @@ class Trace:
             done = self._end_of(i)
             yield i, fold.state()
 
-    # %% nbs/core/trace.ipynb #Trace-TraceError
+    # %% nbs/core/trace.ipynb #Trace-check
     def check(self) -> None:
         """Fold the whole trace and test every invariant after every step, and each block table for growing only at its end.
 
@@ -498,7 +507,7 @@ class TraceError(ValueError):
 
 
 _OF_A_REQUEST = frozenset(
-    ("attributes", "wait", "admit", "chunk", "preempt", "alloc", "hit", "cache", "skip", "free", "swap_out", "free_cpu")
+    "attributes wait admit chunk preempt alloc hit cache uncache skip free swap_out free_cpu".split()
 )
 
 

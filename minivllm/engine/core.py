@@ -153,9 +153,7 @@ class EngineCore:
     # %% nbs/engine/core.ipynb #EngineCore-_give_up
     def _give_up(self) -> None:
         """After a step that was decided but not carried out: end its requests and those of the next, forget the prefix cache."""
-        for output in self.queue.clear():
-            self.scheduler.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.abandon(self.queue.clear())
 
     # %% nbs/engine/core.ipynb #EngineCore-record
     @contextmanager
@@ -190,6 +188,7 @@ class EngineCore:
         self.drain()
         self._recording = (self.scheduler.record(), path)
 
+    # %% nbs/engine/core.ipynb #EngineCore-get_stats
     def get_stats(self) -> dict[str, float]:
         """Gauges of this moment and counters since the start; the names are those of vLLM's metrics."""
         scheduler = self.scheduler
@@ -203,9 +202,17 @@ class EngineCore:
             "num_steps": scheduler.step,
         }
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes.
+
+        Args:
+            reset_running_requests: preempt the requests that hold blocks; they compute all their tokens again.
+
+        Returns:
+            False, and nothing has changed, if requests hold blocks and `reset_running_requests` is off.
+        """
+        self.drain()
+        return self.scheduler.reset_prefix_cache(reset_running_requests)
 
     def shutdown(self) -> None:
         """Give the executor's memory back, send the last KV events, write the trace that `record_to` began."""

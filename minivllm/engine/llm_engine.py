@@ -197,9 +197,9 @@ class LLMEngine:
             raise RuntimeError("this engine was closed")
         return explain_sample(record, runner.sampler, runner.grammar, self.tokenizer, top)
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return self.core.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`."""
+        return self.core.reset_prefix_cache(reset_running_requests)
 
     def set_policy(self, policy: Policy) -> None:
         """Use another scheduling policy from the next step on."""

@@ -263,9 +263,9 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> dict[str, int]:
-        """Forget all cached prefixes."""
-        return {"blocks": await state.llm.reset_prefix_cache()}
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> dict[str, bool]:
+        """Forget all cached prefixes, unless requests hold blocks and are not to be reset."""
+        return {"success": await state.llm.reset_prefix_cache(reset_running_requests)}
 
     return router
 
