@@ -644,6 +644,8 @@ class Scheduler:
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
         self._finished.append(request.request_id)
+        self._draft.new_block_ids.pop(request.request_id, None)
+        self._draft.swap_out.pop(request.request_id, None)
         if self._newest_result < self.step - 1:
             self._ended_in_flight[request.request_id] = self.step - 1
         if not self.requests:
@@ -667,8 +669,6 @@ class Scheduler:
             else:
                 self.waiting.remove(request)
             request.finish_reason = reason
-            self._draft.new_block_ids.pop(request_id, None)
-            self._draft.swap_out.pop(request_id, None)
             self._finish(request)
             ended.append(request_id)
         return ended

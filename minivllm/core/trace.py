@@ -506,9 +506,9 @@ class TraceError(ValueError):
     """A trace that contradicts itself. Says at which event."""
 
 
-_OF_A_REQUEST = frozenset(
-    "attributes wait admit chunk preempt alloc hit cache uncache skip free swap_out free_cpu".split()
-)
+_OF_A_REQUEST = frozenset([
+    "attributes", "wait", "admit", "chunk", "preempt", "alloc", "hit", "cache", "uncache", "skip", "free", "swap_out", "free_cpu",
+])  # fmt: skip
 
 
 def _too_early(state: State, gained: dict[str, tuple[int, ...]], step: int | None = None) -> str | None:
