@@ -16,6 +16,9 @@ GPU_READY := $(VENV)/ready-gpu-$(KEY)
 # Processes that share the test files and notebooks; `make test JOBS=4` on a larger machine.
 JOBS ?= 3
 SLOW ?= slow
+# `make test CPU=avx2` tests as on a CPU with fewer features: sse, avx2, avx512, avx512_bf16 (unset: all that this one has).
+CPU ?=
+export MINIVLLM_CPU_FEATURES = $(CPU)
 # The tests start hundreds of processes: the package is compiled once for them all, even where a container says not to keep it.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile

@@ -1,11 +1,9 @@
-"""minivllm.
-
-A language model server small enough to read: every module of the package is a chapter of this book.
-"""
+"""A small, readable vLLM: LLM, SamplingParams and the engine behind them."""
 
 # Generated from nbs/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 # %% nbs/index.ipynb #version
@@ -13,6 +11,10 @@ __version__ = "0.1.0"
 
 
 # %% nbs/index.ipynb #lazy
+if os.environ.get("MINIVLLM_CPU_FEATURES"):  # before torch is imported, which looks at the CPU once
+    from minivllm_kernels.cpu.features import narrow_torch
+
+    narrow_torch()
 if TYPE_CHECKING:
     from minivllm.core.config import EngineArgs
     from minivllm.engine.async_llm import AsyncLLM

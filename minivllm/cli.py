@@ -1,7 +1,4 @@
-"""How does it feel at the terminal?
-
-Not everybody opens a notebook.
-"""
+"""Entry point of the `minivllm` command and its subcommands."""
 
 # Generated from nbs/cli.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -16,7 +13,7 @@ from minivllm.commands import chat, complete, trace_view
 from minivllm.commands.flags import say_loading
 from minivllm.engine.arguments import with_config
 
-__all__ = ["main", "make_parser", "run_collect_env", "run_demo_command", "run_elsewhere"]
+__all__ = ["main", "make_parser"]
 
 
 # %% nbs/cli.ipynb #run_elsewhere

@@ -1,7 +1,4 @@
-"""What can be seen in one minute?
-
-`make demo` is the first thing that anybody runs.
-"""
+"""Command `minivllm demo`: a few prompts in a small engine, and their schedule as text."""
 
 # Generated from nbs/demo.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -11,7 +8,7 @@ from typing import Any
 
 from minivllm.core.trace import Fold, State, Trace
 
-__all__ = ["NARROW", "QUESTIONS", "Moment", "draw_blocks", "moments", "run_demo", "step_table"]
+__all__ = ["NARROW", "QUESTIONS", "run_demo"]
 
 
 # %% nbs/demo.ipynb #Moment

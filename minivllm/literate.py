@@ -1,8 +1,4 @@
-"""How the book becomes the package.
-
-The notebooks in `nbs/` are the source of every module, and this module exports them, checks them,
-and carries an edited module back into its notebook.
-"""
+"""Literate notebooks to Python modules and back: export, check, write-back, clean."""
 
 # Generated from nbs/literate.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -33,19 +29,15 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "BODY_ONLY", "CONFLICT", "DIRECTIVES", "GENERATED", "INDENT", "LIMITS", "LONG", "MARKER", "METADATA",
-    "OUT_OF_STEP", "PERSONAL", "RECORD", "SAFE_TO_EXPORT", "VOLATILE_CELL", "WIDGET_VIEW", "WIDTH", "Book",
-    "Cell", "Edit", "Item", "LiterateError", "Module", "Notebook", "Part", "Piece", "Watcher", "apply_edit",
-    "as_cell_text", "autoexport", "build", "by_cell", "cell_texts", "check", "clean", "committed", "compact",
-    "compare", "cut", "dedent", "differing_cells", "digest", "docstring", "edit_imports", "edit_parts",
-    "edited_side", "entry", "export", "export_saved", "exporter_digest", "find_root", "finished", "fold",
-    "formatted", "header", "imports_of", "indent", "is_clean", "items_of", "joined", "lines_inside_strings",
-    "load_ipython_extension", "long_cells", "main", "make_packages", "marker", "method", "method_class",
-    "missing_packages", "module_imports", "module_path", "normal", "notebook_paths", "orphans",
-    "output_errors", "parse_notebook", "post_save_hook", "pre_save_hook", "public_names", "read_book",
-    "read_module", "read_notebook", "read_record", "remember", "render", "select", "sorted_imports",
-    "source_digest", "spell", "step_errors", "strip", "take_apart", "unload_ipython_extension", "verify",
-    "with_sources", "write", "write_back",
+    "BODY_ONLY", "CONFLICT", "GENERATED", "INDENT", "LIMITS", "LONG", "MARKER", "METADATA", "OUT_OF_STEP",
+    "RECORD", "SAFE_TO_EXPORT", "VOLATILE_CELL", "WIDGET_VIEW", "WIDTH", "Book", "Item", "LiterateError",
+    "Module", "Notebook", "Part", "Watcher", "build", "by_cell", "check", "clean", "committed", "compact",
+    "compare", "dedent", "digest", "edited_side", "entry", "export", "export_saved", "exporter_digest",
+    "find_root", "finished", "formatted", "header", "imports_of", "indent", "is_clean", "items_of", "joined",
+    "long_cells", "main", "make_packages", "marker", "method", "missing_packages", "module_imports",
+    "module_path", "normal", "notebook_paths", "orphans", "parse_notebook", "post_save_hook", "pre_save_hook",
+    "read_book", "read_module", "read_notebook", "read_record", "remember", "render", "source_digest",
+    "spell", "strip", "take_apart", "write", "write_back",
 ]  # fmt: skip
 
 
@@ -181,16 +173,16 @@ class Notebook:
         return module
 
     @cached_property
-    def doc(self) -> str | None:
-        """What `#| doc` says the module is: one technical line."""
+    def docstring(self) -> str:
+        """The docstring of the module: the one line that `#| doc` gives. Raises LiterateError when there is none."""
         named = [cell for cell in self.cells if "doc" in cell.directives]
-        if len(named) > 1:
-            raise named[1].error(f"doc stands twice, first in #{named[0].id}")
-        if not named:
-            return None
+        if len(named) != 1:
+            again = f", not {len(named)}" if named else ""
+            message = f"one cell says what the module is, as '#| doc One technical line'{again}"
+            raise LiterateError(message, self.name)
         line = named[0].directives["doc"]
         if len(line) > 100 or '"' in line or "\\" in line:
-            raise named[0].error("doc is one line of at most 100 characters, without quotes and backslashes")
+            raise named[0].error(f"doc is one line of at most 100 characters, without quotes and backslashes: {line!r}")
         return line if line[-1] in ".!?" else line + "."
 
     @cached_property
@@ -430,32 +422,6 @@ def _meaning_before(name: str) -> Any:
     return caller.get(name, getattr(builtins, name, None))
 
 
-# %% nbs/literate.ipynb #docstring
-def docstring(notebook: Notebook) -> str:
-    """Title and first sentence of the first markdown cell. Raises LiterateError when there is no `# Title`."""
-    if notebook.doc:
-        return notebook.doc
-    prose = next((cell for cell in notebook.cells if cell.kind == "markdown"), None)
-    lines = prose.source.strip().splitlines() if prose else []
-    if not lines or not lines[0].startswith("# "):
-        raise LiterateError(
-            "the first markdown cell must begin with '# Title': it becomes the docstring", notebook.name
-        )
-    title = _plain(lines[0][2:])
-    rest = "\n".join(lines[1:]).strip()
-    paragraph = "" if rest.startswith("#") else _plain(" ".join(re.split(r"\n\s*\n", rest)[0].split()))
-    sentence = re.match(r".*?[.!?](?=\s+[^a-z\s]|\s*$)", paragraph)
-    body = textwrap.fill(sentence[0] if sentence else paragraph, 100, break_long_words=False)
-    return f"{title}{'' if title[-1:] in '.!?' else '.'}" + (f"\n\n{body}\n" if body else "")
-
-
-def _plain(markdown: str) -> str:
-    """Markdown as docstring text: links and emphasis gone, nothing that would end or escape the string."""
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown)
-    text = re.sub(r"(\*\*|__|\*)(?=\S)(.+?)(?<=\S)\1", r"\2", text)
-    return text.replace("\\", "\\\\").replace('"""', "'''").strip()
-
-
 # %% nbs/literate.ipynb #module-source
 INDENT = "    "
 
@@ -471,7 +437,7 @@ def render(notebook: Notebook) -> str:
     """The module of a notebook, before formatting. Raises LiterateError at the cell that cannot be exported."""
     items = [item for cell in notebook.exports for item in items_of(cell)]
     top, methods = fold(items)
-    head = [f'"""{docstring(notebook)}"""', "", header(notebook.name), ""]
+    head = [f'"""{notebook.docstring}"""', "", header(notebook.name), ""]
     head += [item.text for item in items if item.is_import] + [""]
     if "__all__" not in _bound([item.node for item in top if item.node]):
         names = public_names(top, items if notebook.target.endswith("__init__.py") else [])
@@ -518,7 +484,7 @@ def header(name: str) -> str:
 def source_digest(notebook: Notebook) -> str:
     """Digest of everything that `render` reads: name, module, docstring, and the code of the exported cells."""
     cells = [[cell.id, cell.public, cell.code.strip()] for cell in notebook.exports]
-    return digest(json.dumps([notebook.name, notebook.module, docstring(notebook), cells]))
+    return digest(json.dumps([notebook.name, notebook.module, notebook.docstring, cells]))
 
 
 def digest(text: str) -> str:
@@ -762,6 +728,7 @@ def compare(
     return differing, errors
 
 
+# %% nbs/literate.ipynb #edited-side
 def committed(name: str, root: Path) -> str | None:
     """The text of a file in git's HEAD; None without git, or when it is not there."""
     try:
@@ -769,6 +736,15 @@ def committed(name: str, root: Path) -> str | None:
     except FileNotFoundError:
         return None
     return None if done.returncode else done.stdout.decode()
+
+
+def _committed_digest(notebook: Notebook, root: Path) -> str | None:
+    """The digest of a notebook in git's HEAD; None where it is not there, or cannot be exported by the rules of today."""
+    text = committed(notebook.name, root)
+    try:
+        return None if text is None else source_digest(parse_notebook(text, notebook.name, notebook.path))
+    except LiterateError:
+        return None
 
 
 def edited_side(notebook: Notebook, root: Path) -> str:
@@ -786,8 +762,8 @@ def edited_side(notebook: Notebook, root: Path) -> str:
     _, recorded, exported = read_record(root).get(notebook.target, ["", "", ""])
     if digest(module) == exported:
         return "notebook"
-    old, now = committed(notebook.name, root), source_digest(notebook)
-    as_committed = old is not None and now == source_digest(parse_notebook(old, notebook.name, notebook.path))
+    now = source_digest(notebook)
+    as_committed = now == _committed_digest(notebook, root)
     if module != committed(notebook.target, root):
         return "module" if as_committed or now == recorded else "both"
     return "neither" if as_committed else "notebook"
@@ -1007,7 +983,7 @@ def step_errors(notebook: Notebook, root: Path) -> list[LiterateError]:
         return [LiterateError(what, notebook.name)]
     cells = differing_cells(notebook, read_module(notebook, root) or "")
     if not cells:
-        return [LiterateError(f"imports, layout or title: {what}", notebook.name)]
+        return [LiterateError(f"imports, layout or docstring: {what}", notebook.name)]
     return [LiterateError(what, notebook.name, cell) for cell in cells]
 
 
@@ -1407,9 +1383,7 @@ def verify(built: Module, base: Module, edited: Module) -> None:
             cell = (theirs or ours)[0]
             raise LiterateError(f"this edit has no place in the notebook (near cell #{cell})", edited.path, line=line)
     if doc_and_all(edited) not in (doc_and_all(base), doc_and_all(built)):
-        raise LiterateError(
-            "the docstring (the notebook's title) and __all__ are computed: edit the notebook", edited.path, line=1
-        )
+        raise LiterateError("the docstring (`#| doc`) and __all__ are computed: edit the notebook", edited.path, line=1)
     if module_imports(built) != module_imports(edited) or built.comments != edited.comments:
         raise LiterateError("imports or the comments above them have no place in the notebook", edited.path, line=1)
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from jupyter_client.provisioning import local_provisioner
 
+import minivllm  # noqa: F401  # where MINIVLLM_CPU_FEATURES is set it narrows torch, in the kernels' processes too
+
 
 @cache
 def kernel_server() -> subprocess.Popen[str]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+import minivllm  # noqa: F401  # before torch: where MINIVLLM_CPU_FEATURES is set it narrows torch as well
+
 # torch's threads spin while they wait for each other: on a machine that others use too, ten times slower than to sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

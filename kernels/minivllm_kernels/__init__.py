@@ -1,7 +1,4 @@
-"""Kernels for a paged KV cache.
-
-Question: can Python keep up with the best CUDA there is?
-"""
+"""numba kernels for paged KV caches on CPUs and NVIDIA GPUs, independent of torch."""
 
 # Generated from nbs/minivllm_kernels/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

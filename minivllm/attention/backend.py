@@ -1,8 +1,4 @@
-"""Where do the keys and values of a request live?
-
-In pages of one big tensor, anywhere, with a table that says where; this module is the contract
-between the model and whoever computes attention over those pages.
-"""
+"""Attention backend protocol: layer spec, step batch, paged KV cache, plan and attend."""
 
 # Generated from nbs/attention/backend.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,8 +1,4 @@
-"""The CPU kernels behind the engine.
-
-Question: what is between a scheduler's step and the kernels of the last chapters, and what does the
-engine gain?
-"""
+"""CPU attention backend on numba kernels that read the paged KV cache in place."""
 
 # Generated from nbs/attention/numba_cpu.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""The kernels behind the engine.
-
-Question: what does it take for the engine to use them?
-"""
+"""CUDA attention backend on numba kernels, with fixed-shape decode for CUDA graphs."""
 
 # Generated from nbs/attention/numba_cuda.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

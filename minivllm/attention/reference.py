@@ -1,7 +1,4 @@
-"""What exactly must attention compute?
-
-Paged attention in plain torch, one token at a time: the one to read, and the oracle for the others.
-"""
+"""Reference attention backend in plain torch, one token at a time: the oracle for the others."""
 
 # Generated from nbs/attention/reference.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes
 
-__all__ = ["ReferenceBackend", "ReferencePlan", "attend_one", "gather"]
+__all__ = ["ReferenceBackend"]
 
 
 # %% nbs/attention/reference.ipynb #attend_one

@@ -1,8 +1,4 @@
-"""How fast can paged attention be with torch alone?
-
-Gather the pages and call torch's fused `scaled_dot_product_attention`: single-token rows as a few
-rectangles, prefill chunks one by one.
-"""
+"""Attention backend that gathers pages and calls torch's scaled_dot_product_attention."""
 
 # Generated from nbs/attention/sdpa.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -16,10 +12,7 @@ from torch import Tensor
 
 from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes
 
-__all__ = [
-    "DecodeCall", "PrefillCall", "SDPABackend", "SDPAPlan", "alike", "plan_decode", "plan_prefill",
-    "slots_of",
-]  # fmt: skip
+__all__ = ["SDPABackend", "alike"]
 
 
 # %% nbs/attention/sdpa.ipynb #DecodeCall

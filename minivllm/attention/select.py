@@ -1,7 +1,4 @@
-"""Which backend?
-
-There are several ways to compute attention, and none is best everywhere.
-"""
+"""Registry of attention backends and the choice of one for a model and device."""
 
 # Generated from nbs/attention/select.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

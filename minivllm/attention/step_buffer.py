@@ -1,7 +1,4 @@
-"""How do the arrays of a step reach the GPU?
-
-A step is decided on the host: token ids, positions, cache slots, block tables, work lists.
-"""
+"""Packs the small arrays of a step into one pinned buffer and one host-to-device copy."""
 
 # Generated from nbs/attention/step_buffer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,9 +1,4 @@
-"""What does `minivllm bench` do?
-
-Three measurements under vLLM's names: `serve` loads a running server (the chapter before),
-`throughput` gives an engine many requests at once and asks how many tokens a second come out,
-`latency` gives it one batch and asks how long it takes.
-"""
+"""Command `minivllm bench`: serve, throughput and latency."""
 
 # Generated from nbs/bench/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

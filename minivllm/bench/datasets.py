@@ -1,8 +1,4 @@
-"""What do we measure with?
-
-A benchmark number belongs to its requests: how long the prompts are, how long the answers, what
-they share.
-"""
+"""Benchmark requests: random prompts, shared prefixes and workload files."""
 
 # Generated from nbs/bench/datasets.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

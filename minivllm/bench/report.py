@@ -1,8 +1,4 @@
-"""What is a fast server?
-
-Tokens per second is one answer, and a bad one alone: a server that lets everybody wait and then
-works in large batches has the best throughput and no user.
-"""
+"""Benchmark metrics and report: TTFT, TPOT, ITL, percentiles, goodput."""
 
 # Generated from nbs/bench/report.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -16,8 +12,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "DETAILS", "METRICS", "Measured", "make_report", "meets", "parse_goodput", "peak_concurrency",
-    "peak_tokens_per_second", "render_report", "save_report", "statistics", "values_of",
+    "DETAILS", "METRICS", "Measured", "make_report", "meets", "parse_goodput", "render_report", "save_report",
 ]  # fmt: skip
 
 

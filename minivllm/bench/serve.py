@@ -1,8 +1,4 @@
-"""How do you load a server?
-
-Send the next request when the last answer has come, and you measure a server that always has
-exactly one user.
-"""
+"""Load generator for an OpenAI-compatible server: arrival process, concurrency, measurement."""
 
 # Generated from nbs/bench/serve.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -22,7 +18,7 @@ from minivllm.bench.datasets import Sample, add_dataset_arguments, make_samples
 from minivllm.bench.report import METRICS, Measured, make_report, parse_goodput, render_report, save_report
 from minivllm.serving.client import get_json, request, tls_context
 
-__all__ = ["Target", "add_serve_arguments", "arrival_times", "run_load", "run_serve"]
+__all__ = ["add_serve_arguments", "arrival_times", "run_serve"]
 
 
 # %% nbs/bench/serve.ipynb #arrivals

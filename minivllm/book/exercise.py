@@ -1,8 +1,4 @@
-"""How is this book read?
-
-Every chapter answers one question, and its cells are the program: those marked for export become
-the module that the package imports.
-"""
+"""Checkers for the exercises of the book."""
 
 # Generated from nbs/book/exercise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -13,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Exercise", "Verdict", "is_blank"]
+__all__ = ["Exercise", "is_blank"]
 
 
 # %% nbs/book/exercise.ipynb #Verdict

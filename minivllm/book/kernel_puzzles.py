@@ -1,7 +1,4 @@
-"""Puzzles.
-
-Question: can you write paged attention yourself, a few lines at a time?
-"""
+"""Kernel puzzles: from a guarded copy to paged attention, checked in numba's CUDA simulator."""
 
 # Generated from nbs/book/kernel_puzzles.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -18,10 +15,7 @@ from numba import cuda
 
 from minivllm.book.lens import Lens
 
-__all__ = [
-    "PUZZLES", "Puzzle", "Verdict", "banks", "copy", "fold", "gather", "grid", "guard", "heads", "nothing",
-    "numbers", "online", "scores", "side_by_side", "softmax", "store", "tree", "window",
-]  # fmt: skip
+__all__ = ["PUZZLES", "Puzzle"]
 
 
 # %% nbs/book/kernel_puzzles.ipynb #Verdict

@@ -1,7 +1,4 @@
-"""A lens on the memory.
-
-Question: which thread read which slot, and was it a good idea?
-"""
+"""Records and draws the memory accesses of kernels in numba's CUDA simulator."""
 
 # Generated from nbs/book/lens.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -20,10 +17,7 @@ from numba import cuda
 
 from minivllm_kernels.cuda.simt import SIM
 
-__all__ = [
-    "BANKS", "CELL_HEIGHT", "CELL_WIDTH", "LEFT", "SECTOR", "WARP", "Access", "Instruction", "Lens",
-    "Watched", "colour",
-]  # fmt: skip
+__all__ = ["Lens"]
 
 
 # %% nbs/book/lens.ipynb #Access

@@ -1,7 +1,4 @@
-"""Puzzles on blocks.
-
-Question: can you write a paged KV cache yourself, a few lines at a time?
-"""
+"""Puzzles on paged KV caches: allocate, append, share, copy on write."""
 
 # Generated from nbs/book/paging.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -21,10 +18,7 @@ from minivllm.core.trace import Fold, State, Trace, TraceHeader
 from minivllm.viz.block_map import BlockMap
 from minivllm.viz.palette import owner_colour
 
-__all__ = [
-    "PUZZLES", "Game", "Puzzle", "Replay", "admit", "allocate", "evict", "find", "give_back", "make_room",
-    "names", "release", "share", "slide", "slot", "split", "write",
-]  # fmt: skip
+__all__ = ["PUZZLES", "Puzzle"]
 
 
 # %% nbs/book/paging.ipynb #Replay

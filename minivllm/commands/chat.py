@@ -1,7 +1,4 @@
-"""What does a conversation keep?
-
-`minivllm chat` is a conversation.
-"""
+"""Command `minivllm chat`: interactive conversation with a local or remote model."""
 
 # Generated from nbs/commands/chat.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""What does one answer look like, as it grows?
-
-`minivllm complete "Once upon a time"` prints a completion piece by piece.
-"""
+"""Command `minivllm complete`: stream the completion of one text."""
 
 # Generated from nbs/commands/complete.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -22,7 +19,7 @@ from minivllm.commands.flags import (
 )
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from
 
-__all__ = ["add_parser", "run_complete", "stream_answer"]
+__all__ = ["stream_answer"]
 
 
 # %% nbs/commands/complete.ipynb #stream_answer

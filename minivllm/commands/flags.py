@@ -1,8 +1,4 @@
-"""Which words does a command understand?
-
-`minivllm complete` and `minivllm chat` take the same flags: how tokens are drawn, which engine is
-started here, or which server is asked instead.
-"""
+"""Flags shared by the commands: sampling parameters, remote server, engine."""
 
 # Generated from nbs/commands/flags.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

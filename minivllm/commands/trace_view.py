@@ -1,7 +1,4 @@
-"""How is a recorded run opened?
-
-`minivllm trace view run.parquet` writes the page of a saved trace and opens it in the browser.
-"""
+"""Command `minivllm trace view`: open a saved trace in the browser."""
 
 # Generated from nbs/commands/trace_view.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

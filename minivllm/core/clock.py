@@ -1,12 +1,10 @@
-"""Whose clock?
-
-Why does the scheduler not simply ask what time it is?
-"""
+"""Clock protocol with a wall clock and a virtual clock."""
 
 # Generated from nbs/core/clock.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
@@ -40,9 +38,9 @@ class VirtualClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move forward. Raises ValueError for a negative step."""
-        if seconds < 0:
-            raise ValueError(f"a clock cannot go back: advance({seconds})")
+        """Move forward. Raises ValueError for a step that is negative or not finite."""
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"a clock can only go forward, by a finite time: advance({seconds})")
         self._now += seconds
 
     def advance_to(self, moment: float) -> None:

@@ -1,7 +1,4 @@
-"""Settings, and why they are what they are.
-
-What did the engine choose, and why?
-"""
+"""Engine configuration: frozen dataclasses, and `resolve` that chooses defaults and says why."""
 
 # Generated from nbs/core/config.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -17,7 +14,7 @@ __all__ = [
     "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "WEIGHT_BITS", "CacheConfig",
     "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup",
     "KVCacheRules", "KVCacheSpec", "MachineFacts", "ModelFacts", "SchedulerConfig", "SlidingWindowRules",
-    "choose_dtype", "choose_num_blocks", "make_kv_cache_groups", "register_kv_cache_kind", "resolve",
+    "choose_dtype", "make_kv_cache_groups", "register_kv_cache_kind", "resolve",
 ]  # fmt: skip
 
 

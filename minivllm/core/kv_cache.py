@@ -1,7 +1,4 @@
-"""The KV cache manager.
-
-Does this request fit, and where do its tokens go?
-"""
+"""KV cache manager: block tables per cache group, prefix hits, allocation of slots."""
 
 # Generated from nbs/core/kv_cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -18,7 +15,7 @@ from minivllm.core.config import CacheConfig, KVCacheConfig, KVCacheRules, KVCac
 from minivllm.core.prefix import extend_block_hashes, make_prefix_index
 from minivllm.core.request import Request
 
-__all__ = ["CacheHit", "KVCacheManager", "PrefixCacheStats", "SingleTypeKVCacheManager"]
+__all__ = ["CacheHit", "KVCacheManager", "SingleTypeKVCacheManager"]
 
 
 # %% nbs/core/kv_cache.ipynb #GroupManager

@@ -1,7 +1,4 @@
-"""Telling others what is cached.
-
-How does a router know which of its engines already holds a prefix?
-"""
+"""KV cache events for routers: blocks stored, removed, cleared."""
 
 # Generated from nbs/core/kv_events.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -15,7 +12,7 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.trace import Event
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEventTap", "kv_events"]
+__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEventTap"]
 
 
 # %% nbs/core/kv_events.ipynb #BlockStored

@@ -1,7 +1,4 @@
-"""A decision is a value.
-
-What passes between the scheduler and the thing that runs the model?
-"""
+"""What scheduler, model runner and engine core exchange in a step."""
 
 # Generated from nbs/core/output.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""When are two blocks the same?
-
-A thousand users ask questions about the same document.
-"""
+"""Block hashes and prefix indexes: hash table and radix tree."""
 
 # Generated from nbs/core/prefix.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -15,10 +12,7 @@ from typing import Protocol
 from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.request import Request
 
-__all__ = [
-    "HashIndex", "PrefixIndex", "RadixIndex", "extend_block_hashes", "hash_block", "make_prefix_index",
-    "root_hash",
-]  # fmt: skip
+__all__ = ["HashIndex", "RadixIndex", "extend_block_hashes", "hash_block", "make_prefix_index", "root_hash"]
 
 
 # %% nbs/core/prefix.ipynb #hash_block

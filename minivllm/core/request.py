@@ -1,7 +1,4 @@
-"""A request, and how far it has come.
-
-What does the engine need to know about one request in order to schedule it?
-"""
+"""Request state: token ids, status, progress counters, finish reason."""
 
 # Generated from nbs/core/request.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

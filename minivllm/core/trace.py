@@ -1,7 +1,4 @@
-"""The trace: every change, in order.
-
-What did the engine do in step 312, and why?
-"""
+"""Trace of scheduler events: recording, state at any step, invariants."""
 
 # Generated from nbs/core/trace.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -156,7 +153,7 @@ class Fold:
     def _ignore(self, *args: Any) -> None:
         pass
 
-    _do_attributes = _do_step = _do_wait = _do_chunk = _do_order = _do_policy_error = _ignore
+    _do_attributes = _do_step = _do_wait = _do_chunk = _do_note = _do_order = _do_policy_error = _ignore
 
     # %% nbs/core/trace.ipynb #Fold-_do_add
     def _do_add(self, *fields: Any) -> None:

@@ -1,7 +1,4 @@
-"""A trace as a file.
-
-How does a run travel to another notebook, another machine, another tool?
-"""
+"""Trace files: Parquet and JSON lines, and export to Perfetto."""
 
 # Generated from nbs/core/trace_files.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""A trace as tables.
-
-How long did each request wait, and how full was the cache meanwhile?
-"""
+"""Trace as pandas tables: steps, requests, blocks, tokens, decisions."""
 
 # Generated from nbs/core/trace_tables.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""How does a flag become a setting?
-
-Every command that starts an engine takes the same flags.
-"""
+"""Command-line flags and YAML config files for EngineArgs."""
 
 # Generated from nbs/engine/arguments.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

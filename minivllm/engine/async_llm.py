@@ -1,7 +1,4 @@
-"""How can many callers share one engine?
-
-`LLM.generate` owns the engine until its list is done.
-"""
+"""AsyncLLM: one engine in a background thread for many asyncio callers."""
 
 # Generated from nbs/engine/async_llm.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -18,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 from minivllm.core.config import EngineArgs, EngineConfig
 from minivllm.core.policy import FCFS, PolicyError, Priority
+from minivllm.engine.detokenizer import DetokenizerFactory
 from minivllm.engine.input_processor import ProcessedInput, PromptType
 from minivllm.engine.llm import FROM_GENERATION_CONFIG
 from minivllm.engine.llm_engine import LLMEngine
@@ -68,6 +66,7 @@ class EngineDeadError(RuntimeError):
     """The engine has failed or was shut down; nothing more comes from it. ``__cause__`` is the error that ended it."""
 
 
+# %% nbs/engine/async_llm.ipynb #RequestStream-stream
 class RequestStream:
     """The outputs of one request, in the loop that asked for it: ``async for output in stream``.
 
@@ -168,6 +167,7 @@ class AsyncLLM:
             warm_up(engine.core.executor, engine.config)
         return cls(engine)
 
+    # %% nbs/engine/async_llm.ipynb #AsyncLLM-config
     @property
     def config(self) -> EngineConfig:
         return self.llm_engine.config
@@ -184,6 +184,12 @@ class AsyncLLM:
 
     def get_tokenizer(self) -> Any:
         return self.llm_engine.tokenizer
+
+    def get_detokenizers(self) -> DetokenizerFactory:
+        """What turns tokens into text; it is there, for this engine has a tokenizer."""
+        factory = self.llm_engine.output_processor.detokenizers
+        assert factory is not None
+        return factory
 
     # %% nbs/engine/async_llm.ipynb #AsyncLLM-get_default_sampling_params
     def get_default_sampling_params(self) -> dict[str, Any]:

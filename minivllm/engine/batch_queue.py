@@ -1,7 +1,4 @@
-"""Who waits for whom?
-
-The engine's loop is: decide, carry out, take in.
-"""
+"""Queue of scheduled steps whose results are still outstanding."""
 
 # Generated from nbs/engine/batch_queue.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

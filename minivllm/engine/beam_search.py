@@ -1,8 +1,4 @@
-"""Can we find the most likely answer?
-
-Greedy decoding takes the best token at every step, and may walk into a sentence that is unlikely as
-a whole.
-"""
+"""Beam search over token continuations."""
 
 # Generated from nbs/engine/beam_search.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

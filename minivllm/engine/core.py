@@ -1,7 +1,4 @@
-"""Where is the engine's loop?
-
-Everything that vLLM is famous for happens in three lines: decide, carry out, take in.
-"""
+"""EngineCore: the loop of schedule, execute, update over token ids."""
 
 # Generated from nbs/engine/core.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,8 +1,4 @@
-"""What if the engine had a process of its own?
-
-In a thread, the engine shares Python's global lock with the server: while one writes answers to
-sockets, the other cannot schedule.
-"""
+"""EngineCore in a process of its own, and its client."""
 
 # Generated from nbs/engine/core_process.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -29,9 +25,7 @@ from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.sampling.grammar import GrammarCompiler
 
-__all__ = [
-    "CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "connect_engine", "logger", "main",
-]  # fmt: skip
+__all__ = ["CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "connect_engine", "logger"]
 
 
 # %% nbs/engine/core_process.ipynb #EngineCoreProc

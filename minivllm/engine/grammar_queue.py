@@ -1,8 +1,4 @@
-"""Who waits for a grammar?
-
-A request for structured output needs a grammar, and compiling one takes from a millisecond to
-seconds.
-"""
+"""Requests whose grammar is still being compiled."""
 
 # Generated from nbs/engine/grammar_queue.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,8 +1,4 @@
-"""What may come in, and what must be refused?
-
-The scheduler trusts its requests: token ids that exist, a prompt that fits, a pool that is big
-enough.
-"""
+"""Validation and tokenization of prompts into engine core requests."""
 
 # Generated from nbs/engine/input_processor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,8 +1,4 @@
-"""What if somebody presses Ctrl-C?
-
-Python raises `KeyboardInterrupt` between any two bytecodes: also in the middle of the scheduler,
-with a block taken from the free list and not yet in a table.
-"""
+"""Delays KeyboardInterrupt until the engine's state is consistent."""
 
 # Generated from nbs/engine/interrupt.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

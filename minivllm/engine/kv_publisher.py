@@ -1,7 +1,4 @@
-"""KV events on the wire.
-
-How does a router in another process hear what this engine has cached?
-"""
+"""Publishes KV cache events over ZeroMQ in vLLM's wire format."""
 
 # Generated from nbs/engine/kv_publisher.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""A whole engine behind three lines.
-
-A first script should need a class, a list of prompts, and nothing else:
-"""
+"""LLM: offline inference for lists of prompts."""
 
 # Generated from nbs/engine/llm.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

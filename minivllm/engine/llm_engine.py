@@ -1,7 +1,4 @@
-"""An engine that you can step.
-
-`LLM.generate` hides the loop.
-"""
+"""LLMEngine: synchronous engine, one step at a time."""
 
 # Generated from nbs/engine/llm_engine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""From sampled tokens to the answer that the caller sees.
-
-The engine core speaks token ids.
-"""
+"""From engine core outputs to request outputs: detokenization, stop strings, logprobs."""
 
 # Generated from nbs/engine/output_processor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -17,7 +14,7 @@ from minivllm.engine.stop_strings import StopStrings, ends_in_loop
 from minivllm.sampling.params import RequestOutputKind, SamplingParams, best_indices
 from minivllm.sampling.pooling import PoolingParams
 
-__all__ = ["CompletionState", "OutputProcessor", "ProcessedOutputs", "RequestState"]
+__all__ = ["OutputProcessor", "ProcessedOutputs"]
 
 
 # %% nbs/engine/output_processor.ipynb #CompletionState

@@ -1,8 +1,4 @@
-"""What does a request give back?
-
-Whoever calls the engine gets `RequestOutput` values: the prompt, and one `CompletionOutput` for
-each answer.
-"""
+"""Output dataclasses: RequestOutput, CompletionOutput, metrics, embeddings."""
 
 # Generated from nbs/engine/outputs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""How is a stop string found that no token contains?
-
-A user asks to stop at `"\\nUser:"`.
-"""
+"""Stop strings found in streamed text, and detection of repeated patterns."""
 
 # Generated from nbs/engine/stop_strings.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

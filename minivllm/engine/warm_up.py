@@ -1,8 +1,4 @@
-"""Who pays for the first time?
-
-The first request of an engine finds kernels that are not compiled, libraries that are not loaded,
-buffers that are not made.
-"""
+"""Runs a small batch before the first request, so that kernels are compiled and buffers exist."""
 
 # Generated from nbs/engine/warm_up.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

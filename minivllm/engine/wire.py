@@ -1,7 +1,4 @@
-"""What may cross between processes?
-
-An engine in a process of its own gets requests and gives back tokens, through a socket.
-"""
+"""MessagePack encoding and a socket channel between engine processes."""
 
 # Generated from nbs/engine/wire.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""The lab in one line.
-
-What the chapters built, under one name:
-"""
+"""Workloads, simulation, replay, metrics: the lab's public names."""
 
 # Generated from nbs/lab/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Diff: where do two runs part, and why?
-
-Two averages say that one policy is better than another.
-"""
+"""Difference of two runs: per request, per step, first diverging decision."""
 
 # Generated from nbs/lab/comparison.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""How long does a step take?
-
-A simulation needs no model, but it needs to know how long the model would have taken.
-"""
+"""Cost models of a step: constant, roofline, fitted to a recorded trace."""
 
 # Generated from nbs/lab/cost.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -21,7 +18,7 @@ from minivllm.core.trace import Trace
 
 __all__ = [
     "DEVICES", "MODELS", "Constant", "CostModel", "Device", "FittedCost", "ModelShape", "Roofline",
-    "StepWork", "features", "fit_cost", "timed_steps",
+    "StepWork", "features", "timed_steps",
 ]  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""A model without weights.
-
-The scheduler does not know what stands behind `executor.execute(output)`.
-"""
+"""Executor protocol and a fake executor that needs no model."""
 
 # Generated from nbs/lab/executor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Replay and fork: the same history, another future.
-
-A scheduler has no will of its own.
-"""
+"""Replay of a recorded run, and forks with another policy."""
 
 # Generated from nbs/lab/history.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -22,7 +19,7 @@ from minivllm.lab.cost import CostModel
 from minivllm.lab.simulation import Run, Session, Settings, kv_cache_of, make_settings, policy_of, preemption_of
 from minivllm.lab.workload import Recorded, recorded_requests
 
-__all__ = ["History", "RecordedStep", "ReplayDivergence", "fork", "recorded_steps", "replay", "restore"]
+__all__ = ["RecordedStep", "ReplayDivergence", "fork", "recorded_steps", "replay"]
 
 
 # %% nbs/lab/history.ipynb #RecordedStep
@@ -127,6 +124,7 @@ def restore(scheduler: Scheduler, start: State) -> None:
             queue.remove(blocks[i])
         for i in order:
             queue.append(blocks[i])
+    scheduler.set_policy(scheduler.policy)  # which blocks can be evicted has changed
 
 
 # %% nbs/lab/history.ipynb #ReplayDivergence

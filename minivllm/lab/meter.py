@@ -1,7 +1,4 @@
-"""Measuring while it runs.
-
-How long did each request wait, and how steady were its tokens?
-"""
+"""Online latency and queue measurements from trace events."""
 
 # Generated from nbs/lab/meter.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Metrics: what to put into the paper.
-
-A run is a table of requests.
-"""
+"""Tables of a run: latency percentiles, throughput, goodput, fragmentation."""
 
 # Generated from nbs/lab/metrics.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Which product for how many rows?
-
-Question: a step has one row, or eight, or five hundred.
-"""
+"""CPU linear kernels: numba for few rows, torch or oneDNN for many."""
 
 # Generated from nbs/models/cpu_linear.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

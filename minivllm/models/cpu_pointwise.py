@@ -1,7 +1,4 @@
-"""Between the products, in one go.
-
-Question: three fused kernels are there.
-"""
+"""Fused CPU kernels for norm, SiLU gate and rotary embedding on torch tensors."""
 
 # Generated from nbs/models/cpu_pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Half the bytes, or a quarter.
-
-Question: the product for few rows reads weights of 8 or 4 bits.
-"""
+"""Int8 and int4 weights on the CPU: quantize, pack, multiply."""
 
 # Generated from nbs/models/cpu_quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -18,8 +15,7 @@ from minivllm_kernels.cpu.matmul.quantized_layout import BLOCK, UNIT, QuantizedP
 
 __all__ = [
     "AT_ONCE", "FEW", "Piece", "Quantized", "cut", "explain", "few_rows", "int4_32_kernel", "int4_64_kernel",
-    "int4_128_kernel", "int8_kernel", "pack_scales", "pack_words", "quantize", "quantize_groups",
-    "quantize_rows", "restore",
+    "int4_128_kernel", "int8_kernel", "pack_scales", "pack_words", "quantize", "restore",
 ]  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""A step without Python.
-
-Question: a program carries out many kernels by one launch.
-"""
+"""All decoder layers of a small CPU step captured into one launch."""
 
 # Generated from nbs/models/cpu_step.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

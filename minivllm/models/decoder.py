@@ -1,7 +1,4 @@
-"""How do tokens become logits?
-
-One decoder for many families: built from a `DecoderSpec`, run over a paged KV cache.
-"""
+"""Decoder-only transformer over a paged KV cache, built from a DecoderSpec."""
 
 # Generated from nbs/models/decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""What lies between the products?
-
-Norms, rotations, activations: nothing to compute, much to move.
-"""
+"""Fused GPU variants of norm, MLP, rotary embedding and attention layers."""
 
 # Generated from nbs/models/fused.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -18,7 +15,7 @@ from minivllm.models.gpu_linear import few_rows
 from minivllm.models.layers import GatedMLP, RMSNorm
 from minivllm.models.rope import Rope
 
-__all__ = ["FusedAttention", "FusedMLP", "FusedNorm", "FusedRope", "become", "fuse"]
+__all__ = ["FusedMLP", "FusedNorm", "become", "fuse"]
 
 
 # %% nbs/models/fused.ipynb #FusedNorm

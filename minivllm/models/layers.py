@@ -1,7 +1,4 @@
-"""What is between the large products?
-
-The small layers: RMS norm, norm of query and key heads, gated MLP.
-"""
+"""RMS norm, QK norm and gated MLP."""
 
 # Generated from nbs/models/layers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Which matrix product?
-
-Linear layers whose weights are fused at load and whose product is chosen after loading.
-"""
+"""Linear layers with fused weights and a registry of matmul kernels."""
 
 # Generated from nbs/models/linear.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -22,8 +19,8 @@ from minivllm.core.config import WEIGHT_BITS
 
 __all__ = [
     "HUGE_PAGE", "MADV_COLLAPSE", "MADV_HUGEPAGE", "QUANTIZED", "KernelMaker", "Linear", "LinearKernel",
-    "batch_invariant_kernel", "choose_kernel", "empty_weight", "explain_choice", "explain_quantized",
-    "kernel_names", "make_kernel", "register_kernel", "torch_kernel", "use_huge_pages",
+    "choose_kernel", "empty_weight", "explain_choice", "explain_quantized", "kernel_names", "make_kernel",
+    "register_kernel", "torch_kernel", "use_huge_pages",
 ]  # fmt: skip
 
 

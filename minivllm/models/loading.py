@@ -1,7 +1,4 @@
-"""How do the weights get into memory?
-
-A model folder is on the disk.
-"""
+"""Checkpoint loading: safetensors index, tensors, dummy weights."""
 
 # Generated from nbs/models/loading.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -21,8 +18,7 @@ from minivllm.models.hub import resolve_model
 
 __all__ = [
     "DTYPES", "DTYPE_BYTES", "FLOAT16_MAX", "INDEX", "LOAD_FORMATS", "PICKLES", "SINGLE", "CheckpointError",
-    "LoadedModel", "TensorRecord", "dummy_tensors", "find_tensors", "iter_tensors", "load_model",
-    "read_header", "read_json",
+    "LoadedModel", "TensorRecord", "dummy_tensors", "find_tensors", "load_model", "read_header",
 ]  # fmt: skip
 
 

@@ -1,8 +1,4 @@
-"""How does a token know where it stands?
-
-Rotary position embeddings (Su et al., RoFormer, 2021) and the ways to stretch them, as transformers
-defines them.
-"""
+"""Rotary position embeddings: default, linear, dynamic NTK, YaRN, Llama 3."""
 
 # Generated from nbs/models/rope.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

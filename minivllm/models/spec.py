@@ -1,8 +1,4 @@
-"""In what do models differ?
-
-`DecoderSpec` says what one decoder-only model differs in from another; a family makes it from a
-Hugging Face config, in a dozen lines.
-"""
+"""DecoderSpec, and model families that build it from a Hugging Face config."""
 
 # Generated from nbs/models/spec.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -19,9 +15,8 @@ from minivllm.models.layers import ACTIVATIONS
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
-    "FAMILIES", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "WeightNames", "family", "gemma3",
-    "llama", "mistral", "qwen2", "qwen3", "read_common", "read_gemma3_rope", "read_rope",
-    "read_window_per_layer", "spec_from_config", "windows_from_types",
+    "FAMILIES", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "WeightNames", "family",
+    "spec_from_config",
 ]  # fmt: skip
 
 

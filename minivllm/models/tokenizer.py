@@ -1,7 +1,4 @@
-"""What does the model read?
-
-Not text.
-"""
+"""Tokenizer loading and chat templates."""
 
 # Generated from nbs/models/tokenizer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""What does Python cost when the GPU waits for it?
-
-One decode step of a small model is some three hundred kernels of a few microseconds each.
-"""
+"""CUDA graphs of decode steps, captured for a ladder of batch sizes."""
 
 # Generated from nbs/runtime/decode_graphs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

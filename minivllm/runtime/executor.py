@@ -1,8 +1,4 @@
-"""Who runs the model?
-
-The engine core does not care whether the model runs in its own process, in four processes on four
-GPUs, or not at all (a simulation answers from a cost model).
-"""
+"""Executor: loads the model, sizes the KV cache, runs scheduler outputs."""
 
 # Generated from nbs/runtime/executor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Which token comes next, when nobody knows the last one?
-
-A GPU works through a queue of launches.
-"""
+"""Sampled tokens kept on the device as inputs of the next step."""
 
 # Generated from nbs/runtime/future_tokens.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,8 +1,4 @@
-"""How do requests of different length become one batch?
-
-A step may hold a chunk of one prompt, the whole of another, and one token each of forty running
-requests.
-"""
+"""Input batch: persistent per-request rows, block tables, arrays of a step."""
 
 # Generated from nbs/runtime/input_batch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

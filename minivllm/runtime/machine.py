@@ -1,8 +1,4 @@
-"""What machine is this?
-
-"Choose for me" needs facts: how much memory is free, how many cores, whether the processor computes
-bfloat16 by itself.
-"""
+"""Facts about the machine: memory, cores, bf16 support, environment report."""
 
 # Generated from nbs/runtime/machine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -14,6 +10,7 @@ from typing import Any
 import torch
 
 from minivllm.core.config import MachineFacts
+from minivllm_kernels.cpu.features import chosen_level
 
 __all__ = ["choose_device", "cpu_memory", "environment_report", "has_native_bf16", "machine_facts"]
 
@@ -63,9 +60,11 @@ _CPU_BF16 = ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16")
 
 
 def has_native_bf16(device: str) -> bool:
-    """Whether the device multiplies bfloat16 by itself."""
+    """Whether the device multiplies bfloat16 by itself. MINIVLLM_CPU_FEATURES can narrow what a CPU seems to have."""
     if device == "cuda":
         return torch.cuda.get_device_capability() >= (8, 0)
+    if (level := chosen_level()) is not None:
+        return level.bf16
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if not capabilities:  # an older torch
         return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())

@@ -1,7 +1,4 @@
-"""How does a decision become tokens?
-
-The scheduler has decided: this request 40 tokens, that one 1, these two blocks more, that row away.
-"""
+"""Model runner: scheduler output to forward pass and sampled tokens."""
 
 # Generated from nbs/runtime/model_runner.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

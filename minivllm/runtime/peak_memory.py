@@ -1,8 +1,4 @@
-"""How much memory does the largest step take?
-
-A GPU's memory holds the weights, the KV cache, and what a step needs while it runs: activations,
-logits, the sampler's copies of them.
-"""
+"""Peak GPU memory of the largest possible step."""
 
 # Generated from nbs/runtime/peak_memory.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

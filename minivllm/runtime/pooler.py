@@ -1,8 +1,4 @@
-"""How does a prompt become a vector?
-
-The model computes a hidden state for every token anyway; a request that wants a vector takes them
-and ends where others would draw their first token.
-"""
+"""Pools hidden states of a prompt into an embedding."""
 
 # Generated from nbs/runtime/pooler.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Why this token?
-
-A request said "blue" at its fifth token.
-"""
+"""Records the logits and sampler stages of one token."""
 
 # Generated from nbs/runtime/sample_record.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

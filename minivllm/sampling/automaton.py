@@ -1,8 +1,4 @@
-"""What does a grammar know about the next token?
-
-To force an answer into a form, someone must look at the text so far and say which tokens may come
-next.
-"""
+"""Regular expressions as token automata, by derivatives."""
 
 # Generated from nbs/sampling/automaton.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -14,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "EMPTY", "NOTHING", "Expression", "RegexMatcher", "TokenTrie", "derivative", "either", "matches",
-    "nullable", "one_of", "parse", "repeat", "then",
+    "EMPTY", "NOTHING", "Expression", "RegexMatcher", "TokenTrie", "derivative", "matches", "nullable",
+    "one_of", "parse",
 ]  # fmt: skip
 
 

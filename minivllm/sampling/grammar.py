@@ -1,8 +1,4 @@
-"""How can an answer be forced into a form?
-
-A program that reads the model's answer wants JSON that fits its schema, or one of three words, or a
-date.
-"""
+"""Structured output with llguidance: compile, mask, advance."""
 
 # Generated from nbs/sampling/grammar.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -22,8 +18,8 @@ import numpy.typing as npt
 from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = [
-    "GrammarCompiler", "GrammarError", "GrammarMatcher", "PendingGrammar", "grammar_text",
-    "special_token_ids", "without_additional_properties",
+    "GrammarCompiler", "GrammarError", "PendingGrammar", "grammar_text", "special_token_ids",
+    "without_additional_properties",
 ]  # fmt: skip
 
 

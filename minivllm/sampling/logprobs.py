@@ -1,8 +1,4 @@
-"""How sure was the model?
-
-A client may ask for the log probability of each token that it gets, and of the likeliest
-alternatives.
-"""
+"""Log probabilities and ranks of sampled, top and prompt tokens."""
 
 # Generated from nbs/sampling/logprobs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""What may a request ask for?
-
-The model gives one number per word of its vocabulary: the logits.
-"""
+"""SamplingParams: fields, validation, errors."""
 
 # Generated from nbs/sampling/params.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""What may a request for an embedding ask for?
-
-A vector instead of words.
-"""
+"""PoolingParams for embedding requests."""
 
 # Generated from nbs/sampling/pooling.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

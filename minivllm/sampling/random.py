@@ -1,14 +1,11 @@
-"""Where does a random number come from?
-
-A sampled token needs one random number.
-"""
+"""Counter-based random numbers with a seed per request."""
 
 # Generated from nbs/sampling/random.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RequestSeeds", "Uint64s", "as_seed", "mix64", "random_bits", "uniforms"]
+__all__ = ["RequestSeeds", "as_seed", "mix64", "random_bits", "uniforms"]
 
 
 # %% nbs/sampling/random.ipynb #code-e009a2

@@ -1,8 +1,4 @@
-"""When should a request that loops be stopped?
-
-Small models, and large ones on strange prompts, fall into loops: `and and and and`, or the same
-sentence for ever.
-"""
+"""Detects an output that repeats one pattern."""
 
 # Generated from nbs/sampling/repetition.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,8 +1,4 @@
-"""How does a token come out?
-
-The `Sampler` takes the logits of all running requests, a score for every token of the vocabulary,
-and gives one token for each.
-"""
+"""Sampler: ordered logits transforms, then the draw."""
 
 # Generated from nbs/sampling/sampler.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""How do many wishes become one batch?
-
-The model computes the logits of all running requests at once, `[rows, vocabulary]`.
-"""
+"""Sampling parameters of all running requests as batched columns."""
 
 # Generated from nbs/sampling/state.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -17,10 +14,7 @@ from torch import Tensor
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.random import as_seed
 
-__all__ = [
-    "COLUMNS", "NO_LOGPROBS", "Array", "Matcher", "RequestView", "SamplingBatch", "SamplingState",
-    "TokenCounts", "column_values",
-]  # fmt: skip
+__all__ = ["NO_LOGPROBS", "Array", "Matcher", "RequestView", "SamplingBatch", "SamplingState"]
 
 
 # %% nbs/sampling/state.ipynb #code-5f37c8

@@ -1,7 +1,4 @@
-"""What may change the odds?
-
-Between the model's logits and the draw stands a list of transforms.
-"""
+"""Logits transforms: bias, penalties, temperature, min-p, top-k, top-p, grammar mask."""
 
 # Generated from nbs/sampling/transforms.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -21,10 +18,9 @@ from torch import Tensor
 from minivllm.sampling.state import RequestView, SamplingBatch
 
 __all__ = [
-    "CHUNK", "DEFAULT_PLACE", "LADDER", "NEVER", "Entries", "Picked", "Seen", "Stage", "Transform",
-    "add_bias", "allow_only", "apply_bitmask", "bitmask_costs", "chunk_sums", "draw", "entries", "forbid",
-    "keep_from", "min_p_threshold", "peak_and_mass", "penalise", "place_of", "standard_stages",
-    "take_largest", "tiles", "top_k_threshold", "top_p_threshold", "top_values", "with_transforms",
+    "CHUNK", "DEFAULT_PLACE", "Stage", "Transform", "apply_bitmask", "bitmask_costs", "chunk_sums", "draw",
+    "keep_from", "min_p_threshold", "peak_and_mass", "place_of", "standard_stages", "take_largest",
+    "top_k_threshold", "top_p_threshold", "top_values", "with_transforms",
 ]  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""Which other samplers are there?
-
-Every few months somebody publishes a new way to choose tokens.
-"""
+"""Further samplers: typical-p, top-n-sigma, XTC, DRY, Mirostat."""
 
 # Generated from nbs/sampling/zoo.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from minivllm.sampling.random import as_seed, uniforms
 from minivllm.sampling.state import RequestView
 
-__all__ = ["DRY", "NEVER", "XTC", "Mirostat", "TopNSigma", "TypicalP"]
+__all__ = ["DRY", "XTC", "Mirostat", "TopNSigma", "TypicalP"]
 
 
 # %% nbs/sampling/zoo.ipynb #code-0ea547

@@ -1,7 +1,4 @@
-"""What is in an answer?
-
-Thoughts, words, and calls: one text holds all three, and every client wants them apart.
-"""
+"""Splits generated text into reasoning, content and tool calls."""
 
 # Generated from nbs/serving/answers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,8 +1,4 @@
-"""How does an engine become a server?
-
-All that is left is to put the parts together: a state, the endpoints, the doors, and a program that
-starts and stops them in the right order.
-"""
+"""OpenAI-compatible FastAPI app, server options and `minivllm serve`."""
 
 # Generated from nbs/serving/app.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -45,7 +41,7 @@ from minivllm.serving.tools import load_plugin
 
 __all__ = [
     "ServerOptions", "check_certificate", "create_app", "listen", "logger", "main", "make_parser",
-    "operation_router", "options_from", "run_server", "token_router",
+    "options_from", "run_server",
 ]  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""How does a conversation become a prompt, and back?
-
-A model reads one line of tokens.
-"""
+"""`/v1/chat/completions`: prompt rendering, parameters, streaming."""
 
 # Generated from nbs/serving/chat.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

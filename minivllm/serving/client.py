@@ -1,7 +1,4 @@
-"""What does a client do?
-
-A request over HTTP is a few lines of text, and so is the answer.
-"""
+"""Small HTTP client for OpenAI-compatible servers, with server-sent events."""
 
 # Generated from nbs/serving/client.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -16,8 +13,8 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 __all__ = [
-    "EventSplitter", "Remote", "Response", "ServerError", "StreamReader", "error_text", "get_json",
-    "post_events", "request", "tls_context",
+    "EventSplitter", "Remote", "Response", "ServerError", "StreamReader", "error_text", "get_json", "request",
+    "tls_context",
 ]  # fmt: skip
 
 

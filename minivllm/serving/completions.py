@@ -1,8 +1,4 @@
-"""What did `/v1/completions` promise?
-
-The oldest endpoint is the one that benchmarks use: texts, lists of texts, token ids; `echo` gives
-the prompt back, with `logprobs` of its tokens.
-"""
+"""`/v1/completions`: prompts, echo, logprobs, streaming."""
 
 # Generated from nbs/serving/completions.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -12,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from minivllm.engine.detokenizer import DetokenizerFactory
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling.params import SamplingParams
 from minivllm.serving.errors import ApiError, as_api_error
@@ -30,8 +27,7 @@ from minivllm.serving.generation import (
 from minivllm.serving.protocol import CompletionRequest
 
 __all__ = [
-    "Echo", "Writer", "complete", "completion_logprobs", "completion_params", "completions_router",
-    "engine_prompts", "join", "prompt_logprobs",
+    "Writer", "complete", "completion_params", "completions_router", "engine_prompts", "prompt_logprobs",
 ]  # fmt: skip
 
 
@@ -67,24 +63,36 @@ def _finite(value: float) -> float:
 
 # %% nbs/serving/completions.ipynb #Echo
 class Echo:
-    """The prompt of a request, as the beginning of its answer."""
+    """The prompt of a request, as the beginning of its answer.
 
-    def __init__(self, output: RequestOutput, tokenizer: Any, skip_special_tokens: bool) -> None:
-        self.token_ids = output.prompt_token_ids
+    ``continued``: an answer follows, which begins with the character that the prompt leaves unfinished.
+    """
+
+    def __init__(
+        self, output: RequestOutput, detokenizers: DetokenizerFactory, skip_special_tokens: bool, continued: bool
+    ) -> None:
+        self.token_ids, self.detokenizers = output.prompt_token_ids, detokenizers
         self.entries = output.prompt_logprobs
-        self.pieces = [tokenizer.decode([token]) for token in self.token_ids]
-        self.text = tokenizer.decode(self.token_ids, skip_special_tokens=skip_special_tokens)
-        if output.prompt is not None:
-            self.text = output.prompt
+        self.pieces = [detokenizers.token_text(token) for token in self.token_ids]
+        decode = detokenizers.settled_text if continued else detokenizers.tokenizer.decode
+        self.text = output.prompt
+        if self.text is None:
+            self.text = decode(self.token_ids, skip_special_tokens=skip_special_tokens)
 
     def logprobs(self, count: int) -> dict[str, Any]:
         entries = self.entries or [None] * len(self.token_ids)
-        offsets, at = [], 0
-        for piece in self.pieces:
-            offsets.append(min(at, len(self.text)))
-            at += len(piece)
-        arrays = completion_logprobs(self.token_ids, entries, offsets, count)
+        arrays = completion_logprobs(self.token_ids, entries, self.offsets(), count)
         return arrays | {"tokens": self.pieces}
+
+    def offsets(self) -> list[int]:
+        """Where each token begins in the text. A special token that the text does not hold takes no room."""
+        detokenizer, found, at = self.detokenizers(skip_special_tokens=False), [], 0
+        for token in self.token_ids:
+            found.append(min(at, len(self.text)))
+            piece = detokenizer.push(token)
+            if token not in self.detokenizers.special or self.text.startswith(piece, at):
+                at += len(piece)
+        return found
 
 
 def join(first: dict[str, Any], second: dict[str, Any] | None, moved: int) -> dict[str, Any]:
@@ -99,8 +107,8 @@ def join(first: dict[str, Any], second: dict[str, Any] | None, moved: int) -> di
 class Writer:
     """Writes the choices of one request."""
 
-    def __init__(self, body: CompletionRequest, tokenizer: Any) -> None:
-        self.body, self.tokenizer = body, tokenizer
+    def __init__(self, body: CompletionRequest, detokenizers: DetokenizerFactory) -> None:
+        self.body, self.detokenizers = body, detokenizers
         self.generates = body.max_tokens != 0
         self.offset: dict[int, int] = {}
         self.echoed: set[int] = set()
@@ -111,7 +119,7 @@ class Writer:
         text, logprobs = (completion.text, self._logprobs(index, completion)) if self.generates else ("", None)
         if self.body.echo and index not in self.echoed:
             self.echoed.add(index)
-            echo = Echo(output, self.tokenizer, self.body.skip_special_tokens)
+            echo = Echo(output, self.detokenizers, self.body.skip_special_tokens, self.generates)
             self.offset[index] = len(echo.text)
             if count is not None:
                 logprobs = join(echo.logprobs(count), logprobs, len(echo.text))
@@ -194,7 +202,7 @@ async def complete(body: CompletionRequest, request: Request, state: ServerState
         raise
     except Exception as error:
         raise as_api_error(error) from error
-    writer = Writer(body, state.llm.get_tokenizer())
+    writer = Writer(body, state.llm.get_detokenizers())
     await job.submit(prompts, params, body.priority, body.user or body.safety_identifier)
     if body.stream:
         return SSEResponse(job, _chunks(body, job, writer))

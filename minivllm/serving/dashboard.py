@@ -1,7 +1,4 @@
-"""Watching a server from the browser.
-
-`/metrics` is for Prometheus.
-"""
+"""`/dashboard`: a live page of the engine and its samples."""
 
 # Generated from nbs/serving/dashboard.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

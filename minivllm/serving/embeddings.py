@@ -1,7 +1,4 @@
-"""How are vectors served?
-
-`/v1/embeddings` takes texts or token ids and gives a vector for each.
-"""
+"""`/v1/embeddings`: request model and endpoint."""
 
 # Generated from nbs/serving/embeddings.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -19,7 +16,7 @@ from minivllm.serving.errors import ApiError, as_api_error
 from minivllm.serving.generation import Job, ServerState, check_output, request_name, unless_disconnected
 from minivllm.serving.protocol import ApiModel
 
-__all__ = ["EmbeddingRequest", "embed", "embeddings_router", "encode_vector"]
+__all__ = ["EmbeddingRequest", "embed", "embeddings_router"]
 
 
 # %% nbs/serving/embeddings.ipynb #EmbeddingRequest

@@ -1,7 +1,4 @@
-"""What does a client see when it was wrong?
-
-Client libraries look at two things: the status, and a body in OpenAI's shape.
-"""
+"""Errors in OpenAI's shape and the handlers that send them."""
 
 # Generated from nbs/serving/errors.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,8 +1,4 @@
-"""How do tokens become an answer on the wire?
-
-Both endpoints do the same things: submit one request for each prompt, wait for all or pass on
-pieces, count tokens, and stop everything when the client hangs up.
-"""
+"""Shared by the generating endpoints: submit, collect, stream, cancel on disconnect."""
 
 # Generated from nbs/serving/generation.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

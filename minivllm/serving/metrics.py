@@ -1,8 +1,4 @@
-"""Is the server well?
-
-An operator asks the same few questions of every server: how many wait, how full is the cache, how
-long until the first token.
-"""
+"""Prometheus metrics under vLLM's names."""
 
 # Generated from nbs/serving/metrics.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

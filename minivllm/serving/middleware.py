@@ -1,8 +1,4 @@
-"""Who stands at the door?
-
-Before an endpoint sees a request, four things are decided: is it too big, does it carry the key,
-what is its id, and what goes into the log.
-"""
+"""Middleware: body limit, API keys, access log, request ids."""
 
 # Generated from nbs/serving/middleware.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

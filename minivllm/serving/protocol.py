@@ -1,7 +1,4 @@
-"""What may a request say?
-
-An OpenAI client has dozens of fields, vLLM adds more, and each release brings new ones.
-"""
+"""Request models of the OpenAI API with vLLM's extra fields."""
 
 # Generated from nbs/serving/protocol.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -16,8 +13,8 @@ from minivllm.sampling.params import RequestOutputKind, SamplingParams
 __all__ = [
     "AllowedToolChoice", "AllowedTools", "ApiModel", "ChatCompletionRequest", "ChatMessage",
     "ChatTemplateFields", "ChatTool", "CompletionRequest", "ContentPart", "DetokenizeRequest", "FunctionCall",
-    "FunctionDefinition", "FunctionName", "Int64", "JsonSchema", "NamedToolChoice", "ResponseFormat",
-    "SamplingFields", "StreamOptions", "TokenizeRequest", "ToolCall", "ToolFields", "check_tool_messages",
+    "FunctionDefinition", "FunctionName", "Int64", "NamedToolChoice", "TokenizeRequest", "ToolCall",
+    "ToolFields", "check_tool_messages",
 ]  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""Where does thinking end?
-
-Some models think aloud before they answer, between two tags.
-"""
+"""Reasoning parsers: separate thoughts from content."""
 
 # Generated from nbs/serving/reasoning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

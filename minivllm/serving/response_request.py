@@ -1,8 +1,4 @@
-"""What does a client of `/v1/responses` say?
-
-OpenAI's newer endpoint speaks of items, not messages: something said, a call, what came of it, a
-thought, one after another in a flat list.
-"""
+"""Request model of `/v1/responses`: items, tools, conversion to chat messages."""
 
 # Generated from nbs/serving/response_request.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -16,10 +12,8 @@ from minivllm.serving.errors import ApiError, from_validation
 from minivllm.serving.protocol import ApiModel, ChatCompletionRequest, FunctionDefinition, Int64
 
 __all__ = [
-    "CallItem", "CallOutputItem", "Item", "MessageItem", "Part", "ReasoningItem", "ReasoningOptions",
-    "ReasoningPart", "RefusalPart", "ResponseAllowedTools", "ResponseFunctionName", "ResponseFunctionTool",
-    "ResponseStreamOptions", "ResponsesRequest", "Status", "TextFormat", "TextOptions", "TextPart", "as_chat",
-    "messages_of",
+    "ReasoningOptions", "ResponseAllowedTools", "ResponseFunctionName", "ResponseFunctionTool",
+    "ResponseStreamOptions", "ResponsesRequest", "TextFormat", "TextOptions", "as_chat", "messages_of",
 ]  # fmt: skip
 
 

@@ -1,8 +1,4 @@
-"""What happens while a response is made?
-
-A stream of `/v1/responses` tells every step: an item begins, a part of it begins, text comes, the
-part ends, the item ends.
-"""
+"""`/v1/responses`: stored responses, items, stream events."""
 
 # Generated from nbs/serving/responses.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -34,7 +30,7 @@ from minivllm.serving.generation import (
 )
 from minivllm.serving.response_request import ResponsesRequest, as_chat
 
-__all__ = ["EventResponse", "ResponseStore", "ResponseWriter", "Stored", "respond", "responses_router"]
+__all__ = ["ResponseStore", "Stored", "respond", "responses_router"]
 
 
 # %% nbs/serving/responses.ipynb #ResponseStore

@@ -1,7 +1,4 @@
-"""What if nobody waits for the answer?
-
-A thousand documents to be summed up overnight need no server.
-"""
+"""Command `minivllm run-batch`: OpenAI batch files without a server."""
 
 # Generated from nbs/serving/run_batch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -22,9 +19,7 @@ from minivllm.engine.arguments import add_engine_arguments, engine_args_from, wi
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.serving.app import ServerOptions, create_app
 
-__all__ = [
-    "BatchError", "BatchLine", "answer_line", "ask_app", "batch_answer", "main", "make_parser", "run_batch",
-]  # fmt: skip
+__all__ = ["main", "make_parser", "run_batch"]
 
 
 # %% nbs/serving/run_batch.ipynb #ask_app

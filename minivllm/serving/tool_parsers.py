@@ -1,7 +1,4 @@
-"""How are calls found in a text that is still being written?
-
-Half a brace is not a call, and the letter `<` may be the beginning of `<tool_call>` or of "a < b".
-"""
+"""Tool call parsers for streamed text: Hermes, Llama 3, Mistral and others."""
 
 # Generated from nbs/serving/tool_parsers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -25,10 +22,7 @@ from minivllm.serving.tools import (
     register_tool_parser,
 )
 
-__all__ = [
-    "TEXT_RULE", "CallReader", "HermesToolParser", "JsonToolParser", "Llama3JsonToolParser",
-    "MistralToolParser", "NamedCallReader", "NotACall", "PythonicToolParser", "held_back", "marked_rules",
-]  # fmt: skip
+__all__ = ["TEXT_RULE", "HermesToolParser", "Llama3JsonToolParser", "held_back", "marked_rules"]
 
 
 # %% nbs/serving/tool_parsers.ipynb #CallReader

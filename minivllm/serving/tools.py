@@ -1,8 +1,4 @@
-"""How does a model call a function?
-
-It writes text that says so, in the manner that its family was trained on: Hermes and Qwen between
-two tags, Llama as bare JSON, Mistral behind a mark.
-"""
+"""Tool definitions, call formats and grammars for tool calls."""
 
 # Generated from nbs/serving/tools.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

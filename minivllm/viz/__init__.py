@@ -1,7 +1,4 @@
-"""Pictures.
-
-The views of this part, each in a chapter of its own: what one asks for by name.
-"""
+"""Views of traces and of running engines: the package's public names."""
 
 # Generated from nbs/viz/index.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""A page without a kernel.
-
-How does one file hold a view, its data and its program?
-"""
+"""Self-contained HTML: bundles ES modules, styles and data into a page."""
 
 # Generated from nbs/viz/assets.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Every block, at every step.
-
-Who owns which piece of the cache, and how did it come to that?
-"""
+"""Block map view: owner, content and hash of every KV block, step by step."""
 
 # Generated from nbs/viz/block_map.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -20,8 +17,7 @@ from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
 
 __all__ = [
-    "HASH_BYTES", "BlockMap", "BlockStream", "Cause", "Op", "block_states", "draw_blocks", "group_names",
-    "request_numbers", "request_tokens", "token_texts", "usage",
+    "BlockMap", "block_states", "group_names", "request_numbers", "request_tokens", "token_texts", "usage",
 ]  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""Two runs on one cursor.
-
-Where do two runs of the same requests part, and why?
-"""
+"""Compare view: two runs side by side with their first difference."""
 
 # Generated from nbs/viz/compare.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -22,7 +19,7 @@ from minivllm.viz.timeline import describe_lanes, draw_lanes, pack_lanes
 from minivllm.viz.timeline_data import TimelineData, timeline_data
 from minivllm.viz.view import TraceSource, View, open_trace, trace_key
 
-__all__ = ["Compare", "aligned", "plot_compare"]
+__all__ = ["Compare", "plot_compare"]
 
 
 # %% nbs/viz/compare.ipynb #code-57f577

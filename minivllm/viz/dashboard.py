@@ -1,7 +1,4 @@
-"""The engine at a glance.
-
-The monitor looks; the dashboard shows: six numbers, and how each came there within the last minute.
-"""
+"""Dashboard view of a running engine."""
 
 # Generated from nbs/viz/dashboard.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""How is the engine, now?
-
-A trace tells what happened.
-"""
+"""Samples a running engine from a thread: rates, queue lengths, KV usage."""
 
 # Generated from nbs/viz/monitor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

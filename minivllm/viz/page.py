@@ -1,7 +1,4 @@
-"""All views on one cursor.
-
-How does one see blocks, queues and prefixes at the same moment?
-"""
+"""Page of several views of a trace that share one cursor."""
 
 # Generated from nbs/viz/page.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Colours.
-
-Which colours can everybody tell apart, on white and on black?
-"""
+"""Colour palette for light and dark mode, checked for colour blindness and contrast."""
 
 # Generated from nbs/viz/palette.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

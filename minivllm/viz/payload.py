@@ -1,7 +1,4 @@
-"""What travels to the page.
-
-How small can five thousand steps of sixty thousand blocks be?
-"""
+"""Compact binary payload for views: varints, deflate, base64."""
 
 # Generated from nbs/viz/payload.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Predict, then look.
-
-Question: do you know what the engine will do next?
-"""
+"""Quiz view: predict the scheduler's next decision, then see it."""
 
 # Generated from nbs/viz/predict.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -15,7 +12,7 @@ from minivllm.core.trace import Event, Fold, State, Trace
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
 
-__all__ = ["KINDS", "Predict", "Question", "questions"]
+__all__ = ["KINDS", "Predict", "questions"]
 
 
 # %% nbs/viz/predict.ipynb #imports

@@ -1,7 +1,4 @@
-"""The cached prefixes as a tree.
-
-Which prompt brought this block into the cache, who found it there, and who pushed it out?
-"""
+"""Prefix tree data: every cached block, its hits and its eviction."""
 
 # Generated from nbs/viz/prefix_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

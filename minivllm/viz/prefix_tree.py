@@ -1,7 +1,4 @@
-"""The prefix tree.
-
-Where do texts part, which of their beginnings are found again, and which are lost?
-"""
+"""Prefix tree view: shared beginnings, hits and evictions."""
 
 # Generated from nbs/viz/prefix_tree.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -18,7 +15,7 @@ from minivllm.viz.payload import Payload
 from minivllm.viz.prefix_data import EVICTED, HIT, Ints, PrefixTreeData, prefix_tree_data
 from minivllm.viz.view import TraceSource, TraceView
 
-__all__ = ["FOLD_FROM", "MOST_ROWS", "Branches", "PrefixTree", "branches", "draw_tree", "plot_prefix_tree"]
+__all__ = ["Branches", "PrefixTree", "branches"]
 
 
 # %% nbs/viz/prefix_tree.ipynb #code-e5c56c

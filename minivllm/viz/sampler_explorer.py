@@ -1,7 +1,4 @@
-"""Why this token, and what if?
-
-The sampler bends the model's odds in ten stages and then draws.
-"""
+"""Sampler explorer: the stages of one token, with sliders."""
 
 # Generated from nbs/viz/sampler_explorer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -16,10 +13,7 @@ from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import View
 
-__all__ = [
-    "NUM_TEXTS", "PRECISIONS", "STAGES", "SamplerExplorer", "check_stages", "grammar_mask", "named_tokens",
-    "page_params", "planes",
-]  # fmt: skip
+__all__ = ["STAGES", "SamplerExplorer", "check_stages", "page_params"]
 
 
 # %% nbs/viz/sampler_explorer.ipynb #planes

@@ -1,7 +1,4 @@
-"""Requests over time.
-
-Which request ran when, in what pieces, and what did it wait for?
-"""
+"""Timeline view: requests by steps, with prefill, decode, waiting and preemption."""
 
 # Generated from nbs/viz/timeline.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

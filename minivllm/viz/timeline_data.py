@@ -1,7 +1,4 @@
-"""Every request's life as a few spans.
-
-Ten thousand steps of two thousand requests are twenty million cells.
-"""
+"""Timeline data: run-length encoded activity of every request."""
 
 # Generated from nbs/viz/timeline_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

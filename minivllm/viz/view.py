@@ -1,7 +1,4 @@
-"""A view.
-
-What do all pictures have in common?
-"""
+"""Base classes of views: notebook widget, HTML page, figure, text summary."""
 
 # Generated from nbs/viz/view.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Memory that is set aside and empty.
-
-What does paging waste, and what would one piece per request have wasted?
-"""
+"""Memory waste view: internal fragmentation with and without paging."""
 
 # Generated from nbs/viz/waste.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -21,7 +18,7 @@ from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
 
-__all__ = ["SCHEMES", "Waste", "WasteData", "draw_waste", "plot_waste", "waste_data"]
+__all__ = ["Waste"]
 
 
 # %% nbs/viz/waste.ipynb #code-aa8bbb

@@ -11,8 +11,8 @@ from minivllm.engine.detokenizer import (
     ByteDetokenizer,
     DetokenizerFactory,
     WindowDetokenizer,
+    byte_of,
     is_byte_level,
-    is_byte_token,
 )
 from minivllm.models.tokenizer import get_tokenizer
 
@@ -80,6 +80,11 @@ def wordpiece() -> Any:
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path):
     return get_tokenizer(smollm2_path)
+
+
+@pytest.fixture(scope="module", params=["smollm2", "gemma3-270m"])
+def real(request):
+    return get_tokenizer(request.param)
 
 
 @pytest.fixture(scope="module", params=["byte_level", "sentencepiece_like", "wordpiece", "byt5"])
@@ -157,4 +162,62 @@ def test_one_token_alone(smollm2):
 
 
 def test_byte_tokens():
-    assert is_byte_token("<0xE4>") and not any(map(is_byte_token, ["<0xE4", "<|x|>", None, "", "<tool>"]))
+    assert byte_of("<0xE4>") == 0xE4 and byte_of("<0x0a>") == 10
+    assert [byte_of(token) for token in ("<0xZZ>", "<|x|>", "", "<tool>")] == [None] * 4
+
+
+SIGNS = ["🫖", "👩‍👩‍👧‍👦", "é", "你好", "\nnext", " line", "a", "\ufffd", "𝔘𝔫𝔦"]
+
+
+class Mixture:
+    """Ids as a model may sample them: broken characters, special tokens, ids that no token has, and words."""
+
+    def __init__(self, tokenizer: Any, rng: random.Random) -> None:
+        self.rng = rng
+        self.spelled = tokenizer("".join(SIGNS), add_special_tokens=False).input_ids
+        special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+        bytes_ = tokenizer.convert_tokens_to_ids(["<0x41>", "<0xE2>", "<0xF0>", "<0x9F>"])
+        self.kinds = [range(len(tokenizer) + 3), self.spelled, special]
+        self.kinds += [bytes_] * (None not in bytes_ and tokenizer.unk_token_id not in bytes_)
+
+    def draw(self) -> list[int]:
+        at = self.rng.randrange(len(self.spelled))
+        ids = [self.rng.choice(self.rng.choice(self.kinds)) for _ in range(self.rng.randrange(1, 16))]
+        return self.spelled[at : at + self.rng.randrange(12)] + ids
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_a_stream_goes_on_exactly_where_the_text_of_the_prompt_ends(real, skip_special_tokens):
+    """Prompt and output cut anywhere, in a character too: what is shown of both is the one-shot decode of both."""
+    factory, rng = DetokenizerFactory(real), random.Random(7)
+    options = {"skip_special_tokens": skip_special_tokens}
+    mixture, changed = Mixture(real, rng), 0
+    for _ in range(1000):
+        ids = mixture.draw()
+        cut = rng.randrange(len(ids) + 1)
+        prompt, got = factory.settled_text(ids[:cut], **options), streamed(factory(ids[:cut], **options), ids[cut:])
+        whole = real.decode(ids, clean_up_tokenization_spaces=False, **options)
+        if whole.startswith(prompt):
+            assert prompt + got == whole, (ids, cut)
+        else:  # a byte of the output made the whole run of bytes unreadable, what the prompt has of it too
+            changed += 1
+            assert whole.endswith(got) and got.startswith("\ufffd"), (ids, cut)
+    assert changed == 0 if factory.is_byte_level else changed < 50
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
+@pytest.mark.parametrize("known", range(1, 4))
+def test_a_character_that_the_prompt_begins_is_not_lost(model, known):
+    tokenizer = get_tokenizer(model)
+    ids = tokenizer("Sign: 🫖\nnext line", add_special_tokens=False).input_ids
+    cut = next(i for i in range(len(ids)) if "\ufffd" in tokenizer.decode(ids[: i + 1])) + known
+    factory = DetokenizerFactory(tokenizer)
+    assert factory.settled_text(ids[:cut]) + streamed(factory(ids[:cut]), ids[cut:]) == "Sign: 🫖\nnext line"
+
+
+def test_every_special_token_is_skipped_and_ends_no_run_of_bytes():
+    gemma = get_tokenizer("gemma3-270m")
+    ids = gemma.convert_tokens_to_ids(["<0x41>", "<end_of_turn>", "<0xE2>"])
+    assert streamed(DetokenizerFactory(gemma)(), ids) == gemma.decode(ids, skip_special_tokens=True) == "\ufffd" * 2
+    outside = [ids[0], len(gemma) + 2, ids[2]]  # the model has more rows than the tokenizer has tokens
+    assert streamed(DetokenizerFactory(gemma)(), outside) == "\ufffd" * 2

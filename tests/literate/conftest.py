@@ -1,6 +1,7 @@
 """A small repository in a temporary folder, with notebooks made from keyword arguments: cell id = source."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +24,16 @@ class Repo:
     def notebook(
         self, name: str = "nbs/demo.ipynb", title: str = "# Demo\n\nA chapter. It is short.", **sources: str
     ) -> Path:
-        """Write a notebook. A source that begins with `# ` is prose. Cells get one output each, to see that outputs stay."""
+        """Write a notebook. A module without `#| doc` gets one. Cells get one output each, to see that outputs stay."""
         cells: list[dict[str, Any]] = [{"id": "title", "cell_type": "markdown", "metadata": {}, "source": title}]
         for cell, source in sources.items():
             output = {"name": "stdout", "output_type": "stream", "text": f"output of {cell}"}
             cells.append(
                 {"id": cell, "cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [output]}
             )
-            cells[-1]["source"] = dedent(source).strip("\n")
+            source = dedent(source).strip("\n")
+            documented = source if "#| doc" in source else re.sub(r"(#\| default_exp .+)", "\\1\n#| doc A demo", source)
+            cells[-1]["source"] = documented
         path = self.root / name
         data = {"cells": cells, "metadata": literate.METADATA, "nbformat": 4, "nbformat_minor": 5}
         literate.write(path, literate.spell(data))

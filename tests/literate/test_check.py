@@ -30,8 +30,8 @@ def exported(repo, run):
         ("a separator", "the separator", " #one: "),
         ("size = 4", "size = 5", " #cls: "),
         ("return self.size", "return 0", " #take: "),
-        ("import os\\n", "import os.path\\n", ": imports, layout or title: "),
-        ("# Demo", "# Other", ": imports, layout or title: "),
+        ("import os\\n", "import os.path\\n", ": imports, layout or docstring: "),
+        ("doc A demo", "doc Another", ": imports, layout or docstring: "),
     ],
 )
 def test_a_changed_notebook_is_named_with_its_cell(repo, fails, old, new, place):
@@ -45,10 +45,10 @@ def test_a_changed_notebook_is_named_with_its_cell(repo, fails, old, new, place)
     [
         ("os.sep", "os.linesep", " #one: "),
         ("size = 4", "size = 5", " #cls: "),
-        ("return self.size", "return  self.size", ": imports, layout or title: "),
+        ("return self.size", "return  self.size", ": imports, layout or docstring: "),
         ("return self.size", "return 0", " #take: "),
-        ("import os\n", "import os.path\n", ": imports, layout or title: "),
-        ("Demo.", "Other.", ": imports, layout or title: "),
+        ("import os\n", "import os.path\n", ": imports, layout or docstring: "),
+        ("A demo.", "Another.", ": imports, layout or docstring: "),
     ],
 )
 def test_an_edited_module_is_named_with_its_cell(repo, fails, old, new, place):
@@ -103,7 +103,7 @@ def test_a_changed_exporter_makes_every_module_out_of_date(repo, run, fails, mon
     header = literate.header
     monkeypatch.setattr(literate, "header", lambda name: header(name) + "\n# and more")
     monkeypatch.setattr(literate, "exporter_digest", lambda root: "a third")
-    assert "imports, layout or title: differs from minivllm/pool.py" in fails("check")
+    assert "imports, layout or docstring: differs from minivllm/pool.py" in fails("check")
     assert run("export") == f"exported {MODULE}\n"
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from minivllm import literate
 
-HEAD = "#| default_exp pool"
+HEAD = "#| default_exp pool\n#| doc Pool of blocks: free, used"
 
 POOL = {
     "head": HEAD,
@@ -70,10 +70,7 @@ POOL = {
     """,
 }
 
-POOL_MODULE = '''"""Pool.
-
-The pool owns blocks.
-"""
+POOL_MODULE = '''"""Pool of blocks: free, used."""
 
 # Generated from nbs/demo.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -240,7 +237,7 @@ def test_imports_keep_comments_and_future_comes_first(repo, run):
     )
     run("export")
     body = repo.read("minivllm/pool.py").split("\n\n")
-    assert body[3:5] == ["from __future__ import annotations", "import antigravity  # noqa: F401\nimport sys"]
+    assert body[2:4] == ["from __future__ import annotations", "import antigravity  # noqa: F401\nimport sys"]
 
 
 def test_type_checking_imports_stay_where_they_are(repo, run):
@@ -325,20 +322,10 @@ def test_a_cell_can_write_all_itself(repo, run):
     assert repo.read("minivllm/pool.py").count("__all__") == 1
 
 
-@pytest.mark.parametrize(
-    ("title", "expected"),
-    [
-        ("# Why?\n\nBecause, e.g. here, it is so. No more.", "Why?\n\nBecause, e.g. here, it is so.\n"),
-        ("# Pool\n\n## Part", "Pool."),
-        ("# Pool\n\n*Question: who? And why?*", "Pool.\n\nQuestion: who?\n"),
-        ('# A `\\x` """\n\nOne line\nand `another.` Then', "A `\\\\x` '''.\n\nOne line and `another.` Then\n"),
-    ],
-)
-def test_docstring_is_title_and_first_sentence(repo, run, title, expected):
-    path = repo.notebook(title=title, head=HEAD, a="#| export\nX = 1")
-    assert literate.docstring(literate.read_notebook(path, repo.root)) == expected
+def test_the_docstring_is_the_line_of_doc(repo, run):
+    repo.notebook(head="#| default_exp pool\n#| doc A `pool` of blocks?", a="#| export\nX = 1")
     run("export")
-    assert load(repo).__doc__ == expected.replace("\\\\", "\\")
+    assert load(repo).__doc__ == "A `pool` of blocks?"
 
 
 CLS = "#| export\nclass Pool:\n    x = 1"
@@ -354,6 +341,12 @@ CLS = "#| export\nclass Pool:\n    x = 1"
             "#a line 1: unknown directive 'exprot'; known are default_exp, doc, export, exporti, hide",
         ),
         ({"head": HEAD, "a": "#| export me\nx = 1"}, "#a line 1: export takes no argument"),
+        ({"head": "#| default_exp pool\n#| doc"}, "#head line 2: doc takes one argument"),
+        ({"head": "#| default_exp pool\n#| doc " + 101 * "x"}, "#head: doc is one line of at most 100 characters"),
+        (
+            {"head": '#| default_exp pool\n#| doc "x"'},
+            "#head: doc is one line of at most 100 characters, without quotes",
+        ),
         ({"head": "#| default_exp"}, "#head line 1: default_exp takes one argument"),
         ({"head": HEAD, "a": "#| export\n#| export\nx = 1"}, "#a line 2: directive 'export' stands here twice"),
         ({"head": HEAD, "a": "x = 1\n#| export"}, "#a line 2: directives belong in the first lines of a cell"),
@@ -424,9 +417,13 @@ def test_errors_name_notebook_cell_and_line(repo, fails, cells, message):
     assert not (repo.root / "minivllm").exists()
 
 
-def test_a_notebook_without_title_has_no_docstring(repo, fails):
-    repo.notebook(title="Just text.", head=HEAD, a="#| export\nx = 1")
-    assert "nbs/demo.ipynb: the first markdown cell must begin with '# Title'" in fails("export")
+def test_a_module_needs_one_line_that_says_what_it_is(repo, fails):
+    path = repo.notebook(head=HEAD, a="#| export\nx = 1", b="#| doc Again")
+    assert "nbs/demo.ipynb: one cell says what the module is, as '#| doc One technical line', not 2" in fails("export")
+    path.write_text(
+        path.read_text().replace("#| doc Again", "1").replace(',\n    "#| doc Pool of blocks: free, used"', "")
+    )
+    assert "nbs/demo.ipynb: one cell says what the module is, as '#| doc One technical line'\n" in fails("check")
 
 
 def test_annotations_may_come_later_when_they_are_lazy(repo, run):

@@ -11,7 +11,7 @@ from minivllm import literate
 MODULE = "minivllm/pool.py"
 BOOK = "nbs/demo.ipynb"
 CELLS = {
-    "head": "#| default_exp pool",
+    "head": "#| default_exp pool\n#| doc A demo",
     "one": "#| export\nimport os\n\n\ndef one() -> str:\n    return os.sep",
     "cls": "#| export\nclass Pool:\n    size = 4",
     "experiment": "Pool()",
@@ -158,3 +158,14 @@ def test_a_side_put_back_by_git_is_exported_again(repo, run, git):
     git("checkout", "-q", "--", BOOK)
     assert run("export") == f"exported {MODULE}\n"
     assert "return 1" in repo.read(MODULE)
+
+
+def test_what_git_has_may_break_the_rules_of_today(repo, run, git):
+    """An older commit, made by an older exporter, whose notebook says nothing of its module."""
+    doc = ',\n    "#| doc A demo"'
+    good = repo.read(BOOK)
+    repo.edit(BOOK, '\\n"' + doc, '"')
+    git("commit", "-q", "-a", "-m", "no doc")
+    (repo.root / literate.RECORD).unlink()
+    (repo.root / BOOK).write_text(good.replace("return 1", "return 2"))
+    assert run("export") == f"exported {MODULE}\n"

@@ -21,7 +21,7 @@ VALUE = st.sampled_from(["1", "math.pi", "os.sep", '"""\ntext\n"""', "[\n       
 def cells(draw) -> dict[str, str]:
     """Exported cells of constants, functions, classes and methods of these classes, and cells that are not exported."""
     classes: list[str] = []
-    found = {"head": "#| default_exp pool", "imports": "#| export\nimport math\nimport os"}
+    found = {"head": "#| default_exp pool\n#| doc A demo", "imports": "#| export\nimport math\nimport os"}
     for number in range(draw(st.integers(1, 6))):
         items = []
         for extra in range(draw(st.integers(1, 3))):

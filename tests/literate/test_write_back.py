@@ -9,7 +9,7 @@ from minivllm import literate
 
 MODULE = "minivllm/pool.py"
 CELLS = {
-    "head": "#| default_exp pool",
+    "head": "#| default_exp pool\n#| doc A demo",
     "first": '''
         #| export
         import os
@@ -316,8 +316,8 @@ def unchanged(repo, fails, message: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("Demo.", "Another.", "minivllm/pool.py line 1: the docstring (the notebook's title) and __all__ are computed"),
-        ('"After", ', "", "minivllm/pool.py line 1: the docstring (the notebook's title) and __all__ are computed"),
+        ("A demo.", "Another.", "minivllm/pool.py line 1: the docstring (`#| doc`) and __all__ are computed"),
+        ('"After", ', "", "minivllm/pool.py line 1: the docstring (`#| doc`) and __all__ are computed"),
         ("size = 4", "size = (", "minivllm/pool.py line "),
         ("__all__ =", "X = 1\n__all__ =", "this stands above the first marker, so it belongs to no cell"),
         ("import os\n", "# loose comment\n\nimport os\n", "comments above them have no place in the notebook"),

@@ -11,6 +11,11 @@ MEMINFO = (
 
 
 @pytest.fixture
+def all_features(monkeypatch):
+    monkeypatch.delenv("MINIVLLM_CPU_FEATURES", raising=False)
+
+
+@pytest.fixture
 def proc(tmp_path):
     (tmp_path / "meminfo").write_text(MEMINFO)
     return tmp_path
@@ -37,7 +42,7 @@ def test_where_the_system_does_not_say_what_is_free(tmp_path):
     assert free == total // 2 > 0
 
 
-def test_bfloat16_of_an_older_torch(monkeypatch):
+def test_bfloat16_of_an_older_torch(all_features, monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     for answer in (True, False):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda answer=answer: answer, raising=False)
@@ -47,7 +52,7 @@ def test_bfloat16_of_an_older_torch(monkeypatch):
 @pytest.mark.parametrize(
     ("found", "answer"), [({"avx2": True}, False), ({"amx_bf16": True}, True), ({"arm_bf16": True}, True)]
 )
-def test_bfloat16_by_capability(monkeypatch, found, answer):
+def test_bfloat16_by_capability(all_features, monkeypatch, found, answer):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
     assert has_native_bf16("cpu") is answer
 

@@ -252,3 +252,34 @@ def test_smollm2_writes_json_that_fits(smol: LiveServer):
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert isinstance(whole.choices[0].message.parsed, City)
     assert text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
+def test_the_offsets_of_an_echoed_prompt_are_those_of_its_characters(model: str):
+    from minivllm.engine.detokenizer import DetokenizerFactory
+    from minivllm.engine.outputs import RequestOutput
+    from minivllm.models.tokenizer import get_tokenizer
+    from minivllm.serving.completions import Echo
+
+    tokenizer = get_tokenizer(model)
+    for text in ("Ünï tide:", "<|im_start|>user\nhé", "<start_of_turn>user\nhé", "naïve ½"):
+        found = tokenizer(text, return_offsets_mapping=True)
+        output = RequestOutput("r", text, found.input_ids, [], True)
+        echo = Echo(output, DetokenizerFactory(tokenizer), True, continued=True)
+        assert echo.text == text
+        assert echo.offsets() == [begin for begin, _ in found.offset_mapping]
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
+def test_an_echo_leaves_the_unfinished_character_to_the_answer(model: str):
+    from minivllm.engine.detokenizer import DetokenizerFactory
+    from minivllm.engine.outputs import RequestOutput
+    from minivllm.models.tokenizer import get_tokenizer
+    from minivllm.serving.completions import Echo
+
+    tokenizer = get_tokenizer(model)
+    factory, ids = DetokenizerFactory(tokenizer), tokenizer("Sign: 🫖", add_special_tokens=False).input_ids
+    output = RequestOutput("r", None, ids[:-1], [], True)
+    answer = factory(ids[:-1])
+    assert Echo(output, factory, True, continued=True).text + answer.push(ids[-1]) + answer.flush() == "Sign: 🫖"
+    assert Echo(output, factory, True, continued=False).text.startswith("Sign: \ufffd")

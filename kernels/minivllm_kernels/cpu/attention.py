@@ -1,8 +1,4 @@
-"""Attention straight from the pages.
-
-Question: attention over a paged cache reads every key and value once and does a few operations with
-each.
-"""
+"""CPU paged attention kernels: scores, online softmax, weighted values, split-KV merge."""
 
 # Generated from nbs/minivllm_kernels/cpu/attention.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -67,11 +63,7 @@ from minivllm_kernels.cpu.simd import (
     zip_lanes,
 )
 
-__all__ = [
-    "LOWEST", "ONE", "TWO", "ZERO", "attend", "dimensions_at_once", "jit", "make_coming", "make_ends",
-    "make_item", "make_parts", "make_results", "make_scores", "make_softmax", "make_split", "make_values",
-    "vectors_at_once", "zipped",
-]  # fmt: skip
+__all__ = ["LOWEST", "ONE", "TWO", "ZERO", "attend", "jit", "make_coming", "make_softmax"]
 
 
 # %% nbs/minivllm_kernels/cpu/attention.ipynb #code-895ffe

@@ -1,7 +1,4 @@
-"""Where keys and values lie.
-
-Question: attention on a CPU wants to read sixteen keys at once.
-"""
+"""CPU KV cache layout, with K transposed inside a block; write and copy kernels."""
 
 # Generated from nbs/minivllm_kernels/cpu/cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

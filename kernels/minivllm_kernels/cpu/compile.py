@@ -1,8 +1,4 @@
-"""Compile once, run on every core.
-
-Question: a kernel takes seconds to compile and microseconds to run, and two thread pools already
-want the same two cores.
-"""
+"""Compiles numba kernels to object code for the host and caches it on disk."""
 
 # Generated from nbs/minivllm_kernels/cpu/compile.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -25,11 +21,12 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
+from minivllm_kernels.cpu.features import VARIABLE, chosen_level
+
 __all__ = [
-    "COUNT", "ENTERED", "LIBC", "NEXT", "OWN", "Kernel", "cache_folder", "cache_key", "compile_kernel",
-    "compile_object", "host_is_x86", "host_lanes", "host_machine", "host_registers", "kernel", "launch",
-    "load_object", "logger", "machine_for", "only", "openmp", "pack", "read_cached", "run", "to_llvm",
-    "write_cached",
+    "COUNT", "ENTERED", "LIBC", "NEXT", "OWN", "Kernel", "compile_kernel", "compile_object", "host_is_x86",
+    "host_lanes", "host_machine", "host_registers", "kernel", "launch", "load_object", "logger",
+    "machine_for", "only", "openmp", "pack", "read_cached", "run", "to_llvm", "write_cached",
 ]  # fmt: skip
 
 
@@ -49,12 +46,22 @@ logger = logging.getLogger(__name__)
 def host_machine() -> tuple[str, str, str]:
     """(triple, CPU, features) to compile for.
 
-    As numba does, NUMBA_CPU_NAME and NUMBA_CPU_FEATURES (`+avx2,+fma`), set together, choose another CPU of the family.
+    MINIVLLM_CPU_FEATURES narrows it (see `features`). As numba does, NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
+    (`+avx2,+fma`), set together, choose another CPU of the family.
+
+    Raises:
+        ValueError: the CPU lacks what MINIVLLM_CPU_FEATURES asks for.
     """
-    cpu, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
+    triple, there = llvm.get_process_triple(), llvm.get_host_cpu_features().flatten()
+    level, cpu = chosen_level(), os.environ.get("NUMBA_CPU_NAME")
+    if level is not None:
+        missing = sorted({*level.llvm_features.split(",")} - {*there.split(",")})
+        if missing:
+            raise ValueError(f"{VARIABLE} asks for more than this CPU has: {', '.join(missing)}")
+        return triple, level.llvm_cpu, level.llvm_features
     if cpu is not None:
-        return llvm.get_process_triple(), cpu, features or ""
-    return llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+        return triple, cpu, os.environ.get("NUMBA_CPU_FEATURES") or ""
+    return triple, llvm.get_host_cpu_name(), there
 
 
 def host_is_x86() -> bool:

@@ -1,8 +1,4 @@
-"""Who computes what: planning attention on a CPU.
-
-Question: a step holds a prompt of 700 tokens, a dozen requests that want one token each, and one
-with a very long past.
-"""
+"""Work items of CPU attention for one step, balanced over threads."""
 
 # Generated from nbs/minivllm_kernels/cpu/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -21,7 +17,7 @@ __all__ = [
     "BEGIN", "BLOCK_STRIDE", "CACHE", "CHUNK", "CLAIMS", "CONFIGS", "COUNTER", "COUNTERS", "END", "FACTORS",
     "FIELDS", "FIRST", "HEADS", "ITEMS", "LAST", "OUT", "PARTS", "POSITION", "ROW", "SCRATCH", "SLOT",
     "STEP_ARGS", "TABLE", "TABLE_STRIDE", "TOKEN", "TOKENS", "WINDOW", "WORKSPACE", "AttentionStep",
-    "CPUAttentionShape", "Q", "attention_kernel", "plan_claims", "plan_items",
+    "CPUAttentionShape", "Q", "attention_kernel", "plan_items",
 ]  # fmt: skip
 
 

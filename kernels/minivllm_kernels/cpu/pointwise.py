@@ -1,7 +1,4 @@
-"""Between the products.
-
-Question: when the products are at the speed of memory, who takes the time?
-"""
+"""CPU kernels for add + RMS norm, SiLU gate, rotary embedding and argmax."""
 
 # Generated from nbs/minivllm_kernels/cpu/pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -27,12 +24,7 @@ from minivllm_kernels.cpu.simd import (
     total,
 )
 
-__all__ = [
-    "AT_ONCE", "GATED_OUT", "GATED_SIZE", "GATED_X", "LARGEST_OUT", "LARGEST_SIZE", "LARGEST_X", "NORM_ADD",
-    "NORM_OUT", "NORM_RESIDUAL", "NORM_SIZE", "NORM_WEIGHT", "NORM_X", "ROPE_COS", "ROPE_HEADS", "ROPE_K",
-    "ROPE_KV_HEADS", "ROPE_NORM", "ROPE_Q", "ROPE_SIN", "ROPE_STRIDE", "ROPE_X", "add_norm", "first_largest",
-    "gated_silu", "rotate",
-]  # fmt: skip
+__all__ = ["LARGEST_OUT", "LARGEST_SIZE", "LARGEST_X", "first_largest"]
 
 
 # %% nbs/minivllm_kernels/cpu/pointwise.ipynb #add_norm

@@ -1,7 +1,4 @@
-"""Many kernels, one launch.
-
-Question: a step of a small model is three hundred kernels of a few microseconds.
-"""
+"""Records CPU kernel calls and runs them in one launch over a shared thread pool."""
 
 # Generated from nbs/minivllm_kernels/cpu/program.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -19,8 +16,8 @@ import numpy as np
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT, OWN, Kernel, host_is_x86, kernel, pack, run
 
 __all__ = [
-    "ARGS", "CAME", "CLOCK", "CLOCK_FIRST", "CLOCK_SECOND", "ENTRY", "FIELDS", "NOW", "PATIENCE", "STEPS",
-    "WENT", "YIELD", "Launcher", "Now", "Program", "Scratch", "aligned", "conduct", "look_at_clock",
+    "ARGS", "CAME", "ENTRY", "FIELDS", "NOW", "PATIENCE", "STEPS", "WENT", "YIELD", "Launcher", "Now",
+    "Program", "Scratch", "aligned", "conduct",
 ]  # fmt: skip
 
 

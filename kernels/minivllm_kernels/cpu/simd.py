@@ -1,7 +1,4 @@
-"""Sixteen numbers at a time.
-
-Question: a compiler turns numba's Python into machine code.
-"""
+"""SIMD vectors for numba: LLVM intrinsics for loads, FMA, shuffles, conversions."""
 
 # Generated from nbs/minivllm_kernels/cpu/simd.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""A prompt, tile by tile.
-
-Question: the tile unit multiplies rows with a weight that lies in pairs.
-"""
+"""CPU prefill attention on the tile unit (AMX)."""
 
 # Generated from nbs/minivllm_kernels/cpu/tile_attention.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -22,7 +19,7 @@ from minivllm_kernels.cpu.planning import (
 )
 from minivllm_kernels.cpu.simd import floats_at, ints_at, splat, store, zip_pairs
 
-__all__ = ["PAIR_BYTES", "make_block", "make_packing", "make_split_by_tiles"]
+__all__ = ["make_split_by_tiles"]
 
 
 # %% nbs/minivllm_kernels/cpu/tile_attention.ipynb #make_packing

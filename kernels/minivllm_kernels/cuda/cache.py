@@ -1,7 +1,4 @@
-"""Where a token's K and V go.
-
-Question: the cache is a heap of blocks in any order.
-"""
+"""CUDA kernels that write K and V to cache slots and copy blocks."""
 
 # Generated from nbs/minivllm_kernels/cuda/cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Decode attention, in three rungs.
-
-Question: one new token a sequence must look at every K and V the sequence has.
-"""
+"""CUDA decode attention: naive, split-KV on CUDA cores, split-KV on tensor cores."""
 
 # Generated from nbs/minivllm_kernels/cuda/decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -36,8 +33,8 @@ from minivllm_kernels.cuda.simt import (
 )
 
 __all__ = [
-    "DECODE_SIGNATURE", "FMA_HEADS", "capped", "combine", "fma_parts", "fma_split_kv", "max_warps",
-    "mma_parts", "mma_split_kv", "naive", "same_half",
+    "FMA_HEADS", "capped", "combine", "fma_parts", "fma_split_kv", "max_warps", "mma_parts", "mma_split_kv",
+    "naive", "same_half",
 ]  # fmt: skip
 
 

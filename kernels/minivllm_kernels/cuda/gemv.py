@@ -1,8 +1,4 @@
-"""What is a matrix product for three requests?
-
-Question: with one to sixteen tokens in the batch, a linear layer reads its whole weight and does
-hardly any arithmetic with it.
-"""
+"""CUDA matmul of up to 16 rows by a weight, on CUDA cores and on tensor cores."""
 
 # Generated from nbs/minivllm_kernels/cuda/gemv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Ten microseconds from Python to the card.
-
-Question: a decode step launches a hundred kernels.
-"""
+"""Low-overhead CUDA launch: driver calls by ctypes, PTX cache, parameter buffers."""
 
 # Generated from nbs/minivllm_kernels/cuda/launch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""The kernels behind a torch call.
-
-Question: a kernel believes whatever address it is given.
-"""
+"""CUDA kernels as checked functions of torch tensors."""
 
 # Generated from nbs/minivllm_kernels/cuda/ops.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Planning: who reads which part of the cache.
-
-Question: a batch holds one sequence of 16,000 tokens and sixty short ones.
-"""
+"""Work items of CUDA attention for one step: split-KV decode and prefill tiles."""
 
 # Generated from nbs/minivllm_kernels/cuda/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -12,8 +9,8 @@ import numpy as np
 
 __all__ = [
     "BLOCK_SIZES", "FIXED_CHUNK", "HEAD_DIMS", "ITEM", "MAX_GROUP", "MAX_ITEMS", "MAX_PARTS", "TILE",
-    "TILE_FIELDS", "WAVES", "WIDE_WAVES", "AttentionShape", "DecodePlan", "choose_chunk", "cut", "item_rungs",
-    "plan_decode", "plan_prefill", "shape_unsupported", "split_at_chunks",
+    "TILE_FIELDS", "AttentionShape", "DecodePlan", "cut", "item_rungs", "plan_decode", "plan_prefill",
+    "shape_unsupported", "split_at_chunks",
 ]  # fmt: skip
 
 

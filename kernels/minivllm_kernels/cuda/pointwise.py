@@ -1,7 +1,4 @@
-"""The small kernels between the large ones.
-
-Question: a norm, a rotation, an activation: each is a few operations a number.
-"""
+"""CUDA kernels for add + RMS norm, rotary embedding with cache write, SiLU gate."""
 
 # Generated from nbs/minivllm_kernels/cuda/pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Prefill attention, in three rungs.
-
-Question: a prompt brings a thousand new tokens at once.
-"""
+"""CUDA prefill attention: naive, shared-memory tiles, tensor-core tiles."""
 
 # Generated from nbs/minivllm_kernels/cuda/prefill.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

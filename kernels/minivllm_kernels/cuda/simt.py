@@ -1,8 +1,4 @@
-"""Kernels that do not care where they run.
-
-Question: how does a Python function become something a GPU can launch, and how is it tested on a
-laptop?
-"""
+"""Kernel decorator: one source for numba.cuda, its simulator and PTX."""
 
 # Generated from nbs/minivllm_kernels/cuda/simt.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -18,7 +14,7 @@ import numpy as np
 from numba import cuda
 
 __all__ = [
-    "HALVES", "LOG2E", "NEG", "SIM", "Half", "Kernel", "Pointer", "atomic_inc", "cp_async16", "cp_commit",
+    "HALVES", "LOG2E", "NEG", "SIM", "Half", "Kernel", "atomic_inc", "cp_async16", "cp_commit",
     "cp_wait_older", "device", "e4m3_hi", "e4m3_lo", "exp2", "f32", "fmax", "grid_release", "grid_wait",
     "half_ops", "i32", "i64", "kernel", "ldcg2", "ldg64_stream", "ldg128", "ldg128_stream", "ldmatrix_x4",
     "ldmatrix_x4_trans", "movmatrix", "numba_types", "pack_e4m3", "prmt", "rsqrt", "shfl_xor", "smem_addr",

@@ -1,7 +1,4 @@
-"""One PTX instruction, one Python function.
-
-Question: how does a numba kernel reach an instruction that numba does not know?
-"""
+"""Warp and tensor-core primitives as inline PTX."""
 
 # Generated from nbs/minivllm_kernels/cuda/warp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -10,13 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-__all__ = [
-    "LLVM", "NUMBA", "REGISTER", "atomic_inc", "bf16_hi", "bf16_lo", "cp_async16", "cp_commit",
-    "cp_wait_older", "e4m3_hi", "e4m3_lo", "exp2", "f16_hi", "f16_lo", "fmax", "grid_release", "grid_wait",
-    "ldcg2", "ldg64_stream", "ldg128", "ldg128_stream", "ldmatrix_x4", "ldmatrix_x4_trans", "mma_bf16",
-    "mma_f16", "movmatrix", "pack_bf16", "pack_e4m3", "pack_f16", "prmt", "ptx", "rsqrt", "shfl_xor",
-    "smem_addr", "stg128", "sts128",
-]  # fmt: skip
+__all__: list[str] = []
 
 
 # %% nbs/minivllm_kernels/cuda/warp.ipynb #code-1f3366

@@ -1,7 +1,4 @@
-"""Warp primitives, on a GPU and without one.
-
-Question: what is a warp, and how can one kernel source run both on a GPU and in plain Python?
-"""
+"""Warp and tensor-core primitives in plain Python, for the simulator."""
 
 # Generated from nbs/minivllm_kernels/cuda/warp_sim.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -12,13 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "WAIT_SECONDS", "Warp", "atomic_inc", "bf16_hi", "bf16_lo", "cp_async16", "cp_commit", "cp_wait_older",
-    "e4m3_hi", "e4m3_lo", "exchange", "exp2", "f16_hi", "f16_lo", "fmax", "grid_release", "grid_wait",
-    "ldcg2", "ldg64_stream", "ldg128", "ldg128_stream", "ldmatrix_x4", "ldmatrix_x4_trans", "mma_bf16",
-    "mma_f16", "movmatrix", "pack_bf16", "pack_e4m3", "pack_f16", "prmt", "rsqrt", "shfl_xor", "smem_addr",
-    "stg128", "sts128",
-]  # fmt: skip
+__all__ = ["WAIT_SECONDS", "Warp", "exchange"]
 
 
 # %% nbs/minivllm_kernels/cuda/warp_sim.ipynb #Warp

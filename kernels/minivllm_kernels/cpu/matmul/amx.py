@@ -1,8 +1,4 @@
-"""Sixteen by sixteen.
-
-Question: the product with packed weights is at the speed of memory for four rows, and arithmetic
-takes over from there.
-"""
+"""AMX tile matmul primitives: load, multiply, store 16 x 16 tiles of bf16."""
 
 # Generated from nbs/minivllm_kernels/cpu/matmul/amx.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""A stream of packed weights.
-
-Question: the packed order has the outputs in the lanes.
-"""
+"""CPU matmul of a few rows by a packed bf16 weight."""
 
 # Generated from nbs/minivllm_kernels/cpu/matmul/bf16.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

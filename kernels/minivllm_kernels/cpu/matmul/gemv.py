@@ -1,8 +1,4 @@
-"""One row times a matrix.
-
-Question: one request that wants one token multiplies a single row with every weight matrix of the
-model.
-"""
+"""CPU matmul of one or a few rows by a row-major weight."""
 
 # Generated from nbs/minivllm_kernels/cpu/matmul/gemv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -43,7 +39,7 @@ from minivllm_kernels.cpu.simd import (
     tile_zeros,
 )
 
-__all__ = ["jit", "make_tile", "multiply"]
+__all__ = ["multiply"]
 
 
 # %% nbs/minivllm_kernels/cpu/matmul/gemv.ipynb #make_tile

@@ -1,7 +1,4 @@
-"""One layout for one row and for many.
-
-Question: a library that multiplies many rows wants the weight in an order of its own.
-"""
+"""Packed bf16 weight layout shared with oneDNN, and the matmul object that owns it."""
 
 # Generated from nbs/minivllm_kernels/cpu/matmul/layout.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

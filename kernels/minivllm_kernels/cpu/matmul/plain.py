@@ -1,8 +1,4 @@
-"""What has to be said about a product?
-
-Question: a matrix kernel needs its arguments packed, memory for each thread, and a decision how to
-cut the outputs among threads.
-"""
+"""CPU matmul by an unpacked weight: checks, scratch memory, work items, launch."""
 
 # Generated from nbs/minivllm_kernels/cpu/matmul/plain.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -1,7 +1,4 @@
-"""Whole numbers in a register.
-
-Question: packed words are an eighth of the bytes.
-"""
+"""CPU matmul by int8 and int4 weights, and their dequantization."""
 
 # Generated from nbs/minivllm_kernels/cpu/matmul/quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -51,7 +48,7 @@ from minivllm_kernels.cpu.simd import (
     total,
 )
 
-__all__ = ["ZERO", "make_tile", "multiply", "widen"]
+__all__ = ["multiply", "widen"]
 
 
 # %% nbs/minivllm_kernels/cpu/matmul/quantized.ipynb #make_tile

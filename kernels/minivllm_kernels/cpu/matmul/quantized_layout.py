@@ -1,7 +1,4 @@
-"""Weights of a few bits.
-
-Question: a row times a matrix takes as long as the matrix takes to be read.
-"""
+"""Packed int8 and int4 weight layout with scales, and the matmul object that owns it."""
 
 # Generated from nbs/minivllm_kernels/cpu/matmul/quantized_layout.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
