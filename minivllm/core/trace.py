@@ -452,11 +452,11 @@ class Trace:
 
         return tables(self)
 
-    def save(self, path: Any) -> None:
-        """Write to a file, `.jsonl` (JSON lines) or `.parquet`: see `minivllm.core.trace_files`."""
+    def save(self, path: Any, drop_samples: bool = False) -> None:
+        """Write to a file, `.jsonl` (JSON lines) or `.parquet`: see `minivllm.core.trace_files`. `drop_samples`: without the logits."""
         from minivllm.core.trace_files import save
 
-        save(self, path)
+        save(self, path, drop_samples)
 
     @staticmethod
     def load(path: Any) -> Trace:

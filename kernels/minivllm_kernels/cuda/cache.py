@@ -1,6 +1,6 @@
 """CUDA kernels that write K and V to cache slots and copy blocks."""
 
-# Generated from nbs/minivllm_kernels/cuda/cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 
@@ -9,7 +9,7 @@ from minivllm_kernels.cuda.simt import Kernel, cuda, device, half_ops, i64, kern
 __all__ = ["COPY_SIGNATURE", "RESHAPE_SIGNATURE", "copy_blocks", "reshape_and_cache"]
 
 
-# %% nbs/minivllm_kernels/cuda/cache.ipynb #reshape_and_cache
+# %% nbs/numba_kernels/cuda/cache.ipynb #reshape_and_cache
 RESHAPE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32* i64*"]  # k, v, k cache, v cache, slots
     + ["f32 f32"]  # of an fp8 cache: 1 / scale of K, of V
@@ -64,7 +64,7 @@ def reshape_and_cache(block_size: int, threads: int = 128, to_fp8: str | None = 
     return write
 
 
-# %% nbs/minivllm_kernels/cuda/cache.ipynb #copy_blocks
+# %% nbs/numba_kernels/cuda/cache.ipynb #copy_blocks
 COPY_SIGNATURE = "u32* u32* i64* i64 i64 i64"
 """source, destination, pairs (source block, destination block), words from K to V in each, words of a block."""
 

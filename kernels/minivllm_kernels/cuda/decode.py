@@ -1,6 +1,6 @@
 """CUDA decode attention: naive, split-KV on CUDA cores, split-KV on tensor cores."""
 
-# Generated from nbs/minivllm_kernels/cuda/decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 
@@ -38,7 +38,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #code-9f2c43
+# %% nbs/numba_kernels/cuda/decode.ipynb #code-9f2c43
 DECODE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32*"]  # out, q, k cache, v cache: words of two 16-bit floats
     + ["i32* i32*"]  # block table, work items
@@ -49,14 +49,14 @@ DECODE_SIGNATURE = " ".join(
 )
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #capped
+# %% nbs/numba_kernels/cuda/decode.ipynb #capped
 @device
 def capped(score, cap):
     """cap * tanh(score / 2 ln 2): the caller's scale brings the factor."""
     return cap - cap * (f32(2.0) / (f32(1.0) + exp2(score)))
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #naive
+# %% nbs/numba_kernels/cuda/decode.ipynb #naive
 def same_half(shape: AttentionShape) -> Half:
     """The operations of Q, K and V alike. Rungs 1 and 2 know no other cache."""
     if shape.fp8_kv:
@@ -129,7 +129,7 @@ def naive(shape: AttentionShape) -> Kernel:
     return decode_naive
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #fma_parts
+# %% nbs/numba_kernels/cuda/decode.ipynb #fma_parts
 FMA_HEADS = 4  # query heads a block of rung 2 takes: more would not fit in its registers
 
 
@@ -251,7 +251,7 @@ def fma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
     return decode_fma
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #combine
+# %% nbs/numba_kernels/cuda/decode.ipynb #combine
 @functools.cache
 def combine(shape: AttentionShape) -> Kernel:
     """Join the partials that rung 2 left. Grid (query heads, items); the same arguments as the rung."""
@@ -287,7 +287,7 @@ def combine(shape: AttentionShape) -> Kernel:
     return decode_combine
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #mma_parts
+# %% nbs/numba_kernels/cuda/decode.ipynb #mma_parts
 def mma_parts(shape: AttentionShape) -> int:
     """Blocks of rung 3 that share a work item and a KV head: an mma has room for 8 query heads."""
     return -(-shape.group // 8)

@@ -1,6 +1,6 @@
 """CUDA matmul of up to 16 rows by a weight, on CUDA cores and on tensor cores."""
 
-# Generated from nbs/minivllm_kernels/cuda/gemv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/gemv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/gemv.ipynb #fma_gemv
+# %% nbs/numba_kernels/cuda/gemv.ipynb #fma_gemv
 GEMV_SIGNATURE = "u32* u32* u32* i32 i32 i32 i32"
 """out, x, weight; rows; outputs; words from one row of x, and of out, to the next."""
 FMA_WARPS = 4  # of a block
@@ -123,7 +123,7 @@ def fma_gemv(dtype: str, features: int, split: int, gated: bool = False) -> Kern
     return product
 
 
-# %% nbs/minivllm_kernels/cuda/gemv.ipynb #mma_gemv
+# %% nbs/numba_kernels/cuda/gemv.ipynb #mma_gemv
 MMA_ROWS = (8, 16)
 """Numbers of rows that `mma_gemv` is built for; a batch takes the next larger one."""
 X_WORDS = 64  # of x in a thread's registers
@@ -235,7 +235,7 @@ def mma_gemv(dtype: str, features: int, rows: int, split: int, gated: bool = Fal
     return product
 
 
-# %% nbs/minivllm_kernels/cuda/gemv.ipynb #Gemv
+# %% nbs/numba_kernels/cuda/gemv.ipynb #Gemv
 FMA_BUSY, MMA_BUSY = 16, 6  # warps that a multiprocessor should have at least
 
 

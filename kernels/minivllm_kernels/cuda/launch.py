@@ -1,6 +1,6 @@
 """Low-overhead CUDA launch: driver calls by ctypes, PTX cache, parameter buffers."""
 
-# Generated from nbs/minivllm_kernels/cuda/launch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/launch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import hashlib
@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/launch.ipynb #Layout
+# %% nbs/numba_kernels/cuda/launch.ipynb #Layout
 CODES = {"f32": "f", "i32": "i", "u32": "I", "i64": "q"}
 
 
@@ -40,7 +40,7 @@ class Layout:
         self.size = end
 
 
-# %% nbs/minivllm_kernels/cuda/launch.ipynb #CudaError
+# %% nbs/numba_kernels/cuda/launch.ipynb #CudaError
 class CudaError(RuntimeError):
     """A call of the CUDA driver failed."""
 
@@ -103,7 +103,7 @@ def driver() -> Driver:
     return _driver
 
 
-# %% nbs/minivllm_kernels/cuda/launch.ipynb #compiler_missing
+# %% nbs/numba_kernels/cuda/launch.ipynb #compiler_missing
 OLDEST_NUMBA_CUDA = (0, 30)
 
 
@@ -122,7 +122,10 @@ def compiler_missing() -> str | None:
 
 def cache_dir() -> Path:
     """Where PTX is kept: `kernels` in the folder named by MINIVLLM_CACHE, else in ~/.cache/minivllm."""
-    return Path(os.environ.get("MINIVLLM_CACHE", "~/.cache/minivllm")).expanduser() / "kernels"
+    try:
+        return Path(os.environ.get("MINIVLLM_CACHE", "~/.cache/minivllm")).expanduser() / "kernels"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"minivllm-{os.getuid()}" / "kernels"
 
 
 def _version(package: str) -> str:
@@ -157,7 +160,7 @@ def cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
     return text
 
 
-# %% nbs/minivllm_kernels/cuda/launch.ipynb #Launch
+# %% nbs/numba_kernels/cuda/launch.ipynb #Launch
 CONFIG = struct.Struct("=7I4xQQI4x")
 """CUlaunchConfig: grid, block and shared memory; stream; address and number of attributes."""
 OVERLAP, OVERLAP_ID = struct.Struct("=I4xi60x"), 6

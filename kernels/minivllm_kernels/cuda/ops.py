@@ -1,6 +1,6 @@
 """CUDA kernels as checked functions of torch tensors."""
 
-# Generated from nbs/minivllm_kernels/cuda/ops.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/ops.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 from collections.abc import Callable
@@ -33,14 +33,14 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #code-89d22b
+# %% nbs/numba_kernels/cuda/ops.ipynb #code-89d22b
 OLDEST_FP8 = (8, 9)
 """Compute capability of the first cards that convert e4m3 by themselves: Ada."""
 FP8 = torch.float8_e4m3fn
 HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #check
+# %% nbs/numba_kernels/cuda/ops.ipynb #check
 def check(name: str, x: Tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a tensor that is not on `device`, or not of this dtype and shape (None matches any size)."""
     if x.device != device or x.dtype != dtype:
@@ -70,7 +70,7 @@ def half_name(name: str, x: Tensor) -> str:
     return HALF[x.dtype]
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #Card
+# %% nbs/numba_kernels/cuda/ops.ipynb #Card
 @dataclass(frozen=True)
 class Card:
     """What launching needs to know of a device."""
@@ -120,7 +120,7 @@ def run(kernel: Kernel, device: torch.device, grid: tuple[int, int], *numbers: A
         launch(*grid, torch._C._cuda_getCurrentRawStream(index), *numbers)
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #cache_strides
+# %% nbs/numba_kernels/cuda/ops.ipynb #cache_strides
 def cache_strides(kv_cache: Tensor) -> tuple[int, int, int]:
     """Words from one block, token, head to the next in a cache [2, blocks, block_size, kv_heads, head_dim]."""
     size = kv_cache.element_size()
@@ -210,7 +210,7 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     run(cache.copy_blocks(), device, grid, *pointers, *halves, words)
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #AttentionPlan
+# %% nbs/numba_kernels/cuda/ops.ipynb #AttentionPlan
 @dataclass
 class AttentionPlan:
     """One step of one group of layers on the device. Made by `plan_attention`, used by `paged_attention`."""
@@ -444,7 +444,7 @@ def paged_attention(
     return out
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #rms_norm
+# %% nbs/numba_kernels/cuda/ops.ipynb #rms_norm
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """rms_norm(x) * weight for x [T, hidden]; with a residual [T, hidden], first residual += x in place."""
     dtype = half_name("x", x)
@@ -527,7 +527,7 @@ def rope_and_cache(
     return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #gemv
+# %% nbs/numba_kernels/cuda/ops.ipynb #gemv
 def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> Tensor:
     """x [T, features] @ weight [size, features].T for T up to 16, by the kernel that `gemv.choose_gemv` names.
 

@@ -1,6 +1,6 @@
 """Work items of CUDA attention for one step: split-KV decode and prefill tiles."""
 
-# Generated from nbs/minivllm_kernels/cuda/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #code-7a3109
+# %% nbs/numba_kernels/cuda/planning.ipynb #code-7a3109
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_GROUP = 16
@@ -23,7 +23,7 @@ MAX_ITEMS = 65535  # blocks that a grid may have in its second dimension
 MAX_PARTS = 64  # pieces that one sequence may be cut into: two a lane when they are combined
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #AttentionShape
+# %% nbs/numba_kernels/cuda/planning.ipynb #AttentionShape
 @dataclass(frozen=True)
 class AttentionShape:
     """What an attention kernel is compiled for.
@@ -64,7 +64,7 @@ def shape_unsupported(dtype: str, head_dim: int, group: int, block_size: int) ->
     return None
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #DecodePlan
+# %% nbs/numba_kernels/cuda/planning.ipynb #DecodePlan
 ITEM = ("seq", "row", "first", "end", "slot", "first_slot", "parts", "pad")
 """Fields of a work item, int32 each. seq: row of the block table, or -1 for no work. row: row of q and of the output.
 first, end: tokens [first, end). slot: where the partial goes, or -1 when the item is a whole sequence.
@@ -83,7 +83,7 @@ class DecodePlan:
     warps: int
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #cut
+# %% nbs/numba_kernels/cuda/planning.ipynb #cut
 def cut(
     rows: np.ndarray, seqs: np.ndarray, first: np.ndarray, end: np.ndarray, chunk: np.ndarray | int
 ) -> tuple[np.ndarray, int]:
@@ -108,7 +108,7 @@ def cut(
     return items, int(slots.sum())
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #choose_chunk
+# %% nbs/numba_kernels/cuda/planning.ipynb #choose_chunk
 WAVES = ((8, 1, 4), (4, 3, 8), (2, 6, 8))
 """(warps a block, blocks a multiprocessor, tiles below which a piece is not worth its overhead)."""
 WIDE_WAVES = ((4, 2, 4), (2, 4, 8))
@@ -143,7 +143,7 @@ def _smallest_chunk(tiles: np.ndarray, heads: int, slots: int, low: int) -> int:
     return low
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #plan_decode
+# %% nbs/numba_kernels/cuda/planning.ipynb #plan_decode
 FIXED_CHUNK = 32  # tiles of a piece in the batch-invariant mode
 
 
@@ -193,7 +193,7 @@ def item_rungs(num_seqs: int, heads: int, multiprocessors: int = 132, max_warps:
     return tuple(sorted({*filled, num_seqs, most}))
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #plan_prefill
+# %% nbs/numba_kernels/cuda/planning.ipynb #plan_prefill
 TILE_FIELDS = ("seq", "row", "queries", "context", "first", "floor", "pad", "pad")
 """Fields of a prefill tile, int32 each. seq: row of the block table. row: the sequence's first row in q. queries: its
 query tokens. context: tokens before them. first: first (query, head) row of the tile. floor: keys before it are
@@ -226,7 +226,7 @@ def plan_prefill(
     return tiles[np.argsort(-last_key, kind="stable")]
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #split_at_chunks
+# %% nbs/numba_kernels/cuda/planning.ipynb #split_at_chunks
 def split_at_chunks(
     query_lens: np.ndarray, seq_lens: np.ndarray, rows: np.ndarray, chunk: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
 """CUDA kernels for add + RMS norm, rotary embedding with cache write, SiLU gate."""
 
-# Generated from nbs/minivllm_kernels/cuda/pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 
@@ -31,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/pointwise.ipynb #add_rms_norm
+# %% nbs/numba_kernels/cuda/pointwise.ipynb #add_rms_norm
 NORM_SIGNATURE = "u32* u32* u32* u32* f32 i32 i32 i32"
 """out, residual, x, weight; eps; 1 if there is a residual to add; words from one row of x and of out to the next."""
 
@@ -109,7 +109,7 @@ def add_rms_norm(dtype: str, hidden: int) -> Kernel:
     return norm
 
 
-# %% nbs/minivllm_kernels/cuda/pointwise.ipynb #rope_and_cache
+# %% nbs/numba_kernels/cuda/pointwise.ipynb #rope_and_cache
 ROPE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32* u32*"]  # qkv, k cache, v cache, weight of the q norm, of the k norm
     + ["f32* i64* i64*"]  # table [positions, D] of D/2 cosines then D/2 sines; positions; slots
@@ -220,7 +220,7 @@ def rope_and_cache(
     return rope
 
 
-# %% nbs/minivllm_kernels/cuda/pointwise.ipynb #silu_mul
+# %% nbs/numba_kernels/cuda/pointwise.ipynb #silu_mul
 SILU_THREADS = 128
 
 

@@ -1,6 +1,6 @@
 """CUDA prefill attention: naive, shared-memory tiles, tensor-core tiles."""
 
-# Generated from nbs/minivllm_kernels/cuda/prefill.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/prefill.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 from typing import Any
@@ -42,7 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/prefill.ipynb #code-afb663
+# %% nbs/numba_kernels/cuda/prefill.ipynb #code-afb663
 PREFILL_SIGNATURE = " ".join(
     ["u32* u32* u32* u32*"]  # out, q, k cache, v cache
     + ["i32* i32*"]  # block table, tiles
@@ -53,7 +53,7 @@ PREFILL_SIGNATURE = " ".join(
 NO_WINDOW = 1 << 30
 
 
-# %% nbs/minivllm_kernels/cuda/prefill.ipynb #naive
+# %% nbs/numba_kernels/cuda/prefill.ipynb #naive
 @functools.cache
 def naive(shape: AttentionShape) -> Kernel:
     """Rung 1: one warp a row. Grid (KV heads, tiles of one row)."""
@@ -120,7 +120,7 @@ def naive(shape: AttentionShape) -> Kernel:
     return prefill_naive
 
 
-# %% nbs/minivllm_kernels/cuda/prefill.ipynb #fma_tiles
+# %% nbs/numba_kernels/cuda/prefill.ipynb #fma_tiles
 FMA_ROWS = 16
 FMA_KEYS = 16
 
@@ -208,7 +208,7 @@ def fma_tiles(shape: AttentionShape) -> Kernel:
     return prefill_fma
 
 
-# %% nbs/minivllm_kernels/cuda/prefill.ipynb #tile_keys
+# %% nbs/numba_kernels/cuda/prefill.ipynb #tile_keys
 U32: Any = types.uint32  # dynamic shared memory wants a numba type, in the simulator too
 
 

@@ -1,6 +1,6 @@
 """Kernel decorator: one source for numba.cuda, its simulator and PTX."""
 
-# Generated from nbs/minivllm_kernels/cuda/simt.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/simt.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib
 import os
@@ -22,12 +22,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/simt.ipynb #code-ed7682
+# %% nbs/numba_kernels/cuda/simt.ipynb #code-ed7682
 # True when the environment variable NUMBA_ENABLE_CUDASIM was set before the import: kernels run in the simulator.
 SIM = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("0", "")
 
 
-# %% nbs/minivllm_kernels/cuda/simt.ipynb #code-1d328e
+# %% nbs/numba_kernels/cuda/simt.ipynb #code-1d328e
 _warp: Any = importlib.import_module("minivllm_kernels.cuda.warp_sim" if SIM else "minivllm_kernels.cuda.warp")
 
 shfl_xor: Any = _warp.shfl_xor  # float32 of lane ^ mask
@@ -56,7 +56,7 @@ e4m3_lo: Any = _warp.e4m3_lo  # 2 of them to a word of 2 float16: from the low h
 e4m3_hi: Any = _warp.e4m3_hi  # from the high half
 
 
-# %% nbs/minivllm_kernels/cuda/simt.ipynb #Half
+# %% nbs/numba_kernels/cuda/simt.ipynb #Half
 @dataclass(frozen=True)
 class Half:
     """The operations of one 16-bit float: unpack a word (low, high), pack two float32, multiply matrices."""
@@ -80,7 +80,7 @@ def half_ops(dtype: str) -> Half:
     return HALVES[dtype]
 
 
-# %% nbs/minivllm_kernels/cuda/simt.ipynb #numba_types
+# %% nbs/numba_kernels/cuda/simt.ipynb #numba_types
 if SIM:
     f32: Any = np.float32
     i32: Any = np.int32
@@ -108,7 +108,7 @@ def device(function: Callable) -> Any:
     return function if SIM else cuda.jit(device=True, inline="always")(function)
 
 
-# %% nbs/minivllm_kernels/cuda/simt.ipynb #Pointer
+# %% nbs/numba_kernels/cuda/simt.ipynb #Pointer
 class Pointer:
     """What a kernel gets for an array in the simulator: flat, and every index is checked."""
 
@@ -155,7 +155,7 @@ if SIM:
     _lock_shared_arrays()
 
 
-# %% nbs/minivllm_kernels/cuda/simt.ipynb #Kernel
+# %% nbs/numba_kernels/cuda/simt.ipynb #Kernel
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel before compilation.

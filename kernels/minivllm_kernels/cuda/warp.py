@@ -1,6 +1,6 @@
 """Warp and tensor-core primitives as inline PTX."""
 
-# Generated from nbs/minivllm_kernels/cuda/warp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/warp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from inspect import Parameter, Signature
 from typing import Any
@@ -10,7 +10,7 @@ from llvmlite import ir
 __all__: list[str] = []
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #code-1f3366
+# %% nbs/numba_kernels/cuda/warp.ipynb #code-1f3366
 try:  # numba-cuda carries its own copies of numba's compiler modules
     from numba.cuda import cgutils, types
     from numba.cuda.extending import intrinsic
@@ -25,7 +25,7 @@ NUMBA: dict[str, Any] = {"f32": types.float32, "u32": types.uint32, "i32": types
 REGISTER = {"f32": "f", "u32": "r", "i32": "r"}
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #ptx
+# %% nbs/numba_kernels/cuda/warp.ipynb #ptx
 def ptx(text: str, result: str = "", arguments: str = "", effect: bool = False) -> Any:
     """A kernel function made of inline PTX.
 
@@ -89,7 +89,7 @@ def _call(context, builder, text, constraints, results, wanted, values, effect):
     return cgutils.pack_array(builder, [builder.extract_value(out, i) for i in range(len(results))])
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #_bf16
+# %% nbs/numba_kernels/cuda/warp.ipynb #_bf16
 def _bf16(codegen_bits) -> Any:
     @intrinsic
     def unpack(typingctx, word):
@@ -113,7 +113,7 @@ e4m3_hi = ptx(_e4m3 % "b", "u32", "u32")
 pack_e4m3 = ptx("{ .reg .b16 a; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.u32.u16 $0, a; }", "u32", "f32 f32")
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #code-1f88eb
+# %% nbs/numba_kernels/cuda/warp.ipynb #code-1f88eb
 fmax = ptx("max.f32 $0, $1, $2;", "f32", "f32 f32")  # numba's max compares and selects: two instructions
 exp2 = ptx("ex2.approx.ftz.f32 $0, $1;", "f32", "f32")
 rsqrt = ptx("rsqrt.approx.ftz.f32 $0, $1;", "f32", "f32")
@@ -122,7 +122,7 @@ shfl_xor = ptx("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "f32", "f32 i32", effec
 movmatrix = ptx("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "u32", "u32", effect=True)
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #_mma
+# %% nbs/numba_kernels/cuda/warp.ipynb #_mma
 def _mma(kind: str) -> Any:
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
@@ -135,7 +135,7 @@ mma_bf16 = _mma("bf16")
 mma_f16 = _mma("f16")
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #stg128
+# %% nbs/numba_kernels/cuda/warp.ipynb #stg128
 _FOUR = "u32 u32 u32 u32"
 ldg128 = ptx("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr", effect=True)
 ldg128_stream = ptx("ld.global.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr", effect=True)
@@ -158,7 +158,7 @@ def stg128(typingctx, pointer, index, words):
     return signature(types.void, pointer, types.int64, types.UniTuple(types.uint32, 4)), codegen
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #smem_addr
+# %% nbs/numba_kernels/cuda/warp.ipynb #smem_addr
 cp_commit = ptx("cp.async.commit_group;", effect=True)
 cp_wait_older = ptx("cp.async.wait_group 1;", effect=True)  # all groups but the newest have arrived
 _cp16 = "{ .reg .b32 a; add.s32 a, $0, $1; cp.async.cg.shared.global [a], [$2], 16; }"

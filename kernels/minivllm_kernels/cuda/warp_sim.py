@@ -1,6 +1,6 @@
 """Warp and tensor-core primitives in plain Python, for the simulator."""
 
-# Generated from nbs/minivllm_kernels/cuda/warp_sim.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/warp_sim.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 import threading
@@ -12,7 +12,7 @@ import numpy as np
 __all__ = ["WAIT_SECONDS", "Warp", "exchange"]
 
 
-# %% nbs/minivllm_kernels/cuda/warp_sim.ipynb #Warp
+# %% nbs/numba_kernels/cuda/warp_sim.ipynb #Warp
 WAIT_SECONDS = 120.0  # a lane that never arrives (a divergent shuffle) becomes an error instead of a hang
 
 
@@ -54,14 +54,14 @@ def exchange(value: Any, together: Callable[[list], Any] = list) -> tuple[Any, i
     return warp.results[turn], lane
 
 
-# %% nbs/minivllm_kernels/cuda/warp_sim.ipynb #shfl_xor
+# %% nbs/numba_kernels/cuda/warp_sim.ipynb #shfl_xor
 def shfl_xor(value, mask):
     """float32 of lane `lane ^ mask`."""
     board, lane = exchange(np.float32(value))
     return board[lane ^ int(mask)]
 
 
-# %% nbs/minivllm_kernels/cuda/warp_sim.ipynb #_float_of_bits
+# %% nbs/numba_kernels/cuda/warp_sim.ipynb #_float_of_bits
 def _float_of_bits(bits: int) -> np.float32:
     return np.uint32(bits).view(np.float32)
 
@@ -136,7 +136,7 @@ def e4m3_hi(word):
     return e4m3_lo(int(word) >> 16)
 
 
-# %% nbs/minivllm_kernels/cuda/warp_sim.ipynb #_mma
+# %% nbs/numba_kernels/cuda/warp_sim.ipynb #_mma
 def _mma(unpack):
     def product(board):
         words = np.array(board, np.uint32)  # [lane, (a0 a1 a2 a3 b0 b1)]
@@ -178,7 +178,7 @@ def prmt(a, b, selector):
     return np.uint32(sum(source[(int(selector) >> (4 * i)) & 7] << (8 * i) for i in range(4)))
 
 
-# %% nbs/minivllm_kernels/cuda/warp_sim.ipynb #fmax
+# %% nbs/numba_kernels/cuda/warp_sim.ipynb #fmax
 def fmax(a, b):
     """The larger of two float32."""
     return max(a, b)
