@@ -12,6 +12,7 @@ from typing import Any
 
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
+from minivllm.core.events import RequestSnapshot, State, TraceHeader
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.core.policy import (
@@ -26,7 +27,7 @@ from minivllm.core.policy import (
     arguments_of,
 )
 from minivllm.core.request import FinishReason, Request, RequestStatus
-from minivllm.core.trace import RequestState, State, Trace, TraceHeader
+from minivllm.core.trace import Trace
 
 __all__ = ["Preemption", "Recompute", "Scheduler", "Swap"]
 
@@ -336,7 +337,7 @@ class Scheduler:
         Preemptions and new blocks of running requests stay, and go out with the next decision.
         """
         for request_id in reversed(draft.new_requests.copy()):
-            self._preempt(self.requests[request_id], draft, "", "policy_error")
+            self._preempt(self.requests[request_id], draft, request_id, "policy_error")
         for request_id, n in draft.scheduled.items():
             request = self.requests[request_id]
             request.num_computed_tokens -= n
@@ -739,7 +740,7 @@ class Scheduler:
         kv, pool = self.kv_cache_manager, self.kv_cache_manager.block_pool
         if reset_running_requests:
             for request in reversed(self.running.copy()):
-                self._preempt(request, self._draft, "", "reset_prefix_cache")
+                self._preempt(request, self._draft, request.request_id, "reset_prefix_cache")
                 if self._newest_result < self.step - 1:
                     self._ended_in_flight[request.request_id] = self.step - 1
             for request in self.waiting:
@@ -748,7 +749,8 @@ class Scheduler:
                     self._draft.swap_out.pop(request.request_id, None)
                     request.num_computed_tokens, request.status = 0, RequestStatus.PREEMPTED
                     if self.trace is not None:
-                        self.trace(("preempt", request.request_id, "recompute", "", "reset_prefix_cache"))
+                        name = request.request_id
+                        self.trace(("preempt", name, "recompute", name, "reset_prefix_cache"))
         if pool.num_free < pool.num_blocks or kv.swapped:
             return False
         kv.reset_prefix_cache()
@@ -778,7 +780,7 @@ class Scheduler:
             copies = [
                 b.block_id for table in self.kv_cache_manager.swapped.get(request_id, ()) for b in table if b.block_id
             ]
-            state.requests[request_id] = RequestState(
+            state.requests[request_id] = RequestSnapshot(
                 r.status.name,
                 r.num_prompt_tokens,
                 r.num_tokens,

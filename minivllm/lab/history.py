@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.core.config import KVCacheConfig
+from minivllm.core.events import Event, State
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import Policy, PolicyError
 from minivllm.core.prefix import HashIndex
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Scheduler
-from minivllm.core.trace import Event, State, Trace
+from minivllm.core.trace import Trace
 from minivllm.lab.cost import CostModel
 from minivllm.lab.simulation import Run, Session, Settings, kv_cache_of, make_settings, policy_of, preemption_of
 from minivllm.lab.workload import Recorded, recorded_requests

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from minivllm_kernels.cuda.simt import SIM, Kernel
+from minivllm_kernels.cuda.simt import SIM, CudaKernel
 
 __all__ = [
     "ADVICE", "CODES", "CONFIG", "OLDEST_NUMBA_CUDA", "OVERLAP", "OVERLAP_ID", "CudaError", "Driver",
@@ -135,7 +135,7 @@ def _version(package: str) -> str:
         return "none"
 
 
-def fingerprint(kernel: Kernel, cc: tuple[int, int]) -> str:
+def fingerprint(kernel: CudaKernel, cc: tuple[int, int]) -> str:
     """A hash of everything that the PTX of a kernel depends on."""
     digest = hashlib.sha256(repr((kernel.name, kernel.signature, kernel.threads, kernel.min_blocks, cc)).encode())
     for package in ("numba-cuda", "nvidia-nvvm", "nvidia-cuda-nvcc", "llvmlite", "numba"):
@@ -145,7 +145,7 @@ def fingerprint(kernel: Kernel, cc: tuple[int, int]) -> str:
     return digest.hexdigest()[:24]
 
 
-def cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
+def cached_ptx(kernel: CudaKernel, cc: tuple[int, int]) -> str:
     """The kernel's PTX: from the cache, or compiled and put there."""
     path = cache_dir() / f"{kernel.name}-{fingerprint(kernel, cc)}.ptx"
     if path.exists():
@@ -170,7 +170,7 @@ OVERLAP, OVERLAP_ID = struct.Struct("=I4xi60x"), 6
 class Launch:
     """A kernel on the current device: `launch(grid_x, grid_y, stream, *numbers)`; pointers are addresses."""
 
-    def __init__(self, kernel: Kernel, cc: tuple[int, int]):
+    def __init__(self, kernel: CudaKernel, cc: tuple[int, int]):
         self.kernel, self.driver = kernel, driver()
         ptx = cached_ptx(kernel, cc)
         self.function = self.driver.load(ptx, kernel.name)
@@ -203,7 +203,7 @@ _launches: dict[tuple[int, int], Launch] = {}
 _loading = threading.Lock()
 
 
-def launcher(kernel: Kernel, device: int, cc: tuple[int, int]) -> Launch:
+def launcher(kernel: CudaKernel, device: int, cc: tuple[int, int]) -> Launch:
     """The launch of a kernel on a device, compiled and loaded at the first call. The device must be current."""
     key = (id(kernel), device)
     if key not in _launches:
