@@ -35,6 +35,7 @@ class RecordedStep:
         during: causes between the decision and its result.
         end: moment of the result; None if there was none (the policy or the model failed).
         errors: requests that failed in the model.
+        drafts: draft tokens that came with the result.
     """
 
     before: list[tuple[Any, ...]]
@@ -42,6 +43,7 @@ class RecordedStep:
     during: list[tuple[Any, ...]] = field(default_factory=list)
     end: float | None = None
     errors: dict[str, str] = field(default_factory=dict)
+    drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ...]]]:
@@ -68,6 +70,8 @@ def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ..
             step.end, gained = event[1], event[2]
         elif kind == "preempt" and event[4] == "reset_prefix_cache":
             preempted = True
+        elif kind == "draft" and step is not None:
+            step.drafts = event[1]
         elif kind in ("add", "reset"):
             cause = (kind,) if kind == "add" else (kind, preempted)
             (step.during if step is not None and running else waiting).append(cause)
@@ -258,6 +262,7 @@ class History:
         if step.errors:
             sampled = {name: tokens for name, tokens in result.sampled_token_ids.items() if name not in step.errors}
             result = ModelRunnerOutput(sampled, errors=step.errors)
+        result.draft_token_ids = {name: list(tokens) for name, tokens in step.drafts.items()}
         session.clock.advance_to(step.end)
         scheduler.update_from_output(output, result)
 
