@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Self
 
-__all__ = ["PATIENCE", "Exercise", "Items", "WrongCall", "in_one_form", "is_blank"]
+__all__ = ["Exercise", "is_blank"]
 
 
 # %% nbs/book/exercise.ipynb #Verdict
