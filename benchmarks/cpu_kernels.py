@@ -25,7 +25,7 @@ from minivllm.attention.numba_cpu import NumbaCPUBackend
 from minivllm.attention.sdpa import SDPABackend
 from minivllm.models.cpu_linear import FewRows, onednn_block, onednn_packs
 from minivllm.models.linear import make_kernel
-from minivllm_kernels.cpu.matmul.layout import PackedProduct
+from minivllm_kernels.cpu.matmul.layout import PackedMatmul
 from minivllm_kernels.cpu.program import Program
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
@@ -70,7 +70,7 @@ def numba_product(weight: torch.Tensor) -> Callable[[torch.Tensor], Any]:
     if weight.dtype != torch.bfloat16 or not onednn_packs() or not onednn_block(*weight.shape):
         return FewRows(weight, None)
     packed = make_kernel("cpu", weight, None)
-    assert isinstance(packed.product, PackedProduct)  # type: ignore[attr-defined]
+    assert isinstance(packed.product, PackedMatmul)  # type: ignore[attr-defined]
     packed.few = 1 << 30  # type: ignore[attr-defined]
     return packed
 

@@ -16,7 +16,7 @@ from minivllm.attention.backend import AttentionBackend, AttentionBatch, Attenti
 from minivllm_kernels.cpu.compile import Kernel, host_lanes, host_registers, kernel, pack, run
 from minivllm_kernels.cpu.matmul.layout import host_tiles
 from minivllm_kernels.cpu.planning import AttentionStep, CPUAttentionShape
-from minivllm_kernels.cpu.program import NOW, Launcher
+from minivllm_kernels.cpu.program import DIRECT, Launcher
 
 __all__ = ["BITS", "NumbaCPUBackend", "NumbaCPUInvariantBackend", "NumbaCPUPlan"]
 
@@ -104,7 +104,7 @@ class NumbaCPUBackend(AttentionBackend):
         return out
 
     # %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend-_writer
-    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, on: Launcher = NOW) -> None:
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, on: Launcher = DIRECT) -> None:
         """See `AttentionBackend.write`. Tokens with a negative slot are not stored."""
         tokens, heads, head_dim = k.shape
         k, v = (x if x.stride(1) == head_dim and x.stride(2) == 1 else x.contiguous() for x in (k, v))

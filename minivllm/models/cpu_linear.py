@@ -15,9 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.models.linear import LinearKernel
-from minivllm_kernels.cpu.matmul.layout import TILE, PackedProduct, host_tiles, packed_problem
-from minivllm_kernels.cpu.matmul.plain import Product, product_problem
-from minivllm_kernels.cpu.program import NOW, Launcher
+from minivllm_kernels.cpu.matmul.layout import (
+    TILE,
+    PackedMatmul,
+    RowMajorMatmul,
+    host_tiles,
+    packed_problem,
+    row_major_problem,
+)
+from minivllm_kernels.cpu.program import DIRECT, Launcher
 
 __all__ = [
     "BITS", "FewRows", "HasProduct", "Packed", "by_tiles", "cpu_invariant_kernel", "cpu_kernel",
@@ -40,7 +46,7 @@ def cpu_problem(weight: Tensor) -> str | None:
         return f"the weight is {str(weight.dtype).removeprefix('torch.')}, not float32 or bfloat16"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
-    return product_problem(weight.shape[1], weight.shape[0], BITS[weight.dtype])
+    return row_major_problem(weight.shape[1], weight.shape[0], BITS[weight.dtype])
 
 
 class FewRows:
@@ -61,7 +67,7 @@ class FewRows:
         self.weight, self.bias, self.few = weight.contiguous(), bias, few
         self.wide_bias = None if bias is None else bias.float().contiguous()
         where = 0 if self.wide_bias is None else self.wide_bias.data_ptr()
-        self.product = Product(self.weight.data_ptr(), self.outputs, inputs, bits, bits, where)
+        self.product = RowMajorMatmul(self.weight.data_ptr(), self.outputs, inputs, bits, bits, where)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > self.few:
@@ -86,7 +92,7 @@ class HasProduct(Protocol):
         """Addresses of x and of the result, rows, threads, and where to launch."""
 
 
-def launch_product(kernel: HasProduct, x: Tensor, out: Tensor | None = None, on: Launcher = NOW) -> Tensor:
+def launch_product(kernel: HasProduct, x: Tensor, out: Tensor | None = None, on: Launcher = DIRECT) -> Tensor:
     """x [T, in] times the weight, by the numba product, into `out` [T, outputs] if it is given; both contiguous then.
 
     Raises:
@@ -173,7 +179,7 @@ class Packed:
         where = 0 if self.wide_bias is None else self.wide_bias.data_ptr()
         sizes = (self.outputs, self.inputs, padded, block)
         self._described = (self.memory.data_ptr(), *sizes, where, by_tiles(self.inputs))
-        self.product, self.out_dtype = PackedProduct(*self._described), torch.bfloat16
+        self.product, self.out_dtype = PackedMatmul(*self._described), torch.bfloat16
         self.multiply = torch.ops.mkldnn._linear_pointwise
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -184,7 +190,7 @@ class Packed:
     def widened(self) -> "Packed":
         """A kernel of the same weight that gives results in float32, rounded as before."""
         wide = copy.copy(self)
-        wide.product, wide.out_dtype = PackedProduct(*self._described, out_bits=32), torch.float32
+        wide.product, wide.out_dtype = PackedMatmul(*self._described, out_bits=32), torch.float32
         return wide
 
     def unpack(self) -> Tensor:

@@ -36,7 +36,7 @@ def can_fuse(dtype: torch.dtype, device: torch.device) -> bool:
 def _kernel(name: str, size: int, *params: int) -> Callable[..., None]:
     """A function that launches a kernel: where, how many numbers there are to work on, rows, the kernel's own arguments."""
     from minivllm_kernels.cpu.compile import host_lanes, kernel, pack  # numba and llvmlite are optional
-    from minivllm_kernels.cpu.program import NOW
+    from minivllm_kernels.cpu.program import DIRECT
 
     head = (size,) if name == "rotate" else ()
     lanes = math.gcd(host_lanes(), size // 2 if name == "rotate" else size)
@@ -45,7 +45,7 @@ def _kernel(name: str, size: int, *params: int) -> Callable[..., None]:
     def launch(on: "Launcher | None", numbers: int, rows: int, *own: int) -> None:
         threads = torch.get_num_threads()
         args = pack(rows, max(rows // (4 * threads), 1), *own)
-        (NOW if on is None else on).run(which, args, threads if numbers > ALONE else 1)
+        (DIRECT if on is None else on).run(which, args, threads if numbers > ALONE else 1)
 
     return launch
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.models.cpu_linear import launch_product, onednn_block, onednn_packs, pack_onednn
-from minivllm_kernels.cpu.matmul.quantized_layout import BLOCK, UNIT, QuantizedProduct, padded
+from minivllm_kernels.cpu.matmul.layout import ITEM, UNIT, QuantizedMatmul, padded
 
 __all__ = [
     "AT_ONCE", "FEW", "Piece", "Quantized", "cut", "explain", "few_rows", "int4_32_kernel", "int4_64_kernel",
@@ -57,27 +57,27 @@ def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 # %% nbs/models/cpu_quantized.ipynb #pack_words
 def pack_words(u: Tensor, bits: int) -> Tensor:
-    """Whole numbers [outputs, inputs] as int32 words, in the order of `QuantizedProduct`; outputs a multiple of `BLOCK`."""
+    """Whole numbers [outputs, inputs] as int32 words, in the order of `QuantizedMatmul`; outputs a multiple of `ITEM`."""
     u = F.pad(u, (0, padded(u.shape[1]) - u.shape[1]))
     if bits == 4:
         u = u[:, ::2] | u[:, 1::2] << 4
-    return u.view(-1, BLOCK, u.shape[1] // 4, 4).transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
+    return u.view(-1, ITEM, u.shape[1] // 4, 4).transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
 
 
 def pack_scales(scales: Tensor) -> Tensor:
-    """[outputs, groups, 2] in the order of `QuantizedProduct`."""
-    return scales.view(-1, BLOCK, *scales.shape[1:]).permute(0, 2, 3, 1).contiguous()
+    """[outputs, groups, 2] in the order of `QuantizedMatmul`."""
+    return scales.view(-1, ITEM, *scales.shape[1:]).permute(0, 2, 3, 1).contiguous()
 
 
 def quantize(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Words and scales of a weight [outputs, inputs] in the order of `QuantizedProduct`, made some rows at a time."""
+    """Words and scales of a weight [outputs, inputs] in the order of `QuantizedMatmul`, made some rows at a time."""
     outputs, inputs = weight.shape
-    blocks, groups = -(-outputs // BLOCK), -(-padded(inputs) // group)
-    words = torch.empty(blocks, padded(inputs) * bits // 32, BLOCK, dtype=torch.int32)
-    scales = torch.empty(blocks, groups, 2, BLOCK, dtype=torch.float32 if bits == 8 else torch.bfloat16)
-    some = max(AT_ONCE // inputs // BLOCK, 1)
-    for first, rows in zip(range(0, blocks, some), weight.split(some * BLOCK), strict=True):
-        rows = F.pad(rows.float(), (0, 0, 0, -rows.shape[0] % BLOCK))
+    blocks, groups = -(-outputs // ITEM), -(-padded(inputs) // group)
+    words = torch.empty(blocks, padded(inputs) * bits // 32, ITEM, dtype=torch.int32)
+    scales = torch.empty(blocks, groups, 2, ITEM, dtype=torch.float32 if bits == 8 else torch.bfloat16)
+    some = max(AT_ONCE // inputs // ITEM, 1)
+    for first, rows in zip(range(0, blocks, some), weight.split(some * ITEM), strict=True):
+        rows = F.pad(rows.float(), (0, 0, 0, -rows.shape[0] % ITEM))
         u, parts = quantize_rows(rows) if bits == 8 else quantize_groups(rows, group)
         words[first : first + some], scales[first : first + some] = pack_words(u, bits), pack_scales(parts)
     return words, scales
@@ -89,10 +89,10 @@ AT_ONCE = 1 << 21
 
 def restore(words: Tensor, scales: Tensor, outputs: int, inputs: int, group: int) -> Tensor:
     """float32 [outputs, inputs]: what the words and scales of `quantize` stand for."""
-    u = words.unsqueeze(-1).view(torch.uint8)  # [blocks, words, BLOCK, 4]
+    u = words.unsqueeze(-1).view(torch.uint8)  # [blocks, words, ITEM, 4]
     if scales.dtype == torch.bfloat16:
         u = torch.stack((u & 15, u >> 4), -1).flatten(-2)
-    u = u.transpose(1, 2).reshape(words.shape[0] * BLOCK, -1)[:outputs, :inputs]
+    u = u.transpose(1, 2).reshape(words.shape[0] * ITEM, -1)[:outputs, :inputs]
     step, low = scales.float().permute(2, 0, 3, 1).flatten(1, 2).repeat_interleave(group, 2)[:, :outputs, :inputs]
     return u * step + low
 
@@ -105,7 +105,7 @@ class Piece:
     """
 
     def __init__(self, dtype: torch.dtype, outputs: int, inputs: int) -> None:
-        self.whole = -(-outputs // BLOCK) * BLOCK
+        self.whole = -(-outputs // ITEM) * ITEM
         if dtype == torch.float32:
             memory = torch.empty(padded(inputs), self.whole)
             self.weight, self.stride, self.block = memory[:inputs, :outputs], self.whole, 0
@@ -177,7 +177,7 @@ class Quantized:
         self.words, self.scales = quantize(weight, bits, self.group)
         where = 0 if self.bias is None else self.bias.data_ptr()
         sizes = (bits, self.group, self.outputs, self.inputs, 8 * weight.element_size())
-        self.product = QuantizedProduct(self.words.data_ptr(), self.scales.data_ptr(), *sizes, where)
+        self.product = QuantizedMatmul(self.words.data_ptr(), self.scales.data_ptr(), *sizes, where)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > self.few:
@@ -188,7 +188,7 @@ class Quantized:
         parts = []
         for first, outputs in cut(self.outputs, self.inputs):
             piece = _pieces.of(self.dtype, outputs, self.inputs)
-            self.product.widen(piece.where, first, piece.whole, piece.stride, piece.block, threads)
+            self.product.dequantize(piece.where, first, piece.whole, piece.stride, piece.block, threads)
             parts.append(piece(x))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return out if self.bias is None else out.add_(self.bias)

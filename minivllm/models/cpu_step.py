@@ -210,7 +210,7 @@ class CPUStep:
             cpu_pointwise.gated_silu(self.gate_up[:rows], self.inner[:rows], program)
             launch_product(_product(layer.mlp.down), self.inner[:rows], x, program)
         norm(decoder.final_norm)
-        program.seal()
+        program.finalize()
         (result,) = np.flatnonzero(program.args[-1] == normed.data_ptr()).tolist()
         return _Noted(program, [np.ix_(kernels, STEP_ARGS) for kernels in attentions], result)
 

@@ -274,11 +274,11 @@ def _largest_kernel(size: int) -> Callable[[int, int, int], None] | None:
     if importlib.util.find_spec("numba") is None:
         return None
     from minivllm_kernels.cpu.compile import host_lanes, kernel, pack
-    from minivllm_kernels.cpu.program import NOW
+    from minivllm_kernels.cpu.program import DIRECT
 
     lanes = host_lanes()
     which = kernel("minivllm_kernels.cpu.pointwise:first_largest", lanes if size >= lanes else 1)
-    return lambda x, out, rows: NOW.run(which, pack(rows, x, out, size), torch.get_num_threads())
+    return lambda x, out, rows: DIRECT.run(which, pack(rows, x, out, size), torch.get_num_threads())
 
 
 # %% nbs/sampling/transforms.ipynb #Stage

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from minivllm_kernels.cpu import program as cpu_program
 from minivllm_kernels.cpu.compile import compile_kernel, machine_for, only, pack, to_llvm
-from minivllm_kernels.cpu.matmul.layout import PackedProduct, host_tiles, tile_configs
-from minivllm_kernels.cpu.program import NOW, Program
+from minivllm_kernels.cpu.matmul.layout import PackedMatmul, host_tiles, tile_configs
+from minivllm_kernels.cpu.program import DIRECT, Program
 from minivllm_kernels.cpu.simd import claim, floats_at
 
 
@@ -39,7 +39,7 @@ def note(kernel, arrays, order, threads=1):
     for source, target in order:
         args = pack(arrays[0].size, arrays[source].ctypes.data, arrays[target].ctypes.data)
         program.run(kernel, args, threads)
-    program.seal()
+    program.finalize()
     return program
 
 
@@ -73,7 +73,7 @@ def test_kernels_are_timed_within_their_launch(kernel, threads):
     program, args = Program(), [np.array([count, 0], np.float32) for count in (10, 3_000_000, 10)]
     for x in args:
         program.run(compile_kernel(busy), pack(1, x.ctypes.data), threads)
-    program.seal()
+    program.finalize()
     start = time.perf_counter()
     took = program.timed(threads)
     passed = time.perf_counter() - start
@@ -139,14 +139,14 @@ def test_a_product_by_tiles_is_right_and_a_row_the_same_in_any_company(outputs, 
     bias = torch.randn(outputs) if biased else None
     memory = packed(weight, block)
     where = 0 if bias is None else bias.data_ptr()
-    product = PackedProduct(memory.data_ptr(), outputs, inputs, inputs, block, where, tiles=True)
+    product = PackedMatmul(memory.data_ptr(), outputs, inputs, inputs, block, where, tiles=True)
 
     def times(x, threads=2):
         # what lies around the rows must be neither read into the result nor written over
         around = torch.full((len(x) + 2, inputs), torch.nan, dtype=torch.bfloat16)
         around[1:-1] = x
         out = torch.full((len(x) + 2, outputs), -7.0, dtype=torch.bfloat16)
-        product(around[1:].data_ptr(), out[1:].data_ptr(), len(x), threads, NOW)
+        product(around[1:].data_ptr(), out[1:].data_ptr(), len(x), threads, DIRECT)
         assert (out[0] == -7).all() and (out[-1] == -7).all()
         return out[1:-1]
 
@@ -158,7 +158,7 @@ def test_a_product_by_tiles_is_right_and_a_row_the_same_in_any_company(outputs, 
 
 def test_inputs_that_do_not_fill_tiles_are_refused():
     with pytest.raises(ValueError, match="48 inputs are not a multiple of 32"):
-        PackedProduct(0, 32, 48, 48, 32, tiles=True)
+        PackedMatmul(0, 32, 48, 48, 32, tiles=True)
 
 
 @pytest.mark.parametrize("tiles", [False, pytest.param(True, marks=ON_TILES)])
@@ -169,8 +169,8 @@ def test_wide_results_are_rounded_as_narrow_ones(tiles, biased):
     memory, results = packed(weight, 32), []
     for dtype, bits in ((torch.bfloat16, 16), (torch.float32, 32)):
         where = bias.data_ptr() if biased else 0
-        product = PackedProduct(memory.data_ptr(), 70, 64, 64, 32, where, tiles, bits)
+        product = PackedMatmul(memory.data_ptr(), 70, 64, 64, 32, where, tiles, bits)
         results.append(torch.empty(67, 70, dtype=dtype))
-        product(x.data_ptr(), results[-1].data_ptr(), 67, 2, NOW)
+        product(x.data_ptr(), results[-1].data_ptr(), 67, 2, DIRECT)
     narrow, wide = results
     assert torch.equal(narrow.float(), wide) and wide.abs().sum() > 0

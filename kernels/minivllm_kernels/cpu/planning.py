@@ -11,7 +11,7 @@ import numpy as np
 
 from minivllm_kernels.cpu.compile import COUNT, OWN, Kernel, kernel, pack
 from minivllm_kernels.cpu.matmul.layout import tile_configs
-from minivllm_kernels.cpu.program import NOW, Launcher, aligned
+from minivllm_kernels.cpu.program import DIRECT, Launcher, aligned
 
 __all__ = [
     "BEGIN", "BLOCK_STRIDE", "CACHE", "CHUNK", "CLAIMS", "CONFIGS", "COUNTER", "COUNTERS", "END", "FACTORS",
@@ -278,7 +278,7 @@ class AttentionStep:
             *(window, chunk, factors, scratch, workspace, counters, tile_configs().ctypes.data),
         )
 
-    def run(self, q: int, out: int, cache: int, on: Launcher = NOW) -> None:
+    def run(self, q: int, out: int, cache: int, on: Launcher = DIRECT) -> None:
         """Compute a layer. The three are addresses of contiguous memory, q and out [T, heads, head_dim]."""
         args = self.args
         args[Q], args[OUT], args[CACHE] = q, out, cache

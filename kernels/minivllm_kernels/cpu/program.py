@@ -16,13 +16,13 @@ import numpy as np
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT, OWN, Kernel, host_is_x86, kernel, pack, run
 
 __all__ = [
-    "ARGS", "CAME", "ENTRY", "FIELDS", "NOW", "PATIENCE", "STEPS", "WENT", "YIELD", "Launcher", "Now",
-    "Program", "Scratch", "aligned", "conduct",
+    "ARGS", "DIRECT", "ENTERED_BY", "ENTRY", "FIELDS", "LEFT_BY", "SPINS", "STEPS", "YIELD", "DirectLauncher",
+    "Launcher", "Program", "Scratch", "aligned", "worker_loop",
 ]  # fmt: skip
 
 
 # %% nbs/numba_kernels/cpu/program.ipynb #Launcher
-"""Programs: kernels noted down with their arguments, and carried out one after the other by one launch."""
+"""Programs: kernel calls that are recorded with their arguments, and run one after the other by a single launch."""
 
 
 def aligned(size: int) -> tuple[np.ndarray, int]:
@@ -32,8 +32,7 @@ def aligned(size: int) -> tuple[np.ndarray, int]:
 
 
 class Scratch:
-    """Memory that kernels share, of which only one runs at a time. A larger piece is taken when one is wanted; kernels that were
-    noted down before keep theirs."""
+    """Memory that kernels share, one at a time. A larger request gets a new piece; earlier kernels keep the old one."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[np.ndarray, int]] = []
@@ -46,57 +45,51 @@ class Scratch:
 
 
 class Launcher(Protocol):
-    """Where kernels are launched: `NOW`, or a `Program`."""
+    """Launches kernels: `DIRECT` at once, a `Program` when it is called."""
 
     def run(self, kernel: Kernel, args: "array[int]", threads: int) -> None:
-        """Have `threads` threads carry out a kernel."""
+        """Run a kernel on `threads` threads, now or later."""
 
     def scratch(self, size: int) -> int:
         """Address of at least `size` bytes that are free until the next kernel."""
 
 
-class Now(threading.local):
-    """Carries kernels out at once. Each Python thread has memory for them."""
+class DirectLauncher(threading.local):
+    """Runs kernels at once. Each Python thread has its own scratch memory."""
 
     def __init__(self) -> None:
-        self._scratch = Scratch()
+        self.scratch = Scratch().take
 
-    def run(self, kernel: Kernel, args: "array[int]", threads: int) -> None:
-        """See `Launcher`."""
-        run(kernel, args, threads)
-
-    def scratch(self, size: int) -> int:
-        """See `Launcher`."""
-        return self._scratch.take(size)
+    run = staticmethod(run)
 
 
-NOW = Now()
+DIRECT = DirectLauncher()
 
 
 # %% nbs/numba_kernels/cpu/program.ipynb #conduct
-(STEPS, YIELD) = range(OWN, OWN + 2)
-"""Arguments of `conduct`: address of the steps, and of the system's function that gives a core away. `COUNT` is their number."""
-ENTRY, ARGS, CAME, WENT, FIELDS = range(5)
-"""A step, in int64 numbers: where a kernel's code is, where its arguments are; how many threads came and went."""
-PATIENCE = 2000
-"""Looks in vain until a thread offers its core to others: a tenth of a millisecond on a recent Intel CPU, less on others."""
+STEPS, YIELD = range(OWN, OWN + 2)
+"""Arguments of `worker_loop`: addresses of the steps, and of the system call that yields the core. `COUNT` is the number of steps."""
+ENTRY, ARGS, ENTERED_BY, LEFT_BY, FIELDS = range(5)
+"""Fields of a step, int64: addresses of the kernel's code and arguments; how many threads entered and left it."""
+SPINS = 2000
+"""Polls of a waiting thread before it yields its core: a tenth of a millisecond on a recent Intel CPU, less on others."""
 
 
-def conduct(patience: int, x86: int) -> Callable[[Any], None]:
-    """Body of the kernel that carries out a program. `x86`: see `cpu_vector.relax`."""
+def worker_loop(spins: int, x86: int) -> Callable[[Any], None]:
+    """Body of the kernel that runs a program. `x86`: see `simd.relax`."""
     from minivllm_kernels.cpu.simd import call, claim, ints_at, peek, relax
 
     def body(args):
         steps = ints_at(args[STEPS], 64)
         for i in range(args[COUNT]):
             at = i * FIELDS
-            claim(steps, at + CAME, 1)
+            claim(steps, at + ENTERED_BY, 1)
             call(steps[at + ENTRY], steps[at + ARGS], 0)
-            claim(steps, at + WENT, 1)
-            looks = 0
-            while peek(steps, at + WENT) != peek(steps, at + CAME):
-                looks += 1
-                if looks < patience:
+            claim(steps, at + LEFT_BY, 1)
+            polls = 0
+            while peek(steps, at + LEFT_BY) != peek(steps, at + ENTERED_BY):
+                polls += 1
+                if polls < spins:
                     relax(x86)
                 else:
                     call(args[YIELD], 0, 0)
@@ -105,12 +98,12 @@ def conduct(patience: int, x86: int) -> Callable[[Any], None]:
 
 
 # %% nbs/numba_kernels/cpu/program.ipynb #look_at_clock
-(CLOCK, CLOCK_FIRST, CLOCK_SECOND) = range(OWN, OWN + 3)
-"""Arguments of `look_at_clock`: address of the system's function, and what it is called with."""
+CLOCK, CLOCK_FIRST, CLOCK_SECOND = range(OWN, OWN + 3)
+"""Arguments of `read_clock`: address of `clock_gettime`, and its two arguments."""
 
 
-def look_at_clock() -> Callable[[Any], None]:
-    """Body of the kernel that notes the time."""
+def read_clock() -> Callable[[Any], None]:
+    """Body of the kernel that records the time."""
     from minivllm_kernels.cpu.simd import call, claim
 
     def body(args):
@@ -122,7 +115,7 @@ def look_at_clock() -> Callable[[Any], None]:
 
 # %% nbs/numba_kernels/cpu/program.ipynb #Program
 def _addresses(rows: np.ndarray) -> np.ndarray:
-    """Where each row of an array begins."""
+    """Address of each row of an array."""
     return rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
 
 
@@ -134,93 +127,89 @@ def _address(function: Any) -> int:
 
 @functools.cache
 def _yield_address() -> int:
-    """Where the system's function is that lets another thread have this core."""
-    give = ctypes.WinDLL("kernel32").SwitchToThread if os.name == "nt" else ctypes.CDLL(None).sched_yield  # type: ignore[attr-defined]
-    return _address(give)
+    """Address of the system call that lets another thread have this core."""
+    if os.name == "nt":
+        return _address(ctypes.WinDLL("kernel32").SwitchToThread)  # type: ignore[attr-defined]
+    return _address(ctypes.CDLL(None).sched_yield)
 
 
 @functools.cache
 def _clock() -> tuple[int, int]:
-    """Where the system's function is that tells the time as (seconds, nanoseconds), and its first argument."""
+    """(address of `clock_gettime`, the id of the monotonic clock)."""
     if not hasattr(time, "CLOCK_MONOTONIC"):
-        raise NotImplementedError(
-            "kernels of a program are timed where there is a clock_gettime, and this system has none"
-        )
+        raise NotImplementedError("a program's kernels can be timed only on systems with clock_gettime")
     return _address(ctypes.CDLL(None).clock_gettime), time.CLOCK_MONOTONIC
 
 
 class Program:
-    """Kernels noted down, to be carried out one after the other by a single launch, again and again.
+    """Kernel calls that are recorded once and run one after the other by a single launch, as often as wanted.
 
-    Note them down with `run`, then `seal`, then call. What their arguments point to must outlive the program. A kernel may write
-    only for a work item that it has claimed: a thread that comes late finds none, and others may be ahead already.
+    Record with `run`, then `finalize`, then call. What the arguments point to must outlive the program. A kernel may write
+    only for work items that it has claimed: a late thread finds none left, while others may already be at the next kernel.
 
     Args:
         scratch: memory to share with other programs that never run at the same time.
 
     Attributes:
         kernels: in order.
-        args: int64 [kernels, WIDTH], their arguments, from `seal` on. A caller may change them between two launches.
+        args: int64 [kernels, WIDTH], their arguments, after `finalize`. A caller may change them between two launches.
     """
 
     WIDTH = 24
-    """Numbers that a kernel's arguments may be, at most."""
+    """The most arguments of a kernel."""
 
     def __init__(self, scratch: Scratch | None = None) -> None:
         self.kernels: list[Kernel] = []
         self._scratch = scratch or Scratch()
+        self.scratch = self._scratch.take
         self.args = np.zeros((0, self.WIDTH), np.int64)
-        self._noted: list[array[int]] = []
+        self._recorded: list[array[int]] = []
 
     def __len__(self) -> int:
         return len(self.kernels)
 
     def run(self, kernel: Kernel, args: "array[int]", threads: int) -> None:
-        """Note down a kernel, with its arguments as they are now. All threads of the launch will enter it."""
+        """Record a kernel, with its arguments as they are now. All threads of the launch will enter it."""
         if len(args) > self.WIDTH:
             raise ValueError(f"{kernel.name} has {len(args)} arguments, a program keeps {self.WIDTH}")
         self.kernels.append(kernel)
-        self._noted.append(args[:])
+        self._recorded.append(args[:])
 
-    def scratch(self, size: int) -> int:
-        """See `Launcher`."""
-        return self._scratch.take(size)
-
-    def seal(self) -> None:
-        """Lay everything out in memory. Nothing can be noted down afterwards."""
+    def finalize(self) -> None:
+        """Lay everything out in memory. Nothing can be recorded afterwards."""
         self.args = np.zeros((len(self), self.WIDTH), np.int64)
-        for row, args in zip(self.args, self._noted, strict=True):
+        for row, args in zip(self.args, self._recorded, strict=True):
             row[: len(args)] = args
         self._steps = np.zeros((len(self), FIELDS), np.int64)
         self._steps[:, ENTRY] = [k.address for k in self.kernels]
         self._steps[:, ARGS] = _addresses(self.args)
-        self._conductor = kernel("minivllm_kernels.cpu.program:conduct", PATIENCE, int(host_is_x86()))
+        self._worker_loop = kernel("minivllm_kernels.cpu.program:worker_loop", SPINS, int(host_is_x86()))
         self._own = pack(len(self), self._steps.ctypes.data, _yield_address())
 
     def __call__(self, threads: int) -> None:
-        """Carry it out. Python's lock is released meanwhile; one thread at a time may call."""
+        """Run it. The GIL is released meanwhile. Not thread-safe."""
         self._reset()
-        run(self._conductor, self._own, threads)
+        run(self._worker_loop, self._own, threads)
 
     def timed(self, threads: int) -> np.ndarray:
-        """Carry it out, with a look at the clock after each kernel: float64 [kernels], the seconds that each took.
+        """Run it, and read the clock after each kernel: float64 [kernels], the seconds that each took.
 
-        A look takes a small part of a microsecond, and so does the wait of the threads for each other, which counts for the kernel
-        before it.
+        Reading the clock takes a small part of a microsecond. So does the threads' wait for each other, which counts for the
+        kernel before it.
         """
         self._reset()
         clock, first = _clock()
-        looks = np.zeros((len(self) + 1, 2), np.int64)
-        asked = np.zeros((len(looks), OWN + 3), np.int64)
-        asked[:, COUNT], asked[:, CLOCK], asked[:, CLOCK_FIRST] = 1, clock, first
-        asked[:, CLOCK_SECOND] = _addresses(looks)
+        times = np.zeros((len(self) + 1, 2), np.int64)
+        clock_args = np.zeros((len(times), OWN + 3), np.int64)
+        clock_args[:, COUNT], clock_args[:, CLOCK], clock_args[:, CLOCK_FIRST] = 1, clock, first
+        clock_args[:, CLOCK_SECOND] = _addresses(times)
         steps = np.zeros((2 * len(self) + 1, FIELDS), np.int64)
         steps[1::2] = self._steps
-        steps[::2, ENTRY] = kernel("minivllm_kernels.cpu.program:look_at_clock").address
-        steps[::2, ARGS] = _addresses(asked)
-        run(self._conductor, pack(len(steps), steps.ctypes.data, _yield_address()), threads)
-        return np.diff(looks[:, 0] + 1e-9 * looks[:, 1])
+        steps[::2, ENTRY] = kernel("minivllm_kernels.cpu.program:read_clock").address
+        steps[::2, ARGS] = _addresses(clock_args)
+        run(self._worker_loop, pack(len(steps), steps.ctypes.data, _yield_address()), threads)
+        return np.diff(times[:, 0] + 1e-9 * times[:, 1])
 
     def _reset(self) -> None:
         self.args[:, (NEXT, ENTERED)] = 0
-        self._steps[:, CAME:] = 0
+        self._steps[:, ENTERED_BY:] = 0

@@ -6,19 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.typing import signature
 
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
-from minivllm_kernels.cpu.matmul.bf16 import make_give
+from minivllm_kernels.cpu.matmul.gemv import jit, make_write_row
 from minivllm_kernels.cpu.matmul.layout import (
-    BIAS,
     BLOCK,
     CONFIGS,
     INPUTS,
     ITEM,
-    OUT,
     OUTPUTS,
     PADDED,
     ROWS,
@@ -31,20 +29,19 @@ from minivllm_kernels.cpu.matmul.layout import (
 from minivllm_kernels.cpu.simd import I8, I64, claim, floats_at, number, prefetch, primitive
 
 __all__ = [
-    "LEFT", "LINES", "RIGHT", "SUMS", "instruct", "jit", "make_pass", "move_sums", "multiply", "pointer",
+    "LEFT", "LINES", "RIGHT", "SUMS", "instruct", "make_pass", "matmul", "move_sums", "pointer",
     "tiles_begin", "tiles_clear", "tiles_end", "tiles_load", "tiles_multiply", "tiles_store",
 ]  # fmt: skip
 
 
 # %% nbs/numba_kernels/cpu/matmul/amx.ipynb #instruct
-"""Product of bf16 rows with a weight in oneDNN's order by the CPU's tile unit (Intel AMX). Sums are float32, in an order that does
+"""RowMajorMatmul of bf16 rows with a weight in oneDNN's order by the CPU's tile unit (Intel AMX). Sums are float32, in an order that does
 not depend on the number of rows: a row's result is bit-identical in any batch."""
 
 SUMS, LEFT, RIGHT = 0, 4, 6
 """Tile registers: sums of row tile `r` and output tile `v` in `SUMS + 2 * r + v`, rows in `LEFT + r`, weights in `RIGHT + v`."""
 LINES = 4 * ITEM
 """Bytes of a pair of inputs of an item's outputs."""
-jit = njit(error_model="numpy")
 
 
 def instruct(b: Any, name: str, *operands: Any) -> None:
@@ -58,6 +55,7 @@ def pointer(b: Any, where: Any, offset: Any) -> Any:
     return b.inttoptr(b.add(where, offset), I8.as_pointer())
 
 
+# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #tiles_multiply
 @primitive
 def tiles_begin(typing: Any, config: Any) -> Any:
     """Tell the tile unit how large each register is, by the 64 bytes at an address. All numbers in them become zero."""
@@ -98,6 +96,7 @@ def tiles_multiply(typing: Any, x: Any, x_stride: Any, weight: Any, weight_strid
     return signature(types.void, types.int64, types.int64, types.int64, types.int64, count), emit
 
 
+# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #move_sums
 def move_sums(instruction: str, count: Any) -> Any:
     """Signature and code of a primitive that moves the sums of `count` tiles of rows from or to rows of float32."""
     n = number(count, "count")
@@ -137,7 +136,7 @@ def tiles_clear(typing: Any, count: Any) -> Any:
     return signature(types.void, count), emit
 
 
-# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #multiply
+# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #matmul
 def make_pass(count: int) -> Any:
     """A function for `count` tiles of rows and two of outputs."""
 
@@ -156,9 +155,9 @@ def make_pass(count: int) -> Any:
     return run_pass
 
 
-def multiply(out_bits: int) -> Callable[[Any], None]:
-    """Body of the kernel. Arguments: `cpu_packing`; inputs are a multiple of `2 * TILE`. ``out_bits``: see `cpu_packed`."""
-    one, two, give = make_pass(1), make_pass(2), make_give(OUT, BIAS, OUTPUTS, 16, TILE, out_bits)
+def matmul(out_bits: int) -> Callable[[Any], None]:
+    """Body of the kernel. Arguments: see `layout.PackedMatmul`; inputs are a multiple of `2 * TILE`. ``out_bits``: see `packed.matmul`."""
+    one, two, write_row = make_pass(1), make_pass(2), make_write_row(TILE, 16, out_bits)
 
     def body(args):
         sums = args[SCRATCH] + claim(args, ENTERED, 1) * args[SCRATCH_BYTES]
@@ -177,7 +176,7 @@ def multiply(out_bits: int) -> Callable[[Any], None]:
                 else:
                     two(args[X] + r * stride, stride, weight, 4 * block, steps, sums)
                 for i in range(left):
-                    give(args, floats_at(sums + 4 * i * ITEM, 32), r + i, first)
+                    write_row(args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, min(first + ITEM, args[OUTPUTS]))
         tiles_end()
 
     return body

@@ -8,7 +8,7 @@ from typing import Any
 from numba import njit
 
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
-from minivllm_kernels.cpu.matmul.plain import (
+from minivllm_kernels.cpu.matmul.layout import (
     BIAS,
     CHUNK,
     INPUTS,
@@ -18,19 +18,19 @@ from minivllm_kernels.cpu.matmul.plain import (
     SCALES,
     SCRATCH,
     SCRATCH_BYTES,
-    TILES,
+    TILE_ROWS,
     WEIGHT,
     X,
     row_stride,
     tile_outputs,
 )
 from minivllm_kernels.cpu.simd import (
+    as_bf16,
     claim,
     floats_at,
     load,
     load_halves,
     load_unzipped,
-    move,
     prefetch_rows,
     store,
     tile_load,
@@ -39,122 +39,147 @@ from minivllm_kernels.cpu.simd import (
     tile_zeros,
 )
 
-__all__ = ["multiply"]
+__all__ = ["jit", "make_write_row", "matmul", "matmul_loop"]
 
 
-# %% nbs/numba_kernels/cpu/matmul/gemv.ipynb #make_tile
-"""Matrix products for few rows, at the speed of memory: x [rows, K] times weights [N, K], each read once.
+# %% nbs/numba_kernels/cpu/matmul/gemv.ipynb #matmul_loop
+"""The loop that the CPU's matmuls share, and the matmul by a row-major weight.
 
-Weights are bf16, float32, or int8 with one scale a row. Sums are float32, in an order that does not depend on the number
-of rows: a row's result is bit-identical in any batch.
+Each weight is read once. Sums are float32, in an order that does not depend on the number of rows: a row's result is
+bit-identical in any batch.
 """
 
 jit = njit(error_model="numpy")
 
 
-def make_tile(rows: int, outputs: int, w_bits: int, lanes: int) -> Any:
-    """A function for `rows` rows and `outputs` outputs at once."""
-    L, SUMS = lanes, rows * outputs
+def make_write_row(lanes: int, bits: int, out_bits: int = 0, scaled: bool = False) -> Any:
+    """A function that writes one row of an item's sums: scaled, with the bias, rounded to `bits`. ``out_bits``: of the memory
+    that it writes to, `bits` if 0."""
+    out_bits = out_bits or bits
+    write_many, write_one = (_make_write(n, bits < out_bits, scaled) for n in (lanes, 1))
 
     @jit
-    def tile(x, at, weight, first, inputs, sums, to, stride):
-        """sums[to + r * stride + n] = x[r] . weight[first + n]; x begins at `at`."""
-        products = tile_zeros(SUMS, L)
-        w = first * inputs
-        if w_bits == 16:
-            for k in range(0, inputs, 2 * L):
-                prefetch_rows(weight, w + outputs * inputs + k, inputs, outputs)
-                even, odd = (
-                    load_halves(weight, w + k, inputs, outputs, 0, L),
-                    load_halves(weight, w + k, inputs, outputs, 1, L),
-                )
-                products = tile_outer(products, tile_load(x, at + k, inputs, rows, 1, L), even)
-                products = tile_outer(products, tile_load(x, at + k + L, inputs, rows, 1, L), odd)
-        else:
-            for k in range(0, inputs, L):
-                prefetch_rows(weight, w + outputs * inputs + k, inputs, outputs)
-                some = tile_load(weight, w + k, inputs, outputs, 1, L)
-                products = tile_outer(products, tile_load(x, at + k, inputs, rows, 1, L), some)
-        tile_totals(sums, to, stride, outputs, products)
-
-    return tile
-
-
-# %% nbs/numba_kernels/cpu/matmul/gemv.ipynb #multiply
-def multiply(w_bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
-    """Body of the kernel for weights of `w_bits` (32, 16 or 8) and rows of `x_bits`. Arguments: `cpu_products`."""
-    L, STEP = lanes, 2 * lanes if w_bits == 16 else lanes
-    N1, N2, N4, N8 = (tile_outputs(n, registers) for n in TILES)
-    tile1, tile2, tile4, tile8 = (make_tile(n, tile_outputs(n, registers), w_bits, lanes) for n in TILES)
-    EXTRA = row_stride(0) // 2
-
-    @jit
-    def take_row(x, at, inputs, row, to):
-        """A row as float32, in the order in which the weights will come."""
-        for k in range(0, inputs, STEP):
-            if w_bits == 16:
-                even, odd = load_unzipped(x, at + k, 2, L)
-                store(row, to + k, even)
-                store(row, to + k + L, odd)
-            else:
-                store(row, to + k, load(x, at + k, L))
-
-    @jit
-    def give(args, sums, row, begin, end, stride):
-        """One row of sums, scaled, with the bias, rounded."""
-        out, bias, scales = floats_at(args[OUT], x_bits), floats_at(args[BIAS], 32), floats_at(args[SCALES], 32)
-        to, whole = row * args[OUTPUTS], begin + (end - begin) // L * L
-        for n in range(begin, whole, L):
-            value = load(sums, n - begin, L)
-            if args[SCALES] != 0:
-                value = value * load(scales, n, L)
-            if args[BIAS] != 0:
-                value = value + load(bias, n, L)
-            store(out, to + n, value)
+    def write_row(args, sums, row, begin, end):
+        out, scales, bias, to = floats_at(args[OUT], out_bits), args[SCALES], args[BIAS], row * args[OUTPUTS]
+        whole = begin + (end - begin) // lanes * lanes
+        for n in range(begin, whole, lanes):
+            write_many(out, to + n, sums, n - begin, scales, bias, n)
         for n in range(whole, end):
-            if args[SCALES] != 0:
-                sums[n - begin] *= scales[n]
-            if args[BIAS] != 0:
-                sums[n - begin] += bias[n]
-            move(out, to + n, sums, n - begin)
+            write_one(out, to + n, sums, n - begin, scales, bias, n)
+
+    return write_row
+
+
+def _make_write(lanes: int, rounded: bool, scaled: bool) -> Any:
+    @jit
+    def write(out, to, sums, i, scales, bias, n):
+        value = load(sums, i, lanes)
+        if scaled and scales != 0:
+            value = value * load(floats_at(scales, 32), n, lanes)
+        if bias != 0:
+            value = value + load(floats_at(bias, 32), n, lanes)
+        store(out, to, as_bf16(value) if rounded else value)
+
+    return write
+
+
+def matmul_loop(find_outputs: Any, take_row: Any, tiles: Any, write_row: Any, margin: int = 0) -> Any:
+    """Body of a matmul kernel: each thread claims items until none is left.
+
+    Args:
+        find_outputs: `(args, item)` to the item's first output, its end, and the floats from one row of sums to the next.
+        take_row: `(args, row, mine, r)` writes a row to place `r` of the thread's own copies.
+        tiles: for 1, 2, 4 and 8 rows, `(args, item, mine, r, sums)` computes an item for the rows from `r` on.
+        write_row: from `make_write_row`.
+        margin: floats before an item's sums that a tile may write, too.
+    """
+    tile1, tile2, tile4, tile8 = tiles
 
     def body(args):
         memory = args[SCRATCH] + claim(args, ENTERED, 1) * args[SCRATCH_BYTES]
-        x, weight = floats_at(args[X], x_bits), floats_at(args[WEIGHT], w_bits)
-        rows, inputs, outputs, chunk = args[ROWS], args[INPUTS], args[OUTPUTS], args[CHUNK]
-        stride = chunk + 2 * EXTRA
-        sums, mine = floats_at(memory, 32), floats_at(memory + 4 * 8 * stride, 32)
-        ready = False
+        rows, ready = args[ROWS], False
         while True:
             item = claim(args, NEXT, 1)
             if item >= args[COUNT]:
                 break
+            begin, end, stride = find_outputs(args, item)
+            sums, mine = floats_at(memory, 32), floats_at(memory + 4 * 8 * stride, 32)
             if not ready:
                 for r in range((rows + 7) // 8 * 8):
-                    take_row(x, min(r, rows - 1) * inputs, inputs, mine, r * inputs)
+                    take_row(args, min(r, rows - 1), mine, r)
                 ready = True
-            begin, end = item * chunk, min(item * chunk + chunk, outputs)
             for r in range(0, rows, 8):
                 left = rows - r
-                n = begin
-                while n < end:
-                    if left == 1:
-                        first = min(n, outputs - N1)
-                        tile1(mine, r * inputs, weight, first, inputs, sums, first - begin + EXTRA, stride)
-                        n += N1
-                    elif left == 2:
-                        first = min(n, outputs - N2)
-                        tile2(mine, r * inputs, weight, first, inputs, sums, first - begin + EXTRA, stride)
-                        n += N2
-                    elif left <= 4:
-                        first = min(n, outputs - N4)
-                        tile4(mine, r * inputs, weight, first, inputs, sums, first - begin + EXTRA, stride)
-                        n += N4
-                    else:
-                        first = min(n, outputs - N8)
-                        tile8(mine, r * inputs, weight, first, inputs, sums, first - begin + EXTRA, stride)
-                        n += N8
+                if left == 1:
+                    tile1(args, item, mine, r, sums)
+                elif left == 2:
+                    tile2(args, item, mine, r, sums)
+                elif left <= 4:
+                    tile4(args, item, mine, r, sums)
+                else:
+                    tile8(args, item, mine, r, sums)
                 for i in range(min(left, 8)):
-                    give(args, floats_at(memory + 4 * (i * stride + EXTRA), 32), r + i, begin, end, stride)
+                    write_row(args, floats_at(memory + 4 * (i * stride + margin), 32), r + i, begin, end)
 
     return body
+
+
+# %% nbs/numba_kernels/cpu/matmul/gemv.ipynb #make_tile
+MARGIN = row_stride(0) // 2
+
+
+@jit
+def _find_outputs(args, item):
+    chunk = args[CHUNK]
+    return item * chunk, min(item * chunk + chunk, args[OUTPUTS]), chunk + 2 * MARGIN
+
+
+def make_tile(rows: int, outputs: int, w_bits: int, lanes: int) -> Any:
+    """A function for `rows` rows and the outputs of an item, `outputs` at once."""
+    L, N, SUMS = lanes, outputs, rows * outputs
+
+    @jit
+    def tile(args, item, mine, r, sums):
+        """sums[i * stride + n] = mine[r + i] . weight[n]."""
+        weight, inputs, last = floats_at(args[WEIGHT], w_bits), args[INPUTS], args[OUTPUTS] - N
+        begin, end, stride = _find_outputs(args, item)
+        at = r * inputs
+        for n in range(begin, end, N):
+            first = min(n, last)
+            w, products = first * inputs, tile_zeros(SUMS, L)
+            if w_bits == 16:
+                for k in range(0, inputs, 2 * L):
+                    prefetch_rows(weight, w + N * inputs + k, inputs, N)
+                    even = load_halves(weight, w + k, inputs, N, 0, L)
+                    odd = load_halves(weight, w + k, inputs, N, 1, L)
+                    products = tile_outer(products, tile_load(mine, at + k, inputs, rows, 1, L), even)
+                    products = tile_outer(products, tile_load(mine, at + k + L, inputs, rows, 1, L), odd)
+            else:
+                for k in range(0, inputs, L):
+                    prefetch_rows(weight, w + N * inputs + k, inputs, N)
+                    some = tile_load(weight, w + k, inputs, N, 1, L)
+                    products = tile_outer(products, tile_load(mine, at + k, inputs, rows, 1, L), some)
+            tile_totals(sums, first - begin + MARGIN, stride, N, products)
+
+    return tile
+
+
+# %% nbs/numba_kernels/cpu/matmul/gemv.ipynb #matmul
+def matmul(w_bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
+    """Body of the kernel for weights of `w_bits` (32, 16 or 8) and rows of `x_bits`. Arguments: see `layout.RowMajorMatmul`."""
+    L, STEP = lanes, 2 * lanes if w_bits == 16 else lanes
+    tiles = [make_tile(n, tile_outputs(n, registers), w_bits, lanes) for n in TILE_ROWS]
+
+    @jit
+    def take_row(args, row, mine, r):
+        """A row as float32, in the order in which the weights will come."""
+        x, inputs = floats_at(args[X], x_bits), args[INPUTS]
+        for k in range(0, inputs, STEP):
+            if w_bits == 16:
+                even, odd = load_unzipped(x, row * inputs + k, 2, L)
+                store(mine, r * inputs + k, even)
+                store(mine, r * inputs + k + L, odd)
+            else:
+                store(mine, r * inputs + k, load(x, row * inputs + k, L))
+
+    return matmul_loop(_find_outputs, take_row, tiles, make_write_row(lanes, x_bits, scaled=True), MARGIN)
