@@ -155,7 +155,7 @@ def attention(dtype: torch.dtype, floor: dict[str, float]) -> dict[str, float]:
     return found
 
 
-PART_OF_KERNEL = {"multiply": "linear", "attend": "attention", "write": "attention"} | dict.fromkeys(
+PART_OF_KERNEL = {"matmul": "linear", "attend": "attention", "write": "attention"} | dict.fromkeys(
     ("add_norm", "rotate", "gated_silu"), "norm and rope"
 )
 PARTS = ("schedule", "prepare", "linear", "attention", "norm and rope", "sample", "output", "rest")

@@ -1,6 +1,7 @@
-"""The CPU kernels on machines that are not here: narrower registers, AVX2, plain x86-64, Arm.
+"""The CPU kernels on other machines: narrower registers, AVX2, plain x86-64, Arm.
 
-What runs here runs in narrow vectors; what cannot is compiled, and its assembly looked at.
+This machine runs the levels of `MINIVLLM_CPU_FEATURES` that it has. For the other machines, kernels are compiled and the
+assembly is checked.
 """
 
 import os
@@ -20,27 +21,16 @@ from minivllm.attention import numba_cpu
 from minivllm.models.cpu_linear import FewRows
 from minivllm.models.cpu_quantized import Quantized
 from minivllm_kernels.cpu import attention as cpu_attention
-from minivllm_kernels.cpu.compile import LIBC, host_lanes, machine_for, only, to_llvm
-from minivllm_kernels.cpu.matmul import gemv as cpu_gemv
-from minivllm_kernels.cpu.matmul import plain as cpu_products
-from minivllm_kernels.cpu.matmul import quantized as cpu_quantized
-from minivllm_kernels.cpu.matmul import quantized_layout as cpu_quantizing
+from minivllm_kernels.cpu.compile import LIBC, machine_for, only, to_llvm
+from minivllm_kernels.cpu.features import LEVELS, VARIABLE
+from minivllm_kernels.cpu.matmul import gemv, packed, quantized
 
-NARROW = [lanes for lanes in (4, 8) if lanes < host_lanes()]
-
-
-@pytest.fixture(params=NARROW)
-def narrow(request, monkeypatch):
-    """Kernels as a machine with fewer lanes and registers would build them."""
-    for module in (numba_cpu, cpu_products, cpu_quantizing):
-        monkeypatch.setattr(module, "host_lanes", lambda: request.param)
-        monkeypatch.setattr(module, "host_registers", lambda: 16)
-    for name in ("_shape", "_writer"):  # they remember what they built
-        monkeypatch.setattr(numba_cpu, name, getattr(numba_cpu, name).__wrapped__)
+HERE = {*llvm.get_host_cpu_features().flatten().split(",")}
+TESTABLE = [name for name, level in LEVELS.items() if {*level.llvm_features.split(",")} <= HERE]
 
 
-@pytest.mark.slow
-def test_narrow_registers_give_the_same_numbers(narrow):
+def test_matmul_and_attention_are_right():
+    """At whatever level these tests run; the next test runs it at each level that this CPU has."""
     torch.manual_seed(0)
     weight, x = torch.randn(40, 72) / 8, torch.randn(5, 72)
     for product in (FewRows(weight, None), Quantized(weight, None, 4, 32)):
@@ -58,6 +48,26 @@ def test_narrow_registers_give_the_same_numbers(narrow):
     torch.testing.assert_close(got, case.expected(), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(VARIABLE in os.environ, reason="a level is set already")
+@pytest.mark.parametrize("level", TESTABLE)
+def test_the_kernels_are_right_at_every_level(level):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        os.path.dirname(__file__),
+    ]
+    done = subprocess.run(command, env=os.environ | {VARIABLE: level}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 TARGETS = {  # triple, CPU, features, lanes, registers; a vector multiply-add, and a scalar one
     "avx2": ("x86_64-unknown-linux-gnu", "haswell", "", 8, 16, r"vfmadd\w+ps\s.*%ymm", r"vfmadd\w+ss\s"),
     "neon": ("aarch64-unknown-linux-gnu", "generic", "+neon", 4, 32, r"fmla\s+v\d+\.4s", r"\sfn?m(add|sub)\s+s"),
@@ -65,8 +75,9 @@ TARGETS = {  # triple, CPU, features, lanes, registers; a vector multiply-add, a
 }
 KERNELS = {
     "attention": lambda lanes, registers: cpu_attention.attend(64, 3, 16, 16, 16, lanes, registers),
-    "gemv": lambda lanes, registers: cpu_gemv.multiply(16, 16, lanes, registers),
-    "int4": lambda lanes, registers: cpu_quantized.multiply(4, 16, lanes, registers),
+    "gemv": lambda lanes, registers: gemv.matmul(16, 16, lanes, registers),
+    "packed": lambda lanes, registers: packed.matmul(16, lanes, registers),
+    "int4": lambda lanes, registers: quantized.matmul(4, 16, lanes, registers),
 }
 
 
@@ -86,6 +97,7 @@ def assembly(kernel, triple, cpu, features, lanes, registers):
         ("attention", "avx2"),
         ("attention", "neon"),
         ("gemv", "neon"),
+        ("packed", "avx2"),
         ("int4", "avx2"),
         ("int4", "neon"),
         ("int4", "sse2"),
@@ -116,16 +128,10 @@ params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 out = llm.generate(["ab", "a longer prompt, of many tokens", "c"], params, use_tqdm=False)
 print(host_lanes(), host_registers(), [list(one.outputs[0].token_ids) for one in out])
 """
-AVX2 = {
-    "NUMBA_CPU_NAME": "haswell",
-    "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c",
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(host_lanes() < 8, reason="stands for a machine with AVX2")
+@pytest.mark.skipif("avx2" not in TESTABLE, reason="this CPU has no AVX2")
 def test_a_cpu_without_bf16_and_avx512_generates_the_same_tokens(tiny_model_path):  # noqa: F811
     def generate(environment, *quantization):
         command = [sys.executable, "-c", GENERATE, str(tiny_model_path("qwen3")), *quantization]
@@ -134,6 +140,6 @@ def test_a_cpu_without_bf16_and_avx512_generates_the_same_tokens(tiny_model_path
         return done.stdout.split(maxsplit=2)
 
     for quantization in ((), ("int4_per_group_weight_only",)):
-        lanes, registers, tokens = generate(AVX2, *quantization)
+        lanes, registers, tokens = generate({VARIABLE: "avx2"}, *quantization)
         assert (lanes, registers) == ("8", "16")
         assert tokens == generate({}, *quantization)[2]

@@ -1,4 +1,4 @@
-"""Programs: many kernels by one launch, whatever the number of threads; and the product that runs on a tile unit."""
+"""Programs: many kernels by one launch, whatever the number of threads; and the matmul on AMX."""
 
 import re
 import time
@@ -34,7 +34,7 @@ def kernel():
     return compile_kernel(add_neighbour)
 
 
-def note(kernel, arrays, order, threads=1):
+def record(kernel, arrays, order, threads=1):
     program = Program()
     for source, target in order:
         args = pack(arrays[0].size, arrays[source].ctypes.data, arrays[target].ctypes.data)
@@ -51,7 +51,7 @@ pairs = st.tuples(st.integers(0, 2), st.integers(0, 2)).filter(lambda p: p[0] !=
 def test_a_program_does_what_its_kernels_do_one_after_the_other(kernel, order, size, threads):
     want = [np.arange(i, i + size).astype(np.float32) for i in range(3)]
     got = [x.copy() for x in want]
-    program = note(kernel, got, order)
+    program = record(kernel, got, order)
     for _ in range(2):
         for source, target in order:
             x = want[source]
@@ -79,7 +79,7 @@ def test_kernels_are_timed_within_their_launch(kernel, threads):
     passed = time.perf_counter() - start
     assert took.shape == (3,) and (took >= 0).all() and took.sum() <= passed
     assert took[1] > 1e-4, "no core counts so far in a tenth of a millisecond"
-    assert all(x[1] > 0 for x in args), "timed or not, it is carried out"
+    assert all(x[1] > 0 for x in args), "a timed program runs, too"
 
 
 def test_kernels_of_a_program_keep_the_memory_that_they_were_given():
@@ -97,8 +97,8 @@ def test_more_arguments_than_a_program_keeps_are_refused(kernel):
 
 
 @pytest.mark.parametrize(("triple", "x86"), [("x86_64-unknown-linux-gnu", 1), ("aarch64-unknown-linux-gnu", 0)])
-def test_the_conductor_can_be_built_for_either_family(triple, x86):
-    symbol, code = to_llvm(cpu_program.conduct(10, x86))
+def test_the_worker_loop_can_be_built_for_either_family(triple, x86):
+    symbol, code = to_llvm(cpu_program.worker_loop(10, x86))
     code = re.sub(r'target triple = ".*"', f'target triple = "{triple}"', code)
     code = re.sub(r'target datalayout = ".*"\n', "", code)
     machine = machine_for(triple, "x86-64" if x86 else "generic", "")
@@ -107,7 +107,7 @@ def test_the_conductor_can_be_built_for_either_family(triple, x86):
     assert re.search(r"lock|xadd" if x86 else r"ldar|ldaxr", assembly), "threads see each other's numbers"
 
 
-# ---- the tile unit
+# ---- AMX
 
 
 def test_tile_configs_describe_the_rows_that_there_are():
@@ -127,13 +127,13 @@ def packed(weight, block):
     return padded.view(-1, block, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
-ON_TILES = pytest.mark.skipif(not host_tiles(), reason="this CPU has no tile unit")
+ON_TILES = pytest.mark.skipif(not host_tiles(), reason="this CPU has no AMX")
 
 
 @ON_TILES
 @pytest.mark.parametrize(("outputs", "inputs", "block"), [(96, 64, 32), (70, 160, 64), (200, 32, 128)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_product_by_tiles_is_right_and_a_row_the_same_in_any_company(outputs, inputs, block, biased):
+def test_a_matmul_by_tiles_is_right_and_a_row_the_same_in_any_batch(outputs, inputs, block, biased):
     torch.manual_seed(outputs)
     weight, x = (torch.randn(s).bfloat16() for s in ((outputs, inputs), (70, inputs)))
     bias = torch.randn(outputs) if biased else None

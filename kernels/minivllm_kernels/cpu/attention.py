@@ -9,37 +9,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from minivllm_kernels.cpu import planning
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
-from minivllm_kernels.cpu.planning import (
-    BEGIN,
-    BLOCK_STRIDE,
-    CACHE,
-    CHUNK,
-    CLAIMS,
-    COUNTER,
-    COUNTERS,
-    END,
-    FACTORS,
-    FIELDS,
-    FIRST,
-    HEADS,
-    ITEMS,
-    LAST,
-    OUT,
-    PARTS,
-    POSITION,
-    ROW,
-    SCRATCH,
-    SLOT,
-    TABLE,
-    TABLE_STRIDE,
-    TOKEN,
-    TOKENS,
-    WINDOW,
-    WORKSPACE,
-    CPUAttentionShape,
-    Q,
-)
+from minivllm_kernels.cpu.planning import CPUAttentionShape
 from minivllm_kernels.cpu.simd import (
     claim,
     exp,
@@ -63,14 +35,14 @@ from minivllm_kernels.cpu.simd import (
     zip_lanes,
 )
 
-__all__ = ["LOWEST", "ONE", "TWO", "ZERO", "attend", "jit", "make_coming", "make_softmax"]
+__all__ = ["LOWEST", "ONE", "TWO", "ZERO", "attend", "jit", "make_next_tile", "make_online_softmax"]
 
 
 # %% nbs/numba_kernels/cpu/attention.ipynb #code-895ffe
 """Paged attention on the CPU: causal, ragged, decode and prefill alike, grouped heads, window, chunks, soft cap."""
 
 LOWEST, ZERO, ONE, TWO = np.float32(-1e30), np.float32(0), np.float32(1), np.float32(2)
-jit = njit(error_model="numpy")  # a division by zero must not raise: there is nobody to catch it
+jit = njit(error_model="numpy")  # a division by zero must not raise: a kernel cannot report an exception
 
 
 # %% nbs/numba_kernels/cpu/attention.ipynb #vectors_at_once
@@ -98,10 +70,10 @@ def make_scores(s: CPUAttentionShape, rows: int) -> Any:
     return compute_scores
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #make_softmax
-def make_softmax(s: CPUAttentionShape) -> Any:
+# %% nbs/numba_kernels/cpu/attention.ipynb #make_online_softmax
+def make_online_softmax(s: CPUAttentionShape) -> Any:
     D, L, TILES = s.head_dim, s.lanes, s.tiles
-    SUM, TOP = D, D + L
+    SUM, MAX = D, D + L
 
     @jit
     def capped(x, cap):
@@ -110,12 +82,12 @@ def make_softmax(s: CPUAttentionShape) -> Any:
         return splat(cap, L) * (splat(ONE, L) - splat(TWO, L) / (power + splat(ONE, L)))
 
     @jit
-    def softmax_row(scores, at, weights, to, result, row, first, last, scale, cap, begin, end):
-        """Turn scores into weights and rescale the row's running result to the new maximum. `scale`: on scores by the tile unit, which
+    def online_softmax(scores, at, weights, to, result, row, first, last, scale, cap, begin, end):
+        """One step of the online softmax: scores become weights, and the row's result is rescaled to the new maximum. `scale`: on scores from AMX, which
         takes queries as they are."""
-        old = load(result, row + TOP, L)
+        m_old = load(result, row + MAX, L)
         inside = first <= begin * L and last >= end * L
-        top = old
+        m_new = m_old
         for c in range(begin, end):
             x = load(scores, at + c * L, L)
             if TILES:
@@ -126,22 +98,22 @@ def make_softmax(s: CPUAttentionShape) -> Any:
                 store(scores, at + c * L, x)
             if not inside:
                 x = keep(x, first - c * L, last - c * L, LOWEST)
-            top = maximum(x, top)
-        top = splat(largest(top), L)
-        rescale = exp(old - top)
-        total_weight = load(result, row + SUM, L) * rescale
+            m_new = maximum(x, m_new)
+        m_new = splat(largest(m_new), L)
+        alpha = exp(m_old - m_new)
+        total_weight = load(result, row + SUM, L) * alpha
         for c in range(begin, end):
-            w = exp(load(scores, at + c * L, L) - top)
+            w = exp(load(scores, at + c * L, L) - m_new)
             if not inside:
                 w = keep(w, first - c * L, last - c * L, ZERO)
             store(weights, to + c * L, w)
             total_weight = total_weight + w
         store(result, row + SUM, total_weight)
-        store(result, row + TOP, top)
+        store(result, row + MAX, m_new)
         for i in range(0, D, L):
-            store(result, row + i, load(result, row + i, L) * rescale)
+            store(result, row + i, load(result, row + i, L) * alpha)
 
-    return softmax_row
+    return online_softmax
 
 
 # %% nbs/numba_kernels/cpu/attention.ipynb #zipped
@@ -213,30 +185,34 @@ def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
     def take_queries(args, mine, it, h, row_block, first, last):
         """Query rows, scaled already or left as they are for the tile unit, and the keys that each sees. Gives the number of rows, and
         with the repeated ones."""
-        items, q, queries = ints_at(args[ITEMS], 32), floats_at(args[Q], BITS), floats_at(mine + QUERIES, QUERY_BITS)
-        scale = splat(floats_at(args[FACTORS], 32)[0] if SCALED else ONE, L)
-        rows = items[it + TOKENS] * G
+        items, q, queries = (
+            ints_at(args[planning.ITEMS], 32),
+            floats_at(args[planning.Q], BITS),
+            floats_at(mine + QUERIES, QUERY_BITS),
+        )
+        scale = splat(floats_at(args[planning.FACTORS], 32)[0] if SCALED else ONE, L)
+        rows = items[it + planning.TOKENS] * G
         padded = (rows + row_block - 1) // row_block * row_block
         for r in range(padded):
             row = min(r, rows - 1)
             token = row // G
-            source = ((items[it + TOKEN] + token) * args[HEADS] + h) * G * D + row % G * D
+            source = ((items[it + planning.TOKEN] + token) * args[planning.HEADS] + h) * G * D + row % G * D
             for d in range(0, D, L):
                 store(queries, r * D + d, load(q, source + d, L) * scale)
-            position = items[it + POSITION] + token
+            position = items[it + planning.POSITION] + token
             first[r], last[r] = 0, position + 1
-            if args[WINDOW] > 0:
-                first[r] = max(position - args[WINDOW] + 1, 0)
-            elif args[CHUNK] > 0:
-                first[r] = position // args[CHUNK] * args[CHUNK]
+            if args[planning.WINDOW] > 0:
+                first[r] = max(position - args[planning.WINDOW] + 1, 0)
+            elif args[planning.CHUNK] > 0:
+                first[r] = position // args[planning.CHUNK] * args[planning.CHUNK]
         return rows, padded
 
     @jit
-    def give_results(args, it, h, result, rows):
+    def write_results(args, it, h, result, rows):
         """Divide by the sum of the weights, and round."""
-        out, token = floats_at(args[OUT], BITS), ints_at(args[ITEMS], 32)[it + TOKEN]
+        out, token = floats_at(args[planning.OUT], BITS), ints_at(args[planning.ITEMS], 32)[it + planning.TOKEN]
         for r in range(rows):
-            row, to = r * STATE, ((token + r // G) * args[HEADS] + h) * G * D + r % G * D
+            row, to = r * STATE, ((token + r // G) * args[planning.HEADS] + h) * G * D + r % G * D
             norm = splat(ONE / total(load(result, row + SUM, L)), L)
             if ZIPPED:
                 for d in range(0, D, 2 * L):
@@ -247,34 +223,38 @@ def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
                 for d in range(0, D, L):
                     store(out, to + d, load(result, row + d, L) * norm)
 
-    return take_queries, give_results
+    return take_queries, write_results
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #make_coming
-def make_coming(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
+# %% nbs/numba_kernels/cpu/attention.ipynb #make_next_tile
+def make_next_tile(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
     T, BS, SPLIT, BLOCKS, PART, LINE = s.tile, s.block_size, s.split, s.tile // s.block_size, s.part, 512 // s.kv_bits
 
     @jit
     def table_of(args, it):
-        return ints_at(args[TABLE] + 4 * args[TABLE_STRIDE] * ints_at(args[ITEMS], 32)[it + ROW], 32)
+        return ints_at(
+            args[planning.TABLE]
+            + 4 * args[planning.TABLE_STRIDE] * ints_at(args[planning.ITEMS], 32)[it + planning.ROW],
+            32,
+        )
 
     @jit
-    def coming_tile(args, it, h, after, t):
+    def find_next_tile(args, it, h, after, t):
         """(block table, first block, head, blocks) of the tile after the one at key `t`; no blocks if there is none."""
-        items = ints_at(args[ITEMS], 32)
-        keys = items[it + POSITION] + items[it + TOKENS] - t - T
+        items = ints_at(args[planning.ITEMS], 32)
+        keys = items[it + planning.POSITION] + items[it + planning.TOKENS] - t - T
         if keys > 0 or after < 0:
             return table_of(args, it), t // BS + BLOCKS, h, min(BLOCKS, (keys + BS - 1) // BS)
-        it, h = after // args[HEADS] * FIELDS, after % args[HEADS]
-        block = items[it + BEGIN] * (SPLIT // BS)
-        return table_of(args, it), block, h, min(BLOCKS, items[it + POSITION] // BS + 1 - block)
+        it, h = after // args[planning.HEADS] * planning.FIELDS, after % args[planning.HEADS]
+        block = items[it + planning.BEGIN] * (SPLIT // BS)
+        return table_of(args, it), block, h, min(BLOCKS, items[it + planning.POSITION] // BS + 1 - block)
 
     @jit
-    def ask(cache, at):
+    def prefetch_part(cache, at):
         for i in range(0, PART, LINE):
             prefetch(cache, at + i, 64)
 
-    return table_of, coming_tile, ask
+    return table_of, find_next_tile, prefetch_part
 
 
 # %% nbs/numba_kernels/cpu/attention.ipynb #make_split
@@ -283,7 +263,7 @@ def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
     PART, STEP, BLOCKS, BITS, G = s.part, BS // L, s.tile // BS, s.kv_bits, s.group
     VECTORS, (ONE_TOKEN, MANY) = s.tile // L + 8, row_blocks
     QUERIES, RESULT, SCORES, COLUMNS = (s.offsets[name] for name in ("queries", "result", "scores", "columns"))
-    softmax_row, (table_of, coming_tile, ask) = make_softmax(s), make_coming(s)
+    online_softmax, (table_of, find_next_tile, prefetch_part) = make_online_softmax(s), make_next_tile(s)
     token_scores, token_values = make_scores(s, ONE_TOKEN), make_values(s, ONE_TOKEN)
     tokens_scores, tokens_values = token_scores, token_values
     if MANY != ONE_TOKEN:
@@ -300,27 +280,27 @@ def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
     @jit
     def do_split(args, mine, it, h, split, after, first, last):
         """Add what the rows of an item see of one split to the results in this thread's memory, which begins at `mine`. `after`: the item
-        that comes next if this split is the last one, to ask for its keys early, or -1."""
-        queries, scores, result = (
-            floats_at(mine + QUERIES, 32),
-            floats_at(mine + SCORES, 32),
-            floats_at(mine + RESULT, 32),
+        that comes next if this split is the last one, to prefetch_part for its keys early, or -1."""
+        queries, scores = floats_at(mine + QUERIES, 32), floats_at(mine + SCORES, 32)
+        result, columns = floats_at(mine + RESULT, 32), ints_at(mine + COLUMNS, 64)
+        items, cache, stride = (
+            ints_at(args[planning.ITEMS], 32),
+            floats_at(args[planning.CACHE], BITS),
+            args[planning.BLOCK_STRIDE],
         )
-        columns = ints_at(mine + COLUMNS, 64)
-        items, cache, stride = ints_at(args[ITEMS], 32), floats_at(args[CACHE], BITS), args[BLOCK_STRIDE]
-        table, cap = table_of(args, it), floats_at(args[FACTORS], 32)[1]
-        single = items[it + TOKENS] == 1
+        table, cap = table_of(args, it), floats_at(args[planning.FACTORS], 32)[1]
+        single = items[it + planning.TOKENS] == 1
         rows = ONE_TOKEN if single else MANY
-        end = min(items[it + POSITION] + items[it + TOKENS], (split + 1) * SPLIT)
+        end = min(items[it + planning.POSITION] + items[it + planning.TOKENS], (split + 1) * SPLIT)
         for t in range(max(first[0], split * SPLIT) // T * T, end, T):
             find_columns(table, t // BS, min(BLOCKS, (end - t + BS - 1) // BS), h * 2 * PART, stride, columns)
-            next_table, next_block, next_h, coming = coming_tile(args, it, h, after, t)
-            for r in range(0, items[it + TOKENS] * G, rows):
+            next_table, next_block, next_h, next_blocks = find_next_tile(args, it, h, after, t)
+            for r in range(0, items[it + planning.TOKENS] * G, rows):
                 low, high = max(first[r] - t, 0), min(min(last[r + rows - 1], end) - t, T)
                 if high <= 0 or low >= T:
                     continue
-                for j in range(coming):
-                    ask(cache, next_h * 2 * PART + next_table[next_block + j] * stride)
+                for j in range(next_blocks):
+                    prefetch_part(cache, next_h * 2 * PART + next_table[next_block + j] * stride)
                 left, right = low // BS * STEP, (high + L - 1) // L
                 if single:
                     token_scores(queries, r * D, cache, columns, scores, left, right)
@@ -329,10 +309,10 @@ def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
                 for i in range(rows):
                     see, end_see, row = first[r + i] - t, last[r + i] - t, (r + i) * STATE
                     at = i * STRIDE
-                    softmax_row(scores, at, scores, at, result, row, see, end_see, ONE, cap, left, right)
-                for j in range(coming):
-                    ask(cache, next_h * 2 * PART + next_table[next_block + j] * stride + PART)
-                coming = 0
+                    online_softmax(scores, at, scores, at, result, row, see, end_see, ONE, cap, left, right)
+                for j in range(next_blocks):
+                    prefetch_part(cache, next_h * 2 * PART + next_table[next_block + j] * stride + PART)
+                next_blocks = 0
                 if single:
                     token_values(scores, cache, columns, result, r * STATE, low // BS, high)
                 else:
@@ -348,8 +328,12 @@ def make_parts(s: CPUAttentionShape) -> tuple[Any, Any]:
 
     @jit
     def in_workspace(args, it, h, split):
-        slot = ints_at(args[ITEMS], 32)[it + SLOT] + split - ints_at(args[ITEMS], 32)[it + FIRST]
-        return floats_at(args[WORKSPACE] + (slot * args[HEADS] + h) * ROOM, 32)
+        slot = (
+            ints_at(args[planning.ITEMS], 32)[it + planning.SLOT]
+            + split
+            - ints_at(args[planning.ITEMS], 32)[it + planning.FIRST]
+        )
+        return floats_at(args[planning.WORKSPACE] + (slot * args[planning.HEADS] + h) * ROOM, 32)
 
     @jit
     def leave(args, it, h, split, result, rows):
@@ -360,13 +344,13 @@ def make_parts(s: CPUAttentionShape) -> tuple[Any, Any]:
     @jit
     def fold_parts(args, it, h, whole, rows):
         """True if this was the last part; then `whole` holds the folded splits."""
-        items, counters = ints_at(args[ITEMS], 32), ints_at(args[COUNTERS], 64)
-        mine = items[it + COUNTER] * args[HEADS] + h
-        if claim(counters, mine, 1) < items[it + PARTS] - 1:
+        items, counters = ints_at(args[planning.ITEMS], 32), ints_at(args[planning.COUNTERS], 64)
+        mine = items[it + planning.COUNTER] * args[planning.HEADS] + h
+        if claim(counters, mine, 1) < items[it + planning.PARTS] - 1:
             return False
         counters[mine] = 0
         clear(whole, rows)
-        for split in range(items[it + FIRST], items[it + LAST]):
+        for split in range(items[it + planning.FIRST], items[it + planning.LAST]):
             fold(whole, in_workspace(args, it, h, split), rows)
         return True
 
@@ -376,18 +360,22 @@ def make_parts(s: CPUAttentionShape) -> tuple[Any, Any]:
 # %% nbs/numba_kernels/cpu/attention.ipynb #make_item
 def make_item(plan: CPUAttentionShape, s: CPUAttentionShape, do_split: Any, row_blocks: tuple[int, int]) -> Any:
     """A function for a work item of a plan. `row_blocks`: how many rows `do_split` works on at a time, of one token and of several."""
-    (take_queries, give_results), (clear, fold), (leave, fold_parts) = make_ends(s), make_results(s), make_parts(plan)
+    (take_queries, write_results), (clear, fold), (leave, fold_parts) = make_ends(s), make_results(s), make_parts(plan)
     RESULT, WHOLE, FIRST_KEY, LAST_KEY = (s.offsets[name] for name in ("result", "whole", "first", "last"))
     ONE_TOKEN, MANY = row_blocks
 
     @jit
     def do_item(args, mine, item, more):
         """`more`: whether this thread has the next one too."""
-        result, whole, items = floats_at(mine + RESULT, 32), floats_at(mine + WHOLE, 32), ints_at(args[ITEMS], 32)
+        result, whole, items = (
+            floats_at(mine + RESULT, 32),
+            floats_at(mine + WHOLE, 32),
+            ints_at(args[planning.ITEMS], 32),
+        )
         first, last = ints_at(mine + FIRST_KEY, 64), ints_at(mine + LAST_KEY, 64)
-        it, h = item // args[HEADS] * FIELDS, item % args[HEADS]
-        begin, end, shared = items[it + BEGIN], items[it + END], items[it + PARTS] > 1
-        row_block = ONE_TOKEN if items[it + TOKENS] == 1 else MANY
+        it, h = item // args[planning.HEADS] * planning.FIELDS, item % args[planning.HEADS]
+        begin, end, shared = items[it + planning.BEGIN], items[it + planning.END], items[it + planning.PARTS] > 1
+        row_block = ONE_TOKEN if items[it + planning.TOKENS] == 1 else MANY
         rows, padded = take_queries(args, mine, it, h, row_block, first, last)
         after, done = -1, result
         if shared or end - begin > 1:
@@ -403,41 +391,32 @@ def make_item(plan: CPUAttentionShape, s: CPUAttentionShape, do_split: Any, row_
             elif end - begin > 1:
                 fold(whole, result, rows)
         if not shared or fold_parts(args, it, h, whole, rows):
-            give_results(args, it, h, done, rows)
+            write_results(args, it, h, done, rows)
 
     return do_item
 
 
 # %% nbs/numba_kernels/cpu/attention.ipynb #attend
-def attend(
-    head_dim: int,
-    group: int,
-    block_size: int,
-    q_bits: int,
-    kv_bits: int,
-    max_lanes: int,
-    registers: int,
-    tiles: int = 0,
-) -> Callable[[Any], None]:
-    """Body of the attention kernel for a `CPUAttentionShape`. Arguments and memory: `cpu_planning.AttentionStep`."""
-    s = CPUAttentionShape(head_dim, group, block_size, q_bits, kv_bits, max_lanes, registers, bool(tiles))
+def attend(*params: int) -> Callable[[Any], None]:
+    """Body of the attention kernel for the fields of a `CPUAttentionShape`, in order. Arguments: `planning.AttentionStep`."""
+    s = CPUAttentionShape(*params)
     plain, SIZE = replace(s, tiles=False), s.offsets["end"]
-    row_blocks = plain.decode_rows, plain.decode_rows if tiles else plain.max_row_block
+    row_blocks = plain.decode_rows, plain.decode_rows if s.tiles else plain.max_row_block
     one_token = many = make_item(s, plain, make_split(plain, row_blocks), row_blocks)
-    if tiles:
+    if s.tiles:
         from minivllm_kernels.cpu.tile_attention import make_split_by_tiles
 
         many = make_item(s, s, make_split_by_tiles(s), (1, 1))
 
     def body(args):
-        mine = args[SCRATCH] + claim(args, ENTERED, 1) * SIZE
-        items, claims = ints_at(args[ITEMS], 32), ints_at(args[CLAIMS], 64)
+        mine = args[planning.SCRATCH] + claim(args, ENTERED, 1) * SIZE
+        items, claims = ints_at(args[planning.ITEMS], 32), ints_at(args[planning.CLAIMS], 64)
         while True:
             run = claim(args, NEXT, 1)
             if run >= args[COUNT]:
                 break
             for item in range(claims[run], claims[run + 1]):
-                if items[item // args[HEADS] * FIELDS + TOKENS] == 1:
+                if items[item // args[planning.HEADS] * planning.FIELDS + planning.TOKENS] == 1:
                     one_token(args, mine, item, item + 1 < claims[run + 1])
                 else:
                     many(args, mine, item, item + 1 < claims[run + 1])

@@ -303,25 +303,14 @@ def openmp() -> Any:
 @functools.cache
 def _numba_threads() -> Any:
     """A function (address, args, threads) that enters a kernel on numba's threads."""
-    from numba import njit, prange, types
-    from numba.core.typing import signature
-    from numba.extending import intrinsic
+    from numba import njit, prange
 
-    @intrinsic
-    def call(typing: Any, address: Any, args: Any) -> Any:
-        from llvmlite import ir
-
-        def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-            entry = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
-            b.call(b.inttoptr(a[0], entry.as_pointer()), [a[1]])
-            return c.get_dummy_value()
-
-        return signature(types.void, types.int64, types.int64), emit
+    from minivllm_kernels.cpu.simd import call
 
     @njit("void(int64, int64, int64)", parallel=True, nogil=True)
     def enter(address: int, args: int, threads: int) -> None:
         for _ in prange(threads):
-            call(address, args)
+            call(address, args, 0)
 
     return enter
 

@@ -5,7 +5,7 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -35,8 +35,8 @@ class CPUAttentionShape:
         block_size: tokens of a KV block; a multiple of 4.
         q_bits: of queries and results: 32 (float32) or 16 (bf16).
         kv_bits: of the cache, likewise.
-        max_lanes, registers: of the machine, see `cpu_vector`.
-        tiles: products by the machine's tile unit, see `tiles_problem`.
+        max_lanes, registers: of the machine, see `simd`.
+        tiles: use AMX, see `tiles_problem`.
     """
 
     head_dim: int
@@ -60,27 +60,38 @@ class CPUAttentionShape:
         return None
 
     @functools.cached_property
-    def tiles_problem(self) -> str | None:
-        """Why the tile unit cannot be used for these sizes, or None."""
-        if (self.q_bits, self.kv_bits) != (16, 16):
-            return "queries and cache are not both bf16"
-        if self.head_dim % 32 or self.tile != 64 or self.block_size % 16 or self.lanes != 16:
-            return f"head_dim {self.head_dim} and block_size {self.block_size} do not fill tiles"
-        return None
-
-    @functools.cached_property
     def lanes(self) -> int:
         """Lanes that divide both sizes, so that no vector has a ragged end."""
         return math.gcd(self.max_lanes, self.head_dim, self.block_size)
 
     @functools.cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where the parts of a thread's memory begin, in bytes; `end` is its size, in whole cache lines."""
+        rows, panel = self.item_rows, 2 * self.tile * self.tiles
+        sizes = {
+            "queries": 4 * rows * self.head_dim,
+            "result": 4 * rows * self.state,
+            "whole": 4 * rows * self.state,
+            "scores": 4 * self.max_row_block * self.score_stride,
+            "columns": 8 * (self.tile // self.lanes + 8),
+            "first": 8 * rows,
+            "last": 8 * rows,
+            "keys": panel * self.head_dim,
+            "values": panel * self.head_dim,
+            "weights": panel * self.max_row_block,
+        }
+        ends = np.cumsum([-(-size // 64) * 64 for size in sizes.values()]).tolist()
+        return dict(zip([*sizes, "end"], [0, *ends], strict=True))
+
+    # %% nbs/numba_kernels/cpu/planning.ipynb #sizes
+    @property
     def tile(self) -> int:
-        """Keys between two updates of the softmax."""
+        """Keys between two updates of the softmax: whole blocks, 64 tokens or one block."""
         return self.block_size * max(1, 64 // self.block_size)
 
-    @functools.cached_property
+    @property
     def split(self) -> int:
-        """Keys between two folds. Fixed, so that a row is summed in the same order in every batch."""
+        """Keys between two merges. Fixed, so that a row is summed in the same order in every batch."""
         return self.tile * max(1, 256 // self.tile)
 
     @property
@@ -88,59 +99,45 @@ class CPUAttentionShape:
         """Numbers of the keys, or of the values, of a block and head."""
         return self.head_dim * self.block_size
 
-    @functools.cached_property
+    @property
     def max_row_block(self) -> int:
-        """Rows that are worked on at once."""
-        if self.tiles:
-            return 32
-        return 12 if self.registers >= 32 else 6
+        """Query rows that are computed at once."""
+        return 32 if self.tiles else 12 if self.registers >= 32 else 6
 
-    @functools.cached_property
+    @property
     def decode_rows(self) -> int:
         """Rows of a row block for a single token: its group, in equal parts if that is too many."""
         return -(-self.group // -(-self.group // self.max_row_block))
 
-    @functools.cached_property
+    @property
     def item_tokens(self) -> int:
         """Query tokens of a work item."""
         return max(1, 48 // self.group)
 
-    @functools.cached_property
+    @property
     def item_rows(self) -> int:
         """Query rows of a work item, rounded up to whole row blocks."""
         rows = self.item_tokens * self.group
         return max(-(-rows // n) * n for n in (self.decode_rows, self.max_row_block))
 
-    @functools.cached_property
+    @property
     def state(self) -> int:
         """float32 numbers of one row's running result."""
         return self.head_dim + 2 * self.lanes
 
-    @functools.cached_property
+    @property
     def score_stride(self) -> int:
         """float32 numbers of one row of scores: a tile, and room for a tile of registers to stick out."""
         return self.tile + 8 * self.lanes
 
-    @functools.cached_property
-    def offsets(self) -> dict[str, int]:
-        """Where the parts of a thread's memory begin, in bytes; `end` is its size, in whole cache lines."""
-        sizes = {
-            "queries": 4 * self.item_rows * self.head_dim,
-            "result": 4 * self.item_rows * self.state,
-            "whole": 4 * self.item_rows * self.state,
-            "scores": 4 * self.max_row_block * self.score_stride,
-            "columns": 8 * (self.tile // self.lanes + 8),
-            "first": 8 * self.item_rows,
-            "last": 8 * self.item_rows,
-            "keys": 2 * self.tile * self.head_dim * self.tiles,
-            "values": 2 * self.tile * self.head_dim * self.tiles,
-            "weights": 2 * self.tile * self.max_row_block * self.tiles,
-        }
-        offsets, at = {}, 0
-        for name, size in sizes.items():
-            offsets[name] = at
-            at += -(-size // 64) * 64
-        return {**offsets, "end": at}
+    @property
+    def tiles_problem(self) -> str | None:
+        """Why AMX cannot be used for these sizes, or None."""
+        if (self.q_bits, self.kv_bits) != (16, 16):
+            return "queries and cache are not both bf16"
+        if self.head_dim % 32 or self.tile != 64 or self.block_size % 16 or self.lanes != 16:
+            return f"head_dim {self.head_dim} and block_size {self.block_size} do not fill tiles"
+        return None
 
 
 # %% nbs/numba_kernels/cpu/planning.ipynb #plan_items
@@ -187,12 +184,8 @@ def plan_items(
     tile = np.repeat(np.arange(len(row)), parts)
     part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
     stored = np.where(parts > 1, splits, 0)
-    columns = [query_start_loc[row] + skipped, tokens, position, row]
-    columns = [c[tile] for c in columns]
-    columns += [
-        first[tile] + splits[tile] * part // parts[tile],
-        first[tile] + splits[tile] * (part + 1) // parts[tile],
-    ]
+    columns = [c[tile] for c in (query_start_loc[row] + skipped, tokens, position, row)]
+    columns += [first[tile] + splits[tile] * (part + i) // parts[tile] for i in (0, 1)]
     columns += [c[tile] for c in (parts, np.arange(len(row)), np.cumsum(stored) - stored, first, last)]
     items = np.stack(columns, axis=1).astype(np.int32)
     cost = items[:, TOKENS].astype(np.int64) * (items[:, END] - items[:, BEGIN])
@@ -211,10 +204,10 @@ def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarra
 
 
 # %% nbs/numba_kernels/cpu/planning.ipynb #aligned
-(Q, OUT, CACHE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS) = range(OWN, OWN + 9)
-(WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS, CONFIGS) = range(OWN + 9, OWN + 16)
+Q, OUT, CACHE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS = range(OWN, OWN + 9)
+WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS, CONFIGS = range(OWN + 9, OWN + 16)
 STEP_ARGS = (COUNT, *range(BLOCK_STRIDE, CONFIGS + 1))
-"""What is the same in all layers of a step."""
+"""The arguments that are the same in all layers of a step."""
 
 
 class AttentionStep:
@@ -262,22 +255,11 @@ class AttentionStep:
         block_stride = 2 * num_kv_heads * shape.head_dim * shape.block_size
         arrays = (self.block_table, self.items, self.claims, self.factors, self.counters)
         table, items, claims, factors, counters = (array.ctypes.data for array in arrays)
-        self.args = pack(
-            *(
-                len(self.claims) - 1,
-                0,
-                0,
-                0,
-                block_stride,
-                table,
-                self.block_table.shape[1],
-                items,
-                claims,
-                num_kv_heads,
-            ),
-            *(window, chunk, factors, scratch, workspace, counters, tile_configs().ctypes.data),
-        )
+        heads = block_stride, table, self.block_table.shape[1], items, claims, num_kv_heads
+        memory = factors, scratch, workspace, counters, tile_configs().ctypes.data
+        self.args = pack(len(self.claims) - 1, 0, 0, 0, *heads, window, chunk, *memory)
 
+    # %% nbs/numba_kernels/cpu/planning.ipynb #AttentionStep-run
     def run(self, q: int, out: int, cache: int, on: Launcher = DIRECT) -> None:
         """Compute a layer. The three are addresses of contiguous memory, q and out [T, heads, head_dim]."""
         args = self.args
@@ -285,16 +267,7 @@ class AttentionStep:
         on.run(self.kernel, args, self.threads)
 
 
+# %% nbs/numba_kernels/cpu/planning.ipynb #AttentionStep-run
 def attention_kernel(shape: CPUAttentionShape) -> Kernel:
-    """The kernel of this shape, compiled if this machine has never needed it."""
-    params = (
-        shape.head_dim,
-        shape.group,
-        shape.block_size,
-        shape.q_bits,
-        shape.kv_bits,
-        shape.max_lanes,
-        shape.registers,
-        int(shape.tiles),
-    )
-    return kernel("minivllm_kernels.cpu.attention:attend", *params)
+    """The kernel of this shape; compiled unless the disk has it."""
+    return kernel("minivllm_kernels.cpu.attention:attend", *map(int, astuple(shape)))

@@ -4,26 +4,18 @@
 
 from typing import Any
 
-from minivllm_kernels.cpu.attention import ZERO, jit, make_coming, make_softmax
+from minivllm_kernels.cpu import planning
+from minivllm_kernels.cpu.attention import ZERO, jit, make_next_tile, make_online_softmax
 from minivllm_kernels.cpu.matmul.amx import tiles_begin, tiles_clear, tiles_end, tiles_load, tiles_multiply, tiles_store
 from minivllm_kernels.cpu.matmul.layout import TILE
-from minivllm_kernels.cpu.planning import (
-    BLOCK_STRIDE,
-    CACHE,
-    CONFIGS,
-    FACTORS,
-    ITEMS,
-    POSITION,
-    TOKENS,
-    CPUAttentionShape,
-)
+from minivllm_kernels.cpu.planning import CPUAttentionShape
 from minivllm_kernels.cpu.simd import floats_at, ints_at, splat, store, zip_pairs
 
 __all__ = ["make_split_by_tiles"]
 
 
 # %% nbs/numba_kernels/cpu/tile_attention.ipynb #make_packing
-"""Attention for several tokens of a request at once by the CPU's tile unit (Intel AMX). Scores and results are float32; what is multiplied
+"""Attention for several tokens of a request at once on AMX. Scores and results are float32; what is multiplied
 is bf16, the softmax's weights too."""
 
 PAIR_BYTES = 8 * TILE
@@ -45,8 +37,8 @@ def make_packing(s: CPUAttentionShape) -> tuple[Any, Any]:
 
     @jit
     def pack_values(cache, table, block, low, high, head, stride, packed):
-        """Pairs of keys side by side, for 32 dimensions at a time: [64 / 32][head_dim / 32][16][32][2]. Keys that nobody sees count as zero:
-        whatever lies there, zero times it must be zero."""
+        """Pairs of keys side by side, for 32 dimensions at a time: [64 / 32][head_dim / 32][16][32][2]. Values of masked keys are packed as zeros:
+        memory may hold NaN there, and a weight of zero times NaN is NaN."""
         for j in range(0, 2 * WIDE, 2):
             to = j // WIDE * PANEL + j % WIDE * WIDE
             if low <= j and j + 1 < high:
@@ -71,7 +63,7 @@ def make_packing(s: CPUAttentionShape) -> tuple[Any, Any]:
 def make_block(s: CPUAttentionShape, count: int) -> Any:
     """A function for a block of rows of `count` tiles."""
     D, L, T, STATE, STRIDE, PANEL = s.head_dim, s.lanes, s.tile, s.state, s.score_stride, 4 * s.head_dim * TILE
-    softmax_row = make_softmax(s)
+    online_softmax = make_online_softmax(s)
 
     @jit
     def do_block(queries, keys, values, scores, weights, result, rows, t, first, last, r, scale, cap):
@@ -85,7 +77,7 @@ def make_block(s: CPUAttentionShape, count: int) -> Any:
         for i in range(rows):
             see, end_see, at, to, row = first[r + i] - t, last[r + i] - t, i * STRIDE, i * T, i * STATE
             seen = min(max((end_see + L - 1) // L, 0), T // L)
-            softmax_row(all_scores, at, all_weights, to, results, row, see, end_see, scale, cap, 0, seen)
+            online_softmax(all_scores, at, all_weights, to, results, row, see, end_see, scale, cap, 0, seen)
             for c in range(seen, T // L):
                 store(all_weights, to + c * L, splat(ZERO, L))
         for d in range(0, D, 2 * TILE):
@@ -100,34 +92,41 @@ def make_block(s: CPUAttentionShape, count: int) -> Any:
 
 # %% nbs/numba_kernels/cpu/tile_attention.ipynb #make_split_by_tiles
 def make_split_by_tiles(s: CPUAttentionShape) -> Any:
-    """As `cpu_attention.make_split`."""
+    """As `attention.make_split`, by AMX."""
     D, BS, STATE, T, SPLIT, G, PART = s.head_dim, s.block_size, s.state, s.tile, s.split, s.group, s.part
     ROWS, BITS = s.max_row_block, s.kv_bits
     QUERIES, RESULT, SCORES, KEYS, VALUES, WEIGHTS = (
         s.offsets[name] for name in ("queries", "result", "scores", "keys", "values", "weights")
     )
-    (pack_keys, pack_values), (table_of, coming_tile, ask) = make_packing(s), make_coming(s)
+    (pack_keys, pack_values), (table_of, find_next_tile, prefetch_part) = make_packing(s), make_next_tile(s)
     one, two = make_block(s, 1), make_block(s, 2)
 
     @jit
     def do_split(args, mine, it, h, split, after, first, last):
-        items, cache, stride = ints_at(args[ITEMS], 32), floats_at(args[CACHE], BITS), args[BLOCK_STRIDE]
-        table, factors = table_of(args, it), floats_at(args[FACTORS], 32)
+        items, cache, stride = (
+            ints_at(args[planning.ITEMS], 32),
+            floats_at(args[planning.CACHE], BITS),
+            args[planning.BLOCK_STRIDE],
+        )
+        table, factors = table_of(args, it), floats_at(args[planning.FACTORS], 32)
         keys, values, head = floats_at(mine + KEYS, 16), floats_at(mine + VALUES, 16), h * 2 * PART
-        rows, end = items[it + TOKENS] * G, min(items[it + POSITION] + items[it + TOKENS], (split + 1) * SPLIT)
+        rows, end = (
+            items[it + planning.TOKENS] * G,
+            min(items[it + planning.POSITION] + items[it + planning.TOKENS], (split + 1) * SPLIT),
+        )
         for t in range(max(first[0], split * SPLIT) // T * T, end, T):
             seen = min(end - t, T)
             pack_keys(cache, table, t // BS, (seen + BS - 1) // BS, head, stride, keys)
             pack_values(cache, table, t // BS, max(first[0] - t, 0) // BS * BS, seen, head, stride, values)
-            next_table, next_block, next_h, coming = coming_tile(args, it, h, after, t)
-            for j in range(coming):
-                ask(cache, next_h * 2 * PART + next_table[next_block + j] * stride)
-                ask(cache, next_h * 2 * PART + next_table[next_block + j] * stride + PART)
+            next_table, next_block, next_h, next_blocks = find_next_tile(args, it, h, after, t)
+            for j in range(next_blocks):
+                prefetch_part(cache, next_h * 2 * PART + next_table[next_block + j] * stride)
+                prefetch_part(cache, next_h * 2 * PART + next_table[next_block + j] * stride + PART)
             for r in range(0, rows, ROWS):
                 n = min(rows - r, ROWS)
                 if last[r + n - 1] <= t or first[r] >= t + T:
                     continue
-                tiles_begin(args[CONFIGS] + 64 * n)
+                tiles_begin(args[planning.CONFIGS] + 64 * n)
                 where = mine + QUERIES + 2 * r * D, mine + KEYS, mine + VALUES, mine + SCORES, mine + WEIGHTS
                 result = mine + RESULT + 4 * r * STATE
                 if n <= TILE:

@@ -11,21 +11,9 @@ from numba.core import cgutils
 from numba.core.typing import signature
 
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
+from minivllm_kernels.cpu.matmul import layout
 from minivllm_kernels.cpu.matmul.gemv import jit, make_write_row
-from minivllm_kernels.cpu.matmul.layout import (
-    BLOCK,
-    CONFIGS,
-    INPUTS,
-    ITEM,
-    OUTPUTS,
-    PADDED,
-    ROWS,
-    SCRATCH,
-    SCRATCH_BYTES,
-    TILE,
-    WEIGHT,
-    X,
-)
+from minivllm_kernels.cpu.matmul.layout import ITEM, TILE
 from minivllm_kernels.cpu.simd import I8, I64, claim, floats_at, number, prefetch, primitive
 
 __all__ = [
@@ -160,23 +148,30 @@ def matmul(out_bits: int) -> Callable[[Any], None]:
     one, two, write_row = make_pass(1), make_pass(2), make_write_row(TILE, 16, out_bits)
 
     def body(args):
-        sums = args[SCRATCH] + claim(args, ENTERED, 1) * args[SCRATCH_BYTES]
-        rows, block, stride, steps = args[ROWS], args[BLOCK], 2 * args[INPUTS], args[INPUTS] // (2 * TILE)
+        sums = args[layout.SCRATCH] + claim(args, ENTERED, 1) * args[layout.SCRATCH_BYTES]
+        rows, block, stride, steps = (
+            args[layout.ROWS],
+            args[layout.BLOCK],
+            2 * args[layout.INPUTS],
+            args[layout.INPUTS] // (2 * TILE),
+        )
         while True:
             item = claim(args, NEXT, 1)
             if item >= args[COUNT]:
                 break
             first = item * ITEM
-            weight = args[WEIGHT] + 2 * (first // block * block * args[PADDED] + first % block * 2)
+            weight = args[layout.WEIGHT] + 2 * (first // block * block * args[layout.PADDED] + first % block * 2)
             for r in range(0, rows, 2 * TILE):
                 left = min(rows - r, 2 * TILE)
-                tiles_begin(args[CONFIGS] + 64 * left)
+                tiles_begin(args[layout.CONFIGS] + 64 * left)
                 if left <= TILE:
-                    one(args[X] + r * stride, stride, weight, 4 * block, steps, sums)
+                    one(args[layout.X] + r * stride, stride, weight, 4 * block, steps, sums)
                 else:
-                    two(args[X] + r * stride, stride, weight, 4 * block, steps, sums)
+                    two(args[layout.X] + r * stride, stride, weight, 4 * block, steps, sums)
                 for i in range(left):
-                    write_row(args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, min(first + ITEM, args[OUTPUTS]))
+                    write_row(
+                        args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, min(first + ITEM, args[layout.OUTPUTS])
+                    )
         tiles_end()
 
     return body

@@ -8,22 +8,8 @@ from typing import Any
 from numba import njit
 
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
-from minivllm_kernels.cpu.matmul.layout import (
-    BIAS,
-    CHUNK,
-    INPUTS,
-    OUT,
-    OUTPUTS,
-    ROWS,
-    SCALES,
-    SCRATCH,
-    SCRATCH_BYTES,
-    TILE_ROWS,
-    WEIGHT,
-    X,
-    row_stride,
-    tile_outputs,
-)
+from minivllm_kernels.cpu.matmul import layout
+from minivllm_kernels.cpu.matmul.layout import TILE_ROWS, row_stride, tile_outputs
 from minivllm_kernels.cpu.simd import (
     as_bf16,
     claim,
@@ -60,7 +46,12 @@ def make_write_row(lanes: int, bits: int, out_bits: int = 0, scaled: bool = Fals
 
     @jit
     def write_row(args, sums, row, begin, end):
-        out, scales, bias, to = floats_at(args[OUT], out_bits), args[SCALES], args[BIAS], row * args[OUTPUTS]
+        out, scales, bias, to = (
+            floats_at(args[layout.OUT], out_bits),
+            args[layout.SCALES],
+            args[layout.BIAS],
+            row * args[layout.OUTPUTS],
+        )
         whole = begin + (end - begin) // lanes * lanes
         for n in range(begin, whole, lanes):
             write_many(out, to + n, sums, n - begin, scales, bias, n)
@@ -96,8 +87,8 @@ def matmul_loop(find_outputs: Any, take_row: Any, tiles: Any, write_row: Any, ma
     tile1, tile2, tile4, tile8 = tiles
 
     def body(args):
-        memory = args[SCRATCH] + claim(args, ENTERED, 1) * args[SCRATCH_BYTES]
-        rows, ready = args[ROWS], False
+        memory = args[layout.SCRATCH] + claim(args, ENTERED, 1) * args[layout.SCRATCH_BYTES]
+        rows, ready = args[layout.ROWS], False
         while True:
             item = claim(args, NEXT, 1)
             if item >= args[COUNT]:
@@ -130,8 +121,8 @@ MARGIN = row_stride(0) // 2
 
 @jit
 def _find_outputs(args, item):
-    chunk = args[CHUNK]
-    return item * chunk, min(item * chunk + chunk, args[OUTPUTS]), chunk + 2 * MARGIN
+    chunk = args[layout.CHUNK]
+    return item * chunk, min(item * chunk + chunk, args[layout.OUTPUTS]), chunk + 2 * MARGIN
 
 
 def make_tile(rows: int, outputs: int, w_bits: int, lanes: int) -> Any:
@@ -141,7 +132,7 @@ def make_tile(rows: int, outputs: int, w_bits: int, lanes: int) -> Any:
     @jit
     def tile(args, item, mine, r, sums):
         """sums[i * stride + n] = mine[r + i] . weight[n]."""
-        weight, inputs, last = floats_at(args[WEIGHT], w_bits), args[INPUTS], args[OUTPUTS] - N
+        weight, inputs, last = floats_at(args[layout.WEIGHT], w_bits), args[layout.INPUTS], args[layout.OUTPUTS] - N
         begin, end, stride = _find_outputs(args, item)
         at = r * inputs
         for n in range(begin, end, N):
@@ -173,7 +164,7 @@ def matmul(w_bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[An
     @jit
     def take_row(args, row, mine, r):
         """A row as float32, in the order in which the weights will come."""
-        x, inputs = floats_at(args[X], x_bits), args[INPUTS]
+        x, inputs = floats_at(args[layout.X], x_bits), args[layout.INPUTS]
         for k in range(0, inputs, STEP):
             if w_bits == 16:
                 even, odd = load_unzipped(x, row * inputs + k, 2, L)

@@ -5,8 +5,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from minivllm_kernels.cpu.matmul import layout
 from minivllm_kernels.cpu.matmul.gemv import jit, make_write_row, matmul_loop
-from minivllm_kernels.cpu.matmul.layout import BLOCK, INPUTS, ITEM, OUTPUTS, PADDED, TILE_ROWS, WEIGHT, X
+from minivllm_kernels.cpu.matmul.layout import ITEM, TILE_ROWS
 from minivllm_kernels.cpu.simd import (
     floats_at,
     load,
@@ -35,7 +36,7 @@ def tile_vectors(rows: int, lanes: int, registers: int) -> int:
 @jit
 def find_outputs(args, item):
     """First output of an item, its end, and the floats from one row of sums to the next."""
-    return item * ITEM, min(item * ITEM + ITEM, args[OUTPUTS]), ITEM
+    return item * ITEM, min(item * ITEM + ITEM, args[layout.OUTPUTS]), ITEM
 
 
 def make_tile(rows: int, vectors: int, lanes: int) -> Any:
@@ -45,8 +46,13 @@ def make_tile(rows: int, vectors: int, lanes: int) -> Any:
     @jit
     def tile(args, item, mine, r, sums):
         """sums[i * ITEM + n] = mine[r + i] . weight[item * ITEM + n]. A pair of inputs has `stride` numbers."""
-        weight, inputs, block, first = floats_at(args[WEIGHT], 16), args[INPUTS], args[BLOCK], item * ITEM
-        start, stride, at = first // block * block * args[PADDED] + first % block * 2, 2 * block, r * inputs
+        weight, inputs, block, first = (
+            floats_at(args[layout.WEIGHT], 16),
+            args[layout.INPUTS],
+            args[layout.BLOCK],
+            item * ITEM,
+        )
+        start, stride, at = first // block * block * args[layout.PADDED] + first % block * 2, 2 * block, r * inputs
         for n in range(0, ITEM, V * L):
             w, even, odd = start + 2 * n, tile_zeros(SUMS, L), tile_zeros(SUMS, L)
             for k in range(0, inputs, 2):
@@ -67,7 +73,7 @@ def matmul(out_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
 
     @jit
     def take_row(args, row, mine, r):
-        x, inputs = floats_at(args[X], 16), args[INPUTS]
+        x, inputs = floats_at(args[layout.X], 16), args[layout.INPUTS]
         for k in range(0, inputs, L):
             store(mine, r * inputs + k, load(x, row * inputs + k, L))
 

@@ -8,24 +8,9 @@ from typing import Any
 import numpy as np
 
 from minivllm_kernels.cpu.compile import COUNT, NEXT
+from minivllm_kernels.cpu.matmul import layout
 from minivllm_kernels.cpu.matmul.gemv import jit, make_write_row, matmul_loop
-from minivllm_kernels.cpu.matmul.layout import (
-    FACTORS,
-    FIRST,
-    GROUP,
-    INPUTS,
-    ITEM,
-    OUT,
-    PADDED,
-    ROWS,
-    SCALE_BITS,
-    SCALES,
-    STRIDE,
-    TILE_ROWS,
-    WEIGHT,
-    WIDE,
-    X,
-)
+from minivllm_kernels.cpu.matmul.layout import ITEM, SCALE_BITS, TILE_ROWS
 from minivllm_kernels.cpu.matmul.packed import find_outputs, tile_vectors
 from minivllm_kernels.cpu.simd import (
     claim,
@@ -64,10 +49,10 @@ def make_tile(rows: int, vectors: int, bits: int, lanes: int) -> Any:
     @jit
     def tile(args, item, mine, r, sums):
         """sums[i * ITEM + n] = mine[r + i] . weight[item * ITEM + n]. The rows' sums over the groups lie behind the rows."""
-        words, scales = ints_at(args[WEIGHT], 32), floats_at(args[SCALES], BITS_OF_SCALE)
-        padded, group = args[PADDED], args[GROUP]
+        words, scales = ints_at(args[layout.WEIGHT], 32), floats_at(args[layout.SCALES], BITS_OF_SCALE)
+        padded, group = args[layout.PADDED], args[layout.GROUP]
         groups, at = (padded + group - 1) // group, r * padded
-        mean = (args[ROWS] + 7) // 8 * 8 * padded + r * groups
+        mean = (args[layout.ROWS] + 7) // 8 * 8 * padded + r * groups
         for n in range(0, ITEM, V * L):
             w, scale, totals = item * padded * BITS + n, item * groups * 2 * ITEM + n, tile_zeros(SUMS, L)
             for g in range(groups):
@@ -96,10 +81,10 @@ def matmul(bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[Any]
     @jit
     def take_row(args, row, mine, r):
         """A row as float32, padded with zeros, times the factors of the fields; and its sum over each group."""
-        x, factors = floats_at(args[X], x_bits), floats_at(args[FACTORS], 32)
-        inputs, padded, group = args[INPUTS], args[PADDED], args[GROUP]
+        x, factors = floats_at(args[layout.X], x_bits), floats_at(args[layout.FACTORS], 32)
+        inputs, padded, group = args[layout.INPUTS], args[layout.PADDED], args[layout.GROUP]
         groups, source, to = (padded + group - 1) // group, row * inputs, r * padded
-        mean, whole = (args[ROWS] + 7) // 8 * 8 * padded + r * groups, inputs // L * L
+        mean, whole = (args[layout.ROWS] + 7) // 8 * 8 * padded + r * groups, inputs // L * L
         for k in range(0, whole, L):
             store(mine, to + k, load(x, source + k, L))
         for k in range(whole, inputs):
@@ -125,23 +110,23 @@ def dequantize(bits: int, x_bits: int, lanes: int) -> Callable[[Any], None]:
     @jit
     def write(args, item, k, n, words, at, step, low):
         """The fields of one vector of words: inputs from `k`, outputs from `n` of block `item`."""
-        out, stride, first = floats_at(args[OUT], x_bits), args[STRIDE], item * ITEM + n
+        out, stride, first = floats_at(args[layout.OUT], x_bits), args[layout.STRIDE], item * ITEM + n
         if x_bits == 32:
             store_fields(out, k * stride + first, stride, words, at, BITS, step, low)
         else:
-            wide = args[WIDE]
+            wide = args[layout.WIDE]
             to = first // wide * wide * stride + first % wide * 2 + k * wide
             store_pairs(out, to, 2 * wide, words, at, BITS, step, low)
 
     def body(args):
-        words, scales = ints_at(args[WEIGHT], 32), floats_at(args[SCALES], BITS_OF_SCALE)
-        padded, group = args[PADDED], args[GROUP]
+        words, scales = ints_at(args[layout.WEIGHT], 32), floats_at(args[layout.SCALES], BITS_OF_SCALE)
+        padded, group = args[layout.PADDED], args[layout.GROUP]
         groups = (padded + group - 1) // group
         while True:
             item = claim(args, NEXT, 1)
             if item >= args[COUNT]:
                 break
-            word, scale = (args[FIRST] + item) * padded * BITS, (args[FIRST] + item) * groups * 2 * ITEM
+            word, scale = (args[layout.FIRST] + item) * padded * BITS, (args[layout.FIRST] + item) * groups * 2 * ITEM
             for g in range(groups):
                 for n in range(0, ITEM, L):
                     step = load(scales, scale + 2 * g * ITEM + n, L)
