@@ -11,9 +11,11 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
 from minivllm.core.config import KVCacheConfig
 from minivllm.core.module import Module, ModuleList
-from minivllm.models.linear.base import QUANTIZED, Linear, use_huge_pages
+from minivllm.models.linear.base import use_huge_pages
+from minivllm.models.linear.layer import QUANTIZED, Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, build_mixer
-from minivllm.models.ops.base import CapturedSteps, ForwardContext, make_layer_ops
+from minivllm.models.ops.base import CapturedSteps, ForwardContext
+from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.rope import Rope, Rotation
 from minivllm.models.spec import DecoderSpec, LayerSpec
 

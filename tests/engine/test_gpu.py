@@ -9,7 +9,7 @@ from varied_prompts import varied_prompts
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.module import Module
-from minivllm.models.ops.base import make_layer_ops
+from minivllm.models.ops.select import make_layer_ops
 from minivllm_kernels.cuda import ops
 
 REASON = ops.device_unsupported(torch.device("cuda", 0))

@@ -17,7 +17,7 @@ pytest.importorskip("numba")
 import llvmlite.binding as llvm
 
 from minivllm.attention import numba_cpu
-from minivllm.models.linear.base import Linear
+from minivllm.models.linear.layer import Linear
 from minivllm_kernels.cpu import attention as cpu_attention
 from minivllm_kernels.cpu.compile import LIBC, host_lanes, machine_for, only, to_llvm
 from minivllm_kernels.cpu.matmul import gemv as cpu_gemv

@@ -7,7 +7,7 @@ import torch
 from minivllm.attention.backend import FP8, AttentionBatch, AttentionSpec, KVScales, as_bytes, to_fp8
 from minivllm.attention.numba_cuda import NumbaCudaBackend, NumbaCudaInvariantBackend
 from minivllm.attention.select import select_backend
-from minivllm.models.linear.base import Linear, method_or_torch
+from minivllm.models.linear.layer import Linear, method_or_torch
 from minivllm_kernels.cuda import ops
 
 CUDA = torch.device("cuda", 0)

@@ -19,8 +19,8 @@ from minivllm import LLM, SamplingParams
 from minivllm.attention.numba_cpu import NumbaCPUBackend
 from minivllm.core.module import Module, capture_problem
 from minivllm.models.layers import RMSNorm
-from minivllm.models.linear.base import Linear
 from minivllm.models.linear.cpu import few_rows
+from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.mlp import GatedMLP
 from minivllm.models.ops.captured import CapturedCPUSteps
 from minivllm.models.ops.numba_cpu import NumbaCPUOps

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from minivllm.models.linear import cuda as cuda_linear
-from minivllm.models.linear.base import Linear
 from minivllm.models.linear.choose import explain_linear_method
+from minivllm.models.linear.layer import Linear
 
 CPU = torch.device("cpu")
 

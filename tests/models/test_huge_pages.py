@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minivllm.models.linear.base import HUGE_PAGE, Linear, use_huge_pages
+from minivllm.models.linear.base import HUGE_PAGE, use_huge_pages
+from minivllm.models.linear.layer import Linear
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

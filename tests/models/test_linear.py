@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minivllm.models.linear import base
 from minivllm.models.linear import cpu as cpu_linear
-from minivllm.models.linear.base import QUANTIZED, Linear, linear_method_names, make_linear_method, method_or_torch
+from minivllm.models.linear import layer as linear_layer
 from minivllm.models.linear.choose import explain_linear_method
+from minivllm.models.linear.layer import QUANTIZED, Linear, linear_method_names, make_linear_method, method_or_torch
 from minivllm.models.linear.unquantized import TorchLinear
 
 CPU = torch.device("cpu")
@@ -103,15 +103,15 @@ def test_a_method_can_be_registered_and_unknown_ones_are_refused(monkeypatch):
         def apply(self, x):
             return 2 * F.linear(x, self.weight, self.bias)
 
-    monkeypatch.setattr(base, "_METHODS", dict(base._METHODS))
-    base.register_linear_method("twice", Twice)
+    monkeypatch.setattr(linear_layer, "_METHODS", dict(linear_layer._METHODS))
+    linear_layer.register_linear_method("twice", Twice)
     layer = loaded(4, {"a": 3}, torch.randn(3, 4), "torch")
     x = torch.randn(2, 4)
     once = layer(x)
     layer.use("twice")
     assert layer.method_name == "twice" and torch.equal(layer(x), 2 * once)
     with pytest.raises(ValueError, match="exists already"):
-        base.register_linear_method("twice", Twice)
+        linear_layer.register_linear_method("twice", Twice)
     with pytest.raises(ValueError, match="no linear method 'fast'; known: torch, batch_invariant, .*int8, .*, twice"):
         make_linear_method("fast")
     with pytest.raises(ValueError, match="has no bias"):

@@ -10,7 +10,7 @@ from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 
 from minivllm.attention.backend import AttentionBackend
 from minivllm.models.layers import QKNorm, RMSNorm
-from minivllm.models.ops.base import make_layer_ops
+from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.ops.torch import ACTIVATIONS
 from minivllm.models.rope import Rope, RopeSpec, Rotation, apply_rope
 

@@ -8,8 +8,8 @@ from paged import PagedDecoder, make_decoder
 from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 
 from minivllm.core.config import GROUP_SIZES, QUANTIZATIONS, WEIGHT_BITS, EngineArgs
-from minivllm.models.linear.base import Linear
 from minivllm.models.linear.choose import explain_linear_method
+from minivllm.models.linear.layer import Linear
 from minivllm.models.linear.quantized import quantize, restore
 from minivllm.models.loading import load_model
 

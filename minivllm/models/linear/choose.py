@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from minivllm.models.linear.base import make_linear_method
+from minivllm.models.linear.layer import make_linear_method
 
 __all__ = ["explain_linear_method"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionSpec, KVScales
 from minivllm.core.config import AttentionKind, KVCacheSpec
 from minivllm.models.layers import QKNorm
-from minivllm.models.linear.base import Linear
+from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, TokenMixerSpec, register_mixer
 from minivllm.models.ops.base import ForwardContext
 from minivllm.models.rope import RopeSpec

@@ -14,7 +14,7 @@ from minivllm.attention.backend import AttentionBackend, AttentionSpec
 from minivllm.core.config import KVCacheSpec
 from minivllm.core.module import Module
 from minivllm.models.layers import RMSNorm
-from minivllm.models.linear.base import Linear, method_or_torch
+from minivllm.models.linear.layer import Linear, method_or_torch
 from minivllm.models.ops.base import LayerOps
 from minivllm.models.rope import RopeSpec
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minivllm.models.linear.base import Linear
+from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, register_mixer
 from minivllm.models.ops.torch import ACTIVATIONS
 

@@ -2,7 +2,6 @@
 
 # Generated from nbs/models/ops/base.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import importlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from minivllm.attention.backend import AttentionBackend, Plan
 from minivllm.core.module import Module
 from minivllm.models.rope import Rotation
 
-__all__ = ["CapturedSteps", "ForwardContext", "LayerOps", "make_layer_ops"]
+__all__ = ["CapturedSteps", "ForwardContext", "LayerOps"]
 
 
 # %% nbs/models/ops/base.ipynb #ForwardContext
@@ -111,24 +110,3 @@ class LayerOps(Module):
         run: the layers of the model, from embeddings [T, hidden_size] to hidden states.
         """
         return None
-
-
-# %% nbs/models/ops/base.ipynb #make_layer_ops
-_OPS = {
-    "torch": "minivllm.models.ops.torch:TorchOps",
-    "numba_cpu": "minivllm.models.ops.numba_cpu:NumbaCPUOps",
-    "numba_cuda": "minivllm.models.ops.numba_cuda:NumbaCudaOps",
-}
-
-
-def make_layer_ops(name: str, batch_invariant: bool = False) -> LayerOps:
-    """The ops of this name.
-
-    Raises:
-        ValueError: no such name.
-    """
-    if name not in _OPS:
-        raise ValueError(f"no layer ops {name!r}; known: {', '.join(_OPS)}")
-    module, _, attribute = _OPS[name].partition(":")
-    ops: LayerOps = getattr(importlib.import_module(module), attribute)(batch_invariant)
-    return ops

@@ -10,8 +10,8 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend
 from minivllm.attention.numba_cuda import NumbaCudaBackend
 from minivllm.models.layers import QKNorm
-from minivllm.models.linear.base import Linear
 from minivllm.models.linear.cuda import FewRowsLinear, cuda_kernels
+from minivllm.models.linear.layer import Linear
 from minivllm.models.ops.torch import TorchOps
 from minivllm.models.rope import Rotation
 
