@@ -21,7 +21,8 @@ PACKAGES = {
     "bench": "`minivllm bench`: throughput, latency, load on a server.",
     "commands": "What `minivllm chat`, `complete` and the others do.",
     "book": "What the chapters' exercises are checked with.",
-    "around": "The command line, the demonstration, the literate toolchain.",
+    "literate": "The toolchain: notebooks to modules and back. Standard library alone.",
+    "around": "The command line, the demonstration.",
     "kernels": "`minivllm_kernels`: kernels in numba for GPUs and CPUs, importable without torch.",
 }
 

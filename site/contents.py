@@ -53,4 +53,4 @@ def filled(notebook: dict) -> dict:
 
 
 if __name__ == "__main__":
-    FIRST_PAGE.write_text(literate.spell(filled(json.loads(FIRST_PAGE.read_text()))))
+    FIRST_PAGE.write_text(literate.notebook_text(filled(json.loads(FIRST_PAGE.read_text()))))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from minivllm_kernels.cuda.planning import AttentionShape, DecodePlan
-from minivllm_kernels.cuda.simt import LOG2E, Kernel
+from minivllm_kernels.cuda.simt import LOG2E, CudaKernel
 
 NAN = {"bfloat16": 0x7FC0, "float16": 0x7E00}
 FP8_NAN = 0x7F
@@ -132,7 +132,7 @@ class PagedCase:
     def _error(self) -> float:
         return relative_error(to_float(self.out.view(np.uint16), self.shape.dtype).reshape(self.q.shape), self.want)
 
-    def decode_error(self, rung: Kernel, grid_x: int, plan: DecodePlan, combine: Kernel | None = None) -> float:
+    def decode_error(self, rung: CudaKernel, grid_x: int, plan: DecodePlan, combine: CudaKernel | None = None) -> float:
         """Relative error of a decode rung."""
         pointers, scales, strides = self._common()
         heads = self.q.shape[1]
@@ -146,7 +146,7 @@ class PagedCase:
         assert not arrivals.any(), "counters must be ready for the next launch"
         return self._error()
 
-    def prefill_error(self, rung: Kernel, tiles: np.ndarray, window: int) -> float:
+    def prefill_error(self, rung: CudaKernel, tiles: np.ndarray, window: int) -> float:
         """Relative error of a prefill rung."""
         pointers, scales, strides = self._common()
         rung.simulate((self.kv_heads, len(tiles)), *pointers, tiles, *scales, window, *strides)

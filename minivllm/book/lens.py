@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from minivllm_kernels.cuda.simt import SIM
+from minivllm_kernels.cuda.warp import SIM
 
 __all__ = ["Lens"]
 
@@ -285,6 +285,7 @@ class Lens:
             f' aria-label="{label}" style="max-width:100%"><style>{style}</style>{"".join(parts)}</svg>'
         )
 
+    # %% nbs/book/lens.ipynb #Lens-draw
     def _draw(self, watched: Watched, wide: int, top: int) -> tuple[str, int]:
         touched: dict[int, dict[int, bool]] = defaultdict(dict)
         for a in self.accesses:

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from heapq import heapify, heappop, heappush
+from itertools import count, islice
 from typing import Any
 
-__all__ = ["BlockPool", "FreeBlockQueue", "KVCacheBlock"]
+__all__ = ["BlockPool", "EvictionHeap", "FreeBlockQueue", "KVCacheBlock"]
 
 
 # %% nbs/core/block_pool.ipynb #KVCacheBlock
@@ -96,6 +97,62 @@ class FreeBlockQueue:
         return block
 
 
+# %% nbs/core/block_pool.ipynb #EvictionHeap
+class EvictionHeap:
+    """Cached free blocks by a key, smallest first; of equals, the one that has been free for the longest time.
+
+    Args:
+        key: of a block; fixed while the block is free.
+        run: calls a function of no arguments in which `key` is called; whatever that raises leaves the heap in order.
+        blocks: those that are free and hold content now.
+    """
+
+    def __init__(
+        self,
+        key: Callable[[KVCacheBlock], Any],
+        run: Callable[[Callable[[], None]], None],
+        blocks: Iterable[KVCacheBlock],
+    ) -> None:
+        self._key, self._run, self._tickets = key, run, count()
+        self._new = {block.block_id: block for block in blocks}
+        self._heap: list[tuple[Any, int, KVCacheBlock]] = []
+        self._entry: dict[int, int] = {}
+
+    def add(self, block: KVCacheBlock) -> None:
+        """A block with content has become free."""
+        self._new[block.block_id] = block
+
+    def discard(self, block: KVCacheBlock) -> None:
+        """A block is in use again, or evicted. Its entry stays in the heap until it comes up."""
+        if self._new.pop(block.block_id, None) is None:
+            self._entry.pop(block.block_id, None)
+
+    def first(self) -> KVCacheBlock:
+        """The block to evict. Raises IndexError if there is none."""
+        if self._new:
+            self._run(self._rank)
+        while (entry := self._heap[0])[2].ref_cnt or self._entry.get(entry[2].block_id) != entry[1]:
+            heappop(self._heap)
+        return entry[2]
+
+    def _rank(self) -> None:
+        """Put the new blocks into the heap. If that fails, all are new again."""
+        live = self._entry
+        if len(self._heap) > 2 * len(live) + 64:  # mostly entries of blocks that have been hit since
+            self._heap = [entry for entry in self._heap if live.get(entry[2].block_id) == entry[1]]
+            heapify(self._heap)
+        try:
+            for block_id, block in self._new.items():
+                ticket = next(self._tickets)
+                heappush(self._heap, (self._key(block), ticket, block))
+                live[block_id] = ticket
+        except BaseException:
+            old = {entry[2].block_id: entry[2] for entry in self._heap if live.get(entry[2].block_id) == entry[1]}
+            self._new, self._heap, self._entry = old | self._new, [], {}
+            raise
+        self._new = {}
+
+
 # %% nbs/core/block_pool.ipynb #BlockPool
 class BlockPool:
     """A fixed number of physical blocks, reference counted, with reuse by content.
@@ -106,6 +163,7 @@ class BlockPool:
 
     Attributes:
         choose_victim: optional `free blocks -> block`, asked for a block to evict; None takes the least recently used.
+        heap: optional: cached free blocks by a policy's key (see `evict_by`), asked if `choose_victim` is None.
         trace: None, or a function that takes an event tuple.
         step: the current step, for `KVCacheBlock.last_used`.
         num_cached_free: free blocks whose content could be reused.
@@ -119,6 +177,7 @@ class BlockPool:
         self.free_queue = FreeBlockQueue(self.blocks[1:])
         self.on_evict = on_evict
         self.choose_victim: Callable[[Iterator[KVCacheBlock]], KVCacheBlock] | None = None
+        self.heap: EvictionHeap | None = None
         self.trace: Callable[[tuple[Any, ...]], None] | None = None
         self.step = 0
         self.num_cached_free = 0
@@ -165,12 +224,21 @@ class BlockPool:
         return (block for block in self.free_queue if block.block_hash is not None)
 
     def _make_room(self, shortage: int) -> None:
-        if self.choose_victim is None:
-            for block in list(islice(self.cached_free_blocks(), shortage)):
-                self.evict(block)
-        else:
+        if self.choose_victim is not None:
             for _ in range(shortage):
                 self.evict(self.choose_victim(self.cached_free_blocks()))
+        elif self.heap is not None:
+            for _ in range(shortage):
+                self.evict(self.heap.first())
+        else:
+            for block in list(islice(self.cached_free_blocks(), shortage)):
+                self.evict(block)
+
+    def evict_by(
+        self, key: Callable[[KVCacheBlock], Any] | None, run: Callable[[Callable[[], None]], None] = lambda rank: rank()
+    ) -> None:
+        """Evict the cached free block with the smallest key from now on; None for the least recently used. For `run` see `EvictionHeap`."""
+        self.heap = None if key is None else EvictionHeap(key, run, self.cached_free_blocks())
 
     # %% nbs/core/block_pool.ipynb #BlockPool-evict
     def evict(self, block: KVCacheBlock) -> None:
@@ -185,6 +253,8 @@ class BlockPool:
         if self.trace is not None:
             self.trace(("evict", block.block_id, block.block_hash))
         block.block_hash = None
+        if self.heap is not None:
+            self.heap.discard(block)
         self.num_cached_free -= 1
         self.free_queue.remove(block)
         self.free_queue.prepend(block)
@@ -198,6 +268,8 @@ class BlockPool:
             if block.ref_cnt == 0:
                 self.free_queue.remove(block)
                 self.num_cached_free -= block.block_hash is not None
+                if self.heap is not None:
+                    self.heap.discard(block)
             block.ref_cnt += 1
             block.num_hits += 1
             block.last_used = self.step
@@ -216,5 +288,7 @@ class BlockPool:
                 else:
                     self.free_queue.append(block)
                     self.num_cached_free += 1
+                    if self.heap is not None:
+                        self.heap.add(block)
             elif block.ref_cnt < 0:
                 raise RuntimeError(f"block {block.block_id} was freed more often than it was taken")

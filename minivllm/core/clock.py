@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
@@ -37,9 +38,9 @@ class VirtualClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move forward. Raises ValueError for a negative step."""
-        if seconds < 0:
-            raise ValueError(f"a clock cannot go back: advance({seconds})")
+        """Move forward. Raises ValueError for a step that is negative or not finite."""
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"a clock can only go forward, by a finite time: advance({seconds})")
         self._now += seconds
 
     def advance_to(self, moment: float) -> None:

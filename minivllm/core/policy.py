@@ -7,24 +7,30 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
-from typing import Any, NoReturn
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
 
-from minivllm.core.block_pool import KVCacheBlock
+from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.request import Request
 
 __all__ = [
-    "FCFS", "LFU", "LRU", "Clairvoyant", "Combined", "DeepestFirst", "FairShare", "LongestPrefixMatch",
-    "Policy", "PolicyError", "PolicyGuard", "Priority", "SchedulerView", "ShortestFirst", "View", "Watchdog",
-    "arguments_of", "combine", "overrides",
+    "FCFS", "LFU", "LRU", "Clairvoyant", "Combined", "DeepestFirst", "FairShare", "Listener",
+    "LongestPrefixMatch", "Policy", "PolicyError", "PolicyGuard", "Priority", "SchedulerView", "Served",
+    "ShortestFirst", "View", "Watchdog", "arguments_of", "combine", "overrides",
 ]  # fmt: skip
 
 
 # %% nbs/core/policy.ipynb #View
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+
+
 class View:
-    """Reads through to an object; refuses every write."""
+    """Reads through to an object; refuses every write. What it hands out is plain, a frozen copy, or a view. Views of one object are equal."""
 
     __slots__ = ("_target",)
 
@@ -38,15 +44,136 @@ class View:
         except AttributeError:
             known = [n for n in dir(target) if n[0] != "_" and not callable(getattr(target, n, None))]
             raise AttributeError(f"{type(target).__name__} has no {name!r}; it has {', '.join(known)}") from None
+        if type(value) in _PLAIN:
+            return value
         if callable(value):
             raise AttributeError(f"{name!r} cannot be called through a read-only view")  # noqa: TRY004 - what a missing attribute raises
-        return tuple(value) if isinstance(value, list) else value
+        return self._freeze(value)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def _freeze(self, value: Any) -> Any:
+        if isinstance(value, (int, float, str, bytes, Enum, View, type(None))):
+            return value
+        if isinstance(value, (list, tuple)):
+            return tuple(value) if _PLAIN.issuperset(map(type, value)) else tuple(map(self._freeze, value))
+        if isinstance(value, Mapping):
+            return MappingProxyType({key: self._freeze(item) for key, item in value.items()})
+        return frozenset(value) if isinstance(value, (set, frozenset)) else View(value)
+
+    def __setattr__(self, name: str, value: Any = None) -> None:
         raise AttributeError(f"a policy's view is read-only: cannot set {name!r}")
 
+    __delattr__ = __setattr__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, View) and target_of(self) is target_of(other)
+
+    def __hash__(self) -> int:
+        return id(target_of(self))
+
     def __repr__(self) -> str:
-        return f"View({object.__getattribute__(self, '_target')!r})"
+        return f"View({target_of(self)!r})"
+
+
+# %% nbs/core/policy.ipynb #target_of
+def target_of(view: Any) -> Any:
+    """What a view shows; None for anything that is not a view."""
+    return object.__getattribute__(view, "_target") if isinstance(view, View) else None
+
+
+# %% nbs/core/policy.ipynb #BlockTree
+class BlockTree:
+    """Which cached block goes on from which, kept from the events `cache`, `evict` and `reset`. Blocks that were cached before are not in it."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool, self._block_size = pool, block_size
+        self.on_reset()
+
+    def on_reset(self) -> None:
+        """All content is forgotten."""
+        self._filled: dict[
+            int, tuple[Request, int, tuple[int, bytes]]
+        ] = {}  # by block: request, position, group and hash
+        self._holds: dict[tuple[int, bytes], int] = {}
+        self._children: dict[tuple[int, bytes], set[int]] = {}
+
+    def on_cache(self, request: Request, group: int, positions: Sequence[int], blocks: Sequence[int]) -> None:
+        """Blocks of a request became reusable."""
+        for position, block in zip(positions, blocks, strict=True):
+            name = group, request.block_hashes[position]
+            self._filled[block], self._holds[name] = (request, position, name), block
+            if position:
+                self._children.setdefault((group, request.block_hashes[position - 1]), set()).add(block)
+
+    def on_evict(self, block: int) -> None:
+        """A block's content was forgotten."""
+        request, position, name = self._filled.pop(block, (None, 0, (0, b"")))
+        self._holds.pop(name, None)
+        if request is not None and position:
+            above = name[0], request.block_hashes[position - 1]
+            self._children[above].discard(block)
+            if not self._children[above]:
+                del self._children[above]
+
+    # %% nbs/core/policy.ipynb #BlockTree-parent
+    def parent(self, block: KVCacheBlock) -> KVCacheBlock | None:
+        """The block before it, if that is cached."""
+        request, position, name = self._filled.get(block.block_id, (None, 0, (0, b"")))
+        above = (
+            self._holds.get((name[0], request.block_hashes[position - 1])) if request is not None and position else None
+        )
+        return None if above is None else self._pool.blocks[above]
+
+    def children(self, block: KVCacheBlock) -> list[KVCacheBlock]:
+        """The cached blocks that go on from it."""
+        name = self._filled[block.block_id][2] if block.block_id in self._filled else None
+        return [self._pool.blocks[i] for i in sorted(self._children.get(name, ()))] if name else []
+
+    def token_ids(self, block: KVCacheBlock) -> tuple[int, ...] | None:
+        """Its tokens."""
+        if block.block_id not in self._filled:
+            return None
+        request, position, _ = self._filled[block.block_id]
+        return tuple(request.all_token_ids[position * self._block_size : (position + 1) * self._block_size])
+
+    def owner(self, block: KVCacheBlock) -> str | None:
+        """The user whose request filled it."""
+        return self._filled[block.block_id][0].user if block.block_id in self._filled else None
+
+
+# %% nbs/core/policy.ipynb #BlockView
+class BlockView(View):
+    """A view of a block. With `track_blocks = True` in the policy also `parent`, `children`, `token_ids` and `owner`."""
+
+    __slots__ = ("_tree",)
+
+    def __init__(self, target: KVCacheBlock, tree: BlockTree | None = None) -> None:
+        object.__setattr__(self, "_target", target)
+        object.__setattr__(self, "_tree", tree)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("parent", "children", "token_ids", "owner"):
+            return super().__getattr__(name)
+        if self._tree is None:
+            raise AttributeError(f"a block's {name!r} is known to policies with `track_blocks = True` only")
+        return self._freeze(getattr(self._tree, name)(target_of(self)))
+
+    def _freeze(self, value: Any) -> Any:
+        return BlockView(value, self._tree) if isinstance(value, KVCacheBlock) else super()._freeze(value)
+
+
+for _name in set(KVCacheBlock.__slots__) - {
+    "prev",
+    "next",
+}:  # plain values, read without a detour: eviction keys are asked for often
+    setattr(BlockView, _name, property(attrgetter(f"_target.{_name}")))
+
+
+# %% nbs/core/policy.ipynb #Served
+class Served(NamedTuple):
+    """Tokens that a user has got: of prompts, as they were computed (also a second time), and of answers, as they were sampled."""
+
+    prompt: int = 0
+    output: int = 0
 
 
 # %% nbs/core/policy.ipynb #SchedulerView
@@ -56,42 +183,75 @@ class SchedulerView:
     Attributes:
         step: number of the step being scheduled.
         now: seconds on the engine's clock.
+        budget: tokens left in this step.
         num_running, num_waiting: lengths of the queues.
+        running: the running requests, in the order in which they were admitted.
+        needed_by: the request for which blocks are looked for; None where none are.
         num_free_blocks, num_blocks: KV blocks that can be handed out, and all of them.
         block_size: tokens per block.
-        budget: tokens left in this step.
+        served: what each user has got since the engine was last idle: see `Served`. Counted anew at each look.
     """
 
-    __slots__ = ("step", "now", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "block_size", "budget", "_cached", "_served")  # fmt: skip
+    __slots__ = ("step", "now", "budget", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "block_size",
+                 "needed_by", "_running", "_cached_tokens", "_served", "_note")  # fmt: skip
 
-    def __init__(
-        self, cached_tokens: Callable[[Request], int], served: Callable[[], dict[str | None, int]], **values: Any
-    ) -> None:
-        self._cached, self._served = cached_tokens, served
-        for name, value in values.items():
-            setattr(self, name, value)
+    _running: Sequence[Request]
+    _cached_tokens: Callable[[Request], int]
+    _served: Callable[[], dict[str | None, Served]]
+    _note: Callable[[str, Any], None]
+
+    def __init__(self, kv: Any, *, running: Sequence[Request] = (), needed_by: Request | None = None,
+                 served: Callable[[], dict[str | None, Served]] = dict, note: Callable[[str, Any], None] = lambda label, value: None,
+                 **values: Any) -> None:  # fmt: skip
+        known = {
+            "num_free_blocks": kv.block_pool.num_free, "num_blocks": kv.block_pool.num_blocks, "block_size": kv.block_size,
+            "num_running": len(running), "needed_by": needed_by and View(needed_by), "_running": running,
+            "_cached_tokens": kv.cached_tokens, "_served": served, "_note": note, "budget": 0, "num_waiting": 0,
+        }  # fmt: skip
+        for name, value in (known | values).items():
+            object.__setattr__(self, name, value)
+
+    __setattr__ = __delattr__ = View.__setattr__
 
     @property
-    def served(self) -> dict[str | None, int]:
-        """Tokens scheduled for each user since the engine was last idle, counted anew at each look: prompts, outputs, recomputed ones."""
+    def running(self) -> tuple[Any, ...]:
+        return tuple(map(View, self._running))
+
+    @property
+    def served(self) -> dict[str | None, Served]:
         return self._served()
 
     def cached_tokens(self, request: Any) -> int:
         """How many tokens at the start of a waiting request are in the prefix cache now."""
-        return self._cached(object.__getattribute__(request, "_target"))
+        return self._cached_tokens(target_of(request))
+
+    def note(self, label: str, value: Any) -> None:
+        """Leave a note in the trace, as the event `("note", label, value, policy)`. `value`: plain, or a dict of plain values."""
+        plain = value.values() if isinstance(value, dict) else [value]
+        if not isinstance(label, str) or not _PLAIN.issuperset({type(v) for v in plain}) or bytes in map(type, plain):
+            raise TypeError(f"a note has a text and a number, text or dict of these, got {label!r} and {value!r}")
+        self._note(label, dict(value) if isinstance(value, dict) else value)
 
 
 # %% nbs/core/policy.ipynb #Policy
 class Policy:
-    """First come, first served. Override any of the hooks.
+    """First come, first served. Override any of the methods.
 
-    All requests are handed over as read-only views, running ones in the order in which they were admitted. The scheduler
-    keeps its own promises (budget, reference counts, no starvation) whatever a hook answers, and reports a hook that raises,
-    or answers with something it was not given, as `PolicyError`.
+    All requests and blocks are handed over as read-only views. The scheduler keeps its own promises (budget, reference counts, no
+    starvation) whatever a policy answers, and reports a method that raises, or answers with something it was not given, as `PolicyError`.
     """
 
     key: Callable[[Any], Any] | None = None
     """Optional: a fixed sort key of a request, smallest first. Takes the place of `order`."""
+
+    evict_key: Callable[[Any], Any] | None = None
+    """Optional: a sort key of a cached free block that is fixed while it is free; the smallest is evicted first. Takes the place of `evict`."""
+
+    order_per_admission = False
+    """Ask `order` again after each admission, not once per step."""
+
+    track_blocks = False
+    """Let blocks have `parent`, `children`, `token_ids` and `owner`: of those that are cached from now on."""
 
     @property
     def name(self) -> str:
@@ -107,17 +267,43 @@ class Policy:
         return budget_left
 
     def victim(self, running: Sequence[Any], view: SchedulerView) -> Any:
-        """The running request that gives up its blocks when there are none left."""
+        """The running request that gives up its blocks when there are none left; the last of them was admitted last."""
         return running[-1]
 
     def evict(self, free_blocks: Iterator[Any], view: SchedulerView) -> Any:
         """The cached free block to forget, out of an iterator that runs from the least recently used on."""
         return next(free_blocks)
 
+    # %% nbs/core/policy.ipynb #Policy-on_start
+    def on_start(self) -> None:
+        """A scheduler begins to ask this policy. What was counted for another one should be forgotten."""
 
-def overrides(policy: Policy, hook: str) -> bool:
-    """Whether a policy has an answer of its own; if not, the scheduler need not ask."""
-    return getattr(type(policy), hook) is not getattr(Policy, hook) or hook in vars(policy)
+    def on_add(self, request: Any) -> None:
+        """A request has arrived."""
+
+    def on_admit(self, request: Any) -> None:
+        """A waiting request runs from now on; for the first time if `request.num_preemptions` is 0."""
+
+    def on_preempt(self, request: Any) -> None:
+        """A running request has lost its blocks and waits again."""
+
+    def on_tokens(self, request: Any, prompt: int, output: int) -> None:
+        """A step has computed `prompt` tokens of a request's prompt, and sampled `output` tokens of its answer."""
+
+    def on_hit(self, request: Any, blocks: Sequence[Any]) -> None:
+        """A request that is admitted has found these cached blocks."""
+
+    def on_free(self, request: Any, blocks: Sequence[Any]) -> None:
+        """A request has given back these blocks: at its end, when it is preempted, or behind its window."""
+
+    def on_finish(self, request: Any) -> None:
+        """A request has ended, wherever it was."""
+
+
+# %% nbs/core/policy.ipynb #Policy-on_start
+def overrides(policy: Policy, method: str) -> bool:
+    """Whether a policy has a method of its own; if not, it need not be called."""
+    return getattr(type(policy), method) is not getattr(Policy, method) or method in vars(policy)
 
 
 # %% nbs/core/policy.ipynb #FCFS
@@ -126,14 +312,14 @@ class FCFS(Policy):
 
 
 class Priority(Policy):
-    """Smallest `priority` first, ties by arrival; the least urgent and youngest running request gives way (vLLM's rule)."""
+    """Smallest `priority` first, ties by arrival; the least urgent and youngest running request is preempted (vLLM's rule)."""
 
     @staticmethod
     def key(request: Any) -> Any:
         return (request.priority, request.arrival_time, request.sequence_number)
 
     def victim(self, running: Sequence[Any], view: SchedulerView) -> Any:
-        return max(running, key=lambda r: (r.priority, r.arrival_time, r.sequence_number))
+        return max(running, key=self.key)
 
 
 class ShortestFirst(Policy):
@@ -144,19 +330,61 @@ class ShortestFirst(Policy):
         return (request.num_prompt_tokens + request.max_tokens, request.sequence_number)
 
 
-class FairShare(Policy):
-    """The user who has been served the fewest tokens goes first (virtual token counter, Sheng et al. 2024)."""
-
-    def order(self, waiting: Sequence[Any], view: SchedulerView) -> Sequence[Any]:
-        served = view.served
-        return sorted(waiting, key=lambda r: served.get(r.user, 0))
-
-
 class LongestPrefixMatch(Policy):
     """Most cached tokens first, so that a prefix is used while it is there (SGLang's default)."""
 
     def order(self, waiting: Sequence[Any], view: SchedulerView) -> Sequence[Any]:
         return sorted(waiting, key=view.cached_tokens, reverse=True)
+
+
+# %% nbs/core/policy.ipynb #FairShare
+class FairShare(Policy):
+    """Users take turns by the tokens that they were served: the virtual token counter of Sheng et al. (2024), their algorithm 2.
+
+    Args:
+        input_weight, output_weight: what a token of a prompt and of an answer counts; 1 and 2 in the paper.
+
+    Attributes:
+        counters: service of each user so far, lifted when one comes back.
+    """
+
+    order_per_admission = True
+
+    def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
+        self.input_weight, self.output_weight = input_weight, output_weight
+        self.on_start()
+
+    def on_start(self) -> None:
+        self.counters: dict[str | None, float] = {}
+        self._waiting: dict[str | None, set[str]] = {}  # users who wait, and their requests
+        self._left_last: str | None = None
+
+    def on_add(self, request: Any) -> None:
+        user, counters = request.user, self.counters
+        if user not in self._waiting:
+            floor = min((counters[u] for u in self._waiting), default=counters.get(self._left_last, 0.0))
+            counters[user] = max(counters.get(user, 0.0), floor)
+        self._waiting.setdefault(user, set()).add(request.request_id)
+
+    def on_preempt(self, request: Any) -> None:
+        self._waiting.setdefault(request.user, set()).add(request.request_id)
+
+    def on_admit(self, request: Any) -> None:
+        self.on_finish(request)
+        if not request.num_preemptions:
+            self.counters[request.user] += self.input_weight * request.num_prompt_tokens
+
+    def on_tokens(self, request: Any, prompt: int, output: int) -> None:
+        self.counters[request.user] += self.output_weight * output
+
+    def on_finish(self, request: Any) -> None:
+        waiting = self._waiting.get(request.user, set())
+        waiting.discard(request.request_id)
+        if not waiting and self._waiting.pop(request.user, None) is not None:
+            self._left_last = request.user
+
+    def order(self, waiting: Sequence[Any], view: SchedulerView) -> Sequence[Any]:
+        return sorted(waiting, key=lambda r: self.counters[r.user])
 
 
 # %% nbs/core/policy.ipynb #LRU
@@ -165,23 +393,19 @@ class LRU(Policy):
 
 
 class LFU(Policy):
-    """Of the `sample` oldest cached blocks, forget the one that was hit least often."""
+    """Forget the block that was hit least often; of equals, the one that has been free for the longest time."""
 
-    def __init__(self, sample: int = 64) -> None:
-        self.sample = sample
-
-    def evict(self, free_blocks: Iterator[Any], view: SchedulerView) -> Any:
-        return min(islice(free_blocks, self.sample), key=lambda block: block.num_hits)
+    @staticmethod
+    def evict_key(block: Any) -> Any:
+        return block.num_hits
 
 
 class DeepestFirst(Policy):
-    """Size-aware: of the `sample` oldest cached blocks, forget the deepest, so that long rare tails go before short beginnings."""
+    """Size-aware: forget the deepest block, so that long rare tails go before short beginnings."""
 
-    def __init__(self, sample: int = 64) -> None:
-        self.sample = sample
-
-    def evict(self, free_blocks: Iterator[Any], view: SchedulerView) -> Any:
-        return max(islice(free_blocks, self.sample), key=lambda block: block.depth)
+    @staticmethod
+    def evict_key(block: Any) -> Any:
+        return -block.depth
 
 
 class Clairvoyant(Policy):
@@ -200,7 +424,7 @@ class Clairvoyant(Policy):
 
 # %% nbs/core/policy.ipynb #combine
 class Combined(Policy):
-    """What `combine` makes. `parts`: the policy behind each hook."""
+    """What `combine` makes. `parts`: the policy behind each question; each listens for itself."""
 
     def __init__(self, parts: dict[str, Policy]) -> None:
         self.parts = parts
@@ -211,27 +435,30 @@ def combine(
 ) -> Policy:
     """One policy that asks a different one for each question; None means first come, first served."""
     parts = {"order": order, "chunk": chunk, "victim": victim, "evict": evict}
-    combined = Combined({hook: part for hook, part in parts.items() if part is not None})
-    for hook, part in parts.items():
-        if part is not None and overrides(part, hook):
-            setattr(combined, hook, getattr(part, hook))
-    if order is not None and order.key is not None:
-        combined.key = order.key
+    combined = Combined({question: part for question, part in parts.items() if part is not None})
+    for question, part in combined.parts.items():
+        if overrides(part, question):
+            setattr(combined, question, getattr(part, question))
+    combined.track_blocks = any(part.track_blocks for part in combined.parts.values())
+    if order is not None:
+        combined.key, combined.order_per_admission = order.key, order.order_per_admission
+    if evict is not None:
+        combined.evict_key = evict.evict_key
     return combined
 
 
 def arguments_of(policy: Policy) -> dict[str, Any]:
     """What a policy was made with, for the header of a trace: those of its attributes that are plain values; of a combined one, its parts."""
     if isinstance(policy, Combined):
-        return {hook: {"name": part.name, "arguments": arguments_of(part)} for hook, part in policy.parts.items()}
-    return {
-        name: value for name, value in vars(policy).items() if value is None or isinstance(value, str | int | float)
-    }
+        return {
+            question: {"name": part.name, "arguments": arguments_of(part)} for question, part in policy.parts.items()
+        }
+    return {name: value for name, value in vars(policy).items() if name[0] != "_" and type(value) in _PLAIN - {bytes}}
 
 
 # %% nbs/core/policy.ipynb #PolicyError
 class PolicyError(RuntimeError):
-    """A policy answered wrongly, raised, or did not answer. Names policy and hook; the scheduler's state is intact."""
+    """A policy answered wrongly, raised, or did not answer. Names policy and method; the scheduler's state is intact."""
 
 
 class _TimeOut(BaseException):
@@ -279,49 +506,195 @@ class Watchdog:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._target), ctypes.py_object(_TimeOut))
 
 
+# %% nbs/core/policy.ipynb #Listener
+_EVENTS = ("on_add", "on_admit", "on_preempt", "on_tokens", "on_hit", "on_free", "on_finish")
+
+
+class Listener:
+    """Turns events of the trace into calls of a policy's `on_...` methods.
+
+    Args:
+        methods: by name, those to call.
+        requests: unfinished requests by id, as the scheduler has them.
+        tree: kept up to date, if there is one.
+    """
+
+    def __init__(self, methods: dict[str, list[Callable[..., None]]], requests: Mapping[str, Request], pool: BlockPool,
+                 tree: BlockTree | None) -> None:  # fmt: skip
+        self._methods, self._requests, self._pool, self._tree = methods, requests, pool, tree
+        self._known = dict(requests)
+        self._computed = {name: request.num_computed_tokens for name, request in requests.items()}
+        self._prompt: dict[str, int] = {}
+        self._events: deque[tuple[Any, ...]] = deque()
+        self.method = ""
+        self._handlers = {name[4:]: getattr(self, name) for name in dir(type(self)) if name.startswith("_do_")}
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def note(self, event: tuple[Any, ...]) -> None:
+        """Take an event. A request that arrives is looked up at once: it may have ended when it is told of."""
+        self._events.append(("add", self._requests[event[1]]) if event[0] == "add" else event)
+
+    def tell(self) -> None:
+        """Tell what has been noted. One whose telling fails is not told again."""
+        while self._events:
+            event = self._events.popleft()
+            if event[0] in self._handlers:
+                self._handlers[event[0]](*event[1:])
+
+    def _call(self, method: str, request: str, *args: Any) -> None:
+        self.method = method
+        for function in self._methods[method]:
+            function(View(self._known[request]), *args)
+
+    def _blocks(self, blocks: Sequence[int]) -> tuple[BlockView, ...]:
+        return tuple(BlockView(self._pool.blocks[i], self._tree) for i in blocks if i)
+
+    # %% nbs/core/policy.ipynb #Listener-_do_add
+    def _do_add(self, request: Request) -> None:
+        self._known[request.request_id] = request
+        self._call("on_add", request.request_id)
+
+    def _do_admit(self, request: str, computed: int, cached: int) -> None:
+        self._computed[request] = computed
+        self._call("on_admit", request)
+
+    def _do_preempt(self, request: str, *rest: Any) -> None:
+        self._call("on_preempt", request)
+
+    def _do_schedule(self, counts: dict[str, int]) -> None:
+        for request, n in counts.items():
+            before, length = self._computed[request], self._known[request].num_prompt_tokens
+            self._computed[request] = before + n
+            if before < length:
+                self._prompt[request] = self._prompt.get(request, 0) + min(before + n, length) - before
+
+    def _do_update(self, time: float, gained: dict[str, tuple[int, ...]], *rest: Any) -> None:
+        prompt, self._prompt = self._prompt, {}
+        for request in {**prompt, **gained}:
+            if request in self._known:
+                self._call("on_tokens", request, prompt.get(request, 0), len(gained.get(request, ())))
+
+    def _do_hit(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        self._call("on_hit", request, self._blocks(blocks))
+
+    def _do_free(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        if blocks:
+            self._call("on_free", request, self._blocks(blocks))
+
+    def _do_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
+        self._do_free(request, group, blocks)
+
+    # %% nbs/core/policy.ipynb #Listener-_do_cache
+    def _do_cache(
+        self, request: str, group: int, positions: tuple[int, ...], blocks: tuple[int, ...], *rest: Any
+    ) -> None:
+        if self._tree is not None:
+            self._tree.on_cache(self._known[request], group, positions, blocks)
+
+    def _do_evict(self, block: int, name: bytes) -> None:
+        if self._tree is not None:
+            self._tree.on_evict(block)
+
+    def _do_reset(self) -> None:
+        if self._tree is not None:
+            self._tree.on_reset()
+
+    def _do_finish(self, request: str, *rest: Any) -> None:
+        if request in self._known:
+            self._call("on_finish", request)
+            for table in (self._known, self._computed, self._prompt):
+                table.pop(request, None)
+
+
 # %% nbs/core/policy.ipynb #PolicyGuard
 class PolicyGuard:
     """Asks a policy and checks what it answers.
 
     Args:
         policy: the policy.
-        seconds: how long one answer may take.
+        seconds: how long one answer may take; 0 for no limit (and no thread that watches).
+
+    Attributes:
+        listener: what must be given the events; None for a policy that does not listen.
     """
 
     def __init__(self, policy: Policy, seconds: float = 10.0) -> None:
         if not isinstance(policy, Policy):
             raise TypeError(f"a policy must be an instance of minivllm.core.policy.Policy, got {policy!r}")
-        self.policy = policy
-        self._watchdog = Watchdog(seconds)
+        if not seconds >= 0:
+            raise ValueError(f"policy_timeout must be at least 0 seconds (0: no limit), got {seconds}")
+        self.policy, self.seconds = policy, seconds
+        self._watchdog = Watchdog(seconds) if seconds else None
+        self.listener: Listener | None = None
+        self._tree: BlockTree | None = None
+        self._failed: PolicyError | None = None
         self.has_order, self.has_chunk, self.has_victim, self.has_evict = (
-            overrides(policy, hook) for hook in ("order", "chunk", "victim", "evict")
+            overrides(policy, question) for question in ("order", "chunk", "victim", "evict")
         )
-        self.has_key = policy.key is not None
+        self.has_key = policy.key is not None and not self.has_order
 
-    def _ask(self, hook: str, *args: Any) -> Any:
+    def start(self, requests: Mapping[str, Request], pool: BlockPool, block_size: int) -> None:
+        """Tell the policy that it begins, and make its listener if it listens."""
+        parts = self.policy.parts.values() if isinstance(self.policy, Combined) else [self.policy]
+        parts = list({id(part): part for part in parts}.values())
+        for part in parts:
+            self._ask("on_start", part.on_start)
+        methods = {name: [getattr(part, name) for part in parts if overrides(part, name)] for name in _EVENTS}
+        if self.policy.track_blocks:
+            self._tree = BlockTree(pool, block_size)
+        if self._tree or any(methods.values()):
+            self.listener = Listener(methods, requests, pool, self._tree)
+
+    # %% nbs/core/policy.ipynb #PolicyGuard-tell
+    def tell(self) -> None:
+        """Tell a policy that listens what has happened. Raises PolicyError if it fails, or has failed in `tell_late`."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+        if listener := self.listener:
+            self._watch(lambda: listener.method, listener.tell)
+
+    def tell_late(self) -> None:
+        """The same at a moment at which nothing may be raised: an error waits for the next `tell`."""
         try:
-            with self._watchdog.watch():
-                return getattr(self.policy, hook)(*args)
+            self.tell()
+        except PolicyError as error:
+            self._failed = error
+
+    def _ask(self, method: str, function: Callable[..., Any], *args: Any) -> Any:
+        self.tell()
+        return self._watch(lambda: method, function, *args)
+
+    def _watch(self, method: Callable[[], str], function: Callable[..., Any], *args: Any) -> Any:
+        limit: AbstractContextManager[None] = nullcontext() if self._watchdog is None else self._watchdog.watch()
+        try:
+            with limit:
+                return function(*args)
         except _TimeOut:
-            self.fail(hook, f"did not answer within {self._watchdog.seconds:g} s")
+            self.fail(method(), f"did not answer within {self.seconds:g} s")
         except Exception as error:  # noqa: BLE001 - a policy may raise anything
-            self.fail(hook, f"raised {type(error).__name__}: {error}", error)
+            self.fail(method(), f"raised {type(error).__name__}: {error}", error)
 
-    def fail(self, hook: str, what: str, cause: Exception | None = None) -> NoReturn:
-        """Raise PolicyError in the name of a hook."""
-        raise PolicyError(f"policy {self.policy.name}.{hook} {what}") from cause
+    def fail(self, method: str, what: str, cause: Exception | None = None) -> NoReturn:
+        """Raise PolicyError in the name of a method."""
+        raise PolicyError(f"policy {self.policy.name}.{method} {what}") from cause
 
+    # %% nbs/core/policy.ipynb #PolicyGuard-order
     def key(self, request: Request) -> Any:
         """What a waiting request is sorted by."""
-        return self._ask("key", View(request))
+        assert self.policy.key is not None
+        return self._ask("key", self.policy.key, View(request))
 
-    def order(self, waiting: list[Request], view: SchedulerView) -> list[Request]:
+    def order(self, waiting: list[Request], view: SchedulerView | None) -> list[Request]:
         """All waiting requests in the policy's order."""
-        views = [View(request) for request in waiting]
-        answer = self._ask("order", tuple(views), view)
+        answer = self._ask("order", self.policy.order, tuple(map(View, waiting)), view)
         try:
-            ordered = [object.__getattribute__(v, "_target") for v in answer]
-        except (TypeError, AttributeError):
+            ordered = [target_of(v) for v in answer]
+        except TypeError:
+            ordered = [None]
+        if None in ordered:
             self.fail("order", f"must return the views it was given, got {answer!r}")
         known = {id(request) for request in waiting}
         seen: set[int] = set()
@@ -338,28 +711,37 @@ class PolicyGuard:
             )
         return ordered
 
-    def chunk(self, request: Request, budget: int, view: SchedulerView) -> int:
+    def chunk(self, request: Request, budget: int, view: SchedulerView | None) -> int:
         """A cap on the request's tokens."""
-        answer = self._ask("chunk", View(request), budget, view)
+        answer = self._ask("chunk", self.policy.chunk, View(request), budget, view)
         if isinstance(answer, bool) or not isinstance(answer, int) or answer < 0:
             self.fail(
                 "chunk", f"must return a whole number of tokens, at least 0, for {request.request_id!r}; got {answer!r}"
             )
         return min(answer, budget)
 
-    def victim(self, running: list[Request], view: SchedulerView) -> Request:
+    def victim(self, running: list[Request], view: SchedulerView | None) -> Request:
         """One of the running requests."""
-        views = [View(request) for request in running]
-        answer = self._ask("victim", tuple(views), view)
-        for v, request in zip(views, running, strict=True):
-            if v is answer:
+        answer = self._ask("victim", self.policy.victim, tuple(map(View, running)), view)
+        for request in running:
+            if request is target_of(answer):
                 return request
         self.fail("victim", f"must return one of the {len(running)} running requests it was given, got {answer!r}")
 
-    def evict(self, blocks: Iterator[KVCacheBlock], view: SchedulerView) -> KVCacheBlock:
+    # %% nbs/core/policy.ipynb #PolicyGuard-evict
+    def evict(self, blocks: Iterator[KVCacheBlock], view: SchedulerView | None) -> KVCacheBlock:
         """One of the cached free blocks."""
-        answer = self._ask("evict", (View(block) for block in blocks), view)
-        block = object.__getattribute__(answer, "_target") if isinstance(answer, View) else None
+        answer = self._ask("evict", self.policy.evict, (BlockView(block, self._tree) for block in blocks), view)
+        block = target_of(answer)
         if not isinstance(block, KVCacheBlock) or block.ref_cnt or block.block_hash is None:
             self.fail("evict", f"must return one of the cached free blocks it was given, got {answer!r}")
         return block
+
+    def choose_victims(self, pool: BlockPool, view: Callable[[], SchedulerView]) -> None:
+        """Let a block pool ask this policy which block to evict."""
+        key, tree = self.policy.evict_key, self._tree
+        pool.choose_victim = (lambda blocks: self.evict(blocks, view())) if self.has_evict else None
+        pool.evict_by(
+            (lambda block: key(BlockView(block, tree))) if key is not None and not self.has_evict else None,
+            lambda rank: self._ask("evict_key", rank),
+        )

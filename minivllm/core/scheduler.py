@@ -14,7 +14,17 @@ from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from minivllm.core.policy import FCFS, Policy, PolicyError, PolicyGuard, Priority, SchedulerView, arguments_of
+from minivllm.core.policy import (
+    FCFS,
+    Listener,
+    Policy,
+    PolicyError,
+    PolicyGuard,
+    Priority,
+    SchedulerView,
+    Served,
+    arguments_of,
+)
 from minivllm.core.request import FinishReason, Request, RequestStatus
 from minivllm.core.trace import RequestState, State, Trace, TraceHeader
 
@@ -122,7 +132,7 @@ class Scheduler:
         policy: answers to the questions of taste; None for the one that `config.policy` names.
         preemption: `Recompute()` or `Swap(n)`; None takes `Swap` if `cache.num_cpu_blocks` is given.
         clock: where the time comes from.
-        policy_timeout: seconds that a policy's hook may take.
+        policy_timeout: seconds that a policy's answer may take; 0 for no limit, and no thread that watches.
 
     Attributes:
         requests: unfinished requests by id.
@@ -156,19 +166,22 @@ class Scheduler:
         self._arrivals = 0
         self._overtaken = 0
         self._idle_steps = 0
-        self._served: dict[str | None, int] = {}
+        self._served: dict[str | None, Served] = {}
+        self._listener: Listener | None = None
+        self._needed_by: Request | None = None
         self._finished: list[str] = []
         self._newest_result = -1
         self._ended_in_flight: dict[str, int] = {}
         self._draft = _Draft.empty()
         self._last_wait: tuple[Any, ...] | None = None
-        self._sinks: list[Callable[[tuple[Any, ...]], None]] = []
+        self._sinks: dict[Callable[[tuple[Any, ...]], None], bool] = {}
         self._recorder: Callable[[tuple[Any, ...]], None] | None = None
         self._policy_timeout = policy_timeout
         self.waiting = WaitingQueue()
         self.set_policy(policy or (Priority() if config.policy == "priority" else FCFS()))
         self.max_model_len = self._longest_request()
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-_longest_request
     def _longest_request(self) -> int:
         """The most tokens of one request that blocks can hold, at most `max_model_len`."""
         low, high = 0, self.config.max_model_len
@@ -188,38 +201,49 @@ class Scheduler:
     # %% nbs/core/scheduler.ipynb #Scheduler-set_policy
     def set_policy(self, policy: Policy) -> None:
         """Use another policy from the next step on."""
-        self._guard = PolicyGuard(policy, self._policy_timeout)
-        queue = WaitingQueue(self._guard if self._guard.has_key and not self._guard.has_order else None)
+        guard = PolicyGuard(policy, self._policy_timeout)
+        guard.start(self.requests, self.kv_cache_manager.block_pool, self.cache.block_size)
+        if self._listener is not None:
+            self.unsubscribe(self._listener.note)
+        self._guard, self._listener = guard, guard.listener
+        if self._listener is not None:
+            self.subscribe(self._listener.note)
+        queue = WaitingQueue(guard if guard.has_key else None)
         for request in self.waiting:
             queue.add(request)
         self.waiting = queue
-        evict = (lambda blocks: self._guard.evict(blocks, self._view(0))) if self._guard.has_evict else None
-        self.kv_cache_manager.block_pool.choose_victim = evict
+        guard.choose_victims(self.kv_cache_manager.block_pool, lambda: self._view(self._draft.budget))
 
-    def _served_tokens(self) -> dict[str | None, int]:
-        """Tokens scheduled for each user. Counted when somebody asks, so that a step need not count."""
-        served = dict(self._served)
+    def _served_tokens(self) -> dict[str | None, Served]:
+        """What each user has got. Counted when a policy asks, so that a step need not count."""
+        before = dict(self._served)
         for request in self.running:
-            served[request.user] = served.get(request.user, 0) + request.num_computed_tokens
+            self._keep_account(request, 1)
+        served, self._served = self._served, before
         return served
 
-    def _keep_account(self, request: Request, tokens: int) -> None:
-        """Note what a request had when it started to run (less), or has when it stops (more)."""
-        self._served[request.user] = self._served.get(request.user, 0) + tokens
+    def _keep_account(self, request: Request, sign: int) -> None:
+        """Note what a request had when it started to run (sign -1), or has when it stops (1)."""
+        prompt, output = self._served.get(request.user, Served())
+        computed = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._served[request.user] = Served(prompt + sign * computed, output + sign * request.num_output_tokens)
 
     def _view(self, budget: int) -> SchedulerView:
         return SchedulerView(
-            self.kv_cache_manager.cached_tokens,
-            self._served_tokens,
+            self.kv_cache_manager,
             step=self.step,
             now=self.clock.now(),
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_free_blocks=self.kv_cache_manager.block_pool.num_free,
-            num_blocks=self.kv_cache_manager.block_pool.num_blocks,
-            block_size=self.cache.block_size,
             budget=budget,
+            num_waiting=len(self.waiting),
+            running=self.running,
+            needed_by=self._needed_by,
+            served=self._served_tokens,
+            note=self._note,
         )
+
+    def _note(self, label: str, value: Any) -> None:
+        if self.trace is not None:
+            self.trace(("note", label, value, self.policy.name))
 
     # %% nbs/core/scheduler.ipynb #Scheduler-add_request
     def add_request(self, request: Request) -> None:
@@ -285,7 +309,10 @@ class Scheduler:
         self.step += 1
         return output
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-_fill
     def _fill(self, draft: _Draft) -> None:
+        if self._listener is not None:
+            self._guard.tell()
         preempted_before = len(draft.preempted)
         self._schedule_running(draft)
         if self.waiting:
@@ -363,6 +390,7 @@ class Scheduler:
     # %% nbs/core/scheduler.ipynb #Scheduler-_make_room
     def _make_room(self, request: Request, n: int, draft: _Draft) -> bool:
         """Allocate for `n` more tokens; False if the request had to give way itself."""
+        self._needed_by = request
         while True:
             new = self.kv_cache_manager.allocate_slots(request, n)
             if new is not None:
@@ -398,7 +426,7 @@ class Scheduler:
         n = draft.scheduled.pop(request_id, 0)
         draft.budget += n
         victim.num_computed_tokens -= n
-        self._keep_account(victim, victim.num_computed_tokens)
+        self._keep_account(victim, 1)
         self.running.remove(victim)
         pairs = (
             self.kv_cache_manager.swap_out(victim)
@@ -439,14 +467,23 @@ class Scheduler:
             while self.waiting and draft.budget:
                 yield self._next_in_line(self.waiting.first())
             return
-        ordered = self._guard.order(list(self.waiting), self._view(draft.budget))
-        if self.trace is not None:
-            self.trace(("order", tuple(request.request_id for request in ordered), self.policy.name))
-        for request in ordered:
+        while self.policy.order_per_admission and self.waiting and draft.budget:
+            yield self._next_in_line(self._ordered(draft)[0])
+        if self.policy.order_per_admission:
+            return
+        for request in self._ordered(draft):
             if not draft.budget:
                 return
             while request in self.waiting:
                 yield self._next_in_line(request)
+
+    def _ordered(self, draft: _Draft) -> list[Request]:
+        """The waiting requests in the policy's order."""
+        self._needed_by = None
+        ordered = self._guard.order(list(self.waiting), self._view(draft.budget))
+        if self.trace is not None:
+            self.trace(("order", tuple(request.request_id for request in ordered), self.policy.name))
+        return ordered
 
     def _next_in_line(self, preferred: Request) -> Request:
         """The preferred request, unless the oldest has been overtaken too often."""
@@ -464,7 +501,7 @@ class Scheduler:
     # %% nbs/core/scheduler.ipynb #Scheduler-_admit
     def _admit(self, request: Request, draft: _Draft) -> str | None:
         """Start one waiting request; the reason if it cannot start now."""
-        config = self.config
+        config, self._needed_by = self.config, request
         if len(self.running) >= config.max_num_seqs:
             return "max_num_seqs"
         if config.max_num_partial_prefills is not None:
@@ -528,7 +565,7 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             lora_name=request.lora_name,
         )
-        self._keep_account(request, -request.num_computed_tokens)
+        self._keep_account(request, -1)
         draft.scheduled[request.request_id] = n
         request.num_computed_tokens += n
         draft.budget -= n
@@ -580,8 +617,11 @@ class Scheduler:
         if ended:
             gone = {id(request) for request in ended}
             self.running = [request for request in self.running if id(request) not in gone]
+        if self._listener is not None:
+            self._guard.tell_late()
         return outputs
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-_drop_late
     def _drop_late(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Forget what a step brings to requests that ended while it ran: their ids may be in use again."""
         for request_id, last in list(self._ended_in_flight.items()):
@@ -616,7 +656,7 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         """Give everything back. The caller takes the request out of its queue."""
         if request.status is RequestStatus.RUNNING:
-            self._keep_account(request, request.num_computed_tokens)
+            self._keep_account(request, 1)
         request.status = RequestStatus.FINISHED
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
@@ -730,25 +770,19 @@ class Scheduler:
             self._recorder = None
 
     # %% nbs/core/scheduler.ipynb #Scheduler-subscribe
-    def subscribe(self, sink: Callable[[tuple[Any, ...]], None]) -> None:
-        """Send every event to `sink` from now on. It must be quick and must not raise."""
-        self._sinks.append(sink)
+    def subscribe(self, sink: Callable[[tuple[Any, ...]], None], blocks: bool = True) -> None:
+        """Send every event to `sink` from now on; with `blocks` also those of blocks. It must be quick and must not raise."""
+        self._sinks[sink] = blocks
         self._connect()
 
     def unsubscribe(self, sink: Callable[[tuple[Any, ...]], None]) -> None:
-        """Stop sending events to `sink`. Raises ValueError if it was not subscribed."""
-        self._sinks.remove(sink)
+        """Stop sending events to `sink`. Raises KeyError if it was not subscribed."""
+        del self._sinks[sink]
         self._connect()
 
     def _connect(self) -> None:
-        """Nobody listens: None, which costs least. One: itself. More: a function that tells them all."""
-        sinks = tuple(self._sinks)
-
-        def tell_all(event: tuple[Any, ...]) -> None:
-            for sink in sinks:
-                sink(event)
-
-        self.trace = self.kv_cache_manager.trace = None if not sinks else sinks[0] if len(sinks) == 1 else tell_all
+        self.trace = _to_all(self._sinks)
+        self.kv_cache_manager.trace = _to_all(sink for sink, blocks in self._sinks.items() if blocks)
 
 
 # %% nbs/core/scheduler.ipynb #Scheduler-add_request
@@ -768,3 +802,15 @@ def _attributes(r: Request) -> dict[str, Any]:
         "skip_reading_prefix_cache": r.skip_reading_prefix_cache,
     }
     return {name: value for name, value in rare.items() if value not in (None, (), False)}
+
+
+# %% nbs/core/scheduler.ipynb #Scheduler-subscribe
+def _to_all(sinks: Iterable[Callable[[tuple[Any, ...]], None]]) -> Callable[[tuple[Any, ...]], None] | None:
+    """No sink: None, which costs least. One: itself. More: a function that calls them all."""
+    sinks = tuple(sinks)
+
+    def tell_all(event: tuple[Any, ...]) -> None:
+        for sink in sinks:
+            sink(event)
+
+    return None if not sinks else sinks[0] if len(sinks) == 1 else tell_all

@@ -153,7 +153,7 @@ class Fold:
     def _ignore(self, *args: Any) -> None:
         pass
 
-    _do_attributes = _do_step = _do_wait = _do_chunk = _do_order = _do_policy_error = _ignore
+    _do_attributes = _do_step = _do_wait = _do_chunk = _do_note = _do_order = _do_policy_error = _ignore
 
     # %% nbs/core/trace.ipynb #Fold-_do_add
     def _do_add(self, *fields: Any) -> None:
@@ -443,11 +443,11 @@ class Trace:
 
         return tables(self)
 
-    def save(self, path: Any) -> None:
-        """Write to a file, `.jsonl` (JSON lines) or `.parquet`: see `minivllm.core.trace_files`."""
+    def save(self, path: Any, drop_samples: bool = False) -> None:
+        """Write to a file, `.jsonl` (JSON lines) or `.parquet`: see `minivllm.core.trace_files`. `drop_samples`: without the logits."""
         from minivllm.core.trace_files import save
 
-        save(self, path)
+        save(self, path, drop_samples)
 
     @staticmethod
     def load(path: Any) -> Trace:

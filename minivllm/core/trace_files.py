@@ -81,16 +81,22 @@ def _decode_start(plain: dict[str, Any]) -> State:
 
 
 # %% nbs/core/trace_files.ipynb #save
-def save(trace: Trace, path: str | Path) -> None:
+def save(trace: Trace, path: str | Path, drop_samples: bool = False) -> None:
     """Write a trace.
 
     Args:
         path: ends in `.jsonl` or `.parquet`. A file that is there is replaced when the new one is complete.
+        drop_samples: a file holds no logits; say so if `trace.samples` has some.
 
     Raises:
         ValueError: another ending. TypeError: an extra key of a request that cannot be saved.
     """
     path = Path(path)
+    if trace.samples and not drop_samples:
+        raise ValueError(
+            f"the trace has the logits of {len(trace.samples)} samples, and no file of a trace holds them;"
+            " save(path, drop_samples=True) leaves them out"
+        )
     head = json.dumps({"trace": asdict(trace.header), "start": _encode_start(trace.start)})
     lines = (json.dumps(encode_event(event)) for event in trace.events)
     if path.suffix == ".jsonl":
@@ -118,6 +124,7 @@ def _save_parquet(path: Path, head: str, lines: list[str], kinds: list[str]) -> 
     pq.write_table(table.replace_schema_metadata({"minivllm.trace": head}), path, compression="zstd")
 
 
+# %% nbs/core/trace_files.ipynb #load
 def load(path: str | Path) -> Trace:
     """Read a trace that `save` wrote.
 

@@ -17,9 +17,8 @@ from minivllm.core.config import EngineArgs, EngineConfig
 from minivllm.core.policy import FCFS, PolicyError, Priority
 from minivllm.engine.detokenizer import DetokenizerFactory
 from minivllm.engine.input_processor import ProcessedInput, PromptType
-from minivllm.engine.llm import FROM_GENERATION_CONFIG
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.outputs import FinishedRequest, RequestOutput
 from minivllm.engine.warm_up import warm_up
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
@@ -193,11 +192,8 @@ class AsyncLLM:
 
     # %% nbs/engine/async_llm.ipynb #AsyncLLM-get_default_sampling_params
     def get_default_sampling_params(self) -> dict[str, Any]:
-        """The fields of SamplingParams that the model's generation config sets; none with ``generation_config="vllm"``."""
-        if self.config.args.generation_config == "vllm":
-            return {}
-        found = self.llm_engine.generation_config
-        return {ours: found[theirs] for theirs, ours in FROM_GENERATION_CONFIG.items() if found.get(theirs) is not None}
+        """See `LLMEngine.default_sampling_params`."""
+        return self.llm_engine.default_sampling_params
 
     # %% nbs/engine/async_llm.ipynb #AsyncLLM-loop
     def _post(self, job: Callable[[LLMEngine], T]) -> "Future[T]":
@@ -300,10 +296,11 @@ class AsyncLLM:
         *,
         priority: int = 0,
         user: str | None = None,
+        cut_max_tokens: bool = True,
     ) -> RequestStream:
         """Queue a request and return its stream; when this returns, the engine has accepted it.
 
-        With PoolingParams the stream has one output, whose ``pooled`` is the vector.
+        With PoolingParams the stream has one output, whose ``pooled`` is the vector. ``cut_max_tokens``: see `InputProcessor.max_tokens`.
 
         Raises:
             TypeError, ValueError: a bad prompt, parameter or id. EngineDeadError.
@@ -311,7 +308,7 @@ class AsyncLLM:
         name = f"async-{next(self._ids)}" if request_id is None else request_id
         arrival = self.llm_engine.clock.now()
         given = await self.run_input(
-            lambda: self.llm_engine.process(name, prompt, sampling_params, arrival, priority, user)
+            lambda: self.llm_engine.process(name, prompt, sampling_params, arrival, priority, user, cut_max_tokens)
         )
         await self._compile_grammar(given.params)
         stream = RequestStream(name, given.params.output_kind is RequestOutputKind.DELTA, self._forget)
@@ -322,6 +319,7 @@ class AsyncLLM:
             raise
         return stream
 
+    # %% nbs/engine/async_llm.ipynb #AsyncLLM-compile
     async def _compile_grammar(self, params: SamplingParams | PoolingParams) -> None:
         """Wait until the grammar is compiled, so that a wrong one is the caller's error and the engine never waits for one."""
         grammars = self.llm_engine.core.grammars
@@ -377,6 +375,7 @@ class AsyncLLM:
         """End a request: its stream gets a last output with the finish reason "abort". Unknown ids are passed over."""
         await self.call(lambda engine: self._deliver(engine.abort_request(request_id)))
 
+    # %% nbs/engine/async_llm.ipynb #AsyncLLM-call
     async def call(self, job: Callable[[LLMEngine], T]) -> T:
         """Do something with the engine between two steps. Raises what ``job`` raises, or EngineDeadError."""
         return await asyncio.wrap_future(self._post(job))
@@ -385,6 +384,10 @@ class AsyncLLM:
         """Raises EngineDeadError if the engine has failed or was shut down."""
         if self.errored or self._closing:
             raise self._death()
+
+    def observe(self, on_finished: Callable[[FinishedRequest], None]) -> None:
+        """Have every request that ends from now on counted, in the engine's thread."""
+        self.llm_engine.output_processor.on_finished = on_finished
 
     def get_metrics(self) -> dict[str, float]:
         """See `LLMEngine.get_metrics`. Reads counters without waiting for the step under way."""

@@ -12,9 +12,10 @@ import numpy as np
 
 from minivllm.core.config import EngineConfig
 from minivllm.core.request import Request
-from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.params import InvalidParameter, SamplingParams, check_text
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.random import RequestSeeds
+from minivllm.sampling.transforms import check_extra_args
 
 __all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "parse_prompt"]
 
@@ -34,6 +35,7 @@ class Prompt:
     cache_salt: str | None = None
 
 
+# %% nbs/engine/input_processor.ipynb #parse_prompt
 def parse_prompt(prompt: PromptType) -> Prompt:
     """Bring any form of a prompt into one.
 
@@ -109,6 +111,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.generation_config = generation_config or {}
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
+        self.transforms_read_extra_args = False  # set by an engine that has transforms of its own
         self._next_seed = RequestSeeds(config.seed)
 
     # %% nbs/engine/input_processor.ipynb #InputProcessor-tokenize
@@ -119,6 +122,7 @@ class InputProcessor:
         elif self.tokenizer is None:
             raise ValueError("this engine has no tokenizer: give the prompt as a list of token ids")
         else:
+            check_text(prompt.text, "prompt")
             token_ids = list(self.tokenizer(prompt.text).input_ids)
         if params.truncate_prompt_tokens is not None:
             limit = self.config.scheduler.max_model_len - 1
@@ -145,10 +149,19 @@ class InputProcessor:
     def _why_max_model_len(self) -> str:
         return next((d.why for d in self.config.decisions if d.setting == "max_model_len"), "as configured")
 
-    def max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
-        """Tokens to generate at most: ``params.max_tokens``, cut at ``max_model_len``; None means as many as fit."""
-        room = self.config.scheduler.max_model_len - prompt_len
-        return room if params.max_tokens is None else min(params.max_tokens, room)
+    def max_tokens(self, prompt_len: int, params: SamplingParams, cut: bool = True) -> int:
+        """Tokens to generate at most: ``params.max_tokens``, None for as many as fit.
+
+        ``cut``: whether more than fit means as many as fit, as in vLLM's `LLM.generate`. Servers refuse it, as vLLM's and OpenAI's do.
+        """
+        limit = self.config.scheduler.max_model_len
+        room = limit - prompt_len
+        if params.max_tokens is None or (cut and params.max_tokens > room):
+            return room
+        if params.max_tokens > room:
+            allowed = f"at most {room}: max_model_len={limit} tokens, of which the prompt takes {prompt_len}"
+            raise InvalidParameter("max_tokens", params.max_tokens, allowed)
+        return params.max_tokens
 
     # %% nbs/engine/input_processor.ipynb #InputProcessor-process
     def process(
@@ -160,6 +173,7 @@ class InputProcessor:
         arrival_time: float = 0.0,
         priority: int = 0,
         user: str | None = None,
+        cut_max_tokens: bool = True,
     ) -> ProcessedInput:
         """Check everything and make the core's requests; nothing is queued yet.
 
@@ -177,7 +191,7 @@ class InputProcessor:
             return self._process_pooling(request_id, parsed, params, arrival_time, priority, user)
         params = self._complete(params)
         token_ids = self.tokenize(parsed, params)
-        max_tokens = self.max_tokens(len(token_ids), params)
+        max_tokens = self.max_tokens(len(token_ids), params, cut_max_tokens)
         if params.min_tokens > max_tokens:
             raise ValueError(
                 f"min_tokens is {params.min_tokens}, but after {len(token_ids)} prompt tokens only {max_tokens} fit"
@@ -202,6 +216,7 @@ class InputProcessor:
         ]
         return ProcessedInput(parsed.text, token_ids, params, children)
 
+    # %% nbs/engine/input_processor.ipynb #InputProcessor-pooling
     def _process_pooling(
         self,
         request_id: str,
@@ -236,6 +251,8 @@ class InputProcessor:
         if params.bad_words:
             params.update_from_tokenizer(self.tokenizer)
         params.verify(self.config.model.vocab_size, self.config.args.max_logprobs)
+        if params.extra_args:
+            check_extra_args(params, self.transforms_read_extra_args)
         return params
 
     def _children(self, request_id: str, params: SamplingParams) -> list[tuple[str, SamplingParams]]:

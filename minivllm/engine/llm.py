@@ -24,7 +24,7 @@ from minivllm.sampling.params import BeamSearchParams, RequestOutputKind, Sampli
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["FROM_GENERATION_CONFIG", "LLM", "Message"]
+__all__ = ["LLM", "Message"]
 
 
 # %% nbs/engine/llm.ipynb #LLM
@@ -89,13 +89,7 @@ class LLM:
     # %% nbs/engine/llm.ipynb #LLM-get_default_sampling_params
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used where none are given: the model's generation config, or neutral with ``generation_config="vllm"``."""
-        if self.config.args.generation_config == "vllm":
-            return SamplingParams()
-        found = self.llm_engine.generation_config
-        given = {
-            ours: found[theirs] for theirs, ours in FROM_GENERATION_CONFIG.items() if found.get(theirs) is not None
-        }
-        return SamplingParams(**given)
+        return SamplingParams(**self.llm_engine.default_sampling_params)
 
     # %% nbs/engine/llm.ipynb #LLM-generate
     def generate(
@@ -290,18 +284,6 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-# %% nbs/engine/llm.ipynb #LLM-get_default_sampling_params
-FROM_GENERATION_CONFIG = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""Fields of a model's generation config, and the names that SamplingParams has for them."""
 
 
 # %% nbs/engine/llm.ipynb #_Progress

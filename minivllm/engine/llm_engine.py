@@ -20,18 +20,30 @@ from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import fit_memory, make_executor, plan_engine
 from minivllm.runtime.sample_record import explain_sample
 from minivllm.sampling.grammar import GrammarCompiler
-from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["LLMEngine"]
+__all__ = ["FROM_GENERATION_CONFIG", "LLMEngine"]
 
 
-# %% nbs/engine/llm_engine.ipynb #LLMEngine
+# %% nbs/engine/llm_engine.ipynb #imports
 if TYPE_CHECKING:
     import pandas as pd
 
 
+FROM_GENERATION_CONFIG = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Fields of a model's generation config, and the names that SamplingParams has for them."""
+
+
+# %% nbs/engine/llm_engine.ipynb #LLMEngine
 class LLMEngine:
     """Requests in, outputs out, one step at a time. Make one with `from_engine_args`.
 
@@ -47,6 +59,7 @@ class LLMEngine:
     ) -> None:
         self.config, self.core, self.tokenizer = config, core, tokenizer
         self.generation_config = generation_config or {}
+        self.default_sampling_params = {} if config.args.generation_config == "vllm" else self._defaults()
         self.clock = core.clock
         self.input_processor = InputProcessor(config, tokenizer, self.generation_config)
         self.output_processor = OutputProcessor(tokenizer)
@@ -54,6 +67,7 @@ class LLMEngine:
         self.num_generation_tokens = 0
         self._closed = False
 
+    # %% nbs/engine/llm_engine.ipynb #LLMEngine-from_engine_args
     @classmethod
     def from_engine_args(
         cls,
@@ -81,7 +95,25 @@ class LLMEngine:
         core = EngineCore(
             plan.config, executor, policy=policy, preemption=preemption, clock=clock or WallClock(), grammar=grammar
         )
-        return cls(plan.config, core, tokenizer, plan.model.generation_config)
+        engine = cls(plan.config, core, tokenizer, plan.model.generation_config)
+        engine.input_processor.transforms_read_extra_args = bool(logits_processors)
+        return engine
+
+    # %% nbs/engine/llm_engine.ipynb #LLMEngine-defaults
+    def _defaults(self) -> dict[str, Any]:
+        """The fields of SamplingParams that the model's generation config sets. What is wrong with it is the model's fault, not a request's."""
+        fields: dict[str, Any] = {}
+        for theirs, ours in FROM_GENERATION_CONFIG.items():
+            value = self.generation_config.get(theirs)
+            if value is None:
+                continue
+            try:
+                SamplingParams(**{ours: value})
+            except InvalidParameter as error:
+                file = f"{self.config.model.path}/generation_config.json"
+                raise ValueError(f"{file}: {theirs} must be {error.allowed}; it is {value!r}") from error
+            fields[ours] = value
+        return fields
 
     # %% nbs/engine/llm_engine.ipynb #LLMEngine-add_request
     def add_request(
@@ -110,12 +142,19 @@ class LLMEngine:
         arrival_time: float,
         priority: int = 0,
         user: str | None = None,
+        cut_max_tokens: bool = True,
     ) -> ProcessedInput:
-        """Check and tokenise a request without queueing it."""
+        """Check and tokenise a request without queueing it; see `InputProcessor.process`."""
         if self._closed:
             raise RuntimeError("this engine was closed")
         return self.input_processor.process(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority, user=user
+            request_id,
+            prompt,
+            params,
+            arrival_time=arrival_time,
+            priority=priority,
+            user=user,
+            cut_max_tokens=cut_max_tokens,
         )
 
     def add_processed(self, request_id: str, given: ProcessedInput) -> None:

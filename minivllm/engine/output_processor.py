@@ -2,14 +2,14 @@
 
 # Generated from nbs/engine/output_processor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.request import FinishReason
 from minivllm.engine.detokenizer import Detokenizer, DetokenizerFactory
-from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minivllm.engine.outputs import CompletionOutput, FinishedRequest, RequestMetrics, RequestOutput
 from minivllm.engine.stop_strings import StopStrings, ends_in_loop
 from minivllm.sampling.params import RequestOutputKind, SamplingParams, best_indices
 from minivllm.sampling.pooling import PoolingParams
@@ -137,6 +137,14 @@ class RequestState:
     def finished(self) -> bool:
         return all(child.finish_reason is not None for child in self.children.values())
 
+    def counts(self) -> FinishedRequest:
+        """For the metrics, when it has ended."""
+        reasons = [child.finish_reason.value for child in self.children.values() if child.finish_reason is not None]
+        if self.pooled is not None:
+            reasons = [FinishReason.STOP.value]
+        generated = sum(len(child.token_ids) for child in self.children.values())
+        return FinishedRequest(reasons, len(self.prompt_token_ids), generated, self.metrics)
+
     # %% nbs/engine/output_processor.ipynb #RequestState-output
     def output(self) -> RequestOutput | None:
         """What the caller gets now, or None if it waits for the end."""
@@ -186,13 +194,15 @@ class ProcessedOutputs:
 class OutputProcessor:
     """Turns the outputs of the engine core into outputs for callers.
 
-    ``tokenizer`` may be None: then only requests with ``detokenize=False`` are possible.
+    ``tokenizer`` may be None: then only requests with ``detokenize=False`` are possible. ``on_finished`` is called with every
+    request that ends.
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
         self.requests: dict[str, RequestState] = {}
         self.parent_of: dict[str, RequestState] = {}
         self.detokenizers = None if tokenizer is None else DetokenizerFactory(tokenizer)
+        self.on_finished: Callable[[FinishedRequest], None] = lambda finished: None
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -283,6 +293,7 @@ class OutputProcessor:
         if state.finished:
             state.metrics.finished_time = now
             del self.requests[state.request_id]
+            self.on_finished(state.counts())
         return state.output()
 
     def _name_tokens(self, output: EngineCoreOutput) -> None:

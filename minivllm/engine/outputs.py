@@ -5,7 +5,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "RequestMetrics", "RequestOutput"]
+__all__ = [
+    "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "FinishedRequest", "RequestMetrics",
+    "RequestOutput",
+]  # fmt: skip
 
 
 # %% nbs/engine/outputs.ipynb #CompletionOutput
@@ -54,6 +57,21 @@ class RequestMetrics:
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """What is counted of a request that has ended in any way: with an answer, aborted, or failed.
+
+    Attributes:
+        finish_reasons: one for each answer that was begun, or "stop" for a vector.
+        num_generation_tokens: of all answers.
+    """
+
+    finish_reasons: list[str]
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    metrics: RequestMetrics
 
 
 # %% nbs/engine/outputs.ipynb #RequestOutput

@@ -118,6 +118,7 @@ def restore(scheduler: Scheduler, start: State) -> None:
             queue.remove(blocks[i])
         for i in order:
             queue.append(blocks[i])
+    scheduler.set_policy(scheduler.policy)  # which blocks can be evicted has changed
 
 
 # %% nbs/lab/history.ipynb #ReplayDivergence

@@ -11,7 +11,8 @@ from itertools import count
 
 from minivllm.core.config import CacheConfig
 from minivllm.core.kv_cache import KVCacheManager
-from minivllm.core.policy import Policy, PolicyGuard, SchedulerView, overrides
+from minivllm.core.policy import LRU, Policy, PolicyGuard, SchedulerView
+from minivllm.core.request import Request
 from minivllm.lab.workload import Workload
 
 __all__ = ["BlockSequence", "clairvoyant_hits", "hit_rates", "infinite_hits", "real_hits"]
@@ -98,33 +99,34 @@ def real_hits(workload: Workload, block_size: int, num_blocks: int, policy: Poli
     """Blocks that the KV cache manager finds with `num_blocks` blocks, prompts going by one after the other.
 
     Args:
-        policy: whose `evict` chooses the block to forget; None for the least recently used.
+        policy: whose `evict` or `evict_key` chooses the block to evict; it may listen to what happens to blocks; None for the least recently used.
 
     Raises:
         ValueError: a prompt alone needs more blocks.
     """
     cache = CacheConfig(block_size=block_size, num_gpu_blocks=num_blocks + 1)  # one more: the null block
     kv, moment = KVCacheManager(cache, max_step_tokens=1 << 40), count()
-    if policy is not None and overrides(policy, "evict"):
-        guard = PolicyGuard(policy)
-        kv.block_pool.choose_victim = lambda blocks: guard.evict(blocks, _view(kv, next(moment)))
+    requests: dict[str, Request] = {}
+    guard = PolicyGuard(policy or LRU())
+    guard.start(requests, kv.block_pool, block_size)
+    guard.choose_victims(kv.block_pool, lambda: SchedulerView(kv, step=kv.block_pool.step, now=float(next(moment))))
+    note = kv.trace = guard.listener.note if guard.listener else None
     for i, asked in enumerate(workload.unrolled()):
         request = asked.to_request()
         _check_fits(-(-request.num_tokens // block_size), num_blocks)
-        kv.block_pool.step = i
+        kv.block_pool.step, requests[request.request_id] = i, request
+        if note is not None:
+            note(("add", request.request_id))
         hit = kv.get_computed_blocks(request)
         kv.count_lookup(request, hit)
         kv.allocate_slots(request, request.num_tokens - hit.num_tokens, hit)
         request.num_computed_tokens = request.num_tokens
         kv.free(request)
+        if note is not None:
+            note(("finish", request.request_id))
+            guard.tell()
+        del requests[request.request_id]
     return kv.stats.hit_tokens // block_size
-
-
-def _view(kv: KVCacheManager, moment: int) -> SchedulerView:
-    return SchedulerView(
-        kv.cached_tokens, dict, step=kv.block_pool.step, now=float(moment), num_running=1, num_waiting=0, num_free_blocks=kv.block_pool.num_free,
-        num_blocks=kv.block_pool.num_blocks, block_size=kv.block_size, budget=0,
-    )  # fmt: skip
 
 
 # %% nbs/lab/hits.ipynb #hit_rates
@@ -137,7 +139,7 @@ def hit_rates(
         workload: its prompts go by one after the other, as if each answer were complete at once. Answers are not cached.
         block_size: tokens per block.
         num_blocks: blocks of the cache; None for as many as there are different ones.
-        policy: whose `evict` the real manager asks; None for the least recently used.
+        policy: whose `evict` or `evict_key` the real manager asks; None for the least recently used.
 
     Returns:
         `real`: the KV cache manager. `infinite`: a cache that never forgets, and shares blocks that are not full. `clairvoyant`: one of

@@ -7,8 +7,9 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,29 @@ def _whole(row: dict[str, Any], key: str, least: int = 0) -> int:
     return number
 
 
-def _row_reader(path: Path, rows: Iterator[tuple[int, Any]], make: Callable[[int, Any], Any]) -> Iterator[Any]:
-    """Make something of each row; say on which line it failed."""
-    i = 0
+def _seconds(value: Any, what: str) -> float:
+    """A moment in seconds. Raises ValueError for what is no number, or not finite."""
+    number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else None
+    if number is None or not isfinite(number):
+        raise ValueError(f"{what} must be a finite number of seconds, got {value!r}")
+    return number
+
+
+def _row_reader(path: Path, rows: Iterable[tuple[int, Any]], make: Callable[[int, Any], Any]) -> Iterator[Any]:
+    """Make a request of each row; say on which line it failed, or which comes before the one in front of it."""
+    i, last = 0, 0.0
     for line, row in rows:
         try:
             made = make(i, row)
+            if made is not None and not last <= made.arrival_time:
+                raise ValueError(
+                    f"arrives at {made.arrival_time:g} s, before the one in front of it ({last:g} s); sort the file"
+                )
         except (ValueError, KeyError, TypeError) as error:
             what = f"missing {error}" if isinstance(error, KeyError) else error
             raise WorkloadFileError(f"{path.name}, line {line}: {what}") from error
         if made is not None:
-            i += 1
+            i, last = i + 1, made.arrival_time
             yield made
 
 
@@ -117,19 +130,31 @@ _ANSWERS = 1 << 36  # the space of made-up answers, apart from all prompts
 
 def read_azure(path: str | Path) -> Workload:
     """The Azure LLM inference traces of 2023 and 2024: CSV with `TIMESTAMP,ContextTokens,GeneratedTokens`. Prompts share nothing."""
+    columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+    return _read_csv(path, columns, lambda row: datetime.fromisoformat(row["TIMESTAMP"].strip()))
+
+
+def _read_csv(
+    path: str | Path,
+    columns: tuple[str, str, str],
+    moment: Callable[[dict[str, str]], Any],
+    fields: Callable[[dict[str, str]], dict[str, Any]] = lambda row: {},
+) -> Workload:
+    """Requests from the columns for time, prompt tokens and answer tokens. The first row's `moment`, a datetime or seconds, is 0."""
     path = Path(path)
 
     def make(workload: Workload) -> Iterator[WorkloadRequest]:
-        first: datetime | None = None
+        first: Any = None
 
         def request(i: int, row: dict[str, str]) -> WorkloadRequest | None:
             nonlocal first
-            moment = datetime.fromisoformat(row["TIMESTAMP"].strip())
-            first = first or moment
-            return _unshared(workload, i, (moment - first).total_seconds(),
-                             _whole(row, "ContextTokens"), _whole(row, "GeneratedTokens"))  # fmt: skip
+            at = moment(row)
+            first = at if first is None else first
+            since = at - first
+            since = since.total_seconds() if isinstance(at, datetime) else since
+            return _unshared(workload, i, since, _whole(row, columns[1]), _whole(row, columns[2]), **fields(row))
 
-        yield from _row_reader(path, _csv_rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")), request)
+        yield from _row_reader(path, _csv_rows(path, columns), request)
 
     return Workload(path.stem, make)
 
@@ -145,62 +170,67 @@ def _unshared(
 
 
 # %% nbs/lab/readers.ipynb #read_mooncake
-MOONCAKE_BLOCK = 512
+MOONCAKE_BLOCK, BAILIAN_BLOCK = 512, 16
 
 
-def read_mooncake(path: str | Path) -> Workload:
+def read_mooncake(path: str | Path, block_size: int = MOONCAKE_BLOCK) -> Workload:
     """Mooncake's traces: JSON lines with `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per 512 prompt tokens).
 
     Hash id `h` becomes the tokens `512 * h` to `512 * h + 511`, so prompts share a prefix exactly where their ids agree.
     """
+    return _read_hashed(path, block_size, lambda row: _whole(row, "timestamp") / 1000)
+
+
+def read_bailian(path: str | Path, block_size: int = BAILIAN_BLOCK) -> Workload:
+    """Bailian's traces of Qwen models: as Mooncake's, with `timestamp` in seconds, `hash_ids` of 16 tokens, `chat_id` and `parent_chat_id`."""
+    return _read_hashed(path, block_size, lambda row: _seconds(row.get("timestamp"), "'timestamp'"))
+
+
+def _read_hashed(path: str | Path, block_size: int, seconds: Callable[[dict[str, Any]], float]) -> Workload:
     path = Path(path)
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1 token, got {block_size}")
 
     def make(workload: Workload) -> Iterator[WorkloadRequest]:
+        sessions: dict[Any, str] = {}  # by turn: the first one of its conversation
+
         def request(i: int, row: Any) -> WorkloadRequest | None:
             if not isinstance(row, dict):
                 raise TypeError(f"an object was expected, got {type(row).__name__}")
-            length, output = _whole(row, "input_length"), _whole(row, "output_length")
+            moment, length, output = seconds(row), _whole(row, "input_length"), _whole(row, "output_length")
             if length < 1 or output < 1:
-                return _unshared(workload, i, 0.0, length, output)
-            moment = _whole(row, "timestamp") / 1000
-            return WorkloadRequest(str(i), moment, _hashed_prompt(row["hash_ids"], length), text(_ANSWERS + i, output))
+                return _unshared(workload, i, moment, length, output)
+            prompt, turn = _hashed_prompt(row["hash_ids"], length, block_size), row.get("chat_id")
+            session = None if turn is None else sessions.get(row.get("parent_chat_id"), str(turn))
+            sessions[turn] = session or ""
+            return WorkloadRequest(str(i), moment, prompt, text(_ANSWERS + i, output), session=session)
 
         yield from _row_reader(path, _json_rows(path), request)
 
     return Workload(path.stem, make)
 
 
-def _hashed_prompt(hash_ids: Any, length: int) -> tuple[range, ...]:
-    blocks = -(-length // MOONCAKE_BLOCK)
+def _hashed_prompt(hash_ids: Any, length: int, block_size: int) -> tuple[range, ...]:
+    blocks = -(-length // block_size)
     if not isinstance(hash_ids, list) or len(hash_ids) != blocks:
         given = len(hash_ids) if isinstance(hash_ids, list) else hash_ids
-        raise ValueError(f"'hash_ids' must have {blocks} ids for {length} tokens, got {given}")
+        raise ValueError(f"'hash_ids' must have {blocks} ids of {block_size} tokens for {length} tokens, got {given}")
     if not all(isinstance(h, int) and not isinstance(h, bool) and 0 <= h < 1 << 50 for h in hash_ids):
         raise ValueError("'hash_ids' must be whole numbers from 0 to 2**50 - 1")
-    starts = [h * MOONCAKE_BLOCK for h in hash_ids]
-    last = length - (blocks - 1) * MOONCAKE_BLOCK
-    return tuple(range(s, s + (MOONCAKE_BLOCK if i < blocks - 1 else last)) for i, s in enumerate(starts))
+    last = length - (blocks - 1) * block_size
+    lengths = [block_size] * (blocks - 1) + [last]
+    return tuple(range(h * block_size, h * block_size + n) for h, n in zip(hash_ids, lengths, strict=True))
 
 
 # %% nbs/lab/readers.ipynb #read_burstgpt
 def read_burstgpt(path: str | Path) -> Workload:
     """BurstGPT: CSV with `Timestamp` (s), `Model`, `Request tokens`, `Response tokens`, and perhaps `Session ID`. Prompts share nothing."""
-    path = Path(path)
-
-    def make(workload: Workload) -> Iterator[WorkloadRequest]:
-        first: float | None = None
-
-        def request(i: int, row: dict[str, str]) -> WorkloadRequest | None:
-            nonlocal first
-            moment = float(row["Timestamp"])
-            first = moment if first is None else first
-            session = row.get("Session ID") or None
-            return _unshared(workload, i, moment - first, _whole(row, "Request tokens"), _whole(row, "Response tokens"),
-                             user=row.get("Model"), session=session)  # fmt: skip
-
-        yield from _row_reader(path, _csv_rows(path, ("Timestamp", "Request tokens", "Response tokens")), request)
-
-    return Workload(path.stem, make)
+    return _read_csv(
+        path,
+        ("Timestamp", "Request tokens", "Response tokens"),
+        lambda row: _seconds(row["Timestamp"], "'Timestamp'"),
+        lambda row: {"user": row.get("Model"), "session": row.get("Session ID") or None},
+    )
 
 
 # %% nbs/lab/readers.ipynb #split_into_tokens
@@ -216,7 +246,6 @@ _PIECES = (1 << 31) - 1  # a prime
 
 
 # %% nbs/lab/readers.ipynb #read_sharegpt
-_ASKS = {"human", "user"}
 _ANSWERS_FROM = {"gpt", "assistant", "chatgpt", "bing", "bard", "model"}
 
 
@@ -305,7 +334,7 @@ def read_bench_serve(path: str | Path, seed: int = 0) -> Workload:
     path = Path(path)
     result = _bench_result(path)
     inputs, outputs = result["input_lens"], result["output_lens"]
-    starts = result.get("start_times") or [0.0] * len(inputs)
+    starts = result.get("start_times", [0.0] * len(inputs))
     first = min(starts, default=0.0)
     order = sorted(range(len(inputs)), key=lambda i: starts[i])
 
@@ -315,10 +344,13 @@ def read_bench_serve(path: str | Path, seed: int = 0) -> Workload:
             if request is not None:
                 yield request
 
-    workload, rate = Workload(path.stem, make), float(result.get("request_rate") or "inf")
-    if "start_times" in result or rate == float("inf"):
+    workload, rate = Workload(path.stem, make), result.get("request_rate") or "inf"
+    if "start_times" in result or rate in ("inf", float("inf")):
         return workload
-    return workload.arriving(rate, float(result.get("burstiness", 1.0)), seed)
+    try:
+        return workload.arriving(float(rate), float(result.get("burstiness", 1.0)), seed)
+    except (ValueError, TypeError) as error:
+        raise WorkloadFileError(f"{path.name}, line 1: {error}") from error
 
 
 def _bench_result(path: Path) -> dict[str, Any]:
@@ -330,53 +362,66 @@ def _bench_result(path: Path) -> dict[str, Any]:
         raise WorkloadFileError(
             f"{path.name}, line 1: no 'input_lens' and 'output_lens'; run `vllm bench serve` with --save-result --save-detailed"
         )
-    counts = {key: len(result[key]) for key in ("input_lens", "output_lens", "start_times") if key in result}
-    if len(set(counts.values())) > 1:
-        raise WorkloadFileError(f"{path.name}, line 1: lists of different length: {counts}")
-    for key in ("input_lens", "output_lens"):
-        for i, value in enumerate(result[key]):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise WorkloadFileError(
-                    f"{path.name}, line 1: {key}[{i}] must be a whole number, at least 0, got {value!r}"
-                )
+    if not result.get("start_times"):
+        result.pop("start_times", None)
+    lists = {key: result[key] for key in ("input_lens", "output_lens", "start_times") if key in result}
+    try:
+        if len({len(values) for values in lists.values()}) > 1:
+            raise ValueError(f"lists of different length: { {key: len(values) for key, values in lists.items()} }")
+        for key, values in lists.items():
+            for i, value in enumerate(values):
+                name = f"{key}[{i}]"
+                if isinstance(value, str):
+                    raise TypeError(f"{name} must be a number, got {value!r}")
+                if key == "start_times":
+                    _seconds(value, name)
+                else:
+                    _whole({name: value}, name)
+    except (ValueError, TypeError) as error:
+        raise WorkloadFileError(f"{path.name}, line 1: {error}") from error
     return result
 
 
 # %% nbs/lab/readers.ipynb #read_workload
 def read_workload(
-    path: str | Path, limit: int | None = None, *, tokenize: Callable[[str], Sequence[int]] = split_into_tokens
+    path: str | Path,
+    limit: int | None = None,
+    *,
+    tokenize: Callable[[str], Sequence[int]] = split_into_tokens,
+    block_size: int | None = None,
 ) -> Workload:
-    """A workload from a file of any known format: Azure, Mooncake, BurstGPT, ShareGPT, `vllm bench serve`, or a trace of minivllm.
+    """A workload from a file of any known format: Azure, Mooncake, Bailian, BurstGPT, ShareGPT, `vllm bench serve`, or a trace of minivllm.
 
     Args:
         limit: only the first so many requests (conversations, for ShareGPT).
         tokenize: text -> token ids, for files of texts.
+        block_size: tokens of a hash id, for Mooncake and Bailian; None for 512 and 16.
 
     Raises:
         FileNotFoundError: no such file.
+        ValueError: a `limit` or `block_size` that makes no sense here.
         WorkloadFileError: of no known format. A broken line is found when the workload is walked through.
     """
     path = Path(path)
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
-    workload = _open_workload(path, tokenize)
+    kind, hashed = tell_format(path), {"mooncake": read_mooncake, "bailian": read_bailian}
+    if block_size is not None and kind not in hashed:
+        raise ValueError(f"block_size goes with files of hash ids, and {path.name} is of the format {kind!r}")
+    if kind in hashed:
+        workload = hashed[kind](path) if block_size is None else hashed[kind](path, block_size)
+    elif kind == "trace":
+        workload = Workload.from_trace(Trace.load(path))
+    elif kind == "sharegpt":
+        workload = read_sharegpt(path, tokenize)
+    else:
+        workload = {"azure": read_azure, "burstgpt": read_burstgpt, "bench": read_bench_serve}[kind](path)
     return workload if limit is None else workload.head(limit)
-
-
-def _open_workload(path: Path, tokenize: Callable[[str], Sequence[int]]) -> Workload:
-    kind = tell_format(path)
-    if kind == "trace":
-        return Workload.from_trace(Trace.load(path))
-    if kind == "sharegpt":
-        return read_sharegpt(path, tokenize)
-    return {"azure": read_azure, "mooncake": read_mooncake, "burstgpt": read_burstgpt, "bench": read_bench_serve}[kind](
-        path
-    )
 
 
 # %% nbs/lab/readers.ipynb #tell_format
 def tell_format(path: str | Path) -> str:
-    """`azure`, `mooncake`, `burstgpt`, `sharegpt`, `bench` or `trace`, told from a file's content."""
+    """`azure`, `mooncake`, `bailian`, `burstgpt`, `sharegpt`, `bench` or `trace`, told from a file's content."""
     path = Path(path)
     with path.open("rb") as file:
         start = file.read(1 << 20)
@@ -393,20 +438,18 @@ def tell_format(path: str | Path) -> str:
             return "sharegpt"
     elif begin.startswith("{"):
         keys = set(re.findall(r'"(\w+)"\s*:', line if line.endswith("}") else begin))
-        for key, kind in {
-            "hash_ids": "mooncake",
-            "conversations": "sharegpt",
-            "messages": "sharegpt",
-            "trace": "trace",
-        }.items():
-            if key in keys:
-                return kind
+        if "hash_ids" in keys:
+            return "bailian" if "chat_id" in keys else "mooncake"
+        if keys & {"conversations", "messages"}:
+            return "sharegpt"
+        if "trace" in keys:
+            return "trace"
         if "input_lens" in keys or "num_prompts" in keys:
             return "bench"
     shown = line[:60] + "..." * (len(line) > 60)
     raise WorkloadFileError(
         f"{path.name}, line 1: no known workload format. It begins with {shown!r}. Known: Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens),"
-        " BurstGPT CSV (Timestamp,...,Request tokens,...), Mooncake JSON lines (hash_ids), ShareGPT JSON (conversations),"
+        " BurstGPT CSV (Timestamp,...,Request tokens,...), Mooncake JSON lines (hash_ids), Bailian JSON lines (hash_ids, chat_id), ShareGPT JSON (conversations),"
         " vllm bench serve JSON (input_lens), traces of minivllm (.jsonl, .parquet)"
     )
 

@@ -30,7 +30,7 @@ from minivllm.core.policy import (
 )
 from minivllm.core.request import FinishReason
 from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
-from minivllm.core.trace import Trace
+from minivllm.core.trace import Event, Trace
 from minivllm.lab.cost import CostModel, Roofline
 from minivllm.lab.executor import Executor, FakeExecutor
 from minivllm.lab.meter import Meter
@@ -113,6 +113,7 @@ class Session:
         executor: None for the fake one. Another one answers itself; the length of the answers is still the workload's.
         preemption: `Recompute()` or `Swap(n)`; None takes `Swap` if there are CPU blocks.
         sampling_params: given to every request, for an executor that reads them.
+        policy_timeout: seconds that an answer of the policy may take; 0 for no limit, and no thread.
 
     Attributes:
         refused: ids of requests that the scheduler would not take, with its reason.
@@ -127,6 +128,7 @@ class Session:
         executor: Executor | None = None,
         preemption: Preemption | None = None,
         sampling_params: Any = None,
+        policy_timeout: float = 10.0,
     ) -> None:
         if cost_model is None and executor is None:
             raise ValueError("a fake model takes no time of its own: give a cost_model")
@@ -138,6 +140,7 @@ class Session:
             policy=policy,
             preemption=preemption,
             clock=self.clock,
+            policy_timeout=policy_timeout,
         )
         self.fake = FakeExecutor(settings.cache.block_size)
         self.executor = executor
@@ -337,6 +340,8 @@ def simulate(
     kv_cache: KVCacheConfig | None = None,
     record: bool = True,
     sampling_params: Any = None,
+    subscribers: Iterable[Callable[[Event], None]] = (),
+    policy_timeout: float = 10.0,
 ) -> Run:
     """What would have happened: the real scheduler and KV cache manager on these requests, on a virtual clock.
 
@@ -351,6 +356,8 @@ def simulate(
         kv_cache: KV cache groups, for models with windows; None for the trace's own, or those of `llm.config`.
         record: keep the whole trace. Without it, memory stays small: a row of numbers per request.
         sampling_params: given to every request, for an executor that reads them.
+        subscribers: functions that take each event of the trace as it happens.
+        policy_timeout: seconds that an answer of the policy may take; 0 for no limit, and no thread (Python in a browser has none).
 
     Raises:
         PolicyError: the policy failed. ValueError, TypeError: settings that make no sense, or requests out of order.
@@ -373,11 +380,13 @@ def simulate(
         policy, preemption = policy or policy_of(trace), preemption or preemption_of(trace)
     workload = _as_workload(source if trace is None else trace)
     session = Session(
-        settings, policy, cost_model, executor=model, preemption=preemption, sampling_params=sampling_params
-    )
-    return _measure(session, workload, record)
+        settings, policy, cost_model, executor=model, preemption=preemption, sampling_params=sampling_params,
+        policy_timeout=policy_timeout,
+    )  # fmt: skip
+    return _measure(session, workload, record, subscribers)
 
 
+# %% nbs/lab/simulation.ipynb #_fitting
 def _fitting(kv_cache: KVCacheConfig | None, settings: Settings) -> KVCacheConfig | None:
     """Recorded groups for another block size, if the settings ask for one."""
     if kv_cache is None:
@@ -394,12 +403,13 @@ def _as_workload(source: Any) -> Workload:
 
 
 # %% nbs/lab/simulation.ipynb #_measure
-def _measure(session: Session, workload: Workload, record: bool) -> Run:
+def _measure(session: Session, workload: Workload, record: bool, subscribers: Iterable[Callable[[Event], None]]) -> Run:
     started, scheduler = time.perf_counter(), session.scheduler
     trace, meter = (scheduler.record(), None) if record else (None, Meter())
     if meter is not None:
-        scheduler.subscribe(meter.feed)
-        scheduler.kv_cache_manager.trace = None  # the meter reads no events of blocks
+        scheduler.subscribe(meter.feed, blocks=False)
+    for sink in subscribers:
+        scheduler.subscribe(sink)
     session.expect(workload)
     session.run()
     return Run(

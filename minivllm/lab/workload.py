@@ -81,6 +81,8 @@ class WorkloadRequest:
     follow_up: Callable[[float], WorkloadRequest | None] | None = None
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.arrival_time):
+            raise ValueError(f"request {self.request_id!r}: arrival_time must be finite, got {self.arrival_time}")
         if not any(len(piece) for piece in self.prompt):
             raise ValueError(f"request {self.request_id!r}: the prompt is empty")
         if not len(self.output):
@@ -208,8 +210,8 @@ class Workload:
 
     def faster(self, factor: float) -> Workload:
         """The same requests arriving `factor` times as fast. Think times stay as they are."""
-        if factor <= 0:
-            raise ValueError(f"faster() needs a factor above 0, got {factor}")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"faster() needs a finite factor above 0, got {factor}")
         return self._wrap(
             f"{self.name} x{factor:g}",
             lambda inner: (replace(request, arrival_time=request.arrival_time / factor) for request in inner),
@@ -503,8 +505,8 @@ def _conversation(
     """A function that starts the s-th conversation at a moment. Without `remember`, a turn's prompt is its own message alone."""
     draw_turns = _drawing("turns", turns)
     draw_prompt, draw_output = _drawing("prompt_tokens", prompt_tokens), _drawing("output_tokens", output_tokens)
-    if think_time < 0:
-        raise ValueError(f"think_time must be at least 0 seconds, got {think_time}")
+    if not 0 <= think_time < math.inf:
+        raise ValueError(f"think_time must be finite, at least 0 seconds, got {think_time}")
     system: tuple[range, ...] = (text(0, system_tokens),) if system_tokens else ()
 
     def start(session: int, moment: float) -> WorkloadRequest:

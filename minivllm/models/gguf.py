@@ -54,14 +54,18 @@ class GGUFFile:
 
 # %% nbs/models/gguf.ipynb #read_gguf
 def read_gguf(path: str | Path) -> GGUFFile:
-    """Open a GGUF file. Raises `GGUFError` when it is not one, or is one part of several."""
-    from gguf import GGUFReader
+    """Open a GGUF file. Raises `GGUFError` when it is not one, is one part of several, or has big-endian numbers."""
+    from gguf import GGUFEndian, GGUFReader
 
     path = Path(path)
     try:
         reader = GGUFReader(path)
     except (ValueError, IndexError, OverflowError) as error:
         raise GGUFError(f"{path} is not a readable GGUF file: {error}") from error
+    if reader.endianess is not GGUFEndian.LITTLE:
+        raise GGUFError(
+            f"{path} holds big-endian numbers; that is not implemented, convert it with gguf-convert-endian"
+        )
     metadata = {key: _plain(field.contents()) for key, field in reader.fields.items()}
     if "general.architecture" not in metadata:
         raise GGUFError(f"{path}: the metadata key general.architecture is missing")
@@ -379,6 +383,14 @@ PRE_TOKENIZERS = {
     "llama-bpe": PreTokenizer(_regex_split(LLAMA3_SPLIT), ignore_merges=True, add_bos=True),
     "qwen2": PreTokenizer(_regex_split(QWEN2_SPLIT), normalizer=normalizers.NFC),
 }
+PRE_TOKENIZER_ALIASES = {
+    "phi-2": "gpt-2",
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "falcon3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+}
+"""Further names that llama.cpp has for the same."""
 
 
 # %% nbs/models/gguf.ipynb #tokenizer_from_gguf
@@ -408,12 +420,18 @@ def _vocabulary(gguf: GGUFFile) -> dict[str, int]:
 
 def _byte_level_bpe(gguf: GGUFFile) -> tuple[Tokenizer, bool]:
     name = gguf.get("tokenizer.ggml.pre", "missing")
+    name = PRE_TOKENIZER_ALIASES.get(name, name)
     if name not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
+        known = ", ".join([*PRE_TOKENIZERS, *PRE_TOKENIZER_ALIASES])
         raise GGUFError(f"{gguf.path}: tokenizer.ggml.pre {name!r} is not implemented; known: {known}")
     pre = PRE_TOKENIZERS[name]
     merges = [tuple(merge.split(" ")) for merge in gguf.need("tokenizer.ggml.merges")]
-    model = models.BPE(vocab=_vocabulary(gguf), merges=merges, ignore_merges=pre.ignore_merges)
+    try:
+        model = models.BPE(vocab=_vocabulary(gguf), merges=merges, ignore_merges=pre.ignore_merges)
+    except Exception as error:  # the library raises nothing more precise
+        raise GGUFError(
+            f"{gguf.path}: tokenizer.ggml.tokens and tokenizer.ggml.merges make no tokenizer: {error}"
+        ) from error
     tokenizer = Tokenizer(model)
     if pre.normalizer is not None:
         tokenizer.normalizer = pre.normalizer()

@@ -39,7 +39,8 @@ LAYOUT = 1  # part of every folder name below: raise it when the conversion chan
 
 
 def cache_dir(download_dir: str | Path | None = None) -> Path:
-    """The folder for converted models: `download_dir`, else $MINIVLLM_CACHE, else the user's cache folder."""
+    """The folder for converted models: `download_dir`, else $MINIVLLM_CACHE, else the user's cache folder (a user without a home:
+    a folder among the temporary files)."""
     chosen = download_dir or os.environ.get("MINIVLLM_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -47,7 +48,10 @@ def cache_dir(download_dir: str | Path | None = None) -> Path:
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "minivllm"
+    try:
+        return Path(base).expanduser().absolute() / "minivllm"
+    except RuntimeError:  # no HOME, and a user id without an entry, as some container platforms run things
+        return Path(tempfile.gettempdir()) / f"minivllm-{os.getuid()}"
 
 
 # %% nbs/models/hub.ipynb #build_once

@@ -8,7 +8,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,7 +191,7 @@ class LoadedModel:
         name: as the user gave it.
         path: the folder, in Hugging Face layout.
         hf_config: its `config.json`.
-        generation_config: its `generation_config.json`, empty if there is none.
+        generation_config: its `generation_config.json`, with the end tokens of `config.json` if it names none itself.
         records: the tensors of the checkpoint, in the file's order; empty for dummy weights.
         load_format: `safetensors` or `dummy`.
         seed: of dummy weights.
@@ -210,8 +210,22 @@ class LoadedModel:
         """What `models.spec` makes of the configuration; raises for an architecture that is not implemented."""
         from minivllm.models.spec import spec_from_config
 
-        return spec_from_config(self.hf_config)
+        spec = spec_from_config(self.hf_config)
+        return (
+            replace(spec, tie_word_embeddings=False) if spec.tie_word_embeddings and self._has_own_head(spec) else spec
+        )
 
+    def _has_own_head(self, spec: DecoderSpec) -> bool:
+        """Whether the checkpoint brings an output layer that differs from the embedding, whatever the configuration says."""
+        records = [record for record in self.records if record.name in (spec.names.head, spec.names.embedding)]
+        if len(records) < 2:
+            return False
+        import torch
+
+        (_, first), (_, second) = iter_tensors(records, "float32")
+        return not torch.equal(first, second)
+
+    # %% nbs/models/loading.ipynb #LoadedModel-weights
     @property
     def checkpoint_dtype(self) -> str:
         """The dtype that the configuration names, else the one that most of the weights have."""
@@ -225,8 +239,8 @@ class LoadedModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text: of `generation_config.json`, else of `config.json`. May be empty."""
-        found = self.generation_config.get("eos_token_id", self.hf_config.get("eos_token_id"))
+        """The ids that end a text. May be empty."""
+        found = self.generation_config.get("eos_token_id")
         return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
     def weights(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -250,6 +264,7 @@ class LoadedModel:
         # the output layer has 8 bits, and is there besides the embeddings even if it is tied to them
         return total - (products + head) * size + embedding + int(products * WEIGHT_BITS[linear_kernel]) // 8
 
+    # %% nbs/models/loading.ipynb #LoadedModel-facts
     def facts(
         self, block_size: int, dtype: str, linear_kernel: str | None = None, fp8_kv_cache: bool = False
     ) -> ModelFacts:
@@ -298,13 +313,27 @@ def load_model(
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(f"{path / 'config.json'}: quantization_config with method {method!r} is not implemented")
-    generation = path / "generation_config.json"
+    file = path / "generation_config.json"
+    generation = read_json(file) if file.is_file() else {}
+    for found, where in ((config, path / "config.json"), (generation, file)):
+        _check_end_tokens(found, where, config.get("vocab_size"))
+    if generation.get("eos_token_id") is None and config.get("eos_token_id") is not None:
+        generation["eos_token_id"] = config["eos_token_id"]
     return LoadedModel(
         name=str(name),
         path=path,
         hf_config=config,
-        generation_config=read_json(generation) if generation.is_file() else {},
+        generation_config=generation,
         records=() if load_format == "dummy" else tuple(find_tensors(path)),
         load_format="dummy" if load_format == "dummy" else "safetensors",
         seed=seed,
     )
+
+
+def _check_end_tokens(found: dict[str, Any], file: Path, vocab_size: Any) -> None:
+    """Raise CheckpointError for an end token that is no token id."""
+    value = found.get("eos_token_id")
+    below = f" below vocab_size, {vocab_size}" if isinstance(vocab_size, int) else ""
+    for token in value if isinstance(value, list) else [] if value is None else [value]:
+        if type(token) is not int or token < 0 or (below and token >= vocab_size):
+            raise CheckpointError(f"{file}: eos_token_id must be a token id{below}, or a list of them; it is {value!r}")

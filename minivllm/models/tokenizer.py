@@ -51,7 +51,13 @@ def _is_generic(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
     if not (folder / "tokenizer.json").is_file() or not config.is_file():
         return False
-    return json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{config} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{config} must hold a JSON object, it holds {type(found).__name__}")  # noqa: TRY004
+    return found.get("tokenizer_class") in GENERIC_CLASSES
 
 
 def _load(loader: str, name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
@@ -59,8 +65,10 @@ def _load(loader: str, name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer = getattr(transformers, loader).from_pretrained(name, trust_remote_code=False, **kwargs)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(f"cannot load a tokenizer from {name}: {error}") from error
+    except (
+        Exception
+    ) as error:  # of whatever kind, it comes from the files: the tokenizers library raises bare Exceptions
+        raise ValueError(f"cannot load a tokenizer from {name}: {type(error).__name__}: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(
             f"{name}: {type(tokenizer).__name__} is not a fast tokenizer (no tokenizer.json); not implemented"

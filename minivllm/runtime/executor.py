@@ -17,7 +17,7 @@ from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
-from minivllm.runtime.machine import choose_device, has_native_bf16, machine_facts
+from minivllm.runtime.machine import choose_device, cpu_quota, has_native_bf16, limit_threads, machine_facts
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
 from minivllm.runtime.peak_memory import peak_bytes
 from minivllm.runtime.sample_record import SampleLog
@@ -95,6 +95,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         seed=args.seed,
     )
     device = choose_device(args.device)
+    limit_threads(cpu_quota())
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
     specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value), _kv_dtype(args))
     backend, why = select_backend(args.attention_backend, specs, torch.device(device))
@@ -105,6 +106,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
 
+# %% nbs/runtime/executor.ipynb #load_decoder
 def load_decoder(plan: EnginePlan) -> Decoder:
     """Build the model and read its weights."""
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)

@@ -2,6 +2,7 @@
 
 # Generated from nbs/runtime/machine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import logging
 import os
 import platform
 from pathlib import Path
@@ -12,10 +13,14 @@ import torch
 from minivllm.core.config import MachineFacts
 from minivllm_kernels.cpu.features import chosen_level
 
-__all__ = ["choose_device", "cpu_memory", "environment_report", "has_native_bf16", "machine_facts"]
+__all__ = [
+    "choose_device", "cpu_memory", "cpu_quota", "environment_report", "has_native_bf16", "limit_threads",
+    "logger", "machine_facts",
+]  # fmt: skip
 
 
 # %% nbs/runtime/machine.ipynb #cpu_memory
+logger = logging.getLogger("minivllm.runtime")
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -31,9 +36,38 @@ def cpu_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> tuple[int, i
     free, total = sizes["MemAvailable"], sizes["MemTotal"]
     limit = _read_number(cgroup / "memory.max")
     if limit is not None:
-        used = _read_number(cgroup / "memory.current") or 0
+        used = (_read_number(cgroup / "memory.current") or 0) - _cached_files(cgroup)
         free, total = min(free, max(limit - used, 0)), min(total, limit)
     return free, total
+
+
+def _cached_files(cgroup: Path) -> int:
+    """Bytes of files that the container's memory holds and gives back when memory is wanted."""
+    try:
+        counts = dict(line.split() for line in (cgroup / "memory.stat").open())
+    except (OSError, ValueError):
+        return 0
+    return int(counts.get("inactive_file", 0))
+
+
+# %% nbs/runtime/machine.ipynb #cpu_quota
+def cpu_quota(cgroup: Path = _CGROUP) -> int | None:
+    """How many cores' time a container may use, rounded up; None without a limit."""
+    try:
+        most, period = (cgroup / "cpu.max").read_text().split()
+        return None if most == "max" else max(1, -(-int(most) // int(period)))
+    except (OSError, ValueError):
+        return None
+
+
+def limit_threads(quota: int | None) -> None:
+    """Let torch, and kernels that ask it, use no more threads than cores: threads that must wait for their share hold the others up.
+
+    A number in OMP_NUM_THREADS is the user's choice and stays.
+    """
+    if quota is not None and quota < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
+        logger.info("%d threads instead of %d: the container may use no more cores", quota, torch.get_num_threads())
+        torch.set_num_threads(quota)
 
 
 def _read_number(path: Path) -> int | None:

@@ -7,10 +7,11 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,8 @@ import numpy.typing as npt
 from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = [
-    "GrammarCompiler", "GrammarError", "PendingGrammar", "grammar_text", "special_token_ids",
-    "without_additional_properties",
+    "GrammarCompiler", "GrammarError", "PendingGrammar", "grammar_text", "guided", "has_finite_value",
+    "special_token_ids", "without_additional_properties",
 ]  # fmt: skip
 
 
@@ -52,20 +53,96 @@ def without_additional_properties(schema: Any) -> Any:
     return out
 
 
+def guided(schema: Any, **options: Any) -> dict[str, Any]:
+    """A JSON schema with llguidance's options in it.
+
+    A character is written as it is, not as ``\\u0061``: else a member's name could be spelled so that it is not recognised as one
+    that the schema declares, and evade its type. Control characters have no other spelling, so a schema that names one keeps it.
+
+    Args:
+        schema: a dict or a bool.
+        options: further ones, such as ``whitespace_flexible``; None means the default.
+
+    Raises:
+        GrammarError: no value of finite size satisfies the schema.
+    """
+    if schema is False:
+        raise GrammarError("the JSON schema false allows no value at all")
+    if not has_finite_value(schema):
+        raise GrammarError("no text of finite length satisfies it")
+    schema = {} if schema is True else schema
+    if not re.search(r"\\u00[01]|\x7f", json_lib.dumps(schema)):
+        options["json_allowed_escapes"] = 'nrbtf\\"'
+    return {**schema, "x-guidance": {name: value for name, value in options.items() if value is not None}}
+
+
 def _from_json(params: StructuredOutputsParams) -> str:
     schema: Any = {"type": "object"} if params.json is None else params.json
     if isinstance(schema, str):
         schema = json_lib.loads(schema)
-    if schema is True:
-        schema = {}
-    if schema is False:
-        raise GrammarError("the JSON schema false allows no value at all")
     if params.disable_additional_properties:
         schema = without_additional_properties(schema)
-    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
-    return str(_llguidance().LLMatcher.grammar_from_json_schema(schema, overrides=options))
+    flexible = not params.disable_any_whitespace
+    schema = guided(schema, whitespace_flexible=flexible, whitespace_pattern=params.whitespace_pattern)
+    return str(_llguidance().LLMatcher.grammar_from_json_schema(schema))
+
+
+# %% nbs/sampling/grammar.ipynb #has_finite_value
+def has_finite_value(schema: Any) -> bool:
+    """Whether a JSON schema can be satisfied without going round in a circle for ever.
+
+    ``{"properties": {"next": {"$ref": "#"}}, "required": ["next"]}`` cannot: every value needs another one. References that are not
+    pointers into the schema (`#/$defs/...`) count as satisfiable; llguidance refuses them itself.
+    """
+    finite: set[int] = set()  # the least fixed point: a part is in it if the parts that it needs are
+    parts = [part for part in _parts(schema) if isinstance(part, dict)]
+    size = -1
+    while size < len(finite):
+        size = len(finite)
+        finite |= {id(part) for part in reversed(parts) if id(part) not in finite and _is_finite(part, schema, finite)}
+    return schema is not False and (schema is True or id(schema) in finite)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _parts(inner)
+
+
+def _is_finite(part: dict[str, Any], root: Any, finite: set[int]) -> bool:
+    def known(inner: Any) -> bool:
+        return inner is not False and (not isinstance(inner, dict) or id(inner) in finite)
+
+    if "const" in part or "enum" in part:
+        return True
+    if "$ref" in part and not known(_target(part["$ref"], root)):
+        return False
+    if not all(known(inner) for inner in part.get("allOf", ())):
+        return False
+    if not all(any(known(inner) for inner in part[name]) for name in ("anyOf", "oneOf") if part.get(name)):
+        return False
+    kinds = part.get("type", "any")
+    if set(kinds if isinstance(kinds, list) else [kinds]) - {"object", "array"}:  # a number, say, will do
+        return True
+    needed = [
+        part.get("properties", {}).get(name, part.get("additionalProperties")) for name in part.get("required", ())
+    ]
+    first, least = part.get("prefixItems", []), part.get("minItems", 0)
+    items = [*first[:least], *([part.get("items")] if least > len(first) else [])]
+    return ("object" in kinds and all(map(known, needed))) or ("array" in kinds and all(map(known, items)))
+
+
+def _target(reference: Any, root: Any) -> Any:
+    """What a pointer such as ``#/$defs/a`` points to; True if it is none or points nowhere."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return True
+    for name in reference.split("/")[1:]:
+        name = unquote(name).replace("~1", "/").replace("~0", "~")
+        try:
+            root = root[int(name)] if isinstance(root, list) else root[name]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return True
+    return root
 
 
 # %% nbs/sampling/grammar.ipynb #_from_choice
@@ -117,7 +194,7 @@ def _from_structural_tag(params: StructuredOutputsParams, special_tokens: Mappin
         else:
             rules.append(f"trigger_{i}[lazy]: TEXT {json_lib.dumps(trigger)}")
             head = f"trigger_{i}"
-        rules.append(f"tag_{i}: {head} {rest} %json {json_lib.dumps(structure['schema'])} {end}")
+        rules.append(f"tag_{i}: {head} {rest} %json {json_lib.dumps(guided(structure['schema']))} {end}")
         names.append(f"tag_{i}")
     lines = ["%llguidance {}", f"start: ({' | '.join(names)})* TEXT", "TEXT: /(.|\\n)*/", *rules]
     return str(_llguidance().LLMatcher.grammar_from_lark("\n".join(lines)))
@@ -224,7 +301,9 @@ class GrammarCompiler:
 
     # %% nbs/sampling/grammar.ipynb #GrammarCompiler-submit
     def submit(self, params: StructuredOutputsParams) -> PendingGrammar:
-        """Begin to compile, unless that is done or under way. Never waits."""
+        """Begin to compile, unless that is done or under way. Never waits. Raises GrammarError if it is too large."""
+        if len(params.key) > self.max_bytes:  # ASCII, and no shorter than the grammar's text
+            raise GrammarError(f"the grammar has {len(params.key)} bytes, at most {self.max_bytes} are allowed")
         with self._lock:
             if self._engine_tokenizer is None:
                 self._engine_tokenizer = self._pool.submit(self._wrap_tokenizer)

@@ -10,13 +10,14 @@ import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cached_property
 from typing import Any, Self
 
 __all__ = [
     "ALLOWED", "FLAG", "GREEDY_BELOW", "LOGPROBS_MODES", "MAX_N", "NONE", "STRUCTURE_KINDS", "TEXT",
     "TOKEN_ID", "Allowed", "BeamSearchParams", "InvalidParameter", "RepetitionDetectionParams",
-    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "best_indices", "instance", "integer",
-    "list_of", "real", "reject_unknown",
+    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "best_indices", "check_text",
+    "instance", "integer", "list_of", "lone_surrogate", "real", "reject_unknown",
 ]  # fmt: skip
 
 
@@ -52,14 +53,45 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def lone_surrogate(value: Any, place: str = "") -> str | None:
+    """Where a text in a value holds half of a UTF-16 pair, which neither UTF-8 nor a tokenizer can take.
+
+    Args:
+        value: a text, or lists and dictionaries of texts.
+        place: the name of ``value``.
+
+    Returns:
+        A path such as ``messages[0].content``, or None if all texts are whole.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return place
+        return None
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        parts = [(f"{place}.{key}".lstrip("."), part) for key, inner in value.items() for part in (str(key), inner)]
+    elif isinstance(value, (list, tuple)):
+        parts = [(f"{place}[{i}]", inner) for i, inner in enumerate(value)]
+    return next((found for where, part in parts if (found := lone_surrogate(part, where)) is not None), None)
+
+
+def check_text(value: Any, place: str) -> None:
+    """Raise InvalidParameter for a lone surrogate; see `lone_surrogate`."""
+    if (where := lone_surrogate(value, place)) is not None:
+        raise InvalidParameter(where, value, "text without lone surrogates (half of a UTF-16 pair)")
+
+
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    return isinstance(value, str) and lone_surrogate(value) is None
 
 
 def _is_real(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
+# %% nbs/sampling/params.ipynb #integer
 def integer(low: int, high: int | None = None) -> Allowed:
     """An integer in [low, high]."""
     text = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
@@ -87,7 +119,7 @@ def instance(kind: type, text: str) -> Allowed:
 
 NONE = Allowed("None", lambda value: value is None)
 FLAG = Allowed("True or False", lambda value: isinstance(value, bool))
-TEXT = Allowed("a non-empty string", lambda value: isinstance(value, str) and value != "")
+TEXT = Allowed("a non-empty string without lone surrogates", lambda value: _is_text(value) and value != "")
 TOKEN_ID = integer(0)
 
 
@@ -157,9 +189,9 @@ class StructuredOutputsParams:
         """The name of the one field that is set."""
         return next(name for name in STRUCTURE_KINDS if getattr(self, name) is not None)
 
-    @property
+    @cached_property
     def key(self) -> str:
-        """A text that is equal for equal wishes; what compiled grammars are cached by."""
+        """A text that is equal for equal params; compiled grammars are cached by it."""
         return json_lib.dumps({f.name: getattr(self, f.name) for f in fields(self)}, sort_keys=False)
 
 
@@ -168,15 +200,16 @@ STRUCTURE_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structu
 
 # %% nbs/sampling/params.ipynb #_is_json
 def _is_json(value: Any, kinds: tuple[type, ...]) -> bool:
-    if not isinstance(value, str):
-        return isinstance(value, kinds)
     try:
-        return isinstance(json_lib.loads(value), kinds)
+        found = json_lib.loads(value) if isinstance(value, str) else value
     except ValueError:
         return False
+    return isinstance(found, kinds) and lone_surrogate(found) is None
 
 
-_SCHEMA = Allowed("a JSON schema: a dict, or the text of one", lambda value: _is_json(value, (dict, bool)))
+_SCHEMA = Allowed(
+    "a JSON schema without lone surrogates: a dict, or the text of one", lambda value: _is_json(value, (dict, bool))
+)
 _TAG = Allowed("a structural tag: a dict, or the text of one", lambda value: _is_json(value, (dict,)))
 _STRUCTURE_ALLOWED = {
     "json": NONE | _SCHEMA,
@@ -243,7 +276,9 @@ ALLOWED: dict[str, Allowed] = {
     "seed": NONE | integer(-(2**63), 2**64 - 1),
     "stop": list_of(TEXT),
     "stop_token_ids": list_of(TOKEN_ID),
-    "bad_words": list_of(Allowed("a non-blank string", lambda v: isinstance(v, str) and v.strip() != "")),
+    "bad_words": list_of(
+        Allowed("a non-blank string without lone surrogates", lambda v: _is_text(v) and v.strip() != "")
+    ),
     "include_stop_str_in_output": FLAG,
     "ignore_eos": FLAG,
     "max_tokens": NONE | integer(1),
@@ -322,7 +357,8 @@ class SamplingParams:
         temperature: divides the logits; below 1e-5 means greedy.
         top_k, top_p, min_p: keep the k likeliest tokens; the likeliest ones that together reach probability p; those at least min_p times as
             likely as the likeliest.
-        seed: the same seed gives the same tokens, alone or in any batch. Child i of n gets seed + i. -1 means None.
+        seed: the same seed gives the same random numbers, alone or in any batch; and the same tokens with an attention backend that is
+            batch-invariant (`numba_cpu_invariant`, ...). With others rounding may tip a close choice. Child i of n gets seed + i. -1 means None.
         stop, stop_token_ids: texts and tokens that end an answer. include_stop_str_in_output: the text is part of it.
         ignore_eos: go on after the end token.
         max_tokens, min_tokens: None for as many as fit; before the least, neither the end token nor a stop token id can be drawn.
@@ -337,8 +373,7 @@ class SamplingParams:
         logit_bias: {token id: bias} added to the logits.
         allowed_token_ids: nothing else can be drawn.
         repetition_detection: stop a request that loops.
-        extra_args: for your own transforms; they find it in `view.params.extra_args`.
-
+        extra_args: transforms by name, `{"typical": 0.9}` (see `register_transform`); your own ones find it in `view.params.extra_args`.
     Raises:
         InvalidParameter: a value out of range, or two that contradict each other (a ValueError). TypeError: an unknown name.
     """
@@ -466,9 +501,10 @@ class SamplingParams:
 
     # %% nbs/sampling/params.ipynb #SamplingParams-clone
     def clone(self, **changes: Any) -> "SamplingParams":
-        """An independent copy, with some fields changed. Callables are shared, for they may hold state of their own."""
+        """An independent copy, with some fields changed. Callables are shared, for they may hold state; so are frozen values."""
         other = object.__new__(SamplingParams)
-        shared = {id(callable_): callable_ for callable_ in self.logits_processors or ()}
+        frozen = (self.structured_outputs, self.repetition_detection)
+        shared = {id(value): value for value in (*(self.logits_processors or ()), *frozen)}
         other.__dict__.update(copy.deepcopy(self.__dict__, shared))
         if changes:
             reject_unknown("SamplingParams", changes, list(ALLOWED))

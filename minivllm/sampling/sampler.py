@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import minivllm.sampling.zoo  # noqa: F401 - its transforms are known by name
 from minivllm.sampling.logprobs import HostCopy, Logprob, LogprobsOnTheWay
 from minivllm.sampling.params import LOGPROBS_MODES, SamplingParams
 from minivllm.sampling.random import uniforms
@@ -21,6 +22,8 @@ from minivllm.sampling.transforms import (
     place_of,
     standard_stages,
     take_largest,
+    transform_name,
+    transforms_of,
     with_transforms,
 )
 
@@ -115,7 +118,7 @@ class Sampler:
             for i, transform in wanted.transforms.get(stage.name, ()):
                 _apply_own(logits[i], transform, batch.requests[i], errors)
                 if observe is not None:
-                    observe(_name(transform), logits)
+                    observe(transform_name(transform), logits)
         for request_id, reason in wanted.misplaced.items():
             errors.setdefault(request_id, reason)
         return logits
@@ -174,10 +177,6 @@ class Sampler:
 
 
 # %% nbs/sampling/sampler.ipynb #_name
-def _name(transform: Any) -> str:
-    return getattr(transform, "__name__", type(transform).__name__)
-
-
 def _apply_own(row: Tensor, transform: Transform, view: Any, errors: dict[str, str]) -> None:
     """Replace `row` [V] by what the transform makes of it; on failure, note the error of this request."""
     if view.request_id in errors:
@@ -185,11 +184,13 @@ def _apply_own(row: Tensor, transform: Transform, view: Any, errors: dict[str, s
     try:
         new = transform(row, view)
     except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other requests
-        errors[view.request_id] = f"transform {_name(transform)} raised {type(error).__name__}: {error}"
+        errors[view.request_id] = f"transform {transform_name(transform)} raised {type(error).__name__}: {error}"
         return
     if not isinstance(new, Tensor) or new.shape != row.shape:
         got = list(new.shape) if isinstance(new, Tensor) else type(new).__name__
-        errors[view.request_id] = f"transform {_name(transform)} must return logits {list(row.shape)}, returned {got}"
+        errors[view.request_id] = (
+            f"transform {transform_name(transform)} must return logits {list(row.shape)}, returned {got}"
+        )
     elif new is not row:
         row.copy_(new)
 
@@ -205,13 +206,17 @@ class _Wanted:
         self.transforms: dict[str, list[tuple[int, Transform]]] = {}
         self.misplaced: dict[str, str] = {}
         for i in np.flatnonzero(batch.column("unusual")).tolist():
-            for transform in batch.requests[i].params.logits_processors or ():
+            view = batch.requests[i]
+            if view.transforms is None:
+                try:
+                    view.transforms = transforms_of(view.params)
+                except ValueError as error:  # this request alone fails
+                    view.transforms, view.error = [], str(error)
+            for transform in view.transforms:
                 place = place_of(transform)
                 self.transforms.setdefault(place, []).append((i, transform))
                 if place not in places:
-                    reason = (
-                        f"transform {_name(transform)} wants to run after {place!r}, which is none of {list(places)}"
-                    )
+                    reason = f"transform {transform_name(transform)} wants to run after {place!r}, which is none of {list(places)}"
                     self.misplaced[batch.request_ids[i]] = reason
 
     def keep(self, kind: str, logits: Tensor) -> tuple[list[int], Tensor] | None:

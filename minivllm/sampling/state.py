@@ -60,7 +60,7 @@ def column_values(params: SamplingParams, seed: int, num_output_tokens: int) -> 
         "seed": as_seed(seed),
         "num_output_tokens": num_output_tokens,
         "logprobs": NO_LOGPROBS if params.logprobs is None else params.logprobs,
-        "unusual": any(unusual) or bool(params.logits_processors),
+        "unusual": any(unusual) or bool(params.logits_processors) or bool(params.extra_args),
     }
 
 
@@ -87,6 +87,7 @@ class RequestView:
     row: int
     matcher: Matcher | None = None
     error: str | None = None
+    transforms: list[Any] | None = None  # its own, made when it is first sampled
 
 
 # %% nbs/sampling/state.ipynb #TokenCounts

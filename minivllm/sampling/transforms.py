@@ -2,6 +2,8 @@
 
 # Generated from nbs/sampling/transforms.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import difflib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.state import RequestView, SamplingBatch
 
 __all__ = [
-    "CHUNK", "DEFAULT_PLACE", "Stage", "Transform", "apply_bitmask", "bitmask_costs", "chunk_sums", "draw",
-    "keep_from", "min_p_threshold", "peak_and_mass", "place_of", "standard_stages", "take_largest",
-    "top_k_threshold", "top_p_threshold", "top_values", "with_transforms",
+    "CHUNK", "DEFAULT_PLACE", "TRANSFORMS", "Stage", "Transform", "apply_bitmask", "bitmask_costs",
+    "check_extra_args", "chunk_sums", "draw", "each_row", "keep_from", "min_p_threshold", "peak_and_mass",
+    "place_of", "register_transform", "standard_stages", "take_largest", "takes_batch", "top_k_threshold",
+    "top_p_threshold", "top_values", "transform_name", "transforms_of", "with_transforms",
 ]  # fmt: skip
 
 
@@ -442,7 +446,7 @@ def standard_stages() -> list[Stage]:
 class Transform(Protocol):
     """A user's transform. Optional attribute `after`: the name of the stage that it follows (default "penalties")."""
 
-    def __call__(self, logits: Tensor, view: Any) -> Tensor:
+    def __call__(self, logits: Tensor, view: Any, /) -> Tensor:
         """Logits in, logits out, of the same shape; changing them in place is fine."""
 
 
@@ -454,21 +458,109 @@ def place_of(transform: Callable[..., Any]) -> str:
     return getattr(transform, "after", DEFAULT_PLACE)
 
 
+def transform_name(transform: Any) -> str:
+    """What a transform is called in messages."""
+    return getattr(transform, "__name__", type(transform).__name__)
+
+
+def takes_batch(transform: Callable[..., Any]) -> bool:
+    """Whether a transform is one of the whole batch: its second parameter is called `batch`."""
+    return [*inspect.signature(transform).parameters, "", ""][1] == "batch"
+
+
+def each_row(transform: Transform) -> Transform:
+    """A transform of the engine that applies a transform of a request, `(logits [V], view)`, to every row."""
+
+    def rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
+        for row, view in zip(logits, batch.requests, strict=True):
+            new = transform(row, view)
+            if new is not row:
+                row.copy_(new)
+        return logits
+
+    rows.__name__, rows.after = transform_name(transform), place_of(transform)  # type: ignore[attr-defined]
+    return rows
+
+
+# %% nbs/sampling/transforms.ipynb #with_transforms
 def _apply_to_batch(transform: Transform, logits: Tensor, data: Any, batch: SamplingBatch) -> Tensor:
-    return transform(logits, batch)
+    new = transform(logits, batch)
+    if not isinstance(new, Tensor) or new.shape != logits.shape:
+        got = list(new.shape) if isinstance(new, Tensor) else type(new).__name__
+        raise ValueError(
+            f"transform {transform_name(transform)} must return logits {list(logits.shape)}, returned {got}"
+        )
+    return new
 
 
 def with_transforms(stages: Sequence[Stage], transforms: Sequence[Transform]) -> list[Stage]:
-    """The stages with an engine's own transforms put in their places, in the given order."""
+    """The stages with an engine's own transforms put in their places, in the given order.
+
+    Raises:
+        TypeError: a transform of a single row. ValueError: one that wants a place that is not there.
+    """
     out = list(stages)
     for transform in transforms:
         names = [stage.name for stage in out]
+        if not takes_batch(transform):
+            raise TypeError(
+                f"transform {transform_name(transform)} takes one request's row [V], and an engine's takes all [R, V]: call its second"
+                f" parameter `batch` if it does, or give each_row({transform_name(transform)})"
+            )
         if place_of(transform) not in names:
             raise ValueError(f"transform {transform!r} wants to run after {place_of(transform)!r}; stages: {names}")
-        name = getattr(transform, "__name__", type(transform).__name__)
-        stage = Stage(name, "an engine transform", lambda batch: (), partial(_apply_to_batch, transform))
+        stage = Stage(
+            transform_name(transform), "an engine transform", lambda batch: (), partial(_apply_to_batch, transform)
+        )
         at = names.index(place_of(transform)) + 1
         while at < len(out) and out[at].does == stage.does:
             at += 1
         out.insert(at, stage)
     return out
+
+
+# %% nbs/sampling/transforms.ipynb #register_transform
+TRANSFORMS: dict[str, Callable[..., Transform]] = {}
+
+
+def register_transform(name: str, make: Callable[..., Transform]) -> None:
+    """Let requests ask for a transform by name, in `SamplingParams.extra_args`. Registering a name again replaces it.
+
+    Args:
+        name: the key in `extra_args`.
+        make: called for each request with the value (a dict as keywords); returns a transform of a row. Raises ValueError for a bad value.
+    """
+    TRANSFORMS[name] = make
+
+
+def transforms_of(params: SamplingParams) -> list[Transform]:
+    """A request's own transforms: `logits_processors`, then those that `extra_args` names.
+
+    Raises:
+        InvalidParameter: a value that a named transform refuses, or a transform of the whole batch.
+    """
+    own = list(params.logits_processors or ())
+    for name, value in (params.extra_args or {}).items():
+        if name in TRANSFORMS:
+            try:
+                own.append(TRANSFORMS[name](**value) if isinstance(value, dict) else TRANSFORMS[name](value))
+            except (TypeError, ValueError) as error:
+                raise InvalidParameter(f"extra_args[{name!r}]", value, f"what the transform takes ({error})") from error
+    for transform in own:
+        if takes_batch(transform):
+            raise InvalidParameter(
+                "logits_processors", transform_name(transform), "of one row (logits [V], view); it takes a batch"
+            )
+    return own
+
+
+def check_extra_args(params: SamplingParams, is_read: bool = False) -> None:
+    """Raise InvalidParameter if a transform in `extra_args` refuses its value; or for any other name, unless a transform reads it."""
+    transforms_of(params)
+    for name in params.extra_args or ():
+        if name not in TRANSFORMS and not is_read and not params.logits_processors:
+            near = difflib.get_close_matches(name, TRANSFORMS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidParameter(
+                "extra_args", name, f"a dict whose keys are transforms: {', '.join(TRANSFORMS)}{hint}"
+            )

@@ -9,14 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.sampling.params import Allowed, InvalidParameter, integer, real
 from minivllm.sampling.random import as_seed, uniforms
 from minivllm.sampling.state import RequestView
+from minivllm.sampling.transforms import register_transform
 
 __all__ = ["DRY", "XTC", "Mirostat", "TopNSigma", "TypicalP"]
 
 
 # %% nbs/sampling/zoo.ipynb #code-0ea547
 NEVER = -math.inf
+
+
+def _checked(name: str, value: float, allowed: Allowed) -> float:
+    if not allowed.test(value):
+        raise InvalidParameter(name, value, allowed.text)
+    return value
 
 
 # %% nbs/sampling/zoo.ipynb #TypicalP
@@ -26,7 +34,7 @@ class TypicalP:
     after = "temperature"
 
     def __init__(self, mass: float) -> None:
-        self.mass = mass
+        self.mass = _checked("mass", mass, real(0, 1, above=True))
 
     def __call__(self, logits: Tensor, view: RequestView) -> Tensor:
         logp = torch.log_softmax(logits, -1)
@@ -43,7 +51,7 @@ class TopNSigma:
     """Keeps logits within n standard deviations below the largest."""
 
     def __init__(self, n: float) -> None:
-        self.n = n
+        self.n = _checked("n", n, real(0))
 
     def __call__(self, logits: Tensor, view: RequestView) -> Tensor:
         sigma = logits[logits > NEVER].std(correction=0)
@@ -57,7 +65,8 @@ class XTC:
     after = "temperature"
 
     def __init__(self, threshold: float = 0.1, probability: float = 0.5) -> None:
-        self.threshold, self.probability = threshold, probability
+        self.threshold = _checked("threshold", threshold, real(0, 1))
+        self.probability = _checked("probability", probability, real(0, 1))
 
     def __call__(self, logits: Tensor, view: RequestView) -> Tensor:
         seed = as_seed(view.seed ^ 0x587443)  # another stream than the draw's
@@ -79,7 +88,11 @@ class DRY:
     def __init__(
         self, multiplier: float = 0.8, base: float = 1.75, allowed_length: int = 2, breakers: Collection[int] = ()
     ) -> None:
-        self.multiplier, self.base, self.allowed_length, self.breakers = multiplier, base, allowed_length, set(breakers)
+        self.multiplier, self.base = (
+            _checked("multiplier", multiplier, real(0)),
+            _checked("base", base, real(0, above=True)),
+        )
+        self.allowed_length, self.breakers = _checked("allowed_length", allowed_length, integer(1)), set(breakers)
 
     def __call__(self, logits: Tensor, view: RequestView) -> Tensor:
         ids = [*view.prompt_token_ids, *view.output_token_ids]
@@ -102,7 +115,7 @@ class Mirostat:
     after = "temperature"
 
     def __init__(self, tau: float = 5.0, eta: float = 0.1) -> None:
-        self.tau, self.eta = tau, eta
+        self.tau, self.eta = _checked("tau", tau, real(0, above=True)), _checked("eta", eta, real(0))
         self._memory: dict[str, tuple[float, Tensor]] = {}
 
     def __call__(self, logits: Tensor, view: RequestView) -> Tensor:
@@ -116,3 +129,11 @@ class Mirostat:
         if len(self._memory) > 1024:  # of requests that ended long ago
             self._memory.pop(next(iter(self._memory)))
         return logits
+
+
+# %% nbs/sampling/zoo.ipynb #zoo-by-name
+register_transform("typical", TypicalP)
+register_transform("top_n_sigma", TopNSigma)
+register_transform("xtc", XTC)
+register_transform("dry", DRY)
+register_transform("mirostat", Mirostat)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minivllm.engine.outputs import CompletionOutput
-from minivllm.sampling.grammar import without_additional_properties
+from minivllm.sampling.grammar import guided, without_additional_properties
 from minivllm.serving.errors import ApiError
 from minivllm.serving.protocol import AllowedToolChoice, NamedToolChoice, ToolFields
 from minivllm.serving.reasoning import REASONING_PARSERS, ReasoningParser, tokens_up_to
@@ -121,10 +121,11 @@ def _schema(wish: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if wish.get("disable_additional_properties"):
         schema = without_additional_properties(schema)
-    options: dict[str, Any] = {"whitespace_flexible": not wish.get("disable_any_whitespace")}
-    if wish.get("whitespace_pattern"):
-        options["whitespace_pattern"] = wish["whitespace_pattern"]
-    return {**schema, "x-guidance": options}
+    return guided(
+        schema,
+        whitespace_flexible=not wish.get("disable_any_whitespace"),
+        whitespace_pattern=wish.get("whitespace_pattern") or None,
+    )
 
 
 def _terms(wish: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import socket
 import ssl
 import sys
@@ -26,6 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.sampling.params import check_text
 from minivllm.serving.answers import ParserOptions, tool_use
 from minivllm.serving.chat import chat_router, render_request
 from minivllm.serving.completions import completions_router
@@ -134,6 +134,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     )
     metrics = Metrics(lambda: state.llm, names[0])
     state.observe = metrics.observe
+    llm.observe(state.observe)
     app = FastAPI(title="minivllm", version=installed_version("minivllm"), lifespan=_lifespan(state, options.trace))
     app.state.server = state
     for router in (
@@ -152,6 +153,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     return app
 
 
+# %% nbs/serving/app.ipynb #middleware
 def _add_doors(app: FastAPI, options: ServerOptions) -> None:
     """The last one added is the outermost."""
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
@@ -190,6 +192,7 @@ def token_router(state: ServerState) -> APIRouter:
         else:
             special = body.add_special_tokens is not False
             try:
+                check_text(body.prompt, "prompt")
                 tokens = await state.llm.run_input(lambda: tokenizer.encode(body.prompt, add_special_tokens=special))
             except Exception as error:
                 raise as_api_error(error) from error
@@ -280,14 +283,16 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+# %% nbs/serving/app.ipynb #_Server
 class _Server(uvicorn.Server):
     """Ends with status 0 at SIGTERM, after the open requests; uvicorn's own would raise the signal again."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.force_exit = self.should_exit  # a second signal waits for no request
         self.should_exit = True
 
 
+# %% nbs/serving/app.ipynb #serve-until
 def run_server(
     app: FastAPI,
     sock: socket.socket,
@@ -326,6 +331,7 @@ def run_server(
             server.should_exit = True
             return
         engine.on_death = died
+        engine.observe(state.observe)
         state.llm = engine
         logger.info("serving again")
 

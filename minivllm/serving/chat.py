@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.models.tokenizer import apply_chat_template
-from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.params import SamplingParams, check_text
 from minivllm.serving.answers import AnswerReader, Said, structure, tool_use, whole_calls
 from minivllm.serving.completions import prompt_logprobs
 from minivllm.serving.errors import ApiError, as_api_error
@@ -38,7 +38,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/serving/chat.ipynb #render_chat
+# %% nbs/serving/chat.ipynb #render_chat-def
 _RESERVED = {
     "messages", "conversation", "tokenizer", "chat_template", "tools", "documents", "add_generation_prompt",
     "continue_final_message", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length",
@@ -66,6 +66,8 @@ def render_chat(
             raise ApiError(400, f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs")
     plain = [message.for_template() for message in messages]
     definitions = None if tools is None else [function.definition() for function in tools.functions]
+    for field, value in (("messages", plain), ("tools", definitions), ("chat_template_kwargs", template_kwargs)):
+        check_text(value, field)
     template = _template(tokenizer, chat_template, definitions)
     if not _uses(template, "tool_calls"):
         plain = show_calls(plain, form)
@@ -90,6 +92,7 @@ def render_chat(
     return text, list(tokenizer(text).input_ids) if add_special_tokens else token_ids
 
 
+# %% nbs/serving/chat.ipynb #chat-template
 def _template(tokenizer: Any, chat_template: str | None, definitions: Any) -> str:
     if chat_template is None and not tokenizer.chat_template:
         return ""
@@ -100,6 +103,7 @@ def _uses(template: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", template) is not None
 
 
+# %% nbs/serving/chat.ipynb #render_request
 async def render_request(
     state: ServerState, body: Any, tools: ToolUse | None = None, template_kwargs: dict[str, Any] | None = None
 ) -> tuple[str, list[int]]:
@@ -182,6 +186,7 @@ def chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: A
     )
 
 
+# %% nbs/serving/chat.ipynb #ChatPlan
 @dataclass(frozen=True)
 class ChatPlan:
     """A conversation as the engine takes it, and how its answers are read."""
@@ -223,13 +228,15 @@ async def plan_chat(body: ChatCompletionRequest, state: ServerState) -> ChatPlan
     return ChatPlan(prompt, params, use, reasoning)
 
 
+# %% nbs/serving/chat.ipynb #chat
 async def chat(body: ChatCompletionRequest, request: Request, state: ServerState) -> dict[str, Any] | Response:
     """Answer one body."""
     name = request_name("chatcmpl", body.request_id, request.headers.get("x-request-id"))
     job = Job(state, name, state.check_model(body.model))
     plan = await plan_chat(body, state)
     writer = ChatWriter(body, job, plan)
-    await job.submit([plan.prompt], plan.params, body.priority, body.user or body.safety_identifier)
+    unlimited = body.max_completion_tokens is None and body.max_tokens is None
+    await job.submit([plan.prompt], plan.params, body.priority, body.user or body.safety_identifier, unlimited)
     if body.stream:
         return SSEResponse(job, writer.chunks())
     try:
@@ -239,6 +246,7 @@ async def chat(body: ChatCompletionRequest, request: Request, state: ServerState
     return writer.whole(outputs[0])
 
 
+# %% nbs/serving/chat.ipynb #ChatWriter
 class ChatWriter:
     """Writes the answers of one request, whole or in pieces."""
 
@@ -268,6 +276,7 @@ class ChatWriter:
 
     # Whole
 
+    # %% nbs/serving/chat.ipynb #ChatWriter-whole
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         counter = Counter()
         counter.add(0, output)
@@ -306,8 +315,7 @@ class ChatWriter:
             more["prompt_logprobs"] = prompt_logprobs(output)
         return more
 
-    # In pieces
-
+    # %% nbs/serving/chat.ipynb #ChatWriter-pieces
     def _deltas(self, said: Said) -> Iterator[dict[str, Any]]:
         if said.thought and self.body.include_reasoning:
             yield {"reasoning": said.thought, "reasoning_content": said.thought}
@@ -335,6 +343,7 @@ class ChatWriter:
             reason = {"finish_reason": reader.finish_reason(completion), "stop_reason": completion.stop_reason}
             yield {"index": index, "delta": {}, "logprobs": None, **reason}
 
+    # %% nbs/serving/chat.ipynb #ChatWriter-chunks
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         head, counter = self._head("chat.completion.chunk"), Counter()
         unused = {"usage": None} if self.body.include_usage else {}
@@ -354,12 +363,11 @@ class ChatWriter:
                     bill = {"usage": self._usage(counter)} if self.body.continuous_usage else unused
                     more = self._prompt(output) if output.finished and choice["finish_reason"] else {}
                     yield {**head, "choices": [choice], **bill, **more}
-            if output.finished:
-                self.job.state.observe(output, counter.generated[i])
         if self.body.include_usage:
             yield {**head, "choices": [], "usage": self._usage(counter)}
 
 
+# %% nbs/serving/chat.ipynb #ChatWriter-chunks
 def _join(first: CompletionOutput | None, second: CompletionOutput) -> CompletionOutput:
     """The tokens of two pieces of one answer."""
     assert first is not None
@@ -367,6 +375,7 @@ def _join(first: CompletionOutput | None, second: CompletionOutput) -> Completio
     return replace(second, token_ids=[*first.token_ids, *second.token_ids], logprobs=logprobs)
 
 
+# %% nbs/serving/chat.ipynb #chat_router
 def chat_router(state: ServerState) -> APIRouter:
     router = APIRouter()
 

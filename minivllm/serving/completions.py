@@ -188,6 +188,7 @@ async def engine_prompts(body: CompletionRequest, state: ServerState) -> list[An
     return prompts
 
 
+# %% nbs/serving/completions.ipynb #complete
 async def complete(body: CompletionRequest, request: Request, state: ServerState) -> dict[str, Any] | Response:
     """Answer one body."""
     job = Job(
@@ -203,7 +204,8 @@ async def complete(body: CompletionRequest, request: Request, state: ServerState
     except Exception as error:
         raise as_api_error(error) from error
     writer = Writer(body, state.llm.get_detokenizers())
-    await job.submit(prompts, params, body.priority, body.user or body.safety_identifier)
+    unlimited = body.max_tokens is None
+    await job.submit(prompts, params, body.priority, body.user or body.safety_identifier, unlimited)
     if body.stream:
         return SSEResponse(job, _chunks(body, job, writer))
     try:
@@ -213,6 +215,7 @@ async def complete(body: CompletionRequest, request: Request, state: ServerState
     return _whole(body, job, writer, outputs)
 
 
+# %% nbs/serving/completions.ipynb #completion-chunks
 def _head(job: Job) -> dict[str, Any]:
     return {"id": job.id, "object": "text_completion", "created": job.created, "model": job.model}
 
@@ -230,8 +233,6 @@ async def _chunks(body: CompletionRequest, job: Job, writer: Writer) -> AsyncIte
     async for i, output in merge(job.streams):
         check_output(output)
         counter.add(i, output)
-        if output.finished:
-            job.state.observe(output, counter.generated[i])
         for completion in output.outputs:
             if not completion.text and not completion.token_ids and completion.finish_reason is None:
                 continue

@@ -104,7 +104,6 @@ async def _collect(job: Job) -> list[RequestOutput]:
     for stream in job.streams:
         async for output in stream:
             check_output(output)
-            job.state.observe(output, 0)
             outputs.append(output)
     return outputs
 

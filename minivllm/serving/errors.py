@@ -2,13 +2,14 @@
 
 # Generated from nbs/serving/errors.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from minivllm.engine.async_llm import EngineDeadError
@@ -51,8 +52,9 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    def response(self) -> Response:
+        """All ASCII: the message may quote what is no valid text."""
+        return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
 # %% nbs/serving/errors.ipynb #from_validation
@@ -92,17 +94,20 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
     if isinstance(error, InvalidParameter):
-        return ApiError(400, str(error), param=error.parameter, code="invalid_value")
+        return ApiError(400, str(error), param=error.parameter, code=_code(error))
     if isinstance(error, GrammarError):
         return ApiError(400, f"what the answer must look like: {error}", code="invalid_grammar")
     if isinstance(error, RecursionError):
         return ApiError(400, "the body is nested too deeply", code="invalid_value")
     if isinstance(error, (ValueError, TypeError)):
-        too_long = any(words in str(error) for words in ("max_model_len=", "is too long"))
-        code = "context_length_exceeded" if too_long else "invalid_value"
-        return ApiError(400, str(error), code=code)
+        return ApiError(400, str(error), code=_code(error))
     logger.error("a request failed", exc_info=error)
     return ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details")
+
+
+def _code(error: Exception) -> str:
+    too_long = any(words in str(error) for words in ("max_model_len=", "is too long"))
+    return "context_length_exceeded" if too_long else "invalid_value"
 
 
 # %% nbs/serving/errors.ipynb #install_error_handlers

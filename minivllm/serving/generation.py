@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minivllm.engine.async_llm import AsyncLLM, RequestStream
-from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.outputs import FinishedRequest, RequestOutput
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.serving.answers import ParserOptions
@@ -40,7 +40,7 @@ class ServerState:
     that run (``max_num_seqs``), None for no limit. request_timeout: seconds for one answer, None for no limit. stall_timeout: seconds
     that a client of a stream may take nothing.
     parsers: how tool calls and thoughts are read.
-    observe: called with every last output and the number of tokens generated, for the metrics. in_flight: engine requests of open HTTP requests.
+    observe: counts requests that end, for the metrics. in_flight: engine requests of open HTTP requests.
     """
 
     llm: AsyncLLM
@@ -50,7 +50,7 @@ class ServerState:
     stall_timeout: float | None = 60.0
     trust_request_chat_template: bool = False
     parsers: ParserOptions = field(default_factory=ParserOptions)
-    observe: Callable[[RequestOutput, int], None] = lambda output, generated: None
+    observe: Callable[[FinishedRequest], None] = lambda finished: None
     started: int = field(default_factory=lambda: int(time.time()))
     in_flight: int = 0
     open_requests: int = 0
@@ -87,9 +87,17 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def submit(
-        self, prompts: Sequence[Any], params: SamplingParams | PoolingParams, priority: int, user: str | None
+        self,
+        prompts: Sequence[Any],
+        params: SamplingParams | PoolingParams,
+        priority: int,
+        user: str | None,
+        cut_max_tokens: bool = True,
     ) -> None:
-        """Queue one request for each prompt. Raises ApiError, and then nothing is queued."""
+        """Queue one request for each prompt. Raises ApiError, and then nothing is queued.
+
+        ``cut_max_tokens``: False if the client asked for so many tokens; then more than fit is an error.
+        """
         count = len(prompts) * params.num_children
         self.state.check_room(count)
         self.count = count
@@ -97,7 +105,10 @@ class Job:
         try:
             for i, prompt in enumerate(prompts):
                 name = f"{self.id}-{i}-{uuid4().hex[:8]}"
-                self.streams.append(await self.state.llm.submit(prompt, params, name, priority=priority, user=user))
+                stream = await self.state.llm.submit(
+                    prompt, params, name, priority=priority, user=user, cut_max_tokens=cut_max_tokens
+                )
+                self.streams.append(stream)
         except BaseException as error:
             await self.close()
             if isinstance(error, Exception):
@@ -132,7 +143,6 @@ async def collect(job: Job) -> list[RequestOutput]:
         async for output in stream:
             final = output
         check_output(final)
-        job.state.observe(final, sum(len(completion.token_ids) for completion in final.outputs))
         finals.append(final)
     return finals
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.outputs import FinishedRequest
 
 __all__ = ["Metrics"]
 
@@ -76,18 +76,17 @@ class Metrics:
         return generate_latest(self.registry)
 
     # %% nbs/serving/metrics.ipynb #Metrics-observe
-    def observe(self, output: RequestOutput, generated: int) -> None:
-        """Note a finished request. ``generated``: tokens of all its answers."""
-        for completion in output.outputs:
-            self._success.labels(**self.labels, finished_reason=completion.finish_reason or "abort").inc()
-        if output.pooled is not None:
-            self._success.labels(**self.labels, finished_reason="stop").inc()
-        self._prompt.observe(len(output.prompt_token_ids))
-        self._output.observe(generated)
-        times = output.metrics
-        if times is None or times.first_token_time is None or times.last_token_time is None:
+    def observe(self, finished: FinishedRequest) -> None:
+        """Count a request that has ended, whatever the reason."""
+        for reason in finished.finish_reasons:
+            self._success.labels(**self.labels, finished_reason=reason).inc()
+        self._prompt.observe(finished.num_prompt_tokens)
+        self._output.observe(finished.num_generation_tokens)
+        times, generated = finished.metrics, finished.num_generation_tokens
+        if times.finished_time is not None:
+            self._e2e.observe(times.finished_time - times.arrival_time)
+        if times.first_token_time is None or times.last_token_time is None:
             return
         self._ttft.observe(times.first_token_time - times.arrival_time)
-        self._e2e.observe(times.last_token_time - times.arrival_time)
         if generated > 1:
             self._tpot.observe((times.last_token_time - times.first_token_time) / (generated - 1))

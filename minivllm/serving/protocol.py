@@ -40,7 +40,7 @@ class ApiModel(BaseModel):
         return {name: value for name, value in data.items() if name not in cls.unsupported}
 
 
-# %% nbs/serving/protocol.ipynb #SamplingFields
+# %% nbs/serving/protocol.ipynb #ResponseFormat
 class StreamOptions(ApiModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -67,6 +67,7 @@ class ResponseFormat(ApiModel):
         return self
 
 
+# %% nbs/serving/protocol.ipynb #SamplingFields
 class SamplingFields(ApiModel):
     """What OpenAI and vLLM let a client say about the draw."""
 
@@ -92,6 +93,7 @@ class SamplingFields(ApiModel):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     repetition_detection: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     stream: bool = False
@@ -140,6 +142,7 @@ class SamplingFields(ApiModel):
         given = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         merged = {**defaults, **given, "structured_outputs": self.structure(), "output_kind": kind}
+        merged["extra_args"] = self.vllm_xargs
         return SamplingParams.from_optional(
             **{**merged, **{k: v for k, v in more.items() if v is not None or k not in merged}}
         )

@@ -263,7 +263,6 @@ class ResponseWriter:
                 for event in self.take(completion):
                     yield event
             if output.finished:
-                self.job.state.observe(output, self.counter.generated[i])
                 for event in self.finish(output):
                     if event["type"] in ("response.completed", "response.incomplete"):
                         self.keep()
@@ -328,14 +327,15 @@ async def respond(
         keep_thoughts="reasoning_content" in str(tokenizer.chat_template),
         strict=parser is not None and parser.form is not None,
     )
+    unlimited = body.max_output_tokens is None
     try:
         plan = await plan_chat(chat, state)
+        await job.submit([plan.prompt], plan.params, body.priority, body.user or body.safety_identifier, unlimited)
     except ApiError as error:
         if error.param in ("max_tokens", "response_format"):
             error.param = {"max_tokens": "max_output_tokens", "response_format": "text.format"}[error.param]
         raise
     writer = ResponseWriter(body, job, plan, items, store)
-    await job.submit([plan.prompt], plan.params, body.priority, body.user or body.safety_identifier)
     if body.stream:
         return EventResponse(job, writer)
     try:
@@ -345,6 +345,7 @@ async def respond(
     return writer.whole(outputs[0])
 
 
+# %% nbs/serving/responses.ipynb #responses_router
 def responses_router(state: ServerState) -> APIRouter:
     """``/v1/responses``, with a store of its own."""
     router, store = APIRouter(), ResponseStore()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
 
-from minivllm.sampling.grammar import special_token_ids, without_additional_properties
+from minivllm.sampling.grammar import guided, special_token_ids, without_additional_properties
 from minivllm.serving.errors import ApiError
 
 __all__ = [
@@ -111,7 +111,7 @@ def quoted(value: Any) -> str:
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema without members that it does not list, and without white space that a weak model could get lost in."""
     compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {**without_additional_properties(schema), "x-guidance": compact}
+    return guided(without_additional_properties(schema), **compact)
 
 
 def call_rules(form: CallFormat, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:

@@ -43,8 +43,8 @@ def page_params(record: Any) -> dict[str, Any]:
     Raises:
         NotImplementedError: it was sampled with functions of the user's.
     """
-    if record.params.logits_processors:
-        names = ", ".join(getattr(f, "__name__", type(f).__name__) for f in record.params.logits_processors)
+    if own := [*(record.params.logits_processors or ()), *(record.params.extra_args or ())]:
+        names = ", ".join(f if isinstance(f, str) else getattr(f, "__name__", type(f).__name__) for f in own)
         raise NotImplementedError(
             f"SamplerExplorer: logits_processors ({names}) are Python functions, which a page cannot run"
         )

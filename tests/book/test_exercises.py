@@ -15,6 +15,16 @@ ROOT = Path(__file__).parents[2]
 
 WITHOUT = {
     "index": "the first page",
+    "literate/index": "tells the chapters behind it",
+    "literate/source": "is a tool for the chapters behind it",
+    "literate/notebook": "is a tool for the chapters behind it",
+    "literate/render": "has its exercise in the chapter before it",
+    "literate/sync": "a reader tries it on a branch of their own",
+    "literate/module": "has its exercise in literate/write_back",
+    "literate/clean": "has nothing to guess",
+    "literate/check": "a reader tries it on a chapter of their own",
+    "literate/jupyter": "needs a server",
+    "literate/cli": "is a list of commands",
     "book/paging": "is puzzles, with a checker of their own",
     "book/kernel_puzzles": "is puzzles, with a checker of their own",
 }

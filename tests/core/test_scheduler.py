@@ -332,7 +332,7 @@ def test_the_oldest_is_overtaken_at_most_so_often():
     assert before == limit
 
 
-def test_served_tokens_are_those_that_were_scheduled():
+def test_served_tokens_are_those_that_were_computed_and_sampled():
     """Also under preemption, prefix hits and swapping, and whoever looks: counted here one by one."""
 
     class Looks(FCFS):
@@ -341,18 +341,27 @@ def test_served_tokens_are_those_that_were_scheduled():
             return waiting
 
     for preemption in (Recompute(), Swap(20)):
-        seen, given = [], {}
+        seen, prompts, computed = [], {"ann": 0, "bob": 0}, {}
         s = make(policy=Looks(), blocks=12, length=40, budget=12, preemption=preemption)
         for i in range(8):
             s.add_request(Request(str(i), [i % 3] * (5 + 2 * i), max_tokens=15, user="ann" if i % 3 else "bob"))
-        users = {r.request_id: r.user for r in s.requests.values()}
+        every = dict(s.requests)
+
+        def given(user):
+            return prompts[user], sum(r.num_output_tokens for r in every.values() if r.user == user)  # noqa: B023
+
         while len(s.requests) > 1:
-            before, looks = s._served_tokens(), len(seen)
-            assert {u: n for u, n in before.items() if n} == given
+            looks = len(seen)
+            assert {u: tuple(n) for u, n in s._served_tokens().items() if any(n)} == {
+                u: given(u) for u in prompts if any(given(u))
+            }
             output = step(s)
+            computed |= {new.request_id: new.num_computed_tokens for new in output.new_requests}
             for request_id, n in output.num_scheduled_tokens.items():
-                given[users[request_id]] = given.get(users[request_id], 0) + n
-            assert len(seen) == looks or all(seen[-1].get(u, 0) <= n for u, n in given.items())
+                before, length = computed[request_id], every[request_id].num_prompt_tokens
+                computed[request_id] = before + n
+                prompts[every[request_id].user] += min(before + n, length) - min(before, length)
+            assert len(seen) == looks or all(seen[-1].get(u, (0, 0))[0] <= n for u, n in prompts.items())
         assert s.num_preemptions > 2 and len(seen) > 2
 
 
@@ -433,20 +442,34 @@ BROKEN = [
     ("evict", lambda free, view: None, "must return one of the cached free blocks"),
     ("evict", boom, "raised KeyError"),
     ("evict", endless, "did not answer"),
+    ("evict", lambda free, view: setattr(next(free).next, "ref_cnt", 7), "read-only: cannot set 'ref_cnt'"),
+    ("evict_key", boom, "raised KeyError"),
+    ("evict_key", lambda block: block.depth if block.block_id > 3 else "x", "raised TypeError: '<' not supported"),
+    ("evict_key", lambda block: setattr(block, "num_hits", 7), "read-only"),
+    ("evict_key", endless, "did not answer"),
+    ("evict_key", lambda block: block.parent, "known to policies with `track_blocks = True` only"),
+    ("on_add", boom, "raised KeyError"),
+    ("on_admit", lambda request: setattr(request, "priority", 3), "read-only"),
+    ("on_tokens", boom, "raised KeyError"),
+    ("on_tokens", endless, "did not answer"),
+    ("on_hit", lambda request, blocks: setattr(blocks[0], "ref_cnt", 7), "read-only"),
+    ("on_free", boom, "raised KeyError"),
+    ("on_preempt", boom, "raised KeyError"),
+    ("on_finish", boom, "raised KeyError"),
 ]
 
 
 @pytest.mark.parametrize("hook, answer, words", BROKEN)
 def test_a_broken_policy_is_named_and_leaks_nothing(hook, answer, words):
-    caching = hook == "evict"
+    caching = hook in ("evict", "evict_key", "on_hit")
     driver = Driver(make(policy=Broken(hook, answer), blocks=9, length=32, timeout=0.2, caching=caching))
     s = driver.scheduler
     add(s, 9, 8, 7, max_tokens=20)
     with pytest.raises(PolicyError, match=f"Broken.{hook} .*{words}") as caught:
         for i in range(40):
             driver.step()
-            if hook == "evict" and not s.requests:
-                s.add_request(Request(f"more{i}", [i] * 30, max_tokens=1))
+            if caching and not s.requests:
+                s.add_request(Request(f"more{i}", [i // 2] * 30, max_tokens=1))
     driver.check()
     assert driver.trace.events[-1] == ("policy_error", str(caught.value))
     s.set_policy(FCFS())
@@ -470,6 +493,27 @@ def test_a_policy_that_gives_nobody_anything_is_reported():
     with pytest.raises(PolicyError, match="no tokens to anyone for 21 steps"):
         for _ in range(30):
             step(s)
+
+
+def test_a_policy_that_fails_at_its_start_is_not_taken():
+    s = make()
+    with pytest.raises(PolicyError, match=r"Broken.on_start raised KeyError"):
+        s.set_policy(Broken("on_start", boom))
+    assert s.policy.name == "FCFS"
+
+
+def test_without_a_limit_no_thread_is_started(monkeypatch):
+    """As where Python cannot start threads: in a browser."""
+
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", no_thread)
+    s = make(policy=LongestPrefixMatch(), timeout=0)
+    add(s, 4, 5)
+    assert list(step(s).num_scheduled_tokens) == ["0", "1"]
+    with pytest.raises(ValueError, match="policy_timeout must be at least 0 seconds"):
+        make(timeout=-1)
 
 
 def test_a_policy_class_instead_of_an_instance():

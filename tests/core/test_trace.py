@@ -8,7 +8,7 @@ from scheduling import fake_model, kv_config
 
 from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
-from minivllm.core.policy import LFU
+from minivllm.core.policy import FairShare
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler, Swap
 from minivllm.core.trace import Trace, TraceError
@@ -69,10 +69,13 @@ def test_a_trace_tells_what_it_was_recorded_with(trace):
     assert (trace.header.preemption == "swap") == bool(trace.header.num_cpu_blocks)
     groups = kv_config("hybrid", 4, 32)
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16), CacheConfig(4, 32), groups, policy=LFU(sample=9)
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+        CacheConfig(4, 32),
+        groups,
+        policy=FairShare(output_weight=3.0),
     )
     head = scheduler.record().header
-    assert head.policy_arguments == {"sample": 9}
+    assert head.policy_arguments == {"input_weight": 1.0, "output_weight": 3.0}
     assert [g["spec"]["kind"] for g in head.groups] == [g.spec.kind for g in groups.groups]
 
 

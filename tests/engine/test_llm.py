@@ -87,6 +87,7 @@ def test_defaults_come_from_the_model(tiny, path, monkeypatch):
     monkeypatch.setattr(
         tiny.llm_engine, "generation_config", {"temperature": 0.25, "top_k": 7, "max_new_tokens": 3, "do_sample": True}
     )
+    monkeypatch.setattr(tiny.llm_engine, "default_sampling_params", tiny.llm_engine._defaults())
     assert tiny.get_default_sampling_params() == SamplingParams(temperature=0.25, top_k=7, max_tokens=3)
     assert len(generate(tiny, "a", None)[0].outputs[0].token_ids) <= 3
     with LLM(path, num_gpu_blocks=8, generation_config="vllm", **SMALL) as neutral:
@@ -558,7 +559,7 @@ def test_a_policy_from_a_cell(path):
 
 
 def test_priority_and_engine_transforms(path):
-    def only_sevens(logits, view):
+    def only_sevens(logits, batch):
         logits[:, :7] = logits[:, 8:] = -torch.inf
         return logits
 
@@ -653,3 +654,30 @@ def test_beams_with_a_temperature_and_without_the_end_token(tiny):
     total = sum(float(rows[len(prompt) - 1 + i, t]) for i, t in enumerate(best.tokens[len(prompt) :]))
     assert abs(best.cum_logprob - total) < 1e-3
     assert best.text == tiny_tokenizer().decode(best.tokens)
+
+
+def test_an_end_that_only_the_config_names_ends_answers(path, tmp_path):
+    import json
+    import shutil
+
+    folder = shutil.copytree(path, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 97}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    with LLM(str(folder), dtype="float32", num_gpu_blocks=64) as llm:
+        for form in (None, {"choice": ["ab"]}):
+            params = SamplingParams(max_tokens=6, logit_bias={97: 100.0}, structured_outputs=form)
+            (answer,) = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs
+            assert answer.finish_reason == "stop" and answer.token_ids[-1] == 97
+
+
+@pytest.mark.parametrize(("key", "value"), [("temperature", "hot"), ("top_p", 7), ("max_new_tokens", -1)])
+def test_a_default_that_is_out_of_range_is_the_models_fault(path, tmp_path, key, value):
+    import json
+    import shutil
+
+    folder = shutil.copytree(path, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ValueError, match=rf"generation_config\.json: {key} must be"):
+        LLM(str(folder), dtype="float32", num_gpu_blocks=64)
+    LLM(str(folder), dtype="float32", num_gpu_blocks=64, generation_config="vllm").close()

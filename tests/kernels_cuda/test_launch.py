@@ -24,7 +24,9 @@ def test_ptx_is_compiled_once_and_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(launch, "compiler_missing", lambda: None)
     compiled = []
-    monkeypatch.setattr(simt.Kernel, "ptx", lambda self, cc: compiled.append((self.name, cc)) or f"ptx of {self.name}")
+    monkeypatch.setattr(
+        simt.CudaKernel, "ptx", lambda self, cc: compiled.append((self.name, cc)) or f"ptx of {self.name}"
+    )
     a, b = pointwise.silu_mul("float16", 64), pointwise.silu_mul("float16", 128)
     for _ in range(2):
         assert launch.cached_ptx(a, (9, 0)) == f"ptx of {a.name}"

@@ -1,6 +1,7 @@
 """Replay and fork: a history runs again to the last event, on whatever it was recorded."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import (
     FCFS,
     LFU,
+    DeepestFirst,
     FairShare,
     LongestPrefixMatch,
     Policy,
@@ -135,7 +137,11 @@ def test_whatever_lived_can_be_lived_again(seed, policy, swap, kind, warm, ends)
 
 @pytest.mark.parametrize(
     "policy",
-    [LFU(sample=3), combine(order=FairShare(), evict=LFU(sample=2)), combine(order=ShortestFirst(), victim=Priority())],
+    [
+        FairShare(1.0, 3.0),
+        combine(order=FairShare(), evict=DeepestFirst()),
+        combine(order=ShortestFirst(), victim=Priority()),
+    ],
 )
 def test_arguments_of_policies_are_recorded(policy, tmp_path):
     """A replay whose policy has other arguments parts from the recording; with the recorded ones, also from a file, it does not."""
@@ -143,13 +149,14 @@ def test_arguments_of_policies_are_recorded(policy, tmp_path):
     assert run.meter.num_preemptions and any(event[0] == "evict" for event in run.trace.events)
     run.trace.save(tmp_path / "run.jsonl")
     replay(Trace.load(tmp_path / "run.jsonl"))
-    if run.policy == "LFU":
+    if run.policy == "FairShare":
         with pytest.raises(ReplayDivergence):
-            replay(run, policy=LFU(sample=20))
+            replay(run, policy=FairShare(9.0, 1.0))
 
 
 def recorded(policy=None, cost=None, **config):
     workload = shared_prefix(60, 50, 3, 16, (3, 40), (2, 30), seed=6).allowing(30)
+    workload = workload.map(lambda r: replace(r, user=f"user-{int(r.request_id) % 3}"))
     return simulate(workload, config={**SMALL, **config}, policy=policy, cost_model=cost or Roofline("h100", "smollm2"))
 
 

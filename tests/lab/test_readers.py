@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.core.clock import VirtualClock
 from minivllm.lab import read_workload, simulate
 from minivllm.lab.cost import Constant
 from minivllm.lab.readers import WorkloadFileError, _json_items, read_sharegpt, split_into_tokens, tell_format
-from minivllm.lab.workload import poisson
+from minivllm.lab.workload import WorkloadRequest, chat, poisson
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n2023-11-16 18:15:50.9951690,396,109\r\n"
 AZURE_2024 = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 00:00:01.017335+00:00,2399,6\n"
@@ -17,6 +18,11 @@ MOONCAKE = (
     '{"timestamp": 0, "input_length": 1200, "output_length": 50, "hash_ids": [0, 1, 2]}\n'
     '{"timestamp": 300, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 3]}\n\n'
     '{"timestamp": 2500, "input_length": 1024, "output_length": 1, "hash_ids": [0, 4]}\n'
+)
+BAILIAN = (
+    '{"chat_id": 7, "parent_chat_id": -1, "timestamp": 1.5, "input_length": 33, "output_length": 4, "type": "text", "turn": 1, "hash_ids": [5, 6, 9]}\n'
+    '{"chat_id": 8, "parent_chat_id": 7, "timestamp": 7.25, "input_length": 40, "output_length": 2, "type": "text", "turn": 2, "hash_ids": [5, 6, 11]}\n'
+    '{"chat_id": 9, "parent_chat_id": -1, "timestamp": 8, "input_length": 16, "output_length": 2, "type": "text", "turn": 1, "hash_ids": [5]}\n'
 )
 BURSTGPT = (
     "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,Conversation log\n"
@@ -39,6 +45,7 @@ BENCH = {
 FILES = {
     "azure": AZURE,
     "mooncake": MOONCAKE,
+    "bailian": BAILIAN,
     "burstgpt": BURSTGPT,
     "sharegpt": json.dumps([CONVERSATION, MESSAGES], indent=1),
     "bench": json.dumps(BENCH),
@@ -52,7 +59,8 @@ def written(folder, content, name="workload.dat"):
 
 
 def lengths(workload):
-    return [(round(r.arrival_time, 6), r.num_prompt_tokens, r.num_output_tokens) for r in workload.unrolled()]
+    requests = workload if isinstance(workload, list) else workload.unrolled()
+    return [(round(r.arrival_time, 6), r.num_prompt_tokens, r.num_output_tokens) for r in requests]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +97,36 @@ def test_mooncake_shares_exactly_what_its_ids_say(tmp_path):
         c.prompt_token_ids()[512:]
     )
     assert not {*a.output} & {*b.output} and not {*a.output} & {*a.prompt_token_ids()}
+
+
+def test_bailian_is_told_from_mooncake(tmp_path):
+    """Blocks of 16 tokens, times in seconds, and turns of one conversation under one name."""
+    path = written(tmp_path, BAILIAN)
+    first, second, third = read_workload(path)
+    assert tell_format(path) == "bailian" and lengths([first, second, third]) == [
+        (1.5, 33, 4),
+        (7.25, 40, 2),
+        (8.0, 16, 2),
+    ]
+    assert [r.session for r in (first, second, third)] == ["7", "7", "9"]
+    shared = set(first.block_names(16)) & set(second.block_names(16))
+    assert len(shared) == 2 and third.prompt_token_ids() == first.prompt_token_ids()[:16]
+    wide = written(tmp_path, BAILIAN.replace("[5, 6, 9]", "[5, 6]").replace("[5, 6, 11]", "[5, 7]"), "wide")
+    assert [r.num_prompt_tokens for r in read_workload(wide, block_size=32)] == [33, 40, 16]
+    with pytest.raises(ValueError, match="block_size goes with files of hash ids, and azure is of the format 'azure'"):
+        read_workload(written(tmp_path, AZURE, "azure"), block_size=16)
+
+
+def test_no_request_arrives_at_a_moment_that_is_none():
+    for moment in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"'0': arrival_time must be finite, got"):
+            WorkloadRequest("0", moment, ([1],), [2])
+        with pytest.raises(ValueError, match="a finite time"):
+            VirtualClock().advance(moment)
+        with pytest.raises(ValueError, match="finite"):
+            poisson(1, 5).faster(moment)
+        with pytest.raises(ValueError, match="think_time must be finite"):
+            chat(1, 5, think_time=moment)
 
 
 def test_burstgpt_counts_failed_requests(tmp_path):
@@ -146,7 +184,7 @@ BROKEN = [
     (AZURE.replace("2023-11-16 18:15:50", "yesterday"), "line 3: Invalid isoformat string"),
     (AZURE.replace(",109", ""), "line 3: 2 fields, the header has 3"),
     ("ContextTokens,GeneratedTokens\n1,2\n", "line 1: no column 'TIMESTAMP'"),
-    (MOONCAKE.replace('"hash_ids": [0, 1, 3]', '"hash_ids": [0, 1]'), "line 2: 'hash_ids' must have 3 ids for 1100 tokens, got 2"),
+    (MOONCAKE.replace('"hash_ids": [0, 1, 3]', '"hash_ids": [0, 1]'), "line 2: 'hash_ids' must have 3 ids of 512 tokens for 1100 tokens, got 2"),
     (MOONCAKE.replace("[0, 4]", "[0, -4]"), "line 4: 'hash_ids' must be whole numbers"),
     (MOONCAKE.replace('"input_length": 1100, ', ""), "line 2: 'input_length' must be a whole number, at least 0, got None"),
     (MOONCAKE.replace('"timestamp": 300', '"timestamp": true'), "line 2: 'timestamp' must be a whole number"),
@@ -157,7 +195,19 @@ BROKEN = [
     (json.dumps([CONVERSATION], indent=1)[:-2], "the array is not closed"),
     (json.dumps([CONVERSATION], indent=1).replace('"gpt",', '"gpt"', 1), "line 11: not JSON"),
     (json.dumps({**BENCH, "output_lens": [1, 2]}), "lists of different length"),
-    (json.dumps({**BENCH, "input_lens": [1, 2, "3"]}), r"input_lens\[2\] must be a whole number, at least 0, got '3'"),
+    (json.dumps({**BENCH, "input_lens": [1, 2, "3"]}), r"input_lens\[2\] must be a number, got '3'"),
+    (json.dumps({**BENCH, "start_times": [1.0, None, 3.0]}), r"line 1: start_times\[1\] must be a finite number of seconds, got None"),
+    (json.dumps({**BENCH, "start_times": [1.0, 2.0, float("nan")]}), r"start_times\[2\] must be a finite number of seconds, got nan"),
+    (json.dumps({**BENCH, "input_lens": [1, 2, float("inf")]}), r"'input_lens\[2\]' must be a whole number, at least 0, got inf"),
+    (json.dumps({**BENCH, "request_rate": float("nan")}), "line 1: rate must be above 0 requests per second, got nan"),
+    (AZURE + "2023-11-16 18:15:47,1,2\r\n", r"line 4: arrives at 0.31941 s, before the one in front of it \(4.31458 s\)"),
+    (MOONCAKE.replace("2500", "200"), r"line 4: arrives at 0.2 s, before the one in front of it \(0.3 s\)"),
+    (MOONCAKE.replace("2500", "NaN"), "line 4: 'timestamp' must be a whole number, at least 0, got nan"),
+    (BAILIAN.replace("7.25", "Infinity"), "line 2: 'timestamp' must be a finite number of seconds, got inf"),
+    (BAILIAN.replace("7.25", "0.5"), r"line 2: arrives at 0.5 s, before the one in front of it \(1.5 s\)"),
+    (BURSTGPT.replace("118,", "nan,"), "line 4: 'Timestamp' must be a finite number of seconds, got 'nan'"),
+    (BURSTGPT.replace("118,", "inf,"), "line 4: 'Timestamp' must be a finite number of seconds, got 'inf'"),
+    (BURSTGPT.replace("118,", "3,"), r"line 4: arrives at -2 s, before the one in front of it \(0 s\)"),
     (json.dumps({"num_prompts": 3}), "with --save-result --save-detailed"),
     ("hello, world\n", "no known workload format. It begins with 'hello, world'"),
     ("", "no known workload format"),
@@ -166,7 +216,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("content", "message"), BROKEN)
 def test_broken_files_say_where(tmp_path, content, message):
-    with pytest.raises(WorkloadFileError, match=message.replace("(", r"\(")):
+    with pytest.raises(WorkloadFileError, match=message.replace("(", r"\(").replace(r"\\(", r"\(")):
         list(read_workload(written(tmp_path, content)))
 
 

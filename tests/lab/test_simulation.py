@@ -261,7 +261,7 @@ def test_negative_costs_are_refused():
         def seconds(self, output, work):
             return -1.0
 
-    with pytest.raises(ValueError, match="cannot go back"):
+    with pytest.raises(ValueError, match="can only go forward"):
         simulate([asking(0)], cost_model=Backwards())
 
 

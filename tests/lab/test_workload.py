@@ -205,7 +205,7 @@ def test_from_trace_gives_the_same_requests_again():
         (lambda: poisson(1, 5, burstiness=-1), "burstiness must be above 0"),
         (lambda: poisson(1, 5, prompt_tokens=(5, 2)), r"prompt_tokens must be at least 1, or a pair.*\(5, 2\)"),
         (lambda: shared_prefix(1, 5, 0), "num_prefixes must be at least 1, got 0"),
-        (lambda: chat(1, 5, think_time=-1), "think_time must be at least 0 seconds, got -1"),
+        (lambda: chat(1, 5, think_time=-1), "think_time must be finite, at least 0 seconds, got -1"),
         (lambda: poisson(1, 5).faster(0), "factor above 0, got 0"),
         (lambda: poisson(1, 5).allowing(0), "max_tokens must be at least 1, got 0"),
         (lambda: poisson(1, 5).in_vocabulary(5, 5), "0 <= low < high, got 5 and 5"),

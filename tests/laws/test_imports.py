@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,10 @@ def test_an_unknown_name_says_what_there_is():
 
     with pytest.raises(AttributeError, match="module 'minivllm' has no attribute 'LLMM'; it has LLM"):
         _ = minivllm.LLMM
+
+
+def test_no_folder_of_notebooks_hides_a_package():
+    """A notebook's own folder is searched first: a folder `nbs/kernels` there would be imported by transformers as its own."""
+    folders = {path.name for path in (ROOT / "nbs").iterdir() if path.is_dir() and path.name.isidentifier()}
+    installed = {name for names in packages_distributions().items() for name in names[:1]}
+    assert folders & ({"kernels", "minivllm", "minivllm_kernels"} | installed | sys.stdlib_module_names) == set()

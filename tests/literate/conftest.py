@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from minivllm import literate
+from minivllm.literate import __main__ as cli
+from minivllm.literate import clean, notebook
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,8 +36,8 @@ class Repo:
             documented = source if "#| doc" in source else re.sub(r"(#\| default_exp .+)", "\\1\n#| doc A demo", source)
             cells[-1]["source"] = documented
         path = self.root / name
-        data = {"cells": cells, "metadata": literate.METADATA, "nbformat": 4, "nbformat_minor": 5}
-        literate.write(path, literate.spell(data))
+        data = {"cells": cells, "metadata": clean.METADATA, "nbformat": 4, "nbformat_minor": 5}
+        notebook.write(path, clean.notebook_text(data))
         return path
 
     def read(self, name: str) -> str:
@@ -70,7 +71,7 @@ def run(repo: Repo, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command of `python -m minivllm.literate` that must succeed; returns what it printed."""
 
     def command(*arguments: str) -> str:
-        code = literate.main(list(arguments))
+        code = cli.main(list(arguments))
         printed = capsys.readouterr()
         assert (code, printed.err) == (0, ""), printed.err
         return printed.out
@@ -83,7 +84,7 @@ def fails(repo: Repo, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command that must fail with exit code 1; returns the errors that it printed."""
 
     def command(*arguments: str) -> str:
-        assert literate.main(list(arguments)) == 1
+        assert cli.main(list(arguments)) == 1
         return capsys.readouterr().err
 
     return command

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from minivllm import literate
+from minivllm.literate import check, clean, notebook, render, sync
 
 MODULE = "minivllm/pool.py"
 
@@ -81,35 +81,35 @@ def test_missing_module_and_missing_package(repo, fails):
 
 @pytest.mark.parametrize("name", ["minivllm/stray.py", "kernels/minivllm_kernels/stray.py", "kernels/stray.py"])
 def test_a_module_that_no_notebook_exports(repo, fails, name):
-    literate.write(repo.root / name, "x = 1\n")
+    notebook.write(repo.root / name, "x = 1\n")
     assert fails("check").startswith(f"{name}: no notebook exports this file")
 
 
 def test_code_in_an_init_needs_a_notebook(repo, fails):
-    literate.write(repo.root / "minivllm/__init__.py", "x = 1\n")
+    notebook.write(repo.root / "minivllm/__init__.py", "x = 1\n")
     assert "minivllm/__init__.py: no notebook exports this file" in fails("check")
 
 
 def test_rebuild_believes_no_record(repo, run, fails):
     repo.edit(MODULE, "size = 4", "size = 5")
-    literate.remember([literate.read_notebook(repo.root / "nbs/demo.ipynb", repo.root)], repo.root)
+    sync.remember([notebook.read_notebook(repo.root / "nbs/demo.ipynb", repo.root)], repo.root)
     run("check")
     assert "nbs/demo.ipynb #cls: differs from minivllm/pool.py" in fails("check", "--rebuild")
 
 
 def test_a_changed_exporter_makes_every_module_out_of_date(repo, run, fails, monkeypatch):
-    monkeypatch.setattr(literate, "exporter_digest", lambda root: "another")
+    monkeypatch.setattr(sync, "exporter_digest", lambda root: "another")
     run("check")  # it differs, but writes the same
-    header = literate.header
-    monkeypatch.setattr(literate, "header", lambda name: header(name) + "\n# and more")
-    monkeypatch.setattr(literate, "exporter_digest", lambda root: "a third")
+    header = render.header
+    monkeypatch.setattr(render, "header", lambda name: header(name) + "\n# and more")
+    monkeypatch.setattr(sync, "exporter_digest", lambda root: "a third")
     assert "imports, layout or docstring: differs from minivllm/pool.py" in fails("check")
     assert run("export") == f"exported {MODULE}\n"
 
 
 @pytest.mark.parametrize("record", [None, "", "[1]", '{"minivllm/pool.py": 3}'])
 def test_a_record_that_is_lost_or_broken_is_made_again(repo, run, record):
-    path = repo.root / literate.RECORD
+    path = repo.root / sync.RECORD
     before = path.read_text()
     path.unlink() if record is None else path.write_text(record)
     run("check")
@@ -156,7 +156,7 @@ def test_notebooks_must_be_clean(repo, fails):
 
 
 def test_what_agreed_at_the_last_look_is_not_exported_again(repo, run, monkeypatch):
-    monkeypatch.setattr(literate, "render", None)
+    monkeypatch.setattr(sync, "render", None)
     run("check")
 
 
@@ -164,7 +164,7 @@ def store(repo, output) -> None:
     path = repo.root / "nbs/demo.ipynb"
     data = json.loads(path.read_text())
     data["cells"][2]["outputs"] = [output]
-    path.write_text(literate.spell(data))
+    path.write_text(clean.notebook_text(data))
 
 
 @pytest.mark.parametrize(("name", "lines"), [("pool", 61), ("minivllm_kernels.step", 121)])
@@ -176,7 +176,7 @@ def test_a_long_cell_is_refused_unless_it_is_listed(repo, run, fails, name, line
         run("clean")
         message = f"nbs/demo.ipynb #a: an exported cell of {lines} lines; {lines - 1} are allowed: tell it in parts\n"
         assert (fails("check") == message) if count == lines else run("check")
-    (repo.root / literate.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines - 1}\n")
+    (repo.root / check.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines - 1}\n")
     assert fails("check") == message
-    (repo.root / literate.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines}\n")
+    (repo.root / check.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines}\n")
     run("check")

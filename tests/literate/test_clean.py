@@ -6,7 +6,7 @@ import json
 import nbformat
 import pytest
 
-from minivllm import literate
+from minivllm.literate import clean, notebook
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -49,7 +49,7 @@ def used() -> dict:
 
 def test_outputs_stay_and_volatile_metadata_goes(used):
     before = copy.deepcopy(used)
-    done = literate.strip(used)
+    done = clean.cleaned(used)
     assert used == before
     code = done["cells"][0]
     assert code["metadata"] == {"tags": ["keep"]}
@@ -60,13 +60,13 @@ def test_outputs_stay_and_volatile_metadata_goes(used):
     del expected[3]["data"][VIEW]
     assert code["outputs"] == expected
     assert done["cells"][1] == before["cells"][1]
-    assert done["metadata"] == {**literate.METADATA, "title": "kept"}
+    assert done["metadata"] == {**clean.METADATA, "title": "kept"}
 
 
 def test_the_spelling_is_the_one_of_jupyter(used):
-    done = literate.strip(used)
-    assert literate.spell(done) == nbformat.writes(nbformat.from_dict(done)) + "\n"
-    nbformat.validate(nbformat.reads(literate.spell(done), as_version=4))
+    done = clean.cleaned(used)
+    assert clean.notebook_text(done) == nbformat.writes(nbformat.from_dict(done)) + "\n"
+    nbformat.validate(nbformat.reads(clean.notebook_text(done), as_version=4))
 
 
 def test_cleaning_twice_changes_nothing(repo, run, used):
@@ -82,17 +82,17 @@ def test_cleaning_twice_changes_nothing(repo, run, used):
 @pytest.mark.parametrize("indent", [None, 2])
 def test_another_spelling_is_not_clean(repo, used, indent):
     path = repo.root / "nbs/used.ipynb"
-    for text, clean in [
-        (literate.spell(literate.strip(used)), True),
-        (literate.spell(used), False),
-        (json.dumps(json.loads(literate.spell(literate.strip(used))), indent=indent), False),
+    for text, expected in [
+        (clean.notebook_text(clean.cleaned(used)), True),
+        (clean.notebook_text(used), False),
+        (json.dumps(json.loads(clean.notebook_text(clean.cleaned(used))), indent=indent), False),
     ]:
-        assert literate.is_clean(literate.parse_notebook(text, "nbs/used.ipynb", path)) == clean
-        assert (literate.spell(literate.strip(json.loads(text))) == text) == clean
+        assert clean.is_clean(notebook.parse_notebook(text, "nbs/used.ipynb", path)) == expected
+        assert (clean.notebook_text(clean.cleaned(json.loads(text))) == text) == expected
 
 
 def test_clean_leaves_notebooks_of_other_folders_alone(repo, run, used):
     for name in ("a", "b"):
-        literate.write(repo.root / f"nbs/{name}/x.ipynb", json.dumps(used))
+        notebook.write(repo.root / f"nbs/{name}/x.ipynb", json.dumps(used))
     assert run("clean", "nbs/a") == "cleaned nbs/a/x.ipynb\n"
     assert json.loads(repo.read("nbs/b/x.ipynb")) == used

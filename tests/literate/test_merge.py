@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm import literate
+from minivllm.literate import sync
 
 MODULE = "minivllm/pool.py"
 BOOK = "nbs/demo.ipynb"
@@ -38,7 +38,7 @@ def git(repo, run):
     command("init", "-q", "-b", "main")
     command("add", "-A")
     command("commit", "-q", "-m", "start")
-    assert literate.RECORD not in command("ls-files")
+    assert sync.RECORD not in command("ls-files")
     return command
 
 
@@ -95,11 +95,11 @@ def test_one_cell_edited_on_both_sides_is_named(repo, fails, git, branches):
 
 def test_a_first_edit_after_a_clone_needs_no_force(repo, run, git):
     """There is no record yet; git's HEAD says which side was edited."""
-    (repo.root / literate.RECORD).unlink()
+    (repo.root / sync.RECORD).unlink()
     repo.edit(BOOK, "return 1", "return 2")
     assert run("export") == f"exported {MODULE}\n"
     git("commit", "-q", "-a", "-m", "two")
-    (repo.root / literate.RECORD).unlink()
+    (repo.root / sync.RECORD).unlink()
     repo.edit(MODULE, "return 2", "return 3")
     assert run("write-back") == f"wrote {MODULE} back into {BOOK}\n"
     assert "return 3" in repo.source("last")
@@ -120,7 +120,7 @@ def test_saves_follow_each_other_without_a_commit(repo, run, git):
 @pytest.mark.parametrize("record", [True, False])
 def test_an_edit_on_each_side_is_refused_both_ways(repo, fails, git, record):
     if not record:
-        (repo.root / literate.RECORD).unlink()
+        (repo.root / sync.RECORD).unlink()
     repo.edit(BOOK, "return 1", "return 2")
     repo.edit(MODULE, "size = 4", "size = 5")
     before = repo.read(BOOK), repo.read(MODULE)
@@ -132,7 +132,7 @@ def test_an_edit_on_each_side_is_refused_both_ways(repo, fails, git, record):
 
 
 def test_without_git_and_record_neither_side_is_trusted(repo, fails, git):
-    (repo.root / literate.RECORD).unlink()
+    (repo.root / sync.RECORD).unlink()
     shutil.rmtree(repo.root / ".git")
     repo.edit(BOOK, "return 1", "return 2")
     for command in ("export", "write-back"):
@@ -142,7 +142,7 @@ def test_without_git_and_record_neither_side_is_trusted(repo, fails, git):
 def test_a_committed_difference_is_refused_both_ways(repo, run, fails, git):
     repo.edit(MODULE, "return 1", "return 9")
     git("commit", "-q", "-a", "-m", "an edit that nobody carried back")
-    (repo.root / literate.RECORD).unlink()
+    (repo.root / sync.RECORD).unlink()
     for command in ("check", "export", "write-back"):
         assert "both are as in git's HEAD, where they differ" in fails(command)
     run("write-back", "--force")
@@ -166,6 +166,6 @@ def test_what_git_has_may_break_the_rules_of_today(repo, run, git):
     good = repo.read(BOOK)
     repo.edit(BOOK, '\\n"' + doc, '"')
     git("commit", "-q", "-a", "-m", "no doc")
-    (repo.root / literate.RECORD).unlink()
+    (repo.root / sync.RECORD).unlink()
     (repo.root / BOOK).write_text(good.replace("return 1", "return 2"))
     assert run("export") == f"exported {MODULE}\n"

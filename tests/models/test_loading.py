@@ -371,3 +371,30 @@ def test_smollm2_facts(smollm2_path):
     shapes = model.spec.weight_shapes()
     assert {record.name: record.shape for record in model.records} == shapes
     assert sum(math.prod(shape) for shape in shapes.values()) == 134_515_008
+
+
+@pytest.mark.parametrize("value", ["7", [1, "7"], 40, -1, 7.0, True, {"id": 7}])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_end_token_that_is_none_is_the_files_fault(folder, file, value):
+    if file == "config.json":
+        write_config(folder, eos_token_id=value)
+    else:
+        (folder / file).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=rf"{file}: eos_token_id must be a token id below vocab_size, 40"):
+        load_model(folder, load_format="dummy")
+
+
+def test_the_end_tokens_of_the_config_are_those_of_generation(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
+    assert load_model(folder, load_format="dummy").generation_config == {"temperature": 0.5, "eos_token_id": 7}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_output_layer_of_its_own_is_used_whatever_the_config_says(folder, own):
+    spec = load_model(folder, load_format="dummy").spec
+    head = torch.randn(40, 16)
+    save_file(
+        {spec.names.embedding: torch.ones(40, 16) if own else head, spec.names.head: head.clone()},
+        folder / "model.safetensors",
+    )
+    assert load_model(folder).spec.tie_word_embeddings is not own

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from minivllm.runtime.machine import choose_device, cpu_memory, environment_report, has_native_bf16, machine_facts
+from minivllm.runtime.machine import (
+    choose_device,
+    cpu_memory,
+    cpu_quota,
+    environment_report,
+    has_native_bf16,
+    limit_threads,
+    machine_facts,
+)
 
 MEMINFO = (
     "MemTotal:       16000000 kB\nMemFree:         100000 kB\nMemAvailable:    9000000 kB\nHugePages_Total:       0\n"
@@ -35,6 +43,35 @@ def test_a_container_with_a_limit(proc, used, free):
     (proc / "memory.max").write_text("3000000000\n")
     (proc / "memory.current").write_text(used)
     assert cpu_memory(proc / "meminfo", proc) == (free, 3_000_000_000)
+
+
+def test_cached_files_of_a_container_are_free(proc):
+    (proc / "memory.max").write_text("8000000000\n")
+    (proc / "memory.current").write_text("7500000000\n")
+    (proc / "memory.stat").write_text("anon 900000000\nfile 6500000000\ninactive_file 6400000000\n")
+    assert cpu_memory(proc / "meminfo", proc) == (6_900_000_000, 8_000_000_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1), ("x", None)]
+)
+def test_a_container_may_use_part_of_the_cores(tmp_path, text, cores):
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text(text + "\n")
+    assert cpu_quota(tmp_path) == cores
+
+
+def test_threads_follow_the_quota(monkeypatch):
+    used = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    limit_threads(None)
+    limit_threads(9)
+    limit_threads(3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    limit_threads(2)
+    assert used == [3]
 
 
 def test_where_the_system_does_not_say_what_is_free(tmp_path):

@@ -381,3 +381,63 @@ def test_500_random_wishes_give_valid_texts(compiler, tokenizer, capsys: pytest.
     assert finished >= 450
     with capsys.disabled():
         print(f"\n{finished} of 500 texts finished, all valid; {mask_seconds / tokens * 1e6:.0f} µs a mask")
+
+
+CIRCLES = [
+    {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}},
+    {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+    {"type": "object", "required": ["x"], "additionalProperties": {"$ref": "#"}},
+    {
+        "anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+        "$defs": {
+            "a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/b"}}, "required": ["b"]},
+            "b": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 2},
+        },
+    },
+    {"allOf": [{"type": "object"}, {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}]},
+]
+ENDS = [
+    {"type": "object", "properties": {"next": {"$ref": "#"}}},
+    {"type": ["object", "null"], "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
+    {"type": "array", "items": {"$ref": "#"}},
+    {"type": "array", "prefixItems": [{"type": "integer"}], "items": {"$ref": "#"}, "minItems": 1},
+    {"type": "object", "properties": {"n": {"anyOf": [{"$ref": "#"}, {"const": 1}]}}, "required": ["n"]},
+    {"type": "object", "properties": {"a/b": {"enum": [1]}, "n": {"$ref": "#/properties/a~1b"}}, "required": ["n"]},
+]
+
+
+@pytest.mark.parametrize("schema", CIRCLES)
+def test_a_schema_that_no_finite_text_satisfies_is_refused(compiler, schema):
+    with pytest.raises(GrammarError, match="finite"):
+        compiler.submit(StructuredOutputsParams(json=schema)).result()
+    tags = {**TAGS, "structures": [{**TAGS["structures"][0], "schema": schema}]}
+    with pytest.raises(GrammarError, match="finite"):
+        compiler.submit(StructuredOutputsParams(structural_tag=tags)).result()
+
+
+@pytest.mark.parametrize("schema", ENDS)
+def test_a_schema_that_can_come_to_an_end_compiles(compiler, schema):
+    compiler.submit(StructuredOutputsParams(json=schema)).result()
+
+
+@pytest.mark.parametrize("more", [{}, {"additionalProperties": True}, {"additionalProperties": {"type": "string"}}])
+def test_a_name_that_is_spelled_with_escapes_evades_no_type(compiler, more):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+    assert follows(compiler, '{"a": 1, "b": "x"}', json=schema) and follows(compiler, '{"é\\n": "\\"ü"}', json=schema)
+    assert not follows(compiler, '{"a": "x"}', json=schema)
+    assert not follows(compiler, '{"\\u0061": "x"}', json=schema)
+    assert follows(compiler, '"\\u0001"', json={"const": "\x01"})  # there is no other way to write it
+
+
+def test_a_grammar_that_is_too_large_is_refused_before_it_is_read(tokenizer):
+    compiler = GrammarCompiler(tokenizer, V, max_bytes=2000)
+    schema = {"enum": [f"value {i}" for i in range(1000)]}
+    with pytest.raises(GrammarError, match="at most 2000"):
+        compiler.submit(StructuredOutputsParams(json=schema))
+    compiler.shutdown()
+
+
+def test_a_copy_of_the_params_shares_what_is_frozen():
+    params = SamplingParams(structured_outputs={"json": {"enum": ["x"] * 1000}})
+    assert params.clone().structured_outputs is params.structured_outputs

@@ -307,8 +307,8 @@ def test_the_place_of_a_request_transform() -> None:
 
 
 def test_an_engine_transform_sees_the_batch() -> None:
-    def only_row_1_may_say_7(logits: Tensor, view) -> Tensor:
-        for i, request in enumerate(view.requests):
+    def only_row_1_may_say_7(logits: Tensor, batch) -> Tensor:
+        for i, request in enumerate(batch.requests):
             if request.request_id != "1":
                 logits[i, 7] = NEVER
         return logits

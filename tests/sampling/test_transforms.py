@@ -340,13 +340,13 @@ def test_stages_that_nobody_needs_are_skipped() -> None:
 
 
 def test_engine_transforms_go_to_their_places() -> None:
-    def first(logits: Tensor, view: object) -> Tensor:
+    def first(logits: Tensor, batch: object) -> Tensor:
         return logits
 
-    def second(logits: Tensor, view: object) -> Tensor:
+    def second(logits: Tensor, batch: object) -> Tensor:
         return logits
 
-    def late(logits: Tensor, view: object) -> Tensor:
+    def late(logits: Tensor, batch: object) -> Tensor:
         return logits
 
     late.after = "top_p"  # type: ignore[attr-defined]

@@ -71,6 +71,53 @@ def test_what_is_wrong_is_named(tiny: LiveServer, path: str, body: dict, param: 
     assert bool(error["param"]) == bool(param) or param is None
 
 
+HALF = "a\ud83d"
+TOOLS = [{"type": "function", "function": {"name": "f", "description": HALF, "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETE, {**PROMPT, "prompt": HALF}, "prompt"),
+        (COMPLETE, {**PROMPT, "prompt": ["ok", HALF]}, "prompt"),
+        (COMPLETE, {**PROMPT, "stop": [HALF]}, "stop"),
+        (COMPLETE, {**PROMPT, "bad_words": [HALF]}, "bad_words"),
+        (COMPLETE, {**PROMPT, "structured_outputs": {"regex": HALF}}, "structured_outputs.regex"),
+        (COMPLETE, {**PROMPT, "structured_outputs": {"choice": [HALF]}}, "structured_outputs.choice"),
+        (COMPLETE, {**PROMPT, "structured_outputs": {"grammar": HALF}}, "structured_outputs.grammar"),
+        (COMPLETE, {**PROMPT, "structured_outputs": {"json": {"enum": [HALF]}}}, "structured_outputs.json"),
+        (COMPLETE, {**PROMPT, HALF: 1}, None),
+        (CHAT, {"messages": [{"role": "user", "content": HALF}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]}, "messages[0].content"),
+        (CHAT, {**HELLO, "tools": TOOLS, "tool_choice": "required"}, "tools[0].function.description"),
+        ("/v1/responses", {"input": HALF}, "messages[0].content"),
+        ("/v1/embeddings", {"input": HALF}, "prompt"),
+        ("/tokenize", {"prompt": HALF}, "prompt"),
+    ],
+)
+def test_half_a_character_is_named(tiny: LiveServer, path: str, body: dict, param: str):
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {tiny.key}"}
+    response = httpx.post(tiny.url + path, content=json.dumps(body).encode(), headers=headers, timeout=60)
+    error = error_of(response, 400)
+    assert error["param"] == param and ("surrogate" in error["message"] or "unicode" in error["message"])
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_fit_are_refused_with_the_three_numbers(tiny: LiveServer, name: str):
+    limit = tiny.get("/v1/models").json()["data"][0]["max_model_len"]
+    body = {**HELLO, name: limit} if name != "max_tokens" else {**PROMPT, "max_tokens": limit - 2}
+    body.pop("max_tokens" if name != "max_tokens" else "", None)
+    path = COMPLETE if name == "max_tokens" else CHAT
+    error = error_of(tiny.post(path, body), 400)
+    assert error["code"] == "context_length_exceeded" and error["param"] == "max_tokens"
+    assert str(limit) in error["message"] and str(body[name]) in error["message"]
+    if name == "max_tokens":
+        assert "prompt takes 3" in error["message"]
+        assert tiny.post(path, {**body, "max_tokens": limit - 3, "stop": ["e"]}).status_code == 200
+    error = error_of(tiny.post("/v1/responses", {"input": "abc", "max_output_tokens": limit}), 400)
+    assert error["param"] == "max_output_tokens" and error["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[1, 2", b"\xff\xfe", b"null", b"[]", b'"x"', b"[" * 100_000])
 def test_malformed_bodies(tiny: LiveServer, body: bytes):
     response = httpx.post(tiny.url + COMPLETE, content=body, headers={"Content-Type": "application/json"})

@@ -46,6 +46,25 @@ def test_metrics_count(tiny: LiveServer):
         assert name in text
 
 
+@pytest.mark.parametrize("how", ["a stream is dropped", "a client hangs up", "the time is over"])
+def test_requests_without_an_answer_are_counted(long_args: EngineArgs, how: str):
+    names = ('vllm:request_success_total{engine="0",finished_reason="abort"', "vllm:e2e_request_latency_seconds_count")
+    with live_server(long_args, ServerOptions(request_timeout=0.3 if how == "the time is over" else None)) as server:
+        headers = {"Authorization": f"Bearer {server.key}"}
+        if how == "a stream is dropped":
+            body = {**LONG, "stream": True}
+            with httpx.stream("POST", server.url + COMPLETE, json=body, headers=headers, timeout=60) as response:
+                next(response.iter_lines())
+        elif how == "a client hangs up":
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(server.url + COMPLETE, json=LONG, headers=headers, timeout=0.3)
+        else:
+            assert server.post(COMPLETE, LONG).status_code == 408
+        assert server.wait_at_rest()
+        lines = server.get("/metrics").text.splitlines()
+    assert [sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in names] == [1, 1]
+
+
 def test_small_endpoints(tiny: LiveServer):
     from minivllm import __version__
 

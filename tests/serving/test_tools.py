@@ -55,7 +55,7 @@ def tiny(wide_args: EngineArgs) -> Iterator[LiveServer]:
 
 def script(text: str, **more: Any) -> dict[str, Any]:
     """Wishes that make the tiny model, one token a byte, write this text and end."""
-    return {"extra_body": {"structured_outputs": {"choice": [text]}}, "max_tokens": 250, **more}
+    return {"extra_body": {"structured_outputs": {"choice": [text]}}, **more}
 
 
 def collect(chunks: Any) -> tuple[str, list[dict[str, Any]], str | None]:
@@ -100,7 +100,7 @@ def test_several_calls(tiny: LiveServer):
     with tiny.client() as client:
         for seed in range(3):
             wishes = {"model": "tiny", "messages": ASK, "tools": [TIME], "tool_choice": "required", "seed": seed,
-                      "temperature": 1, "max_tokens": 250}  # fmt: skip
+                      "temperature": 1}  # fmt: skip
             calls = client.chat.completions.create(**wishes).choices[0].message.tool_calls
             counts.add(len(calls))
             assert len({call.id for call in calls}) == len(calls)
@@ -165,7 +165,7 @@ def scripted(auto: LiveServer) -> Iterator[Any]:
 
 
 def test_the_model_decides(scripted: Any):
-    wishes = {"model": "tiny", "messages": ASK, "tools": TOOLS, "max_tokens": 250}
+    wishes = {"model": "tiny", "messages": ASK, "tools": TOOLS}
     two = f"I ask.\n{HERMES}\n" + HERMES.replace("weather", "time")
     server = scripted(two)
     with server.client() as client:
@@ -196,7 +196,7 @@ def test_arguments_stream_while_they_are_written(scripted: Any):
 
 
 def test_logprobs_of_calls_are_all_sent(scripted: Any):
-    wishes = {"model": "tiny", "messages": ASK, "tools": TOOLS, "max_tokens": 250, "logprobs": True}
+    wishes = {"model": "tiny", "messages": ASK, "tools": TOOLS, "logprobs": True}
     with scripted("Oh. " + HERMES).client() as client:
         whole = client.chat.completions.create(**wishes).choices[0].logprobs.content
         chunks = client.chat.completions.create(**wishes, stream=True)

@@ -10,7 +10,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.core.trace import Trace, TraceHeader
 from minivllm.runtime.sample_record import SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
-from minivllm.sampling.transforms import standard_stages
+from minivllm.sampling.transforms import each_row, standard_stages
 from minivllm.viz import SamplerExplorer
 from minivllm.viz.sampler_explorer import STAGES
 
@@ -212,5 +212,5 @@ def test_a_wrong_wish_to_a_model_is_named(tiny):
 def test_an_engine_with_stages_of_its_own_is_refused(tiny_model_path):
     path = str(tiny_model_path("llama"))
     wrong = pytest.raises(NotImplementedError, match="the stages double, which a page cannot compute")
-    with LLM(path, dtype="float32", num_gpu_blocks=64, logits_processors=[double]) as llm, wrong:
+    with LLM(path, dtype="float32", num_gpu_blocks=64, logits_processors=[each_row(double)]) as llm, wrong:
         SamplerExplorer(llm, "x")

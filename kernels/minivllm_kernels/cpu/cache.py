@@ -1,6 +1,6 @@
 """CPU KV cache layout, with K transposed inside a block; write and copy kernels."""
 
-# Generated from nbs/minivllm_kernels/cpu/cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cpu/cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cpu/cache.ipynb #split_cache
+# %% nbs/numba_kernels/cpu/cache.ipynb #split_cache
 """Writing to and copying blocks of the CPU kernels' KV cache.
 
 A layer's cache is `[1, num_blocks, kv_heads, 2, head_dim * block_size]`, bf16 (as uint16) or float32. Inside a block
@@ -32,7 +32,7 @@ def split_cache(cache: np.ndarray, head_dim: int) -> tuple[np.ndarray, np.ndarra
     return keys.reshape(blocks, heads, head_dim, -1), values.reshape(blocks, heads, -1, head_dim)
 
 
-# %% nbs/minivllm_kernels/cpu/cache.ipynb #write
+# %% nbs/numba_kernels/cpu/cache.ipynb #write
 (KEYS, VALUES, STRIDE_K, STRIDE_V, SLOTS, WRITE_CACHE, WRITE_HEADS) = range(OWN, OWN + 7)
 """Arguments of `write`: addresses of k and v, numbers from one token to the next in each, address of the slots (int64),
 address of the cache, key-value heads. The work items are tokens."""
@@ -97,7 +97,7 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
     return body
 
 
-# %% nbs/minivllm_kernels/cpu/cache.ipynb #copy
+# %% nbs/numba_kernels/cpu/cache.ipynb #copy
 (SOURCE, TARGET, WORDS, PAIRS) = range(OWN, OWN + 4)
 """Arguments of `copy`: addresses of two caches, 8-byte words of a block, address of the pairs (int64 [n, 2]: block in the
 source, block in the target). The work items are pairs; no block may be both read and written."""

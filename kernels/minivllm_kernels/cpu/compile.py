@@ -1,6 +1,6 @@
 """Compiles numba kernels to object code for the host and caches it on disk."""
 
-# Generated from nbs/minivllm_kernels/cpu/compile.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cpu/compile.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import functools
@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cpu/compile.ipynb #code-849c2f
+# %% nbs/numba_kernels/cpu/compile.ipynb #code-849c2f
 """Kernels for the CPU: compiled once into a file, loaded without numba, run on the threads that torch uses.
 
 A kernel is a Python function `body(args)`, `args` a pointer to int64: [0] the next work item, [1] their number,
@@ -41,7 +41,7 @@ NEXT, COUNT, ENTERED, OWN = 0, 1, 2, 3
 logger = logging.getLogger(__name__)
 
 
-# %% nbs/minivllm_kernels/cpu/compile.ipynb #host_machine
+# %% nbs/numba_kernels/cpu/compile.ipynb #host_machine
 @functools.cache
 def host_machine() -> tuple[str, str, str]:
     """(triple, CPU, features) to compile for.
@@ -124,7 +124,7 @@ def only(module: Any, entry: str, machine: Any) -> Any:
     return module
 
 
-# %% nbs/minivllm_kernels/cpu/compile.ipynb #Kernel
+# %% nbs/numba_kernels/cpu/compile.ipynb #Kernel
 @dataclass(frozen=True)
 class Kernel:
     """Machine code in memory.
@@ -190,7 +190,7 @@ def compile_kernel(body: Callable[[Any], None]) -> Kernel:
     return Kernel(body.__name__, address, False, time.perf_counter() - start, engine)
 
 
-# %% nbs/minivllm_kernels/cpu/compile.ipynb #cache_folder
+# %% nbs/numba_kernels/cpu/compile.ipynb #cache_folder
 def cache_folder() -> Path:
     """Where compiled kernels are kept: `kernels` in $MINIVLLM_CACHE, else in the user's cache folder."""
     if chosen := os.environ.get("MINIVLLM_CACHE"):
@@ -199,7 +199,10 @@ def cache_folder() -> Path:
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "minivllm" / "kernels"
+    try:
+        return Path(base).expanduser().absolute() / "minivllm" / "kernels"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"minivllm-{os.getuid()}" / "kernels"
 
 
 @functools.cache
@@ -229,7 +232,7 @@ def cache_key(builder: str, params: Sequence[int]) -> str:
     return hashlib.sha256("\n".join(parts).encode() + _sources() + _source(builder.partition(":")[0])).hexdigest()[:24]
 
 
-# %% nbs/minivllm_kernels/cpu/compile.ipynb #read_cached
+# %% nbs/numba_kernels/cpu/compile.ipynb #read_cached
 def read_cached(path: Path) -> tuple[bytes, str] | None:
     """(object, entry) from the file, or None if there is none or it is damaged."""
     try:
@@ -282,7 +285,7 @@ def kernel(builder: str, *params: int) -> Kernel:
     return Kernel(function, address, cached, time.perf_counter() - start, engine)
 
 
-# %% nbs/minivllm_kernels/cpu/compile.ipynb #openmp
+# %% nbs/numba_kernels/cpu/compile.ipynb #openmp
 @functools.cache
 def openmp() -> Any:
     """`GOMP_parallel` of the OpenMP runtime in this process, or None."""

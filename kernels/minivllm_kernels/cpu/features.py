@@ -1,6 +1,6 @@
 """CPU features: what this machine has, what may be used, and how tests narrow it."""
 
-# Generated from nbs/minivllm_kernels/cpu/features.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cpu/features.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import os
 import sys
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 __all__ = ["LEVELS", "VARIABLE", "Level", "chosen_level", "narrow_torch"]
 
 
-# %% nbs/minivllm_kernels/cpu/features.ipynb #levels
+# %% nbs/numba_kernels/cpu/features.ipynb #levels
 """The CPU features that kernels may use, and the environment variable that narrows them."""
 
 VARIABLE = "MINIVLLM_CPU_FEATURES"
@@ -44,7 +44,7 @@ LEVELS = {
 """The levels that a machine can be narrowed to, each with all that the one before has."""
 
 
-# %% nbs/minivllm_kernels/cpu/features.ipynb #chosen
+# %% nbs/numba_kernels/cpu/features.ipynb #chosen
 def chosen_level() -> Level | None:
     """The level that MINIVLLM_CPU_FEATURES names; None where it is not set: all that the CPU has.
 

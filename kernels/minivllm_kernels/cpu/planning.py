@@ -1,6 +1,6 @@
 """Work items of CPU attention for one step, balanced over threads."""
 
-# Generated from nbs/minivllm_kernels/cpu/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cpu/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 import math
@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cpu/planning.ipynb #CPUAttentionShape
+# %% nbs/numba_kernels/cpu/planning.ipynb #CPUAttentionShape
 """Shapes and work lists of the CPU attention kernels. Pure numpy: nothing here compiles anything."""
 
 
@@ -143,7 +143,7 @@ class CPUAttentionShape:
         return {**offsets, "end": at}
 
 
-# %% nbs/minivllm_kernels/cpu/planning.ipynb #plan_items
+# %% nbs/numba_kernels/cpu/planning.ipynb #plan_items
 FIELDS = 11
 TOKEN, TOKENS, POSITION, ROW, BEGIN, END, PARTS, COUNTER, SLOT, FIRST, LAST = range(FIELDS)
 """Columns of a work item: first query token in the step, how many, position of the first in its request, row of the block table;
@@ -199,7 +199,7 @@ def plan_items(
     return np.ascontiguousarray(items[np.argsort(-cost, kind="stable")]), int(stored.sum())
 
 
-# %% nbs/minivllm_kernels/cpu/planning.ipynb #plan_claims
+# %% nbs/numba_kernels/cpu/planning.ipynb #plan_claims
 def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarray:
     """Where each claim begins, and the end: int64 [claims + 1], counted in items x heads, heads together."""
     cost = items[:, TOKENS].astype(np.int64) * (items[:, END] - items[:, BEGIN])
@@ -210,7 +210,7 @@ def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarra
     return np.unique(np.concatenate([[0], np.searchsorted(done, goals) + 1])).clip(max=len(done))
 
 
-# %% nbs/minivllm_kernels/cpu/planning.ipynb #aligned
+# %% nbs/numba_kernels/cpu/planning.ipynb #aligned
 (Q, OUT, CACHE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS) = range(OWN, OWN + 9)
 (WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS, CONFIGS) = range(OWN + 9, OWN + 16)
 STEP_ARGS = (COUNT, *range(BLOCK_STRIDE, CONFIGS + 1))

@@ -1,6 +1,6 @@
 """CPU kernels for add + RMS norm, SiLU gate, rotary embedding and argmax."""
 
-# Generated from nbs/minivllm_kernels/cpu/pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cpu/pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ from minivllm_kernels.cpu.simd import (
 __all__ = ["LARGEST_OUT", "LARGEST_SIZE", "LARGEST_X", "first_largest"]
 
 
-# %% nbs/minivllm_kernels/cpu/pointwise.ipynb #add_norm
+# %% nbs/numba_kernels/cpu/pointwise.ipynb #add_norm
 """What stands between the products of a decoder on a CPU, each as one kernel. Sums are float32; a row's result does not depend
 on other rows."""
 
@@ -68,7 +68,7 @@ def add_norm(bits: int, lanes: int, eps_bits: int) -> Callable[[Any], None]:
     return body
 
 
-# %% nbs/minivllm_kernels/cpu/pointwise.ipynb #gated_silu
+# %% nbs/numba_kernels/cpu/pointwise.ipynb #gated_silu
 (GATED_X, GATED_OUT, GATED_SIZE) = range(OWN + 1, OWN + 4)
 """Arguments of `gated_silu`: addresses of the rows of gate and up, side by side, and of the result; numbers in a row of the
 result. The work items are rows."""
@@ -94,7 +94,7 @@ def gated_silu(bits: int, lanes: int) -> Callable[[Any], None]:
     return body
 
 
-# %% nbs/minivllm_kernels/cpu/pointwise.ipynb #rotate
+# %% nbs/numba_kernels/cpu/pointwise.ipynb #rotate
 (ROPE_X, ROPE_COS, ROPE_SIN, ROPE_Q, ROPE_K, ROPE_STRIDE, ROPE_HEADS, ROPE_KV_HEADS, ROPE_NORM) = range(
     OWN + 1, OWN + 10
 )
@@ -149,7 +149,7 @@ def rotate(head_dim: int, bits: int, lanes: int, eps_bits: int) -> Callable[[Any
     return body
 
 
-# %% nbs/minivllm_kernels/cpu/pointwise.ipynb #first_largest
+# %% nbs/numba_kernels/cpu/pointwise.ipynb #first_largest
 (LARGEST_X, LARGEST_OUT, LARGEST_SIZE) = range(OWN, OWN + 3)
 """Arguments of `first_largest`: addresses of float32 rows and of an int64 for each; numbers in a row. The work items are rows."""
 

@@ -1,6 +1,6 @@
 """Records CPU kernel calls and runs them in one launch over a shared thread pool."""
 
-# Generated from nbs/minivllm_kernels/cpu/program.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cpu/program.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import functools
@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cpu/program.ipynb #Launcher
+# %% nbs/numba_kernels/cpu/program.ipynb #Launcher
 """Programs: kernels noted down with their arguments, and carried out one after the other by one launch."""
 
 
@@ -90,7 +90,7 @@ class Now(threading.local):
 NOW = Now()
 
 
-# %% nbs/minivllm_kernels/cpu/program.ipynb #conduct
+# %% nbs/numba_kernels/cpu/program.ipynb #conduct
 (STEPS, YIELD) = range(OWN, OWN + 2)
 """Arguments of `conduct`: address of the steps, and of the system's function that gives a core away. `COUNT` is their number."""
 ENTRY, ARGS, CAME, WENT, FIELDS = range(5)
@@ -121,7 +121,7 @@ def conduct(patience: int, x86: int) -> Callable[[Any], None]:
     return body
 
 
-# %% nbs/minivllm_kernels/cpu/program.ipynb #look_at_clock
+# %% nbs/numba_kernels/cpu/program.ipynb #look_at_clock
 (CLOCK, CLOCK_FIRST, CLOCK_SECOND) = range(OWN, OWN + 3)
 """Arguments of `look_at_clock`: address of the system's function, and what it is called with."""
 
@@ -137,7 +137,7 @@ def look_at_clock() -> Callable[[Any], None]:
     return body
 
 
-# %% nbs/minivllm_kernels/cpu/program.ipynb #Program
+# %% nbs/numba_kernels/cpu/program.ipynb #Program
 def _addresses(rows: np.ndarray) -> np.ndarray:
     """Where each row of an array begins."""
     return rows.ctypes.data + rows.strides[0] * np.arange(len(rows))

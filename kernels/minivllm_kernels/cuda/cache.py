@@ -1,15 +1,16 @@
 """CUDA kernels that write K and V to cache slots and copy blocks."""
 
-# Generated from nbs/minivllm_kernels/cuda/cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 
-from minivllm_kernels.cuda.simt import Kernel, cuda, device, half_ops, i64, kernel, ldg128, pack_e4m3, prmt, stg128, u32
+from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, half_ops, i64, kernel, u32
+from minivllm_kernels.cuda.warp import ldg128, pack_e4m3, prmt, stg128
 
 __all__ = ["COPY_SIGNATURE", "RESHAPE_SIGNATURE", "copy_blocks", "reshape_and_cache"]
 
 
-# %% nbs/minivllm_kernels/cuda/cache.ipynb #reshape_and_cache
+# %% nbs/numba_kernels/cuda/cache.ipynb #reshape_and_cache
 RESHAPE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32* i64*"]  # k, v, k cache, v cache, slots
     + ["f32 f32"]  # of an fp8 cache: 1 / scale of K, of V
@@ -19,7 +20,7 @@ RESHAPE_SIGNATURE = " ".join(
 
 
 @functools.cache
-def reshape_and_cache(block_size: int, threads: int = 128, to_fp8: str | None = None) -> Kernel:
+def reshape_and_cache(block_size: int, threads: int = 128, to_fp8: str | None = None) -> CudaKernel:
     """Scatter the rows of k and v to their slots. Grid (tokens, 1). to_fp8: dtype of k and v, for a cache of e4m3;
     None for a cache of their own dtype, whatever it is."""
     BS = block_size
@@ -64,13 +65,13 @@ def reshape_and_cache(block_size: int, threads: int = 128, to_fp8: str | None = 
     return write
 
 
-# %% nbs/minivllm_kernels/cuda/cache.ipynb #copy_blocks
+# %% nbs/numba_kernels/cuda/cache.ipynb #copy_blocks
 COPY_SIGNATURE = "u32* u32* i64* i64 i64 i64"
 """source, destination, pairs (source block, destination block), words from K to V in each, words of a block."""
 
 
 @functools.cache
-def copy_blocks(threads: int = 256) -> Kernel:
+def copy_blocks(threads: int = 256) -> CudaKernel:
     """Copy blocks between two caches, or within one. Grid (blocks that share a pair, pairs); K, then V."""
 
     @kernel(COPY_SIGNATURE, threads=threads, name=f"copy_blocks_t{threads}")

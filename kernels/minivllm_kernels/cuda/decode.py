@@ -1,27 +1,47 @@
 """CUDA decode attention: naive, split-KV on CUDA cores, split-KV on tensor cores."""
 
-# Generated from nbs/minivllm_kernels/cuda/decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
-from minivllm_kernels.cuda.planning import MAX_PARTS, TILE, AttentionShape
+from minivllm_kernels.cuda.planning import (
+    FIELDS,
+    MAX_PARTS,
+    TILE,
+    WORK_END,
+    WORK_FIRST,
+    WORK_FIRST_SLOT,
+    WORK_PARTS,
+    WORK_ROW,
+    WORK_SEQ,
+    WORK_SLOT,
+    AttentionShape,
+)
 from minivllm_kernels.cuda.simt import (
     NEG,
+    CudaKernel,
     Half,
-    Kernel,
-    atomic_inc,
     cuda,
     device,
-    e4m3_hi,
-    e4m3_lo,
-    exp2,
     f32,
-    fmax,
-    grid_release,
+    group_sum,
     half_ops,
     i32,
     i64,
     kernel,
+    u32,
+    warp_max,
+    warp_sum,
+)
+from minivllm_kernels.cuda.warp import (
+    atomic_inc,
+    e4m3_hi,
+    e4m3_lo,
+    exp2,
+    fmax,
+    grid_release,
     ldcg2,
     ldg64_stream,
     ldg128,
@@ -29,34 +49,41 @@ from minivllm_kernels.cuda.simt import (
     movmatrix,
     prmt,
     shfl_xor,
-    u32,
 )
 
 __all__ = [
-    "FMA_HEADS", "capped", "combine", "fma_parts", "fma_split_kv", "max_warps", "mma_parts", "mma_split_kv",
-    "naive", "same_half",
+    "FMA_HEADS", "CacheFormat", "attend_one", "cache_format", "combine", "fma_parts", "fma_split_kv",
+    "fragment_loaders", "loads_of_row", "max_warps", "mma_parts", "mma_split_kv", "naive", "online_softmax",
+    "same_half", "soft_cap", "words_of_lane",
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #code-9f2c43
+# %% nbs/numba_kernels/cuda/decode.ipynb #code-9f2c43
 DECODE_SIGNATURE = " ".join(
-    ["u32* u32* u32* u32*"]  # out, q, k cache, v cache: words of two 16-bit floats
-    + ["i32* i32*"]  # block table, work items
-    + ["f32* f32* i32*"]  # partial outputs, their (max, sum), arrivals
-    + ["f32 f32 f32"]  # scale, cap, scale of V
-    + ["i32 i32 i32"]  # words or entries from one row to the next: block table, q, out
-    + ["i64 i32 i32"]  # words from one block, token, KV head to the next in the cache
+    ["u32* u32* u32* u32*"]  # out, q, kc and vc (the K and the V cache): words of two 16-bit floats
+    + ["i32* i32*"]  # table (of blocks), work (items)
+    + ["f32* f32* i32*"]  # p_o and p_ml: partial outputs, their (max, sum); count: of arrivals
+    + ["f32 f32 f32"]  # scale, cap, v_scale
+    + ["i32 i32 i32"]  # t_s, q_s, o_s: from one row to the next of the block table (entries), q and out (words)
+    + ["i64 i32 i32"]  # s_blk, s_tok, s_head: words from one block, token, KV head to the next in the cache
 )
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #capped
+# %% nbs/numba_kernels/cuda/decode.ipynb #softmax
 @device
-def capped(score, cap):
+def soft_cap(score, cap):
     """cap * tanh(score / 2 ln 2): the caller's scale brings the factor."""
     return cap - cap * (f32(2.0) / (f32(1.0) + exp2(score)))
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #naive
+@device
+def online_softmax(m_old, score):
+    """(m_new, alpha, p): the new maximum, the factor for all sums so far, and the weight of the new score."""
+    m_new = fmax(m_old, score)
+    return m_new, exp2(m_old - m_new), exp2(score - m_new)
+
+
+# %% nbs/numba_kernels/cuda/decode.ipynb #one_query
 def same_half(shape: AttentionShape) -> Half:
     """The operations of Q, K and V alike. Rungs 1 and 2 know no other cache."""
     if shape.fp8_kv:
@@ -64,72 +91,125 @@ def same_half(shape: AttentionShape) -> Half:
     return half_ops(shape.dtype)
 
 
-@functools.cache
-def naive(shape: AttentionShape) -> Kernel:
-    """Rung 1: one warp a (work item, query head). Grid (query heads, items); items must be whole sequences."""
-    W = shape.head_dim // 2
-    C = -(-W // 32)  # words a lane owns
-    C2 = 2 * C
-    G, BS, CAP = shape.group, shape.block_size, shape.soft_cap
+def words_of_lane(shape: AttentionShape) -> int:
+    """Words of a head that each lane of a warp owns."""
+    return -(-shape.head_dim // 64)
+
+
+def attend_one(shape: AttentionShape) -> Any:
+    """A device function: attention of one query head over the tokens [first, end), by one warp.
+
+    qv, acc: registers, 2 `words_of_lane`. q_at, out_at: where the head begins. pages: where the block table's row does.
+    """
+    W, C = shape.head_dim // 2, words_of_lane(shape)
+    BS, CAP = shape.block_size, shape.soft_cap
     half = same_half(shape)
     lo, hi, pack = half.lo, half.hi, half.pack
 
-    @kernel(DECODE_SIGNATURE, threads=32, name=f"decode_naive_{shape.name}")
-    def decode_naive(
-        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
-    ):
-        head = cuda.blockIdx.x
-        item = cuda.blockIdx.y * 8
-        lane = cuda.threadIdx.x
-        seq, row, first, end = work[item], work[item + 1], work[item + 2], work[item + 3]
-        if seq < 0:
-            return
-        qv = cuda.local.array(C2, f32)
-        acc = cuda.local.array(C2, f32)
+    @device
+    def attend(out, q, kc, vc, table, qv, acc, out_at, q_at, kv_at, pages, first, end, scales, s_blk, s_tok, lane):
         for c in range(C):
             x = u32(0)
             if lane + 32 * c < W:
-                x = q[i64(row) * q_s + head * W + lane + 32 * c]
+                x = q[q_at + lane + 32 * c]
             qv[2 * c] = lo(x)
             qv[2 * c + 1] = hi(x)
             acc[2 * c] = f32(0.0)
             acc[2 * c + 1] = f32(0.0)
-        biggest = f32(NEG)
+        m = f32(NEG)
         total = f32(0.0)
         for tok in range(first, end):
-            at = i64(table[i64(seq) * t_s + tok // BS]) * s_blk + (tok % BS) * s_tok + (head // G) * s_head + lane
-            s = f32(0.0)
+            at = i64(table[pages + tok // BS]) * s_blk + (tok % BS) * s_tok + kv_at + lane
+            score = f32(0.0)
             for c in range(C):
                 if lane + 32 * c < W:
                     x = kc[at + 32 * c]
-                    s += qv[2 * c] * lo(x) + qv[2 * c + 1] * hi(x)
-            s += shfl_xor(s, 16)
-            s += shfl_xor(s, 8)
-            s += shfl_xor(s, 4)
-            s += shfl_xor(s, 2)
-            s += shfl_xor(s, 1)
-            s *= scale
+                    score += qv[2 * c] * lo(x) + qv[2 * c + 1] * hi(x)
+            score = warp_sum(score) * scales[0]
             if CAP:
-                s = capped(s, cap)
-            grown = fmax(biggest, s)
-            shrink = exp2(biggest - grown)
-            p = exp2(s - grown)
-            biggest = grown
-            total = total * shrink + p
+                score = soft_cap(score, scales[1])
+            m, alpha, p = online_softmax(m, score)
+            total = total * alpha + p
             for c in range(C):
                 if lane + 32 * c < W:
                     x = vc[at + 32 * c]
-                    acc[2 * c] = acc[2 * c] * shrink + p * lo(x)
-                    acc[2 * c + 1] = acc[2 * c + 1] * shrink + p * hi(x)
-        total /= v_scale
+                    acc[2 * c] = acc[2 * c] * alpha + p * lo(x)
+                    acc[2 * c + 1] = acc[2 * c + 1] * alpha + p * hi(x)
+        total /= scales[2]
         for c in range(C):
             if lane + 32 * c < W:
-                out[i64(row) * o_s + head * W + lane + 32 * c] = pack(acc[2 * c] / total, acc[2 * c + 1] / total)
+                out[out_at + lane + 32 * c] = pack(acc[2 * c] / total, acc[2 * c + 1] / total)
+
+    return attend
+
+
+# %% nbs/numba_kernels/cuda/decode.ipynb #naive
+@functools.cache
+def naive(shape: AttentionShape) -> CudaKernel:
+    """Rung 1: one warp a (work item, query head). Grid (query heads, items); items must be whole sequences."""
+    W, G, C2 = shape.head_dim // 2, shape.group, 2 * words_of_lane(shape)
+    attend = attend_one(shape)
+
+    @kernel(DECODE_SIGNATURE, threads=32, name=f"decode_naive_{shape.name}")
+    def decode_naive(
+        out, q, kc, vc, table, work, p_o, p_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
+    ):
+        head = cuda.blockIdx.x
+        item = cuda.blockIdx.y * FIELDS
+        seq, row = work[item + WORK_SEQ], i64(work[item + WORK_ROW])
+        if seq < 0:
+            return
+        qv = cuda.local.array(C2, f32)
+        acc = cuda.local.array(C2, f32)
+        out_at, q_at, kv_at = row * o_s + head * W, row * q_s + head * W, (head // G) * s_head
+        pages, first, end = i64(seq) * t_s, work[item + WORK_FIRST], work[item + WORK_END]
+        scales, lane = (scale, cap, v_scale), cuda.threadIdx.x
+        attend(out, q, kc, vc, table, qv, acc, out_at, q_at, kv_at, pages, first, end, scales, s_blk, s_tok, lane)
 
     return decode_naive
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #fma_parts
+# %% nbs/numba_kernels/cuda/decode.ipynb #merge_streams
+def merge_streams(shape: AttentionShape, parts: int, streams: int, threads: int, stats: int, pitch: int) -> Any:
+    """A device function: join the softmaxes of a block's `streams` and write the result, or the block's partial.
+
+    Of head h and stream x, the maximum and the sum are at x * stats + h, the output at (x * heads + h) * pitch.
+    """
+    D, W, G, H = shape.head_dim, shape.head_dim // 2, shape.group, -(-shape.group // parts)
+    PARTS, STREAMS, THREADS, STATS, PITCH = parts, streams, threads, stats, pitch
+    pack = half_ops(shape.dtype).pack
+
+    @device
+    def merge(out, p_o, p_ml, shared_o, shared_max, shared_sum, out_at, slot, head0, heads, v_scale):
+        for e in range(cuda.threadIdx.x, heads * W, THREADS):
+            h = e // W
+            d = (e % W) * 2
+            m = f32(NEG)
+            for x in range(STREAMS):
+                m = fmax(m, shared_max[x * STATS + h])
+            total = f32(0.0)
+            a0 = f32(0.0)
+            a1 = f32(0.0)
+            for x in range(STREAMS):
+                weight = exp2(shared_max[x * STATS + h] - m)
+                total += weight * shared_sum[x * STATS + h]
+                a0 += weight * shared_o[(x * H + h) * PITCH + d]
+                a1 += weight * shared_o[(x * H + h) * PITCH + d + 1]
+            total /= v_scale
+            if slot < 0:
+                out[out_at + (head0 + h) * W + d // 2] = pack(a0 / total, a1 / total)
+            else:
+                at = i64(slot) * (cuda.gridDim.x // PARTS * G) + head0 + h
+                p_o[at * D + d] = a0
+                p_o[at * D + d + 1] = a1
+                if d == 0:
+                    p_ml[at * 2] = m
+                    p_ml[at * 2 + 1] = total
+
+    return merge
+
+
+# %% nbs/numba_kernels/cuda/decode.ipynb #fma_parts
 FMA_HEADS = 4  # query heads a block of rung 2 takes: more would not fit in its registers
 
 
@@ -139,45 +219,48 @@ def fma_parts(shape: AttentionShape) -> int:
 
 
 @functools.cache
-def fma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
+def fma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     """Rung 2: split-KV on the ordinary cores. Grid (KV heads * fma_parts, items); `combine` follows if items were cut."""
     D, G, BS, CAP = shape.head_dim, shape.group, shape.block_size, shape.soft_cap
     W = D // 2
     LANES = 8 if D <= 64 else 16 if D <= 128 else 32  # lanes a token, a power of two; some idle when D/8 is none
-    AT_ONCE = 32 // LANES
-    STREAMS = warps * AT_ONCE  # independent softmaxes of a block
-    PARTS = fma_parts(shape)
+    AT_ONCE, PARTS = 32 // LANES, fma_parts(shape)
+    STEP, THREADS = warps * AT_ONCE, warps * 32  # a step's tokens: as many independent softmaxes has a block
     H = -(-G // PARTS)
-    H8, SH, SHD = H * 8, STREAMS * H, STREAMS * H * D
-    STEP, THREADS = warps * AT_ONCE, warps * 32
-    half = same_half(shape)
-    lo, hi, pack = half.lo, half.hi, half.pack
+    H8, SH, SHD = H * 8, STEP * H, STEP * H * D
+    half, sum_of_token = same_half(shape), group_sum(LANES)
+    lo, hi = half.lo, half.hi
+    merge = merge_streams(shape, PARTS, STEP, THREADS, H, D)
 
     @kernel(DECODE_SIGNATURE, threads=THREADS, name=f"decode_fma_{shape.name}_w{warps}")
     def decode_fma(
-        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
+        out, q, kc, vc, table, work, p_o, p_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
     ):
         shared_o = cuda.shared.array(SHD, f32)
         shared_max = cuda.shared.array(SH, f32)
         shared_sum = cuda.shared.array(SH, f32)
-        item = cuda.blockIdx.y * 8
-        seq, row, first, end, slot = work[item], work[item + 1], work[item + 2], work[item + 3], work[item + 4]
+        item = cuda.blockIdx.y * FIELDS
+        seq, row, first, end = (
+            work[item + WORK_SEQ],
+            work[item + WORK_ROW],
+            work[item + WORK_FIRST],
+            work[item + WORK_END],
+        )
         if seq < 0:
             return
         kvh = cuda.blockIdx.x // PARTS
         head0 = kvh * G + (cuda.blockIdx.x % PARTS) * H
         heads = min(H, (kvh + 1) * G - head0)
         tid = cuda.threadIdx.x
-        lane = tid % 32
-        c = lane % LANES
+        c = tid % LANES  # which 8 elements of the head
         stream = tid // LANES
         on = c * 8 < D
         qv = cuda.local.array(H8, f32)
         acc = cuda.local.array(H8, f32)
-        biggest = cuda.local.array(H, f32)
+        m = cuda.local.array(H, f32)
         total = cuda.local.array(H, f32)
         for h in range(H):
-            biggest[h] = f32(NEG)
+            m[h] = f32(NEG)
             total[h] = f32(0.0)
             x = ldg128(q, i64(row) * q_s + (head0 + min(h, heads - 1)) * W + min(c * 4, W - 4))
             for w in range(4):
@@ -186,74 +269,42 @@ def fma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
                 acc[h * 8 + 2 * w] = f32(0.0)
                 acc[h * 8 + 2 * w + 1] = f32(0.0)
         for base in range(first + (tid // 32) * AT_ONCE, end, STEP):  # the same trips for all lanes of a warp
-            tok = base + lane // LANES
+            tok = base + tid % 32 // LANES
             inside = tok < end
             tok = min(tok, end - 1)
             at = i64(table[i64(seq) * t_s + tok // BS]) * s_blk + (tok % BS) * s_tok + kvh * s_head + min(c * 4, W - 4)
             k = ldg128(kc, at)
             v = ldg128(vc, at)
             for h in range(H):
-                s = f32(0.0)
+                score = f32(0.0)
                 for w in range(4):
-                    s += qv[h * 8 + 2 * w] * lo(k[w])
-                    s += qv[h * 8 + 2 * w + 1] * hi(k[w])
-                s += shfl_xor(s, 1)
-                s += shfl_xor(s, 2)
-                s += shfl_xor(s, 4)
-                if LANES >= 16:
-                    s += shfl_xor(s, 8)
-                if LANES == 32:
-                    s += shfl_xor(s, 16)
-                s *= scale
+                    score += qv[h * 8 + 2 * w] * lo(k[w])
+                    score += qv[h * 8 + 2 * w + 1] * hi(k[w])
+                score = sum_of_token(score) * scale
                 if CAP:
-                    s = capped(s, cap)
-                grown = fmax(biggest[h], s) if inside else biggest[h]
-                shrink = exp2(biggest[h] - grown)
-                p = exp2(s - grown) if inside else f32(0.0)
-                biggest[h] = grown
-                total[h] = total[h] * shrink + p
+                    score = soft_cap(score, cap)
+                m[h], alpha, p = online_softmax(m[h], score if inside else f32(NEG))
+                total[h] = total[h] * alpha + p
                 for w in range(4):
-                    acc[h * 8 + 2 * w] = acc[h * 8 + 2 * w] * shrink + p * lo(v[w])
-                    acc[h * 8 + 2 * w + 1] = acc[h * 8 + 2 * w + 1] * shrink + p * hi(v[w])
+                    acc[h * 8 + 2 * w] = acc[h * 8 + 2 * w] * alpha + p * lo(v[w])
+                    acc[h * 8 + 2 * w + 1] = acc[h * 8 + 2 * w + 1] * alpha + p * hi(v[w])
         for h in range(H):
             if on:
                 for w in range(8):
                     shared_o[(stream * H + h) * D + c * 8 + w] = acc[h * 8 + w]
             if c == 0:
-                shared_max[stream * H + h] = biggest[h]
+                shared_max[stream * H + h] = m[h]
                 shared_sum[stream * H + h] = total[h]
         cuda.syncthreads()
-        for e in range(tid, heads * W, THREADS):
-            h = e // W
-            d = (e % W) * 2
-            top = f32(NEG)
-            for x in range(STREAMS):
-                top = fmax(top, shared_max[x * H + h])
-            den = f32(0.0)
-            a0 = f32(0.0)
-            a1 = f32(0.0)
-            for x in range(STREAMS):
-                weight = exp2(shared_max[x * H + h] - top)
-                den += weight * shared_sum[x * H + h]
-                a0 += weight * shared_o[(x * H + h) * D + d]
-                a1 += weight * shared_o[(x * H + h) * D + d + 1]
-            den /= v_scale
-            if slot < 0:
-                out[i64(row) * o_s + (head0 + h) * W + d // 2] = pack(a0 / den, a1 / den)
-            else:
-                at = i64(slot) * (cuda.gridDim.x // PARTS * G) + head0 + h
-                part_o[at * D + d] = a0
-                part_o[at * D + d + 1] = a1
-                if d == 0:
-                    part_ml[at * 2] = top
-                    part_ml[at * 2 + 1] = den
+        slot, out_at = work[item + WORK_SLOT], i64(row) * o_s
+        merge(out, p_o, p_ml, shared_o, shared_max, shared_sum, out_at, slot, head0, heads, v_scale)
 
     return decode_fma
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #combine
+# %% nbs/numba_kernels/cuda/decode.ipynb #combine
 @functools.cache
-def combine(shape: AttentionShape) -> Kernel:
+def combine(shape: AttentionShape) -> CudaKernel:
     """Join the partials that rung 2 left. Grid (query heads, items); the same arguments as the rung."""
     W = shape.head_dim // 2
     D = shape.head_dim
@@ -261,33 +312,84 @@ def combine(shape: AttentionShape) -> Kernel:
 
     @kernel(DECODE_SIGNATURE, threads=W, name=f"decode_combine_{shape.name}")
     def decode_combine(
-        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
+        out, q, kc, vc, table, work, p_o, p_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
     ):
         head = cuda.blockIdx.x
         heads = cuda.gridDim.x
-        item = cuda.blockIdx.y * 8
-        row, slot, first_slot, parts = work[item + 1], work[item + 4], work[item + 5], work[item + 6]
-        if work[item] < 0 or slot < 0 or slot != first_slot:
+        item = cuda.blockIdx.y * FIELDS
+        slot, first_slot, parts = work[item + WORK_SLOT], work[item + WORK_FIRST_SLOT], work[item + WORK_PARTS]
+        if work[item + WORK_SEQ] < 0 or slot < 0 or slot != first_slot:
             return
         d = cuda.threadIdx.x * 2
-        top = f32(NEG)
+        m = f32(NEG)
         for x in range(parts):
-            top = fmax(top, part_ml[((first_slot + x) * heads + head) * 2])
-        den = f32(0.0)
+            m = fmax(m, p_ml[((first_slot + x) * heads + head) * 2])
+        total = f32(0.0)
         a0 = f32(0.0)
         a1 = f32(0.0)
         for x in range(parts):
             at = i64(first_slot + x) * heads + head
-            weight = exp2(part_ml[at * 2] - top)
-            den += weight * part_ml[at * 2 + 1]
-            a0 += weight * part_o[at * D + d]
-            a1 += weight * part_o[at * D + d + 1]
-        out[i64(row) * o_s + head * W + d // 2] = pack(a0 / den, a1 / den)
+            weight = exp2(p_ml[at * 2] - m)
+            total += weight * p_ml[at * 2 + 1]
+            a0 += weight * p_o[at * D + d]
+            a1 += weight * p_o[at * D + d + 1]
+        out[i64(work[item + WORK_ROW]) * o_s + head * W + d // 2] = pack(a0 / total, a1 / total)
 
     return decode_combine
 
 
-# %% nbs/minivllm_kernels/cuda/decode.ipynb #mma_parts
+# %% nbs/numba_kernels/cuda/decode.ipynb #cache_format
+@dataclass(frozen=True)
+class CacheFormat:
+    """How K and V lie in the cache, and how they become operands of an mma.
+
+    Attributes:
+        words: of 8 numbers in the cache.
+        fetch: device function (cache, at): these words.
+        operands: device function (words, i): the 8 numbers from words[i] on, as four words of two 16-bit floats.
+        query: device function (word of q): the same as an operand.
+        pack: two float32 to a word of an operand. mma: the product of such operands.
+    """
+
+    words: int
+    fetch: Any
+    operands: Any
+    query: Any
+    pack: Any
+    mma: Any
+
+
+def cache_format(shape: AttentionShape) -> CacheFormat:
+    """The format of a shape's cache. e4m3 is multiplied as float16, which holds each of its numbers."""
+    half = half_ops(shape.dtype)
+    if not shape.fp8_kv:
+        return CacheFormat(4, ldg128_stream, _same_words, _same_word, half.pack, half.mma)
+    lo, hi, float16 = half.lo, half.hi, half_ops("float16")
+    pack = float16.pack
+
+    @device
+    def query(word):
+        return pack(lo(word), hi(word))
+
+    return CacheFormat(2, ldg64_stream, _words_of_e4m3, query, pack, float16.mma)
+
+
+@device
+def _words_of_e4m3(x, i):
+    return e4m3_lo(x[i]), e4m3_hi(x[i]), e4m3_lo(x[i + 1]), e4m3_hi(x[i + 1])
+
+
+@device
+def _same_words(x, i):
+    return x[i], x[i + 1], x[i + 2], x[i + 3]
+
+
+@device
+def _same_word(word):
+    return word
+
+
+# %% nbs/numba_kernels/cuda/decode.ipynb #fragments
 def mma_parts(shape: AttentionShape) -> int:
     """Blocks of rung 3 that share a work item and a KV head: an mma has room for 8 query heads."""
     return -(-shape.group // 8)
@@ -298,58 +400,39 @@ def max_warps(shape: AttentionShape) -> int:
     return 4 if shape.head_dim > 128 else 8
 
 
-@functools.cache
-def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
-    """Rung 3: split-KV on tensor cores. Grid (KV heads * mma_parts, items). The last block of a cut sequence combines."""
-    D, G, BS, CAP = shape.head_dim, shape.group, shape.block_size, shape.soft_cap
-    W = D // 2
-    SHIFT, MASK = BS.bit_length() - 1, BS - 1  # token -> block, token -> offset
-    ONE_BLOCK = BS % TILE == 0  # the 16 tokens of a tile lie in one block
-    PARTS = mma_parts(shape)
-    H = -(-G // PARTS)
-    KJ, VH = -(-D // 32), -(-D // 64)  # 16-byte loads a lane: of a K row, of a V row
+def loads_of_row(shape: AttentionShape) -> tuple[int, int]:
+    """Loads of 8 numbers that a lane makes of a row of K, which 4 lanes share, and of a row of V, which 8 do."""
+    return -(-shape.head_dim // 32), -(-shape.head_dim // 64)
+
+
+def fragment_loaders(shape: AttentionShape) -> tuple[Any, Any, Any]:
+    """Device functions find_blocks, load_k and load_v: from the block table and the cache to a lane's registers.
+
+    A tile is 16 tokens from `tile` on. `last` is the last token of the work item: it stands in for what is behind it.
+    """
+    D, (KJ, VH) = shape.head_dim, loads_of_row(shape)
+    SHIFT, MASK = shape.block_size.bit_length() - 1, shape.block_size - 1  # token -> block, token -> offset
+    ONE_BLOCK = shape.block_size % TILE == 0  # the 16 tokens of a tile lie in one block
     KFULL, VFULL = D % 32 == 0, D % 64 == 0
-    PREFETCH = D <= 128
-    PITCH = D + 4
-    PIECE = 2 if shape.fp8_kv else 4  # words of 8 numbers in the cache
-    QN, KN, VN, ON = KJ * 4, KJ * 2 * PIECE, VH * 4 * PIECE, VH * 16
-    W8, SO, SWEIGHTS = warps * 8, warps * H * PITCH, H * MAX_PARTS
-    STRIDE, THREADS = warps * TILE, warps * 32
-    WARPS = (16 if shape.fp8_kv else 12) if PREFETCH else 8  # of a multiprocessor: its registers hold no more
-    half = half_ops(shape.dtype)
-    inner = half_ops("float16") if shape.fp8_kv else half  # every e4m3 is a float16
-    lo, hi, pack = half.lo, half.hi, half.pack
-    narrow, mma = inner.pack, inner.mma
-
-    if shape.fp8_kv:
-        fetch = ldg64_stream
-
-        @device
-        def halves(x, i):
-            """Eight numbers as four words of two 16-bit floats."""
-            return e4m3_lo(x[i]), e4m3_hi(x[i]), e4m3_lo(x[i + 1]), e4m3_hi(x[i + 1])
-
-        @device
-        def query(word):
-            return narrow(lo(word), hi(word))
-    else:
-        fetch = ldg128_stream
-
-        @device
-        def halves(x, i):
-            return x[i], x[i + 1], x[i + 2], x[i + 3]
-
-        @device
-        def query(word):
-            return word
+    format = cache_format(shape)
+    PIECE, fetch = format.words, format.fetch
 
     @device
-    def load_k(k, kc, block0, block1, tile, last, g, t, s_blk, s_tok, off):
-        """8 numbers of tokens g and g + 8 for each 32 dims; past the end, the last token again."""
+    def find_blocks(table, pages, tile, last):
+        """The blocks of the first and the last 8 tokens of a tile."""
+        block0 = table[pages + (min(tile, last) >> SHIFT)]
+        block1 = block0
+        if not ONE_BLOCK:
+            block1 = table[pages + (min(tile + 8, last) >> SHIFT)]
+        return block0, block1
+
+    @device
+    def load_k(k, kc, blocks, tile, last, g, t, s_blk, s_tok, kv_at):
+        """8 numbers of tokens g and g + 8 for each 32 dims."""
         for r in range(2):
-            block = block0 if r == 0 else block1
+            block = blocks[0] if r == 0 else blocks[1]
             tok = min(tile + g + 8 * r, last)
-            at = i64(block) * s_blk + off + (tok & MASK) * s_tok + t * PIECE
+            at = i64(block) * s_blk + kv_at + (tok & MASK) * s_tok + t * PIECE
             for j in range(KJ):
                 if KFULL or j * 32 + t * 8 < D:
                     x = fetch(kc, at + j * 4 * PIECE)
@@ -360,12 +443,12 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
                         k[(j * 2 + r) * PIECE + w] = u32(0)
 
     @device
-    def load_v(v, vc, block0, block1, tile, last, g, t, s_blk, s_tok, off):
+    def load_v(v, vc, blocks, tile, last, g, t, s_blk, s_tok, kv_at):
         """8 numbers of tokens 2t, 2t+1, 2t+8, 2t+9 for each 64 dims."""
         for r in range(4):
-            block = block0 if r < 2 else block1
+            block = blocks[0] if r < 2 else blocks[1]
             tok = min(tile + 2 * t + (r & 1) + 8 * (r >> 1), last)
-            at = i64(block) * s_blk + off + (tok & MASK) * s_tok + g * PIECE
+            at = i64(block) * s_blk + kv_at + (tok & MASK) * s_tok + g * PIECE
             for h in range(VH):
                 if VFULL or h * 64 + g * 8 < D:
                     x = fetch(vc, at + h * 8 * PIECE)
@@ -375,160 +458,101 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
                     for w in range(PIECE):
                         v[(h * 4 + r) * PIECE + w] = u32(0)
 
-    @kernel(
-        DECODE_SIGNATURE,
-        THREADS,
-        f"decode_mma_{shape.name}_w{warps}",
-        min_blocks=max(1, WARPS // warps),
-    )
-    def decode_mma(
-        out, q, kc, vc, table, work, part_o, part_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
-    ):
-        shared_o = cuda.shared.array(SO, f32)
-        shared_max = cuda.shared.array(W8, f32)
-        shared_sum = cuda.shared.array(W8, f32)
-        weights = cuda.shared.array(SWEIGHTS, f32)
-        arrived = cuda.shared.array(1, i32)
-        item = cuda.blockIdx.y * 8
-        seq, row, first, end, slot = work[item], work[item + 1], work[item + 2], work[item + 3], work[item + 4]
-        grid_release()
-        if seq < 0:
-            return
-        kvh = cuda.blockIdx.x // PARTS
-        head0 = kvh * G + (cuda.blockIdx.x % PARTS) * H
-        heads = min(H, (kvh + 1) * G - head0)
-        off = kvh * s_head
-        tid = cuda.threadIdx.x
-        warp = tid // 32
-        lane = tid % 32
-        g = lane // 4
-        t = lane % 4
-        last = end - 1
-        pages = i64(seq) * t_s
-        qf = cuda.local.array(QN, u32)
-        k = cuda.local.array(KN, u32)
-        v = cuda.local.array(VN, u32)
-        o = cuda.local.array(ON, f32)
-        for x in range(ON):
-            o[x] = f32(0.0)
+    return find_blocks, load_k, load_v
+
+
+# %% nbs/numba_kernels/cuda/decode.ipynb #products
+def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any, Any]:
+    """Device functions load_q_fragments, qk (the scores of a tile) and pv (add its weighted values to the output)."""
+    D, (KJ, VH) = shape.head_dim, loads_of_row(shape)
+    KFULL = D % 32 == 0
+    format = cache_format(shape)
+    PIECE, operands, query, mma = format.words, format.operands, format.query, format.mma
+
+    @device
+    def load_q_fragments(qf, q, at, on, t):
+        """A lane's part of head g, if the block has that head (`on`)."""
         for j in range(KJ):
-            if g < heads and (KFULL or j * 32 + t * 8 < D):
-                x = ldg128(q, i64(row) * q_s + (head0 + g) * W + j * 16 + t * 4)
+            if on and (KFULL or j * 32 + t * 8 < D):
+                x = ldg128(q, at + j * 16 + t * 4)
                 for w in range(4):
                     qf[j * 4 + w] = query(x[w])
             else:
                 for w in range(4):
                     qf[j * 4 + w] = u32(0)
-        max0 = f32(NEG)  # of head 2t, over the tokens of this warp so far
-        max1 = f32(NEG)  # of head 2t + 1
-        sum0 = f32(0.0)  # of this lane's own tokens; summed over the lanes at the end
-        sum1 = f32(0.0)
-        tile = (first & ~(15 if ONE_BLOCK else 7)) + warp * TILE
-        block0 = table[pages + (min(tile, last) >> SHIFT)]
-        block1 = block0
-        if not ONE_BLOCK:
-            block1 = table[pages + (min(tile + 8, last) >> SHIFT)]
-        if PREFETCH and tile < end:
-            load_k(k, kc, block0, block1, tile, last, g, t, s_blk, s_tok, off)
-            load_v(v, vc, block0, block1, tile, last, g, t, s_blk, s_tok, off)
-            block0 = table[pages + (min(tile + STRIDE, last) >> SHIFT)]
-            block1 = block0
-            if not ONE_BLOCK:
-                block1 = table[pages + (min(tile + STRIDE + 8, last) >> SHIFT)]
-        while tile < end:
-            ahead = tile + STRIDE
-            if not PREFETCH:
-                load_k(k, kc, block0, block1, tile, last, g, t, s_blk, s_tok, off)
-            c = (f32(0.0), f32(0.0), f32(0.0), f32(0.0))
-            for j in range(KJ):
-                a = halves(k, j * 2 * PIECE)
-                b = halves(k, (j * 2 + 1) * PIECE)
-                c = mma(a[0], b[0], a[1], b[1], qf[j * 4], qf[j * 4 + 1], c[0], c[1], c[2], c[3])
-                c = mma(a[2], b[2], a[3], b[3], qf[j * 4 + 2], qf[j * 4 + 3], c[0], c[1], c[2], c[3])
-            next0 = block0
-            next1 = block1
-            if not PREFETCH:
-                load_v(v, vc, block0, block1, tile, last, g, t, s_blk, s_tok, off)
-                block0 = table[pages + (min(ahead, last) >> SHIFT)]
-                block1 = block0
-                if not ONE_BLOCK:
-                    block1 = table[pages + (min(ahead + 8, last) >> SHIFT)]
-            elif ahead < end:
-                block0 = table[pages + (min(ahead + STRIDE, last) >> SHIFT)]
-                block1 = block0
-                if not ONE_BLOCK:
-                    block1 = table[pages + (min(ahead + STRIDE + 8, last) >> SHIFT)]
-                load_k(k, kc, next0, next1, ahead, last, g, t, s_blk, s_tok, off)
-            s0 = c[0] * scale  # token g, heads 2t and 2t + 1
-            s1 = c[1] * scale
-            s2 = c[2] * scale  # token g + 8
-            s3 = c[3] * scale
-            if CAP:
-                s0 = capped(s0, cap)
-                s1 = capped(s1, cap)
-                s2 = capped(s2, cap)
-                s3 = capped(s3, cap)
-            if tile + g >= end or tile + g < first:
-                s0 = f32(NEG)
-                s1 = f32(NEG)
-            if tile + g + 8 >= end or tile + g + 8 < first:
-                s2 = f32(NEG)
-                s3 = f32(NEG)
-            x0 = fmax(s0, s2)
-            x1 = fmax(s1, s3)
-            x0 = fmax(x0, shfl_xor(x0, 4))
-            x1 = fmax(x1, shfl_xor(x1, 4))
-            x0 = fmax(x0, shfl_xor(x0, 8))
-            x1 = fmax(x1, shfl_xor(x1, 8))
-            x0 = fmax(max0, fmax(x0, shfl_xor(x0, 16)))
-            x1 = fmax(max1, fmax(x1, shfl_xor(x1, 16)))
-            shrink0 = exp2(max0 - x0)
-            shrink1 = exp2(max1 - x1)
-            max0 = x0
-            max1 = x1
-            s0 = exp2(s0 - max0)
-            s1 = exp2(s1 - max1)
-            s2 = exp2(s2 - max0)
-            s3 = exp2(s3 - max1)
-            sum0 = sum0 * shrink0 + s0 + s2
-            sum1 = sum1 * shrink1 + s1 + s3
-            p0 = movmatrix(narrow(s0, s1))
-            p1 = movmatrix(narrow(s2, s3))
-            for h in range(VH):
-                v0 = halves(v, (h * 4 + 0) * PIECE)
-                v1 = halves(v, (h * 4 + 1) * PIECE)
-                v2 = halves(v, (h * 4 + 2) * PIECE)
-                v3 = halves(v, (h * 4 + 3) * PIECE)
-                for w in range(4):
-                    e = (h * 4 + w) * 4
-                    d = mma(
-                        prmt(v0[w], v1[w], u32(0x5410)),
-                        prmt(v0[w], v1[w], u32(0x7632)),
-                        prmt(v2[w], v3[w], u32(0x5410)),
-                        prmt(v2[w], v3[w], u32(0x7632)),
-                        p0,
-                        p1,
-                        o[e] * shrink0,
-                        o[e + 1] * shrink1,
-                        o[e + 2] * shrink0,
-                        o[e + 3] * shrink1,
-                    )
-                    o[e] = d[0]
-                    o[e + 1] = d[1]
-                    o[e + 2] = d[2]
-                    o[e + 3] = d[3]
-            if PREFETCH and ahead < end:
-                load_v(v, vc, next0, next1, ahead, last, g, t, s_blk, s_tok, off)
-            tile = ahead
-        sum0 += shfl_xor(sum0, 4)
-        sum1 += shfl_xor(sum1, 4)
-        sum0 += shfl_xor(sum0, 8)
-        sum1 += shfl_xor(sum1, 8)
-        sum0 += shfl_xor(sum0, 16)
-        sum1 += shfl_xor(sum1, 16)
+
+    @device
+    def qk(k, qf):
+        """Scores of token g and heads 2t, 2t + 1, then of token g + 8 and the same heads."""
+        c = (f32(0.0), f32(0.0), f32(0.0), f32(0.0))
+        for j in range(KJ):
+            a = operands(k, j * 2 * PIECE)
+            b = operands(k, (j * 2 + 1) * PIECE)
+            c = mma(a[0], b[0], a[1], b[1], qf[j * 4], qf[j * 4 + 1], c[0], c[1], c[2], c[3])
+            c = mma(a[2], b[2], a[3], b[3], qf[j * 4 + 2], qf[j * 4 + 3], c[0], c[1], c[2], c[3])
+        return c
+
+    @device
+    def pv(o, v, p0, p1, alpha0, alpha1):
+        """o = o * alpha + V^T P; `prmt` pairs the numbers of two tokens."""
+        for h in range(VH):
+            v0 = operands(v, (h * 4 + 0) * PIECE)
+            v1 = operands(v, (h * 4 + 1) * PIECE)
+            v2 = operands(v, (h * 4 + 2) * PIECE)
+            v3 = operands(v, (h * 4 + 3) * PIECE)
+            for w in range(4):
+                e = (h * 4 + w) * 4
+                a0 = prmt(v0[w], v1[w], u32(0x5410))
+                a1 = prmt(v0[w], v1[w], u32(0x7632))
+                a2 = prmt(v2[w], v3[w], u32(0x5410))
+                a3 = prmt(v2[w], v3[w], u32(0x7632))
+                c0, c1 = o[e] * alpha0, o[e + 1] * alpha1
+                d = mma(a0, a1, a2, a3, p0, p1, c0, c1, o[e + 2] * alpha0, o[e + 3] * alpha1)
+                for y in range(4):
+                    o[e + y] = d[y]
+
+    return load_q_fragments, qk, pv
+
+
+# %% nbs/numba_kernels/cuda/decode.ipynb #softmax_of_tile
+@device
+def over_tokens_max(x0, x1):
+    """Maxima over the lanes that hold other tokens of the same two heads."""
+    for step in range(3):
+        x0 = fmax(x0, shfl_xor(x0, 4 << step))
+        x1 = fmax(x1, shfl_xor(x1, 4 << step))
+    return x0, x1
+
+
+@device
+def over_tokens_sum(x0, x1):
+    """Sums over the lanes that hold other tokens of the same two heads."""
+    for step in range(3):
+        x0 += shfl_xor(x0, 4 << step)
+        x1 += shfl_xor(x1, 4 << step)
+    return x0, x1
+
+
+@device
+def softmax_of_tile(s0, s1, s2, s3, m0, m1):
+    """The online softmax of a tile: (weights of the four scores, new maxima of the two heads, their alphas)."""
+    x0, x1 = over_tokens_max(fmax(s0, s2), fmax(s1, s3))
+    x0 = fmax(m0, x0)
+    x1 = fmax(m1, x1)
+    return exp2(s0 - x0), exp2(s1 - x1), exp2(s2 - x0), exp2(s3 - x1), x0, x1, exp2(m0 - x0), exp2(m1 - x1)
+
+
+# %% nbs/numba_kernels/cuda/decode.ipynb #warp_store
+def warp_store(shape: AttentionShape, pitch: int) -> Any:
+    """A device function: leave a warp's maxima, sums and outputs in shared memory, as `merge_streams` wants them."""
+    D, H, VH, PITCH = shape.head_dim, -(-shape.group // mma_parts(shape)), loads_of_row(shape)[1], pitch
+    VFULL = D % 64 == 0
+
+    @device
+    def store_warp(shared_o, shared_max, shared_sum, o, m0, m1, sum0, sum1, warp, g, t):
         if g == 0:
-            shared_max[warp * 8 + 2 * t] = max0
-            shared_max[warp * 8 + 2 * t + 1] = max1
+            shared_max[warp * 8 + 2 * t] = m0
+            shared_max[warp * 8 + 2 * t + 1] = m1
             shared_sum[warp * 8 + 2 * t] = sum0
             shared_sum[warp * 8 + 2 * t + 1] = sum1
         for h in range(VH):
@@ -542,79 +566,49 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
                     if 2 * t + 1 < H:
                         shared_o[(warp * H + 2 * t + 1) * PITCH + d] = o[e + 1]
                         shared_o[(warp * H + 2 * t + 1) * PITCH + d + 1] = o[e + 3]
-        cuda.syncthreads()
-        all_heads = cuda.gridDim.x // PARTS * G
-        for e in range(tid, heads * W, THREADS):
-            h = e // W
-            d = (e % W) * 2
-            top = f32(NEG)
-            for x in range(warps):
-                top = fmax(top, shared_max[x * 8 + h])
-            den = f32(0.0)
-            a0 = f32(0.0)
-            a1 = f32(0.0)
-            for x in range(warps):
-                weight = exp2(shared_max[x * 8 + h] - top)
-                den += weight * shared_sum[x * 8 + h]
-                a0 += weight * shared_o[(x * H + h) * PITCH + d]
-                a1 += weight * shared_o[(x * H + h) * PITCH + d + 1]
-            den /= v_scale
-            if slot < 0:
-                out[i64(row) * o_s + (head0 + h) * W + d // 2] = pack(a0 / den, a1 / den)
-            else:
-                at = i64(slot) * all_heads + head0 + h
-                part_o[at * D + d] = a0
-                part_o[at * D + d + 1] = a1
-                if d == 0:
-                    part_ml[at * 2] = top
-                    part_ml[at * 2 + 1] = den
-        if slot < 0:
-            return
-        first_slot = work[item + 5]
-        parts = work[item + 6]
-        cuda.threadfence()
-        cuda.syncthreads()
-        if tid == 0:
-            arrived[0] = atomic_inc(count, i64(first_slot) * cuda.gridDim.x + cuda.blockIdx.x)
-        cuda.syncthreads()
-        if arrived[0] != parts - 1:
-            return
-        cuda.threadfence()
-        if tid == 0:
-            count[i64(first_slot) * cuda.gridDim.x + cuda.blockIdx.x] = 0  # ready for the next launch
-        for h in range(warp, heads, warps):  # one warp a head: the weight of each partial, two a lane
+
+    return store_warp
+
+
+# %% nbs/numba_kernels/cuda/decode.ipynb #merge_partials
+def merge_partials(shape: AttentionShape, warps: int) -> Any:
+    """A device function for the last block of a cut sequence: join the partials of all blocks."""
+    D, W, THREADS, WARPS = shape.head_dim, shape.head_dim // 2, warps * 32, warps
+    pack = half_ops(shape.dtype).pack
+
+    @device
+    def weigh(weights, p_ml, at, step, parts, lane):
+        """Weights of a head's partials, two a lane: exp2(maximum) over the sum of all."""
+        ma = f32(NEG)
+        mb = f32(NEG)
+        la = f32(0.0)
+        lb = f32(0.0)
+        if lane < parts:
+            x = ldcg2(p_ml, at + lane * step)
+            ma = x[0]
+            la = x[1]
+        if lane + 32 < parts:
+            x = ldcg2(p_ml, at + (lane + 32) * step)
+            mb = x[0]
+            lb = x[1]
+        m = warp_max(fmax(ma, mb))
+        ma = exp2(ma - m)
+        mb = exp2(mb - m)
+        total = warp_sum(la * ma + lb * mb)
+        return ma / total, mb / total
+
+    @device
+    def merge(out, p_o, p_ml, weights, out_at, first_slot, parts, head0, heads, all_heads):
+        warp = cuda.threadIdx.x // 32
+        lane = cuda.threadIdx.x % 32
+        for h in range(warp, heads, WARPS):
             at = (i64(first_slot) * all_heads + head0 + h) * 2
-            ma = f32(NEG)
-            mb = f32(NEG)
-            la = f32(0.0)
-            lb = f32(0.0)
-            if lane < parts:
-                x = ldcg2(part_ml, at + lane * all_heads * 2)
-                ma = x[0]
-                la = x[1]
-            if lane + 32 < parts:
-                x = ldcg2(part_ml, at + (lane + 32) * all_heads * 2)
-                mb = x[0]
-                lb = x[1]
-            top = fmax(ma, mb)
-            top = fmax(top, shfl_xor(top, 1))
-            top = fmax(top, shfl_xor(top, 2))
-            top = fmax(top, shfl_xor(top, 4))
-            top = fmax(top, shfl_xor(top, 8))
-            top = fmax(top, shfl_xor(top, 16))
-            ma = exp2(ma - top)
-            mb = exp2(mb - top)
-            den = la * ma + lb * mb
-            den += shfl_xor(den, 1)
-            den += shfl_xor(den, 2)
-            den += shfl_xor(den, 4)
-            den += shfl_xor(den, 8)
-            den += shfl_xor(den, 16)
-            weights[h * MAX_PARTS + lane] = ma / den
-            weights[h * MAX_PARTS + lane + 32] = mb / den
+            wa, wb = weigh(weights, p_ml, at, all_heads * 2, parts, lane)
+            weights[h * MAX_PARTS + lane] = wa
+            weights[h * MAX_PARTS + lane + 32] = wb
         cuda.syncthreads()
         step = all_heads * D
-        for e in range(tid, heads * W, THREADS):
+        for e in range(cuda.threadIdx.x, heads * W, THREADS):
             h = e // W
             d = (e % W) * 2
             a0 = f32(0.0)
@@ -622,10 +616,10 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
             at = (i64(first_slot) * all_heads + head0 + h) * D + d
             x = 0
             while x + 4 <= parts:  # four loads in flight
-                v0 = ldcg2(part_o, at)
-                v1 = ldcg2(part_o, at + step)
-                v2 = ldcg2(part_o, at + 2 * step)
-                v3 = ldcg2(part_o, at + 3 * step)
+                v0 = ldcg2(p_o, at)
+                v1 = ldcg2(p_o, at + step)
+                v2 = ldcg2(p_o, at + 2 * step)
+                v3 = ldcg2(p_o, at + 3 * step)
                 w0 = weights[h * MAX_PARTS + x]
                 w1 = weights[h * MAX_PARTS + x + 1]
                 w2 = weights[h * MAX_PARTS + x + 2]
@@ -635,11 +629,133 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> Kernel:
                 at += 4 * step
                 x += 4
             while x < parts:
-                v0 = ldcg2(part_o, at)
+                v0 = ldcg2(p_o, at)
                 a0 += weights[h * MAX_PARTS + x] * v0[0]
                 a1 += weights[h * MAX_PARTS + x] * v0[1]
                 at += step
                 x += 1
-            out[i64(row) * o_s + (head0 + h) * W + d // 2] = pack(a0, a1)
+            out[out_at + (head0 + h) * W + d // 2] = pack(a0, a1)
+
+    return merge
+
+
+# %% nbs/numba_kernels/cuda/decode.ipynb #mma_parts
+@functools.cache
+def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
+    """Rung 3: split-KV on tensor cores. Grid (KV heads * mma_parts, items). The last block of a cut sequence combines."""
+    D, G, CAP, PARTS = shape.head_dim, shape.group, shape.soft_cap, mma_parts(shape)
+    W, H = D // 2, -(-G // PARTS)
+    KJ, VH = loads_of_row(shape)
+    format = cache_format(shape)
+    pack = format.pack
+    QN, KN, VN, ON = KJ * 4, KJ * 2 * format.words, VH * 4 * format.words, VH * 16
+    PREFETCH, FLOOR = D <= 128, ~(15 if shape.block_size % TILE == 0 else 7)
+    PITCH, STRIDE, THREADS = D + 4, warps * TILE, warps * 32
+    W8, SO, SWEIGHTS = warps * 8, warps * H * PITCH, H * MAX_PARTS
+    RESIDENT = (16 if shape.fp8_kv else 12) if PREFETCH else 8  # warps of a multiprocessor: its registers hold no more
+    find_blocks, load_k, load_v = fragment_loaders(shape)
+    load_q_fragments, qk, pv = tile_matmuls(shape)
+    store_warp = warp_store(shape, PITCH)
+    merge_warps = merge_streams(shape, PARTS, warps, THREADS, 8, PITCH)
+    merge_blocks = merge_partials(shape, warps)
+
+    @kernel(DECODE_SIGNATURE, THREADS, f"decode_mma_{shape.name}_w{warps}", min_blocks=max(1, RESIDENT // warps))
+    def decode_mma(
+        out, q, kc, vc, table, work, p_o, p_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
+    ):
+        shared_o = cuda.shared.array(SO, f32)
+        shared_max = cuda.shared.array(W8, f32)
+        shared_sum = cuda.shared.array(W8, f32)
+        weights = cuda.shared.array(SWEIGHTS, f32)
+        arrived = cuda.shared.array(1, i32)
+        item = cuda.blockIdx.y * FIELDS
+        seq, row, slot = work[item + WORK_SEQ], work[item + WORK_ROW], work[item + WORK_SLOT]
+        first, end = work[item + WORK_FIRST], work[item + WORK_END]
+        grid_release()
+        if seq < 0:
+            return
+        kvh = cuda.blockIdx.x // PARTS
+        head0 = kvh * G + (cuda.blockIdx.x % PARTS) * H
+        heads = min(H, (kvh + 1) * G - head0)
+        kv_at = kvh * s_head
+        tid = cuda.threadIdx.x
+        warp = tid // 32
+        g = tid % 32 // 4
+        t = tid % 4
+        last = end - 1
+        pages = i64(seq) * t_s
+        qf = cuda.local.array(QN, u32)
+        k = cuda.local.array(KN, u32)
+        v = cuda.local.array(VN, u32)
+        o = cuda.local.array(ON, f32)
+        for x in range(ON):
+            o[x] = f32(0.0)
+        load_q_fragments(qf, q, i64(row) * q_s + (head0 + g) * W, g < heads, t)
+        m0 = f32(NEG)  # of head 2t, over the tokens of this warp so far
+        m1 = f32(NEG)  # of head 2t + 1
+        sum0 = f32(0.0)  # of this lane's own tokens; summed over the lanes at the end
+        sum1 = f32(0.0)
+        tile = (first & FLOOR) + warp * TILE
+        blocks = find_blocks(table, pages, tile, last)
+        if PREFETCH and tile < end:
+            load_k(k, kc, blocks, tile, last, g, t, s_blk, s_tok, kv_at)
+            load_v(v, vc, blocks, tile, last, g, t, s_blk, s_tok, kv_at)
+            blocks = find_blocks(table, pages, tile + STRIDE, last)
+        while tile < end:
+            ahead = tile + STRIDE
+            if not PREFETCH:
+                load_k(k, kc, blocks, tile, last, g, t, s_blk, s_tok, kv_at)
+            c = qk(k, qf)
+            blocks_ahead = blocks
+            if not PREFETCH:
+                load_v(v, vc, blocks, tile, last, g, t, s_blk, s_tok, kv_at)
+                blocks = find_blocks(table, pages, ahead, last)
+            elif ahead < end:
+                blocks = find_blocks(table, pages, ahead + STRIDE, last)
+                load_k(k, kc, blocks_ahead, ahead, last, g, t, s_blk, s_tok, kv_at)
+            s0 = c[0] * scale  # token g, heads 2t and 2t + 1
+            s1 = c[1] * scale
+            s2 = c[2] * scale  # token g + 8
+            s3 = c[3] * scale
+            if CAP:
+                s0 = soft_cap(s0, cap)
+                s1 = soft_cap(s1, cap)
+                s2 = soft_cap(s2, cap)
+                s3 = soft_cap(s3, cap)
+            if tile + g >= end or tile + g < first:
+                s0 = f32(NEG)
+                s1 = f32(NEG)
+            if tile + g + 8 >= end or tile + g + 8 < first:
+                s2 = f32(NEG)
+                s3 = f32(NEG)
+            s0, s1, s2, s3, m0, m1, alpha0, alpha1 = softmax_of_tile(s0, s1, s2, s3, m0, m1)
+            sum0 = sum0 * alpha0 + s0 + s2
+            sum1 = sum1 * alpha1 + s1 + s3
+            pv(o, v, movmatrix(pack(s0, s1)), movmatrix(pack(s2, s3)), alpha0, alpha1)
+            if PREFETCH and ahead < end:
+                load_v(v, vc, blocks_ahead, ahead, last, g, t, s_blk, s_tok, kv_at)
+            tile = ahead
+        sum0, sum1 = over_tokens_sum(sum0, sum1)
+        store_warp(shared_o, shared_max, shared_sum, o, m0, m1, sum0, sum1, warp, g, t)
+        cuda.syncthreads()
+        out_at = i64(row) * o_s
+        merge_warps(out, p_o, p_ml, shared_o, shared_max, shared_sum, out_at, slot, head0, heads, v_scale)
+        if slot < 0:
+            return
+        first_slot = work[item + WORK_FIRST_SLOT]
+        parts = work[item + WORK_PARTS]
+        counter = i64(first_slot) * cuda.gridDim.x + cuda.blockIdx.x
+        cuda.threadfence()
+        cuda.syncthreads()
+        if tid == 0:
+            arrived[0] = atomic_inc(count, counter)
+        cuda.syncthreads()
+        if arrived[0] != parts - 1:
+            return
+        cuda.threadfence()
+        if tid == 0:
+            count[counter] = 0  # ready for the next launch
+        all_heads = cuda.gridDim.x // PARTS * G
+        merge_blocks(out, p_o, p_ml, weights, out_at, first_slot, parts, head0, heads, all_heads)
 
     return decode_mma

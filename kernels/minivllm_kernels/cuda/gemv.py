@@ -1,34 +1,21 @@
 """CUDA matmul of up to 16 rows by a weight, on CUDA cores and on tensor cores."""
 
-# Generated from nbs/minivllm_kernels/cuda/gemv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/gemv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 from dataclasses import dataclass
 
-from minivllm_kernels.cuda.pointwise import silu_times
-from minivllm_kernels.cuda.simt import (
-    Kernel,
-    cuda,
-    device,
-    f32,
-    grid_release,
-    grid_wait,
-    half_ops,
-    i64,
-    kernel,
-    ldg128,
-    ldg128_stream,
-    shfl_xor,
-    u32,
-)
+from minivllm_kernels.cuda.pointwise import silu_word
+from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i64, kernel, u32
+from minivllm_kernels.cuda.warp import grid_release, grid_wait, ldg128, ldg128_stream, shfl_xor
 
 __all__ = [
     "FMA_BUSY", "FMA_WARPS", "GEMV_SIGNATURE", "HELD_WORDS", "MMA_BUSY", "MMA_ROWS", "X_WORDS", "Gemv",
-    "choose_gemv", "fma_gemv", "mma_gemv", "mma_warps", "pieces", "split_of", "total",
+    "choose_gemv", "fma_gemv", "mma_gemv", "mma_warps",
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/gemv.ipynb #fma_gemv
+# %% nbs/numba_kernels/cuda/gemv.ipynb #fma_gemv
 GEMV_SIGNATURE = "u32* u32* u32* i32 i32 i32 i32"
 """out, x, weight; rows; outputs; words from one row of x, and of out, to the next."""
 FMA_WARPS = 4  # of a block
@@ -36,7 +23,7 @@ HELD_WORDS = 64  # of weights in a thread's registers
 
 
 @device
-def total(sums, base, stride, count):
+def _sum_of(sums, base, stride, count):
     """The sum of sums[base], sums[base + stride], ... of `count`."""
     a = sums[base]
     for part in range(1, count):
@@ -44,14 +31,14 @@ def total(sums, base, stride, count):
     return a
 
 
-def pieces(each: int, most: int) -> tuple[int, int]:
-    """Cut `each` pieces of a thread's weights into as few rounds of at most `most` as can be: (rounds, pieces of a round)."""
+def _rounds(each: int, most: int) -> tuple[int, int]:
+    """As few rounds as can be for `each` pieces of a thread's weights, of at most `most`: (rounds, pieces of a round)."""
     rounds = -(-each // most)
     return rounds, -(-each // rounds)
 
 
 @functools.cache
-def fma_gemv(dtype: str, features: int, split: int, gated: bool = False) -> Kernel:
+def fma_gemv(dtype: str, features: int, split: int, gated: bool = False) -> CudaKernel:
     """out [1, N] = x [1, features] @ weight [N, features].T, for even N. `split` warps share 2 rows of the weight, or 4 if gated.
 
     gated: the weight is [2 N, features], and out = silu(the first N) * the others, both rounded before as `silu_mul` finds them.
@@ -61,11 +48,11 @@ def fma_gemv(dtype: str, features: int, split: int, gated: bool = False) -> Kern
         raise ValueError(f"no such kernel: features {features} (a multiple of 8), split {split} (1, 2, 4)")
     CHUNKS = features // 8  # 16-byte pieces of a row
     WORDS, OUT, SPLIT, GATED = features // 2, 4 if gated else 2, split, gated
-    ROUNDS, HELD = pieces(-(-CHUNKS // (32 * SPLIT)), HELD_WORDS // 4 // OUT)
+    ROUNDS, HELD = _rounds(-(-CHUNKS // (32 * SPLIT)), HELD_WORDS // 4 // OUT)
     WHOLE = CHUNKS == ROUNDS * HELD * 32 * SPLIT
     GROUPS, ALL, KEPT = FMA_WARPS // SPLIT, FMA_WARPS * OUT, 4 * HELD * OUT
     half = half_ops(dtype)
-    lo, hi, pack = half.lo, half.hi, half.pack
+    lo, hi, pack, silu = half.lo, half.hi, half.pack, silu_word(dtype)
 
     @device
     def fetch(kept, weight, first, size, place):
@@ -78,7 +65,7 @@ def fma_gemv(dtype: str, features: int, split: int, gated: bool = False) -> Kern
                     kept[(c * OUT + o) * 4 + i] = a[i]
 
     @kernel(GEMV_SIGNATURE, 32 * FMA_WARPS, f"fma_gemv_{dtype}_k{features}_s{split}" + ("_gated" if gated else ""))
-    def product(out, x, weight, count, size, x_s, out_s):
+    def matmul(out, x, weight, count, size, x_s, out_s):
         tid = cuda.threadIdx.x
         warp = tid // 32
         first = (cuda.blockIdx.x * GROUPS + warp // SPLIT) * 2
@@ -114,16 +101,16 @@ def fma_gemv(dtype: str, features: int, split: int, gated: bool = False) -> Kern
         n = cuda.blockIdx.x * GROUPS + tid
         if tid < GROUPS and 2 * n < size:
             base = tid * SPLIT * OUT
-            word = pack(total(sums, base, OUT, SPLIT), total(sums, base + 1, OUT, SPLIT))
+            word = pack(_sum_of(sums, base, OUT, SPLIT), _sum_of(sums, base + 1, OUT, SPLIT))
             if GATED:
-                up = pack(total(sums, base + 2, OUT, SPLIT), total(sums, base + 3, OUT, SPLIT))
-                word = pack(silu_times(lo(word), lo(up)), silu_times(hi(word), hi(up)))
+                up = pack(_sum_of(sums, base + 2, OUT, SPLIT), _sum_of(sums, base + 3, OUT, SPLIT))
+                word = silu(word, up)
             out[n] = word
 
-    return product
+    return matmul
 
 
-# %% nbs/minivllm_kernels/cuda/gemv.ipynb #mma_gemv
+# %% nbs/numba_kernels/cuda/gemv.ipynb #mma_gemv
 MMA_ROWS = (8, 16)
 """Numbers of rows that `mma_gemv` is built for; a batch takes the next larger one."""
 X_WORDS = 64  # of x in a thread's registers
@@ -135,7 +122,7 @@ def mma_warps(split: int) -> int:
 
 
 @functools.cache
-def mma_gemv(dtype: str, features: int, rows: int, split: int, gated: bool = False) -> Kernel:
+def mma_gemv(dtype: str, features: int, rows: int, split: int, gated: bool = False) -> CudaKernel:
     """As `fma_gemv`, for up to `rows` rows. `split` warps share 16 rows of the weight, 8 and 8 if gated.
 
     Grid (ceil(rows of the weight * split / (16 mma_warps(split))), 1).
@@ -145,7 +132,7 @@ def mma_gemv(dtype: str, features: int, rows: int, split: int, gated: bool = Fal
             f"no such kernel: features {features} (a multiple of 8), rows {rows} (8, 16), split {split} (1, 2, 4, 8)"
         )
     CHUNKS, WORDS, SPLIT, TILES, GATED = features // 8, features // 2, split, rows // 8, gated
-    ROUNDS, STEPS = pieces(-(-CHUNKS // (4 * SPLIT)), HELD_WORDS // 8)  # steps of 4 lanes
+    ROUNDS, STEPS = _rounds(-(-CHUNKS // (4 * SPLIT)), HELD_WORDS // 8)  # steps of 4 lanes
     ONCE = min(STEPS, X_WORDS // 4 // TILES)
     WHOLE = CHUNKS == ROUNDS * STEPS * 4 * SPLIT
     WARPS = mma_warps(split)
@@ -153,7 +140,7 @@ def mma_gemv(dtype: str, features: int, rows: int, split: int, gated: bool = Fal
     KEPT, SEEN, SUMS, ALL, ROWS = 8 * STEPS, 4 * TILES * ONCE, 4 * TILES, WARPS * STRIDE, rows
     NEW, PAIRS = 8 if gated else 16, 4 if gated else 8
     half = half_ops(dtype)
-    lo, hi, mma, pack = half.lo, half.hi, half.mma, half.pack
+    mma, pack, silu = half.mma, half.pack, silu_word(dtype)
     name = f"mma_gemv_{dtype}_k{features}_r{rows}_s{split}" + ("_gated" if gated else "")
 
     @device
@@ -167,7 +154,7 @@ def mma_gemv(dtype: str, features: int, rows: int, split: int, gated: bool = Fal
                 kept[u * 8 + 2 * i + 1] = b[i]
 
     @kernel(GEMV_SIGNATURE, THREADS, name, min_blocks=1)
-    def product(out, x, weight, count, size, x_s, out_s):
+    def matmul(out, x, weight, count, size, x_s, out_s):
         warp = cuda.threadIdx.x // 32
         g = cuda.threadIdx.x % 32 // 4
         first = (cuda.blockIdx.x * GROUPS + warp // SPLIT) * NEW + g
@@ -225,29 +212,29 @@ def mma_gemv(dtype: str, features: int, rows: int, split: int, gated: bool = Fal
             n = (cuda.blockIdx.x * GROUPS + group) * NEW + o
             if r < count and n < size:
                 base = (group * SPLIT * TILES + r // 8) * 128 + o * 8 + r % 8
-                word = pack(total(sums, base, STRIDE, SPLIT), total(sums, base + 8, STRIDE, SPLIT))
+                word = pack(_sum_of(sums, base, STRIDE, SPLIT), _sum_of(sums, base + 8, STRIDE, SPLIT))
                 if GATED:
                     base += 64
-                    up = pack(total(sums, base, STRIDE, SPLIT), total(sums, base + 8, STRIDE, SPLIT))
-                    word = pack(silu_times(lo(word), lo(up)), silu_times(hi(word), hi(up)))
+                    up = pack(_sum_of(sums, base, STRIDE, SPLIT), _sum_of(sums, base + 8, STRIDE, SPLIT))
+                    word = silu(word, up)
                 out[i64(r) * out_s + n // 2] = word
 
-    return product
+    return matmul
 
 
-# %% nbs/minivllm_kernels/cuda/gemv.ipynb #Gemv
+# %% nbs/numba_kernels/cuda/gemv.ipynb #Gemv
 FMA_BUSY, MMA_BUSY = 16, 6  # warps that a multiprocessor should have at least
 
 
 @dataclass(frozen=True)
 class Gemv:
-    """A kernel for a product, and the blocks to launch it with."""
+    """A kernel for a matmul, and the blocks to launch it with."""
 
-    kernel: Kernel
+    kernel: CudaKernel
     blocks: int
 
 
-def split_of(tasks: int, splits: tuple[int, ...], wanted: int) -> int:
+def _split(tasks: int, splits: tuple[int, ...], wanted: int) -> int:
     """Warps that share each of `tasks` parts of a weight: the first of `splits` that gives `wanted` warps, else the last."""
     return next((split for split in splits if tasks * split >= wanted), splits[-1])
 
@@ -265,8 +252,8 @@ def choose_gemv(
         raise ValueError(f'no such kernel: "fma" takes one row, "mma" up to 16; asked for {kind!r} and {rows}')
     if kind == "fma":
         tasks = size // (4 if gated else 2)
-        split = split_of(tasks, (2, 4), FMA_BUSY * multiprocessors)
+        split = _split(tasks, (2, 4), FMA_BUSY * multiprocessors)
         return Gemv(fma_gemv(dtype, features, split, gated), -(-tasks * split // FMA_WARPS))
     tasks = -(-size // 16)
-    split = split_of(tasks, (4, 8), MMA_BUSY * multiprocessors)
+    split = _split(tasks, (4, 8), MMA_BUSY * multiprocessors)
     return Gemv(mma_gemv(dtype, features, built, split, gated), -(-tasks * split // mma_warps(split)))

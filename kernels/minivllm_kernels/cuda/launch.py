@@ -1,6 +1,6 @@
 """Low-overhead CUDA launch: driver calls by ctypes, PTX cache, parameter buffers."""
 
-# Generated from nbs/minivllm_kernels/cuda/launch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/launch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import hashlib
@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from minivllm_kernels.cuda.simt import SIM, Kernel
+from minivllm_kernels.cuda.simt import SIM, CudaKernel
 
 __all__ = [
     "ADVICE", "CODES", "CONFIG", "OLDEST_NUMBA_CUDA", "OVERLAP", "OVERLAP_ID", "CudaError", "Driver",
@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/launch.ipynb #Layout
+# %% nbs/numba_kernels/cuda/launch.ipynb #Layout
 CODES = {"f32": "f", "i32": "i", "u32": "I", "i64": "q"}
 
 
@@ -40,7 +40,7 @@ class Layout:
         self.size = end
 
 
-# %% nbs/minivllm_kernels/cuda/launch.ipynb #CudaError
+# %% nbs/numba_kernels/cuda/launch.ipynb #CudaError
 class CudaError(RuntimeError):
     """A call of the CUDA driver failed."""
 
@@ -103,7 +103,7 @@ def driver() -> Driver:
     return _driver
 
 
-# %% nbs/minivllm_kernels/cuda/launch.ipynb #compiler_missing
+# %% nbs/numba_kernels/cuda/launch.ipynb #compiler_missing
 OLDEST_NUMBA_CUDA = (0, 30)
 
 
@@ -122,7 +122,10 @@ def compiler_missing() -> str | None:
 
 def cache_dir() -> Path:
     """Where PTX is kept: `kernels` in the folder named by MINIVLLM_CACHE, else in ~/.cache/minivllm."""
-    return Path(os.environ.get("MINIVLLM_CACHE", "~/.cache/minivllm")).expanduser() / "kernels"
+    try:
+        return Path(os.environ.get("MINIVLLM_CACHE", "~/.cache/minivllm")).expanduser() / "kernels"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"minivllm-{os.getuid()}" / "kernels"
 
 
 def _version(package: str) -> str:
@@ -132,7 +135,7 @@ def _version(package: str) -> str:
         return "none"
 
 
-def fingerprint(kernel: Kernel, cc: tuple[int, int]) -> str:
+def fingerprint(kernel: CudaKernel, cc: tuple[int, int]) -> str:
     """A hash of everything that the PTX of a kernel depends on."""
     digest = hashlib.sha256(repr((kernel.name, kernel.signature, kernel.threads, kernel.min_blocks, cc)).encode())
     for package in ("numba-cuda", "nvidia-nvvm", "nvidia-cuda-nvcc", "llvmlite", "numba"):
@@ -142,7 +145,7 @@ def fingerprint(kernel: Kernel, cc: tuple[int, int]) -> str:
     return digest.hexdigest()[:24]
 
 
-def cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
+def cached_ptx(kernel: CudaKernel, cc: tuple[int, int]) -> str:
     """The kernel's PTX: from the cache, or compiled and put there."""
     path = cache_dir() / f"{kernel.name}-{fingerprint(kernel, cc)}.ptx"
     if path.exists():
@@ -157,7 +160,7 @@ def cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
     return text
 
 
-# %% nbs/minivllm_kernels/cuda/launch.ipynb #Launch
+# %% nbs/numba_kernels/cuda/launch.ipynb #Launch
 CONFIG = struct.Struct("=7I4xQQI4x")
 """CUlaunchConfig: grid, block and shared memory; stream; address and number of attributes."""
 OVERLAP, OVERLAP_ID = struct.Struct("=I4xi60x"), 6
@@ -167,7 +170,7 @@ OVERLAP, OVERLAP_ID = struct.Struct("=I4xi60x"), 6
 class Launch:
     """A kernel on the current device: `launch(grid_x, grid_y, stream, *numbers)`; pointers are addresses."""
 
-    def __init__(self, kernel: Kernel, cc: tuple[int, int]):
+    def __init__(self, kernel: CudaKernel, cc: tuple[int, int]):
         self.kernel, self.driver = kernel, driver()
         ptx = cached_ptx(kernel, cc)
         self.function = self.driver.load(ptx, kernel.name)
@@ -200,7 +203,7 @@ _launches: dict[tuple[int, int], Launch] = {}
 _loading = threading.Lock()
 
 
-def launcher(kernel: Kernel, device: int, cc: tuple[int, int]) -> Launch:
+def launcher(kernel: CudaKernel, device: int, cc: tuple[int, int]) -> Launch:
     """The launch of a kernel on a device, compiled and loaded at the first call. The device must be current."""
     key = (id(kernel), device)
     if key not in _launches:

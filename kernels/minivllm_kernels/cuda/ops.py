@@ -1,10 +1,10 @@
 """CUDA kernels as checked functions of torch tensors."""
 
-# Generated from nbs/minivllm_kernels/cuda/ops.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/ops.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from minivllm_kernels.cuda import cache, decode, pointwise, prefill
 from minivllm_kernels.cuda.gemv import choose_gemv
 from minivllm_kernels.cuda.launch import compiler_missing, launcher
 from minivllm_kernels.cuda.planning import (
+    FIELDS,
     AttentionShape,
     DecodePlan,
     item_rungs,
@@ -22,25 +23,24 @@ from minivllm_kernels.cuda.planning import (
     plan_prefill,
     split_at_chunks,
 )
-from minivllm_kernels.cuda.simt import LOG2E, Kernel
+from minivllm_kernels.cuda.simt import LOG2E, CudaKernel
 
 __all__ = [
-    "FP8", "HALF", "OLDEST_FP8", "AttentionPlan", "Card", "cache_strides", "card", "check", "check_cache",
-    "check_rows", "check_scales", "copy_blocks", "decode_rungs", "decode_work", "device_unsupported",
-    "fixed_decode_plan", "fp8_unsupported", "gemv", "half_name", "halves_of", "make_room", "paged_attention",
-    "plan_attention", "reshape_and_cache", "rms_norm", "rope_and_cache", "run", "score_factors", "silu_mul",
-    "upload",
+    "FP8", "HALF", "OLDEST_FP8", "AttentionPlan", "check", "check_cache", "check_contiguous", "check_rows",
+    "copy_blocks", "decode_rungs", "decode_work", "device_unsupported", "fixed_decode_plan",
+    "fp8_unsupported", "gemv", "half_name", "paged_attention", "plan_attention", "reshape_and_cache",
+    "rms_norm", "rope_and_cache", "run", "score_factors", "silu_mul", "upload",
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #code-89d22b
+# %% nbs/numba_kernels/cuda/ops.ipynb #code-89d22b
 OLDEST_FP8 = (8, 9)
 """Compute capability of the first cards that convert e4m3 by themselves: Ada."""
 FP8 = torch.float8_e4m3fn
 HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #check
+# %% nbs/numba_kernels/cuda/ops.ipynb #check
 def check(name: str, x: Tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a tensor that is not on `device`, or not of this dtype and shape (None matches any size)."""
     if x.device != device or x.dtype != dtype:
@@ -63,6 +63,13 @@ def check_rows(name: str, x: Tensor) -> None:
         raise ValueError(f"the rows of {name} must start at multiples of 16 bytes (stride {x.stride(0)} elements)")
 
 
+def check_contiguous(**tensors: Tensor | None) -> None:
+    """Refuse tensors that are not contiguous."""
+    for name, x in tensors.items():
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, but has strides {x.stride()} for {list(x.shape)}")
+
+
 def half_name(name: str, x: Tensor) -> str:
     """ "bfloat16" or "float16"."""
     if x.dtype not in HALF:
@@ -70,21 +77,16 @@ def half_name(name: str, x: Tensor) -> str:
     return HALF[x.dtype]
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #Card
-@dataclass(frozen=True)
-class Card:
-    """What launching needs to know of a device."""
-
-    index: int
-    cc: tuple[int, int]
-    multiprocessors: int
-
-
+# %% nbs/numba_kernels/cuda/ops.ipynb #Card
 @functools.cache
-def card(index: int) -> Card:
-    """The properties of CUDA device `index`."""
+def _properties(index: int) -> tuple[tuple[int, int], int]:
+    """(compute capability, multiprocessors) of CUDA device `index`."""
     found = torch.cuda.get_device_properties(index)
-    return Card(index, (found.major, found.minor), found.multi_processor_count)
+    return (found.major, found.minor), found.multi_processor_count
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return _properties(device.index or 0)[1]
 
 
 def device_unsupported(device: torch.device) -> str | None:
@@ -95,46 +97,36 @@ def device_unsupported(device: torch.device) -> str | None:
         return "torch sees no NVIDIA GPU (torch.cuda.is_available() is False)"
     if (missing := compiler_missing()) is not None:
         return missing
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0 (Ampere) or later, and {device} has {capability[0]}.{capability[1]}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"it needs compute capability 8.0 (Ampere) or later, and {device} has {major}.{minor}"
     return None
 
 
 def fp8_unsupported(device: torch.device) -> str | None:
     """Why kernels cannot keep K and V as e4m3 on this GPU, in words; None if they can."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= OLDEST_FP8:
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= OLDEST_FP8:
         return None
-    return (
-        f"an fp8 KV cache needs compute capability 8.9 (Ada, Hopper) or later, and {device} has"
-        f" {capability[0]}.{capability[1]}"
-    )
+    return f"an fp8 KV cache needs compute capability 8.9 (Ada, Hopper) or later, and {device} has {major}.{minor}"
 
 
-def run(kernel: Kernel, device: torch.device, grid: tuple[int, int], *numbers: Any) -> None:
+def run(kernel: CudaKernel, device: torch.device, grid: tuple[int, int], *numbers: Any) -> None:
     """Launch on torch's current stream of a device."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     if grid[0] and grid[1]:
-        launch = launcher(kernel, index, card(index).cc)
+        launch = launcher(kernel, index, _properties(index)[0])
         launch(*grid, torch._C._cuda_getCurrentRawStream(index), *numbers)
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #cache_strides
-def cache_strides(kv_cache: Tensor) -> tuple[int, int, int]:
-    """Words from one block, token, head to the next in a cache [2, blocks, block_size, kv_heads, head_dim]."""
-    size = kv_cache.element_size()
-    return kv_cache.stride(1) * size // 4, kv_cache.stride(2) * size // 4, kv_cache.stride(3) * size // 4
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
-def halves_of(kv_cache: Tensor) -> tuple[int, int]:
-    """Addresses of the K and the V half of a cache."""
-    start = kv_cache.data_ptr()
-    return start, start + kv_cache.stride(0) * kv_cache.element_size()
-
-
-def check_cache(kv_cache: Tensor) -> None:
-    """Refuse what is not a contiguous cache [2, blocks, block_size, kv_heads, head_dim] with heads of whole 16 bytes."""
+# %% nbs/numba_kernels/cuda/ops.ipynb #cache_strides
+def check_cache(kv_cache: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+    """Refuse what is not a contiguous cache [2, blocks, block_size, kv_heads, head_dim] with heads of whole 16 bytes,
+    and scales that are not above 0, or of a cache that has none."""
     if kv_cache.dim() != 5 or kv_cache.shape[0] != 2 or not kv_cache.is_contiguous():
         raise ValueError(
             "kv_cache must be contiguous [2, blocks, block_size, kv_heads, head_dim], "
@@ -142,15 +134,22 @@ def check_cache(kv_cache: Tensor) -> None:
         )
     if kv_cache.shape[4] * kv_cache.element_size() % 16:
         raise ValueError(f"a head of {kv_cache.shape[4]} {kv_cache.dtype} is not a whole number of 16-byte pieces")
-
-
-def check_scales(kv_cache: Tensor, k_scale: float, v_scale: float) -> None:
-    """Refuse scales that are not above 0, or of a cache that has none."""
     if not (k_scale > 0 and v_scale > 0) or (kv_cache.dtype != FP8 and (k_scale, v_scale) != (1.0, 1.0)):
         raise ValueError(
             f"k_scale and v_scale must be above 0, and 1 unless the cache is {FP8}: got {k_scale:g} and {v_scale:g}, the"
             f" cache is {kv_cache.dtype}"
         )
+
+
+def _cache_strides(kv_cache: Tensor) -> list[int]:
+    """Words from one block, token, head to the next."""
+    return [stride * kv_cache.element_size() // 4 for stride in kv_cache.stride()[1:4]]
+
+
+def _cache_halves(kv_cache: Tensor) -> tuple[int, int]:
+    """Addresses of the K and the V half."""
+    start = kv_cache.data_ptr()
+    return start, start + kv_cache.stride(0) * kv_cache.element_size()
 
 
 def reshape_and_cache(
@@ -160,27 +159,25 @@ def reshape_and_cache(
 
     The cache has their dtype, or is float8_e4m3fn: then it gets k / k_scale and v / v_scale, at most +-448.
     """
-    check_cache(kv_cache)
-    check_scales(kv_cache, k_scale, v_scale)
+    check_cache(kv_cache, k_scale, v_scale)
     to_fp8 = half_name("k", k) if kv_cache.dtype == FP8 else None
     for name, x in (("k", k), ("v", v)):
         dtype = k.dtype if to_fp8 else kv_cache.dtype
         check(name, x, (slot_mapping.shape[0], *kv_cache.shape[3:]), dtype, kv_cache.device)
         check_rows(name, x)
     check("slot_mapping", slot_mapping, (None,), torch.int64, kv_cache.device)
-    if not slot_mapping.is_contiguous():
-        raise ValueError("slot_mapping must be contiguous")
+    check_contiguous(slot_mapping=slot_mapping)
     size = k.element_size()
     head_words = kv_cache.shape[4] * size // 4
     words = kv_cache.shape[3] * head_words
     pieces = words // (8 if to_fp8 else 4)
     kernel = cache.reshape_and_cache(kv_cache.shape[2], min(256, max(32, 1 << (pieces - 1).bit_length())), to_fp8)
-    k_half, v_half = halves_of(kv_cache)
-    strides = (k.stride(0) * size // 4, v.stride(0) * size // 4, words, head_words, *cache_strides(kv_cache))
-    pointers = (k.data_ptr(), v.data_ptr(), k_half, v_half, slot_mapping.data_ptr())
+    strides = (k.stride(0) * size // 4, v.stride(0) * size // 4, words, head_words, *_cache_strides(kv_cache))
+    pointers = (k.data_ptr(), v.data_ptr(), *_cache_halves(kv_cache), slot_mapping.data_ptr())
     run(kernel, kv_cache.device, (slot_mapping.shape[0], 1), *pointers, 1 / k_scale, 1 / v_scale, *strides)
 
 
+# %% nbs/numba_kernels/cuda/ops.ipynb #copy_blocks
 def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copy blocks pairs int64 [n, 2] (source block, target block) between caches, on the GPU's current stream.
 
@@ -204,19 +201,23 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     check("pairs", pairs, (None, 2), torch.int64, device)
     size = source.element_size()
     words = source.stride(1) * size // 4
-    halves = (source.stride(0) * size // 4, target.stride(0) * size // 4)
     grid = (max(1, min(32, words // 4096)), pairs.shape[0])
     pointers = (source.data_ptr(), target.data_ptr(), pairs.contiguous().data_ptr())
-    run(cache.copy_blocks(), device, grid, *pointers, *halves, words)
+    run(cache.copy_blocks(), device, grid, *pointers, source.stride(0) * size // 4, target.stride(0) * size // 4, words)
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #AttentionPlan
+# %% nbs/numba_kernels/cuda/ops.ipynb #AttentionPlan
 @dataclass
 class AttentionPlan:
-    """One step of one group of layers on the device. Made by `plan_attention`, used by `paged_attention`."""
+    """One step of one group of layers on the device. Made by `plan_attention`, used by `paged_attention`.
+
+    Attributes:
+        scale, cap: as the kernels take them (see `score_factors`).
+        table: int32 [sequences, blocks]. items, tiles: work of the two kernels, int32 [n, 8] (see `planning`).
+        warps: a block of the decode kernel has. slots: partial results of decode.
+    """
 
     shape: AttentionShape
-    num_tokens: int
     kv_heads: int
     scale: float
     cap: float
@@ -225,31 +226,34 @@ class AttentionPlan:
     table: Tensor
     items: Tensor
     tiles: Tensor
-    decode_grid: tuple[int, int]
-    prefill_grid: tuple[int, int]
-    decode_kernel: Kernel | None = None
-    prefill_kernel: Kernel | None = None
-    part_o: Tensor | None = None
-    part_ml: Tensor | None = None
-    arrivals: Tensor | None = None
+    warps: int
+    slots: int
+    decode_kernel: CudaKernel | None = field(init=False, default=None)
+    prefill_kernel: CudaKernel | None = field(init=False, default=None)
+    partials: tuple[Tensor, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        shape, device, heads = self.shape, self.slot_mapping.device, self.kv_heads * self.shape.group
+        if len(self.items):
+            self.decode_kernel = decode.mma_split_kv(shape, self.warps)
+        if len(self.tiles):
+            self.prefill_kernel = prefill.mma_tiles(shape, prefill.best_warps(shape))
+        if self.slots:  # outputs; (max, sum); counts of arrivals, which are zero here and after every launch
+            floats = [torch.empty(self.slots * heads * n, device=device) for n in (shape.head_dim, 2)]
+            self.partials = (*floats, torch.zeros(self.slots * self.decode_blocks, dtype=torch.int32, device=device))
+
+    @property
+    def decode_blocks(self) -> int:
+        """Blocks of the decode kernel that share a work item."""
+        return self.kv_heads * decode.mma_parts(self.shape)
 
 
-def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy int64 and int32 arrays to the device in one transfer from pinned memory."""
-    sizes = [-(-a.nbytes // 16) * 16 for a in arrays]
-    host = torch.empty(max(16, sum(sizes)), dtype=torch.uint8, pin_memory=True)
-    flat, at = host.numpy(), 0
-    for array, size in zip(arrays, sizes):
-        flat[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        at += size
-    there, views, at = host.to(device, non_blocking=True), [], 0
-    for array, size in zip(arrays, sizes):
-        dtype = torch.int64 if array.dtype == np.int64 else torch.int32
-        views.append(there[at : at + array.nbytes].view(dtype).view(array.shape))
-        at += size
-    return views
+def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """Scale and cap as the kernels take them: their exponentials are powers of two."""
+    return (scale * LOG2E, 0.0) if soft_cap is None else (scale * 2 * LOG2E / soft_cap, soft_cap * LOG2E)
 
 
+# %% nbs/numba_kernels/cuda/ops.ipynb #decode_work
 def decode_work(
     shape: AttentionShape,
     kv_heads: int,
@@ -273,20 +277,15 @@ def decode_work(
         rows=rows,
         seqs=seqs,
         first=first,
-        multiprocessors=card(device.index or 0).multiprocessors,
+        multiprocessors=_multiprocessors(device),
         max_warps=decode.max_warps(shape),
     )
 
 
 def decode_rungs(shape: AttentionShape, kv_heads: int, num_rows: int, device: torch.device) -> tuple[int, ...]:
     """Numbers of work items to launch for up to `num_rows` single-token rows; the last is enough whatever their lengths."""
-    multiprocessors = card(device.index or 0).multiprocessors
-    return item_rungs(num_rows, kv_heads * decode.mma_parts(shape), multiprocessors, decode.max_warps(shape))
-
-
-def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """Scale and cap as the kernels take them: their exponentials are powers of two."""
-    return (scale * LOG2E, 0.0) if soft_cap is None else (scale * 2 * LOG2E / soft_cap, soft_cap * LOG2E)
+    blocks = kv_heads * decode.mma_parts(shape)
+    return item_rungs(num_rows, blocks, _multiprocessors(device), decode.max_warps(shape))
 
 
 def fixed_decode_plan(
@@ -302,36 +301,25 @@ def fixed_decode_plan(
 ) -> AttentionPlan:
     """A plan whose launches depend on nothing but sizes, for a CUDA graph: what changes is the contents of its tensors.
 
-    slot_mapping: int64 [rows]. items: int32 [n, 8], fields as in `planning.ITEM`, but `seq` is where the sequence's row of the
+    slot_mapping: int64 [rows]. items: int32 [n, 8] as of `plan_decode`, but `seq` is where the sequence's row of the
     block table begins in `words`, int32 [m]; -1 for no work.
     """
-    factor, cap = score_factors(scale, soft_cap)
-    step = AttentionPlan(
-        shape=shape,
-        num_tokens=len(slot_mapping),
-        kv_heads=kv_heads,
-        scale=factor,
-        cap=cap,
-        window=prefill.NO_WINDOW,
-        slot_mapping=slot_mapping,
-        table=words[:, None],
-        items=items,
-        tiles=items[:0],
-        decode_grid=(kv_heads * decode.mma_parts(shape), len(items)),
-        prefill_grid=(kv_heads, 0),
-        decode_kernel=decode.mma_split_kv(shape, warps),
-    )
-    make_room(step, len(items))
-    return step
+    factors = score_factors(scale, soft_cap)
+    table, tiles, slots = words[:, None], items[:0], len(items)
+    return AttentionPlan(shape, kv_heads, *factors, prefill.NO_WINDOW, slot_mapping, table, items, tiles, warps, slots)
 
 
-def make_room(step: AttentionPlan, slots: int) -> None:
-    """Memory for `slots` partial results of decode. The counts of arrivals are zero here, and after every launch."""
-    shape, device = step.shape, step.slot_mapping.device
-    heads = step.kv_heads * shape.group
-    step.part_o = torch.empty(slots * heads * shape.head_dim, dtype=torch.float32, device=device)
-    step.part_ml = torch.empty(slots * heads * 2, dtype=torch.float32, device=device)
-    step.arrivals = torch.zeros(slots * step.decode_grid[0], dtype=torch.int32, device=device)
+# %% nbs/numba_kernels/cuda/ops.ipynb #plan_attention
+def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy int64 and int32 arrays to the device in one transfer from pinned memory."""
+    sizes = [-(-a.nbytes // 16) * 16 for a in arrays]
+    host = torch.empty(max(16, sum(sizes)), dtype=torch.uint8, pin_memory=True)
+    starts = np.cumsum([0, *sizes])
+    for array, at in zip(arrays, starts):
+        host.numpy()[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True)
+    dtypes = [torch.int64 if array.dtype == np.int64 else torch.int32 for array in arrays]
+    return [there[at : at + a.nbytes].view(t).view(a.shape) for a, at, t in zip(arrays, starts, dtypes)]
 
 
 def plan_attention(
@@ -357,17 +345,15 @@ def plan_attention(
     if scale <= 0:
         raise ValueError(f"scale must be above 0, not {scale}")
     if shape.soft_cap != (soft_cap is not None):
-        raise ValueError(
-            f"the shape is built {'with' if shape.soft_cap else 'without'} a soft cap, but soft_cap={soft_cap}"
-        )
+        built = "with" if shape.soft_cap else "without"
+        raise ValueError(f"the shape is built {built} a soft cap, but soft_cap={soft_cap}")
     lens, ends = np.diff(query_start_loc).astype(np.int64), np.asarray(seq_lens, np.int64)
     single = np.zeros(len(lens), bool) if batch_invariant else lens == 1
     seqs, rows = np.arange(len(lens)), np.asarray(query_start_loc[:-1], np.int64)
-    items, slots, warps = np.zeros((0, 8), np.int32), 0, 4
+    work = DecodePlan(np.zeros((0, FIELDS), np.int32), 0, 4)
+    tiles = work.items
     if single.any():
-        plan = decode_work(shape, kv_heads, ends[single], rows[single], seqs[single], device, window, chunk)
-        items, slots, warps = plan.items, plan.slots, plan.warps
-    tiles = np.zeros((0, 8), np.int32)
+        work = decode_work(shape, kv_heads, ends[single], rows[single], seqs[single], device, window, chunk)
     if not single.all():
         lens, ends, rows, seqs = lens[~single], ends[~single], rows[~single], seqs[~single]
         floor: np.ndarray | int = 0
@@ -376,31 +362,21 @@ def plan_attention(
             seqs = seqs[which]
         tile_rows = prefill.best_warps(shape) * prefill.warp_rows(shape)
         tiles = plan_prefill(lens, ends, rows=rows, seqs=seqs, group=shape.group, tile_rows=tile_rows, floor=floor)
-    arrays: list[np.ndarray] = [np.asarray(slot_mapping, np.int64), np.asarray(block_table, np.int32), items, tiles]
-    placed = upload(arrays, device) if put is None else [put(array) for array in arrays]
-    slots_there, table_there, items_there, tiles_there = placed
-    factor, cap = score_factors(scale, soft_cap)
-    step = AttentionPlan(
-        shape=shape,
-        num_tokens=int(query_start_loc[-1]),
-        kv_heads=kv_heads,
-        scale=factor,
-        cap=cap,
-        window=prefill.NO_WINDOW if window is None else window,
-        slot_mapping=slots_there,
-        table=table_there,
-        items=items_there,
-        tiles=tiles_there,
-        decode_grid=(kv_heads * decode.mma_parts(shape), len(items)),
-        prefill_grid=(kv_heads, len(tiles)),
-        decode_kernel=decode.mma_split_kv(shape, warps) if len(items) else None,
-        prefill_kernel=prefill.mma_tiles(shape, prefill.best_warps(shape)) if len(tiles) else None,
+    arrays: list[np.ndarray] = [
+        np.asarray(slot_mapping, np.int64),
+        np.asarray(block_table, np.int32),
+        work.items,
+        tiles,
+    ]
+    slots, table, items, tiles_there = upload(arrays, device) if put is None else [put(array) for array in arrays]
+    width = prefill.NO_WINDOW if window is None else window
+    factors = score_factors(scale, soft_cap)
+    return AttentionPlan(
+        shape, kv_heads, *factors, width, slots, table, items, tiles_there, warps=work.warps, slots=work.slots
     )
-    if slots:
-        make_room(step, slots)
-    return step
 
 
+# %% nbs/numba_kernels/cuda/ops.ipynb #paged_attention
 def paged_attention(
     q: Tensor,
     kv_cache: Tensor,
@@ -414,37 +390,33 @@ def paged_attention(
     k_scale, v_scale: what the numbers of an fp8 cache are to be multiplied by.
     """
     shape, device = plan.shape, kv_cache.device
-    check_cache(kv_cache)
-    check_scales(kv_cache, k_scale, v_scale)
-    want = (plan.num_tokens, plan.kv_heads * shape.group, shape.head_dim)
+    check_cache(kv_cache, k_scale, v_scale)
+    want = (len(plan.slot_mapping), plan.kv_heads * shape.group, shape.head_dim)
     dtype = next(dtype for dtype, name in HALF.items() if name == shape.dtype)
-    check("q", q, want, dtype, device)
-    check_rows("q", q)
     kv_dtype = FP8 if shape.fp8_kv else dtype
     if kv_cache.shape[2:] != (shape.block_size, plan.kv_heads, shape.head_dim) or kv_cache.dtype != kv_dtype:
         raise ValueError(
             f"the plan is for blocks of {shape.block_size} tokens, {plan.kv_heads} KV heads of {shape.head_dim}, "
             f"{kv_dtype}; the cache has {list(kv_cache.shape[2:])}, {kv_cache.dtype}"
         )
-    if out is None:
-        out = torch.empty(want, dtype=q.dtype, device=device)
-    else:
-        check("out", out, want, q.dtype, device)
-        check_rows("out", out)
-    pointers = (out.data_ptr(), q.data_ptr(), *halves_of(kv_cache), plan.table.data_ptr())
-    strides = (plan.table.shape[1], q.stride(0) // 2, out.stride(0) // 2, *cache_strides(kv_cache))
+    out = torch.empty(want, dtype=q.dtype, device=device) if out is None else out
+    for name, x in (("q", q), ("out", out)):
+        check(name, x, want, dtype, device)
+        check_rows(name, x)
+    pointers = (out.data_ptr(), q.data_ptr(), *_cache_halves(kv_cache), plan.table.data_ptr())
+    strides = (plan.table.shape[1], q.stride(0) // 2, out.stride(0) // 2, *_cache_strides(kv_cache))
     scales = (plan.scale * k_scale, plan.cap, v_scale)
     if plan.decode_kernel is not None:
-        parts = [0 if x is None else x.data_ptr() for x in (plan.part_o, plan.part_ml, plan.arrivals)]
-        numbers = (*pointers, plan.items.data_ptr(), *parts, *scales, *strides)
-        run(plan.decode_kernel, device, plan.decode_grid, *numbers)
+        partials = [x.data_ptr() for x in plan.partials] or [0, 0, 0]
+        grid = plan.decode_blocks, len(plan.items)
+        run(plan.decode_kernel, device, grid, *pointers, plan.items.data_ptr(), *partials, *scales, *strides)
     if plan.prefill_kernel is not None:
-        numbers = (*pointers, plan.tiles.data_ptr(), *scales, plan.window, *strides)
-        run(plan.prefill_kernel, device, plan.prefill_grid, *numbers)
+        grid = plan.kv_heads, len(plan.tiles)
+        run(plan.prefill_kernel, device, grid, *pointers, plan.tiles.data_ptr(), *scales, plan.window, *strides)
     return out
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #rms_norm
+# %% nbs/numba_kernels/cuda/ops.ipynb #rms_norm
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """rms_norm(x) * weight for x [T, hidden]; with a residual [T, hidden], first residual += x in place."""
     dtype = half_name("x", x)
@@ -455,10 +427,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     check_rows("weight", weight[None])
     if residual is not None:
         check("residual", residual, tuple(x.shape), x.dtype, x.device)
-        if not residual.is_contiguous():
-            raise ValueError("residual must be contiguous")
+        check_contiguous(residual=residual)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    pointers = (out.data_ptr(), 0 if residual is None else residual.data_ptr(), x.data_ptr(), weight.data_ptr())
+    pointers = (out.data_ptr(), _address(residual), x.data_ptr(), weight.data_ptr())
     numbers = (eps, residual is not None, x.stride(0) // 2, hidden // 2)
     run(pointwise.add_rms_norm(dtype, hidden), x.device, (x.shape[0], 1), *pointers, *numbers)
     return out
@@ -479,6 +450,7 @@ def silu_mul(x: Tensor) -> Tensor:
     return out
 
 
+# %% nbs/numba_kernels/cuda/ops.ipynb #rope_and_cache
 def rope_and_cache(
     qkv: Tensor,
     kv_cache: Tensor,
@@ -500,34 +472,31 @@ def rope_and_cache(
     Returns q, a view [T, heads, head_dim] of qkv, rotated in place.
     """
     dtype = half_name("qkv", qkv)
-    check_cache(kv_cache)
-    check_scales(kv_cache, k_scale, v_scale)
+    check_cache(kv_cache, k_scale, v_scale)
     fp8 = kv_cache.dtype == FP8
     _, _, block_size, kv_heads, head_dim = kv_cache.shape
-    tokens, device = qkv.shape[0], qkv.device
-    qkv_dtype = qkv.dtype if fp8 else kv_cache.dtype
-    check("qkv", qkv, (tokens, (num_heads + 2 * kv_heads) * head_dim), qkv_dtype, kv_cache.device)
+    tokens, device, all_heads = qkv.shape[0], qkv.device, num_heads + 2 * kv_heads
+    check("qkv", qkv, (tokens, all_heads * head_dim), qkv.dtype if fp8 else kv_cache.dtype, kv_cache.device)
     check("table", table, (None, head_dim), torch.float32, device)
-    for name, x in (("positions", positions), ("slot_mapping", slot_mapping)):
-        check(name, x, (tokens,), torch.int64, device)
+    check("positions", positions, (tokens,), torch.int64, device)
+    check("slot_mapping", slot_mapping, (tokens,), torch.int64, device)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("give both q_weight and k_weight, or neither")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             check(name, weight, (head_dim,), qkv.dtype, device)
-    given = (qkv, table, positions, slot_mapping, *(x for x in (q_weight, k_weight) if x is not None))
-    if not all(x.is_contiguous() for x in given):
-        raise ValueError("qkv, table, positions, slot_mapping and the weights must be contiguous")
+    check_contiguous(qkv=qkv, table=table, positions=positions, slot_mapping=slot_mapping)
+    check_contiguous(q_weight=q_weight, k_weight=k_weight)
     kernel = pointwise.rope_and_cache(dtype, num_heads, kv_heads, head_dim, block_size, q_weight is not None, fp8)
-    weights = [0 if x is None else x.data_ptr() for x in (q_weight, k_weight)]
-    pointers = (qkv.data_ptr(), *halves_of(kv_cache), *weights, table.data_ptr(), positions.data_ptr())
-    grid = (tokens, -(-(num_heads + 2 * kv_heads) // pointwise.ROPE_WARPS))
+    pointers = (qkv.data_ptr(), *_cache_halves(kv_cache), _address(q_weight), _address(k_weight))
+    places = (table.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr())
+    grid = (tokens, -(-all_heads // pointwise.ROPE_WARPS))
     pairs = [stride // 2 for stride in kv_cache.stride()[1:4]]
-    run(kernel, device, grid, *pointers, slot_mapping.data_ptr(), eps, 1 / k_scale, 1 / v_scale, *pairs)
+    run(kernel, device, grid, *pointers, *places, eps, 1 / k_scale, 1 / v_scale, *pairs)
     return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
 
 
-# %% nbs/minivllm_kernels/cuda/ops.ipynb #gemv
+# %% nbs/numba_kernels/cuda/ops.ipynb #gemv
 def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> Tensor:
     """x [T, features] @ weight [size, features].T for T up to 16, by the kernel that `gemv.choose_gemv` names.
 
@@ -540,11 +509,10 @@ def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> 
     fits = size % (4 if gated else 2) == 0 and features % 8 == 0 and weight.data_ptr() % 16 == 0
     if not weight.is_contiguous() or not fits or not x.shape[0]:
         raise ValueError(
-            f"weight must be contiguous [{'multiple of 4' if gated else 'even'}, multiple of 8], at an address that is a multiple"
-            f" of 16, and x must have rows; got {list(weight.shape)} strides {weight.stride()} and {x.shape[0]} rows"
+            f"weight must be contiguous [{'multiple of 4' if gated else 'even'}, multiple of 8], at an address that is a"
+            f" multiple of 16, and x must have rows; got {list(weight.shape)} strides {weight.stride()} and {x.shape[0]} rows"
         )
-    multiprocessors = card(weight.device.index or 0).multiprocessors
-    chosen = choose_gemv(dtype, features, size, x.shape[0], multiprocessors, gated=gated, kind=kind)
+    chosen = choose_gemv(dtype, features, size, x.shape[0], _multiprocessors(weight.device), gated=gated, kind=kind)
     width = size // 2 if gated else size
     out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
     numbers = (x.shape[0], width, x.stride(0) // 2, width // 2)

@@ -1,6 +1,6 @@
 """Work items of CUDA attention for one step: split-KV decode and prefill tiles."""
 
-# Generated from nbs/minivllm_kernels/cuda/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 __all__ = [
-    "BLOCK_SIZES", "FIXED_CHUNK", "HEAD_DIMS", "ITEM", "MAX_GROUP", "MAX_ITEMS", "MAX_PARTS", "TILE",
-    "TILE_FIELDS", "AttentionShape", "DecodePlan", "cut", "item_rungs", "plan_decode", "plan_prefill",
-    "shape_unsupported", "split_at_chunks",
+    "BLOCK_SIZES", "FIELDS", "FIXED_CHUNK", "HEAD_DIMS", "MAX_GROUP", "MAX_ITEMS", "MAX_PARTS", "TILE",
+    "TILE_CONTEXT", "TILE_FIRST", "TILE_FLOOR", "TILE_QUERIES", "TILE_ROW", "TILE_SEQ", "WORK_END",
+    "WORK_FIRST", "WORK_FIRST_SLOT", "WORK_PARTS", "WORK_ROW", "WORK_SEQ", "WORK_SLOT", "AttentionShape",
+    "DecodePlan", "cut", "item_rungs", "plan_decode", "plan_prefill", "shape_unsupported", "split_at_chunks",
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #code-7a3109
+# %% nbs/numba_kernels/cuda/planning.ipynb #code-7a3109
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_GROUP = 16
@@ -23,7 +24,7 @@ MAX_ITEMS = 65535  # blocks that a grid may have in its second dimension
 MAX_PARTS = 64  # pieces that one sequence may be cut into: two a lane when they are combined
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #AttentionShape
+# %% nbs/numba_kernels/cuda/planning.ipynb #AttentionShape
 @dataclass(frozen=True)
 class AttentionShape:
     """What an attention kernel is compiled for.
@@ -64,18 +65,19 @@ def shape_unsupported(dtype: str, head_dim: int, group: int, block_size: int) ->
     return None
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #DecodePlan
-ITEM = ("seq", "row", "first", "end", "slot", "first_slot", "parts", "pad")
-"""Fields of a work item, int32 each. seq: row of the block table, or -1 for no work. row: row of q and of the output.
-first, end: tokens [first, end). slot: where the partial goes, or -1 when the item is a whole sequence.
-first_slot, parts: all slots of the sequence."""
+# %% nbs/numba_kernels/cuda/planning.ipynb #DecodePlan
+WORK_SEQ, WORK_ROW, WORK_FIRST, WORK_END, WORK_SLOT, WORK_FIRST_SLOT, WORK_PARTS = range(7)
+"""Fields of a work item, int32 each. SEQ: row of the block table, or -1 for no work. ROW: row of q and of the output.
+FIRST, END: tokens [first, end). SLOT: where the partial goes, or -1 when the item is a whole sequence.
+FIRST_SLOT, PARTS: all slots of the sequence."""
+FIELDS = 8  # int32 from one work item, or tile, to the next
 
 
 @dataclass(frozen=True)
 class DecodePlan:
     """Work items for single-token rows, heaviest first, and the launch that suits them.
 
-    items: int32 [n, 8], fields `ITEM`. slots: partial results to make room for. warps: warps a block.
+    items: int32 [n, 8], fields `WORK_...`. slots: partial results to make room for. warps: warps a block.
     """
 
     items: np.ndarray
@@ -83,7 +85,7 @@ class DecodePlan:
     warps: int
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #cut
+# %% nbs/numba_kernels/cuda/planning.ipynb #cut
 def cut(
     rows: np.ndarray, seqs: np.ndarray, first: np.ndarray, end: np.ndarray, chunk: np.ndarray | int
 ) -> tuple[np.ndarray, int]:
@@ -99,16 +101,16 @@ def cut(
     which = np.repeat(np.arange(len(rows)), parts)
     piece = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
     low = start[which] + piece * per[which]
-    items = np.zeros((len(which), len(ITEM)), np.int32)
-    items[:, 0], items[:, 1] = seqs[which], rows[which]
-    items[:, 2] = np.maximum(low * TILE, first[which])
-    items[:, 3] = np.minimum((low + per[which]) * TILE, end[which])
-    items[:, 4] = np.where(split[which], first_slot[which] + piece, -1)
-    items[:, 5], items[:, 6] = first_slot[which], parts[which]
+    items = np.zeros((len(which), FIELDS), np.int32)
+    items[:, WORK_SEQ], items[:, WORK_ROW] = seqs[which], rows[which]
+    items[:, WORK_FIRST] = np.maximum(low * TILE, first[which])
+    items[:, WORK_END] = np.minimum((low + per[which]) * TILE, end[which])
+    items[:, WORK_SLOT] = np.where(split[which], first_slot[which] + piece, -1)
+    items[:, WORK_FIRST_SLOT], items[:, WORK_PARTS] = first_slot[which], parts[which]
     return items, int(slots.sum())
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #choose_chunk
+# %% nbs/numba_kernels/cuda/planning.ipynb #choose_chunk
 WAVES = ((8, 1, 4), (4, 3, 8), (2, 6, 8))
 """(warps a block, blocks a multiprocessor, tiles below which a piece is not worth its overhead)."""
 WIDE_WAVES = ((4, 2, 4), (2, 4, 8))
@@ -143,7 +145,7 @@ def _smallest_chunk(tiles: np.ndarray, heads: int, slots: int, low: int) -> int:
     return low
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #plan_decode
+# %% nbs/numba_kernels/cuda/planning.ipynb #plan_decode
 FIXED_CHUNK = 32  # tiles of a piece in the batch-invariant mode
 
 
@@ -178,7 +180,7 @@ def plan_decode(
     items, slots = cut(rows, seqs, first, end, chunk)
     if len(items) > MAX_ITEMS:
         raise ValueError(f"a launch takes at most {MAX_ITEMS} work items, and {len(end)} sequences make {len(items)}")
-    items = items[np.argsort(items[:, 2] - items[:, 3], kind="stable")]
+    items = items[np.argsort(items[:, WORK_FIRST] - items[:, WORK_END], kind="stable")]
     return DecodePlan(items, slots, warps)
 
 
@@ -193,10 +195,10 @@ def item_rungs(num_seqs: int, heads: int, multiprocessors: int = 132, max_warps:
     return tuple(sorted({*filled, num_seqs, most}))
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #plan_prefill
-TILE_FIELDS = ("seq", "row", "queries", "context", "first", "floor", "pad", "pad")
-"""Fields of a prefill tile, int32 each. seq: row of the block table. row: the sequence's first row in q. queries: its
-query tokens. context: tokens before them. first: first (query, head) row of the tile. floor: keys before it are
+# %% nbs/numba_kernels/cuda/planning.ipynb #plan_prefill
+TILE_SEQ, TILE_ROW, TILE_QUERIES, TILE_CONTEXT, TILE_FIRST, TILE_FLOOR = range(6)
+"""Fields of a prefill tile, int32 each. SEQ: row of the block table. ROW: the sequence's first row in q. QUERIES: its
+query tokens. CONTEXT: tokens before them. FIRST: first (query, head) row of the tile. FLOOR: keys before it are
 seen by no query (chunked local attention)."""
 
 
@@ -210,23 +212,24 @@ def plan_prefill(
     tile_rows: int,
     floor: np.ndarray | int = 0,
 ) -> np.ndarray:
-    """Tiles int32 [n, 8] (fields `TILE_FIELDS`) for sequences whose last `query_lens` tokens are queries."""
+    """Tiles int32 [n, 8] (fields `TILE_...`) for sequences whose last `query_lens` tokens are queries."""
     query_lens, seq_lens = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
     if (query_lens < 1).any() or (query_lens > seq_lens).any():
         raise ValueError("each sequence needs between 1 and seq_len query tokens")
     count = -(-query_lens * group // tile_rows)
     which = np.repeat(np.arange(len(count)), count)
     index = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
-    tiles = np.zeros((len(which), len(TILE_FIELDS)), np.int32)
-    tiles[:, 0], tiles[:, 1] = np.asarray(seqs)[which], np.asarray(rows)[which]
-    tiles[:, 2], tiles[:, 3] = query_lens[which], (seq_lens - query_lens)[which]
-    tiles[:, 4] = index * tile_rows
-    tiles[:, 5] = np.broadcast_to(floor, count.shape)[which]
-    last_key = tiles[:, 3] + np.minimum((tiles[:, 4] + tile_rows) // group, tiles[:, 2])
+    tiles = np.zeros((len(which), FIELDS), np.int32)
+    tiles[:, TILE_SEQ], tiles[:, TILE_ROW] = np.asarray(seqs)[which], np.asarray(rows)[which]
+    tiles[:, TILE_QUERIES], tiles[:, TILE_CONTEXT] = query_lens[which], (seq_lens - query_lens)[which]
+    tiles[:, TILE_FIRST] = index * tile_rows
+    tiles[:, TILE_FLOOR] = np.broadcast_to(floor, count.shape)[which]
+    last_query = np.minimum((tiles[:, TILE_FIRST] + tile_rows) // group, tiles[:, TILE_QUERIES])
+    last_key = tiles[:, TILE_CONTEXT] + last_query
     return tiles[np.argsort(-last_key, kind="stable")]
 
 
-# %% nbs/minivllm_kernels/cuda/planning.ipynb #split_at_chunks
+# %% nbs/numba_kernels/cuda/planning.ipynb #split_at_chunks
 def split_at_chunks(
     query_lens: np.ndarray, seq_lens: np.ndarray, rows: np.ndarray, chunk: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

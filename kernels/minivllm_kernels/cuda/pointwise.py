@@ -1,56 +1,66 @@
 """CUDA kernels for add + RMS norm, rotary embedding with cache write, SiLU gate."""
 
-# Generated from nbs/minivllm_kernels/cuda/pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
+from typing import Any
 
 from minivllm_kernels.cuda.simt import (
     LOG2E,
-    Kernel,
+    CudaKernel,
     cuda,
     device,
-    exp2,
     f32,
-    grid_release,
-    grid_wait,
     half_ops,
     i64,
     kernel,
+    u32,
+    warp_sum,
+)
+from minivllm_kernels.cuda.warp import (
+    exp2,
+    grid_release,
+    grid_wait,
     ldg128,
     ldg128_stream,
     pack_e4m3,
     rsqrt,
-    shfl_xor,
     stg128,
-    u32,
 )
 
 __all__ = [
     "NORM_SIGNATURE", "ROPE_FP8_SIGNATURE", "ROPE_SIGNATURE", "ROPE_WARPS", "SILU_THREADS", "add_rms_norm",
-    "rope_and_cache", "silu_mul", "silu_times",
+    "rope_and_cache", "silu_mul", "silu_word",
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/pointwise.ipynb #add_rms_norm
+# %% nbs/numba_kernels/cuda/pointwise.ipynb #add_rms_norm
 NORM_SIGNATURE = "u32* u32* u32* u32* f32 i32 i32 i32"
 """out, residual, x, weight; eps; 1 if there is a residual to add; words from one row of x and of out to the next."""
 
 
 @functools.cache
-def add_rms_norm(dtype: str, hidden: int) -> Kernel:
+def add_rms_norm(dtype: str, hidden: int) -> CudaKernel:
     """residual += x; out = rms_norm(residual) * weight. Grid (tokens, 1). Without residual: out = rms_norm(x) * weight."""
     if hidden % 8 or not 8 <= hidden <= 16384:
         raise ValueError(f"hidden size {hidden}: the norm kernel takes multiples of 8 up to 16384")
     CHUNKS = hidden // 8  # 16-byte pieces of a row
     THREADS = min(512, -(-CHUNKS // 32) * 32)
-    EACH = -(-CHUNKS // THREADS)
-    WARPS = THREADS // 32
+    EACH, WARPS = -(-CHUNKS // THREADS), THREADS // 32
     N4, N8 = EACH * 4, EACH * 8
     half = half_ops(dtype)
     lo, hi, pack = half.lo, half.hi, half.pack
 
+    @device
+    def add(a, b):
+        return pack(lo(a) + lo(b), hi(a) + hi(b))
+
+    @device
+    def scaled(v, i, scale, gain):
+        return pack(v[i] * scale * lo(gain), v[i + 1] * scale * hi(gain))
+
     @kernel(NORM_SIGNATURE, threads=THREADS, name=f"add_rms_norm_{dtype}_{hidden}")
-    def norm(out, residual, x, weight, eps, add, x_s, out_s):
+    def norm(out, residual, x, weight, eps, with_residual, x_s, out_s):
         tid = cuda.threadIdx.x
         row = i64(cuda.blockIdx.x)
         sums = cuda.shared.array(WARPS, f32)
@@ -68,25 +78,16 @@ def add_rms_norm(dtype: str, hidden: int) -> Kernel:
             at = (tid + c * THREADS) * 4
             if tid + c * THREADS < CHUNKS:
                 a = ldg128(x, row * x_s + at)
-                if add != 0:
+                if with_residual != 0:
                     b = ldg128(residual, row * (hidden // 2) + at)
-                    a = (
-                        pack(lo(a[0]) + lo(b[0]), hi(a[0]) + hi(b[0])),
-                        pack(lo(a[1]) + lo(b[1]), hi(a[1]) + hi(b[1])),
-                        pack(lo(a[2]) + lo(b[2]), hi(a[2]) + hi(b[2])),
-                        pack(lo(a[3]) + lo(b[3]), hi(a[3]) + hi(b[3])),
-                    )
+                    a = (add(a[0], b[0]), add(a[1], b[1]), add(a[2], b[2]), add(a[3], b[3]))
                     stg128(residual, row * (hidden // 2) + at, a)
                 for w in range(4):
                     v[c * 8 + 2 * w] = lo(a[w])
                     v[c * 8 + 2 * w + 1] = hi(a[w])
                 for w in range(8):
                     s += v[c * 8 + w] * v[c * 8 + w]
-        s += shfl_xor(s, 16)
-        s += shfl_xor(s, 8)
-        s += shfl_xor(s, 4)
-        s += shfl_xor(s, 2)
-        s += shfl_xor(s, 1)
+        s = warp_sum(s)
         if tid % 32 == 0:
             sums[tid // 32] = s
         cuda.syncthreads()
@@ -97,24 +98,22 @@ def add_rms_norm(dtype: str, hidden: int) -> Kernel:
         for c in range(EACH):
             at = (tid + c * THREADS) * 4
             if tid + c * THREADS < CHUNKS:
-                g = c * 4
-                y = (
-                    pack(v[c * 8] * scale * lo(gains[g]), v[c * 8 + 1] * scale * hi(gains[g])),
-                    pack(v[c * 8 + 2] * scale * lo(gains[g + 1]), v[c * 8 + 3] * scale * hi(gains[g + 1])),
-                    pack(v[c * 8 + 4] * scale * lo(gains[g + 2]), v[c * 8 + 5] * scale * hi(gains[g + 2])),
-                    pack(v[c * 8 + 6] * scale * lo(gains[g + 3]), v[c * 8 + 7] * scale * hi(gains[g + 3])),
-                )
-                stg128(out, row * out_s + at, y)
+                i, g = c * 8, c * 4
+                y0 = scaled(v, i, scale, gains[g])
+                y1 = scaled(v, i + 2, scale, gains[g + 1])
+                y2 = scaled(v, i + 4, scale, gains[g + 2])
+                y3 = scaled(v, i + 6, scale, gains[g + 3])
+                stg128(out, row * out_s + at, (y0, y1, y2, y3))
 
     return norm
 
 
-# %% nbs/minivllm_kernels/cuda/pointwise.ipynb #rope_and_cache
+# %% nbs/numba_kernels/cuda/pointwise.ipynb #rope_and_cache
 ROPE_SIGNATURE = " ".join(
-    ["u32* u32* u32* u32* u32*"]  # qkv, k cache, v cache, weight of the q norm, of the k norm
+    ["u32* u32* u32* u32* u32*"]  # qkv, kc and vc (the K and the V cache), weight of the q norm, of the k norm
     + ["f32* i64* i64*"]  # table [positions, D] of D/2 cosines then D/2 sines; positions; slots
     + ["f32 f32 f32"]  # eps; of an fp8 cache: 1 / scale of K, of V
-    + ["i64 i32 i32"]  # pairs of numbers from one block, token, KV head to the next in the cache
+    + ["i64 i32 i32"]  # s_blk, s_tok, s_head: pairs of numbers from one block, token, KV head to the next in the cache
 )
 ROPE_FP8_SIGNATURE = ROPE_SIGNATURE.replace("u32* u32* u32*", "u32* u16* u16*", 1)
 """A pair of numbers in the cache has 16 bits."""
@@ -124,9 +123,12 @@ ROPE_WARPS = 4
 @functools.cache
 def rope_and_cache(
     dtype: str, heads: int, kv_heads: int, head_dim: int, block_size: int, norm: bool, fp8_kv: bool = False
-) -> Kernel:
-    """Norm (if `norm`) and rotate q and k, write k and v to the cache (as e4m3 if `fp8_kv`). qkv [T, (heads + 2 kv_heads) * head_dim] keeps
-    the rotated q; its k and v parts are only read. Grid (tokens, ceil((heads + 2 kv_heads) / ROPE_WARPS))."""
+) -> CudaKernel:
+    """Norm (if `norm`) and rotate q and k, write k and v to the cache (as e4m3 if `fp8_kv`).
+
+    qkv [T, (heads + 2 kv_heads) * head_dim] keeps the rotated q; its k and v parts are only read.
+    Grid (tokens, ceil((heads + 2 kv_heads) / ROPE_WARPS)).
+    """
     if head_dim % 4:
         raise ValueError(f"head_dim {head_dim}: the rotation takes multiples of 4")
     D, W, HW = head_dim, head_dim // 2, head_dim // 4  # words of a head, and of half a head
@@ -136,6 +138,7 @@ def rope_and_cache(
     half = half_ops(dtype)
     lo, hi, pack = half.lo, half.hi, half.pack
     name = f"rope_and_cache_{dtype}_h{heads}_{kv_heads}_d{head_dim}_b{block_size}" + ("_norm" if norm else "")
+    name += "_fp8" if fp8_kv else ""
 
     if fp8_kv:
 
@@ -149,9 +152,7 @@ def rope_and_cache(
         def stored(word, inverse):
             return word
 
-    @kernel(
-        ROPE_FP8_SIGNATURE if fp8_kv else ROPE_SIGNATURE, threads=32 * WARPS, name=name + ("_fp8" if fp8_kv else "")
-    )
+    @kernel(ROPE_FP8_SIGNATURE if fp8_kv else ROPE_SIGNATURE, threads=32 * WARPS, name=name)
     def rope(qkv, kc, vc, q_weight, k_weight, table, positions, slots, eps, k_inverse, v_inverse, s_blk, s_tok, s_head):
         tok = cuda.blockIdx.x
         head = cuda.blockIdx.y * WARPS + cuda.threadIdx.x // 32
@@ -184,12 +185,7 @@ def rope_and_cache(
             for w in range(4):
                 s += v[c * 4 + w] * v[c * 4 + w]
         if NORM:
-            s += shfl_xor(s, 16)
-            s += shfl_xor(s, 8)
-            s += shfl_xor(s, 4)
-            s += shfl_xor(s, 2)
-            s += shfl_xor(s, 1)
-            scale = rsqrt(s / f32(D) + eps)
+            scale = rsqrt(warp_sum(s) / f32(D) + eps)
             for c in range(EACH):
                 if lane + 32 * c < HW:
                     x = k_weight[lane + 32 * c]
@@ -220,41 +216,46 @@ def rope_and_cache(
     return rope
 
 
-# %% nbs/minivllm_kernels/cuda/pointwise.ipynb #silu_mul
+# %% nbs/numba_kernels/cuda/pointwise.ipynb #silu_mul
 SILU_THREADS = 128
 
 
 @device
-def silu_times(gate, up):
-    """silu(gate) * up."""
+def _silu_times(gate, up):
     return gate / (f32(1.0) + exp2(gate * f32(-LOG2E))) * up
 
 
 @functools.cache
-def silu_mul(dtype: str, size: int) -> Kernel:
-    """out [T, size] = silu(x[:, :size]) * x[:, size:]. Grid (tokens, ceil(size / (8 * SILU_THREADS)))."""
-    if size % 8:
-        raise ValueError(f"size {size}: the activation kernel takes multiples of 8")
+def silu_word(dtype: str) -> Any:
+    """A device function: silu(gate) * up for the two numbers of a word each."""
     half = half_ops(dtype)
     lo, hi, pack = half.lo, half.hi, half.pack
 
+    @device
+    def silu(gate, up):
+        return pack(_silu_times(lo(gate), lo(up)), _silu_times(hi(gate), hi(up)))
+
+    return silu
+
+
+@functools.cache
+def silu_mul(dtype: str, size: int) -> CudaKernel:
+    """out [T, size] = silu(x[:, :size]) * x[:, size:]. Grid (tokens, ceil(size / (8 * SILU_THREADS)))."""
+    if size % 8:
+        raise ValueError(f"size {size}: the activation kernel takes multiples of 8")
+    silu = silu_word(dtype)
+
     @kernel("u32* u32*", threads=SILU_THREADS, name=f"silu_mul_{dtype}_{size}")
-    def silu(out, x):
+    def multiply(out, x):
+        row = i64(cuda.blockIdx.x)
         e = (cuda.blockIdx.y * SILU_THREADS + cuda.threadIdx.x) * 4
         grid_release()
         grid_wait()
         if e * 2 >= size:
             return
-        gate = ldg128(x, i64(cuda.blockIdx.x) * size + e)
-        up = ldg128(x, i64(cuda.blockIdx.x) * size + size // 2 + e)
-        r = cuda.local.array(8, f32)
-        for w in range(4):
-            r[2 * w] = silu_times(lo(gate[w]), lo(up[w]))
-            r[2 * w + 1] = silu_times(hi(gate[w]), hi(up[w]))
-        stg128(
-            out,
-            i64(cuda.blockIdx.x) * (size // 2) + e,
-            (pack(r[0], r[1]), pack(r[2], r[3]), pack(r[4], r[5]), pack(r[6], r[7])),
-        )
+        a = ldg128(x, row * size + e)
+        b = ldg128(x, row * size + size // 2 + e)
+        y = (silu(a[0], b[0]), silu(a[1], b[1]), silu(a[2], b[2]), silu(a[3], b[3]))
+        stg128(out, row * (size // 2) + e, y)
 
-    return silu
+    return multiply

@@ -1,141 +1,98 @@
 """CUDA prefill attention: naive, shared-memory tiles, tensor-core tiles."""
 
-# Generated from nbs/minivllm_kernels/cuda/prefill.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/prefill.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 from typing import Any
 
 from numba import types
 
-from minivllm_kernels.cuda.decode import capped, same_half
-from minivllm_kernels.cuda.planning import AttentionShape
-from minivllm_kernels.cuda.simt import (
-    NEG,
+from minivllm_kernels.cuda.decode import attend_one, cache_format, online_softmax, same_half, soft_cap, words_of_lane
+from minivllm_kernels.cuda.planning import (
+    FIELDS,
+    TILE_CONTEXT,
+    TILE_FIRST,
+    TILE_FLOOR,
+    TILE_QUERIES,
+    TILE_ROW,
+    TILE_SEQ,
+    AttentionShape,
+)
+from minivllm_kernels.cuda.simt import NEG, CudaKernel, cuda, device, f32, group_sum, half_ops, i64, kernel, u32
+from minivllm_kernels.cuda.warp import (
     SIM,
-    Kernel,
     cp_async16,
     cp_commit,
     cp_wait_older,
-    cuda,
-    device,
     e4m3_hi,
     e4m3_lo,
     exp2,
-    f32,
     fmax,
-    half_ops,
-    i64,
-    kernel,
-    ldg64_stream,
     ldg128,
     ldmatrix_x4,
     ldmatrix_x4_trans,
     shfl_xor,
     smem_addr,
     sts128,
-    u32,
 )
 
 __all__ = [
     "FMA_KEYS", "FMA_ROWS", "NO_WINDOW", "PREFILL_SIGNATURE", "U32", "best_warps", "fma_tiles", "mma_tiles",
-    "naive", "tile_keys", "warp_rows",
+    "naive", "pitch_of", "tile_keys", "warp_rows",
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/prefill.ipynb #code-afb663
+# %% nbs/numba_kernels/cuda/prefill.ipynb #code-afb663
 PREFILL_SIGNATURE = " ".join(
-    ["u32* u32* u32* u32*"]  # out, q, k cache, v cache
-    + ["i32* i32*"]  # block table, tiles
-    + ["f32 f32 f32 i32"]  # scale (log2(e) included), cap, scale of V, window (tokens that a query sees)
-    + ["i32 i32 i32"]  # block table, q, out: from one row to the next
-    + ["i64 i32 i32"]  # cache: from one block, token, KV head to the next
+    ["u32* u32* u32* u32*"]  # out, q, kc and vc (the K and the V cache)
+    + ["i32* i32*"]  # table (of blocks), tiles
+    + ["f32 f32 f32 i32"]  # scale (log2(e) included), cap, v_scale, window (tokens that a query sees)
+    + ["i32 i32 i32"]  # t_s, q_s, o_s: from one row to the next of the block table, q, out
+    + ["i64 i32 i32"]  # s_blk, s_tok, s_head: from one block, token, KV head to the next in the cache
 )
 NO_WINDOW = 1 << 30
 
 
-# %% nbs/minivllm_kernels/cuda/prefill.ipynb #naive
+# %% nbs/numba_kernels/cuda/prefill.ipynb #naive
 @functools.cache
-def naive(shape: AttentionShape) -> Kernel:
+def naive(shape: AttentionShape) -> CudaKernel:
     """Rung 1: one warp a row. Grid (KV heads, tiles of one row)."""
-    W = shape.head_dim // 2
-    C = -(-W // 32)
-    C2 = 2 * C
-    G, BS, CAP = shape.group, shape.block_size, shape.soft_cap
-    half = same_half(shape)
-    lo, hi, pack = half.lo, half.hi, half.pack
+    W, G, C2 = shape.head_dim // 2, shape.group, 2 * words_of_lane(shape)
+    attend = attend_one(shape)
 
     @kernel(PREFILL_SIGNATURE, threads=32, name=f"prefill_naive_{shape.name}")
     def prefill_naive(out, q, kc, vc, table, tiles, scale, cap, v_scale, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
-        kvh = cuda.blockIdx.x
-        item = cuda.blockIdx.y * 8
-        lane = cuda.threadIdx.x
-        seq, row0, context, r, floor = tiles[item], tiles[item + 1], tiles[item + 3], tiles[item + 4], tiles[item + 5]
+        item = cuda.blockIdx.y * FIELDS
+        seq, r = tiles[item + TILE_SEQ], tiles[item + TILE_FIRST]
         if seq < 0:
             return
-        row = i64(row0) + r // G
-        head = kvh * G + r % G
-        position = context + r // G
+        row = i64(tiles[item + TILE_ROW]) + r // G
+        head = cuda.blockIdx.x * G + r % G
+        position = tiles[item + TILE_CONTEXT] + r // G
+        first = max(tiles[item + TILE_FLOOR], position - window + 1)
         qv = cuda.local.array(C2, f32)
         acc = cuda.local.array(C2, f32)
-        for c in range(C):
-            x = u32(0)
-            if lane + 32 * c < W:
-                x = q[row * q_s + head * W + lane + 32 * c]
-            qv[2 * c] = lo(x)
-            qv[2 * c + 1] = hi(x)
-            acc[2 * c] = f32(0.0)
-            acc[2 * c + 1] = f32(0.0)
-        biggest = f32(NEG)
-        total = f32(0.0)
-        for tok in range(max(floor, position - window + 1), position + 1):
-            at = i64(table[i64(seq) * t_s + tok // BS]) * s_blk + (tok % BS) * s_tok + kvh * s_head + lane
-            s = f32(0.0)
-            for c in range(C):
-                if lane + 32 * c < W:
-                    x = kc[at + 32 * c]
-                    s += qv[2 * c] * lo(x) + qv[2 * c + 1] * hi(x)
-            s += shfl_xor(s, 16)
-            s += shfl_xor(s, 8)
-            s += shfl_xor(s, 4)
-            s += shfl_xor(s, 2)
-            s += shfl_xor(s, 1)
-            s *= scale
-            if CAP:
-                s = capped(s, cap)
-            grown = fmax(biggest, s)
-            shrink = exp2(biggest - grown)
-            p = exp2(s - grown)
-            biggest = grown
-            total = total * shrink + p
-            for c in range(C):
-                if lane + 32 * c < W:
-                    x = vc[at + 32 * c]
-                    acc[2 * c] = acc[2 * c] * shrink + p * lo(x)
-                    acc[2 * c + 1] = acc[2 * c + 1] * shrink + p * hi(x)
-        total /= v_scale
-        for c in range(C):
-            if lane + 32 * c < W:
-                out[row * o_s + head * W + lane + 32 * c] = pack(acc[2 * c] / total, acc[2 * c + 1] / total)
+        out_at, q_at, kv_at = row * o_s + head * W, row * q_s + head * W, cuda.blockIdx.x * s_head
+        pages, end, scales, lane = i64(seq) * t_s, position + 1, (scale, cap, v_scale), cuda.threadIdx.x
+        attend(out, q, kc, vc, table, qv, acc, out_at, q_at, kv_at, pages, first, end, scales, s_blk, s_tok, lane)
 
     return prefill_naive
 
 
-# %% nbs/minivllm_kernels/cuda/prefill.ipynb #fma_tiles
+# %% nbs/numba_kernels/cuda/prefill.ipynb #fma_tiles
 FMA_ROWS = 16
 FMA_KEYS = 16
 
 
 @functools.cache
-def fma_tiles(shape: AttentionShape) -> Kernel:
+def fma_tiles(shape: AttentionShape) -> CudaKernel:
     """Rung 2: tiles through shared memory, ordinary arithmetic. Grid (KV heads, tiles of FMA_ROWS rows)."""
     W = shape.head_dim // 2
     E = W // 8  # words of a row that one thread owns
     E2 = 2 * E
-    ROWS, KEYS = FMA_ROWS, FMA_KEYS
-    THREADS = ROWS * 8
-    SIZE = KEYS * W
+    ROWS, KEYS, THREADS, SIZE = FMA_ROWS, FMA_KEYS, FMA_ROWS * 8, FMA_KEYS * W
     G, BS, CAP = shape.group, shape.block_size, shape.soft_cap
-    half = same_half(shape)
+    half, sum_of_row = same_half(shape), group_sum(8)
     lo, hi, pack = half.lo, half.hi, half.pack
 
     @kernel(PREFILL_SIGNATURE, threads=THREADS, name=f"prefill_fma_{shape.name}")
@@ -143,23 +100,18 @@ def fma_tiles(shape: AttentionShape) -> Kernel:
         shared_k = cuda.shared.array(SIZE, u32)
         shared_v = cuda.shared.array(SIZE, u32)
         kvh = cuda.blockIdx.x
-        item = cuda.blockIdx.y * 8
-        seq, row0, queries, context, first = (
-            tiles[item],
-            tiles[item + 1],
-            tiles[item + 2],
-            tiles[item + 3],
-            tiles[item + 4],
-        )
+        item = cuda.blockIdx.y * FIELDS
+        seq, queries = tiles[item + TILE_SEQ], tiles[item + TILE_QUERIES]
+        context, first = tiles[item + TILE_CONTEXT], tiles[item + TILE_FIRST]
         if seq < 0:
             return
         tid = cuda.threadIdx.x
         part = tid % 8
         r = min(first + tid // 8, queries * G - 1)  # rows past the end repeat the last one
-        row = i64(row0) + r // G
+        row = i64(tiles[item + TILE_ROW]) + r // G
         head = kvh * G + r % G
         position = context + r // G
-        oldest = max(tiles[item + 5], context + first // G - window + 1)  # first key that any row of the tile sees
+        oldest = max(tiles[item + TILE_FLOOR], context + first // G - window + 1)  # that any row of the tile sees
         newest = context + min((first + ROWS - 1) // G, queries - 1)
         qv = cuda.local.array(E2, f32)
         acc = cuda.local.array(E2, f32)
@@ -169,7 +121,7 @@ def fma_tiles(shape: AttentionShape) -> Kernel:
             qv[2 * w + 1] = hi(x)
             acc[2 * w] = f32(0.0)
             acc[2 * w + 1] = f32(0.0)
-        biggest = f32(NEG)
+        m = f32(NEG)
         total = f32(0.0)
         for base in range(oldest, newest + 1, KEYS):
             cuda.syncthreads()
@@ -180,26 +132,20 @@ def fma_tiles(shape: AttentionShape) -> Kernel:
                 shared_v[e] = vc[at]
             cuda.syncthreads()
             for key in range(KEYS):
-                s = f32(0.0)
+                score = f32(0.0)
                 for w in range(E):
                     x = shared_k[key * W + part * E + w]
-                    s += qv[2 * w] * lo(x) + qv[2 * w + 1] * hi(x)
-                s += shfl_xor(s, 1)
-                s += shfl_xor(s, 2)
-                s += shfl_xor(s, 4)
-                s *= scale
+                    score += qv[2 * w] * lo(x) + qv[2 * w + 1] * hi(x)
+                score = sum_of_row(score) * scale
                 if CAP:
-                    s = capped(s, cap)
+                    score = soft_cap(score, cap)
                 if base + key <= position and base + key > position - window:
-                    grown = fmax(biggest, s)
-                    shrink = exp2(biggest - grown)
-                    p = exp2(s - grown)
-                    biggest = grown
-                    total = total * shrink + p
+                    m, alpha, p = online_softmax(m, score)
+                    total = total * alpha + p
                     for w in range(E):
                         x = shared_v[key * W + part * E + w]
-                        acc[2 * w] = acc[2 * w] * shrink + p * lo(x)
-                        acc[2 * w + 1] = acc[2 * w + 1] * shrink + p * hi(x)
+                        acc[2 * w] = acc[2 * w] * alpha + p * lo(x)
+                        acc[2 * w + 1] = acc[2 * w + 1] * alpha + p * hi(x)
         total /= v_scale
         if first + tid // 8 < queries * G:
             for w in range(E):
@@ -208,7 +154,7 @@ def fma_tiles(shape: AttentionShape) -> Kernel:
     return prefill_fma
 
 
-# %% nbs/minivllm_kernels/cuda/prefill.ipynb #tile_keys
+# %% nbs/numba_kernels/cuda/prefill.ipynb #tile_keys
 U32: Any = types.uint32  # dynamic shared memory wants a numba type, in the simulator too
 
 
@@ -227,64 +173,86 @@ def best_warps(shape: AttentionShape) -> int:
     return 8 if 64 < shape.head_dim <= 128 else 4
 
 
-@functools.cache
-def mma_tiles(shape: AttentionShape, warps: int) -> Kernel:
-    """Rung 3: tensor cores. Grid (KV heads, tiles of warps * warp_rows(shape) rows)."""
-    D, G, BS, CAP = shape.head_dim, shape.group, shape.block_size, shape.soft_cap
-    SHIFT, MASK = BS.bit_length() - 1, BS - 1
-    W = D // 2
-    KEYS, RW = tile_keys(shape), warp_rows(shape)
-    M = RW // 16  # tiles of 16 rows a warp
-    R = 2 * M  # rows a lane has a share of: g and g + 8 of each tile
-    ROWS = warps * RW
-    PITCH = (W + 4) * 4  # bytes from one row of shared memory to the next
-    CHUNKS = D // 8  # 16-byte chunks of a row
-    COLUMNS = 8 if D <= 64 else 16 if D <= 128 else 32  # threads a row when loading, a power of two
-    QK_STEPS, S_TILES, O_TILES = D // 16, KEYS // 8, D // 8
-    PV_STEPS = KEYS // 16
-    SN, ON = S_TILES * 4 * M, O_TILES * 4 * M
-    THREADS = warps * 32
-    LOAD_ROWS = THREADS // COLUMNS
-    K0, V0 = ROWS * PITCH, (ROWS + KEYS) * PITCH  # where K and V start in shared memory
-    SHARED = (ROWS + 2 * KEYS) * PITCH
-    half = half_ops(shape.dtype)
-    inner = half_ops("float16") if shape.fp8_kv else half  # every e4m3 is a float16
-    lo, hi, pack = half.lo, half.hi, half.pack
-    narrow, mma = inner.pack, inner.mma
-    PIECE = 2 if shape.fp8_kv else 4  # words of 8 numbers in the cache
+def pitch_of(shape: AttentionShape) -> int:
+    """Bytes from one row of shared memory to the next: 16 more than a row has, so that 8 rows lie in different banks."""
+    return shape.head_dim * 2 + 16
+
+
+# %% nbs/numba_kernels/cuda/prefill.ipynb #loaders
+def tile_loaders(shape: AttentionShape, warps: int) -> tuple[Any, Any]:
+    """Device functions load_q and load_kv: from global to shared memory, 16 bytes a thread."""
+    D, G = shape.head_dim, shape.group
+    SHIFT, MASK = shape.block_size.bit_length() - 1, shape.block_size - 1
+    PITCH, CHUNKS, W = pitch_of(shape), D // 8, D // 2  # 16-byte chunks of a row
+    COLUMNS = 8 if D <= 64 else 16 if D <= 128 else 32  # threads a row, a power of two
+    LOAD_ROWS = warps * 32 // COLUMNS
+    Q_STEPS, KV_STEPS = warps * warp_rows(shape) // LOAD_ROWS, tile_keys(shape) // LOAD_ROWS
+    format = cache_format(shape)
+    PIECE, read, query = format.words, format.fetch, format.query
 
     if shape.fp8_kv:
 
         @device
         def fetch(sa, to, cache, at):
-            """Eight numbers from the cache to shared memory, as 16-bit floats."""
-            x = ldg64_stream(cache, at)
+            x = read(cache, at)
             sts128(sa, to, e4m3_lo(x[0]), e4m3_hi(x[0]), e4m3_lo(x[1]), e4m3_hi(x[1]))
 
         @device
         def fetch_q(sa, to, q, at):
             x = ldg128(q, at)
-            a = narrow(lo(x[0]), hi(x[0]))
-            b = narrow(lo(x[1]), hi(x[1]))
-            c = narrow(lo(x[2]), hi(x[2]))
-            sts128(sa, to, a, b, c, narrow(lo(x[3]), hi(x[3])))
+            sts128(sa, to, query(x[0]), query(x[1]), query(x[2]), query(x[3]))
     else:
         fetch = fetch_q = cp_async16
 
     @device
-    def load(to, cache, base, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid):
-        """Start fetching KEYS tokens from `base` on; tokens that nobody sees are replaced by one that is seen."""
+    def load_q(q, row0, first, queries, q_s, kvh, sa, tid):
+        """Start fetching the rows of the tile from row `first` on; the last query stands in for what is behind it."""
         column = tid % COLUMNS
         if column < CHUNKS:
-            for i in range(KEYS // LOAD_ROWS):
-                r = tid // COLUMNS + i * LOAD_ROWS
-                tok = max(min(base + r, newest), oldest)
-                at = i64(table[pages + (tok >> SHIFT)]) * s_blk + (tok & MASK) * s_tok + off + column * PIECE
-                fetch(sa, to + r * PITCH + column * 16, cache, at)
+            for i in range(Q_STEPS):
+                local = tid // COLUMNS + i * LOAD_ROWS
+                r = first + local
+                at = (i64(row0) + min(r // G, queries - 1)) * q_s + (kvh * G + r % G) * W + column * 4
+                fetch_q(sa, local * PITCH + column * 16, q, at)
 
     @device
-    def scores(s, sa, q_at, k_at):
-        """S = Q K^T for the warp's rows and the KEYS of the tile."""
+    def load_kv(to, cache, base, oldest, newest, table, pages, s_blk, s_tok, kv_at, sa, tid):
+        """Start fetching the keys from `base` on; tokens that no row sees are replaced by one that is seen."""
+        column = tid % COLUMNS
+        if column < CHUNKS:
+            for i in range(KV_STEPS):
+                r = tid // COLUMNS + i * LOAD_ROWS
+                tok = max(min(base + r, newest), oldest)
+                at = i64(table[pages + (tok >> SHIFT)]) * s_blk + (tok & MASK) * s_tok + kv_at + column * PIECE
+                fetch(sa, to + r * PITCH + column * 16, cache, at)
+
+    return load_q, load_kv
+
+
+# %% nbs/numba_kernels/cuda/prefill.ipynb #matmuls
+def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any]:
+    """Device functions qk and pv: the two matmuls of a tile, for the 16 or 32 rows of a warp."""
+    M = warp_rows(shape) // 16  # tiles of 16 rows a warp
+    PITCH, QK_STEPS, S_TILES, O_TILES = (
+        pitch_of(shape),
+        shape.head_dim // 16,
+        tile_keys(shape) // 8,
+        shape.head_dim // 8,
+    )
+    SN = S_TILES * 4 * M
+    format = cache_format(shape)
+    pack, mma = format.pack, format.mma
+
+    @device
+    def add_mma(c, e, a0, a1, a2, a3, b0, b1):
+        """c[e : e + 4] += A B."""
+        d = mma(a0, a1, a2, a3, b0, b1, c[e], c[e + 1], c[e + 2], c[e + 3])
+        for y in range(4):
+            c[e + y] = d[y]
+
+    @device
+    def qk(s, sa, q_at, k_at):
+        """S = Q K^T for the warp's rows and the keys of the tile."""
         for e in range(SN):
             s[e] = f32(0.0)
         for step in range(QK_STEPS):
@@ -296,158 +264,185 @@ def mma_tiles(shape: AttentionShape, warps: int) -> Kernel:
                 f = ldmatrix_x4(sa, k_at + j * (16 * PITCH) + step * 32)
                 for h in range(2):
                     e = (j * 2 + h) * 4 * M
-                    c = mma(a[0], a[1], a[2], a[3], f[2 * h], f[2 * h + 1], s[e], s[e + 1], s[e + 2], s[e + 3])
-                    for y in range(4):
-                        s[e + y] = c[y]
+                    add_mma(s, e, a[0], a[1], a[2], a[3], f[2 * h], f[2 * h + 1])
                     if M == 2:
-                        d = mma(b[0], b[1], b[2], b[3], f[2 * h], f[2 * h + 1], s[e + 4], s[e + 5], s[e + 6], s[e + 7])
-                        for y in range(4):
-                            s[e + 4 + y] = d[y]
+                        add_mma(s, e + 4, b[0], b[1], b[2], b[3], f[2 * h], f[2 * h + 1])
 
     @device
-    def values(o, s, sa, v_at, step):
+    def pv(o, s, sa, v_at, step):
         """O += P V for 16 keys; one call a step, so that every index into the registers is a constant."""
         e = step * 8 * M
-        a0 = narrow(s[e], s[e + 1])
-        a1 = narrow(s[e + 2], s[e + 3])
-        a2 = narrow(s[e + 4 * M], s[e + 4 * M + 1])
-        a3 = narrow(s[e + 4 * M + 2], s[e + 4 * M + 3])
+        n = 4 * M
+        a0 = pack(s[e], s[e + 1])
+        a1 = pack(s[e + 2], s[e + 3])
+        a2 = pack(s[e + n], s[e + n + 1])
+        a3 = pack(s[e + n + 2], s[e + n + 3])
         b0 = a0
         b1 = a1
         b2 = a2
         b3 = a3
         if M == 2:
-            b0 = narrow(s[e + 4], s[e + 5])
-            b1 = narrow(s[e + 6], s[e + 7])
-            b2 = narrow(s[e + 12], s[e + 13])
-            b3 = narrow(s[e + 14], s[e + 15])
+            b0 = pack(s[e + 4], s[e + 5])
+            b1 = pack(s[e + 6], s[e + 7])
+            b2 = pack(s[e + 12], s[e + 13])
+            b3 = pack(s[e + 14], s[e + 15])
         for j in range(O_TILES // 2):
             f = ldmatrix_x4_trans(sa, v_at + step * (16 * PITCH) + j * 32)
             for h in range(2):
                 y = (j * 2 + h) * 4 * M
-                c = mma(a0, a1, a2, a3, f[2 * h], f[2 * h + 1], o[y], o[y + 1], o[y + 2], o[y + 3])
-                for z in range(4):
-                    o[y + z] = c[z]
+                add_mma(o, y, a0, a1, a2, a3, f[2 * h], f[2 * h + 1])
                 if M == 2:
-                    d = mma(b0, b1, b2, b3, f[2 * h], f[2 * h + 1], o[y + 4], o[y + 5], o[y + 6], o[y + 7])
-                    for z in range(4):
-                        o[y + 4 + z] = d[z]
+                    add_mma(o, y + 4, b0, b1, b2, b3, f[2 * h], f[2 * h + 1])
+
+    return qk, pv
+
+
+# %% nbs/numba_kernels/cuda/prefill.ipynb #softmax
+def tile_softmax(shape: AttentionShape, warps: int) -> tuple[Any, Any, Any]:
+    """Device functions mask, softmax and store, on the fragments of a warp.
+
+    Row r of a lane is row g + 8 r of its warp. Its scores are s[(j * R + r) * 2 + y], of key 8 j + 2 t + y of the tile; its
+    output is o in the same order, of dim 8 j + 2 t + y.
+    """
+    G, W, RW = shape.group, shape.head_dim // 2, warp_rows(shape)
+    R, S_TILES, O_TILES = RW // 8, tile_keys(shape) // 8, shape.head_dim // 8
+    pack = half_ops(shape.dtype).pack
+
+    @device
+    def mask(s, base, row, t, context, queries, oldest, window):
+        """Scores of keys that a row does not see become NEG. row: the lane's first."""
+        for r in range(R):
+            position = context + min((row + 8 * r) // G, queries - 1)
+            least = max(oldest, position - window + 1)
+            for j in range(S_TILES):
+                for y in range(2):
+                    key = base + j * 8 + 2 * t + y
+                    if key > position or key < least:
+                        s[(j * R + r) * 2 + y] = f32(NEG)
+
+    @device
+    def softmax(s, o, m, total, m_new, unit):
+        """The online softmax: s becomes weights, o and the sums shrink by alpha, m becomes the new maxima."""
+        for r in range(R):
+            m_new[r] = f32(NEG)
+        for j in range(S_TILES):
+            for r in range(R):
+                m_new[r] = fmax(m_new[r], fmax(s[(j * R + r) * 2], s[(j * R + r) * 2 + 1]))
+        for r in range(R):
+            m_new[r] = fmax(m_new[r], shfl_xor(m_new[r], 1))
+            m_new[r] = fmax(m[r], fmax(m_new[r], shfl_xor(m_new[r], 2)) * unit)
+            m[r] = exp2(m[r] - m_new[r])  # for a moment: alpha
+            total[r] *= m[r]
+        for j in range(O_TILES):
+            for r in range(R):
+                o[(j * R + r) * 2] *= m[r]
+                o[(j * R + r) * 2 + 1] *= m[r]
+        for r in range(R):
+            m[r] = m_new[r]
+        for j in range(S_TILES):
+            for r in range(R):
+                for y in range(2):
+                    e = (j * R + r) * 2 + y
+                    s[e] = exp2(s[e] * unit - m[r])
+                    total[r] += s[e]
+
+    @device
+    def store(out, o, total, row, t, row0, queries, o_s, kvh, v_scale):
+        """The output over the sum of its weights, of all rows that there are."""
+        for r in range(R):
+            total[r] += shfl_xor(total[r], 1)
+            total[r] += shfl_xor(total[r], 2)
+            one = row + 8 * r
+            inverse = v_scale / total[r]
+            if one < queries * G:
+                at = (i64(row0) + one // G) * o_s + (kvh * G + one % G) * W
+                for j in range(O_TILES):
+                    e = (j * R + r) * 2
+                    out[at + j * 4 + t] = pack(o[e] * inverse, o[e + 1] * inverse)
+
+    return mask, softmax, store
+
+
+# %% nbs/numba_kernels/cuda/prefill.ipynb #mma_tiles
+@functools.cache
+def mma_tiles(shape: AttentionShape, warps: int) -> CudaKernel:
+    """Rung 3: tensor cores. Grid (KV heads, tiles of warps * warp_rows(shape) rows)."""
+    G, CAP, KEYS, RW, PITCH = shape.group, shape.soft_cap, tile_keys(shape), warp_rows(shape), pitch_of(shape)
+    R, ROWS, THREADS, PV_STEPS = RW // 8, warps * RW, warps * 32, KEYS // 16
+    SN, ON = KEYS // 8 * R * 2, shape.head_dim // 8 * R * 2
+    K0, V0 = ROWS * PITCH, (ROWS + KEYS) * PITCH  # where K and V start in shared memory
+    SHARED = (ROWS + 2 * KEYS) * PITCH
+    load_q, load_kv = tile_loaders(shape, warps)
+    qk, pv = tile_matmuls(shape)
+    mask, softmax, store = tile_softmax(shape, warps)
 
     @kernel(PREFILL_SIGNATURE, THREADS, f"prefill_mma_{shape.name}_w{warps}", shared_bytes=SHARED)
     def prefill_mma(out, q, kc, vc, table, tiles, scale, cap, v_scale, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
         shared = cuda.shared.array(0, U32)
         kvh = cuda.blockIdx.x
-        item = cuda.blockIdx.y * 8
-        seq, row0, queries, context, first = (
-            tiles[item],
-            tiles[item + 1],
-            tiles[item + 2],
-            tiles[item + 3],
-            tiles[item + 4],
-        )
+        item = cuda.blockIdx.y * FIELDS
+        seq, row0, queries = tiles[item + TILE_SEQ], tiles[item + TILE_ROW], tiles[item + TILE_QUERIES]
+        context, first = tiles[item + TILE_CONTEXT], tiles[item + TILE_FIRST]
         if seq < 0:
             return
         tid = cuda.threadIdx.x
         warp = tid // 32
         lane = tid % 32
-        g = lane // 4
         t = lane % 4
+        row = first + warp * RW + lane // 4  # this lane's first
         sa = smem_addr(shared)
-        off = kvh * s_head
+        kv_at = kvh * s_head
         pages = i64(seq) * t_s
         s = cuda.local.array(SN, f32)
         o = cuda.local.array(ON, f32)
-        biggest = cuda.local.array(R, f32)  # of rows g, g + 8 (and g + 16, g + 24)
+        m = cuda.local.array(R, f32)
+        m_new = cuda.local.array(R, f32)
         total = cuda.local.array(R, f32)
-        grown = cuda.local.array(R, f32)
         for e in range(ON):
             o[e] = f32(0.0)
         for r in range(R):
-            biggest[r] = f32(NEG)
+            m[r] = f32(NEG)
             total[r] = f32(0.0)
         lowest = context + first // G  # positions of the tile's first and last row
         newest = context + min((first + ROWS - 1) // G, queries - 1)
-        oldest = max(tiles[item + 5], lowest - window + 1)
+        oldest = max(tiles[item + TILE_FLOOR], lowest - window + 1)
         start = oldest // KEYS
         stop = newest // KEYS + 1
-        matrix = lane // 8
+        matrix = lane // 8  # of the four that an ldmatrix loads, the one whose row this lane names
         lr = lane % 8
         q_at = (warp * RW + (matrix % 2) * 8 + lr) * PITCH + (matrix // 2) * 16
         k_at = K0 + ((matrix // 2) * 8 + lr) * PITCH + (matrix % 2) * 16
         v_at = V0 + ((matrix % 2) * 8 + lr) * PITCH + (matrix // 2) * 16
-        column = tid % COLUMNS
-        if column < CHUNKS:
-            for i in range(ROWS // LOAD_ROWS):
-                local = tid // COLUMNS + i * LOAD_ROWS
-                r = first + local
-                at = (i64(row0) + min(r // G, queries - 1)) * q_s + (kvh * G + r % G) * W + column * 4
-                fetch_q(sa, local * PITCH + column * 16, q, at)
-        load(K0, kc, start * KEYS, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid)
+        load_q(q, row0, first, queries, q_s, kvh, sa, tid)
+        load_kv(K0, kc, start * KEYS, oldest, newest, table, pages, s_blk, s_tok, kv_at, sa, tid)
         cp_commit()
         for tile in range(start, stop):
             base = tile * KEYS
-            load(V0, vc, base, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid)
+            load_kv(V0, vc, base, oldest, newest, table, pages, s_blk, s_tok, kv_at, sa, tid)
             cp_commit()
-            cp_wait_older()  # K is here, V on its way
+            cp_wait_older()  # K is here, V in flight
             cuda.syncthreads()
-            scores(s, sa, q_at, k_at)
+            qk(s, sa, q_at, k_at)
             cuda.syncthreads()
             if tile + 1 < stop:
-                load(K0, kc, base + KEYS, oldest, newest, table, pages, s_blk, s_tok, off, sa, tid)
+                load_kv(K0, kc, base + KEYS, oldest, newest, table, pages, s_blk, s_tok, kv_at, sa, tid)
             cp_commit()
             unit = scale
             if CAP:
                 for e in range(SN):
-                    s[e] = capped(s[e] * scale, cap)
+                    s[e] = soft_cap(s[e] * scale, cap)
                 unit = f32(1.0)
             if base + KEYS - 1 > lowest or base <= newest - window or base < oldest:  # the mask is for tiles on an edge
-                for r in range(R):
-                    position = context + min((first + warp * RW + g + 8 * r) // G, queries - 1)
-                    least = max(oldest, position - window + 1)
-                    for j in range(S_TILES):
-                        for y in range(2):
-                            key = base + j * 8 + 2 * t + y
-                            if key > position or key < least:
-                                s[(j * R + r) * 2 + y] = f32(NEG)
-            for r in range(R):
-                grown[r] = f32(NEG)
-            for j in range(S_TILES):
-                for r in range(R):
-                    grown[r] = fmax(grown[r], fmax(s[(j * R + r) * 2], s[(j * R + r) * 2 + 1]))
-            for r in range(R):
-                grown[r] = fmax(grown[r], shfl_xor(grown[r], 1))
-                grown[r] = fmax(biggest[r], fmax(grown[r], shfl_xor(grown[r], 2)) * unit)
-                biggest[r] = exp2(biggest[r] - grown[r])  # for a moment: the factor of what has been added
-                total[r] *= biggest[r]
-            for j in range(O_TILES):
-                for r in range(R):
-                    o[(j * R + r) * 2] *= biggest[r]
-                    o[(j * R + r) * 2 + 1] *= biggest[r]
-            for r in range(R):
-                biggest[r] = grown[r]
-            for j in range(S_TILES):
-                for r in range(R):
-                    for y in range(2):
-                        e = (j * R + r) * 2 + y
-                        s[e] = exp2(s[e] * unit - biggest[r])
-                        total[r] += s[e]
-            cp_wait_older()  # V is here, the next K on its way
+                mask(s, base, row, t, context, queries, oldest, window)
+            softmax(s, o, m, total, m_new, unit)
+            cp_wait_older()  # V is here, the next K in flight
             cuda.syncthreads()
-            values(o, s, sa, v_at, 0)
-            values(o, s, sa, v_at, 1)
+            pv(o, s, sa, v_at, 0)
+            pv(o, s, sa, v_at, 1)
             if PV_STEPS == 4:
-                values(o, s, sa, v_at, 2)
-                values(o, s, sa, v_at, 3)
+                pv(o, s, sa, v_at, 2)
+                pv(o, s, sa, v_at, 3)
             cuda.syncthreads()
-        for r in range(R):
-            total[r] += shfl_xor(total[r], 1)
-            total[r] += shfl_xor(total[r], 2)
-            row = first + warp * RW + g + 8 * r
-            inverse = v_scale / total[r]
-            if row < queries * G:
-                at = (i64(row0) + row // G) * o_s + (kvh * G + row % G) * W
-                for j in range(O_TILES):
-                    e = (j * R + r) * 2
-                    out[at + j * 4 + t] = pack(o[e] * inverse, o[e + 1] * inverse)
+        store(out, o, total, row, t, row0, queries, o_s, kvh, v_scale)
 
     return prefill_mma

@@ -1,16 +1,31 @@
-"""Warp and tensor-core primitives as inline PTX."""
+"""Warp and tensor-core instructions, each as inline PTX and in plain Python for the simulator."""
 
-# Generated from nbs/minivllm_kernels/cuda/warp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cuda/warp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import os
+import threading
+from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
-__all__: list[str] = []
+from minivllm_kernels.cuda import warp_sim
+
+__all__ = [
+    "LLVM", "NUMBA", "REGISTER", "SIM", "atomic_inc", "bf16_hi", "bf16_lo", "cp_async16", "cp_commit",
+    "cp_wait_older", "e4m3_hi", "e4m3_lo", "exp2", "f16_hi", "f16_lo", "fmax", "grid_release", "grid_wait",
+    "instruction", "ldcg2", "ldg64_stream", "ldg128", "ldg128_stream", "ldmatrix_x4", "ldmatrix_x4_trans",
+    "mma_bf16", "mma_f16", "movmatrix", "pack_bf16", "pack_e4m3", "pack_f16", "prmt", "ptx", "rsqrt",
+    "shfl_xor", "smem_addr", "stg128", "sts128",
+]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #code-1f3366
+# %% nbs/numba_kernels/cuda/warp.ipynb #code-1f3366
+SIM = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("0", "")
+"""Whether the environment variable NUMBA_ENABLE_CUDASIM was set before the import: kernels run in the simulator."""
+
 try:  # numba-cuda carries its own copies of numba's compiler modules
     from numba.cuda import cgutils, types
     from numba.cuda.extending import intrinsic
@@ -25,7 +40,7 @@ NUMBA: dict[str, Any] = {"f32": types.float32, "u32": types.uint32, "i32": types
 REGISTER = {"f32": "f", "u32": "r", "i32": "r"}
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #ptx
+# %% nbs/numba_kernels/cuda/warp.ipynb #ptx
 def ptx(text: str, result: str = "", arguments: str = "", effect: bool = False) -> Any:
     """A kernel function made of inline PTX.
 
@@ -89,67 +104,164 @@ def _call(context, builder, text, constraints, results, wanted, values, effect):
     return cgutils.pack_array(builder, [builder.extract_value(out, i) for i in range(len(results))])
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #_bf16
-def _bf16(codegen_bits) -> Any:
+# %% nbs/numba_kernels/cuda/warp.ipynb #instruction
+def instruction(text: str, result: str = "", arguments: str = "", effect: bool = False) -> Callable[[Callable], Any]:
+    """Decorator: the function is the instruction's form in the simulator; on a GPU the PTX text takes its place.
+
+    Args: see `ptx`.
+    """
+    return lambda simulated: simulated if SIM else ptx(text, result, arguments, effect)
+
+
+# %% nbs/numba_kernels/cuda/warp.ipynb #code-1f88eb
+@instruction("max.f32 $0, $1, $2;", "f32", "f32 f32")  # numba's max compares and selects: two instructions
+def fmax(a, b):
+    """The larger of two float32."""
+    return max(a, b)
+
+
+@instruction("ex2.approx.ftz.f32 $0, $1;", "f32", "f32")
+def exp2(x):
+    """2 ** x in float32."""
+    return np.float32(np.exp2(np.float32(x)))
+
+
+@instruction("rsqrt.approx.ftz.f32 $0, $1;", "f32", "f32")
+def rsqrt(x):
+    """1 / sqrt(x) in float32."""
+    return np.float32(1 / np.sqrt(np.float32(x)))
+
+
+@instruction("prmt.b32 $0, $1, $2, $3;", "u32", "u32 u32 u32")
+def prmt(a, b, selector):
+    """Pick four bytes out of the eight of (a, b), one selector nibble a byte."""
+    source = [(int(a) >> (8 * i)) & 255 for i in range(4)] + [(int(b) >> (8 * i)) & 255 for i in range(4)]
+    return np.uint32(sum(source[(int(selector) >> (4 * i)) & 7] << (8 * i) for i in range(4)))
+
+
+# %% nbs/numba_kernels/cuda/warp.ipynb #_bf16
+def _bf16(bits_of: Callable, simulated: Callable) -> Any:
     @intrinsic
     def unpack(typingctx, word):
         def codegen(context, builder, sig, values):
-            return builder.bitcast(codegen_bits(builder, values[0]), ir.FloatType())
+            return builder.bitcast(bits_of(builder, values[0]), ir.FloatType())
 
         return signature(types.float32, types.uint32), codegen
 
-    return unpack
+    return simulated if SIM else unpack
 
 
-bf16_lo = _bf16(lambda builder, word: builder.shl(word, ir.Constant(ir.IntType(32), 16)))
-bf16_hi = _bf16(lambda builder, word: builder.and_(word, ir.Constant(ir.IntType(32), 0xFFFF0000)))
-pack_bf16 = ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", "u32", "f32 f32")
-f16_lo = ptx("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }", "f32", "u32")
-f16_hi = ptx("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", "f32", "u32")
-pack_f16 = ptx("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", "f32 f32")
-_e4m3 = "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, %s; }"
-e4m3_lo = ptx(_e4m3 % "a", "u32", "u32")
-e4m3_hi = ptx(_e4m3 % "b", "u32", "u32")
-pack_e4m3 = ptx("{ .reg .b16 a; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.u32.u16 $0, a; }", "u32", "f32 f32")
+bf16_lo = _bf16(
+    lambda builder, word: builder.shl(word, ir.Constant(ir.IntType(32), 16)),
+    lambda word: np.uint32((int(word) << 16) & 0xFFFFFFFF).view(np.float32),
+)
+bf16_hi = _bf16(
+    lambda builder, word: builder.and_(word, ir.Constant(ir.IntType(32), 0xFFFF0000)),
+    lambda word: np.uint32(int(word) & 0xFFFF0000).view(np.float32),
+)
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #code-1f88eb
-fmax = ptx("max.f32 $0, $1, $2;", "f32", "f32 f32")  # numba's max compares and selects: two instructions
-exp2 = ptx("ex2.approx.ftz.f32 $0, $1;", "f32", "f32")
-rsqrt = ptx("rsqrt.approx.ftz.f32 $0, $1;", "f32", "f32")
-prmt = ptx("prmt.b32 $0, $1, $2, $3;", "u32", "u32 u32 u32")
-shfl_xor = ptx("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "f32", "f32 i32", effect=True)
-movmatrix = ptx("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "u32", "u32", effect=True)
+@instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "u32", "f32 f32")
+def pack_bf16(lo, hi):
+    """A word of two bfloat16, rounded to nearest even."""
+    return np.uint32(warp_sim.bf16_bits(lo) | (warp_sim.bf16_bits(hi) << 16))
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #_mma
-def _mma(kind: str) -> Any:
+# %% nbs/numba_kernels/cuda/warp.ipynb #f16
+@instruction("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }", "f32", "u32")
+def f16_lo(word):
+    """float32 of the low float16 of a word."""
+    return np.float32(np.uint16(int(word) & 0xFFFF).view(np.float16))
+
+
+@instruction("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", "f32", "u32")
+def f16_hi(word):
+    """float32 of the high float16 of a word."""
+    return np.float32(np.uint16(int(word) >> 16).view(np.float16))
+
+
+@instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", "f32 f32")
+def pack_f16(lo, hi):
+    """A word of two float16, rounded to nearest even."""
+    low, high = (int(np.float16(x).view(np.uint16)) for x in (lo, hi))
+    return np.uint32(low | (high << 16))
+
+
+# %% nbs/numba_kernels/cuda/warp.ipynb #e4m3
+@instruction("{ .reg .b16 a; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.u32.u16 $0, a; }", "u32", "f32 f32")
+def pack_e4m3(lo, hi):
+    """Two e4m3 in the low half of a word, rounded to nearest even; what is beyond +-448 becomes +-448."""
+    return np.uint32(warp_sim.e4m3_bits(lo) | (warp_sim.e4m3_bits(hi) << 8))
+
+
+def _unpack_e4m3(word):
+    low, high = (warp_sim.f16_bits_of_e4m3(int(word) >> shift & 255) for shift in (0, 8))
+    return np.uint32(low | high << 16)
+
+
+@instruction("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, a; }", "u32", "u32")
+def e4m3_lo(word):
+    """A word of two float16 from the two e4m3 in the low half of a word."""
+    return _unpack_e4m3(word)
+
+
+@instruction("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, b; }", "u32", "u32")
+def e4m3_hi(word):
+    """A word of two float16 from the two e4m3 in the high half of a word."""
+    return _unpack_e4m3(int(word) >> 16)
+
+
+# %% nbs/numba_kernels/cuda/warp.ipynb #_mma
+def _mma(kind: str, simulated: Callable) -> Any:
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     )
-    return ptx(text, "f32 f32 f32 f32", "u32 u32 u32 u32 u32 u32 f32 f32 f32 f32")
+    return instruction(text, "f32 f32 f32 f32", "u32 u32 u32 u32 u32 u32 f32 f32 f32 f32")(simulated)
 
 
-mma_bf16 = _mma("bf16")
-mma_f16 = _mma("f16")
+mma_bf16 = _mma("bf16", warp_sim.mma_bf16)
+mma_f16 = _mma("f16", warp_sim.mma_f16)
+shfl_xor = instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "f32", "f32 i32", effect=True)(warp_sim.shfl_xor)
+movmatrix = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "u32", "u32", effect=True)(warp_sim.movmatrix)
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #stg128
+# %% nbs/numba_kernels/cuda/warp.ipynb #loads
 _FOUR = "u32 u32 u32 u32"
-ldg128 = ptx("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr", effect=True)
-ldg128_stream = ptx("ld.global.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr", effect=True)
-ldg64_stream = ptx("ld.global.L1::no_allocate.L2::128B.v2.u32 {$0,$1}, [$2];", "u32 u32", "ptr", effect=True)
-ldcg2 = ptx("ld.global.cg.v2.f32 {$0,$1}, [$2];", "f32 f32", "ptr", effect=True)
-grid_wait = ptx("griddepcontrol.wait;", effect=True)
-grid_release = ptx("griddepcontrol.launch_dependents;", effect=True)
-atomic_inc = ptx("atom.global.add.s32 $0, [$1], 1;", "i32", "ptr", effect=True)
+
+
+@instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr", effect=True)
+def ldg128(pointer, index):
+    """Four words from `pointer[index]`: one 16-byte load."""
+    return tuple(pointer[index + k] for k in range(4))
+
+
+@instruction("ld.global.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", _FOUR, "ptr", effect=True)
+def ldg128_stream(pointer, index):
+    """Four words that are read once: L1 keeps nothing of them."""
+    return tuple(pointer[index + k] for k in range(4))
+
+
+@instruction("ld.global.L1::no_allocate.L2::128B.v2.u32 {$0,$1}, [$2];", "u32 u32", "ptr", effect=True)
+def ldg64_stream(pointer, index):
+    """Two words that are read once: one 8-byte load."""
+    return pointer[index], pointer[index + 1]
+
+
+@instruction("ld.global.cg.v2.f32 {$0,$1}, [$2];", "f32 f32", "ptr", effect=True)
+def ldcg2(pointer, index):
+    """Two float32 that another block may have written, from L2."""
+    return pointer[index], pointer[index + 1]
+
+
+# %% nbs/numba_kernels/cuda/warp.ipynb #stg128
+def _store_four(pointer, index, words):
+    for k in range(4):
+        pointer[index + k] = words[k]
 
 
 @intrinsic
-def stg128(typingctx, pointer, index, words):
-    """Store a tuple of four words with one 16-byte store."""
-
+def _stg128(typingctx, pointer, index, words):
     def codegen(context, builder, sig, values):
         parts = [builder.extract_value(values[2], i) for i in range(4)]
         text, constraints = "st.global.v4.u32 [$0], {$1,$2,$3,$4};", "l,r,r,r,r,~{memory}"
@@ -158,27 +270,70 @@ def stg128(typingctx, pointer, index, words):
     return signature(types.void, pointer, types.int64, types.UniTuple(types.uint32, 4)), codegen
 
 
-# %% nbs/minivllm_kernels/cuda/warp.ipynb #smem_addr
-cp_commit = ptx("cp.async.commit_group;", effect=True)
-cp_wait_older = ptx("cp.async.wait_group 1;", effect=True)  # all groups but the newest have arrived
-_cp16 = "{ .reg .b32 a; add.s32 a, $0, $1; cp.async.cg.shared.global [a], [$2], 16; }"
-cp_async16 = ptx(_cp16, "", "u32 i32 ptr", effect=True)
-_ldm = "{ .reg .b32 a; add.s32 a, $4, $5; ldmatrix.sync.aligned.m8n8.x4%s.shared.b16 {$0,$1,$2,$3}, [a]; }"
-ldmatrix_x4 = ptx(_ldm % "", _FOUR, "u32 i32", effect=True)
-ldmatrix_x4_trans = ptx(_ldm % ".trans", _FOUR, "u32 i32", effect=True)
+stg128: Any = _store_four if SIM else _stg128  # (pointer, index, four words): one 16-byte store
+
+_lock = threading.Lock()
 
 
-_sts = "{ .reg .b32 a; add.s32 a, $0, $1; st.shared.v4.u32 [a], {$2,$3,$4,$5}; }"
-sts128 = ptx(_sts, "", "u32 i32 " + _FOUR, effect=True)
+@instruction("atom.global.add.s32 $0, [$1], 1;", "i32", "ptr", effect=True)
+def atomic_inc(pointer, index):
+    """Add one to `pointer[index]`; the value before."""
+    with _lock:
+        old = int(pointer[index])
+        pointer[index] = old + 1
+    return old
 
 
+@instruction("griddepcontrol.wait;", effect=True)
+def grid_wait():
+    """Wait until the kernel before has ended, and see what it wrote."""
+
+
+@instruction("griddepcontrol.launch_dependents;", effect=True)
+def grid_release():
+    """Let the next kernel begin, as far as its own `grid_wait`."""
+
+
+# %% nbs/numba_kernels/cuda/warp.ipynb #smem_addr
 @intrinsic
-def smem_addr(typingctx, array):
-    """Byte address of a shared array in the shared window."""
-
+def _smem_addr(typingctx, array):
     def codegen(context, builder, sig, values):
         data = context.make_array(sig.args[0])(context, builder, values[0]).data
         shared = builder.addrspacecast(data, ir.PointerType(data.type.pointee, 3))
         return builder.ptrtoint(shared, ir.IntType(32))
 
     return signature(types.uint32, array), codegen
+
+
+smem_addr: Any = (lambda array: array) if SIM else _smem_addr  # the byte address that the following take
+
+
+@instruction(
+    "{ .reg .b32 a; add.s32 a, $0, $1; st.shared.v4.u32 [a], {$2,$3,$4,$5}; }", "", "u32 i32 " + _FOUR, effect=True
+)
+def sts128(base, offset, a, b, c, d):
+    """Store four words at byte `offset` of the shared array `base`."""
+    _store_four(base, int(offset) // 4, (a, b, c, d))
+
+
+@instruction(
+    "{ .reg .b32 a; add.s32 a, $0, $1; cp.async.cg.shared.global [a], [$2], 16; }", "", "u32 i32 ptr", effect=True
+)
+def cp_async16(base, offset, pointer, index):
+    """Start copying 16 bytes to byte `offset` of the shared array `base`."""
+    _store_four(base, int(offset) // 4, [pointer[index + k] for k in range(4)])
+
+
+@instruction("cp.async.commit_group;", effect=True)
+def cp_commit():
+    """Close a group of started copies."""
+
+
+@instruction("cp.async.wait_group 1;", effect=True)
+def cp_wait_older():
+    """Wait until all groups of copies but the newest have arrived."""
+
+
+_LDMATRIX = "{ .reg .b32 a; add.s32 a, $4, $5; ldmatrix.sync.aligned.m8n8.x4%s.shared.b16 {$0,$1,$2,$3}, [a]; }"
+ldmatrix_x4 = instruction(_LDMATRIX % "", _FOUR, "u32 i32", effect=True)(warp_sim.ldmatrix_x4)
+ldmatrix_x4_trans = instruction(_LDMATRIX % ".trans", _FOUR, "u32 i32", effect=True)(warp_sim.ldmatrix_x4_trans)

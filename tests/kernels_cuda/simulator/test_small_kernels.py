@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from paged_numpy import from_fp8, relative_error, to_float, to_fp8, to_half, words
 
-from minivllm_kernels.cuda import cache, gemv, pointwise, simt, warp_sim
-from minivllm_kernels.cuda.simt import cuda, fmax, ldmatrix_x4, ldmatrix_x4_trans, movmatrix, shfl_xor, smem_addr
+from minivllm_kernels.cuda import cache, gemv, pointwise, simt, warp, warp_sim
+from minivllm_kernels.cuda.simt import cuda
+from minivllm_kernels.cuda.warp import fmax, ldmatrix_x4, ldmatrix_x4_trans, movmatrix, shfl_xor, smem_addr
 
 TOLERANCE = {"bfloat16": 4e-3, "float16": 8e-4}
 
@@ -24,17 +25,17 @@ def test_pack_and_unpack_agree_with_rounding(dtype):
 def test_e4m3_is_torchs():
     codes = np.arange(256, dtype=np.uint8)
     pairs = codes.view(np.uint16)
-    read = np.array([simt.e4m3_lo(x) for x in pairs], np.uint32).view(np.float16)
+    read = np.array([warp.e4m3_lo(x) for x in pairs], np.uint32).view(np.float16)
     np.testing.assert_array_equal(read, from_fp8(codes))
-    read = np.array([simt.e4m3_hi(int(x) << 16) for x in pairs], np.uint32).view(np.float16)
+    read = np.array([warp.e4m3_hi(int(x) << 16) for x in pairs], np.uint32).view(np.float16)
     np.testing.assert_array_equal(read, from_fp8(codes))
     finite = np.sort(from_fp8(codes[np.isfinite(from_fp8(codes))]))
     middle = (finite[1:] + finite[:-1]) / 2  # ties go to even
     x = np.concatenate([finite, middle, middle * 1.0001, middle * 0.9999, [1e9, -1e9, np.inf, -0.0, 464, 500, 2**-11]])
     x = np.append(x, np.random.default_rng(0).standard_normal(1000 + len(x) % 2)).astype(np.float32)
-    written = np.array([simt.pack_e4m3(a, b) for a, b in x.reshape(-1, 2)], np.uint16).view(np.uint8)
+    written = np.array([warp.pack_e4m3(a, b) for a, b in x.reshape(-1, 2)], np.uint16).view(np.uint8)
     np.testing.assert_array_equal(written, to_fp8(x))
-    assert simt.pack_e4m3(np.float32(np.nan), np.float32(1)) == 0x387F
+    assert warp.pack_e4m3(np.float32(np.nan), np.float32(1)) == 0x387F
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,6 +1,6 @@
 """AMX tile matmul primitives: load, multiply, store 16 x 16 tiles of bf16."""
 
-# Generated from nbs/minivllm_kernels/cpu/matmul/amx.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cpu/matmul/amx.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cpu/matmul/amx.ipynb #instruct
+# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #instruct
 """Product of bf16 rows with a weight in oneDNN's order by the CPU's tile unit (Intel AMX). Sums are float32, in an order that does
 not depend on the number of rows: a row's result is bit-identical in any batch."""
 
@@ -137,7 +137,7 @@ def tiles_clear(typing: Any, count: Any) -> Any:
     return signature(types.void, count), emit
 
 
-# %% nbs/minivllm_kernels/cpu/matmul/amx.ipynb #multiply
+# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #multiply
 def make_pass(count: int) -> Any:
     """A function for `count` tiles of rows and two of outputs."""
 

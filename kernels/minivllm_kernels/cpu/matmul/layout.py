@@ -1,6 +1,6 @@
 """Packed bf16 weight layout shared with oneDNN, and the matmul object that owns it."""
 
-# Generated from nbs/minivllm_kernels/cpu/matmul/layout.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cpu/matmul/layout.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
 import functools
@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cpu/matmul/layout.ipynb #PackedProduct
+# %% nbs/numba_kernels/cpu/matmul/layout.ipynb #PackedProduct
 """Arguments of the CPU's product with a packed bf16 weight, and the object that holds them for one weight."""
 
 (X, WEIGHT, BIAS, OUT, ROWS, INPUTS, OUTPUTS, PADDED, BLOCK, SCRATCH, SCRATCH_BYTES, CONFIGS) = range(OWN, OWN + 12)

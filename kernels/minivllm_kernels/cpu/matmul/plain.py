@@ -1,6 +1,6 @@
 """CPU matmul by an unpacked weight: checks, scratch memory, work items, launch."""
 
-# Generated from nbs/minivllm_kernels/cpu/matmul/plain.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cpu/matmul/plain.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
 
@@ -13,7 +13,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cpu/matmul/plain.ipynb #tile_outputs
+# %% nbs/numba_kernels/cpu/matmul/plain.ipynb #tile_outputs
 """Arguments of the CPU's few-row matrix product, and the object that holds them for one weight."""
 
 (X, WEIGHT, BIAS, SCALES, OUT, ROWS, INPUTS, OUTPUTS, CHUNK, SCRATCH, SCRATCH_BYTES) = range(OWN, OWN + 11)

@@ -1,6 +1,6 @@
 """CPU matmul by int8 and int4 weights, and their dequantization."""
 
-# Generated from nbs/minivllm_kernels/cpu/matmul/quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cpu/matmul/quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +51,7 @@ from minivllm_kernels.cpu.simd import (
 __all__ = ["multiply", "widen"]
 
 
-# %% nbs/minivllm_kernels/cpu/matmul/quantized.ipynb #make_tile
+# %% nbs/numba_kernels/cpu/matmul/quantized.ipynb #make_tile
 """Product of few rows with a quantized weight, and the weight written out for many rows.
 
 Sums are float32, in an order that does not depend on the number of rows: a row's result is bit-identical in any batch.
@@ -85,7 +85,7 @@ def make_tile(rows: int, vectors: int, bits: int, lanes: int) -> Any:
     return tile
 
 
-# %% nbs/minivllm_kernels/cpu/matmul/quantized.ipynb #multiply
+# %% nbs/numba_kernels/cpu/matmul/quantized.ipynb #multiply
 def multiply(bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
     """Body of the kernel for weights of `bits` and rows of `x_bits`. Arguments: `cpu_quantizing`."""
     L, SCALE_BITS = lanes, 16 if bits == 4 else 32
@@ -149,7 +149,7 @@ def multiply(bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[An
     return body
 
 
-# %% nbs/minivllm_kernels/cpu/matmul/quantized.ipynb #widen
+# %% nbs/numba_kernels/cpu/matmul/quantized.ipynb #widen
 def widen(bits: int, x_bits: int, lanes: int) -> Callable[[Any], None]:
     """Body of the kernel that writes out blocks of a weight as numbers of `x_bits`. Arguments: `cpu_quantizing`."""
     L, BITS, SCALE_BITS = lanes, bits, 16 if bits == 4 else 32

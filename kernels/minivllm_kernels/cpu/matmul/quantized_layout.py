@@ -1,6 +1,6 @@
 """Packed int8 and int4 weight layout with scales, and the matmul object that owns it."""
 
-# Generated from nbs/minivllm_kernels/cpu/matmul/quantized_layout.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/numba_kernels/cpu/matmul/quantized_layout.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import numpy as np
 
@@ -15,7 +15,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/minivllm_kernels/cpu/matmul/quantized_layout.ipynb #QuantizedProduct
+# %% nbs/numba_kernels/cpu/matmul/quantized_layout.ipynb #QuantizedProduct
 """Arguments of the CPU's product with a quantized weight, and the object that holds them for one weight."""
 
 (

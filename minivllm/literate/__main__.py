@@ -1,0 +1,88 @@
+"""Command line: export, check, write-back, clean."""
+
+# Generated from nbs/literate/cli.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from minivllm.literate.check import check
+from minivllm.literate.clean import clean
+from minivllm.literate.notebook import Book, LiterateError, find_root, read_book, select
+from minivllm.literate.sync import compare, export
+from minivllm.literate.write_back import write_back
+
+__all__ = ["COMMANDS", "FLAGS", "main"]
+
+
+# %% nbs/literate/cli.ipynb #commands
+def _export(book: Book, options: argparse.Namespace) -> tuple[list[str], list[LiterateError]]:
+    """Write the modules of notebooks that changed."""
+    written, errors = export(list(book.chapters.values()), book.root, options.force)
+    return [f"exported {name}" for name in written], book.errors + errors
+
+
+def _check(book: Book, options: argparse.Namespace) -> tuple[list[str], list[LiterateError]]:
+    """Say which notebook and which cell differ from the module; exit code 1 if any does."""
+    errors = check(book, options.rebuild)
+    return [] if errors else [f"{len(book.chapters)} notebooks and their modules agree"], errors
+
+
+def _write_back(book: Book, options: argparse.Namespace) -> tuple[list[str], list[LiterateError]]:
+    """Carry edits of modules into the cells that they belong to."""
+    differing, errors = compare(list(book.chapters.values()), book.root)
+    done, errors = [], book.errors + errors
+    for notebook in map(book.chapters.__getitem__, differing):
+        try:
+            if write_back(notebook, book.root, options.force):
+                done.append(f"wrote {notebook.target} back into {notebook.name}")
+        except LiterateError as refused:
+            errors.append(refused)
+    return done, errors
+
+
+def _clean(book: Book, options: argparse.Namespace) -> tuple[list[str], list[LiterateError]]:
+    """Drop execution counts, timestamps, versions and widget state from notebooks; keep outputs."""
+    return [f"cleaned {name}" for name in clean([*book.chapters.values(), *book.plain])], book.errors
+
+
+# %% nbs/literate/cli.ipynb #parser
+COMMANDS = {"export": _export, "check": _check, "write-back": _write_back, "clean": _clean}
+FLAGS = {
+    "export": ("--force", "overwrite modules that were edited"),
+    "write-back": ("--force", "overwrite notebooks that were edited too"),
+    "check": ("--rebuild", "export again even what is known to agree"),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m minivllm.literate", description="Notebooks to modules, and back.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
+    for name, function in COMMANDS.items():
+        command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
+        command.add_argument("paths", nargs="*", help="notebooks, modules or folders; default: the whole book")
+        if name in FLAGS:
+            flag, meaning = FLAGS[name]
+            command.add_argument(flag, action="store_true", help=meaning)
+    return parser
+
+
+# %% nbs/literate/cli.ipynb #main
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0, or 1 after printing what is wrong."""
+    options = _parser().parse_args(argv)
+    try:
+        book = select(read_book(find_root(Path.cwd())), options.paths)
+        done, errors = COMMANDS[options.command](book, options)
+    except LiterateError as refused:
+        done, errors = [], [refused]
+    for line in done:
+        print(line)
+    for error in errors:
+        print(error, file=sys.stderr)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__" and "get_ipython" not in globals():
+    sys.exit(main())

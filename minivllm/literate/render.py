@@ -1,0 +1,132 @@
+"""Text of a module: docstring, imports, `__all__`, code with cell markers, formatted by ruff."""
+
+# Generated from nbs/literate/render.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from minivllm.literate.fold import Item, fold, items_of
+from minivllm.literate.notebook import Cell, LiterateError, Notebook, write
+from minivllm.literate.source import INDENT, bound_names, indent
+
+__all__ = [
+    "GENERATED", "WIDTH", "build", "finished", "formatted", "header", "marker", "public_names", "render",
+    "wrap_all",
+]  # fmt: skip
+
+
+# %% nbs/literate/render.ipynb #render
+GENERATED = "# Generated from nbs/"
+
+
+def render(notebook: Notebook) -> str:
+    """The module of a notebook, before formatting. Raises LiterateError at the cell that cannot be exported."""
+    items = [item for cell in notebook.exports for item in items_of(cell)]
+    top, methods = fold(items)
+    head = [f'"""{notebook.docstring}"""', "", header(notebook.name), ""]
+    head += [item.text for item in items if item.is_import] + [""]
+    if "__all__" not in bound_names([item.node for item in top if item.node]):
+        package = notebook.target.endswith("__init__.py")
+        names = public_names([*(item for item in items if package and item.is_import), *top])
+        head += [f"__all__ = {json.dumps(names)}  # fmt: skip" if names else "__all__: list[str] = []", ""]
+    return "\n".join([*head, *_body(top, methods)]) + "\n"
+
+
+def header(name: str) -> str:
+    return f"{GENERATED}{name.removeprefix('nbs/')}; after an edit here run `python -m minivllm.literate write-back`."
+
+
+def public_names(items: Sequence[Item]) -> list[str]:
+    """Names for `__all__`: what public cells bind, without underscores and type variables."""
+    names = bound_names([item.node for item in items if item.node and item.cell.public])
+    return list(dict.fromkeys(name for name in names if not name.startswith("_")))
+
+
+# %% nbs/literate/render.ipynb #body
+def _body(top: Sequence[Item], methods: dict[str, list[Item]]) -> Iterator[str]:
+    current = None
+    for item in top:
+        if item.cell != current:
+            yield f"\n\n{marker(item.cell)}\n{item.text}"
+            current = item.cell
+        else:
+            yield "\n" * item.gap + item.text
+        if isinstance(item.node, ast.ClassDef) and item.node.name in methods:
+            current = None
+            for method in methods[item.node.name]:
+                if method.cell != current:
+                    yield f"\n{INDENT}{marker(method.cell)}"
+                    current = method.cell
+                yield indent(method.text)
+            current = None
+
+
+def marker(cell: Cell) -> str:
+    """The comment above what a module has from a cell."""
+    return f"# %% {cell.notebook} #{cell.id}"
+
+
+# %% nbs/literate/render.ipynb #format
+def formatted(modules: dict[str, str], root: Path, fix: str = "I,F401,RUF022", layout: bool = True) -> dict[str, str]:
+    """Let ruff fix its rules `fix` (sort imports, drop unused ones, sort `__all__`) and, if `layout`, format the code.
+
+    Args:
+        modules: path -> text.
+        root: the folder whose `pyproject.toml` has the settings.
+
+    Raises:
+        LiterateError: ruff is not installed, or fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in modules.items():
+            write(Path(folder, name), text)
+        settings = ["--no-cache", "--quiet", "--config", str(root / "pyproject.toml"), "."]
+        if fix and modules:
+            _ruff(["check", "--fix", "--exit-zero", "--select", fix, *settings], folder)
+        if layout and modules:
+            _ruff(["format", *settings], folder)
+        return {name: Path(folder, name).read_text(encoding="utf-8") for name in modules}
+
+
+def _ruff(arguments: list[str], folder: str) -> None:
+    beside = Path(sysconfig.get_path("scripts"), "ruff")
+    program = str(beside) if beside.exists() else shutil.which("ruff")
+    if program is None:
+        raise LiterateError("ruff is not installed: pip install ruff", "export")
+    done = subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LiterateError(f"ruff {arguments[0]} failed: {done.stderr.strip()}", "export")
+
+
+# %% nbs/literate/render.ipynb #build
+WIDTH = 110
+
+
+def build(notebooks: Sequence[Notebook], root: Path) -> dict[str, str]:
+    """The finished text of each notebook's module, by path from the root."""
+    return finished({notebook.target: render(notebook) for notebook in notebooks}, root)
+
+
+def finished(rendered: dict[str, str], root: Path) -> dict[str, str]:
+    """Rendered modules, by path, as they are written."""
+    return {name: wrap_all(text) for name, text in formatted(rendered, root).items()}
+
+
+def wrap_all(text: str) -> str:
+    """Break the one line of `__all__` where it is too long: ruff alone would give each name a line."""
+
+    def wrapped(found: re.Match[str]) -> str:
+        if len(found[1]) <= WIDTH:
+            return found[1]
+        names = textwrap.fill(found[2] + ",", WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
+        return f"__all__ = [\n{names}\n]{found[3]}"
+
+    return re.sub(r"^(__all__ = \[(.*)\])(  # fmt: skip)$", wrapped, text, count=1, flags=re.MULTILINE)
