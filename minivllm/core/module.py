@@ -70,6 +70,7 @@ class Module(metaclass=ModuleType):
     """
 
     capturable: ClassVar[bool] = False
+    __call__: Callable[..., Any]
     _hooks: tuple[Hook, ...] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -105,18 +106,20 @@ class Module(metaclass=ModuleType):
         cls = type(self)
         if not _hooked[cls]:
             own = vars(cls).get("__call__")
-            cls.__call__ = _with_hooks(cls.__call__, own)  # type: ignore[attr-defined]
+            cls.__call__ = _with_hooks(cls.__call__, own)  # type: ignore[method-assign]
         _hooked[cls] += 1
         self._hooks = (*self._hooks, hook)
 
         def remove() -> None:
+            if hook not in self._hooks:
+                return
             self._hooks = tuple(kept for kept in self._hooks if kept is not hook)
             _hooked[cls] -= 1
             if not _hooked[cls]:
                 own = cls.__call__.own  # type: ignore[attr-defined]
-                del cls.__call__  # type: ignore[attr-defined]
+                del cls.__call__
                 if own is not None:
-                    cls.__call__ = own  # type: ignore[attr-defined]
+                    cls.__call__ = own  # type: ignore[method-assign]
 
         return remove
 

@@ -5,7 +5,7 @@
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ _METHODS: dict[str, str | Callable[[], LinearMethod]] = {
     "cpu": "minivllm.models.linear.cpu:CPULinear",
     "cpu_invariant": "minivllm.models.linear.cpu:CPUInvariantLinear",
     "gemv": "minivllm.models.linear.cuda:FewRowsLinear",
-} | dict.fromkeys(QUANTIZED, "minivllm.models.linear.quantized:quantized_linear")
+    **dict.fromkeys(QUANTIZED, "minivllm.models.linear.quantized:quantized_linear"),
+}
 
 
 def linear_method_names() -> tuple[str, ...]:
@@ -221,5 +222,7 @@ class Linear(Module):
             raise ValueError(f"shard: {', '.join(odd)} cannot be split among {size} ranks equally")
         parts = {name: n // size for name, n in self.parts.items()} if by == "outputs" else self.parts
         inputs = self.in_features if by == "outputs" else self.in_features // size
-        kind = {"bias": self.has_bias, "dtype": self.dtype, "device": self.device, "out_dtype": self.out_dtype}
-        return Linear(inputs, parts, method=self.method_name, shard=Shard(rank, size, by), **kind)
+        kind: dict[str, Any] = {"bias": self.has_bias, "dtype": self.dtype, "device": self.device}
+        return Linear(
+            inputs, parts, method=self.method_name, out_dtype=self.out_dtype, shard=Shard(rank, size, by), **kind
+        )

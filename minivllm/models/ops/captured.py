@@ -167,7 +167,7 @@ class CapturedCPUSteps:
         program, rotations = Program(self._scratch), list[Rotation | None]()
         for rope, tables in zip(self.model.ropes, self._tables, strict=True):
             rotation = None if rope is None else Rotation(rope, self._slots[0, :rows], self._stream.dtype)
-            if rotation is not None:
+            if rotation is not None and tables is not None:
                 rotation.cos_sin = (tables[0, :rows], tables[1, :rows])  # filled in by each replay
             rotations.append(rotation)
         fixed = [replace(plan, slot_mapping=slots[:rows]) for plan, slots in zip(plans, self._slots, strict=True)]
