@@ -142,7 +142,7 @@ class SelfAttention(Mixer):
     # %% nbs/models/mixers/attention.ipynb #SelfAttention-targets
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """See `Mixer`."""
-        yield from super().targets()
+        yield from Mixer.targets(self)
         if (norm := self.qk_norm) is not None:
             yield f"{self.spec.q_norm}.weight", partial(norm.load, norm.q_weight)
             yield f"{self.spec.k_norm}.weight", partial(norm.load, norm.k_weight)

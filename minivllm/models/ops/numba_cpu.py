@@ -97,7 +97,7 @@ class NumbaCPUOps(TorchOps):
         if not known or rotation is None or rotation.rope.spec.dim != head_dim or qkv.dtype not in BITS:
             sizes = {"num_heads": num_heads, "head_dim": head_dim}
             how = {"qk_norm": qk_norm, "rotation": rotation, "backend": backend}
-            return super().rope_and_cache(qkv, kv_cache, slot_mapping, **sizes, **how)  # type: ignore[arg-type]
+            return TorchOps.rope_and_cache(self, qkv, kv_cache, slot_mapping, **sizes, **how)  # type: ignore[arg-type]
         heads = qkv.contiguous().view(qkv.shape[0], -1, head_dim)
         rows, num_kv_heads = len(heads), (heads.shape[1] - num_heads) // 2
         q, k = heads.new_empty(rows, num_heads, head_dim), heads.new_empty(rows, num_kv_heads, head_dim)
@@ -113,7 +113,7 @@ class NumbaCPUOps(TorchOps):
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
         """See `LayerOps`."""
         if activation not in ("silu", "swish") or x.dtype not in BITS:
-            return super().gated_linear(x, gate_up, activation)
+            return TorchOps.gated_linear(self, x, gate_up, activation)
         both = gate_up(x).contiguous()
         rows, size = both.shape[0], both.shape[1] // 2
         out = both.new_empty(rows, size)
@@ -125,7 +125,7 @@ class NumbaCPUOps(TorchOps):
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerOps`. torch's takes several times as long on a CPU, and numpy's uses one core."""
         if logits.dtype != torch.float32:
-            return super().argmax(logits)
+            return TorchOps.argmax(self, logits)
         logits, ids = logits.contiguous(), torch.empty(len(logits), dtype=torch.int64)
         _argmax_launcher(logits.shape[1])(logits.data_ptr(), ids.data_ptr(), len(logits))
         return ids, ids >= 0

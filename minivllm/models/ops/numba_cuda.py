@@ -51,7 +51,7 @@ class NumbaCudaOps(TorchOps):
         if not known or rotation is None or rotation.rope.spec.dim != head_dim:
             sizes = {"num_heads": num_heads, "head_dim": head_dim}
             how = {"qk_norm": qk_norm, "rotation": rotation, "backend": backend}
-            return super().rope_and_cache(qkv, kv_cache, slot_mapping, **sizes, **how)  # type: ignore[arg-type]
+            return TorchOps.rope_and_cache(self, qkv, kv_cache, slot_mapping, **sizes, **how)  # type: ignore[arg-type]
         norm = qk_norm if isinstance(qk_norm, QKNorm) else None
         q: Tensor = cuda_kernels().rope_and_cache(
             qkv,
@@ -72,13 +72,13 @@ class NumbaCudaOps(TorchOps):
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
         """See `LayerOps`. For few rows the kernel of the matmul ends in `silu(gate) * up` itself."""
         if activation not in ("silu", "swish"):
-            return super().gated_linear(x, gate_up, activation)
+            return TorchOps.gated_linear(self, x, gate_up, activation)
         method = gate_up.method if type(gate_up) is Linear else None
         if type(method) is FewRowsLinear and method.takes(x) and method.weight.shape[0] % 16 == 0:
             gated: Tensor = cuda_kernels().gemv(x, method.weight, gated=True)
             return gated
         both = gate_up(x)
         if both.shape[1] % 16:
-            return super().gated_linear(both, lambda both: both, activation)
+            return TorchOps.gated_linear(self, both, lambda both: both, activation)
         product: Tensor = cuda_kernels().silu_mul(both)
         return product
