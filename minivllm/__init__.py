@@ -6,6 +6,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from minivllm.core import views as core_views
+
 # %% nbs/index.ipynb #version
 __version__ = "0.1.0"
 
@@ -15,6 +17,7 @@ if os.environ.get("MINIVLLM_CPU_FEATURES"):  # before torch is imported, which l
     from minivllm_kernels.cpu.features import narrow_torch
 
     narrow_torch()
+
 if TYPE_CHECKING:
     from minivllm.core.config import EngineArgs
     from minivllm.engine.async_llm import AsyncLLM
@@ -36,6 +39,7 @@ __all__ = [
     "__version__",
 ]
 
+core_views.provide(lambda: importlib.import_module("minivllm.viz"))  # `trace.show()` asks the core for them
 _HOMES = {
     "AsyncLLM": "minivllm.engine.async_llm",
     "CompletionOutput": "minivllm.engine.outputs",

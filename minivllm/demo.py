@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.core.trace import Fold, State, Trace
+from minivllm.core.events import Fold, State
+from minivllm.core.trace import Trace
 
 __all__ = ["NARROW", "QUESTIONS", "run_demo"]
 

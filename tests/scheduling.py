@@ -3,10 +3,11 @@
 from collections import deque
 
 from minivllm.core.config import KVCacheConfig, KVCacheSpec, make_kv_cache_groups
+from minivllm.core.events import Fold, State
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.trace import Fold, State, Trace, find_fault
+from minivllm.core.trace import Trace, find_fault
 
 GROUPS = {
     "full": ["full"],

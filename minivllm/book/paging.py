@@ -13,8 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 from minivllm.book.exercise import is_blank
+from minivllm.core.events import Fold, State, TraceHeader
 from minivllm.core.prefix import hash_block
-from minivllm.core.trace import Fold, State, Trace, TraceHeader
+from minivllm.core.trace import Trace
 from minivllm.viz.block_map import BlockMap
 from minivllm.viz.palette import owner_colour
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from minivllm.core.events import Event
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.trace import Event
 
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEventTap"]
 

@@ -21,7 +21,7 @@ from minivllm.core.request import Request
 __all__ = [
     "FCFS", "LFU", "LRU", "Clairvoyant", "Combined", "DeepestFirst", "FairShare", "Listener",
     "LongestPrefixMatch", "Policy", "PolicyError", "PolicyGuard", "Priority", "SchedulerView", "Served",
-    "ShortestFirst", "View", "Watchdog", "arguments_of", "combine", "overrides",
+    "ShortestFirst", "View", "Watchdog", "arguments_of", "combine",
 ]  # fmt: skip
 
 

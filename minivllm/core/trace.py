@@ -4,284 +4,28 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from importlib import import_module
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from os.path import commonprefix
+from typing import Any
 
-__all__ = [
-    "REASONS", "TRACE_VERSION", "Added", "Event", "EventReader", "Fold", "RequestState", "State", "Trace",
-    "TraceError", "TraceHeader", "find_fault",
-]  # fmt: skip
+from minivllm.core import trace_files, trace_tables, views
+from minivllm.core.events import (
+    SCHEMA,
+    Event,
+    EventReader,
+    Fold,
+    Recording,
+    State,
+    TraceHeader,
+    named,
+)
 
-
-# %% nbs/core/trace.ipynb #code-7cbc30
-Event = tuple[Any, ...]
-TRACE_VERSION = 2
-
-
-class Added(NamedTuple):
-    """What an `add` event says, after its kind. `prompt`: token ids, or None; `output`: tokens that it had already."""
-
-    request: str
-    num_prompt: int
-    max_tokens: int
-    arrival: float
-    priority: int
-    user: Any
-    prompt: Any
-    output: Any
-    number: int
-
-
-class EventReader:
-    """Hands each event to the method of its kind, `_on_alloc(request, group, blocks)` say. Kinds without a method mean nothing here."""
-
-    def __init__(self) -> None:
-        self._handlers = {name[4:]: getattr(self, name) for name in dir(type(self)) if name.startswith("_on_")}
-
-    def feed(self, event: Event) -> None:
-        """Take in one event."""
-        handler = self._handlers.get(event[0])
-        if handler is not None:
-            handler(*event[1:])
-
-    def feed_all(self, events: Iterable[Event]) -> None:
-        """Take in many."""
-        for event in events:
-            self.feed(event)
-
-
-# %% nbs/core/trace.ipynb #RequestState
-@dataclass(slots=True)
-class RequestState:
-    """One unfinished request in a rebuilt state. `tables` has one list of block ids per KV cache group."""
-
-    status: str
-    num_prompt_tokens: int
-    num_tokens: int
-    num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    tables: list[list[int]] = field(default_factory=list)
-    cpu_blocks: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class State:
-    """The scheduler's state at one moment, as plain data.
-
-    Attributes:
-        requests: the unfinished ones.
-        waiting: request ids in queue order (new at the end, preempted at the front).
-        running: request ids in the order in which they are scheduled.
-        ref_cnt: per physical block.
-        hashes: per physical block, None where nothing reusable is held.
-        free: free blocks in the order of reuse.
-        cpu_free: free blocks of the swap pool, likewise.
-    """
-
-    num_groups: int
-    requests: dict[str, RequestState]
-    waiting: list[str]
-    running: list[str]
-    ref_cnt: list[int]
-    hashes: list[bytes | None]
-    free: list[int]
-    cpu_free: list[int]
-
-    @staticmethod
-    def empty(num_blocks: int, num_groups: int = 1, num_cpu_blocks: int = 0) -> State:
-        """A state in which nothing has happened. `num_blocks` counts the null block."""
-        return State(
-            num_groups, {}, [], [], [0] * num_blocks, [None] * num_blocks,
-            list(range(1, num_blocks)), list(range(1, num_cpu_blocks + 1)),
-        )  # fmt: skip
-
-    def copy(self) -> State:
-        """A deep copy."""
-        requests = {
-            r: replace(s, tables=[list(t) for t in s.tables], cpu_blocks=list(s.cpu_blocks))
-            for r, s in self.requests.items()
-        }
-        return State(
-            self.num_groups, requests, list(self.waiting), list(self.running),
-            list(self.ref_cnt), list(self.hashes), list(self.free), list(self.cpu_free),
-        )  # fmt: skip
-
-    def owners(self, block_id: int) -> list[str]:
-        """The requests whose tables hold a block."""
-        return [r for r, s in self.requests.items() if any(block_id in table for table in s.tables)]
-
-
-# %% nbs/core/trace.ipynb #Fold
-class Fold:
-    """Applies events to a state. `state()` gives a copy of where it stands.
-
-    Attributes:
-        now: the state itself; its free lists are filled in by `state()` only.
-        num_cached_free: free blocks whose content could be reused.
-    """
-
-    def __init__(self, start: State) -> None:
-        self.now = start.copy()
-        self._free = OrderedDict.fromkeys(start.free)
-        self._cpu_free = OrderedDict.fromkeys(start.cpu_free)
-        self.num_cached_free = sum(start.hashes[block] is not None for block in start.free)
-        self._handlers = {name[4:]: getattr(self, name) for name in dir(type(self)) if name.startswith("_do_")}
-
-    def apply(self, event: Event) -> None:
-        """Apply one event. Raises ValueError for an unknown kind or a change that is impossible in this state."""
-        handler = self._handlers.get(event[0])
-        if handler is None:
-            raise ValueError(f"unknown event {event[0]!r}; this version knows {', '.join(sorted(self._handlers))}")
-        try:
-            handler(*event[1:])
-        except (KeyError, IndexError) as error:
-            raise ValueError(f"event {event} is impossible here: {error!r}") from error
-
-    def state(self) -> State:
-        """The state as it is now (a copy)."""
-        self.now.free, self.now.cpu_free = list(self._free), list(self._cpu_free)
-        return self.now.copy()
-
-    @property
-    def free_blocks(self) -> Collection[int]:
-        """The free blocks in the order of reuse, without a copy."""
-        return self._free.keys()
-
-    def _ignore(self, *args: Any) -> None:
-        pass
-
-    _do_attributes = _do_step = _do_wait = _do_chunk = _do_note = _do_order = _do_policy_error = _ignore
-
-    # %% nbs/core/trace.ipynb #Fold-_do_add
-    def _do_add(self, *fields: Any) -> None:
-        new = Added(*fields)
-        tables: list[list[int]] = [[] for _ in range(self.now.num_groups)]
-        state = RequestState("WAITING", new.num_prompt, new.num_prompt + len(new.output), tables=tables)
-        self.now.requests[new.request] = state
-        self.now.waiting.append(new.request)
-
-    def _do_admit(self, request: str, num_computed: int, num_cached: int) -> None:
-        state = self.now.requests[request]
-        self.now.waiting.remove(request)
-        self.now.running.append(request)
-        state.status, state.num_computed_tokens, state.num_cached_tokens = "RUNNING", num_computed, num_cached
-
-    def _do_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
-        state = self.now.requests[request]
-        self.now.running.remove(request)
-        self.now.waiting.insert(0, request)
-        state.status = "SWAPPED" if mode == "swap" else "PREEMPTED"
-        if mode != "swap":
-            state.num_computed_tokens = 0
-
-    def _do_schedule(self, num_scheduled: dict[str, int]) -> None:
-        for request, n in num_scheduled.items():
-            self.now.requests[request].num_computed_tokens += n
-
-    def _do_update(self, time: float, tokens: dict[str, tuple[int, ...]], step: int | None = None) -> None:
-        for request, new in tokens.items():
-            self.now.requests[request].num_tokens += len(new)
-
-    def _do_finish(self, request: str, reason: str, stop_reason: Any) -> None:
-        status = self.now.requests.pop(request).status
-        (self.now.running if status == "RUNNING" else self.now.waiting).remove(request)
-
-    # %% nbs/core/trace.ipynb #Fold-_do_alloc
-    def _do_alloc(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
-        self.now.requests[request].tables[group].extend(blocks)
-        for block in blocks:
-            if block:
-                del self._free[block]
-                self.now.ref_cnt[block] = 1
-
-    def _do_hit(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
-        self.now.requests[request].tables[group].extend(blocks)
-        for block in blocks:
-            if block:
-                if self.now.hashes[block] is None:
-                    raise ValueError(f"request {request} shares block {block}, which holds nothing reusable")
-                if self.now.ref_cnt[block] == 0:
-                    del self._free[block]
-                    self.num_cached_free -= 1
-                self.now.ref_cnt[block] += 1
-
-    def _do_cache(
-        self, request: str, group: int, positions: tuple[int, ...], blocks: tuple[int, ...], hashes: tuple[bytes, ...]
-    ) -> None:
-        for block, name in zip(blocks, hashes, strict=True):
-            self.now.hashes[block] = name
-
-    def _release(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self.now.ref_cnt[block] -= 1
-            if self.now.ref_cnt[block] == 0:
-                self._free[block] = None
-                if self.now.hashes[block] is None:
-                    self._free.move_to_end(block, last=False)
-                else:
-                    self.num_cached_free += 1
-
-    def _do_free(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
-        self.now.requests[request].tables[group] = []
-        self._release(blocks)
-
-    def _do_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
-        self.now.requests[request].tables[group][start:end] = [0] * (end - start)
-        self._release(blocks)
-
-    def _do_evict(self, block: int, name: bytes) -> None:
-        self.now.hashes[block] = None
-        self.num_cached_free -= 1
-        self._free.move_to_end(block, last=False)
-
-    def _do_reset(self) -> None:
-        self.now.hashes = [None] * len(self.now.hashes)
-        self.num_cached_free = 0
-
-    def _do_swap_out(self, request: str, pairs: tuple[tuple[int, int], ...]) -> None:
-        for _, cpu in pairs:
-            del self._cpu_free[cpu]
-        self.now.requests[request].cpu_blocks = [cpu for _, cpu in pairs]
-
-    def _do_free_cpu(self, request: str, blocks: tuple[int, ...]) -> None:
-        self.now.requests[request].cpu_blocks = []
-        for block in blocks:
-            self._cpu_free[block] = None
-            self._cpu_free.move_to_end(block, last=False)
+__all__ = ["REASONS", "Trace", "TraceError", "find_fault"]
 
 
 # %% nbs/core/trace.ipynb #TraceHeader
-@dataclass(frozen=True, slots=True)
-class TraceHeader:
-    """What a trace was recorded with. Plain values only.
-
-    Attributes:
-        version: of the events; a file of another version is refused.
-        block_size, num_blocks, num_cpu_blocks: of the pools, the null block of the first one counted.
-        num_groups: KV cache groups.
-        groups: for each of them `{"spec": fields of its KVCacheSpec, "layers": numbers}`; empty if no model was told.
-        policy, policy_arguments: its name, and what it was made with (see `Policy.arguments`).
-        preemption: "recompute" or "swap".
-        settings: fields of `SchedulerConfig` and `CacheConfig`.
-    """
-
-    version: int = TRACE_VERSION
-    block_size: int = 16
-    num_blocks: int = 2
-    num_groups: int = 1
-    num_cpu_blocks: int = 0
-    policy: str = "FCFS"
-    settings: dict[str, Any] = field(default_factory=dict)
-    policy_arguments: dict[str, Any] = field(default_factory=dict)
-    preemption: str = "recompute"
-    groups: list[dict[str, Any]] = field(default_factory=list)
-
-
-class Trace:
-    """Everything that happened to a scheduler from one moment on.
+class Trace(Recording):
+    """Everything that happened to a scheduler from one moment on. Iterating gives the events with their fields by name.
 
     Attributes:
         header: versions and settings.
@@ -293,10 +37,9 @@ class Trace:
 
     SNAPSHOT_EVERY = 256
 
-    def __init__(self, header: TraceHeader, start: State | None = None) -> None:
-        self.header = header
-        self.start = start or State.empty(header.num_blocks, header.num_groups, header.num_cpu_blocks)
-        self.events: list[Event] = []
+    def __init__(self, header: TraceHeader, start: State | None = None, events: list[Event] | None = None) -> None:
+        empty = State.empty(header.num_blocks, header.num_groups, header.num_cpu_blocks)
+        super().__init__(header, start or empty, [] if events is None else events)
         self.samples: dict[tuple[str, int], Any] = {}
         self.tokenizer: Any = None
         self._snapshots: list[tuple[int, State]] = []
@@ -306,12 +49,8 @@ class Trace:
     def __len__(self) -> int:
         return len(self.events)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Trace):
-            return NotImplemented
-        return (self.header, self.start, self.events) == (other.header, other.start, other.events)
-
-    __hash__ = None  # type: ignore[assignment]
+    def __iter__(self) -> Iterator[Any]:
+        return map(named, self.events)
 
     def __repr__(self) -> str:
         return f"Trace({self.num_steps} steps, {len(self.events)} events, policy {self.header.policy})"
@@ -371,7 +110,7 @@ class Trace:
             done = self._end_of(i)
             yield i, fold.state()
 
-    # %% nbs/core/trace.ipynb #Trace-TraceError
+    # %% nbs/core/trace.ipynb #Trace-check
     def check(self) -> None:
         """Fold the whole trace and test every invariant after every step, and each block table for growing only at its end.
 
@@ -403,9 +142,33 @@ class Trace:
             if fault := find_fault(fold.state()):
                 raise TraceError(f"after step {step} (event {end - 1}): {fault}")
 
-    # %% nbs/core/trace.ipynb #Trace-why
+    # %% nbs/core/trace.ipynb #names
+    def names(self, tokenizer: Any = None) -> dict[str, str]:
+        """What to call each request, by its id: the first words in which the prompts differ, or the id where their text is not known.
+
+        Args:
+            tokenizer: anything with `decode(token_ids)`; None takes `self.tokenizer`.
+        """
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        names = {request: request for request in self.start.requests}
+        added = {event[1]: event[7] for event in self.events if event[0] == "add"}
+        names.update({request: request for request in added})
+        if tokenizer is None:
+            return names
+        parts = {request: _asked(tokenizer, list(prompt)) for request, prompt in added.items() if prompt}
+        short = {request: _short(tokenizer, part) for request, part in parts.items()}
+        if len(set(short.values())) < len(short):
+            same = len(commonprefix(list(parts.values())))
+            short = {request: _short(tokenizer, part[same:] or part) for request, part in parts.items()}
+        seen: dict[str, int] = {}
+        for request, name in short.items():
+            seen[name] = seen.get(name, 0) + 1
+            names[request] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+        return names
+
+    # %% nbs/core/trace.ipynb #Trace-why-lines
     def why(self, request_id: str, step: int | None = None) -> list[str]:
-        """What happened to a request and the reasons for it, in plain words, one line per event.
+        """What happened to a request and the reasons for it, in plain words. Decode steps in a row are one line.
 
         Args:
             step: only what happened in this recorded step; None for the whole life.
@@ -413,54 +176,63 @@ class Trace:
         Raises:
             KeyError: the trace has no such request.
         """
-        lines, now, known = [], -1, request_id in self.start.requests
-        for event in self.events:
-            kind = event[0]
-            if kind == "step":
-                now += 1
-            elif kind == "schedule" or kind == "update":
-                counts = event[1 if kind == "schedule" else 2]
-                if request_id in counts:
-                    what = counts[request_id]
-                    text = (
-                        f"{what} token{'s' * (what != 1)} scheduled" if kind == "schedule" else f"sampled {list(what)}"
-                    )
-                    if step is None or now == step:
-                        lines.append(f"step {now}: {text}")
-            elif len(event) > 1 and event[1] == request_id:
-                known = True
-                told = _tell(event)
-                if told and (step is None or now == step):
-                    lines.append(f"step {now}: {told}" if now >= 0 else told)
-        if not known:
+        story = _Story(request_id, self.names())
+        if request_id not in story.names:
             raise KeyError(f"no request {request_id!r} in this trace")
-        return lines
+        story.feed_all(self.events)
+        lines: list[str] = []
+        run: list[list[Any]] = []
+        for line in [line for line in story.lines if step in (None, line[0])]:
+            if not (run and _is_decode(line) and _is_decode(run[-1]) and line[0] == run[-1][0] + 1):
+                lines += self._told(run)
+                run = []
+            run.append(line)
+        return lines + self._told(run)
+
+    def _told(self, run: list[list[Any]]) -> list[str]:
+        """One line about some steps in a row in which the same happened."""
+        if not run:
+            return []
+        first, what, last = *run[0][:2], run[-1][0]
+        when = f"steps {first} to {last}: " if last > first else f"step {first}: " if first >= 0 else ""
+        if isinstance(what, str):
+            return [when + what]
+        count, new = sum(line[1] for line in run), [token for line in run for token in line[2]]
+        text = f"{count} token{'s' * (count != 1)} computed"
+        if new:
+            text += f", sampled {list(new) if self.tokenizer is None else repr(self.tokenizer.decode(new))}"
+        return [when + text]
 
     # %% nbs/core/trace.ipynb #Trace-to_pandas
     def to_pandas(self) -> dict[str, Any]:
         """Tidy tables `steps`, `requests`, `blocks`, `tokens` and `decisions`: see `minivllm.core.trace_tables`."""
-        from minivllm.core.trace_tables import tables
-
-        return tables(self)
+        return trace_tables.tables(self)
 
     def save(self, path: Any, drop_samples: bool = False) -> None:
-        """Write to a file, `.jsonl` (JSON lines) or `.parquet`: see `minivllm.core.trace_files`. `drop_samples`: without the logits."""
-        from minivllm.core.trace_files import save
+        """Write to a file, `.jsonl` (JSON lines) or `.parquet`: see `minivllm.core.trace_files`.
 
-        save(self, path, drop_samples)
+        Args:
+            drop_samples: a file holds no logits; say so if `samples` has some.
+
+        Raises:
+            ValueError: there are samples, and they were not to be dropped.
+        """
+        if self.samples and not drop_samples:
+            raise ValueError(
+                f"the trace has the logits of {len(self.samples)} samples, and no file of a trace holds them;"
+                " save(path, drop_samples=True) leaves them out"
+            )
+        trace_files.save(self, path)
 
     @staticmethod
     def load(path: Any) -> Trace:
         """Read a file that `save` wrote."""
-        from minivllm.core.trace_files import load
-
-        return load(path)
+        found = trace_files.load(path)
+        return Trace(found.header, found.start, found.events)
 
     def to_perfetto(self, path: Any) -> None:
         """Write a file that opens in Perfetto (ui.perfetto.dev): requests as tracks, steps, counters."""
-        from minivllm.core.trace_files import save_perfetto
-
-        save_perfetto(self, path)
+        trace_files.save_perfetto(self, path)
 
     # %% nbs/core/trace.ipynb #Trace-show
     def show(self, tokenizer: Any = None, other: Any = None) -> Any:
@@ -470,23 +242,23 @@ class Trace:
             tokenizer: anything with `decode(token_ids)`, to show the tokens of a block as text; None takes `self.tokenizer`.
             other: a second run of the same requests (a trace, or the path of one), to compare this one with.
         """
-        return _pictures("page").show(self, tokenizer, other=other)
+        return views.find("show")(self, tokenizer, other=other)
 
     def plot_blocks(self, step: int = -1, ax: Any = None) -> Any:
         """Every KV block after a step, drawn with matplotlib; returns the axes."""
-        return _pictures("block_map").BlockMap(self).plot(ax, step=step)
+        return views.find("BlockMap")(self).plot(ax, step=step)
 
     def plot_timeline(self, ax: Any = None) -> Any:
         """What each request did in each step, drawn with matplotlib; returns the axes."""
-        return _pictures("timeline").Timeline(self).plot(ax)
+        return views.find("Timeline")(self).plot(ax)
 
     def plot_prefix_tree(self, ax: Any = None) -> Any:
         """The cached prefixes as a tree, drawn with matplotlib; returns the axes."""
-        return _pictures("prefix_tree").PrefixTree(self).plot(ax)
+        return views.find("PrefixTree")(self).plot(ax)
 
     def plot_waste(self, ax: Any = None) -> Any:
         """Memory lost to fragmentation over time, drawn with matplotlib; returns the axes."""
-        return _pictures("waste").Waste(self).plot(ax)
+        return views.find("Waste")(self).plot(ax)
 
 
 # %% nbs/core/trace.ipynb #Trace-TraceError
@@ -504,11 +276,11 @@ def _too_early(state: State, gained: dict[str, tuple[int, ...]], step: int | Non
 
     step: given if a later one has been decided already. It may go on from these tokens, or have preempted the request.
     """
-    for name in gained:
+    for name, new in gained.items():
         request = state.requests.get(name)
         if request is None or (step is not None and request.status != "RUNNING"):
             continue
-        ahead = request.num_computed_tokens - request.num_tokens
+        ahead = request.num_computed_tokens - request.num_tokens - (len(new) - 1)
         if ahead and not (step is not None and ahead == 1):
             return f"{name} gained a token, but {request.num_computed_tokens} of its {request.num_tokens} tokens are computed"
     return None
@@ -546,6 +318,40 @@ def find_fault(state: State, ahead: int = 0) -> str | None:
     return None
 
 
+# %% nbs/core/trace.ipynb #Trace-check
+_OF_A_REQUEST = frozenset(kind for kind, fields in SCHEMA.items() if fields[:1] == ("request",)) - {"add", "finish"}
+
+
+# %% nbs/core/trace.ipynb #is-decode
+def _is_decode(line: list[Any]) -> bool:
+    return line[1] == 1 and len(line[2]) == 1
+
+
+# %% nbs/core/trace.ipynb #names
+_ROLES = ("system", "user", "assistant", "model", "developer")
+
+
+def _asked(tokenizer: Any, prompt: list[int]) -> list[int]:
+    """The part of a prompt that somebody wrote last: between special tokens, without the role that a chat template puts before it."""
+    special, parts = set(getattr(tokenizer, "all_special_ids", ())), [list[int]()]
+    for token in prompt:
+        if token in special:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    for part in reversed(parts):
+        role = len(parts) > 1 and part and str(tokenizer.decode(part[:1])).strip() in _ROLES
+        rest = part[1:] if role else part
+        if rest and str(tokenizer.decode(rest[:8])).strip():
+            return rest
+    return prompt
+
+
+def _short(tokenizer: Any, tokens: list[int], most: int = 28) -> str:
+    text = " ".join(str(tokenizer.decode(tokens[:24])).split())
+    return text if len(text) <= most and len(tokens) <= 24 else text[:most].rsplit(" ", 1)[0].rstrip(",.;:") + "…"
+
+
 # %% nbs/core/trace.ipynb #Trace-why
 REASONS = {
     "max_num_seqs": "as many requests were running as max_num_seqs allows",
@@ -560,29 +366,58 @@ REASONS = {
 }
 
 
-def _tell(event: Event) -> str | None:
-    kind = event[0]
-    if kind == "add":
-        return f"arrived with {event[2]} prompt tokens"
-    if kind == "attributes":
-        return "asked for " + ", ".join(f"{name}={value!r}" for name, value in event[2].items())
-    if kind == "wait":
-        return f"waited: {REASONS.get(event[2], event[2])}"
-    if kind == "chunk":
-        return f"got {event[2]} of {event[3]} tokens: {REASONS.get(event[4], event[4])}"
-    if kind == "admit":
-        return f"started, {event[3]} tokens cached" if event[3] else "started"
-    if kind == "preempt":
-        return f"preempted ({event[2]}): request {event[3]} needed blocks and none were free; chosen by {event[4]}"
-    if kind == "finish":
-        return f"finished: {event[2]}"
-    if kind in ("alloc", "hit"):
-        blocks = f"block{'s' if len(event[3]) > 1 else ''} {', '.join(map(str, event[3]))}"
-        return f"{'took' if kind == 'alloc' else 'shared'} {blocks}"
-    return None
+class _Story(EventReader):
+    """What happened to one request, as [step, text]; a step's computed and sampled tokens as [step, count, token ids]."""
 
+    def __init__(self, request: str, names: dict[str, str]) -> None:
+        super().__init__()
+        self.request, self.names = request, names
+        self.lines: list[list[Any]] = []
+        self.step, self._open = -1, list[list[Any]]()
 
-# %% nbs/core/trace.ipynb #Trace-show
-def _pictures(module: str) -> Any:
-    """A module of `minivllm.viz`, which stands on this one: by name and when asked for, so that the core loads alone."""
-    return import_module(f"minivllm.viz.{module}")
+    def _on_step(self, step: int, time: float) -> None:
+        self.step += 1
+
+    def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
+        if self.request in num_scheduled:
+            self._open.append([self.step, num_scheduled[self.request], ()])
+            self.lines.append(self._open[-1])
+
+    def _on_update(self, time: float, tokens: dict[str, tuple[int, ...]], step: int | None = None) -> None:
+        if self.request in tokens and self._open:
+            self._open.pop(0)[2] = tokens[self.request]
+
+    def _tell(self, request: str, text: str) -> None:
+        if request == self.request:
+            self.lines.append([self.step, text])
+
+    def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
+        self._tell(request, f"arrived with {num_prompt} prompt tokens")
+
+    def _on_attributes(self, request: str, values: dict[str, Any]) -> None:
+        self._tell(request, "asked for " + ", ".join(f"{name}={value!r}" for name, value in values.items()))
+
+    def _on_wait(self, request: str, reason: str) -> None:
+        self._tell(request, f"waited: {REASONS.get(reason, reason)}")
+
+    def _on_chunk(self, request: str, num_tokens: int, wanted: int, reason: str) -> None:
+        self._tell(request, f"got {num_tokens} of {wanted} tokens: {REASONS.get(reason, reason)}")
+
+    # %% nbs/core/trace.ipynb #Story-blocks
+    def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
+        self._tell(request, f"started, {num_cached} tokens cached" if num_cached else "started")
+
+    def _on_alloc(self, request: str, group: int, blocks: tuple[int, ...], took: str = "took") -> None:
+        self._tell(request, f"{took} block{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}")
+
+    def _on_hit(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        self._on_alloc(request, group, blocks, "shared")
+
+    def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
+        who = self.names.get(needed_by, needed_by)
+        self._tell(
+            request, f"preempted ({mode}): request {who} needed blocks and none were free; chosen by {chosen_by}"
+        )
+
+    def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
+        self._tell(request, f"finished: {reason}")

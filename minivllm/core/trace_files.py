@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minivllm.core.trace import TRACE_VERSION, Event, RequestState, State, Trace, TraceHeader
+from minivllm.core.events import TRACE_VERSION, Event, Recording, RequestSnapshot, State, TraceHeader
+from minivllm.core.trace_tables import tables
 
 __all__ = [
     "TraceFileError", "decode_event", "encode_event", "load", "perfetto_events", "save", "save_perfetto",
@@ -54,6 +55,7 @@ def _decode_key(value: Any) -> Any:
     return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
 
 
+# %% nbs/core/trace_files.ipynb #decode_event
 def decode_event(values: list[Any]) -> Event:
     """The event that `encode_event` was given."""
     kind = values[0]
@@ -63,6 +65,8 @@ def decode_event(values: list[Any]) -> Event:
         return ("evict", values[1], bytes.fromhex(values[2]))
     if kind == "attributes":
         return (kind, values[1], {name: _decode_key(value) for name, value in values[2].items()})
+    if kind == "draft":
+        return (kind, {name: tuple(tokens) for name, tokens in values[1].items()})
     if kind == "update":
         return (kind, values[1], {name: tuple(tokens) for name, tokens in values[2].items()}, *values[3:])
     return tuple(v if isinstance(v, dict) else _freeze(v) for v in values)
@@ -76,27 +80,21 @@ def _encode_start(state: State) -> dict[str, Any]:
 
 def _decode_start(plain: dict[str, Any]) -> State:
     hashes = [bytes.fromhex(name) if name is not None else None for name in plain["hashes"]]
-    requests = {name: RequestState(**values) for name, values in plain["requests"].items()}
+    requests = {name: RequestSnapshot(**values) for name, values in plain["requests"].items()}
     return State(**{**plain, "hashes": hashes, "requests": requests})
 
 
 # %% nbs/core/trace_files.ipynb #save
-def save(trace: Trace, path: str | Path, drop_samples: bool = False) -> None:
+def save(trace: Recording, path: str | Path) -> None:
     """Write a trace.
 
     Args:
         path: ends in `.jsonl` or `.parquet`. A file that is there is replaced when the new one is complete.
-        drop_samples: a file holds no logits; say so if `trace.samples` has some.
 
     Raises:
         ValueError: another ending. TypeError: an extra key of a request that cannot be saved.
     """
     path = Path(path)
-    if trace.samples and not drop_samples:
-        raise ValueError(
-            f"the trace has the logits of {len(trace.samples)} samples, and no file of a trace holds them;"
-            " save(path, drop_samples=True) leaves them out"
-        )
     head = json.dumps({"trace": asdict(trace.header), "start": _encode_start(trace.start)})
     lines = (json.dumps(encode_event(event)) for event in trace.events)
     if path.suffix == ".jsonl":
@@ -125,7 +123,7 @@ def _save_parquet(path: Path, head: str, lines: list[str], kinds: list[str]) -> 
 
 
 # %% nbs/core/trace_files.ipynb #load
-def load(path: str | Path) -> Trace:
+def load(path: str | Path) -> Recording:
     """Read a trace that `save` wrote.
 
     Raises:
@@ -151,13 +149,13 @@ def load(path: str | Path) -> Trace:
     return trace
 
 
-def _make_trace(values: Any, path: Path) -> Trace:
+def _make_trace(values: Any, path: Path) -> Recording:
     if not isinstance(values, dict) or "trace" not in values:
         raise TraceFileError(f"{path.name}: not a trace of minivllm (its first line has no header)")
     version = values["trace"].get("version")
     if version != TRACE_VERSION:
         raise TraceFileError(f"{path.name}: a trace of version {version}; this program reads version {TRACE_VERSION}")
-    return Trace(TraceHeader(**values["trace"]), _decode_start(values["start"]))
+    return Recording(TraceHeader(**values["trace"]), _decode_start(values["start"]))
 
 
 def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -186,85 +184,53 @@ def _parquet_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 # %% nbs/core/trace_files.ipynb #perfetto_events
-def perfetto_events(trace: Trace) -> list[dict[str, Any]]:
+def _span(pid: int, tid: int | None, name: str, start: float, seconds: float, **args: Any) -> dict[str, Any]:
+    more = {"args": args} if args else {}
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start, "dur": seconds * 1e6, **more}
+
+
+def perfetto_events(trace: Recording) -> list[dict[str, Any]]:
     """The trace as a list of Chrome trace events; times in microseconds."""
-    frames = trace.to_pandas()
+    frames = tables(trace)
     steps, requests = frames["steps"], frames["requests"]
     budget = trace.header.settings.get("max_num_batched_tokens")
     start = dict(zip(steps["step"], steps["start"] * 1e6, strict=True))
-    length = dict(zip(steps["step"], (steps["end"] - steps["start"]).fillna(0) * 1e6, strict=True))
+    length = dict(zip(steps["step"], (steps["end"] - steps["start"]).fillna(0), strict=True))
     track = {request_id: i + 1 for i, request_id in enumerate(requests["request_id"])}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "engine"}},
-        {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "requests"}},
+    events = [
+        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+        for pid, name in ((1, "engine"), (2, "requests"))
     ]
     events += [
         {"ph": "M", "pid": 2, "tid": tid, "name": "thread_name", "args": {"name": r}} for r, tid in track.items()
     ]
     for row in steps.itertuples():
-        at = start[row.step]
-        events.append(
-            {
-                "ph": "X",
-                "pid": 1,
-                "tid": 1,
-                "name": "step",
-                "ts": at,
-                "dur": length[row.step],
-                "args": {"step": row.step, "tokens": row.num_tokens},
-            }
-        )
-        events.append(
-            {
-                "ph": "C",
-                "pid": 1,
-                "name": "tokens",
-                "ts": at,
-                "args": {"prefill": row.num_prefill_tokens, "decode": row.num_decodes},
-            }
-        )
-        if budget is not None:
-            left = {"unused": budget - row.num_tokens}
-            events.append({"ph": "C", "pid": 1, "name": "budget", "ts": at, "args": left})
-        events.append(
-            {
-                "ph": "C",
-                "pid": 1,
-                "name": "blocks",
-                "ts": at,
-                "args": {"used": row.used_blocks, "cached": row.cached_blocks},
-            }
-        )
-        events.append(
-            {
-                "ph": "C",
-                "pid": 1,
-                "name": "requests",
-                "ts": at,
-                "args": {"running": row.num_running, "waiting": row.num_waiting},
-            }
-        )
-    for row in requests.itertuples():
-        if row.queue_time == row.queue_time:  # not NaN
-            span = {"ts": row.arrival * 1e6, "dur": row.queue_time * 1e6}
-            events.append({"ph": "X", "pid": 2, "tid": track[row.request_id], "name": "waiting", **span})
+        events.append(_span(1, 1, "step", start[row.step], length[row.step], step=row.step, tokens=row.num_tokens))
+        counters = {
+            "tokens": {"prefill": row.num_prefill_tokens, "decode": row.num_decodes},
+            "budget": None if budget is None else {"unused": budget - row.num_tokens},
+            "blocks": {"used": row.used_blocks, "cached": row.cached_blocks},
+            "requests": {"running": row.num_running, "waiting": row.num_waiting},
+        }
+        events += [
+            {"ph": "C", "pid": 1, "name": name, "ts": start[row.step], "args": values}
+            for name, values in counters.items()
+            if values is not None
+        ]
+    for row in requests[requests["queue_time"].notna()].itertuples():
+        events.append(_span(2, track[row.request_id], "waiting", row.arrival * 1e6, row.queue_time))
     for row in frames["decisions"].itertuples():
         at, tid = start.get(row.step, 0.0), track.get(row.request_id)
-        if row.decision == "policy error":
-            events.append(
-                {"ph": "i", "s": "p", "pid": 1, "tid": 1, "name": row.decision, "ts": at, "args": {"why": row.reason}}
-            )
         if row.decision in ("prefill", "decode"):
-            span = {"ts": at, "dur": length[row.step], "args": {"tokens": int(row.num_tokens), "step": row.step}}
-            events.append({"ph": "X", "pid": 2, "tid": tid, "name": row.decision, **span})
-        elif row.decision.startswith("preempt"):
-            events.append(
-                {"ph": "i", "s": "t", "pid": 2, "tid": tid, "name": row.decision, "ts": at, "args": {"why": row.reason}}
-            )
+            tokens = int(row.num_tokens)
+            events.append(_span(2, tid, row.decision, at, length[row.step], tokens=tokens, step=row.step))
+        elif row.decision == "policy error" or row.decision.startswith("preempt"):
+            scope = {"s": "p", "pid": 1, "tid": 1} if tid is None else {"s": "t", "pid": 2, "tid": tid}
+            events.append({"ph": "i", **scope, "name": row.decision, "ts": at, "args": {"why": row.reason}})
     return events
 
 
-def save_perfetto(trace: Trace, path: str | Path) -> None:
+def save_perfetto(trace: Recording, path: str | Path) -> None:
     """Write a file for ui.perfetto.dev (or chrome://tracing)."""
     Path(path).write_text(
         json.dumps({"traceEvents": perfetto_events(trace), "displayTimeUnit": "ms"}), encoding="utf-8"

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.trace import Added, EventReader, Fold, Trace
+from minivllm.core.events import FoldReader, Recording, read
 
 __all__ = ["tables"]
 
@@ -26,96 +27,78 @@ _TOKEN = ["request_id", "position", "token_id", "step", "time"]
 _DECISION = ["step", "request_id", "decision", "num_tokens", "wanted", "reason"]
 
 
-class _Collector(EventReader):
-    """Turns events into rows. One method per kind; kinds without rows are only folded."""
+class _Collector(FoldReader):
+    """Turns events into rows."""
 
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()
-        self.fold = Fold(trace.start)
-        self.step, self.time = -1, 0.0
-        self.steps: list[list[Any]] = []
+    def begin(self) -> None:
+        self.number, self.time = -1, 0.0
+        self.steps: list[dict[str, Any]] = []
         self.blocks: list[tuple[Any, ...]] = []
         self.tokens: list[tuple[Any, ...]] = []
         self.decisions: list[tuple[Any, ...]] = []
         self.requests: dict[str, dict[str, Any]] = {}
-        for request_id, state in trace.start.requests.items():
-            self._open(
-                request_id,
-                None,
-                0,
-                float("nan"),
-                state.num_prompt_tokens,
-                None,
-                state.num_tokens - state.num_prompt_tokens,
-            )
+        for request_id, state in self.fold.now.requests.items():
+            output = state.num_tokens - state.num_prompt_tokens
+            self._open(request_id, None, 0, float("nan"), state.num_prompt_tokens, None, output)
 
-    def _open(
-        self, request_id: str, user: Any, priority: int, arrival: float, prompt: int, most: Any, outputs: int
-    ) -> None:
-        values = (request_id, user, priority, arrival, prompt, most, outputs, 0, None, None, None, None, 0)
-        self.requests[request_id] = dict(zip(_REQUEST, values, strict=True))
+    def _open(self, *values: Any) -> None:
+        self.requests[values[0]] = dict(zip(_REQUEST, (*values, 0, None, None, None, None, 0), strict=True))
 
-    def feed(self, event: tuple[Any, ...]) -> None:
-        super().feed(event)
-        self.fold.apply(event)
+    def end_step(self) -> None:
+        state, free, cached = self.fold.now, len(self.fold.free_blocks), self.fold.num_cached_free
+        self.steps[-1].update(
+            num_running=len(state.running), num_waiting=len(state.waiting), used_blocks=self.fold.num_used,
+            cached_blocks=cached, free_blocks=free - cached,
+        )  # fmt: skip
 
     def _on_step(self, step: int, time: float) -> None:
-        self.close_step()
-        self.step, self.time = step, time
-        self.steps.append([step, time, None, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+        self.number, self.time = step, time
+        self.steps.append(dict.fromkeys(_STEP, 0) | {"step": step, "start": time, "end": None})
 
-    def close_step(self) -> None:
-        """Fill in what is known when a step has ended: the lengths of the queues and the use of the blocks."""
-        if self.steps:
-            state = self.fold.now
-            free, cached = len(self.fold.free_blocks), self.fold.num_cached_free
-            self.steps[-1][6:11] = [
-                len(state.running),
-                len(state.waiting),
-                len(state.ref_cnt) - 1 - free,
-                cached,
-                free - cached,
-            ]
+    def _on_add(
+        self, request: str, num_prompt: int, max_tokens: int, arrival: float, priority: int, user: Any,
+        prompt: Any, output: Any, number: int,
+    ) -> None:  # fmt: skip
+        self._open(request, user, priority, arrival, num_prompt, max_tokens, len(output))
 
-    def _on_add(self, *fields: Any) -> None:
-        new = Added(*fields)
-        self._open(new.request, new.user, new.priority, new.arrival, new.num_prompt, new.max_tokens, len(new.output))
+    def _decide(self, request: str | None, decision: str, n: Any = None, wanted: Any = None, why: Any = None) -> None:
+        self.decisions.append((self.number, request, decision, n, wanted, why))
 
-    def _on_admit(self, request: str, computed: int, cached: int) -> None:
+    # %% nbs/core/trace_tables.ipynb #collector-requests
+    def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
         row = self.requests[request]
-        row["num_cached_tokens"] = cached
+        row["num_cached_tokens"] = num_cached
         row["scheduled"] = self.time if row["scheduled"] is None else row["scheduled"]
-        self.decisions.append((self.step, request, "admit", None, None, None))
+        self._decide(request, "admit")
 
-    def _on_schedule(self, scheduled: dict[str, int]) -> None:
+    def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
         row = self.steps[-1]
-        for request, n in scheduled.items():
+        for request, n in num_scheduled.items():
             state = self.fold.now.requests[request]
             decode = state.num_computed_tokens >= state.num_prompt_tokens and n == 1
-            row[3] += n
-            row[5 if decode else 4] += 1 if decode else n
-            self.decisions.append((self.step, request, "decode" if decode else "prefill", n, None, None))
+            row["num_tokens"] += n
+            row["num_decodes" if decode else "num_prefill_tokens"] += n
+            self._decide(request, "decode" if decode else "prefill", n)
 
-    def _on_chunk(self, request: str, n: int, wanted: int, reason: str) -> None:
-        self.decisions.append((self.step, request, "cut", n, wanted, reason))
+    def _on_chunk(self, request: str, num_tokens: int, wanted: int, reason: str) -> None:
+        self._decide(request, "cut", num_tokens, wanted, reason)
 
     def _on_policy_error(self, message: str) -> None:
-        self.decisions.append((self.step, None, "policy error", None, None, message))
+        self._decide(None, "policy error", why=message)
 
     def _on_wait(self, request: str, reason: str) -> None:
-        self.decisions.append((self.step, request, "wait", None, None, reason))
+        self._decide(request, "wait", why=reason)
 
     def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
         self.requests[request]["num_preemptions"] += 1
-        self.steps[-1][11] += 1
-        why = f"request {needed_by} needed blocks; chosen by {chosen_by}"
-        self.decisions.append((self.step, request, f"preempt ({mode})", None, None, why))
+        self.steps[-1]["num_preempted"] += 1
+        self._decide(request, f"preempt ({mode})", why=f"request {needed_by} needed blocks; chosen by {chosen_by}")
 
-    def _on_update(self, time: float, gained: dict[str, tuple[int, ...]], step: int | None = None) -> None:
-        self.time, step = time, self.step if step is None else step
-        if (late := self.step - step) < len(self.steps):
-            self.steps[-1 - late][2] = time
-        for request, new in gained.items():
+    def _on_update(self, time: float, tokens: dict[str, tuple[int, ...]], step: int | None = None) -> None:
+        self.time, step = time, self.number if step is None else step
+        if (late := self.number - step) < len(self.steps):
+            self.steps[-1 - late]["end"] = time
+        for request, new in tokens.items():
             row = self.requests[request]
             row["first_token"] = time if row["first_token"] is None else row["first_token"]
             for token in new:
@@ -123,44 +106,41 @@ class _Collector(EventReader):
                 row["num_output_tokens"] += 1
 
     def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
-        row = self.requests[request]
-        row["finished"], row["finish_reason"] = self.time, reason
+        self.requests[request].update(finished=self.time, finish_reason=reason)
         if self.steps:
-            self.steps[-1][12] += 1
+            self.steps[-1]["num_finished"] += 1
 
-    def _block(
-        self, event: str, block: int, request: str | None, group: int | None, position: int | None, name: bytes | None
-    ) -> None:
-        self.blocks.append((self.step, self.time, event, block, request, group, position, name.hex() if name else None))
+    # %% nbs/core/trace_tables.ipynb #collector-blocks
+    def _rows(self, event: str, blocks: Any, request: str, group: int, positions: Any) -> None:
+        for position, block in zip(positions, blocks, strict=False):
+            if block:
+                name = self.fold.now.hashes[block]
+                shown = name.hex() if name else None
+                self.blocks.append((self.number, self.time, event, block, request, group, position, shown))
 
     def _on_alloc(self, request: str, group: int, blocks: tuple[int, ...], event: str = "allocated") -> None:
-        start = len(self.fold.now.requests[request].tables[group])
-        for i, block in enumerate(blocks):
-            if block:
-                self._block(event, block, request, group, start + i, self.fold.now.hashes[block])
+        self._rows(event, blocks, request, group, count(len(self.fold.now.requests[request].tables[group])))
 
     def _on_hit(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
         self._on_alloc(request, group, blocks, "shared")
 
-    def _on_cache(self, request: str, group: int, positions: Any, blocks: Any, names: Any) -> None:
-        for position, block, name in zip(positions, blocks, names, strict=True):
-            self._block("cached", block, request, group, position, name)
+    def _on_cache(self, request: str, group: int, positions: Any, blocks: Any, hashes: Any) -> None:
+        for position, block, name in zip(positions, blocks, hashes, strict=True):
+            self.blocks.append((self.number, self.time, "cached", block, request, group, position, name.hex()))
 
     def _on_free(self, request: str, group: int, blocks: tuple[int, ...], event: str = "freed") -> None:
-        table = self.fold.now.requests[request].tables[group]
-        where = {block: i for i, block in enumerate(table)}
-        for block in blocks:
-            self._block(event, block, request, group, where[block], self.fold.now.hashes[block])
+        where = {block: i for i, block in enumerate(self.fold.now.requests[request].tables[group])}
+        self._rows(event, blocks, request, group, [where[block] for block in blocks])
 
     def _on_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
         self._on_free(request, group, blocks, "left by the window")
 
-    def _on_evict(self, block: int, name: bytes) -> None:
-        self._block("evicted", block, None, None, None, name)
+    def _on_evict(self, block: int, hash: bytes) -> None:
+        self.blocks.append((self.number, self.time, "evicted", block, None, None, None, hash.hex()))
 
 
 # %% nbs/core/trace_tables.ipynb #tables
-def tables(trace: Trace) -> dict[str, pd.DataFrame]:
+def tables(trace: Recording) -> dict[str, pd.DataFrame]:
     """All tables of a trace.
 
     Returns:
@@ -174,10 +154,8 @@ def tables(trace: Trace) -> dict[str, pd.DataFrame]:
     """
     import pandas as pd
 
-    collector = _Collector(trace)
-    for event in trace.events:
-        collector.feed(event)
-    collector.close_step()
+    collector = _Collector()
+    read(trace, collector)
     steps = pd.DataFrame(collector.steps, columns=_STEP)
     steps["end"] = steps["end"].astype(float)
     steps.insert(3, "duration", steps["end"] - steps["start"])

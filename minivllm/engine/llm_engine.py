@@ -24,7 +24,7 @@ from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["FROM_GENERATION_CONFIG", "LLMEngine"]
+__all__ = ["LLMEngine"]
 
 
 # %% nbs/engine/llm_engine.ipynb #imports

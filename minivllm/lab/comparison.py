@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.trace import REASONS, Event, Trace
+from minivllm.core.events import Event
+from minivllm.core.trace import REASONS, Trace
 from minivllm.lab.simulation import Run, make_settings
 
 __all__ = [

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.core.config import KVCacheConfig
+from minivllm.core.events import Event, State
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import Policy, PolicyError
 from minivllm.core.prefix import HashIndex
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Scheduler
-from minivllm.core.trace import Event, State, Trace
+from minivllm.core.trace import Trace
 from minivllm.lab.cost import CostModel
 from minivllm.lab.simulation import Run, Session, Settings, kv_cache_of, make_settings, policy_of, preemption_of
 from minivllm.lab.workload import Recorded, recorded_requests
@@ -33,6 +34,7 @@ class RecordedStep:
         during: causes between the decision and its result.
         end: moment of the result; None if there was none (the policy or the model failed).
         errors: requests that failed in the model.
+        drafts: draft tokens that came with the result.
     """
 
     before: list[tuple[Any, ...]]
@@ -40,6 +42,7 @@ class RecordedStep:
     during: list[tuple[Any, ...]] = field(default_factory=list)
     end: float | None = None
     errors: dict[str, str] = field(default_factory=dict)
+    drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ...]]]:
@@ -63,6 +66,8 @@ def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ..
                 )
             assert step is not None
             step.end, gained = event[1], event[2]
+        elif kind == "draft" and step is not None:
+            step.drafts = event[1]
         elif kind in ("add", "reset"):
             (step.during if step is not None and running else waiting).append((kind,))
         elif kind == "finish":
@@ -251,6 +256,7 @@ class History:
         if step.errors:
             sampled = {name: tokens for name, tokens in result.sampled_token_ids.items() if name not in step.errors}
             result = ModelRunnerOutput(sampled, errors=step.errors)
+        result.draft_token_ids = {name: list(tokens) for name, tokens in step.drafts.items()}
         session.clock.advance_to(step.end)
         scheduler.update_from_output(output, result)
 

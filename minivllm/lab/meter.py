@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.trace import Added, EventReader, Trace
+from minivllm.core.events import EventReader
+from minivllm.core.trace import Trace
 
 __all__ = ["LogHistogram", "Meter"]
 
@@ -109,9 +110,11 @@ class Meter(EventReader):
         for numbers, number in zip(self._wholes.values(), (priority, prompt, most, outputs, 0, 0), strict=True):
             numbers.append(number)
 
-    def _on_add(self, *fields: Any) -> None:
-        new = Added(*fields)
-        self._open(new.request, new.arrival, new.priority, new.num_prompt, new.max_tokens, new.user, len(new.output))
+    def _on_add(
+        self, request: str, num_prompt: int, max_tokens: int, arrival: float, priority: int, user: Any,
+        prompt: Any, output: Any, number: int,
+    ) -> None:  # fmt: skip
+        self._open(request, arrival, priority, num_prompt, max_tokens, user, len(output))
 
     def _on_step(self, step: int, time: float) -> None:
         self.num_steps += 1

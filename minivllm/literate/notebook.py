@@ -16,7 +16,7 @@ from minivllm.literate.source import string_lines
 
 __all__ = [
     "CONFLICT", "DIRECTIVES", "Book", "Cell", "LiterateError", "Notebook", "find_root", "joined",
-    "notebook_paths", "parse_notebook", "read_book", "read_notebook", "select", "write",
+    "notebook_paths", "parse_notebook", "read_book", "read_notebook", "write",
 ]  # fmt: skip
 
 
@@ -214,42 +214,35 @@ class Book:
     whole: bool = True
 
 
-def read_book(root: Path) -> Book:
-    """Read every notebook under `nbs/`. Two that export the same module are an error that names both."""
-    book = Book(root)
+def read_book(root: Path, paths: Sequence[str] = ()) -> Book:
+    """Read the notebooks under `nbs/`; with `paths` only what these name: notebooks, modules or folders of either.
+
+    Two notebooks that export the same module are an error that names both.
+    """
+    book = Book(root, whole=not paths)
+    unused = {Path(given).resolve(): given for given in paths}
+    folders = list(unused)
+    names: dict[str, str] = {}
+
+    def chosen(*files: Path) -> bool:
+        found = [folder for folder in folders for file in files if folder in (file.resolve(), *file.resolve().parents)]
+        for folder in found:
+            unused.pop(folder, None)
+        return book.whole or bool(found)
+
     for path in notebook_paths(root):
         try:
             notebook = read_notebook(path, root)
-            if notebook.module is None:
-                book.plain.append(notebook)
-            elif notebook.target in book.chapters:
-                other = book.chapters[notebook.target].name
+            other = names.setdefault(notebook.target, notebook.name) if notebook.module else notebook.name
+            if other != notebook.name:
                 raise LiterateError(f"default_exp {notebook.module}: {other} exports the same module", notebook.name)
-            else:
+            if notebook.module and chosen(path, root / notebook.target):
                 book.chapters[notebook.target] = notebook
+            elif not notebook.module and chosen(path):
+                book.plain.append(notebook)
         except LiterateError as error:
-            book.errors.append(error)
+            if chosen(path):
+                book.errors.append(error)
+    for given in unused.values():
+        raise LiterateError("neither a notebook of this book nor a module or folder of one", given)
     return book
-
-
-# %% nbs/literate/notebook.ipynb #select
-def select(book: Book, paths: Sequence[str]) -> Book:
-    """The part of the book that the paths name: notebooks, modules or folders of either. No path: all of it."""
-    if not paths:
-        return book
-    chosen = Book(book.root, whole=False)
-    for given in paths:
-        folder = Path(given).resolve()
-
-        def within(path: Path, folder: Path = folder) -> bool:
-            return folder == path.resolve() or folder in path.resolve().parents
-
-        chapters = {name: n for name, n in book.chapters.items() if within(n.path) or within(book.root / name)}
-        plain = [notebook for notebook in book.plain if within(notebook.path)]
-        errors = [error for error in book.errors if within(book.root / error.path)]
-        if not (chapters or plain or errors):
-            raise LiterateError("neither a notebook of this book nor a module or folder of one", given)
-        chosen.chapters.update(chapters)
-        chosen.plain += plain
-        chosen.errors += errors
-    return chosen

@@ -19,10 +19,7 @@ from minivllm.literate.render import build, formatted
 from minivllm.literate.source import DEFINITIONS, FUNCTIONS, IMPORTS, import_lines, normal
 from minivllm.literate.sync import compare, edited_side, module_text, out_of_step, remember
 
-__all__ = [
-    "carry", "carry_imports", "carry_parts", "cell_source", "cell_texts", "sorted_imports", "verify",
-    "with_sources", "write_back",
-]  # fmt: skip
+__all__ = ["write_back"]
 
 
 # %% nbs/literate/write_back.ipynb #write-back
@@ -109,15 +106,18 @@ def carry_parts(
 
 
 def cell_source(cell: Cell, items: Sequence[Item], blocks: Sequence[Sequence[str]]) -> str:
-    """The source of a cell, given the texts for each of its items. What stays keeps the blank lines above it."""
+    """The source of a cell, given the texts for each of its items. Neighbours that stay keep the blank lines between them."""
     lines = cell.source.split("\n")[: len(cell.directives)]
-    above: str | None = None
-    for item, texts in zip_longest(items, blocks):
+    above, kept_above = "", -2
+    for index, texts in enumerate(blocks):
+        item = items[index] if index < len(items) else None
         for text in texts:
-            kept = item is not None and text == texts[-1] and (len(texts) == 1 or above is None)
-            gap = item.gap if kept else 2 if _is_definition(text) or _is_definition(above or "") else 0
-            lines += [""] * (gap if above is not None else 0) + text.split("\n")
-            above = text
+            kept = index if item and _is_definition(text) == _is_definition(_own_text(item)) else -2
+            gap = item.gap if item and text is texts[0] else 0
+            if kept < 0 or kept_above != kept - 1:
+                gap = max(gap, 2 if _is_definition(text) or _is_definition(above) else 0)
+            lines += [""] * (gap if above else 0) + text.split("\n")
+            above, kept_above = text, kept
     return "\n".join(lines)
 
 

@@ -48,11 +48,9 @@ def sources(*modules: str) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def styles(*modules: str) -> dict[str, str]:
-    """The style sheets: the palette's variables and the rules of all views, then `NAME.css` of each module that has one."""
-    folder = files("minivllm.viz") / "static"
-    own = {name: _read(f"{name}.css") for name in sources(*modules) if (folder / f"{name}.css").is_file()}
-    return {"viz": style_sheet() + _read("viz.css"), **own}
+def styles() -> dict[str, str]:
+    """The style sheet: the palette's variables and the rules of all views."""
+    return {"viz": style_sheet() + _read("viz.css")}
 
 
 @cache
@@ -71,7 +69,7 @@ def loader() -> str:
 # %% nbs/viz/assets.ipynb #fragment
 def pack_modules(*modules: str) -> str:
     """Modules and styles, deflated, as base64."""
-    text = json.dumps({"modules": sources(*modules), "styles": styles(*modules)})
+    text = json.dumps({"modules": sources(*modules), "styles": styles()})
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
@@ -117,7 +115,7 @@ def document(title: str, body: str, heading: bool = True) -> str:
 # %% nbs/viz/assets.ipynb #widget_module
 def widget_module(*modules: str) -> str:
     """The same program as one ES module for anywidget (its `_esm`)."""
-    given: dict[str, Any] = {"modules": sources(*modules), "styles": styles(*modules)}
+    given: dict[str, Any] = {"modules": sources(*modules), "styles": styles()}
     return (
         f"{loader()}\nconst given = {json.dumps(given)};\nconst loader = globalThis.minivllmViz[{json.dumps(version())}];\n"
         "loader.add(given.modules, given.styles);\n"

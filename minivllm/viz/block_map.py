@@ -5,20 +5,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, takewhile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.trace import Event, Fold, State, Trace
+from minivllm.core.events import SCHEMA, Event, FoldReader, State, named, read
+from minivllm.core.trace import Trace
 from minivllm.viz.palette import LIGHT, owner_colour
 from minivllm.viz.payload import Payload
-from minivllm.viz.view import TraceSource, TraceView
+from minivllm.viz.view import MADE_UP, TraceSource, TraceView, most_eventful
 
-__all__ = [
-    "BlockMap", "block_states", "group_names", "request_numbers", "request_tokens", "token_texts", "usage",
-]  # fmt: skip
+__all__ = ["BlockMap", "block_states", "group_names", "request_numbers", "request_tokens", "token_texts"]
 
 
 # %% nbs/viz/block_map.ipynb #code-17d13d
@@ -28,33 +29,24 @@ if TYPE_CHECKING:
 
 # %% nbs/viz/block_map.ipynb #Op
 HASH_BYTES = 3  # of a content hash that travel, to be read by people
-
-
-class Op:
-    """Operations of the stream, each followed by its operands. A list of blocks is its length, the first, then differences. A request is
-    the difference of its number from that of the request before it in the step (0 before the first); "absolute" ones are plain.
-    """
-
-    ALLOC = 0  # request, group, why (0 runs on, 1 starts, 2 starts again, 3 comes back from the swap pool), list; or length -n: n from the free list
-    HIT = 1  # request, group, list
-    CACHE = 2  # request, group, n, then n times: position, block, name; or -n, jump: n blocks of its table with the next n names, so far from where such a run of its last ended
-    FREE = 3  # request, group, cause, detail, by (absolute), list; or length -1: the whole table, last block first
-    SKIP = 4  # request, group, start, end, list
-    EVICT = 5  # request that needs them (number -1 if none is known), list; or length -n: the first n in the free list that have content
-    RESET = 6
-    SWAP_OUT = 7  # request, n, n times: block of the pool, block of the swap pool
-    FREE_CPU = 8  # request, list
-    SCHEDULE = 9  # n, n times: request, tokens (only where they differ from the step before; 0 for none)
-    FORGET = 10  # a request that has finished
-    RESTART = 11  # request, its computed tokens from now on; also said of one that arrives
-
-
-class Cause:
-    """Why a request gave its blocks back."""
-
-    TAKEN_BACK = 0  # its admission failed half-way
-    FINISH = 1  # detail: the reason's string
-    PREEMPT = 2  # detail: the mode's string; by: the request that needed the blocks
+STATUSES = ("WAITING", "RUNNING", "PREEMPTED", "SWAPPED")
+MODES = ("recompute", "swap")
+WIRE = {  # the events that travel, and their fields
+    "add": ("request",),
+    "admit": SCHEMA["admit"],
+    "alloc": SCHEMA["alloc"],
+    "hit": SCHEMA["hit"],
+    "cache": ("request", "group", "positions"),  # with blocks and hashes
+    "skip": SCHEMA["skip"],
+    "free": SCHEMA["free"],
+    "evict": ("block",),
+    "preempt": SCHEMA["preempt"],
+    "swap_out": SCHEMA["swap_out"],
+    "free_cpu": SCHEMA["free_cpu"],
+    "schedule": SCHEMA["schedule"],
+    "finish": ("request", "reason"),
+    "reset": (),
+}
 
 
 # %% nbs/viz/block_map.ipynb #_Numbers
@@ -73,8 +65,8 @@ def _listed(blocks: Sequence[int]) -> list[int]:
 
 
 # %% nbs/viz/block_map.ipynb #BlockStream
-class BlockStream:
-    """The block events of a trace in chunks of whole numbers.
+class BlockStream(FoldReader):
+    """The events of `WIRE` in chunks of whole numbers, read beside a fold: `read(trace, stream)`, or `BlockStream.of(trace)`.
 
     Attributes:
         chunks: (first step, numbers) each.
@@ -82,25 +74,64 @@ class BlockStream:
         names: content hash -> number.
         origins: runs of names: the request, the group and the position that filled the first of the run first, and the length of the run.
             The request is -1 where that was before the trace.
+        used: blocks in use after each step.
+        touched: the blocks that were ever held or held content.
     """
 
     LEAST = 2048  # numbers of a chunk
     SHARE = 6  # events, as a multiple of the keyframe before them
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace, self.fold = trace, Fold(trace.start)
+    _keyframe_size = 0
+
+    @classmethod
+    def of(cls, trace: Trace) -> BlockStream:
+        """The stream of a whole trace."""
+        stream = cls()
+        read(trace, stream)
+        return stream
+
+    def begin(self) -> None:
         self.requests, self.strings, self.names = _Numbers(), _Numbers(), _Numbers()
         self.origins: list[list[int]] = []
         self.chunks: list[tuple[int, list[int]]] = []
-        self._scheduled: dict[str, int] = {}
-        self._filled: dict[tuple[int, int], int] = {}  # (request, group) -> where its last run of new content ended
-        self._last = 0  # the request before, in this step
-        for request in trace.start.requests:
+        self.used: list[int] = []
+        self.kinds: Counter[str] = Counter()
+        now = self.fold.now
+        self.touched = {
+            block for block, (count, name) in enumerate(zip(now.ref_cnt, now.hashes, strict=True)) if count or name
+        }
+        for request in now.requests:
             self.requests(request)
-        for name in trace.start.hashes:
+        for name in now.hashes:
             if name is not None:
                 self._name(name, -1, 0, 0)
-        self._run()
+        self._start_step(0)
+
+    def _start_step(self, step: int) -> None:
+        if not self.chunks or len(self.chunks[-1][1]) > max(self.LEAST, (1 + self.SHARE) * self._keyframe_size):
+            self.chunks.append((step, self._keyframe()))
+            self._keyframe_size = len(self.chunks[-1][1])
+        self._ops: list[int] = []
+        self._last = 0  # the request before, in this step
+
+    def end_step(self) -> None:
+        self.chunks[-1][1].extend([len(self._ops), *self._ops])
+        self.used.append(self.fold.num_used)
+
+    def _on_step(self, step: int, time: float) -> None:
+        if self.step:  # what comes before the first step belongs to it
+            self._start_step(self.step)
+
+    def feed(self, event: Event) -> None:
+        """Write one event."""
+        super().feed(event)
+        self.kinds[event[0]] += 1
+        if event[0] in WIRE:
+            self._ops.append(_KIND[event[0]])
+            fields = named(event)
+            for field in WIRE[event[0]]:
+                coder = getattr(self, f"_write_{field}", None)
+                self._ops += coder(fields) if coder else [getattr(fields, field)]
 
     def _name(self, name: bytes, request: int, group: int, position: int) -> int:
         known = len(self.names.of)
@@ -113,141 +144,97 @@ class BlockStream:
                 self.origins.append([request, group, position, 1])
         return number
 
-    def _run(self) -> None:
-        keyframe, step = 0, -1
-        for begin, end in _step_ranges(self.trace):
-            step += 1
-            if not self.chunks or len(self.chunks[-1][1]) > max(self.LEAST, (1 + self.SHARE) * keyframe):
-                self.chunks.append((step, self._keyframe()))
-                keyframe = len(self.chunks[-1][1])
-            ops: list[int] = []
-            self._last = 0
-            for i in range(begin, end):
-                ops += self._code(i)
-                self.fold.apply(self.trace.events[i])
-            self.chunks[-1][1].extend([len(ops), *ops])
-
+    # %% nbs/viz/block_map.ipynb #BlockStream-keyframe
     def _keyframe(self) -> list[int]:
-        """Length; names given so far; number of requests, then each one's number, computed tokens, block tables and swapped blocks; the free
-        list; for every block in the order of its first mention, what it holds: 0 or its name + 1, as differences (neighbours hold neighbours).
+        """Length; names given so far; number of requests, then each one's number, status, computed tokens, block tables and swapped blocks; the
+        queues; the free list; for every block in the order of its first mention, what it holds: 0 or its name + 1, as differences (neighbours hold
+        neighbours).
         """
         state, mentioned = self.fold.now, dict.fromkeys([0])
         numbers = [len(self.names.of), len(state.requests)]
         for request, its in state.requests.items():
-            numbers += [self.requests(request), its.num_computed_tokens]
+            numbers += [self.requests(request), STATUSES.index(its.status), its.num_computed_tokens]
             for table in (*its.tables, its.cpu_blocks):
                 numbers += _listed(table)
             for table in its.tables:
                 mentioned.update(dict.fromkeys(table))
+        for queue in (state.waiting, state.running):
+            numbers += _listed([self.requests(request) for request in queue])
         free = list(self.fold.free_blocks)
         held = [state.hashes[block] for block in dict.fromkeys([*mentioned, *free])][1:]
         numbers += _listed(free) + _listed([0 if name is None else self.names(name) + 1 for name in held])[1:]
-        self._scheduled, self._filled = {}, {}
+        self._scheduled: dict[str, int] = {}
+        self._filled: dict[tuple[int, int], int] = {}  # (request, group) -> where its last run of new content ended
         return [len(numbers), *numbers]
 
-    # ---- one event
-
-    def _request(self, request: str | None) -> int:
-        """The difference from the request before; None is number -1."""
-        number = -1 if request is None else self.requests(request)
+    # %% nbs/viz/block_map.ipynb #BlockStream-fields
+    def _write_request(self, event: Any) -> list[int]:
+        """The difference from the request before."""
+        number = self.requests(event.request)
         self._last, last = number, self._last
-        return number - last
+        if event.kind == "finish":
+            for group in range(self.fold.now.num_groups):
+                self._filled.pop((number, group), None)
+        return [number - last]
 
-    def _code(self, i: int) -> list[int]:
-        event = self.trace.events[i]
-        coder = getattr(self, "_on_" + event[0], None)
-        return coder(i, *event[1:]) if coder else []
+    def _write_needed_by(self, event: Any) -> list[int]:
+        return [self.requests(event.needed_by)]
 
-    def _after(self, i: int) -> Iterator[Event]:
-        return (self.trace.events[j] for j in range(i + 1, len(self.trace.events)))
+    def _write_mode(self, event: Any) -> list[int]:
+        return [MODES.index(event.mode)]
 
-    def _on_add(self, i: int, request: str, *_: Any) -> list[int]:
-        return [Op.RESTART, self._request(request), 0]
+    def _write_chosen_by(self, event: Any) -> list[int]:
+        return [self.strings(event.chosen_by)]
 
-    def _on_alloc(self, i: int, request: str, group: int, blocks: Sequence[int]) -> list[int]:
-        why = {"RUNNING": 0, "WAITING": 1, "PREEMPTED": 2, "SWAPPED": 3}[self.fold.now.requests[request].status]
-        first = list(islice(self.fold.free_blocks, len(blocks)))
-        which = [-len(blocks)] if first == list(blocks) else _listed(blocks)
-        return [Op.ALLOC, self._request(request), group, why, *which]
+    def _write_reason(self, event: Any) -> list[int]:
+        return [self.strings(event.reason)]
 
-    def _on_hit(self, i: int, request: str, group: int, blocks: Sequence[int]) -> list[int]:
-        return [Op.HIT, self._request(request), group, *_listed(blocks)]
+    def _write_blocks(self, event: Any) -> list[int]:
+        expected: Iterable[int] = ()
+        if event.kind == "alloc":
+            self.touched.update(event.blocks)
+            expected = islice(self.fold.free_blocks, len(event.blocks))
+        elif event.kind == "free":
+            table = self.fold.now.requests[event.request].tables[event.group]
+            expected = (block for block in reversed(table) if block)
+        return [-len(event.blocks)] if list(event.blocks) == list(expected) else _listed(event.blocks)
 
-    def _on_admit(self, i: int, request: str, computed: int, cached: int) -> list[int]:
-        return [Op.RESTART, self._request(request), computed]
+    # %% nbs/viz/block_map.ipynb #BlockStream-lists
+    def _write_block(self, event: Any) -> list[int]:
+        """-1 for the first free block behind those without content."""
+        behind = len(self.fold.free_blocks) - self.fold.num_cached_free
+        return [-1 if event.block == next(islice(self.fold.free_blocks, behind, None), None) else event.block]
 
-    def _on_preempt(self, i: int, request: str, mode: str, *_: str) -> list[int]:
-        return [] if mode == "swap" else [Op.RESTART, self._request(request), 0]
-
-    def _on_cache(self, i: int, request: str, group: int, positions: Any, blocks: Any, hashes: Any) -> list[int]:
-        number, known = self.requests(request), len(self.names.of)
-        names = [self._name(name, number, group, position) for position, name in zip(positions, hashes, strict=True)]
-        table = self.fold.now.requests[request].tables[group]
+    def _write_positions(self, event: Any) -> list[int]:
+        """n, then n times position, block, name; or -n, jump: n blocks of the table with the next n names, so far from where such a run ended last."""
+        key, known, positions = (self.requests(event.request), event.group), len(self.names.of), event.positions
+        names = [self._name(name, *key, position) for position, name in zip(positions, event.hashes, strict=True)]
+        table = self.fold.now.requests[event.request].tables[event.group]
         first, end = positions[0], positions[0] + len(positions)
         runs_on = list(positions) == list(range(first, end)) and names == list(range(known, known + len(names)))
-        if not (runs_on and list(blocks) == table[first:end]):
-            rows = zip(positions, blocks, names, strict=True)
-            return [Op.CACHE, self._request(request), group, len(names), *(x for row in rows for x in row)]
-        jump = first - self._filled.get((number, group), 0)
-        self._filled[number, group] = end
-        return [Op.CACHE, self._request(request), group, -len(names), jump]
+        if not (runs_on and list(event.blocks) == table[first:end]):
+            return [len(names), *(x for row in zip(positions, event.blocks, names, strict=True) for x in row)]
+        jump = first - self._filled.get(key, 0)
+        self._filled[key] = end
+        return [-len(names), jump]
 
-    def _on_free(self, i: int, request: str, group: int, blocks: Sequence[int]) -> list[int]:
-        table = self.fold.now.requests[request].tables[group]
-        whole = list(blocks) == [block for block in reversed(table) if block]
-        return [Op.FREE, self._request(request), group, *self._cause(i, request), *([-1] if whole else _listed(blocks))]
+    def _write_pairs(self, event: Any) -> list[int]:
+        return [len(event.pairs), *(block for pair in event.pairs for block in pair)]
 
-    def _cause(self, i: int, request: str) -> tuple[int, int, int]:
-        """The blocks of a request are given back just before the event that says why."""
-        for event in self._after(i):
-            if event[0] == "finish" and event[1] == request:
-                return Cause.FINISH, self.strings(event[2]), -1
-            if event[0] == "preempt" and event[1] == request:
-                return Cause.PREEMPT, self.strings(f"{event[2]}, chosen by {event[4]}"), self.requests(event[3])
-            if event[0] not in ("free", "free_cpu", "cache"):
-                break
-        return Cause.TAKEN_BACK, 0, -1
+    def _write_num_scheduled(self, event: Any) -> list[int]:
+        """n, then n times request, tokens: only where they differ from the step before; 0 for none."""
+        new = event.num_scheduled
+        changed = [(r, n) for r, n in new.items() if self._scheduled.get(r) != n]
+        changed += [(r, 0) for r in self._scheduled if r not in new]
+        self._scheduled = new
+        numbers = [len(changed)]
+        for request, n in changed:
+            number = self.requests(request)
+            numbers += [number - self._last, n]
+            self._last = number
+        return numbers
 
-    def _on_skip(self, i: int, request: str, group: int, start: int, end: int, blocks: Sequence[int]) -> list[int]:
-        return [Op.SKIP, self._request(request), group, start, end, *_listed(blocks)]
-
-    def _on_evict(self, i: int, block: int, name: bytes) -> list[int]:
-        if self.trace.events[i - 1][0] == "evict":
-            return []  # told with the first of the series
-        evicted = [event[1] for event in takewhile(lambda event: event[0] == "evict", self._after(i - 1))]
-        cached = (free for free in self.fold.free_blocks if self.fold.now.hashes[free] is not None)
-        oldest = list(islice(cached, len(evicted)))
-        return [Op.EVICT, self._request(self._taker(i)), *([-len(evicted)] if evicted == oldest else _listed(evicted))]
-
-    def _taker(self, i: int) -> str | None:
-        """Blocks are evicted just before somebody takes them."""
-        for event in self._after(i):
-            if event[0] == "alloc":
-                return str(event[1])
-            if event[0] not in ("evict", "hit"):
-                break
-        return None
-
-    def _on_reset(self, i: int) -> list[int]:
-        return [Op.RESET]
-
-    def _on_swap_out(self, i: int, request: str, pairs: Any) -> list[int]:
-        return [Op.SWAP_OUT, self._request(request), len(pairs), *(x for pair in pairs for x in pair)]
-
-    def _on_free_cpu(self, i: int, request: str, blocks: Sequence[int]) -> list[int]:
-        return [Op.FREE_CPU, self._request(request), *_listed(blocks)]
-
-    def _on_schedule(self, i: int, scheduled: dict[str, int]) -> list[int]:
-        changed = [(r, n) for r, n in scheduled.items() if self._scheduled.get(r) != n]
-        changed += [(r, 0) for r in self._scheduled if r not in scheduled]
-        self._scheduled = scheduled
-        return [Op.SCHEDULE, len(changed), *(x for r, n in changed for x in (self._request(r), n))]
-
-    def _on_finish(self, i: int, request: str, reason: str, stop_reason: Any) -> list[int]:
-        for group in range(self.trace.header.num_groups):
-            self._filled.pop((self.requests(request), group), None)
-        return [Op.FORGET, self._request(request)]
-
+    # %% nbs/viz/block_map.ipynb #BlockStream-origins
     def packed_origins(self) -> list[int]:
         """Origins in columns: requests, as differences; groups; positions, from where the last run of the request and the group ended; lengths."""
         ends: dict[tuple[int, int], int] = {}
@@ -260,17 +247,8 @@ class BlockStream:
         return [*requests, *(o[1] for o in self.origins), *jumps, *(o[3] for o in self.origins)]
 
 
-def _step_ranges(trace: Trace) -> Iterator[tuple[int, int]]:
-    """Where the events of each step begin and end; what came before the first step belongs to it."""
-    begin, seen = 0, False
-    for i, event in enumerate(trace.events):
-        if event[0] == "step":
-            if seen:
-                yield begin, i
-                begin = i
-            seen = True
-    if seen:
-        yield begin, len(trace.events)
+# %% nbs/viz/block_map.ipynb #BlockStream
+_KIND = {kind: number for number, kind in enumerate(SCHEMA)}
 
 
 # %% nbs/viz/block_map.ipynb #request_tokens
@@ -301,66 +279,62 @@ class BlockMap(TraceView):
     """Every physical block of the KV cache, step by step: who holds it, what it holds, and its history.
 
     Colour says which request holds a block (the oldest one, if several do); shape says in which state it is. Click a block to pin it and read its
-    history; choose a request to see its block table as arrows to the physical blocks.
+    history; choose a request to see its block table as arrows to the physical blocks. Blocks that the run never touched are folded into one line.
 
     Args:
-        trace: a trace, or the path of a saved one.
-        tokenizer: anything with `decode(token_ids)`, to show tokens as text; None takes `trace.tokenizer`, and without that token ids are shown.
+        trace, tokenizer: see `TraceView`.
         tokens: whether the page carries the tokens. None carries them if they take less than 16 KB there.
-
-    Raises:
-        TypeError: neither trace nor path, or a tokenizer that cannot decode.
     """
 
     module = "block_map"
     title = "KV cache blocks"
     wide = True
-    options = frozenset({"tokenizer"})
     TOKENS_LIMIT = 16_000  # bytes, deflated
 
     def __init__(self, trace: TraceSource, tokenizer: Any = None, tokens: bool | None = None) -> None:
-        super().__init__(trace)
-        if tokenizer is not None and not hasattr(tokenizer, "decode"):
-            raise TypeError(f"a tokenizer has decode(token_ids); got {type(tokenizer).__name__}")
-        self.tokenizer = tokenizer if tokenizer is not None else self.trace.tokenizer
+        super().__init__(trace, tokenizer)
         self.tokens = tokens
-        columns, rows = _grid(self.trace.header.num_blocks)
-        self.figure_size = (7.0, 6.6 * rows / columns + 0.75)
+
+    def make_reader(self) -> BlockStream:
+        return BlockStream()
+
+    @cached_property
+    def shown(self) -> list[int]:
+        """The blocks that are drawn: the null block and those that the run touched; all of a pool that was touched nearly everywhere."""
+        total, touched = self.trace.header.num_blocks, self.reading.touched | {0}
+        return sorted(touched) if len(touched) < 0.8 * total and total > 64 else list(range(total))
+
+    @property
+    def figure_size(self) -> tuple[float, float]:  # type: ignore[override]
+        columns, rows = _grid(len(self.shown))
+        return 7.0, 6.6 * rows / columns + 0.75
 
     def build(self) -> Payload:
-        stream, head = BlockStream(self.trace), self.trace.header
+        stream, head = self.reading, self.trace.header
         payload = Payload({})
         chunks = [[first, payload.add_numbers(np.asarray(numbers))] for first, numbers in stream.chunks]
         short = b"".join(name[:HASH_BYTES] for name in stream.names.of)
+        ids = list(stream.requests.of)
         payload.header = self.header(
             subtitle=f"{_counted(head.num_blocks - 1, 'block')} of {_counted(head.block_size, 'token')}",
-            num_blocks=head.num_blocks,
-            num_cpu_blocks=head.num_cpu_blocks,
-            block_size=head.block_size,
-            groups=group_names(self.trace),
-            first_number=self._first_number(),
-            chunks=chunks,
-            words=payload.add_json({"requests": list(stream.requests.of), "strings": list(stream.strings.of)}),
-            origins=payload.add_numbers(stream.packed_origins()),
-            hash_bytes=HASH_BYTES,
-            hashes=payload.add_bytes(short),
-            tokens=self._add_tokens(payload, stream),
-        )
+            num_blocks=head.num_blocks, num_cpu_blocks=head.num_cpu_blocks, block_size=head.block_size,
+            groups=group_names(self.trace), chunks=chunks, shown=payload.add_numbers(np.diff(self.shown, prepend=0)),
+            words=payload.add_json({"requests": ids, "names": [self.names[id] for id in ids], "strings": list(stream.strings.of)}),
+            origins=payload.add_numbers(stream.packed_origins()), hash_bytes=HASH_BYTES, hashes=payload.add_bytes(short),
+            tokens=self._add_tokens(payload, ids),
+        )  # fmt: skip
         return payload
 
-    def _first_number(self) -> int:
-        """The engine's own number of the first recorded step."""
-        return next(event[1] for event in self.trace.events if event[0] == "step")
-
-    def _add_tokens(self, payload: Payload, stream: BlockStream) -> dict[str, int] | None:
+    def _add_tokens(self, payload: Payload, requests: list[str]) -> dict[str, int] | None:
         """Token ids of every request, and their texts; None if the page goes without."""
         if self.tokens is False:
             return None
         known = request_tokens(self.trace)
-        listed = [known.get(request, []) for request in stream.requests.of]
+        listed = [known.get(request, []) for request in requests]
         if self.tokens is None and sum(map(len, listed)) > 8 * self.TOKENS_LIMIT:  # hopeless: do not even try
             return None
-        ids = payload.add_numbers([x for tokens in listed for x in (len(tokens), *tokens)])
+        told = [[min(token, MADE_UP) for token in tokens] for tokens in listed]
+        ids = payload.add_numbers([x for tokens in told for x in (len(tokens), *tokens)])
         if self.tokens is None and len(payload.parts[ids]) > self.TOKENS_LIMIT:
             payload.drop_last()
             return None
@@ -370,57 +344,55 @@ class BlockMap(TraceView):
             parts["texts"] = payload.add_json({str(token): text for token, text in texts.items()})
         return parts
 
+    # %% nbs/viz/block_map.ipynb #BlockMap-words
     def describe(self) -> str:
-        trace, total = self.trace, self.trace.header.num_blocks - 1
-        used, last = usage(trace), trace.at(-1)
-        shared = sum(count > 1 for count in last.ref_cnt)
-        cached = sum(last.hashes[block] is not None for block in last.free)
-        events = [event[0] for event in trace.events]
+        stream, total = self.reading, self.trace.header.num_blocks - 1
+        used, fold = stream.used, stream.fold
+        shared = sum(count > 1 for count in fold.now.ref_cnt)
         most = f"Most in use: {max(used):,} of {total:,} blocks, at step {used.index(max(used))}."
-        end = f"At the last step {used[-1]:,} are in use, {shared:,} of them shared; {cached:,} free ones hold cached tokens."
-        what = f"{events.count('evict'):,} evictions, {events.count('preempt'):,} preemptions in {trace.num_steps:,} steps."
+        end = f"At the last step {used[-1]:,} are in use, {shared:,} of them shared; {fold.num_cached_free:,} free ones hold cached tokens."
+        what = f"{stream.kinds['evict']:,} evictions, {stream.kinds['preempt']:,} preemptions in {self.trace.num_steps:,} steps."
         return f"{most}\n{end}\n{what}"
 
-    def plot(self, ax: Axes | None = None, step: int = -1) -> Axes:
-        """Draw the blocks after a step (-1: the last) with matplotlib; returns the axes.
+    def plot(self, ax: Axes | None = None, step: int | None = None) -> Axes:
+        """Draw the blocks after a step (-1: the last; None: the most eventful one) with matplotlib; returns the axes.
 
         Raises:
             ValueError: there is nothing to draw. IndexError: there is no such step.
         """
         self._step = step
-        return super().plot(ax)
-
-    _step = -1
+        return TraceView.plot(self, ax)
 
     def draw(self, axes: Axes) -> None:
-        state, count = self.trace.at(self._step), self.trace.num_steps
-        draw_blocks(axes, state, request_numbers(self.trace))
-        axes.set_title(f"KV cache blocks after step {self._step % count} of {count - 1}", loc="left", fontsize=10)
+        step = most_eventful(self.trace) if self._step is None else self._step
+        state, count = self.trace.at(step), self.trace.num_steps
+        draw_blocks(axes, state, request_numbers(self.trace), self.shown)
+        folded = len(state.ref_cnt) - len(self.shown)
+        rest = f" ({_counted(folded, 'block')} that this run never touched left out)" if folded else ""
+        axes.set_title(f"KV cache blocks after step {step % count} of {count - 1}{rest}", loc="left", fontsize=10)
 
 
+# %% nbs/viz/block_map.ipynb #BlockMap-words
 def _counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
+_KINDS = {
+    "full": "full attention",
+    "sliding_window": "sliding window of {window}",
+    "chunked_local": "chunks of {window}",
+}
+
+
 def group_names(trace: Trace) -> list[str]:
     """What the KV cache groups are called: their kind of attention and their layers, as far as the trace was told."""
-    groups = trace.header.groups
-    if len(groups) != trace.header.num_groups:
-        return (
-            ["KV cache group"]
-            if trace.header.num_groups == 1
-            else [f"KV cache group {i}" for i in range(trace.header.num_groups)]
-        )
-    names = []
-    for i, group in enumerate(groups):
-        spec, layers = group["spec"], len(group["layers"])
-        kind = {
-            "full": "full attention",
-            "sliding_window": f"sliding window of {spec['window']}",
-            "chunked_local": f"chunks of {spec['window']}",
-        }[spec["kind"]]
-        names.append(f"group {i}: {kind}, {layers} layer{'s' * (layers != 1)}")
-    return names
+    groups, count = trace.header.groups, trace.header.num_groups
+    if len(groups) != count:
+        return ["KV cache group"] if count == 1 else [f"KV cache group {i}" for i in range(count)]
+    return [
+        f"group {i}: {_KINDS[group['spec']['kind']].format(**group['spec'])}, {_counted(len(group['layers']), 'layer')}"
+        for i, group in enumerate(groups)
+    ]
 
 
 # %% nbs/viz/block_map.ipynb #request_numbers
@@ -447,16 +419,6 @@ def block_states(state: State, numbers: dict[str, int]) -> list[tuple[str, int |
     return drawn
 
 
-def usage(trace: Trace) -> list[int]:
-    """Blocks in use after every step."""
-    fold, counts = Fold(trace.start), []
-    for begin, end in _step_ranges(trace):
-        for event in trace.events[begin:end]:
-            fold.apply(event)
-        counts.append(trace.header.num_blocks - 1 - len(fold.free_blocks))
-    return counts
-
-
 # %% nbs/viz/block_map.ipynb #draw_blocks
 def _grid(count: int) -> tuple[int, int]:
     """Columns (a power of two) and rows, about twice as wide as high."""
@@ -473,16 +435,17 @@ _MARKS = {
 }
 
 
-def draw_blocks(axes: Axes, state: State, numbers: dict[str, int]) -> None:
-    """Draw a state's blocks as a grid: filled squares are in use, those with a hole are shared, outlines are cached, dots are free, a cross is the null block."""
+def draw_blocks(axes: Axes, state: State, numbers: dict[str, int], shown: Sequence[int] | None = None) -> None:
+    """Draw a state's blocks as a grid: filled squares are in use, those with a hole are shared, outlines are cached, dots are free, a cross
+    is the null block. `shown`: only these blocks.
+    """
     drawn = block_states(state, numbers)
-    columns, rows = _grid(len(drawn))
+    blocks = range(len(drawn)) if shown is None else shown
+    columns, rows = _grid(len(blocks))
     box = axes.get_window_extent()
-    side = min(box.width / columns, box.height / rows) * 72 / axes.figure.dpi * 0.8  # points
+    side = min(box.width / columns, box.height / rows, 40) * 72 / axes.figure.dpi * 0.8  # points
     for kind, (_, marker, size) in _MARKS.items():
-        chosen = [(i, n) for i, (look, n) in enumerate(drawn) if look == kind]
-        if not chosen:
-            continue
+        chosen = [(i, drawn[block][1]) for i, block in enumerate(blocks) if drawn[block][0] == kind]
         x, y = [i % columns for i, _ in chosen], [i // columns for i, _ in chosen]
         colours = [LIGHT[kind] if n is None else owner_colour(n) for _, n in chosen]
         inside = {"facecolors": "none", "edgecolors": colours} if kind == "cached" else {"c": colours}
@@ -492,7 +455,7 @@ def draw_blocks(axes: Axes, state: State, numbers: dict[str, int]) -> None:
             axes.scatter(x, y, s=(side * 0.36) ** 2, marker="s", c=LIGHT["panel"], linewidths=0)
     axes.set(xlim=(-0.7, columns - 0.3), ylim=(rows - 0.3, -0.7), aspect="equal", xticks=[])
     every = max(1, math.ceil(rows / 8))
-    axes.set_yticks(range(0, rows, every), [str(row * columns) for row in range(0, rows, every)])
+    axes.set_yticks(range(0, rows, every), [str(blocks[row * columns]) for row in range(0, rows, every)])
     axes.tick_params(length=0, labelsize=8, colors=LIGHT["muted"])
     axes.spines[:].set_visible(False)
     _add_legend(axes)
@@ -505,17 +468,9 @@ def _add_legend(axes: Axes) -> None:
     handles = []
     for kind, (_, marker, size) in _MARKS.items():
         colour = LIGHT["owner-0" if kind in ("used", "shared") else kind]
-        fill = "none" if kind == "cached" else colour
-        mark = Line2D(
-            [],
-            [],
-            ls="",
-            marker=marker,
-            ms=7 * size,
-            mfc=fill,
-            mec=colour,
-            mew=0.0 if fill == colour and marker != "x" else 1.0,
-        )
+        edge = 1.0 if kind in ("cached", "null") else 0.0
+        face = "none" if kind == "cached" else colour
+        mark = Line2D([], [], ls="", marker=marker, ms=7 * size, mfc=face, mec=colour, mew=edge)
         hole = Line2D([], [], ls="", marker="s", ms=2.5, mfc=LIGHT["panel"], mew=0)
         handles.append((mark, hole) if kind == "shared" else (mark,))
     axes.legend(

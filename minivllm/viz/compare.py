@@ -17,9 +17,9 @@ from minivllm.lab.simulation import Run
 from minivllm.viz.payload import Payload
 from minivllm.viz.timeline import describe_lanes, draw_lanes, pack_lanes
 from minivllm.viz.timeline_data import TimelineData, timeline_data
-from minivllm.viz.view import TraceSource, View, open_trace, trace_key
+from minivllm.viz.view import TraceSource, View, most_eventful, open_trace, trace_key
 
-__all__ = ["Compare", "plot_compare"]
+__all__ = ["Compare"]
 
 
 # %% nbs/viz/compare.ipynb #code-57f577
@@ -105,13 +105,8 @@ class Compare(View):
         self.sources, self.match = (_trace(trace_a), _trace(trace_b)), match
         (self.a, problem_a), (self.b, problem_b) = (open_trace(source) for source in self.sources)
         different = self.a.header.policy != self.b.header.policy
-        self.names = (
-            tuple(names)
-            if names
-            else (f"a: {self.a.header.policy}", f"b: {self.b.header.policy}")
-            if different
-            else ("a", "b")
-        )
+        policies = (f"a: {self.a.header.policy}", f"b: {self.b.header.policy}") if different else ("a", "b")
+        self.names = tuple(names) if names else policies
         if len(self.names) != 2:
             raise ValueError(f"names must be two, got {len(self.names)}")
         told = [
@@ -122,13 +117,14 @@ class Compare(View):
     @cached_property
     def runs(self) -> tuple[TimelineData, TimelineData]:
         """Both runs, each request in the same row."""
-        return aligned(timeline_data(self.a), timeline_data(self.b), self._renamed)
+        a, b = (timeline_data(trace, trace.names()) for trace in (self.a, self.b))
+        return aligned(a, b, self._renamed)
 
     @cached_property
     def _renamed(self) -> dict[str, str]:
         if self.match == "id":
             return {}
-        a, b = (timeline_data(trace).request_ids for trace in (self.a, self.b))
+        a, b = (list(trace.names()) for trace in (self.a, self.b))
         if len(a) != len(b):
             raise ValueError(f'match="order" needs equally many requests, got {len(a)} and {len(b)}')
         return dict(zip(b, a, strict=True))
@@ -148,7 +144,7 @@ class Compare(View):
         payload, (a, b), first = Payload({}), self.runs, self.difference
         key = hashlib.sha256(f"{trace_key(self.a)} {trace_key(self.b)}".encode()).hexdigest()[:16]
         payload.header = {
-            "trace": {"key": key, "steps": max(a.num_steps, b.num_steps), "of": [{"key": trace_key(t), "steps": t.num_steps} for t in (self.a, self.b)]},
+            "trace": {"key": key, "steps": max(a.num_steps, b.num_steps), "open": first.step if first else most_eventful(self.a), "of": [{"key": trace_key(t), "steps": t.num_steps} for t in (self.a, self.b)]},
             "names": list(self.names),
             "lanes": [pack_lanes(payload, a), pack_lanes(payload, b)],
             "difference": first and {
@@ -185,10 +181,3 @@ def _trace(source: Any) -> TraceSource:
             raise ValueError(f"{source!r} was not recorded; simulate with record=True")
         return source.trace
     return source
-
-
-def plot_compare(
-    trace_a: TraceSource | Run, trace_b: TraceSource | Run, ax: Axes | None = None, **options: Any
-) -> Axes:
-    """Draw two runs with matplotlib; `options` are those of `Compare`. Returns the axes."""
-    return Compare(trace_a, trace_b, **options).plot(ax)

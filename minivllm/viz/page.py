@@ -4,16 +4,20 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.trace import Trace
+from minivllm.viz.block_map import BlockMap
+from minivllm.viz.compare import Compare
 from minivllm.viz.payload import Payload
-from minivllm.viz.view import TraceSource, View, new_figure, open_trace
+from minivllm.viz.prefix_tree import PrefixTree
+from minivllm.viz.timeline import Timeline
+from minivllm.viz.view import TraceSource, View, new_figure, open_trace, read_together
+from minivllm.viz.waste import Waste
 
-__all__ = ["STANDARD", "Message", "Page", "show", "standard_views"]
+__all__ = ["Message", "Page", "show"]
 
 
 # %% nbs/viz/page.ipynb #code-c5b064
@@ -23,14 +27,6 @@ if TYPE_CHECKING:
 
 
 # %% nbs/viz/page.ipynb #Page
-STANDARD = (
-    "minivllm.viz.block_map:BlockMap",
-    "minivllm.viz.timeline:Timeline",
-    "minivllm.viz.prefix_tree:PrefixTree",
-    "minivllm.viz.waste:Waste",
-)
-
-
 class Page(View):
     """Several views, one player. Views of the same trace move together.
 
@@ -42,7 +38,7 @@ class Page(View):
         ValueError: no view was given. TypeError: something that is not a view.
     """
 
-    module = "page"
+    module = "mount"
     page_heading = True
 
     def __init__(self, views: View | Sequence[View], title: str = "minivllm") -> None:
@@ -56,9 +52,10 @@ class Page(View):
         self.title = title
 
     def modules(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(["page", *(name for view in self.views for name in view.modules())]))
+        return tuple(dict.fromkeys(["mount", *(name for view in self.views for name in view.modules())]))
 
     def build(self) -> Payload:
+        read_together(self.views)
         whole, headers, offset = Payload({}), [], 0
         for view in self.views:
             part = view.data()
@@ -89,9 +86,8 @@ class Page(View):
             raise ValueError("; ".join(str(view.problem) for view in self.views))
         heights = [view.figure_size[1] for view in shown]
         figure = new_figure((max(view.figure_size[0] for view in shown), sum(heights)))
-        for axes, view in zip(
-            figure.subplots(len(shown), 1, height_ratios=heights, squeeze=False)[:, 0], shown, strict=True
-        ):
+        rows = figure.subplots(len(shown), 1, height_ratios=heights, squeeze=False)
+        for axes, view in zip(rows[:, 0], shown, strict=True):
             view.plot(axes)
         return figure
 
@@ -103,16 +99,6 @@ def _leading(traces: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 # %% nbs/viz/page.ipynb #show
-def standard_views(trace: TraceSource, **options: Any) -> list[View]:
-    """One of each view of a trace. `options` go to the views that take them: see `show`."""
-    views: list[View] = []
-    for name in STANDARD:
-        module, _, cls = name.partition(":")
-        kind = getattr(importlib.import_module(module), cls)
-        views.append(kind(trace, **{k: v for k, v in options.items() if k in kind.options}))
-    return views
-
-
 def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, other: TraceSource | None = None) -> View:
     """The standard page of a trace, or of a saved one: every view of this package that shows a single trace.
 
@@ -124,22 +110,17 @@ def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, ot
     """
     opened, problem = open_trace(trace)
     if title is None:
-        title = (
-            Path(trace).name
-            if isinstance(trace, str | Path)
-            else f"A run of {opened.num_steps} steps, policy {opened.header.policy}"
-        )
+        run = f"A run of {opened.num_steps} steps, policy {opened.header.policy}"
+        title = Path(trace).name if isinstance(trace, str | Path) else run
         if other is not None:
             title += f" and {Path(other).name if isinstance(other, str | Path) else 'another run'}"
     if problem:
         return Message(title, problem)
-    views = standard_views(opened, tokenizer=tokenizer)
+    views = [BlockMap(opened, tokenizer), Timeline(opened, tokenizer), PrefixTree(opened, tokenizer), Waste(opened)]
     return Page(views if other is None else [_compare(opened, other, (trace, other)), *views], title)
 
 
 def _compare(trace: Trace, other: TraceSource, sources: tuple[TraceSource, TraceSource]) -> View:
-    from minivllm.viz.compare import Compare
-
     named = all(isinstance(source, str | Path) for source in sources)
     return Compare(trace, other, names=(str(sources[0]), str(sources[1])) if named else None)
 
@@ -147,7 +128,7 @@ def _compare(trace: Trace, other: TraceSource, sources: tuple[TraceSource, Trace
 class Message(View):
     """Words in place of views that cannot be shown."""
 
-    module = "page"
+    module = "mount"
 
     def __init__(self, title: str, problem: str) -> None:
         self.title, self.problem = title, problem

@@ -9,8 +9,8 @@ import re
 import numpy as np
 
 __all__ = [
-    "DARK", "LIGHT", "NUM_OWNER_COLOURS", "contrast", "difference", "least_difference", "owner_colour",
-    "style_sheet",
+    "DARK", "DECODE_TINT", "LIGHT", "NUM_OWNER_COLOURS", "contrast", "difference", "least_difference",
+    "owner_colour", "style_sheet", "tint",
 ]  # fmt: skip
 
 
@@ -21,7 +21,7 @@ LIGHT = {
     "owner-0": "#1a3fa2", "owner-1": "#ee677b", "owner-2": "#2c9ecd", "owner-3": "#611b59",
     "owner-4": "#ad6403", "owner-5": "#6264d5", "owner-6": "#75586f", "owner-7": "#940b00",
     "free": "#8b94a1", "cached": "#8b94a1", "null": "#8b94a1",
-    "prefill": "#1a3fa2", "decode": "#2c9ecd", "waiting": "#8a93a0", "preempted": "#ad6403", "swapped": "#611b59", "finished": "#1b1f26",
+    "prefill": "#47505e", "decode": "#838c99", "waiting": "#8a93a0", "preempted": "#ad6403", "swapped": "#611b59", "finished": "#1b1f26",
 }  # fmt: skip
 DARK = {
     "page": "#0e1116", "panel": "#14171c", "raised": "#1e232b", "ink": "#e8ebf0", "muted": "#a3acb9", "line": "#363d48",
@@ -29,14 +29,22 @@ DARK = {
     "owner-0": "#bcb9ff", "owner-1": "#f08503", "owner-2": "#45ba98", "owner-3": "#f0ef5c",
     "owner-4": "#ac6fde", "owner-5": "#a0fbf4", "owner-6": "#3c7e80", "owner-7": "#bd4609",
     "free": "#737d8c", "cached": "#737d8c", "null": "#737d8c",
-    "prefill": "#bcb9ff", "decode": "#45ba98", "waiting": "#6f7987", "preempted": "#f08503", "swapped": "#ac6fde", "finished": "#e8ebf0",
+    "prefill": "#c9d0da", "decode": "#7b8593", "waiting": "#6f7987", "preempted": "#f08503", "swapped": "#ac6fde", "finished": "#e8ebf0",
 }  # fmt: skip
 NUM_OWNER_COLOURS = 8
+DECODE_TINT = 0.62  # how much of a request's colour is left where it decodes
 
 
 def owner_colour(number: int, dark: bool = False) -> str:
     """The colour of the `number`-th request, as "#rrggbb". The pages' `ownerColour` is the same rule."""
     return (DARK if dark else LIGHT)[f"owner-{number % NUM_OWNER_COLOURS}"]
+
+
+def tint(colour: str, share: float, dark: bool = False) -> str:
+    """A colour mixed with the panel's: `share` of it is left. The pages' `tint` is the same rule."""
+    under = (DARK if dark else LIGHT)["panel"]
+    parts = [(int(colour[i : i + 2], 16), int(under[i : i + 2], 16)) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(a * share + b * (1 - share)):02x}" for a, b in parts)
 
 
 def style_sheet() -> str:

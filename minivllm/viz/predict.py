@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from minivllm.core.trace import Event, Fold, State, Trace
+from minivllm.core.events import Event, Fold, State
+from minivllm.core.trace import Trace
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
 

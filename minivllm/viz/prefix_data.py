@@ -4,24 +4,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from minivllm.core.events import FoldReader, read
 from minivllm.core.prefix import hash_block
-from minivllm.core.trace import Added, EventReader, Trace
+from minivllm.core.trace import Trace
 
 __all__ = [
-    "CACHED", "DEFAULT_ROOT", "EVICTED", "FORGOTTEN", "HIT", "Ints", "PrefixTreeData", "TreeState",
-    "prefix_tree_data",
+    "CACHED", "DEFAULT_ROOT", "EVICTED", "FORGOTTEN", "HIT", "KINDS", "Ints", "PrefixTreeData", "TreeReader",
+    "TreeState", "prefix_tree_data",
 ]  # fmt: skip
 
 
 # %% nbs/viz/prefix_data.ipynb #code-35e016
 CACHED, HIT, EVICTED, FORGOTTEN = range(4)
+KINDS = ("in use", "kept", "lost", "not yet cached")
 
 
 # %% nbs/viz/prefix_data.ipynb #TreeState
@@ -46,8 +49,15 @@ class TreeState:
     refs: Ints
     ever: npt.NDArray[np.bool_]
 
+    def kind(self, node: int) -> str:
+        """Which of `KINDS` a node is."""
+        if not self.ever[node]:
+            return "not yet cached"
+        return "lost" if not self.cached[node] else "in use" if self.refs[node] else "kept"
 
-@dataclass(frozen=True, slots=True)
+
+# %% nbs/viz/prefix_data.ipynb #PrefixTreeData
+@dataclass(frozen=True)
 class PrefixTreeData:
     """Every block of tokens that was ever cached, once per content and KV cache group, and what happened to it.
 
@@ -72,10 +82,17 @@ class PrefixTreeData:
     depth: Ints
     group: Ints
     names: list[bytes]
-    tokens: Ints
+    tokens: npt.NDArray[np.int64]
     events: Ints
     refs: Ints
     queries: Ints
+
+    @cached_property
+    def owners(self) -> Ints:
+        """The request that computed each node first; -1 if that was before the trace. [num_nodes]"""
+        owners, cached = np.full(self.num_nodes, -1, np.int32), self.events[self.events[:, 2] == CACHED][::-1]
+        owners[cached[:, 1]] = cached[:, 4]
+        return owners
 
     @property
     def num_nodes(self) -> int:
@@ -105,13 +122,12 @@ class _Text:
     names: list[dict[int, bytes]]
 
 
-class _Grower(EventReader):
-    """Grows the tree while the events go by."""
+class TreeReader(FoldReader):
+    """Grows the tree while the events go by: `read(trace, reader)`, then `reader.data(trace)`."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, block_size: int) -> None:
         super().__init__()
-        self.block_size, self.num_groups = trace.header.block_size, trace.header.num_groups
-        self.step = -1
+        self.block_size = block_size
         self.ids: list[str] = []
         self.texts: dict[str, _Text] = {}
         self.number: dict[tuple[int, bytes], int] = {}
@@ -123,14 +139,11 @@ class _Grower(EventReader):
         self.refs: list[tuple[int, int, int]] = []
         self.queries: list[tuple[int, int, int]] = []
         self.of_block: dict[int, int] = {}
-        self.users: dict[int, int] = {}
         self._pushed_out: list[list[int]] = []
-        self._begin(trace)
 
-    def _begin(self, trace: Trace) -> None:
+    def begin(self) -> None:
         """What is cached when the recording begins. Whose text it is can only be told where a request holds the blocks."""
-        start = trace.start
-        self.users = {block: count for block, count in enumerate(start.ref_cnt) if count}
+        start = self.fold.now
         for request, state in start.requests.items():
             text = self._open(request, None, state.num_tokens)
             for group, table in enumerate(state.tables):
@@ -145,11 +158,12 @@ class _Grower(EventReader):
                 self._cache(block, self._add(0, name, -1, 0, ()), -1)
 
     def _open(self, name: str, tokens: list[int] | None, length: int) -> _Text:
-        text = _Text(len(self.ids), tokens, length, [{} for _ in range(self.num_groups)])
+        text = _Text(len(self.ids), tokens, length, [{} for _ in range(self.fold.now.num_groups)])
         self.ids.append(name)
         self.texts[name] = text
         return text
 
+    # %% nbs/viz/prefix_data.ipynb #TreeReader-nodes
     def _tokens(self, text: _Text, position: int) -> tuple[int, ...]:
         size = self.block_size
         return tuple(text.tokens[position * size : (position + 1) * size]) if text.tokens else ()
@@ -197,80 +211,85 @@ class _Grower(EventReader):
             chain[position] = hash_block(chain[position - 1], list(self._tokens(text, position)))
         return chain
 
+    # %% nbs/viz/prefix_data.ipynb #TreeReader-events
     def _cache(self, block: int, node: int, request: int) -> None:
         self.of_block[block] = node
         self.events.append([self.step, node, CACHED, block, request])
-        if users := self.users.get(block, 0):
+        if users := self.fold.now.ref_cnt[block]:
             self.refs.append((self.step, node, users))
 
-    def _use(self, block: int, change: int) -> None:
-        self.users[block] = self.users.get(block, 0) + change
-        if (node := self.of_block.get(block)) is not None:
-            self.refs.append((self.step, node, change))
+    def _use(self, blocks: Iterable[int], change: int) -> None:
+        self.refs += [(self.step, self.of_block[block], change) for block in blocks if block in self.of_block]
 
     def _lose(self, block: int, kind: int) -> list[int]:
         node = self.of_block.pop(block)
         event = [self.step, node, kind, block, -1]
         self.events.append(event)
-        if users := self.users.get(block, 0):
+        if users := self.fold.now.ref_cnt[block]:
             self.refs.append((self.step, node, -users))
         return event
 
-    def _on_step(self, step: int, time: float) -> None:
-        self.step += 1
+    def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
+        prompt, output = fields[4], fields[5]
+        self._open(request, [*prompt, *output], num_prompt + len(output))
 
-    def _on_add(self, *fields: Any) -> None:
-        new = Added(*fields)
-        self._open(new.request, [*new.prompt, *new.output], new.num_prompt + len(new.output))
-
-    def _on_update(self, time: float, gained: dict[str, list[int]], step: int | None = None) -> None:
-        for name, new in gained.items():
+    def _on_update(self, time: float, tokens: dict[str, list[int]], step: int | None = None) -> None:
+        for name, new in tokens.items():
             text = self.texts[name]
             text.length += len(new)
             if text.tokens is not None:
                 text.tokens.extend(new)
 
-    def _on_admit(self, name: str, computed: int, cached: int) -> None:
-        self.queries.append((self.step, self.texts[name].length, computed))
+    def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
+        self.queries.append((self.step, self.texts[request].length, num_computed))
 
-    def _on_alloc(self, name: str, group: int, blocks: tuple[int, ...]) -> None:
-        for block in blocks:
-            if block:
-                self._use(block, 1)
+    # %% nbs/viz/prefix_data.ipynb #TreeReader-blocks
+    def _on_alloc(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        self._use(blocks, 1)
         for event in self._pushed_out:
-            event[4] = self.texts[name].number
+            event[4] = self.texts[request].number
         self._pushed_out.clear()
 
-    def _on_hit(self, name: str, group: int, blocks: tuple[int, ...]) -> None:
-        text = self.texts[name]
+    def _on_hit(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        text = self.texts[request]
         for position, block in enumerate(blocks):
             if block:
                 node = self.of_block[block]
                 text.names[group][position] = self.name[node]
                 self.events.append([self.step, node, HIT, block, text.number])
-                self._use(block, 1)
+        self._use(blocks, 1)
 
-    def _on_cache(self, name: str, group: int, positions: Any, blocks: Any, names: Any) -> None:
-        text = self.texts[name]
-        for position, block, hash_ in zip(positions, blocks, names, strict=True):
-            node = self._node(text, group, position, hash_)
-            text.names[group][position] = hash_
+    def _on_cache(self, request: str, group: int, positions: Any, blocks: Any, hashes: Any) -> None:
+        text = self.texts[request]
+        for position, block, name in zip(positions, blocks, hashes, strict=True):
+            node = self._node(text, group, position, name)
+            text.names[group][position] = name
             self._cache(block, node, text.number)
 
-    def _on_free(self, name: str, group: int, blocks: tuple[int, ...]) -> None:
-        for block in blocks:
-            self._use(block, -1)
+    def _on_free(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        self._use(blocks, -1)
 
-    def _on_skip(self, name: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
-        for block in blocks:
-            self._use(block, -1)
+    def _on_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
+        self._use(blocks, -1)
 
-    def _on_evict(self, block: int, name: bytes) -> None:
+    def _on_evict(self, block: int, hash: bytes) -> None:
         self._pushed_out.append(self._lose(block, EVICTED))
 
     def _on_reset(self) -> None:
         for block in list(self.of_block):
             self._lose(block, FORGOTTEN)
+
+    # %% nbs/viz/prefix_data.ipynb #_rows
+    def data(self, trace: Trace) -> PrefixTreeData:
+        """What was read."""
+        nodes = _rows(self.nodes, 3)
+        tokens = np.full((len(nodes), self.block_size), -1, np.int64)
+        for row, ids in zip(tokens, self.tokens, strict=True):
+            row[: len(ids)] = ids
+        return PrefixTreeData(
+            self.ids, self.block_size, trace.header.num_groups, trace.num_steps, nodes[:, 0], nodes[:, 1], nodes[:, 2],
+            self.name, tokens, _rows(self.events, 5), _rows(self.refs, 3), _rows(self.queries, 3),
+        )  # fmt: skip
 
 
 # %% nbs/viz/prefix_data.ipynb #_rows
@@ -280,13 +299,6 @@ def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
 
 def prefix_tree_data(trace: Trace) -> PrefixTreeData:
     """Read a trace once."""
-    grower = _Grower(trace)
-    grower.feed_all(trace.events)
-    nodes = _rows(grower.nodes, 3)
-    tokens = np.full((len(nodes), grower.block_size), -1, np.int32)
-    for row, ids in zip(tokens, grower.tokens, strict=True):
-        row[: len(ids)] = ids
-    return PrefixTreeData(
-        grower.ids, grower.block_size, grower.num_groups, trace.num_steps, nodes[:, 0], nodes[:, 1], nodes[:, 2],
-        grower.name, tokens, _rows(grower.events, 5), _rows(grower.refs, 3), _rows(grower.queries, 3),
-    )  # fmt: skip
+    reader = TreeReader(trace.header.block_size)
+    read(trace, reader)
+    return reader.data(trace)

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.viz.palette import LIGHT
+from minivllm.viz.palette import LIGHT, owner_colour, tint
 from minivllm.viz.payload import Payload
-from minivllm.viz.prefix_data import EVICTED, HIT, Ints, PrefixTreeData, prefix_tree_data
-from minivllm.viz.view import TraceSource, TraceView
+from minivllm.viz.prefix_data import EVICTED, HIT, KINDS, Ints, PrefixTreeData, TreeReader
+from minivllm.viz.view import MADE_UP, TraceView
 
-__all__ = ["Branches", "PrefixTree", "branches"]
+__all__ = ["Branches", "PrefixTree", "branches", "draw_tree"]
 
 
 # %% nbs/viz/prefix_tree.ipynb #code-e5c56c
@@ -85,23 +85,20 @@ class PrefixTree(TraceView):
     """The tree of cached prefixes after each step: what is in use, kept, lost, and how often it was found.
 
     Args:
-        trace: a trace, or the path of a saved one.
-        tokenizer: anything with `decode(token_ids)`, to show the text of blocks; None takes the trace's own, or shows token ids.
+        trace, tokenizer: see `TraceView`.
     """
 
     module = "prefix_tree"
     title = "Prefix tree"
     figure_size = (8.0, 4.5)
-    options: ClassVar[frozenset[str]] = frozenset({"tokenizer"})
 
-    def __init__(self, trace: TraceSource, tokenizer: Any = None) -> None:
-        super().__init__(trace)
-        self.tokenizer = tokenizer if tokenizer is not None else getattr(self.trace, "tokenizer", None)
+    def make_reader(self) -> TreeReader:
+        return TreeReader(self.trace.header.block_size)
 
     @cached_property
     def tree(self) -> PrefixTreeData:
         """What is drawn."""
-        return prefix_tree_data(self.trace)
+        return self.reading.data(self.trace)
 
     @cached_property
     def branches(self) -> Branches:
@@ -124,21 +121,25 @@ class PrefixTree(TraceView):
             rows[0] = np.diff(rows[0], prepend=0)
         payload.header = self.header(
             blockSize=tree.block_size, groups=tree.num_groups, nodes=tree.num_nodes, branches=len(laid.parent), caching=self._caching,
-            ids=payload.add_json(tree.request_ids),
+            ids=payload.add_json([self.names[id] for id in tree.request_ids]),
             layout=payload.add_numbers(np.concatenate([np.diff(laid.first), laid.parent, laid.hits, tree.group[laid.nodes[laid.first[:-1]]], tree.depth[laid.nodes]])),
             events=payload.add_numbers(events), refs=payload.add_numbers(refs),
             names=payload.add_json([tree.names[node].hex()[:12] for node in laid.nodes]),
-            tokens=None if self.tokenizer else payload.add_numbers(tree.tokens[laid.nodes]),
-            texts=payload.add_json([self._text(node) for node in laid.nodes]) if self.tokenizer else None,
+            texts=payload.add_json([self._text(node) for node in laid.nodes]), decoded=self.tokenizer is not None,
         )  # fmt: skip
         return payload
 
+    # %% nbs/viz/prefix_tree.ipynb #PrefixTree-words
     @property
     def _caching(self) -> bool:
         return bool(self.trace.header.settings.get("enable_prefix_caching", True))
 
     def _text(self, node: int) -> str:
+        """The tokens of a node in words, as far as they are known."""
         ids = [int(token) for token in self.tree.tokens[node] if token >= 0]
+        if ids and ids[0] >= MADE_UP:
+            first = int(self.tree.depth[node]) * len(ids)
+            return f"request {self.tree.request_ids[self.tree.owners[node]]}, tokens {first} to {first + len(ids) - 1}"
         if self.tokenizer is None:
             return " ".join(map(str, ids))
         return str(self.tokenizer.decode(ids)) if ids else ""
@@ -171,7 +172,7 @@ class PrefixTree(TraceView):
         if self.problem is None and not -self.tree.num_steps <= step < self.tree.num_steps:
             raise IndexError(f"step {step} of a trace with {self.tree.num_steps} steps")
         self._step = step % max(1, self.tree.num_steps) if self.problem is None else 0
-        return super().plot(ax)
+        return TraceView.plot(self, ax)
 
     def draw(self, axes: Axes) -> None:
         draw_tree(axes, self.tree, self.branches, self._step, self._text)
@@ -209,97 +210,59 @@ def _shown(laid: Branches, most: int = MOST_ROWS) -> tuple[list[tuple[int, int]]
     return rows[:most], sum(n for _, n in rows[most:])
 
 
+# %% nbs/viz/prefix_tree.ipynb #draw_tree
+_LONGEST = 24  # blocks of a branch that a figure shows
+
+
+def _style(kind: str, colour: str) -> dict[str, Any]:
+    """In use: full. Kept: pale with a rim. Lost: crossed. Not yet cached: a faint rim."""
+    return {
+        "in use": {"facecolor": colour, "edgecolor": colour},
+        "kept": {"facecolor": tint(colour, 0.3), "edgecolor": colour},
+        "lost": {"facecolor": "none", "edgecolor": LIGHT["preempted"], "hatch": "xxxx"},
+        "not yet cached": {"facecolor": "none", "edgecolor": LIGHT["line"]},
+    }[kind]
+
+
 def draw_tree(ax: Axes, tree: PrefixTreeData, laid: Branches, step: int, text: Any) -> None:
-    """Branches as rows of blocks; filled: in use, grey: kept, outlined: lost. The number says how often a branch was found."""
-    from matplotlib.collections import PatchCollection
+    """Branches as rows of blocks, in the colour of the request that computed them first. The number says how often a branch was found."""
     from matplotlib.patches import Patch, Rectangle
 
     now, (rows, left_out) = tree.at(step), _shown(laid)
-    longest = 24
     end_of: dict[int, int] = {}
     at_row: dict[int, int] = {}
-    boxes: dict[str, list[Rectangle]] = {"use": [], "kept": [], "lost": [], "later": []}
+    seen: set[str] = set()
     for row, (branch, stands_for) in enumerate(rows):
         nodes, parent = laid.nodes[laid.first[branch] : laid.first[branch + 1]], int(laid.parent[branch])
         x = end_of[parent] + 1 if parent in end_of else 0
-        at_row[branch] = row
-        shown = nodes[:longest]
-        end_of[branch] = x + len(shown)
+        at_row[branch], end_of[branch] = row, x + min(len(nodes), _LONGEST)
         if parent in at_row:
-            ax.plot(
-                [end_of[parent] - 0.5, end_of[parent] - 0.5, x],
-                [at_row[parent] + 0.4, row, row],
-                color=LIGHT["muted"],
-                linewidth=0.7,
-                zorder=1,
-            )
-        for i, node in enumerate(shown):
-            kind = (
-                "later"
-                if not now.ever[node]
-                else "lost"
-                if not now.cached[node]
-                else "use"
-                if now.refs[node]
-                else "kept"
-            )
-            boxes[kind].append(Rectangle((x + i + 0.06, row - 0.36), 0.88, 0.72))
+            elbow = end_of[parent] - 0.5
+            ax.plot([elbow, elbow, x], [at_row[parent] + 0.4, row, row], color=LIGHT["muted"], linewidth=0.7, zorder=1)
+        for i, node in enumerate(nodes[:_LONGEST]):
+            kind = now.kind(node)
+            seen.add(kind)
+            colour = owner_colour(max(0, int(tree.owners[node])))
+            ax.add_patch(Rectangle((x + i + 0.06, row - 0.36), 0.88, 0.72, linewidth=0.6, **_style(kind, colour)))
         hits = int(now.hits[nodes[0]])
-        more = f" +{len(nodes) - longest} blocks" if len(nodes) > longest else ""
-        note = (
-            f"{stands_for} branches like this, never found"
-            if stands_for > 1
-            else f"{f'{hits}×  ' if hits else ''}{_clip(text(nodes[0]), 30)}"
-        )
-        ax.text(
-            end_of[branch] + 0.5,
-            row,
-            more + " " + note,
-            va="center",
-            fontsize=7.5,
-            color=LIGHT["ink" if hits else "muted"],
-            parse_math=False,
-        )
-    styles: dict[str, tuple[str, dict[str, Any]]] = {
-        "use": ("in use", {"facecolor": LIGHT["prefill"], "edgecolor": LIGHT["prefill"]}),
-        "kept": ("kept", {"facecolor": LIGHT["free"], "edgecolor": LIGHT["cached"]}),
-        "lost": ("lost", {"facecolor": "none", "edgecolor": LIGHT["preempted"], "hatch": "xxxx"}),
-        "later": ("not yet cached", {"facecolor": "none", "edgecolor": LIGHT["line"]}),
-    }  # fmt: skip
-    legend = []
-    for kind, (name, style) in styles.items():
-        if boxes[kind]:
-            ax.add_collection(PatchCollection(boxes[kind], linewidths=0.6, **style))
-            legend.append(Patch(label=name, linewidth=0.6, **style))
+        more = f" +{len(nodes) - _LONGEST} blocks" if len(nodes) > _LONGEST else ""
+        found = f"{hits}×  " if hits else ""
+        note = f"{stands_for} branches like this, never found" if stands_for > 1 else found + _clip(text(nodes[0]), 30)
+        ink = LIGHT["ink" if hits else "muted"]
+        ax.text(end_of[branch] + 0.5, row, f"{more} {note}", va="center", fontsize=7.5, color=ink, parse_math=False)
     if left_out:
-        ax.text(
-            0,
-            len(rows),
-            f"and {_count(left_out, 'branch', 'branches')} more",
-            va="center",
-            fontsize=7.5,
-            color=LIGHT["muted"],
-        )
-    ax.set_xlim(-0.3, max([*end_of.values(), 10]) * 1.5 + 8)
-    ax.set_ylim(max(len(rows), 1) + (0.6 if left_out else -0.4), -0.7)
-    ax.set_yticks([])
-    ax.set_xticks([])
+        words = f"and {_count(left_out, 'branch', 'branches')} more"
+        ax.text(0, len(rows), words, va="center", fontsize=7.5, color=LIGHT["muted"])
+    ax.set(
+        xlim=(-0.3, max([*end_of.values(), 10]) * 1.5 + 8), ylim=(max(len(rows), 1) + (0.6 if left_out else -0.4), -0.7)
+    )
+    ax.set(yticks=[], xticks=[], xlabel=f"blocks of {tree.block_size} tokens, after step {step}")
     ax.spines[:].set_visible(False)
-    ax.set_xlabel(f"blocks of {tree.block_size} tokens, after step {step}")
+    legend = [Patch(label=k, linewidth=0.6, **_style(k, LIGHT["owner-0"])) for k in KINDS if k in seen]
     if legend:
         ax.legend(
-            handles=legend,
-            loc="lower left",
-            bbox_to_anchor=(0, 1.0),
-            ncols=4,
-            fontsize="small",
-            frameon=False,
+            handles=legend, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, fontsize="small", frameon=False,
             borderaxespad=0.2,
-        )
+        )  # fmt: skip
     if not rows:
         ax.text(0.5, 0.5, "nothing was cached", transform=ax.transAxes, ha="center", color=LIGHT["muted"])
-
-
-def plot_prefix_tree(trace: TraceSource, ax: Axes | None = None, step: int = -1, tokenizer: Any = None) -> Axes:
-    """Draw the prefix tree of a trace after a step with matplotlib; returns the axes."""
-    return PrefixTree(trace, tokenizer).plot(ax, step)

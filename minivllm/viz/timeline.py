@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.viz.palette import LIGHT
+from minivllm.viz.palette import DECODE_TINT, LIGHT, NUM_OWNER_COLOURS, owner_colour, tint
 from minivllm.viz.payload import Payload
 from minivllm.viz.timeline_data import (
     DECODE,
@@ -20,11 +20,11 @@ from minivllm.viz.timeline_data import (
     SWAPPED,
     WAITING,
     TimelineData,
-    timeline_data,
+    TimelineReader,
 )
-from minivllm.viz.view import TraceSource, TraceView
+from minivllm.viz.view import TraceView
 
-__all__ = ["Timeline", "describe_lanes", "draw_lanes", "pack_lanes", "plot_timeline"]
+__all__ = ["Timeline", "describe_lanes", "draw_lanes", "pack_lanes"]
 
 
 # %% nbs/viz/timeline.ipynb #code-d50b26
@@ -55,6 +55,7 @@ def pack_lanes(payload: Payload, data: TimelineData) -> dict[str, Any]:
     return {
         "steps": data.num_steps, "requests": len(data.request_ids), "start": float(data.time[0]), "unit": unit, "budget": data.budget,
         "policy": data.policy, "reasons": data.reasons, "ids": payload.add_json(data.request_ids),
+        "names": payload.add_json([data.names.get(id, id) for id in data.request_ids]),
         "parts": {name: payload.add_numbers(numbers) for name, numbers in parts.items()},
     }  # fmt: skip
 
@@ -71,7 +72,7 @@ class Timeline(TraceView):
     """Requests by steps (or by seconds): prefill chunks, decodes, waiting and why, preemptions, ends; tokens and queues beneath.
 
     Args:
-        trace: a trace, or the path of a saved one.
+        trace, tokenizer: see `TraceView`.
     """
 
     module = "timeline"
@@ -79,13 +80,13 @@ class Timeline(TraceView):
     wide = True
     figure_size = (9.0, 5.0)
 
-    def __init__(self, trace: TraceSource) -> None:
-        super().__init__(trace)
+    def make_reader(self) -> TimelineReader:
+        return TimelineReader()
 
     @cached_property
     def lanes(self) -> TimelineData:
         """What is drawn: every request's spans."""
-        return timeline_data(self.trace)
+        return self.reading.data(self.trace, self.names)
 
     def refresh(self) -> None:
         self.__dict__.pop("lanes", None)
@@ -117,25 +118,19 @@ class Timeline(TraceView):
 # %% nbs/viz/timeline.ipynb #describe_lanes
 def describe_lanes(d: TimelineData) -> str:
     """A run in a few sentences."""
-    n = len(d.request_ids)
-    ends = [
-        f"{count} {name}"
-        for name, count in zip(FINISHES, np.bincount(d.finish_kind, minlength=len(FINISHES)), strict=True)
-        if count and name != "unfinished"
-    ]
-    unfinished = int(np.sum(d.finish_kind == 0))
-    text = (
-        f"{_count(n, 'request')} in {_count(d.num_steps, 'step')}, {d.time[-1] - d.time[0]:.3g} s, under {d.policy}. "
-    )
-    text += f"Ended: {', '.join(ends) or 'none'}{f'; {unfinished} still under way' if unfinished else ''}. "
+    n, counts = len(d.request_ids), np.bincount(d.finish_kind, minlength=len(FINISHES))
+    ends = ", ".join(f"{count} {name}" for name, count in zip(FINISHES[1:], counts[1:], strict=True) if count)
+    open_ = f"; {counts[0]} still under way" if counts[0] else ""
+    text = f"{_count(n, 'request')} in {_count(d.num_steps, 'step')}, {_seconds(d.time[-1] - d.time[0])}, under {d.policy}. "
+    text += f"Ended: {ends or 'none'}{open_}. "
     if len(d.preemptions):
         text += (
             f"{_count(len(d.preemptions), 'preemption')} of {_count(len(np.unique(d.preemptions[:, 1])), 'request')}. "
         )
     waited = np.bincount(d.request, weights=np.where(d.kind <= SWAPPED, d.end - d.start, 0), minlength=n)
     if n and waited.max() > 0:
-        longest = int(np.argmax(waited))
-        text += f"{d.request_ids[longest]} waited longest, {_count(int(waited[longest]), 'step')}. "
+        longest = d.request_ids[int(np.argmax(waited))]
+        text += f"{d.names.get(longest, longest)} waited longest, {_count(int(waited.max()), 'step')}. "
     total = d.prefill_tokens + d.decode_tokens
     busiest = int(np.argmax(total))
     limit = f" of {d.budget}" if d.budget else ""
@@ -146,92 +141,80 @@ def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
+def _seconds(seconds: float) -> str:
+    """A length of time as people write it: three digits, from microseconds to hours."""
+    for least, name, size in ((3600, "h", 3600.0), (60, "min", 60.0), (1, "s", 1.0), (1e-3, "ms", 1e-3)):
+        if seconds >= least:
+            value = seconds / size
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {name}"
+    return f"{seconds * 1e6:.0f} µs" if seconds else "0 s"
+
+
 # %% nbs/viz/timeline.ipynb #draw_lanes
-# Height of a bar and hatching: kinds are told apart without colour too.
-_STYLE: dict[int, tuple[str, float, dict[str, Any]]] = {
-    WAITING: ("waiting", 0.12, {}),
-    PREEMPTED: ("preempted", 0.7, {"hatch": "/////", "fill": False}),
-    SWAPPED: ("swapped", 0.7, {"hatch": "----", "fill": False}),
-    STALLED: ("decode", 0.42, {"fill": False}),
-    PREFILL: ("prefill", 0.86, {}),
-    DECODE: ("decode", 0.42, {}),
-}
-_NAMES = {
-    WAITING: "waiting",
-    PREEMPTED: "preempted",
-    SWAPPED: "swapped out",
-    STALLED: "running, no tokens",
-    PREFILL: "prefill chunk",
-    DECODE: "decode",
+# Height of a bar, hatching, and how much is left of the request's colour: kinds are told apart without hue too.
+_STYLE: dict[int, tuple[str, float, float, dict[str, Any]]] = {
+    WAITING: ("waiting", 0.12, 0.0, {}),
+    PREEMPTED: ("preempted", 0.7, 1.0, {"hatch": "/////", "fill": False}),
+    SWAPPED: ("swapped out", 0.7, 1.0, {"hatch": "----", "fill": False}),
+    STALLED: ("running, no tokens", 0.42, 1.0, {"fill": False}),
+    PREFILL: ("prefill chunk", 0.86, 1.0, {}),
+    DECODE: ("decode", 0.42, DECODE_TINT, {}),
 }
 _MARKS = {"stop": "o", "length": "s", "abort": "x", "error": "^"}
 
 
-def draw_lanes(ax: Axes, d: TimelineData) -> None:
-    """One row per request, first come on top."""
+def _draw_kind(ax: Axes, d: TimelineData, kind: int, crowded: bool) -> None:
+    """The spans of one kind, each in its request's colour."""
     from matplotlib.collections import PolyCollection
 
+    mine = d.kind == kind
+    label, height, share, style = _STYLE[kind]
+    tall, style = (1.0, {}) if crowded else (height, style)
+    x0, x1, y = d.start[mine], d.end[mine], d.request[mine] + 0.5
+    low, high = y - tall / 2, y + tall / 2
+    corners = np.stack([np.stack([x0, x1, x1, x0], 1), np.stack([low, low, high, high], 1)], 2)
+    tints = [tint(owner_colour(n), share) if share else LIGHT["waiting"] for n in range(NUM_OWNER_COLOURS)]
+    colours = [tints[n % NUM_OWNER_COLOURS] for n in d.request[mine]]
+    empty = style.get("fill") is False
+    edge: Any = colours if empty else LIGHT["panel"] if kind == PREFILL and not crowded else "none"
+    faces: Any = "none" if empty else colours
+    ax.add_collection(
+        PolyCollection(
+            list(corners), facecolors=faces, edgecolors=edge, linewidths=0.6, hatch=style.get("hatch"), label=label
+        )
+    )
+
+
+def draw_lanes(ax: Axes, d: TimelineData) -> None:
+    """One row per request in its own colour, first come on top."""
     rows = max(1, len(d.request_ids))
     crowded = rows > 150
-    for kind, (colour, height, style) in _STYLE.items():
-        mine = d.kind == kind
-        if not mine.any():
-            continue
-        tall = 1.0 if crowded else height
-        x0, x1, y = d.start[mine], d.end[mine], d.request[mine] + 0.5
-        corners = np.stack(
-            [np.stack([x0, x1, x1, x0], 1), np.stack([y - tall / 2, y - tall / 2, y + tall / 2, y + tall / 2], 1)], 2
-        )
-        plain = {} if crowded else style
-        face = "none" if plain.get("fill") is False else LIGHT[colour]
-        edge = LIGHT["panel"] if kind == PREFILL and not crowded else LIGHT[colour] if face == "none" else "none"
-        ax.add_collection(
-            PolyCollection(
-                list(corners),
-                facecolors=face,
-                edgecolors=edge,
-                linewidths=0.6,
-                hatch=plain.get("hatch"),
-                label=_NAMES[kind],
-            )
-        )
-    if not crowded:
-        for name, mark in _MARKS.items():
-            mine = d.finish_kind == FINISHES.index(name)
-            if mine.any():
-                ax.scatter(
-                    d.finish[mine] + 1,
-                    np.flatnonzero(mine) + 0.5,
-                    s=14,
-                    marker=mark,
-                    color=LIGHT["finished"],
-                    label=name,
-                    zorder=3,
-                    linewidths=1,
-                )
+    for kind in _STYLE:
+        if (d.kind == kind).any():
+            _draw_kind(ax, d, kind, crowded)
+    for name, mark in _MARKS.items():
+        mine = d.finish_kind == FINISHES.index(name)
+        if mine.any() and not crowded:
+            at = d.finish[mine] + 1, np.flatnonzero(mine) + 0.5
+            ax.scatter(*at, s=14, marker=mark, color=LIGHT["finished"], label=name, zorder=3, linewidths=1)
     ax.set_ylim(rows, 0)
     ax.set_xlim(0, d.num_steps)
     if rows <= 30:
-        names = [f"{name[:23]}…" if len(name) > 24 else name for name in d.request_ids]
+        called = [d.names.get(id, id) for id in d.request_ids]
+        names = [f"{name[:23]}…" if len(name) > 24 else name for name in called]
         fits = min(8.3, 150 / rows)  # points, in the height of the view's own figure
         ax.set_yticks(np.arange(rows) + 0.5, names, fontsize=fits, parse_math=False)
         ax.tick_params(axis="y", length=0)
     else:
         ax.set_ylabel("request")
-    if not ax.get_legend_handles_labels()[0]:
-        return
-    ax.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-        ncols=5,
-        fontsize="small",
-        frameon=False,
-        handlelength=1.6,
-        columnspacing=1.4,
-        borderaxespad=0.2,
-    )
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(
+            loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5, fontsize="small", frameon=False, handlelength=1.6,
+            columnspacing=1.4, borderaxespad=0.2,
+        )  # fmt: skip
 
 
+# %% nbs/viz/timeline.ipynb #draw_strips
 def _draw_tokens(ax: Axes, d: TimelineData) -> None:
     x = np.arange(d.num_steps + 1)
     total = d.prefill_tokens + d.decode_tokens
@@ -250,8 +233,3 @@ def _draw_queue(ax: Axes, d: TimelineData) -> None:
     ax.set_ylabel("requests", fontsize="small")
     ax.set_ylim(bottom=0)
     ax.legend(loc="upper right", fontsize="x-small", frameon=False, ncols=2)
-
-
-def plot_timeline(trace: TraceSource, ax: Axes | None = None) -> Axes:
-    """Draw the timeline of a trace with matplotlib; returns the axes."""
-    return Timeline(trace).plot(ax)

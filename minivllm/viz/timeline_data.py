@@ -4,18 +4,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.core.trace import REASONS, Added, Event, EventReader, Trace
+from minivllm.core.events import FoldReader, read
+from minivllm.core.trace import REASONS, Trace
 
 __all__ = [
     "DECODE", "FINISHES", "KINDS", "PREEMPTED", "PREFILL", "STALLED", "SWAPPED", "WAITING", "Ints",
-    "TimelineData", "timeline_data",
+    "TimelineData", "TimelineReader", "timeline_data",
 ]  # fmt: skip
 
 
@@ -47,6 +48,7 @@ class TimelineData:
         step_end: when the result of each step was there; the beginning of the next one if there was none. [num_steps]
         prefill_tokens, decode_tokens, running, waiting: per step; the queues at its end. [num_steps]
         budget: most tokens of one step, 0 if the trace does not say.
+        names: what requests are called, where that is not their id.
     """
 
     request_ids: list[str]
@@ -73,6 +75,7 @@ class TimelineData:
     waiting: Ints
     budget: int
     policy: str
+    names: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -93,6 +96,7 @@ class TimelineData:
         i = low + int(np.searchsorted(self.start[low:high], step, side="right")) - 1
         return int(i) if i >= low and step < self.end[i] else None
 
+    # %% nbs/viz/timeline_data.ipynb #TimelineData-describe
     def describe(self, request: int, step: int) -> str:
         """What happened to a request in a step, and why, in one line."""
         i = self._span(request, step)
@@ -124,35 +128,30 @@ class TimelineData:
         first, code = int(self.waits[head, 1]), int(self.waits[head, 2])
         if first == request or self.cell(first, step) not in (WAITING, PREEMPTED, SWAPPED):
             return ""
-        return f"behind {self.request_ids[first]} ({self.reasons[code]})"
+        return f"behind {self.names.get(self.request_ids[first], self.request_ids[first])} ({self.reasons[code]})"
 
 
 # %% nbs/viz/timeline_data.ipynb #_Life
 class _Life:
     """Where a request stands while the events go by."""
 
-    __slots__ = ("number", "prompt", "output", "computed", "kind", "start", "tokens", "wanted", "reason")
+    __slots__ = ("number", "prompt", "output", "kind", "start", "tokens", "wanted", "reason")
 
-    def __init__(
-        self, number: int, prompt: int, output: int, computed: int, kind: int | None, start: int, reason: int = 0
-    ) -> None:
-        self.number, self.prompt, self.output, self.computed = number, prompt, output, computed
+    def __init__(self, number: int, prompt: int, output: int, kind: int | None, start: int, reason: int = 0) -> None:
+        self.number, self.prompt, self.output = number, prompt, output
         self.kind, self.start, self.reason = kind, start, reason
         self.tokens = self.wanted = 0
 
 
-class _Reader(EventReader):
-    """Turns events into spans. One method per kind of event; kinds that change nothing here have none."""
+class TimelineReader(FoldReader):
+    """Turns events into spans: `read(trace, reader)`, then `reader.data(trace)`."""
 
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()
-        self.now = self._number = -1
+    def begin(self) -> None:
+        self._number = -1
         self.codes = {name: i for i, name in enumerate(_TEXTS)}
         self.ids: list[str] = []
         self.lives: dict[str, _Life] = {}
         self.all: list[_Life] = []
-        self.running: dict[str, None] = {}
-        self.waiting: set[str] = set()
         self.spans: list[tuple[int, ...]] = []
         self.finishes: dict[int, tuple[int, int]] = {}
         self.preemptions: list[tuple[int, int, int, int]] = []
@@ -164,28 +163,16 @@ class _Reader(EventReader):
         self._fresh: list[_Life] = []
         self._cuts: dict[str, tuple[int, int]] = {}
         self._head: _Life | None = None
-        for name, s in trace.start.requests.items():
+        for name, s in self.fold.now.requests.items():
             kind = {"RUNNING": None, "PREEMPTED": PREEMPTED, "SWAPPED": SWAPPED}.get(s.status, WAITING)
-            self._open(name, s.num_prompt_tokens, s.num_tokens - s.num_prompt_tokens, s.num_computed_tokens, kind)
-            if kind is None:
-                self.running[name] = None
-            else:
-                self.waiting.add(name)
-
-    def read(self, events: Iterable[Event]) -> None:
-        """Take in all events, and end what is open after the last."""
-        self.feed_all(events)
-        self._close_step()
-        for life in self.all:
-            if life.number not in self.finishes:
-                self._turn(life, None, self.now + 1)
+            self._open(name, s.num_prompt_tokens, s.num_tokens - s.num_prompt_tokens, kind)
 
     def _code(self, reason: str) -> int:
         """The number of a reason; one that this version does not know is told by its name."""
         return self.codes.setdefault(reason, len(self.codes))
 
-    def _open(self, name: str, prompt: int, output: int, computed: int, kind: int | None, reason: int = 0) -> _Life:
-        life = _Life(len(self.ids), prompt, output, computed, kind, max(self.now, 0), reason)
+    def _open(self, name: str, prompt: int, output: int, kind: int | None, reason: int = 0) -> _Life:
+        life = _Life(len(self.ids), prompt, output, kind, max(self.step, 0), reason)
         self.ids.append(name)
         self.all.append(life)
         self.lives[name] = life
@@ -199,98 +186,115 @@ class _Reader(EventReader):
             self.spans.append((life.number, life.start, step, life.kind, life.tokens, life.wanted, life.reason))
         life.kind, life.start, life.tokens, life.wanted, life.reason = kind, step, tokens, wanted, reason
 
+    # %% nbs/viz/timeline_data.ipynb #TimelineReader-steps
     def _on_step(self, step: int, time: float) -> None:
-        self._close_step()
-        self.now, self._number = self.now + 1, step
+        self._number = step
         self.starts.append(time)
         self.ends.append(None)
         self.steps.append([0, 0, 0, 0])
         self._scheduled = False
         for life in self._fresh:  # from now on it stands in the queue like any other
             if life.kind == WAITING:
-                self._turn(life, WAITING, self.now)
+                self._turn(life, WAITING, self.step)
         self._fresh.clear()
 
-    def _close_step(self) -> None:
-        if self.now < 0:
-            return
+    def end_step(self) -> None:
+        now = self.fold.now
         if not self._scheduled:
             self._stall({})
-        self.steps[-1][2:] = len(self.running), len(self.waiting)
+        self.steps[-1][2:] = len(now.running), len(now.waiting)
         self._cuts.clear()
 
-    def _on_add(self, *fields: Any) -> None:
-        new = Added(*fields)
-        reason = self._code("arrived") if self.now >= 0 else 0
-        life = self._open(new.request, new.num_prompt, len(new.output), 0, WAITING, reason)
-        self._fresh.append(life)
-        self.waiting.add(new.request)
-
-    def _on_wait(self, name: str, reason: str) -> None:
-        life, code = self.lives[name], self._code(reason)
-        before, self._head = self._head, life
-        if before is not None and before is not life and before.kind in (WAITING, PREEMPTED, SWAPPED):
-            self._turn(before, before.kind, self.now)
-        if life.reason != code:
-            self._turn(life, life.kind, self.now, reason=code)
-        self.waits.append((self.now, life.number, code))
-
-    def _on_chunk(self, name: str, n: int, wanted: int, reason: str) -> None:
-        self._cuts[name] = (wanted, self._code(reason))
-
-    def _on_admit(self, name: str, computed: int, cached: int) -> None:
-        life = self.lives[name]
-        self._turn(life, None, self.now)
-        life.computed = computed
-        self.waiting.discard(name)
-        self.running[name] = None
-        self.admissions.append((self.now, life.number, computed, cached))
-
-    def _on_preempt(self, name: str, mode: str, needed_by: str, chosen_by: str) -> None:
-        life = self.lives[name]
-        self._turn(life, SWAPPED if mode == "swap" else PREEMPTED, self.now)
-        self.running.pop(name, None)
-        self.waiting.add(name)
-        self.preemptions.append((self.now, life.number, self.lives[needed_by].number, int(mode == "swap")))
-
-    def _on_schedule(self, scheduled: dict[str, int]) -> None:
-        self._scheduled, lives, now, decodes, prefill = True, self.lives, self.now, 0, 0
-        for name, n in scheduled.items():
+    def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
+        self._scheduled, lives, now, decodes, prefill = True, self.lives, self.step, 0, 0
+        requests = self.fold.now.requests
+        for name, n in num_scheduled.items():
             life = lives[name]
             if n == 1 and life.kind == DECODE:
                 decodes += 1
-            elif n == 1 and life.computed >= life.prompt:
+            elif n == 1 and requests[name].num_computed_tokens >= life.prompt:
                 decodes += 1
                 self._turn(life, DECODE, now)
             else:
                 prefill += n
                 self._turn(life, PREFILL, now, n, *self._cuts.get(name, (n, 0)))
-                life.computed += n
         self.steps[-1][:2] = prefill, decodes
-        if len(scheduled) < len(self.running):
-            self._stall(scheduled)
+        if len(num_scheduled) < len(self.fold.now.running):
+            self._stall(num_scheduled)
 
     def _stall(self, scheduled: dict[str, int]) -> None:
-        for name in self.running:
+        for name in self.fold.now.running:
             if name not in scheduled and self.lives[name].kind != STALLED:
-                self._turn(self.lives[name], STALLED, self.now)
+                self._turn(self.lives[name], STALLED, self.step)
 
-    def _on_update(self, time: float, gained: dict[str, list[int]], step: int | None = None) -> None:
+    def _on_update(self, time: float, tokens: dict[str, list[int]], step: int | None = None) -> None:
         late = 0 if step is None else self._number - step
         if late < len(self.ends):
             self.ends[-1 - late] = time
-        for name, tokens in gained.items():
-            self.lives[name].output += len(tokens)
+        for name, new in tokens.items():
+            self.lives[name].output += len(new)
 
-    def _on_finish(self, name: str, reason: str, stop_reason: Any) -> None:
-        life = self.lives[name]
-        self._turn(life, None, self.now + 1)
-        self.running.pop(name, None)
-        self.waiting.discard(name)
-        self.finishes[life.number] = (
-            self.now,
-            FINISHES.index(reason) if reason in FINISHES else FINISHES.index("error"),
-        )
+    # %% nbs/viz/timeline_data.ipynb #TimelineReader-requests
+    def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
+        reason = self._code("arrived") if self.step >= 0 else 0
+        self._fresh.append(self._open(request, num_prompt, len(fields[5]), WAITING, reason))
+
+    def _on_wait(self, request: str, reason: str) -> None:
+        life, code = self.lives[request], self._code(reason)
+        before, self._head = self._head, life
+        if before is not None and before is not life and before.kind in (WAITING, PREEMPTED, SWAPPED):
+            self._turn(before, before.kind, self.step)
+        if life.reason != code:
+            self._turn(life, life.kind, self.step, reason=code)
+        self.waits.append((self.step, life.number, code))
+
+    def _on_chunk(self, request: str, num_tokens: int, wanted: int, reason: str) -> None:
+        self._cuts[request] = (wanted, self._code(reason))
+
+    def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
+        life = self.lives[request]
+        self._turn(life, None, self.step)
+        self.admissions.append((self.step, life.number, num_computed, num_cached))
+
+    def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
+        life = self.lives[request]
+        self._turn(life, SWAPPED if mode == "swap" else PREEMPTED, self.step)
+        self.preemptions.append((self.step, life.number, self.lives[needed_by].number, int(mode == "swap")))
+
+    def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
+        life = self.lives[request]
+        self._turn(life, None, self.step + 1)
+        kind = reason if reason in FINISHES else "error"
+        self.finishes[life.number] = (self.step, FINISHES.index(kind))
+
+    # %% nbs/viz/timeline_data.ipynb #_rows
+    def data(self, trace: Trace, names: dict[str, str] | None = None) -> TimelineData:
+        """What was read."""
+        for life in self.all:
+            if life.number not in self.finishes:
+                self._turn(life, None, self.step + 1)
+        spans, steps = _rows(sorted(self.spans), 7), _rows([tuple(s) for s in self.steps], 4)
+        n = len(self.starts)
+        last = self.ends[-1] if n and self.ends[-1] is not None else self.starts[-1] if n else 0.0
+        following = [*self.starts[1:], last][:n]
+        finish = [self.finishes.get(i, (n, 0)) for i in range(len(self.ids))]
+        return TimelineData(
+            request_ids=self.ids,
+            reasons=[_TEXTS.get(name, name) for name in self.codes],
+            prompt=np.array([life.prompt for life in self.all], np.int32),
+            output=np.array([life.output for life in self.all], np.int32),
+            finish=np.array([step for step, _ in finish], np.int32),
+            finish_kind=np.array([kind for _, kind in finish], np.uint8),
+            request=spans[:, 0], start=spans[:, 1], end=spans[:, 2], kind=spans[:, 3].astype(np.uint8),
+            tokens=spans[:, 4], wanted=spans[:, 5], reason=spans[:, 6].astype(np.uint8),
+            preemptions=_rows(self.preemptions, 4), admissions=_rows(self.admissions, 4), waits=_rows(self.waits, 3),
+            time=np.array([*self.starts, last]),
+            step_end=np.array([later if end is None else end for end, later in zip(self.ends, following, strict=True)], np.float64),
+            prefill_tokens=steps[:, 0], decode_tokens=steps[:, 1], running=steps[:, 2], waiting=steps[:, 3],
+            budget=int(trace.header.settings.get("max_num_batched_tokens") or 0),
+            policy=trace.header.policy,
+            names=names or {},
+        )  # fmt: skip
 
 
 # %% nbs/viz/timeline_data.ipynb #_rows
@@ -298,33 +302,8 @@ def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
     return np.array(rows, np.int32).reshape(len(rows), width)
 
 
-def timeline_data(trace: Trace) -> TimelineData:
-    """Read a trace once. Takes about 0.1 µs for each request in each step."""
-    reader = _Reader(trace)
-    reader.read(trace.events)
-    spans, steps = _rows(sorted(reader.spans), 7), _rows([tuple(s) for s in reader.steps], 4)
-    n = len(reader.starts)
-    following = [
-        *reader.starts[1:],
-        reader.ends[-1] if n and reader.ends[-1] is not None else (reader.starts[-1] if n else 0.0),
-    ]
-    ends = [end if end is not None else later for end, later in zip(reader.ends, following, strict=True)] if n else []
-    finish = [reader.finishes.get(i, (n, 0)) for i in range(len(reader.ids))]
-    return TimelineData(
-        request_ids=reader.ids,
-        reasons=[_TEXTS.get(name, name) for name in reader.codes],
-        prompt=np.array([life.prompt for life in reader.all], np.int32),
-        output=np.array([life.output for life in reader.all], np.int32),
-        finish=np.array([step for step, _ in finish], np.int32),
-        finish_kind=np.array([kind for _, kind in finish], np.uint8),
-        request=spans[:, 0], start=spans[:, 1], end=spans[:, 2], kind=spans[:, 3].astype(np.uint8),
-        tokens=spans[:, 4], wanted=spans[:, 5], reason=spans[:, 6].astype(np.uint8),
-        preemptions=_rows(reader.preemptions, 4),
-        admissions=_rows(reader.admissions, 4),
-        waits=_rows(reader.waits, 3),
-        time=np.array([*reader.starts, *following[-1:]] if n else [0.0]),
-        step_end=np.array(ends, np.float64),
-        prefill_tokens=steps[:, 0], decode_tokens=steps[:, 1], running=steps[:, 2], waiting=steps[:, 3],
-        budget=int(trace.header.settings.get("max_num_batched_tokens") or 0),
-        policy=trace.header.policy,
-    )  # fmt: skip
+def timeline_data(trace: Trace, names: dict[str, str] | None = None) -> TimelineData:
+    """Read a trace once. Takes about 0.3 µs for each request in each step. `names`: what to call requests, where that is not their id."""
+    reader = TimelineReader()
+    read(trace, reader)
+    return reader.data(trace, names)

@@ -4,21 +4,25 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
+import sys
+import weakref
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from minivllm.core.trace import TRACE_VERSION, Fold, Trace
+from minivllm.core.events import TRACE_VERSION, Fold, TraceHeader, read
+from minivllm.core.trace import Trace
 from minivllm.core.trace_files import TraceFileError
 from minivllm.viz.assets import document, fragment, widget_module
 from minivllm.viz.payload import Payload
 
 __all__ = [
-    "HTML_LIMIT", "TraceSource", "TraceView", "View", "as_png", "new_figure", "open_trace", "trace_key",
-    "trace_note",
+    "HTML_LIMIT", "MADE_UP", "TraceSource", "TraceView", "View", "as_png", "most_eventful", "new_figure",
+    "open_trace", "read_together", "trace_cursor", "trace_key", "trace_note",
 ]  # fmt: skip
 
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 # %% nbs/viz/view.ipynb #TraceSource
 TraceSource = Trace | str | Path
 HTML_LIMIT = 2_000_000
+MADE_UP = 1 << 24  # token ids from here on are made up by the lab: no vocabulary is that large
 
 
 def open_trace(source: TraceSource) -> tuple[Trace, str | None]:
@@ -44,9 +49,9 @@ def open_trace(source: TraceSource) -> tuple[Trace, str | None]:
         try:
             name, source = Path(source).name, Trace.load(source)
         except TraceFileError as error:
-            return Trace(_no_header()), str(error)
+            return Trace(TraceHeader()), str(error)
         if (fault := _contradiction(source)) is not None:
-            return Trace(_no_header()), f"{name}: {fault}"
+            return Trace(TraceHeader()), f"{name}: {fault}"
     if not isinstance(source, Trace):
         raise TypeError(f"a view shows a Trace or the path of a saved one, got {type(source).__name__}")
     if source.header.version != TRACE_VERSION:
@@ -55,12 +60,6 @@ def open_trace(source: TraceSource) -> tuple[Trace, str | None]:
             f"This is a trace of version {source.header.version}; this program shows version {TRACE_VERSION}.",
         )
     return source, None if source.num_steps else _why_empty(source)
-
-
-def _no_header() -> Any:
-    from minivllm.core.trace import TraceHeader
-
-    return TraceHeader()
 
 
 def _contradiction(trace: Trace) -> str | None:
@@ -100,10 +99,41 @@ def trace_note(trace: Trace) -> str | None:
     return " ".join(notes) or None
 
 
+# %% nbs/viz/view.ipynb #trace_key
 def trace_key(trace: Trace) -> str:
     """A name for a trace, the same for every view of it: made of its header, its length, and its first and last events."""
     ends = (trace.events[:50], trace.events[-50:]) if len(trace) > 100 else trace.events
     return hashlib.sha256(repr((trace.header, len(trace), ends)).encode()).hexdigest()[:16]
+
+
+_EVENTFUL = {"preempt": 8, "evict": 4, "hit": 4, "admit": 2, "finish": 2, "chunk": 1, "alloc": 1}
+_FULL = 6  # what a full pool weighs, in the same measure
+
+
+def most_eventful(trace: Trace) -> int:
+    """The step to open a run at: the first one in which most kinds of things happen while much of the memory is in use."""
+    held, kinds = sum(trace.start.ref_cnt), set[str]()
+    steps: list[tuple[int, int]] = []
+    for event in trace.events:
+        kind = event[0]
+        if kind == "step":
+            steps.append((0, held))
+            kinds.clear()
+        elif kind in ("alloc", "hit"):
+            held += len(event[-1])
+        elif kind in ("free", "skip"):
+            held -= len(event[-1])
+        kinds.add(kind)
+        if steps:
+            steps[-1] = (sum(_EVENTFUL.get(kind, 0) for kind in kinds), held)
+    most = max((held for _, held in steps), default=0) or 1
+    scores = [weight + _FULL * held / most for weight, held in steps]
+    return scores.index(max(scores)) if scores else 0
+
+
+def trace_cursor(trace: Trace) -> dict[str, Any]:
+    """What the page needs for the cursor of a trace: its key, the number of steps, and the step at which it opens."""
+    return {"key": trace_key(trace), "steps": trace.num_steps, "open": most_eventful(trace)}
 
 
 # %% nbs/viz/view.ipynb #View
@@ -140,10 +170,8 @@ class View:
         raise NotImplementedError(f"{type(self).__name__}.draw")
 
     figure_size: tuple[float, float] = (7.0, 3.5)  # inches
-    options: ClassVar[frozenset[str]] = frozenset()  # arguments of `Trace.show` that the constructor takes
 
-    # ---- the same for every view
-
+    # %% nbs/viz/view.ipynb #View-data
     @cached_property
     def _payload(self) -> Payload:
         payload = Payload({"problem": self.problem}) if self.problem else self.build()
@@ -171,8 +199,7 @@ class View:
         """The ES modules that the page needs."""
         return (self.module, *self.more_modules)
 
-    # ---- a page without a kernel
-
+    # %% nbs/viz/view.ipynb #View-page
     def to_html(self, program: bool = True) -> str:
         """A self-contained piece of HTML. `program=False` leaves the modules out, for a page that has them from another piece further down."""
         return fragment(self.data(), self.modules(), self.summary(), program)
@@ -189,8 +216,7 @@ class View:
         path.write_text(document(self.title, self.to_html(), self.page_heading), encoding="utf-8")
         return path
 
-    # ---- figures
-
+    # %% nbs/viz/view.ipynb #View-figure
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw with matplotlib, into `ax` or into a new figure of pyplot's; returns the axes.
 
@@ -227,8 +253,7 @@ class View:
             Path(path).write_bytes(image)
         return image
 
-    # ---- live in a notebook
-
+    # %% nbs/viz/view.ipynb #View-live
     @cached_property
     def widget(self) -> Any:
         """The live widget (anywidget). Its traits `step`, `request` and `block` follow what the reader does, and can be set.
@@ -237,7 +262,8 @@ class View:
             ImportError: anywidget is not installed.
         """
         payload = self.data()
-        return _widget_class(self.modules())(header=payload.json(), payload=payload.bytes())
+        step = (payload.header.get("trace") or {}).get("open", 0)
+        return _widget_class(self.modules())(header=payload.json(), payload=payload.bytes(), step=step)
 
     def refresh(self) -> None:
         """Build the data again, from what the trace holds now, and show it in the live widget."""
@@ -249,8 +275,18 @@ class View:
                 self.widget.payload = payload.bytes()
                 self.widget.header = payload.json()
 
+    def close(self) -> None:
+        """Close the live widget and let go of the data. Shown again, the view makes both anew."""
+        widget = self.__dict__.pop("widget", None)
+        if widget is not None:
+            widget.close()
+        self.__dict__.pop("_payload", None)
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        _close_last_run(self)
         bundle = {"text/plain": self.summary(), "text/html": self._html_for_notebook()}
+        if self.problem is None:
+            bundle["image/png"] = base64.b64encode(self.to_png(dpi=80)).decode()
         try:
             live = self.widget._repr_mimebundle_()
         except ImportError:  # a notebook without anywidget shows the page
@@ -264,8 +300,29 @@ class View:
             return page
         small = Payload({"module": self.module, "title": self.title, "problem": (
             f"The view without a kernel takes {len(page) / 1e6:.1f} MB, too much for a notebook's output."
-            ' Save it beside the notebook: view.save("view.html").')})  # fmt: skip
+        ' Save it beside the notebook: view.save("view.html").')})  # fmt: skip
         return fragment(small, (), self.summary())
+
+
+# %% nbs/viz/view.ipynb #close_last_run
+_SHOWN: dict[
+    str, tuple[str, list[weakref.ref[View]]]
+] = {}  # by cell: the run of the cell that showed them, and the views
+
+
+def _close_last_run(view: View) -> None:
+    """Close what the last run of this notebook cell showed. Front ends that do not name their cells keep all."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    request = getattr(shell, "parent_header", None) or {}
+    cell, run = request.get("metadata", {}).get("cellId"), request.get("header", {}).get("msg_id", "")
+    if cell is None:
+        return
+    if _SHOWN.get(cell, ("", []))[0] != run:
+        for old in _SHOWN.pop(cell, ("", []))[1]:
+            if (other := old()) is not None and other is not view:
+                other.close()
+        _SHOWN[cell] = (run, [])
+    _SHOWN[cell][1].append(weakref.ref(view))
 
 
 # %% nbs/viz/view.ipynb #new_figure
@@ -310,23 +367,59 @@ def _widget_class(modules: tuple[str, ...]) -> Any:
 class TraceView(View):
     """A view of a trace, given as such or as the path of a saved one. All views of one trace on a page share the step, the request and the block.
 
+    Args:
+        trace: a trace, or the path of a saved one.
+        tokenizer: anything with `decode(token_ids)`, to show tokens and the names of requests as text; None takes `trace.tokenizer`,
+            and without that token ids and request ids are shown.
+
     Raises:
-        FileNotFoundError: no such file. TypeError: neither trace nor path.
+        FileNotFoundError: no such file. TypeError: neither trace nor path, or a tokenizer that cannot decode.
     """
 
-    def __init__(self, trace: TraceSource) -> None:
+    def __init__(self, trace: TraceSource, tokenizer: Any = None) -> None:
+        if tokenizer is not None and not hasattr(tokenizer, "decode"):
+            raise TypeError(f"a tokenizer has decode(token_ids); got {type(tokenizer).__name__}")
         self.source = trace
         self.trace, self.problem = open_trace(trace)
+        self.tokenizer = tokenizer if tokenizer is not None else self.trace.tokenizer
+
+    def make_reader(self) -> Any:
+        """A new `FoldReader` that reads for this view what `reading` then holds; None if it needs none."""
+        return None
+
+    @cached_property
+    def reading(self) -> Any:
+        """The reader of this view, after it has read the trace."""
+        reader = self.make_reader()
+        read(self.trace, reader)
+        return reader
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """What the requests are called: see `Trace.names`."""
+        return self.trace.names(self.tokenizer)
 
     def refresh(self) -> None:
         """Build the data again, from what the trace holds now, and show it in the live widget."""
         self.trace, self.problem = open_trace(self.source)
+        for name in ("reading", "names"):
+            self.__dict__.pop(name, None)
         super().refresh()
 
     def header(self, **more: Any) -> dict[str, Any]:
-        """The header that every view of a trace starts from: the shared cursor's name and length, and remarks."""
-        return {
-            "trace": {"key": trace_key(self.trace), "steps": self.trace.num_steps},
-            "note": trace_note(self.trace),
-            **more,
-        }
+        """The header that every view of a trace starts from: the shared cursor's name, length and first step, and remarks."""
+        return {"trace": trace_cursor(self.trace), "note": trace_note(self.trace), **more}
+
+
+def read_together(views: Sequence[View]) -> None:
+    """Fold each trace once for all views of it that have not read it yet."""
+    waiting: dict[int, list[TraceView]] = {}
+    for view in views:
+        if isinstance(view, TraceView) and view.problem is None and "reading" not in view.__dict__:
+            waiting.setdefault(id(view.trace), []).append(view)
+    for same in waiting.values():
+        readers = [(view, reader) for view in same if (reader := view.make_reader()) is not None]
+        if readers:
+            read(same[0].trace, *(reader for _, reader in readers))
+        for view, reader in readers:
+            view.__dict__["reading"] = reader

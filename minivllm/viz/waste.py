@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from minivllm.core.events import FoldReader, read
 from minivllm.core.trace import Trace
 from minivllm.lab.metrics import occupancy
 from minivllm.viz.palette import LIGHT
@@ -70,8 +71,18 @@ class WasteData:
 
 
 # %% nbs/viz/waste.ipynb #waste_data
-def waste_data(trace: Trace, max_model_len: int | None = None) -> WasteData:
-    """Read a trace once.
+class UsedBlocks(FoldReader):
+    """Counts the blocks that some request holds, after each step."""
+
+    def begin(self) -> None:
+        self.counts: list[int] = []
+
+    def end_step(self) -> None:
+        self.counts.append(self.fold.num_used)
+
+
+def waste_data(trace: Trace, max_model_len: int | None = None, used: Sequence[int] | None = None) -> WasteData:
+    """Read a trace. `used`: blocks in use after each step, if that is known already.
 
     Raises:
         ValueError: the trace does not say how long a request may be, and `max_model_len` is None.
@@ -86,29 +97,14 @@ def waste_data(trace: Trace, max_model_len: int | None = None) -> WasteData:
         reserved[:, at.step] = [at.reserved[name] for name in SCHEMES]
         wasted[:, at.step] = reserved[:, at.step] - at.stored
         empty[at.step] = np.bincount(np.clip(at.empty, 0, size - 1), minlength=size)
-    reserved[0] = size * _blocks_in_use(trace)
+    if used is None:
+        reader = UsedBlocks()
+        read(trace, reader)
+        used = reader.counts
+    reserved[0] = size * np.array(used, np.int64)
     return WasteData(
         stored, reserved, wasted, running, empty, (trace.header.num_blocks - 1) * size, groups * int(longest or 0)
     )
-
-
-def _blocks_in_use(trace: Trace) -> npt.NDArray[np.int64]:
-    """Blocks that some request holds, at the end of each step. [num_steps]"""
-    refs = {block: count for block, count in enumerate(trace.start.ref_cnt) if count}
-    used = []
-    for event in trace.events:
-        kind = event[0]
-        if kind == "step":
-            used.append(len(refs))
-        elif kind in ("alloc", "hit"):
-            for block in filter(None, event[3]):
-                refs[block] = refs.get(block, 0) + 1
-        elif kind in ("free", "skip"):
-            for block in event[-1]:
-                refs[block] -= 1
-                if not refs[block]:
-                    del refs[block]
-    return np.array([*used[1:], len(refs)], np.int64)
 
 
 # %% nbs/viz/waste.ipynb #Waste
@@ -138,7 +134,10 @@ class Waste(TraceView):
     @cached_property
     def waste(self) -> WasteData:
         """What is drawn."""
-        return waste_data(self.trace, self.max_model_len)
+        return waste_data(self.trace, self.max_model_len, self.reading.counts)
+
+    def make_reader(self) -> UsedBlocks:
+        return UsedBlocks()
 
     def refresh(self) -> None:
         self.__dict__.pop("waste", None)
@@ -153,6 +152,7 @@ class Waste(TraceView):
         )  # fmt: skip
         return payload
 
+    # %% nbs/viz/waste.ipynb #Waste-words
     def describe(self) -> str:
         d = self.waste
         if not d.running.any():
@@ -172,6 +172,7 @@ class Waste(TraceView):
         draw_waste(top, bottom, self.waste)
 
 
+# %% nbs/viz/waste.ipynb #Waste-words
 def _plain(values: Iterable[float]) -> list[float | None]:
     return [None if np.isnan(v) else round(float(v), 6) for v in values]
 
@@ -189,39 +190,16 @@ def draw_waste(top: Axes, bottom: Axes, d: WasteData) -> None:
     """Above: slots, stored and empty, against the cache's size. Below: the empty share under each scheme."""
     x = np.arange(len(d.stored) + 1)
     full = d.reserved[0] - d.wasted[0]
+    empty: dict[str, Any] = {"facecolor": "none", "edgecolor": LIGHT["preempted"], "hatch": "////", "linewidth": 0.4}
     top.stairs(full, x, fill=True, color=LIGHT["decode"], label="stored")
-    top.stairs(
-        d.reserved[0],
-        x,
-        baseline=full,
-        fill=True,
-        facecolor="none",
-        edgecolor=LIGHT["preempted"],
-        hatch="////",
-        linewidth=0.4,
-        label="empty in pages",
-    )
+    top.stairs(d.reserved[0], x, baseline=full, fill=True, label="empty in pages", **empty)
     ceiling = max(d.capacity, min(int(d.reserved.max(initial=1)), int(2.5 * d.capacity)))
     for row, name in enumerate(SCHEMES):
         colour, style, width = _LINES[name]
+        line: dict[str, Any] = {"baseline": None, "color": LIGHT[colour], "linestyle": style, "linewidth": width}
         if name != "paged":
-            top.stairs(
-                np.minimum(d.reserved[row], ceiling * 1.1),
-                x,
-                baseline=None,
-                color=LIGHT[colour],
-                linestyle=style,
-                linewidth=width,
-            )
-        bottom.stairs(
-            100 * d.share()[row],
-            x,
-            baseline=None,
-            color=LIGHT[colour],
-            linestyle=style,
-            linewidth=width,
-            label=SCHEMES[name],
-        )
+            top.stairs(np.minimum(d.reserved[row], ceiling * 1.1), x, **line)
+        bottom.stairs(100 * d.share()[row], x, label=SCHEMES[name], **line)
     if d.reserved.max(initial=0) > ceiling:
         words = f"off this scale: up to {d.reserved.max():,}"
         top.text(len(d.stored), ceiling, words, ha="right", va="top", fontsize=7.5, color=LIGHT["muted"])
@@ -234,16 +212,6 @@ def draw_waste(top: Axes, bottom: Axes, d: WasteData) -> None:
         ax.spines[["top", "right"]].set_visible(False)
     handles = [*top.get_legend_handles_labels()[0], *bottom.get_legend_handles_labels()[0]]
     top.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-        ncols=3,
-        fontsize="small",
-        frameon=False,
+        handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, fontsize="small", frameon=False,
         borderaxespad=0.2,
-    )
-
-
-def plot_waste(trace: TraceSource, ax: Axes | None = None, max_model_len: int | None = None) -> Axes:
-    """Draw the memory waste of a trace with matplotlib; returns the axes."""
-    return Waste(trace, max_model_len).plot(ax)
+    )  # fmt: skip

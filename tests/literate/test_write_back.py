@@ -376,3 +376,17 @@ def test_nothing_to_do(repo, run, fails):
     assert "yield 2" in repo.source("last")
     notebook.write(repo.root / MODULE, "x = 1\n")
     assert "was not exported by this tool" in fails("write-back")
+
+
+def test_blank_lines_between_what_stays_are_not_touched(repo, run):
+    repo.notebook(
+        "nbs/other.ipynb",
+        head="#| default_exp other",
+        a="#| export\nA = 1\n\nB = 2\n\n\ndef f(): ...\n\n\nC = 3\nD = 4\n\nE = 5",
+    )
+    run("export")
+    repo.edit("minivllm/other.py", "C = 3\n", "")
+    repo.edit("minivllm/other.py", "B = 2\n", "B = 2\n\n\ndef g(): ...\n")
+    run("write-back")
+    source = repo.source("a", "nbs/other.ipynb")
+    assert source == "#| export\nA = 1\n\nB = 2\n\n\ndef g(): ...\n\n\ndef f(): ...\n\n\nD = 4\n\nE = 5"

@@ -6,7 +6,8 @@ import matplotlib.pyplot as plt
 import pytest
 from viz_traces import aborted, make_trace, named
 
-from minivllm.core.trace import Trace, TraceHeader
+from minivllm.core.events import TraceHeader
+from minivllm.core.trace import Trace
 from minivllm.viz import BlockMap, Compare, Page, PrefixTree, Timeline, Waste
 
 VIEWS = {

@@ -7,7 +7,8 @@ import pytest
 from tiny_models import tiny_model_path, tiny_tokenizer
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.trace import Trace, TraceHeader
+from minivllm.core.events import TraceHeader
+from minivllm.core.trace import Trace
 from minivllm.runtime.sample_record import SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import each_row, standard_stages

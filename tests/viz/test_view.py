@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +10,17 @@ from tiny_models import tiny_tokenizer
 from viz_traces import aborted, make_trace
 
 from minivllm.cli import main
-from minivllm.core.trace import Trace, TraceHeader
-from minivllm.viz import BlockMap, Page
+from minivllm.core.events import TraceHeader
+from minivllm.core.trace import Trace
+from minivllm.lab import Constant, simulate
+from minivllm.lab.readers import read_azure
+from minivllm.lab.workload import poisson, shared_prefix
+from minivllm.viz import BlockMap, Page, PrefixTree
 from minivllm.viz.assets import sources, version
 from minivllm.viz.page import show
 from minivllm.viz.palette import DARK, LIGHT, NUM_OWNER_COLOURS, contrast, least_difference
 from minivllm.viz.payload import Payload, read_varints, varints
+from minivllm.viz.view import most_eventful
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,7 @@ def test_the_notebook_gets_widget_page_and_words(trace):
     pytest.importorskip("anywidget")
     view = BlockMap(trace)
     bundle = view._repr_mimebundle_()
-    assert set(bundle) == {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"}
+    assert set(bundle) == {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain", "image/png"}
     assert bundle["text/plain"] == view.summary() == repr(view)
     assert "http" not in bundle["text/html"].replace("http://www.w3.org/2000/svg", "")
     state = view.widget.get_state()
@@ -116,7 +122,7 @@ def test_views_of_one_trace_share_a_cursor(trace, open_page, tmp_path):
     assert [out.inner_text() for out in page.locator(".mv-readout").all()] == [
         "step 7 of 39",
         "step 7 of 39",
-        "step 0 of 29",
+        f"step {most_eventful(other)} of 29",
     ]
 
 
@@ -211,6 +217,38 @@ def test_the_command_says_what_is_wrong(text, words, tmp_path, capsys):
 # ---- what travels
 
 
+def sixty_five_requests(folder: Path) -> Trace:
+    """More requests than 64: their made-up token ids need more than 32 bits."""
+    return simulate(poisson(20.0, 65, (16, 64), (4, 16)), cost_model=Constant(0.01)).trace
+
+
+def a_shared_prefix(folder: Path) -> Trace:
+    return simulate(shared_prefix(40.0, 200, 20, 64, (16, 64), (4, 16)), cost_model=Constant(0.01)).trace
+
+
+def read_from_a_file(folder: Path) -> Trace:
+    """The answers that the readers of workloads make up have ids of 60 bits."""
+    path = folder / "azure.csv"
+    rows = [f"2023-11-16 18:17:0{i}.9799600,{40 + i},{20 + i}" for i in range(9)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return simulate(read_azure(path), cost_model=Constant(0.01)).trace
+
+
+@pytest.mark.parametrize("make", [sixty_five_requests, a_shared_prefix, read_from_a_file])
+def test_runs_with_made_up_tokens_are_shown(make, open_page, tmp_path):
+    trace = make(tmp_path)
+    ids = [event.prompt for event in trace if event.kind == "add"]
+    ids += [new for event in trace if event.kind == "update" for new in event.tokens.values()]
+    assert max(max(tokens) for tokens in ids if len(tokens)) >= 2**31
+    assert BlockMap(trace, tokens=True).data().header["tokens"] is not None
+    trace.save(tmp_path / "run.jsonl")
+    page = open_page(show(tmp_path / "run.jsonl").save(tmp_path / "run.html"), views=4)
+    assert page.locator(".mv-card[data-ready]").count() == 4
+    tree = PrefixTree(trace)
+    node = next(i for i, tokens in enumerate(tree.tree.tokens) if tokens[0] >= 2**24 and tree.tree.depth[i] == 1)
+    assert tree._text(node) == f"request {tree.tree.request_ids[tree.tree.owners[node]]}, tokens 16 to 31"
+
+
 def test_varints_bring_every_number_back():
     draw = np.random.default_rng(0)
     numbers = np.concatenate(
@@ -261,7 +299,7 @@ def test_colours_can_be_told_apart_by_everybody(theme):
 
 
 def test_both_languages_count_the_owners_alike():
-    assert f"OWNER_COLOURS = {NUM_OWNER_COLOURS};" in sources()["theme"]
+    assert f"OWNER_COLOURS = {NUM_OWNER_COLOURS};" in sources()["schema"]
     assert len(version()) == 8
 
 

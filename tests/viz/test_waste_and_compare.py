@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from viz_runs import busy_trace
 
+from minivllm.core.events import TraceHeader
 from minivllm.core.policy import ShortestFirst
-from minivllm.core.trace import Trace, TraceHeader
+from minivllm.core.trace import Trace
 from minivllm.lab import Constant, diff, simulate
 from minivllm.lab.workload import shared_prefix
 from minivllm.viz.compare import Compare

@@ -1,11 +1,12 @@
 // Every physical block, step by step.
-import { Frames, Origins } from "./block_fold.js";
+import { Frames, Origins } from "./fold.js";
 import { Grid, Look, layout, mask } from "./block_paint.js";
 import { Lexicon, decision, describe, describeNodes } from "./block_words.js";
 import { ownerColour, sharpen } from "./theme.js";
-import { button, facts, h, makeLegend, makeTooltip, swatch } from "./ui.js";
+import { button, count, h, makeLegend, makeTooltip, swatch } from "./ui.js";
 
 const TALLEST = 430; // CSS pixels that the grids of a card should not exceed
+const MANY = 48; // blocks of a table from which on not every one has an arrow
 const LABELS = ["in use, one colour a request", "shared by several", "free, holds cached tokens", "free", "null block", "of another group"];
 
 export async function render(card, data, context) {
@@ -13,8 +14,11 @@ export async function render(card, data, context) {
   const origins = new Origins(await data.part(header.origins));
   const lexicon = new Lexicon(header, await data.json(header.words), origins, await data.part(header.hashes));
   const frames = new Frames(data, origins);
+  const steps = await data.part(header.shown);
+  let last = 0;
+  const shown = Array.from(steps, (by) => (last += by));
   await frames.load(frames.chunkOf(context.cursor.step));
-  const view = new BlockMap(card, data, context, lexicon, frames);
+  const view = new BlockMap(card, context, lexicon, frames, shown);
   lexicon.loadTokens(data);
   return () => view.destroy();
 }
@@ -30,9 +34,10 @@ function lookOf(fold, id, group, groups) {
 }
 
 class BlockMap {
-  constructor(card, data, context, lexicon, frames) {
-    Object.assign(this, { card, data, context, lexicon, frames, fold: frames.fold, header: data.header, cursor: context.cursor });
-    this.focused = 1; // the block that the keyboard is on
+  constructor(card, context, lexicon, frames, shown) {
+    Object.assign(this, { card, context, lexicon, frames, shown, fold: frames.fold, header: frames.data.header, cursor: context.cursor });
+    this.focused = shown[1] ?? 0; // the block that the keyboard is on
+    this.zoom = 1;
     this.hovered = null; // a position of the block table under the pointer
     this.rows = []; // history of the pinned block
     this.build();
@@ -45,7 +50,7 @@ class BlockMap {
     this.frames.seek(this.cursor.step);
     this.showRequest();
     this.fit();
-    if (this.cursor.block) this.pin();
+    this.pin();
   }
 
   destroy() {
@@ -62,17 +67,26 @@ class BlockMap {
     this.legend = makeLegend(this.swatches.map((canvas, i) => ({ label: LABELS[i], swatch: canvas })));
     this.select = h("select", { class: "mv-select", "aria-label": "request whose block table is shown", onchange: () => this.choose(this.select.value || null), onpointerdown: () => this.fillSelect(), onfocus: () => this.fillSelect() });
     this.about = h("span", { class: "mv-muted" });
-    this.strip = h("div", { class: "mv-bm-strip", hidden: true });
+    this.strip = h("div", { class: "mv-bm-strip", style: `height: ${Math.min(96, 26 + 24 * this.header.groups.length)}px` }); // always: a click moves nothing
+    const folded = this.header.num_blocks - this.shown.length;
+    this.rest = h("p", { class: "mv-muted mv-bm-rest", hidden: !folded }, `and ${count(folded, "block")} that this run never touched: free`);
     this.panes = this.makePanes();
     this.over = h("canvas", { class: "mv-bm-over", "aria-hidden": "true" });
     this.stage = h("div", { class: "mv-bm-stage" },
       h("div", { class: "mv-bm-request" }, h("span", {}, "Block table of"), this.select, this.about),
-      this.strip, h("div", { class: "mv-bm-panes" }, this.panes.map((pane) => pane.element)), this.over);
-    this.details = h("aside", { class: "mv-bm-details", "aria-label": "pinned block", hidden: true });
+      this.strip, h("div", { class: "mv-bm-panes" }, this.panes.map((pane) => pane.element)), this.rest, this.over);
+    this.details = h("aside", { class: "mv-bm-details", "aria-label": "pinned block" });
     this.layout = h("div", { class: "mv-bm" }, this.stage, this.details);
     const number = h("input", { type: "number", min: 0, max: this.header.num_blocks - 1, "aria-label": "block number to pin", placeholder: "block", style: "width: 6.5em",
       onchange: () => { if (number.value !== "") this.choosePhysical("gpu", Math.max(0, Math.min(this.header.num_blocks - 1, Number(number.value)))); } });
-    this.card.tools.append(h("span", { class: "mv-muted" }, "pin"), number);
+    const zoom = (factor) => () => {
+      this.zoom = Math.max(1, Math.min(8, this.zoom * factor));
+      this.layout.classList.toggle("mv-bm-zoomed", this.zoom > 1);
+      this.width = 0;
+      this.fit();
+    };
+    this.card.tools.append(h("span", { class: "mv-muted" }, "pin"), number,
+      button("smaller blocks", null, zoom(0.5), { title: "smaller blocks" }), button("larger blocks", null, zoom(2), { title: "larger blocks" }));
     this.card.body.append(this.legend.element, this.layout);
   }
 
@@ -85,11 +99,11 @@ class BlockMap {
 
   makePanes() {
     const { groups, num_blocks, num_cpu_blocks } = this.header;
-    const panes = groups.map((name, group) => ({ pool: "gpu", group, name, count: num_blocks }));
-    if (num_cpu_blocks) panes.push({ pool: "cpu", group: 0, name: "swap pool (CPU memory)", count: num_cpu_blocks + 1 });
+    const panes = groups.map((name, group) => ({ pool: "gpu", group, name, total: num_blocks, shown: this.shown }));
+    if (num_cpu_blocks) panes.push({ pool: "cpu", group: 0, name: "swap pool (CPU memory)", total: num_cpu_blocks + 1, shown: Array.from({ length: num_cpu_blocks + 1 }, (_, i) => i) });
     for (const pane of panes) {
       const keys = "Arrow keys move, Enter pins, Escape unpins.";
-      pane.canvas = h("canvas", { tabindex: 0, role: "application", "aria-label": `${pane.name}, ${pane.count} in a grid. ${keys}`, "data-pool": pane.pool, "data-group": pane.group,
+      pane.canvas = h("canvas", { tabindex: 0, role: "application", "aria-label": `${pane.name}, ${pane.shown.length} blocks in a grid. ${keys}`, "data-pool": pane.pool, "data-group": pane.group,
         onpointermove: (event) => this.hover(pane, event), onpointerleave: () => this.leave(), onclick: (event) => this.click(pane, event),
         onkeydown: (event) => this.key(pane, event), onfocus: () => { this.keyPane = pane; this.overlay(); }, onblur: () => { this.keyPane = null; this.leave(); this.overlay(); } });
       pane.gutter = h("div", { class: "mv-bm-gutter", "aria-hidden": "true" });
@@ -108,12 +122,17 @@ class BlockMap {
     const room = (width - 20 * (across - 1)) / across - 44;
     this.stage.querySelector(".mv-bm-panes").style.gridTemplateColumns = `repeat(${across}, minmax(0, 1fr))`;
     for (const pane of this.panes) {
-      const { columns, cell } = layout(pane.count, room, this.panes.length > 1 ? TALLEST * 0.7 : TALLEST);
-      pane.grid = new Grid(pane.canvas, pane.count, columns, cell);
+      const count = pane.shown.length;
+      let { columns, cell } = layout(count, room, this.panes.length > 1 ? TALLEST * 0.7 : TALLEST, count <= 32 ? 48 : count <= 128 ? 34 : 26);
+      if (this.zoom > 1) {
+        cell = Math.min(40, cell * this.zoom);
+        columns = Math.max(1, Math.min(count, Math.floor(room / cell)));
+      }
+      pane.grid = new Grid(pane.canvas, pane.shown, pane.total, columns, cell);
       Object.assign(pane.canvas.dataset, { columns, pitch: pane.grid.pitch, inner: pane.grid.inner });
       const every = Math.max(1, Math.ceil(30 / pane.grid.cell));
       const labels = [];
-      for (let row = 0; row < pane.grid.rows; row += every) labels.push(h("span", { style: `top: ${(row + 0.5) * pane.grid.cell - 7}px` }, String(row * columns)));
+      for (let row = 0; row < pane.grid.rows; row += every) labels.push(h("span", { style: `top: ${(row + 0.5) * pane.grid.cell - 7}px` }, String(pane.shown[row * columns])));
       pane.gutter.replaceChildren(...labels);
     }
     this.recolour();
@@ -186,7 +205,7 @@ class BlockMap {
       grid.paint(id, look, name, mine !== null && !mine.has(id) && (look === Look.USED || look === Look.SHARED));
     };
     if (fold.all) {
-      for (let id = 0; id < header.num_blocks; id++) paint(id);
+      for (const id of pane.shown) paint(id);
       grid.show();
       return;
     }
@@ -194,8 +213,8 @@ class BlockMap {
     grid.showBlocks(fold.changed);
   }
 
-  drawCpu({ grid, count }) {
-    for (let id = 0; id < count; id++) {
+  drawCpu({ grid, shown }) {
+    for (const id of shown) {
       const owner = this.fold.cpuOwner[id];
       const ghost = this.number !== null && owner !== this.number;
       if (id === 0) grid.paint(0, Look.NULL, "null", false);
@@ -228,10 +247,10 @@ class BlockMap {
     this.number = id === null ? null : (this.lexicon.numbers.get(id) ?? null);
     this.strip.replaceChildren();
     this.strips = [];
-    if (this.number === null) return;
+    if (this.number === null) return this.strip.append(h("p", { class: "mv-muted" }, "Choose a request, or click one of its blocks: its block table appears here, with arrows to where its tokens lie."));
     for (const pane of this.panes) {
       if (pane.pool === "cpu") continue;
-      const canvas = h("canvas", { role: "img", "aria-label": `block table of ${id} in ${pane.name}`,
+      const canvas = h("canvas", { role: "img", "aria-label": `block table of ${this.lexicon.names[this.number]} in ${pane.name}`,
         onpointermove: (event) => this.hoverStrip(pane, event), onpointerleave: () => { this.hovered = null; this.leave(); this.overlay(); },
         onclick: (event) => { const at = this.positionAt(pane, event); if (at !== null) this.choosePhysical("gpu", this.tables()[pane.group][at]); } });
       this.strips.push({ pane, canvas });
@@ -246,9 +265,8 @@ class BlockMap {
   drawStrip(changedRequest) {
     if (changedRequest) this.fillSelect();
     else this.fillSoon();
-    this.strip.hidden = this.number === null || !this.tables().some((table) => table.length);
     if (this.number === null) {
-      this.about.textContent = "choose a request, or click one of its blocks, to see where its tokens lie";
+      this.about.textContent = "";
       return;
     }
     const its = this.fold.requests.get(this.number);
@@ -257,7 +275,7 @@ class BlockMap {
     if (!its) this.about.textContent = "not here at this step: not yet arrived, or finished";
     else if (swapped) this.about.textContent = `swapped out: ${swapped} blocks in the swap pool`;
     else if (!blocks) this.about.textContent = "waiting, holds no blocks";
-    else this.about.textContent = `${its.computed} tokens computed, in ${blocks} block${blocks === 1 ? "" : "s"}; arrows lead from logical to physical`;
+    else this.about.textContent = `${its.computed} tokens computed, in ${blocks} block${blocks === 1 ? "" : "s"}; ${blocks > MANY ? "hover over one to see where it lies" : "arrows lead from logical to physical"}`;
     for (const strip of this.strips) this.paintStrip(strip);
   }
 
@@ -299,7 +317,8 @@ class BlockMap {
     this.selectKey = key;
     const ids = here.map((r) => this.lexicon.requests[r]);
     if (chosen !== null && !ids.includes(chosen)) ids.unshift(chosen);
-    this.select.replaceChildren(h("option", { value: "" }, "no request"), ...ids.map((id) => h("option", { value: id }, id)));
+    const name = (id) => this.lexicon.names[this.lexicon.numbers.get(id)] ?? id;
+    this.select.replaceChildren(h("option", { value: "" }, "no request"), ...ids.map((id) => h("option", { value: id }, name(id))));
     this.select.value = chosen ?? "";
   }
 
@@ -334,8 +353,8 @@ class BlockMap {
     if (this.number !== null) for (const strip of this.strips) this.drawArrows(c, strip, place);
     const { block } = this.cursor;
     for (const pane of this.panes) {
-      if (block && block.pool === pane.pool) this.ring(c, pane, block.id, place, false);
-      if (this.keyPane === pane) this.ring(c, pane, Math.min(this.focused, pane.count - 1), place, true);
+      if (block && block.pool === pane.pool && pane.grid.place[block.id] >= 0) this.ring(c, pane, block.id, place, false);
+      if (this.keyPane === pane) this.ring(c, pane, this.focusIn(pane), place, true);
     }
   }
 
@@ -364,7 +383,7 @@ class BlockMap {
       c.lineTo(px + 3.5, py - 7);
       c.fill();
     };
-    for (let i = 0; i < table.length; i++) if (i !== hovered) draw(i, false);
+    if (table.length <= MANY) for (let i = 0; i < table.length; i++) if (i !== hovered) draw(i, false);
     if (hovered >= 0) draw(hovered, true);
     c.globalAlpha = 1;
   }
@@ -400,7 +419,7 @@ class BlockMap {
   nodes({ pool }, id) {
     if (pool === "gpu") return describeNodes(this.fold, this.lexicon, id);
     const owner = this.fold.cpuOwner[id];
-    return [h("div", {}, h("b", {}, `Swap block ${id}`), owner >= 0 ? ` · holds a block of ${this.lexicon.requests[owner]}` : id ? " · free" : " · the null block")];
+    return [h("div", {}, h("b", {}, `Swap block ${id}`), owner >= 0 ? ` · holds a block of ${this.lexicon.names[owner]}` : id ? " · free" : " · the null block")];
   }
 
   click(pane, event) {
@@ -419,18 +438,22 @@ class BlockMap {
     this.cursor.set({ block: { pool, id }, request: keep ? this.cursor.request : owner >= 0 ? this.lexicon.requests[owner] : null });
   }
 
+  // The keyboard's block as far as a pane shows it.
+  focusIn(pane) {
+    return pane.grid.place[this.focused] >= 0 ? this.focused : pane.shown.at(-1);
+  }
+
   key(pane, event) {
     const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -pane.grid.columns, ArrowDown: pane.grid.columns };
     if (event.key in moves) {
-      const next = Math.min(this.focused, pane.count - 1) + moves[event.key];
-      if (next >= 0 && next < pane.count) this.focused = next;
+      this.focused = pane.shown[pane.grid.place[this.focusIn(pane)] + moves[event.key]] ?? this.focusIn(pane);
       const box = pane.canvas.getBoundingClientRect();
       const [x, y] = pane.grid.centre(this.focused);
       this.tooltip.show(box.left + x, box.top + y, ...this.nodes(pane, this.focused));
       this.card.say(pane.pool === "gpu" ? describe(this.fold, this.lexicon, this.focused) : `Swap block ${this.focused}`);
       this.overlay();
     } else if (event.key === "Enter") {
-      this.choosePhysical(pane.pool, Math.min(this.focused, pane.count - 1));
+      this.choosePhysical(pane.pool, this.focusIn(pane));
     } else if (event.key === "Escape") {
       this.leave();
       this.cursor.set({ block: null, request: null });
@@ -445,12 +468,12 @@ class BlockMap {
 
   async pin() {
     const { block } = this.cursor;
-    this.details.hidden = block === null;
     this.layout.toggleAttribute("data-pinned", block !== null);
     this.overDirty = true;
     this.rows = [];
     if (block === null) {
-      this.fit();
+      this.now = null;
+      this.details.replaceChildren(h("p", { class: "mv-muted" }, "Click a block to read what it holds and everything that happened to it."));
       return this.overlay();
     }
     this.now = h("div", {});
@@ -475,7 +498,7 @@ class BlockMap {
 
   historyRow(row) {
     const { lexicon } = this;
-    const jump = h("button", { type: "button", class: "mv-bm-jump", onclick: () => { this.cursor.pause(); this.cursor.go(row.step); } }, String(row.step));
+    const jump = h("button", { type: "button", class: "mv-link", onclick: () => { this.cursor.pause(); this.cursor.go(row.step); } }, String(row.step));
     const event = row.event === "cached" ? [`cached as `, h("span", { class: "mv-code" }, lexicon.hash(row.name))] : [row.event];
     const element = h("tr", { "data-step": row.step, "data-event": row.event, "data-request": row.request >= 0 ? lexicon.requests[row.request] : "",
       "data-group": row.group, "data-position": row.position, "data-hash": lexicon.hash(row.name) },

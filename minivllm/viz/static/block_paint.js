@@ -25,10 +25,14 @@ export function mask(look, n) {
 }
 
 export class Grid {
-  // `count` blocks in `columns`, each `cell` CSS pixels wide.
-  constructor(canvas, count, columns, cell) {
+  // The blocks of the list `shown` in `columns`, each `cell` CSS pixels wide, of a pool of `total`.
+  constructor(canvas, shown, total, columns, cell) {
     this.canvas = canvas;
-    this.count = count;
+    this.shown = shown;
+    this.count = shown.length;
+    this.place = new Int32Array(total).fill(-1); // block -> where it stands in the list
+    shown.forEach((block, i) => { this.place[block] = i; });
+    const { count } = this;
     this.columns = columns;
     this.cell = cell;
     this.rows = Math.ceil(count / columns);
@@ -68,10 +72,12 @@ export class Grid {
 
   // Paint one block into the image; `show` puts it on the screen.
   paint(block, look, name, ghost) {
+    const place = this.place[block];
+    if (place < 0) return;
     const stamp = this.stamp(look, name, ghost);
     const { inner, pitch } = this;
     const width = this.columns * pitch;
-    let to = Math.floor(block / this.columns) * pitch * width + (block % this.columns) * pitch;
+    let to = Math.floor(place / this.columns) * pitch * width + (place % this.columns) * pitch;
     for (let y = 0, from = 0; y < inner; y++, to += width, from += inner) {
       for (let x = 0; x < inner; x++) this.pixels[to + x] = stamp[from + x];
     }
@@ -86,15 +92,16 @@ export class Grid {
   // Put some blocks on the screen: one by one where they are few, else the rows that they lie in.
   showBlocks(blocks) {
     const { pitch, columns } = this;
-    if (blocks.length <= 200) {
-      for (const block of blocks) {
+    const places = blocks.map((block) => this.place[block]).filter((place) => place >= 0);
+    if (places.length <= 200) {
+      for (const block of places) {
         this.context.putImageData(this.image, 0, 0, (block % columns) * pitch, Math.floor(block / columns) * pitch, pitch, pitch);
       }
       return;
     }
     let first = this.count;
     let last = 0;
-    for (const block of blocks) {
+    for (const block of places) {
       if (block < first) first = block;
       if (block > last) last = block;
     }
@@ -106,14 +113,14 @@ export class Grid {
     const column = Math.floor(x / this.cell);
     const row = Math.floor(y / this.cell);
     if (column < 0 || column >= this.columns || row < 0) return -1;
-    const block = row * this.columns + column;
-    return block < this.count ? block : -1;
+    return this.shown[row * this.columns + column] ?? -1;
   }
 
   // The middle of a block in CSS pixels.
   centre(block) {
     const half = this.inner / this.pitch / 2;
-    return [((block % this.columns) + half) * this.cell, (Math.floor(block / this.columns) + half) * this.cell];
+    const place = this.place[block];
+    return [((place % this.columns) + half) * this.cell, (Math.floor(place / this.columns) + half) * this.cell];
   }
 }
 

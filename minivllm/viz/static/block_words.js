@@ -1,12 +1,13 @@
 // What is said about a block: in the tooltip, in the panel of a pinned block, to a screen reader.
-import { Cause, Why } from "./block_fold.js";
+import { MADE_UP } from "./schema.js";
 import { count, facts, h } from "./ui.js";
 
 // Names, hashes and tokens of a trace, looked up by number.
 export class Lexicon {
   constructor(header, words, origins, hashes) {
     this.header = header;
-    this.requests = words.requests;
+    this.requests = words.requests; // ids
+    this.names = words.names; // what they are called
     this.strings = words.strings;
     this.origins = origins;
     this.hashes = hashes;
@@ -45,6 +46,7 @@ export class Lexicon {
 
   tokenNode(ids) {
     if (!ids) return null;
+    if (ids[0] >= MADE_UP) return h("span", {}, `${ids.length} tokens made up by the lab`);
     if (!this.texts) return h("span", { class: "mv-code" }, ids.join(" "));
     return h("span", { class: "mv-code" }, ids.map((id) => (this.texts[id] ?? `[${id}]`).replaceAll("\n", "⏎")).join(""));
   }
@@ -75,7 +77,7 @@ export function look(fold, lexicon, block) {
 
 export function describe(fold, lexicon, block) {
   const { words, holders } = look(fold, lexicon, block);
-  const by = holders.slice(0, 3).map(({ request, position }) => `request ${lexicon.requests[request]} at position ${position}`).join(", ");
+  const by = holders.slice(0, 3).map(({ request, position }) => `request ${lexicon.names[request]} at position ${position}`).join(", ");
   return `Block ${block}: ${words}${by ? `, ${by}` : ""}`;
 }
 
@@ -84,9 +86,9 @@ export function describeNodes(fold, lexicon, block) {
   const size = lexicon.header.block_size;
   const place = ({ position, filled }) => `position ${position} (tokens ${position * size} to ${position * size + Math.max(filled, 1) - 1}${filled < size ? `, ${filled} of ${size} filled` : ""})`;
   const origin = name >= 0 && !holders.length && lexicon.origins.request(name) >= 0
-    ? `${lexicon.requests[lexicon.origins.request(name)]}, position ${lexicon.origins.position(name)}` : null;
+    ? `${lexicon.names[lexicon.origins.request(name)]}, position ${lexicon.origins.position(name)}` : null;
   const rank = holders.length || block === 0 ? -1 : fold.freeRank(block);
-  const listed = holders.slice(0, 4).map((its) => h("div", {}, h("b", {}, lexicon.requests[its.request]), `, ${place(its)}`));
+  const listed = holders.slice(0, 4).map((its) => h("div", {}, h("b", {}, lexicon.names[its.request]), `, ${place(its)}`));
   if (holders.length > 4) listed.push(h("div", { class: "mv-muted" }, `and ${holders.length - 4} more`));
   return [
     h("div", { class: "mv-bm-what" }, h("b", {}, `Block ${block}`), ` · ${words}`),
@@ -103,25 +105,22 @@ export function describeNodes(fold, lexicon, block) {
 }
 
 // The decision behind one row of a block's history.
-export function decision(row, lexicon) {
-  const name = (request) => `request ${lexicon.requests[request]}`;
-  const who = row.request >= 0 ? name(row.request) : "";
-  if (row.event === "allocated") {
-    const room = `room for ${count(row.tokens, "token")} in this step`;
-    if (row.detail === Why.STARTS) return `${who} was admitted, with ${room}`;
-    if (row.detail === Why.STARTS_AGAIN) return `${who} was admitted again after its preemption, with ${room}`;
-    if (row.detail === Why.SWAPPED_IN) return `${who} came back from the swap pool`;
-    return row.tokens ? `${who} ran on and needed ${room}` : `${who} ran on, and lost the block again in the same step`;
+export function decision({ kind, request, tokens, why }, lexicon) {
+  const name = (number) => `request ${lexicon.names[number]}`;
+  const who = request >= 0 ? name(request) : "";
+  if (kind === "alloc") {
+    const room = `room for ${count(tokens, "token")} in this step`;
+    if (why === "WAITING") return `${who} was admitted, with ${room}`;
+    if (why === "PREEMPTED") return `${who} was admitted again after its preemption, with ${room}`;
+    if (why === "SWAPPED") return `${who} came back from the swap pool`;
+    return tokens ? `${who} ran on and needed ${room}` : `${who} ran on, and lost the block again in the same step`;
   }
-  if (row.event === "shared") return `${who} was admitted and found these tokens cached`;
-  if (row.event === "cached") return "the block was full: its tokens can be found and reused";
-  if (row.event === "left by the window") return `no later token of ${who} attends to it`;
-  if (row.event === "evicted") return row.detail >= 0 ? `${name(row.detail)} needed a block, and no empty one was left` : "a block was needed, and no empty one was left";
-  const [cause, detail, by] = row.detail;
-  if (cause === Cause.FINISH) return `${who} ended (${lexicon.strings[detail]})`;
-  if (cause === Cause.PREEMPT) {
-    const needed = by === row.request ? "it needed blocks itself and none were free" : `${name(by)} needed blocks and none were free`;
-    return `${who} was preempted (${lexicon.strings[detail]}): ${needed}`;
-  }
-  return `the admission of ${who} was taken back`;
+  if (kind === "hit") return `${who} was admitted and found these tokens cached`;
+  if (kind === "cache") return "the block was full: its tokens can be found and reused";
+  if (kind === "skip") return `no later token of ${who} attends to it`;
+  if (kind === "evict") return `${why ? `${name(why.request)} needed a block` : "a block was needed"}, and no empty one was left`;
+  if (why?.kind === "finish") return `${who} ended (${lexicon.strings[why.reason]})`;
+  if (why?.kind !== "preempt") return `the admission of ${who} was taken back`;
+  const needed = why.needed_by === request ? "it needed blocks itself and none were free" : `${name(why.needed_by)} needed blocks and none were free`;
+  return `${who} was preempted (${why.mode}, chosen by ${lexicon.strings[why.chosen_by]}): ${needed}`;
 }

@@ -1,7 +1,6 @@
 // Two runs of the same requests on one cursor, and the first step in which they decided differently.
-import { readLanes } from "./lanes.js";
-import { Axis, axisTools, legendItems, makeLanesChart, reasonItems } from "./lanes_chart.js";
-import { button, count, h, makeLegend } from "./ui.js";
+import { Axis, axisTools, legendItems, makeLanesChart, readLanes, reasonItems } from "./timeline.js";
+import { button, count, duration, h, makeLegend } from "./ui.js";
 
 export async function render(card, data, context) {
   const { cursor } = context;
@@ -26,7 +25,7 @@ export async function render(card, data, context) {
     chart.element.append(marks[i]);
     const lanes = runs[i];
     return h("div", { class: "mv-compare-run" },
-      h("p", { class: "mv-compare-name" }, h("strong", {}, header.names[i]), h("span", { class: "mv-muted" }, ` ${count(lanes.steps, "step")}, ${lanes.time[lanes.steps].toPrecision(3)} s`)),
+      h("p", { class: "mv-compare-name" }, h("strong", {}, header.names[i]), h("span", { class: "mv-muted" }, ` ${count(lanes.steps, "step")}, ${duration(lanes.time[lanes.steps])}`)),
       chart.element, details[i]);
   }));
   const words = explain();
@@ -80,7 +79,7 @@ export async function render(card, data, context) {
         const i = step < lanes.steps ? lanes.span(row, step) : -1;
         return i < 0 ? -1 : lanes.kind[i] * 1e6 + (lanes.tokens[i] ?? 0);
       });
-      if (kinds[0] !== kinds[1]) names.push(runs[0].ids[row]);
+      if (kinds[0] !== kinds[1]) names.push(runs[0].names[row]);
     }
     return names;
   }
@@ -90,7 +89,7 @@ export async function render(card, data, context) {
     runs.forEach((lanes, i) => {
       const step = cursor.step;
       if (step >= lanes.steps) details[i].textContent = `Step ${step}: this run was over after step ${lanes.steps - 1}.`;
-      else if (row >= 0) details[i].textContent = `Step ${step}, request ${lanes.ids[row]}: ${lanes.describe(row, step)}.`;
+      else if (row >= 0) details[i].textContent = `Step ${step}, request ${lanes.names[row]}: ${lanes.describe(row, step)}.`;
       else details[i].textContent = `Step ${step}: ${lanes.prefill[step] + lanes.decode[step]} tokens, ${lanes.running[step]} running, ${lanes.waiting[step]} waiting.`;
     });
     const names = differ(cursor.step);

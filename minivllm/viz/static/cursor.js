@@ -1,9 +1,10 @@
 // Where in time we look, and at what. All views of one trace on a page share one cursor.
 
 export class Cursor {
-  constructor(steps) {
+  constructor(steps, step = 0) {
     this.steps = steps;
-    this.step = 0;
+    this.step = step;
+    this.moved = false; // whether anybody went to another step
     this.playing = false;
     this.speed = 10; // steps a second
     this.request = null; // id of the request that is looked at
@@ -26,6 +27,7 @@ export class Cursor {
         changed.add(name);
       }
     }
+    if (changed.has("step")) this.moved = true;
     if (changed.size) for (const listener of [...this.listeners]) listener(this, changed);
   }
 
@@ -69,7 +71,8 @@ export class Cursor {
 
 // Let two cursors go to the same step, and look at the same request; the shorter run waits at its end. Returns a function that ends it.
 export function tie(one, other) {
-  if (one.step === 0) one.go(other.step);
+  if (one.moved || !other.moved) other.go(one.step);
+  else one.go(other.step);
   let moving = false;
   const follow = (to) => (from, changed) => {
     if (moving) return;
@@ -83,9 +86,9 @@ export function tie(one, other) {
   return () => ends.forEach((end) => end());
 }
 
-// The cursor of a trace. Lives on the page and not in this module: outputs made by two versions of minivllm share it too.
-export function cursorFor(key, steps) {
+// The cursor of a trace, which begins at the step `open`. Lives on the page and not in this module: outputs made by two versions of minivllm share it too.
+export function cursorFor({ key, steps, open = 0 }) {
   const cursors = (globalThis.minivllmCursors ??= new Map());
-  if (!cursors.has(key)) cursors.set(key, new Cursor(steps));
+  if (!cursors.has(key)) cursors.set(key, new Cursor(steps, open));
   return cursors.get(key);
 }

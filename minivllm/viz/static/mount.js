@@ -2,7 +2,7 @@
 import { cursorFor, tie } from "./cursor.js";
 import { Data, fromBase64 } from "./data.js";
 import { palette, watchTheme } from "./theme.js";
-import { h, makeCard } from "./ui.js";
+import { h, makeCard, makePlayer, stepKeys } from "./ui.js";
 
 // A message in place of a view: an empty trace, a broken file.
 function showProblem(place, header) {
@@ -19,12 +19,9 @@ export async function mountView(place, header, bytes, context) {
     showProblem(place, header);
     return () => place.replaceChildren();
   }
-  if (header.views) {
-    const page = await context.load(header.module); // several views, each with a card of its own
-    return page.render(place, new Data(header, bytes), context);
-  }
-  const cursor = header.trace ? cursorFor(header.trace.key, header.trace.steps) : null;
-  const ties = (header.trace?.of ?? []).map(({ key, steps }) => tie(cursor, cursorFor(key, steps)));
+  if (header.views) return renderPage(place, new Data(header, bytes), context);
+  const cursor = header.trace ? cursorFor(header.trace) : null;
+  const ties = (header.trace?.of ?? []).map((trace) => tie(cursor, cursorFor(trace)));
   const card = makeCard(place, header, cursor, context);
   const themed = new Set();
   const inner = {
@@ -49,6 +46,33 @@ export async function mountView(place, header, bytes, context) {
   };
 }
 
+// Several views, each with a card of its own: one player at the top for all of the same trace.
+async function renderPage(place, data, context) {
+  const { header, bytes } = data;
+  const page = h("div", { class: "mv-page" });
+  const ends = [];
+  place.append(page);
+  ends.push(watchTheme(page, () => {}));
+  if (header.trace) {
+    const cursor = cursorFor(header.trace);
+    const player = makePlayer(cursor);
+    page.append(h("div", { class: "mv-bar" }, player.element));
+    stepKeys(page.firstChild, cursor);
+    ends.push(player.destroy);
+  }
+  const grid = h("div", { class: "mv-page-grid" });
+  page.append(grid);
+  for (const part of header.views) {
+    const cell = h("div", { class: part.wide ? "mv-cell mv-cell-wide" : "mv-cell" });
+    grid.append(cell);
+    ends.push(await mountView(cell, part, bytes, { ...context, player: !header.trace }));
+  }
+  return () => {
+    for (const end of ends) end();
+    page.remove();
+  };
+}
+
 // A view whose header and bytes stand in script elements of the page.
 export async function mountPage(place, load) {
   const header = JSON.parse(place.querySelector("script.mv-header").textContent);
@@ -68,7 +92,7 @@ export async function mountWidget(model, element, load) {
     const header = JSON.parse(model.get("header"));
     const raw = model.get("payload");
     end = await mountView(element, header, new Uint8Array(raw.buffer, raw.byteOffset, raw.byteLength), { load, model, player: true });
-    unlink = header.trace && !header.problem ? link(model, cursorFor(header.trace.key, header.trace.steps)) : () => {};
+    unlink = header.trace && !header.problem ? link(model, cursorFor(header.trace)) : () => {};
   };
   model.on("change:header", show);
   await show();
@@ -98,7 +122,8 @@ function link(model, cursor) {
     const id = model.get("block");
     if (timer === null && (cursor.block?.id ?? -1) !== id) cursor.set({ block: id < 0 ? null : { pool: "gpu", id } });
   };
-  if (model.get("step") > 0 && cursor.step === 0) hear();
+  if (cursor.moved) tell();
+  else hear();
   const stop = cursor.on((_, changed) => {
     if (timer === null && (changed.has("step") || changed.has("request") || changed.has("block"))) timer = setTimeout(tell, 100);
   });

@@ -1,13 +1,13 @@
 // The cached prefixes as a tree: a branch a row, a block a box. What is in use, kept or lost at the step, and how often it was found.
-import { sharpen } from "./theme.js";
+import { CACHED, EVICTED, HIT, TREE_KINDS } from "./schema.js";
+import { ownerColour, sharpen, tint } from "./theme.js";
 import { button, count, facts, h, makeLegend, makeTooltip, onceAFrame, swatch } from "./ui.js";
 
-const CACHED = 0, HIT = 1, EVICTED = 2;
 const ROW = 22, HEAD = 6, MOST = 380, FOLD_FROM = 4, LONG = 24, STRIP = 74, GUTTER = 92, RIGHT = 16;
 
 class Tree {
-  constructor(header, ids, layout, events, refs, names, tokens, texts) {
-    Object.assign(this, { header, ids, names, tokens, texts });
+  constructor(header, ids, layout, events, refs, names, texts) {
+    Object.assign(this, { header, ids, names, texts });
     const b = header.branches;
     this.first = new Int32Array(b + 1);
     for (let i = 0; i < b; i++) this.first[i + 1] = this.first[i] + layout[i];
@@ -17,6 +17,8 @@ class Tree {
     this.depth = layout.subarray(4 * b);
     const n = events.length / 5;
     this.events = { count: n, step: cumulated(events, n), node: part(events, 1, n), kind: part(events, 2, n), block: part(events, 3, n), request: part(events, 4, n) };
+    this.owner = new Int32Array(header.nodes).fill(-1); // who computed a node first
+    for (let i = n - 1; i >= 0; i--) if (this.events.kind[i] === CACHED) this.owner[this.events.node[i]] = this.events.request[i];
     const m = refs.length / 3;
     this.refs = { count: m, step: cumulated(refs, m), node: part(refs, 1, m), change: part(refs, 2, m) };
     this.leaf = new Uint8Array(b).fill(1);
@@ -53,9 +55,7 @@ class Tree {
   }
 
   text(node) {
-    if (this.texts) return this.texts[node];
-    const size = this.header.blockSize;
-    return Array.from(this.tokens.subarray(node * size, (node + 1) * size)).filter((id) => id >= 0).join(" ");
+    return this.texts[node];
   }
 
   who(request) {
@@ -70,16 +70,16 @@ function cumulated(flat, n) {
   return out;
 }
 
-// Boxes: in use is full, kept is pale with a rim, lost is crossed, not yet cached is a faint rim.
-function paintBlock(pen, kind, x, y, w, height, colour) {
+// Boxes in the colour of the request that computed them first: in use is full, kept is pale with a rim, lost is crossed, not yet cached is a faint rim.
+function paintBlock(pen, kind, x, y, w, height, hue, colour) {
   pen.lineWidth = 1;
-  if (kind === "use") {
-    pen.fillStyle = colour("prefill");
+  if (kind === "in use") {
+    pen.fillStyle = hue;
     pen.fillRect(x, y, w, height);
   } else if (kind === "kept") {
-    pen.fillStyle = colour("free");
+    pen.fillStyle = tint(hue, 0.3, colour("panel"));
     pen.fillRect(x, y, w, height);
-    pen.strokeStyle = colour("cached");
+    pen.strokeStyle = hue;
     if (w > 3) pen.strokeRect(x + 0.5, y + 0.5, w - 1, height - 1);
   } else if (kind === "lost") {
     pen.strokeStyle = colour("preempted");
@@ -101,13 +101,13 @@ const oneLine = (text) => text.replace(/\s+/g, " ").trim();
 export async function render(card, data, context) {
   const { cursor } = context;
   const { header } = data;
-  const [ids, layout, events, refs, names, tokens, texts] = await Promise.all([
-    data.json(header.ids), data.part(header.layout), data.part(header.events), data.part(header.refs), data.json(header.names),
-    header.tokens === null ? null : data.part(header.tokens), header.texts === null ? null : data.json(header.texts)]);
-  const tree = new Tree(header, ids, layout, events, refs, names, tokens, texts);
+  const [ids, layout, events, refs, names, texts] = await Promise.all([
+    data.json(header.ids), data.part(header.layout), data.part(header.events), data.part(header.refs), data.json(header.names), data.json(header.texts)]);
+  const tree = new Tree(header, ids, layout, events, refs, names, texts);
   const colour = (name) => context.colour(name);
-  const kinds = [["use", "in use"], ["kept", "kept for reuse"], ["lost", "lost"], ["later", "not yet cached"]];
-  const legend = kinds.map(([kind, label]) => ({ label, value: "", kind, swatch: swatch(14, 14, (pen, w, height) => paintBlock(pen, kind, 0, 0, w, height, colour)) }));
+  const hueOf = (node) => (tree.owner[node] < 0 ? colour("prefill") : colour(ownerColour(tree.owner[node])));
+  const legend = TREE_KINDS.map((kind) => ({ label: kind === "kept" ? "kept for reuse" : kind, value: "", kind,
+    swatch: swatch(14, 14, (pen, w, height) => paintBlock(pen, kind, 0, 0, w, height, colour("prefill"), colour)) }));
   const found = { label: "times found", swatch: swatch(14, 14, (pen, w, height) => { pen.fillStyle = colour("decode"); pen.fillRect(0, height - 6, w, 4); }) };
   const words = makeLegend([...legend, found]);
   if (!header.nodes) {
@@ -182,10 +182,10 @@ export async function render(card, data, context) {
     count_();
   });
 
-  const kindOf = (node) => (!state.ever[node] ? "later" : !state.cached[node] ? "lost" : state.refs[node] ? "use" : "kept");
+  const kindOf = (node) => (!state.ever[node] ? "not yet cached" : !state.cached[node] ? "lost" : state.refs[node] ? "in use" : "kept");
 
   function count_() {
-    const total = { use: 0, kept: 0, lost: 0, later: 0 };
+    const total = Object.fromEntries(TREE_KINDS.map((kind) => [kind, 0]));
     let hits = 0;
     for (let b = 0; b < header.branches; b++) {
       if (tree.group[b] !== group) continue;
@@ -195,7 +195,7 @@ export async function render(card, data, context) {
       }
     }
     words.update([...legend.map((item) => total[item.kind].toLocaleString("en")), hits.toLocaleString("en")]);
-    card.subtitle.textContent = `${count(total.use + total.kept, "cached block")} of ${header.blockSize} tokens after step ${state.step}${header.groups > 1 ? `, KV cache group ${group}` : ""}`;
+    card.subtitle.textContent = `${count(total["in use"] + total.kept, "cached block")} of ${header.blockSize} tokens after step ${state.step}${header.groups > 1 ? `, KV cache group ${group}` : ""}`;
   }
 
   const xOf = (column) => 8 + column * cell;
@@ -240,7 +240,7 @@ export async function render(card, data, context) {
     const size = ROW - 8;
     for (const [node, column] of columns(row)) {
       const x = xOf(column);
-      paintBlock(pen, kindOf(node), x, y + 3, cell - gap, size, colour);
+      paintBlock(pen, kindOf(node), x, y + 3, cell - gap, size, hueOf(node), colour);
       const hits = state.hits[node];
       if (hits) {
         pen.fillStyle = colour("decode");
@@ -375,17 +375,17 @@ export async function render(card, data, context) {
     return lines.length > 7 ? [...lines.slice(0, 2), ["…", count(lines.length - 6, "more event")], ...lines.slice(-4)] : lines;
   }
 
-  const standing = (node) => ({ use: `in use by ${count(state.refs[node], "request")}`, kept: "kept, nobody uses it", lost: "lost", later: "not yet cached" })[kindOf(node)];
+  const standing = (node) => ({ "in use": `in use by ${count(state.refs[node], "request")}`, kept: "kept, no request uses it" })[kindOf(node)] ?? kindOf(node);
 
   function describe(node) {
     return [["block", `${tree.depth[node] + 1} of its text, ${header.blockSize} tokens`], ["now", `${standing(node)}; found ${count(state.hits[node], "time")}`],
-      [texts ? "text" : "tokens", oneLine(tree.text(node)).slice(0, 160) || "not in the trace"], ["hash", `${names[node]}…`], ...story(node)];
+      [header.decoded ? "text" : "tokens", oneLine(tree.text(node)).slice(0, 160) || "not in the trace"], ["hash", `${names[node]}…`], ...story(node)];
   }
 
   function choose(node, pin = true) {
     chosen = node;
     if (node >= 0) {
-      detail.textContent = `Block ${tree.depth[node] + 1} of its text: ${standing(node)}; found ${count(state.hits[node], "time")}. ${texts ? `“${oneLine(tree.text(node)).slice(0, 90)}”` : ""}`;
+      detail.textContent = `Block ${tree.depth[node] + 1} of its text: ${standing(node)}; found ${count(state.hits[node], "time")}. ${header.decoded ? `“${oneLine(tree.text(node)).slice(0, 90)}”` : ""}`;
       card.say(detail.textContent);
       if (pin && state.cached[node]) {
         const last = tree.history(node).filter(([step, kind]) => step <= state.step && kind === CACHED).at(-1);

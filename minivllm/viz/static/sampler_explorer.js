@@ -1,6 +1,6 @@
 // Why this token: the stages of one sampled token under live sliders. All arithmetic is in sampling.js, on all logits.
 
-import { explain, pieces, rowsOf } from "./explain.js";
+import { explain, pieces, rowsOf } from "./sampling.js";
 import { ownerColour } from "./theme.js";
 import { count, h, uniqueId } from "./ui.js";
 
@@ -126,7 +126,7 @@ function makeControls(recorded, hasGrammar, change, reset) {
     const id = uniqueId("grammar");
     const box = h("input", { id, type: "checkbox", onchange: () => change({ grammar: box.checked }) });
     shows.push((params) => { box.checked = params.grammar !== false; });
-    rows.unshift(h("div", { class: "mv-knob mv-check" }, box, h("label", { for: id }, "grammar")));
+    rows.unshift(h("div", { class: "mv-knob mv-knob-check" }, box, h("label", { for: id }, "grammar")));
   }
   const id = uniqueId("seed");
   const seed = h("input", { id, type: "text", inputmode: "numeric", class: "mv-seed", spellcheck: "false", size: 21,
@@ -175,7 +175,7 @@ function makeTable(explained, rows, name, colours) {
 
 function cell(p, most, out, first) {
   if (out) return h("td", { class: "mv-gone" }, first ? [h("span", { "aria-hidden": "true" }, "✕"), h("span", { class: "mv-live" }, "removed")] : "");
-  return h("td", {}, h("span", { class: "mv-bar", style: `width:${((100 * p) / most).toFixed(2)}%`, "aria-hidden": "true" }), h("span", {}, percent(p)));
+  return h("td", {}, h("span", { class: "mv-odds-bar", style: `width:${((100 * p) / most).toFixed(2)}%`, "aria-hidden": "true" }), h("span", {}, percent(p)));
 }
 
 // ---- the draw --------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ function makeStrip(explained, colours, name, width) {
   const side = at > 60 ? "mv-left" : "";
   return [
     h("p", { class: "mv-draw-title" }, "The draw: every surviving token has a piece of [0, 1), in the order of the token ids; a random number picks one."),
-    h("div", { class: "mv-line", role: "img", "aria-label": `u = ${explained.u.toFixed(4)} falls on ${name(explained.token_id)}` }, h("span", { class: "mv-pieces" }, bars),
+    h("div", { class: "mv-draw-line", role: "img", "aria-label": `u = ${explained.u.toFixed(4)} falls on ${name(explained.token_id)}` }, h("span", { class: "mv-pieces" }, bars),
       h("span", { class: `mv-needle ${side}`, style: `left:${at}%` }, h("span", {}, `u = ${explained.u.toFixed(4)}`))),
     h("div", { class: "mv-scale", "aria-hidden": "true" }, h("span", {}, "0"), h("span", {}, "1")),
   ];

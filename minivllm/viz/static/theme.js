@@ -1,4 +1,5 @@
 // Colours come from the style sheet, whose variables Python writes from one palette. A view is as dark as the page around it.
+import { OWNER_COLOURS } from "./schema.js";
 
 function parse(colour) {
   const numbers = colour.match(/[\d.]+/g);
@@ -63,6 +64,20 @@ export function pixel(hex, under = null, share = 1) {
   return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 }
 
+const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+
+// "#rrggbb" with only a share of it left over another colour: the rule of `palette.tint`.
+export function tint(hex, share, under) {
+  const below = channels(under);
+  return `#${channels(hex).map((value, i) => Math.round(value * share + below[i] * (1 - share)).toString(16).padStart(2, "0")).join("")}`;
+}
+
+// Black or white, whichever is easier to read on a colour.
+export function readable(hex) {
+  const [r, g, b] = channels(hex).map((value) => (value / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000000" : "#ffffff";
+}
+
 // Size a canvas in CSS pixels and give its 2D context, scaled for sharp lines on this screen.
 export function sharpen(canvas, width, height) {
   const ratio = globalThis.devicePixelRatio || 1;
@@ -74,8 +89,6 @@ export function sharpen(canvas, width, height) {
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   return context;
 }
-
-export const OWNER_COLOURS = 8;
 
 // The colour name of a request, by its number in order of arrival: neighbours differ, and every view agrees.
 export function ownerColour(number) {

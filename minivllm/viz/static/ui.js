@@ -3,6 +3,7 @@
 // h("div", { class: "x", onclick: f, hidden: true }, "text", node): an element.
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
+  if (tag === "input" || tag === "select") element.setAttribute("data-lm-suppress-shortcuts", "true"); // JupyterLab has its own use for arrow keys
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value === true) element.setAttribute(name, "");
@@ -14,6 +15,15 @@ export function h(tag, attributes = {}, ...children) {
 
 export function count(n, noun, plural = `${noun}s`) {
   return `${n.toLocaleString("en")} ${n === 1 ? noun : plural}`;
+}
+
+// A length of time as people write it: `_seconds` in timeline.py.
+export function duration(seconds) {
+  for (const [least, name, size] of [[3600, "h", 3600], [60, "min", 60], [1, "s", 1], [1e-3, "ms", 1e-3]]) {
+    const value = seconds / size;
+    if (seconds >= least) return `${value.toFixed(value < 10 ? 2 : value < 100 ? 1 : 0)} ${name}`;
+  }
+  return seconds ? `${Math.round(seconds * 1e6)} µs` : "0 s";
 }
 
 let serial = 0;

@@ -1,8 +1,6 @@
-// The state of all blocks at any step, folded from the stream that block_map.py writes (its class Op names the operations).
-
-const Op = { ALLOC: 0, HIT: 1, CACHE: 2, FREE: 3, SKIP: 4, EVICT: 5, RESET: 6, SWAP_OUT: 7, FREE_CPU: 8, SCHEDULE: 9, FORGET: 10, RESTART: 11 };
-export const Cause = { TAKEN_BACK: 0, FINISH: 1, PREEMPT: 2 };
-export const Why = { RUNS: 0, STARTS: 1, STARTS_AGAIN: 2, SWAPPED_IN: 3 };
+// The state of all blocks and queues at any step, rebuilt from the events of a trace: the twin of `Fold` in core/events.py. schema.js says what
+// the events are; `BlockStream` in block_map.py writes them as numbers.
+import { KINDS, MODES, STATUSES, WIRE } from "./schema.js";
 
 // Which request filled each content first, and where: from runs of (request, group, position, length), as BlockStream.packed_origins writes them.
 export class Origins {
@@ -47,14 +45,57 @@ export class Origins {
   }
 }
 
+// How each field of an event is read; the others are plain numbers. A list of `-n` blocks is what was to be expected.
+const READ = {
+  request: (fold) => (fold.last += fold.next()),
+  mode: (fold) => MODES[fold.next()],
+  blocks: (fold, event) => fold.list(event),
+  block(fold) {
+    const block = fold.next();
+    return block < 0 ? fold.freeAt(fold.numFree - fold.numCachedFree) : block;
+  },
+  positions(fold, event) {
+    const { tables, filled } = fold.request(event.request);
+    const n = fold.next();
+    const [positions, blocks, hashes] = [[], [], []];
+    if (n < 0) {
+      const from = filled[event.group] + fold.next();
+      filled[event.group] = from - n;
+      for (let k = 0; k < -n; k++) {
+        positions.push(from + k);
+        blocks.push(tables[event.group][from + k]);
+        hashes.push(fold.names + k);
+      }
+    }
+    for (let k = 0; k < n; k++) {
+      positions.push(fold.next());
+      blocks.push(fold.next());
+      hashes.push(fold.next());
+    }
+    Object.assign(event, { blocks, hashes });
+    return positions;
+  },
+  pairs: (fold) => Array.from({ length: fold.next() }, () => [fold.next(), fold.next()]),
+  num_scheduled(fold) {
+    for (let n = fold.next(); n > 0; n--) {
+      const r = (fold.last += fold.next());
+      const tokens = fold.next();
+      if (tokens) fold.scheduled.set(r, tokens);
+      else fold.scheduled.delete(r);
+    }
+    return fold.scheduled;
+  },
+};
+
 const LOOKS = ["ref", "name", "owner", "group"]; // what a block's look depends on
 const ARRAYS = [...LOOKS, "cpuOwner", "before", "after"];
+const VALUES = ["names", "numFree", "numCachedFree"];
 const copied = (map, copy) => new Map(Array.from(map, ([key, value]) => [key, copy(value)]));
 const copiedRequest = (its) => ({ ...its, tables: its.tables.map((table) => table.slice()), cpu: its.cpu.slice(), filled: its.filled.slice() });
 const copiedList = (list) => list.slice();
+const without = (list, value) => list.splice(list.indexOf(value), 1);
 
-// Applies operations to a state. `watch`, if there is one, is told every event of a block:
-//   watch(event, block, request, group, position, name, detail)   with the words of to_pandas()["blocks"] for events.
+// Applies events to a state, one method for each kind. `watch(event)`, if there is one, is called before an event is applied.
 export class Fold {
   constructor(header, watch = null) {
     this.groups = header.groups.length;
@@ -65,12 +106,15 @@ export class Fold {
     this.group = new Uint8Array(header.num_blocks); // which one last filled it
     this.cpuOwner = new Int32Array(header.num_cpu_blocks + 1).fill(-1);
     this.shared = new Map(); // block -> all its holders, where there are several
-    this.requests = new Map(); // number -> { tables, computed, cpu }
+    this.requests = new Map(); // number -> { status, tables, computed, cpu }
+    this.waiting = [];
+    this.running = [];
     this.scheduled = new Map();
     this.before = new Int32Array(header.num_blocks + 1); // the free list, linked in a circle through a last entry that is no block
     this.after = new Int32Array(header.num_blocks + 1);
     this.end = header.num_blocks;
     this.names = 0; // given so far
+    this.numFree = this.numCachedFree = 0;
     this.changed = []; // blocks that may look different since this was last emptied
     this.all = true; // everything may look different
   }
@@ -82,18 +126,46 @@ export class Fold {
   }
 
   request(r) {
-    let its = this.requests.get(r);
-    if (its === undefined) {
-      its = { tables: Array.from({ length: this.groups }, () => []), computed: 0, cpu: [], filled: new Int32Array(this.groups) };
-      this.requests.set(r, its);
-    }
+    return this.requests.get(r);
+  }
+
+  open(r, status) {
+    const its = { status, tables: Array.from({ length: this.groups }, () => []), computed: 0, cpu: [], filled: new Int32Array(this.groups) };
+    this.requests.set(r, its);
     return its;
+  }
+
+  // ---- reading
+
+  next() {
+    return this.numbers[this.at++];
+  }
+
+  // A list of blocks: its length, the first, then differences; or -n for the n that were to be expected.
+  list(event = null) {
+    const n = this.next();
+    if (n < 0) return event.kind === "free" ? this.request(event.request).tables[event.group].filter((block) => block).reverse() : this.firstFree(-n);
+    const blocks = new Array(n);
+    for (let k = 0, block = 0; k < n; k++) blocks[k] = block += this.next();
+    return blocks;
+  }
+
+  // Apply the events that the numbers from i to end tell.
+  apply(numbers, i, end) {
+    Object.assign(this, { numbers, at: i, last: 0 }); // last: the request before
+    while (this.at < end) {
+      const kind = KINDS[this.next()];
+      const event = { kind };
+      for (const field of WIRE[kind]) event[field] = field in READ ? READ[field](this, event) : this.next();
+      if (this.watch) this.watch(event);
+      this[kind](event);
+    }
   }
 
   // Start from a keyframe that begins at `at`; returns where it ends.
   start(numbers, at, origins) {
     const end = at + 1 + numbers[at];
-    let i = at + 1;
+    Object.assign(this, { numbers, at: at + 1, last: 0 });
     this.ref.fill(0);
     this.name.fill(-1);
     this.owner.fill(-1);
@@ -102,37 +174,38 @@ export class Fold {
     this.requests.clear();
     this.scheduled.clear();
     for (let block = 0; block <= this.end; block++) this.before[block] = this.after[block] = block;
+    this.numFree = this.numCachedFree = 0;
     const mentioned = []; // held blocks, in the order of the tables
-    const list = () => {
-      const blocks = new Array(numbers[i++]);
-      for (let k = 0, block = 0; k < blocks.length; k++) blocks[k] = block += numbers[i++];
-      return blocks;
-    };
-    this.names = numbers[i++];
-    for (let n = numbers[i++]; n > 0; n--) {
-      const r = numbers[i++];
-      const its = this.request(r);
-      its.computed = numbers[i++];
+    this.names = this.next();
+    for (let n = this.next(); n > 0; n--) {
+      const r = this.next();
+      const its = this.open(r, STATUSES[this.next()]);
+      its.computed = this.next();
       for (let g = 0; g < this.groups; g++) {
-        its.tables[g] = list();
+        its.tables[g] = this.list();
         for (const block of its.tables[g]) {
           if (!block) continue;
           if (this.ref[block] === 0) mentioned.push(block);
-          this.take(block, r, g);
+          this.hold(block, r, g);
         }
       }
-      its.cpu = list();
+      its.cpu = this.list();
       for (const block of its.cpu) this.cpuOwner[block] = r;
     }
-    this.before[this.end] = this.after[this.end] = this.end;
-    const free = list();
+    this.waiting = this.list();
+    this.running = this.list();
+    const free = this.list();
     for (const block of free) this.link(block, this.before[this.end]);
     let given = 0;
     for (const block of [...mentioned, ...free]) {
-      given += numbers[i++];
+      given += this.next();
       this.name[block] = given - 1;
-      if (given > 0 && this.ref[block] === 0) this.group[block] = origins.group(given - 1);
+      if (given > 0 && this.ref[block] === 0) {
+        this.group[block] = origins.group(given - 1);
+        this.numCachedFree++;
+      }
     }
+    this.numFree = free.length;
     this.all = true;
     return end;
   }
@@ -144,7 +217,8 @@ export class Fold {
       shared: copied(this.shared, copiedList),
       requests: copied(this.requests, copiedRequest),
       scheduled: new Map(this.scheduled),
-      names: this.names,
+      queues: [this.waiting.slice(), this.running.slice()],
+      values: VALUES.map((name) => this[name]),
     };
   }
 
@@ -153,7 +227,8 @@ export class Fold {
     this.shared = copied(saved.shared, copiedList);
     this.requests = copied(saved.requests, copiedRequest);
     this.scheduled = new Map(saved.scheduled);
-    this.names = saved.names;
+    [this.waiting, this.running] = saved.queues.map(copiedList);
+    VALUES.forEach((name, i) => { this[name] = saved.values[i]; });
   }
 
   // Remember how blocks look, for `compare`.
@@ -185,23 +260,38 @@ export class Fold {
     this.before[this.after[block]] = this.before[block];
   }
 
-  // The first `n` free blocks that hold content.
-  firstCached(n) {
-    const blocks = [];
-    for (let block = this.after[this.end]; blocks.length < n; block = this.after[block]) if (this.name[block] >= 0) blocks.push(block);
-    return blocks;
-  }
-
   // How many free blocks will be taken before this one; -1 if it is not free.
   freeRank(block) {
     for (let at = this.after[this.end], rank = 0; at !== this.end; at = this.after[at], rank++) if (at === block) return rank;
     return -1;
   }
 
+  // The first n free blocks, and the one at a place of the free list.
+  firstFree(n) {
+    const blocks = new Array(n);
+    for (let k = 0, block = this.end; k < n; k++) blocks[k] = block = this.after[block];
+    return blocks;
+  }
+
+  freeAt(place) {
+    let block = this.after[this.end];
+    for (; place > 0; place--) block = this.after[block];
+    return block;
+  }
+
+  // One more request holds a block.
   take(block, r, group) {
+    if (this.ref[block] === 0) {
+      this.unlink(block);
+      this.numFree--;
+      if (this.name[block] >= 0) this.numCachedFree--;
+    }
+    this.hold(block, r, group);
+  }
+
+  hold(block, r, group) {
     const count = ++this.ref[block];
     if (count === 1) {
-      this.unlink(block);
       this.owner[block] = r;
       this.group[block] = group;
     } else {
@@ -217,6 +307,8 @@ export class Fold {
     if (count === 0) {
       this.owner[block] = -1;
       this.link(block, this.name[block] < 0 ? this.end : this.before[this.end]);
+      this.numFree++;
+      if (this.name[block] >= 0) this.numCachedFree++;
     } else {
       const holders = this.shared.get(block);
       holders.splice(holders.indexOf(r), 1);
@@ -232,119 +324,91 @@ export class Fold {
     return this.ref[block] === 1 ? [this.owner[block]] : [];
   }
 
-  // Apply the operations from i to end.
-  apply(numbers, i, end) {
-    const tell = this.watch;
-    let r = 0; // the request before
-    while (i < end) {
-      const op = numbers[i++];
-      if (op === Op.ALLOC || op === Op.HIT) {
-        r += numbers[i++];
-        const g = numbers[i++];
-        const why = op === Op.ALLOC ? numbers[i++] : 0;
-        const table = this.request(r).tables[g];
-        const n = numbers[i++];
-        for (let k = 0, block = 0; k < Math.abs(n); k++) {
-          block = n < 0 ? this.after[this.end] : block + numbers[i++];
-          if (block && tell) tell(op === Op.ALLOC ? "allocated" : "shared", block, r, g, table.length, this.name[block], why);
-          table.push(block);
-          if (block) this.take(block, r, g);
-        }
-      } else if (op === Op.CACHE) {
-        r += numbers[i++];
-        const g = numbers[i++];
-        const n = numbers[i++];
-        const { filled } = this.request(r);
-        const from = n < 0 ? filled[g] + numbers[i++] : 0;
-        if (n < 0) filled[g] = from - n;
-        for (let k = 0; k < Math.abs(n); k++) {
-          const position = n < 0 ? from + k : numbers[i++];
-          const block = n < 0 ? this.request(r).tables[g][position] : numbers[i++];
-          const name = n < 0 ? this.names : numbers[i++];
-          if (name >= this.names) this.names = name + 1;
-          if (tell) tell("cached", block, r, g, position, name);
-          this.name[block] = name;
-          this.changed.push(block);
-        }
-      } else if (op === Op.FREE) {
-        r += numbers[i++];
-        const g = numbers[i++];
-        const detail = [numbers[i++], numbers[i++], numbers[i++]];
-        const its = this.request(r);
-        const table = its.tables[g];
-        let blocks;
-        let n = numbers[i++];
-        if (n < 0) {
-          blocks = table.filter((block) => block).reverse();
-        } else {
-          blocks = new Array(n);
-          for (let k = 0, block = 0; k < n; k++) blocks[k] = block += numbers[i++];
-        }
-        for (const block of blocks) {
-          if (tell) tell("freed", block, r, g, table.indexOf(block), this.name[block], detail);
-          this.release(block, r);
-        }
-        its.tables[g] = [];
-      } else if (op === Op.SKIP) {
-        r += numbers[i++];
-        const g = numbers[i++];
-        const from = numbers[i++];
-        const to = numbers[i++];
-        const table = this.request(r).tables[g];
-        for (let n = numbers[i++], block = 0; n > 0; n--) {
-          block += numbers[i++];
-          if (tell) tell("left by the window", block, r, g, table.indexOf(block), this.name[block]);
-          this.release(block, r);
-        }
-        table.fill(0, from, to);
-      } else if (op === Op.EVICT) {
-        r += numbers[i++];
-        const n = numbers[i++];
-        const blocks = n < 0 ? this.firstCached(-n) : new Array(n);
-        for (let k = 0, block = 0; k < n; k++) blocks[k] = block += numbers[i++];
-        for (const block of blocks) {
-          if (tell) tell("evicted", block, -1, -1, -1, this.name[block], r);
-          this.name[block] = -1;
-          this.unlink(block);
-          this.link(block, this.end);
-          this.changed.push(block);
-        }
-      } else if (op === Op.RESET) {
-        this.name.fill(-1);
-        this.all = true;
-      } else if (op === Op.SWAP_OUT) {
-        r += numbers[i++];
-        const its = this.request(r);
-        its.cpu = [];
-        for (let n = numbers[i++]; n > 0; n--, i += 2) {
-          its.cpu.push(numbers[i + 1]);
-          this.cpuOwner[numbers[i + 1]] = r;
-        }
-        this.all = true;
-      } else if (op === Op.FREE_CPU) {
-        this.request((r += numbers[i++])).cpu = [];
-        for (let n = numbers[i++], block = 0; n > 0; n--) {
-          block += numbers[i++];
-          this.cpuOwner[block] = -1;
-        }
-        this.all = true;
-      } else if (op === Op.SCHEDULE) {
-        for (let n = numbers[i++]; n > 0; n--) {
-          r += numbers[i++];
-          const tokens = numbers[i++];
-          if (tokens) this.scheduled.set(r, tokens);
-          else this.scheduled.delete(r);
-        }
-        for (const [r, tokens] of this.scheduled) this.request(r).computed += tokens;
-      } else if (op === Op.FORGET) {
-        this.requests.delete((r += numbers[i++]));
-      } else if (op === Op.RESTART) {
-        const its = this.request((r += numbers[i++]));
-        its.computed = numbers[i++];
-      } else {
-        throw new Error(`unknown operation ${op}`);
-      }
+  // ---- the events
+
+  add({ request }) {
+    this.open(request, "WAITING");
+    this.waiting.push(request);
+  }
+
+  admit({ request, num_computed }) {
+    without(this.waiting, request);
+    this.running.push(request);
+    Object.assign(this.request(request), { status: "RUNNING", computed: num_computed });
+  }
+
+  preempt({ request, mode }) {
+    without(this.running, request);
+    this.waiting.unshift(request);
+    const its = this.request(request);
+    its.status = mode === "swap" ? "SWAPPED" : "PREEMPTED";
+    if (mode !== "swap") its.computed = 0;
+  }
+
+  alloc({ request, group, blocks }) {
+    const table = this.request(request).tables[group];
+    for (const block of blocks) {
+      table.push(block);
+      if (block) this.take(block, request, group);
     }
+  }
+
+  hit(event) {
+    this.alloc(event);
+  }
+
+  cache({ blocks, hashes }) {
+    blocks.forEach((block, k) => {
+      this.name[block] = hashes[k];
+      if (hashes[k] >= this.names) this.names = hashes[k] + 1;
+      this.changed.push(block);
+    });
+  }
+
+  free({ request, group, blocks }) {
+    for (const block of blocks) this.release(block, request);
+    this.request(request).tables[group] = [];
+  }
+
+  skip({ request, group, start, end, blocks }) {
+    this.request(request).tables[group].fill(0, start, end);
+    for (const block of blocks) this.release(block, request);
+  }
+
+  evict({ block }) {
+    this.name[block] = -1;
+    this.numCachedFree--;
+    this.unlink(block);
+    this.link(block, this.end);
+    this.changed.push(block);
+  }
+
+  reset() {
+    this.name.fill(-1);
+    this.numCachedFree = 0;
+    this.all = true;
+  }
+
+  swap_out({ request, pairs }) {
+    const its = this.request(request);
+    its.cpu = pairs.map(([, cpu]) => cpu);
+    for (const cpu of its.cpu) this.cpuOwner[cpu] = request;
+    this.all = true;
+  }
+
+  free_cpu({ request, blocks }) {
+    this.request(request).cpu = [];
+    for (const block of blocks) this.cpuOwner[block] = -1;
+    this.all = true;
+  }
+
+  schedule() {
+    for (const [r, tokens] of this.scheduled) this.request(r).computed += tokens;
+  }
+
+  finish({ request }) {
+    without(this.request(request).status === "RUNNING" ? this.running : this.waiting, request);
+    this.requests.delete(request);
   }
 }
 
@@ -458,14 +522,25 @@ export class Frames {
     if (this.preparing === last) this.preparing = -1;
   }
 
-  // The history of one block over the whole trace: rows { step, event, request, group, position, name, detail, tokens }.
+  // The history of one block over the whole trace: rows { step, event, request, group, position, name, why, tokens }. `why` is what decided it: the
+  // status of a request that took a block; the end or the preemption for which it gave it back; who needed one that was evicted.
   async history(block) {
     const rows = [];
-    let fresh = 0;
+    const [open, fold] = [[], new Fold(this.data.header)];
     let step = 0;
-    const fold = new Fold(this.data.header, (event, id, request, group, position, name, detail) => {
-      if (id === block) rows.push({ step, event, request, group, position, name, detail });
-    });
+    fold.watch = (event) => {
+      explain(open, event);
+      const at = event.kind === "evict" ? (event.block === block ? 0 : -1) : (event.blocks?.indexOf(block) ?? -1);
+      if (at < 0 || !(event.kind in HISTORY)) return;
+      const table = fold.request(event.request)?.tables[event.group];
+      const name = event.kind === "cache" ? event.hashes[at] : fold.name[block];
+      const position = { alloc: () => table.length + at, hit: () => table.length + at, cache: () => event.positions[at], evict: () => -1 }[event.kind]?.() ?? table.indexOf(block);
+      const why = event.kind === "alloc" ? fold.request(event.request).status : null;
+      const row = { step, kind: event.kind, event: HISTORY[event.kind], request: event.request ?? -1, group: event.group ?? -1, position, name, why };
+      rows.push(row);
+      if (event.kind === "free" || event.kind === "evict") open.push(row);
+    };
+    let fresh = 0;
     for (let index = 0; index < this.chunks.length; index++) {
       const numbers = await this.data.part(this.chunks[index][1]);
       let at = 1 + numbers[0];
@@ -475,11 +550,23 @@ export class Frames {
         const end = at + 1 + numbers[at];
         fold.apply(numbers, at + 1, end);
         for (; fresh < rows.length; fresh++) rows[fresh].tokens = fold.scheduled.get(rows[fresh].request) ?? 0;
-        fold.changed.length = 0;
+        fold.changed.length = open.length = 0;
         at = end;
         step++;
       }
     }
     return rows;
   }
+}
+
+const HISTORY = { alloc: "allocated", hit: "shared", cache: "cached", free: "freed", skip: "left by the window", evict: "evicted" };
+
+// A request gives its blocks back just before the event that says why; a block is evicted just before a request takes it.
+function explain(open, event) {
+  for (const row of open) {
+    if (row.kind === "free" && (event.kind === "finish" || event.kind === "preempt") && event.request === row.request) row.why ??= event;
+    if (row.kind === "evict" && event.kind === "alloc") row.why ??= event;
+  }
+  const passes = { free: ["free", "free_cpu", "cache"], evict: ["evict", "hit"] };
+  for (let i = open.length - 1; i >= 0; i--) if (!passes[open[i].kind].includes(event.kind)) open.splice(i, 1);
 }

@@ -1,0 +1,367 @@
+"""The events of a trace: their schema, the state that they rebuild, and the fold."""
+
+# Generated from nbs/core/events.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+__all__ = [
+    "EVENTS", "SCHEMA", "TRACE_VERSION", "Event", "EventReader", "Fold", "FoldReader", "Recording",
+    "RequestSnapshot", "State", "TraceHeader", "named", "read",
+]  # fmt: skip
+
+
+# %% nbs/core/events.ipynb #schema
+Event = tuple[Any, ...]
+TRACE_VERSION = 2
+SCHEMA = {
+    kind: tuple(fields.split())
+    for kind, fields in {
+        "step": "step time",
+        "add": "request num_prompt max_tokens arrival priority user prompt output number",
+        "attributes": "request values",
+        "admit": "request num_computed num_cached",
+        "alloc": "request group blocks",
+        "hit": "request group blocks",
+        "cache": "request group positions blocks hashes",
+        "skip": "request group start end blocks",
+        "free": "request group blocks",
+        "evict": "block hash",
+        "preempt": "request mode needed_by chosen_by",
+        "swap_out": "request pairs",
+        "free_cpu": "request blocks",
+        "schedule": "num_scheduled",
+        "update": "time tokens step",
+        "finish": "request reason stop_reason",
+        "reset": "",
+        "wait": "request reason",
+        "chunk": "request num_tokens wanted reason",
+        "order": "requests policy",
+        "policy_error": "message",
+        "note": "label value policy",
+        "draft": "tokens",
+        "rollback": "num_rejected",
+    }.items()
+}
+_OPTIONAL = {"update": (None,)}
+EVENTS: dict[str, Any] = {  # a NamedTuple per kind: `kind`, then the fields
+    kind: namedtuple(kind, ("kind", *fields), defaults=_OPTIONAL.get(kind, ())) for kind, fields in SCHEMA.items()
+}
+
+
+def named(event: Event) -> Any:
+    """A recorded event with its fields by name: an equal tuple of its kind in `EVENTS`. Raises KeyError for an unknown kind."""
+    return EVENTS[event[0]](*event)
+
+
+# %% nbs/core/events.ipynb #reader
+class EventReader:
+    """Hands each event to the method of its kind, `_on_alloc(request, group, blocks)` say. Kinds without a method mean nothing here."""
+
+    def __init_subclass__(cls) -> None:
+        unknown = [name for name in vars(cls) if name.startswith("_on_") and name[4:] not in SCHEMA]
+        if unknown:
+            raise TypeError(f"{cls.__name__}.{unknown[0]}: there is no such event; there are {', '.join(SCHEMA)}")
+
+    def __init__(self) -> None:
+        self._handlers = {kind: getattr(self, f"_on_{kind}") for kind in SCHEMA if hasattr(self, f"_on_{kind}")}
+
+    def feed(self, event: Event) -> None:
+        """Read one event."""
+        handler = self._handlers.get(event[0])
+        if handler is not None:
+            handler(*event[1:])
+
+    def feed_all(self, events: Iterable[Event]) -> None:
+        """Read many."""
+        for event in events:
+            self.feed(event)
+
+
+# %% nbs/core/events.ipynb #state
+@dataclass(slots=True)
+class RequestSnapshot:
+    """One unfinished request in a rebuilt state. `tables` has one list of block ids per KV cache group."""
+
+    status: str
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    cpu_blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class State:
+    """The scheduler's state at one moment, as plain data.
+
+    Attributes:
+        requests: the unfinished ones.
+        waiting: request ids in queue order (new at the end, preempted at the front).
+        running: request ids in the order in which they are scheduled.
+        ref_cnt: per physical block.
+        hashes: per physical block, None where nothing reusable is held.
+        free: free blocks in the order of reuse.
+        cpu_free: free blocks of the swap pool, likewise.
+    """
+
+    num_groups: int
+    requests: dict[str, RequestSnapshot]
+    waiting: list[str]
+    running: list[str]
+    ref_cnt: list[int]
+    hashes: list[bytes | None]
+    free: list[int]
+    cpu_free: list[int]
+
+    @staticmethod
+    def empty(num_blocks: int, num_groups: int = 1, num_cpu_blocks: int = 0) -> State:
+        """A state in which nothing has happened. `num_blocks` counts the null block."""
+        return State(
+            num_groups, {}, [], [], [0] * num_blocks, [None] * num_blocks,
+            list(range(1, num_blocks)), list(range(1, num_cpu_blocks + 1)),
+        )  # fmt: skip
+
+    def copy(self) -> State:
+        """A deep copy."""
+        requests = {
+            r: replace(s, tables=[list(t) for t in s.tables], cpu_blocks=list(s.cpu_blocks))
+            for r, s in self.requests.items()
+        }
+        return State(
+            self.num_groups, requests, list(self.waiting), list(self.running),
+            list(self.ref_cnt), list(self.hashes), list(self.free), list(self.cpu_free),
+        )  # fmt: skip
+
+    def owners(self, block_id: int) -> list[str]:
+        """The requests whose tables hold a block."""
+        return [r for r, s in self.requests.items() if any(block_id in table for table in s.tables)]
+
+
+# %% nbs/core/events.ipynb #Fold
+class Fold(EventReader):
+    """Applies events to a state. `state()` gives a copy of where it stands.
+
+    Attributes:
+        now: the state itself; its free lists are filled in by `state()` only.
+        num_cached_free: free blocks whose content could be reused.
+    """
+
+    def __init__(self, start: State) -> None:
+        super().__init__()
+        self.now = start.copy()
+        self._free = OrderedDict.fromkeys(start.free)
+        self._cpu_free = OrderedDict.fromkeys(start.cpu_free)
+        self.num_cached_free = sum(start.hashes[block] is not None for block in start.free)
+
+    def apply(self, event: Event) -> None:
+        """Apply one event. Raises ValueError for an unknown kind or a change that is impossible in this state."""
+        handler = self._handlers.get(event[0])
+        if handler is None:
+            raise ValueError(f"unknown event {event[0]!r}; this version knows {', '.join(sorted(self._handlers))}")
+        try:
+            handler(*event[1:])
+        except (KeyError, IndexError) as error:
+            raise ValueError(f"event {event} is impossible here: {error!r}") from error
+
+    def state(self) -> State:
+        """The state as it is now (a copy)."""
+        self.now.free, self.now.cpu_free = list(self._free), list(self._cpu_free)
+        return self.now.copy()
+
+    @property
+    def free_blocks(self) -> Collection[int]:
+        """The free blocks in the order of reuse, without a copy."""
+        return self._free.keys()
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that some request holds."""
+        return len(self.now.ref_cnt) - 1 - len(self._free)
+
+    def _ignore(self, *fields: Any) -> None:
+        pass
+
+    _on_attributes = _on_step = _on_wait = _on_chunk = _on_draft = _on_note = _on_order = _on_policy_error = _ignore
+
+    # %% nbs/core/events.ipynb #Fold-requests
+    def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
+        output = fields[5]
+        tables: list[list[int]] = [[] for _ in range(self.now.num_groups)]
+        self.now.requests[request] = RequestSnapshot("WAITING", num_prompt, num_prompt + len(output), tables=tables)
+        self.now.waiting.append(request)
+
+    def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
+        state = self.now.requests[request]
+        self.now.waiting.remove(request)
+        self.now.running.append(request)
+        state.status, state.num_computed_tokens, state.num_cached_tokens = "RUNNING", num_computed, num_cached
+
+    def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
+        state = self.now.requests[request]
+        self.now.running.remove(request)
+        self.now.waiting.insert(0, request)
+        state.status = "SWAPPED" if mode == "swap" else "PREEMPTED"
+        if mode != "swap":
+            state.num_computed_tokens = 0
+
+    def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
+        for request, n in num_scheduled.items():
+            self.now.requests[request].num_computed_tokens += n
+
+    def _on_update(self, time: float, tokens: dict[str, tuple[int, ...]], step: int | None = None) -> None:
+        for request, new in tokens.items():
+            self.now.requests[request].num_tokens += len(new)
+
+    def _on_rollback(self, num_rejected: dict[str, int]) -> None:
+        for request, n in num_rejected.items():
+            self.now.requests[request].num_computed_tokens -= n
+
+    def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
+        status = self.now.requests.pop(request).status
+        (self.now.running if status == "RUNNING" else self.now.waiting).remove(request)
+
+    # %% nbs/core/events.ipynb #Fold-blocks
+    def _on_alloc(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        self.now.requests[request].tables[group].extend(blocks)
+        for block in blocks:
+            if block:
+                del self._free[block]
+                self.now.ref_cnt[block] = 1
+
+    def _on_hit(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        self.now.requests[request].tables[group].extend(blocks)
+        for block in blocks:
+            if block:
+                if self.now.hashes[block] is None:
+                    raise ValueError(f"request {request} shares block {block}, which holds nothing reusable")
+                if self.now.ref_cnt[block] == 0:
+                    del self._free[block]
+                    self.num_cached_free -= 1
+                self.now.ref_cnt[block] += 1
+
+    def _on_cache(
+        self, request: str, group: int, positions: tuple[int, ...], blocks: tuple[int, ...], hashes: tuple[bytes, ...]
+    ) -> None:
+        for block, name in zip(blocks, hashes, strict=True):
+            self.now.hashes[block] = name
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.now.ref_cnt[block] -= 1
+            if self.now.ref_cnt[block] == 0:
+                self._free[block] = None
+                if self.now.hashes[block] is None:
+                    self._free.move_to_end(block, last=False)
+                else:
+                    self.num_cached_free += 1
+
+    def _on_free(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        self.now.requests[request].tables[group] = []
+        self._release(blocks)
+
+    # %% nbs/core/events.ipynb #Fold-blocks-given-back
+    def _on_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
+        self.now.requests[request].tables[group][start:end] = [0] * (end - start)
+        self._release(blocks)
+
+    def _on_evict(self, block: int, name: bytes) -> None:
+        self.now.hashes[block] = None
+        self.num_cached_free -= 1
+        self._free.move_to_end(block, last=False)
+
+    def _on_reset(self) -> None:
+        self.now.hashes = [None] * len(self.now.hashes)
+        self.num_cached_free = 0
+
+    def _on_swap_out(self, request: str, pairs: tuple[tuple[int, int], ...]) -> None:
+        for _, cpu in pairs:
+            del self._cpu_free[cpu]
+        self.now.requests[request].cpu_blocks = [cpu for _, cpu in pairs]
+
+    def _on_free_cpu(self, request: str, blocks: tuple[int, ...]) -> None:
+        self.now.requests[request].cpu_blocks = []
+        for block in blocks:
+            self._cpu_free[block] = None
+            self._cpu_free.move_to_end(block, last=False)
+
+
+# %% nbs/core/events.ipynb #TraceHeader
+@dataclass(frozen=True, slots=True)
+class TraceHeader:
+    """What a trace was recorded with. Plain values only.
+
+    Attributes:
+        version: of the events; a file of another version is refused.
+        block_size, num_blocks, num_cpu_blocks: of the pools, the null block of the first one counted.
+        num_groups: KV cache groups.
+        groups: for each of them `{"spec": fields of its KVCacheSpec, "layers": numbers}`; empty if no model was told.
+        policy, policy_arguments: its name, and what it was made with (see `Policy.arguments`).
+        preemption: "recompute" or "swap".
+        settings: fields of `SchedulerConfig` and `CacheConfig`.
+    """
+
+    version: int = TRACE_VERSION
+    block_size: int = 16
+    num_blocks: int = 2
+    num_groups: int = 1
+    num_cpu_blocks: int = 0
+    policy: str = "FCFS"
+    settings: dict[str, Any] = field(default_factory=dict)
+    policy_arguments: dict[str, Any] = field(default_factory=dict)
+    preemption: str = "recompute"
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Recording:
+    """What was recorded: a header, the state when recording began, and the events since."""
+
+    header: TraceHeader
+    start: State
+    events: list[Event] = field(default_factory=list)
+
+
+# %% nbs/core/events.ipynb #FoldReader
+class FoldReader(EventReader):
+    """An `EventReader` beside a fold: when a method is called, `fold` is as it was before the event.
+
+    Attributes:
+        fold: set by `read`.
+        step: recorded steps are counted from 0; -1 before the first.
+    """
+
+    fold: Fold
+    step = -1
+
+    def begin(self) -> None:
+        """Called before the first event."""
+
+    def end_step(self) -> None:
+        """Called after the last event of each recorded step."""
+
+
+def read(recording: Recording, *readers: FoldReader) -> Fold:
+    """Fold a recording once, with readers beside the fold; gives the fold, at the end."""
+    fold = Fold(recording.start)
+    for reader in readers:
+        reader.fold = fold
+        reader.begin()
+    for event in recording.events:
+        if event[0] == "step":
+            for reader in readers:
+                if reader.step >= 0:
+                    reader.end_step()
+                reader.step += 1
+        for reader in readers:
+            reader.feed(event)
+        fold.apply(event)
+    for reader in readers:
+        if reader.step >= 0:
+            reader.end_step()
+    return fold

@@ -1,0 +1,118 @@
+"""One schema, two folds: the page's rebuilds, after every step, the state that Python's does."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from viz_runs import Moody, busy_trace
+from viz_traces import make_trace
+
+import minivllm.viz
+from minivllm.core.trace import Trace
+from minivllm.viz.block_map import BlockMap
+from minivllm.viz.tables import javascript
+
+STATIC = Path(minivllm.viz.__file__).parent / "static"
+STATES = """
+export async function walk(made, header, bytes) {
+  const data = new made.Data(header, Uint8Array.from(bytes));
+  const frames = new made.Frames(data, new made.Origins(await data.part(header.origins)));
+  const at = async (step) => {
+    while (!frames.seek(step)) await frames.load(frames.chunkOf(step));
+    const { fold } = frames;
+    const requests = [...fold.requests].sort(([a], [b]) => a - b).map(([r, its]) => [r, its.status, its.computed, its.tables, its.cpu]);
+    return JSON.stringify({ ref: [...fold.ref], name: [...fold.name], free: fold.firstFree(fold.numFree), cached: fold.numCachedFree,
+      cpu: [...fold.cpuOwner].flatMap((r, id) => (r < 0 ? [] : [[id, r]])), requests, waiting: fold.waiting, running: fold.running });
+  };
+  const forwards = [];
+  for (let step = 0; step < frames.steps; step++) forwards.push(await at(step));
+  const wrong = [];
+  for (let step = frames.steps - 1; step >= 0; step--) {
+    if (await at(step) !== forwards[step]) wrong.push(step);
+    if (step % 20 === 0) await new Promise((rest) => setTimeout(rest, 30));  // checkpoints are made meanwhile
+  }
+  for (let i = 0, step = 1; i < 200; i++, step = (step * 37 + 11) % frames.steps) if (await at(step) !== forwards[step]) wrong.push(step);
+  return { states: forwards.map((state) => JSON.parse(state)), wrong, checkpoints: frames.checkpoints.size };
+}
+"""
+RUN = """
+import { readFileSync } from "node:fs";
+import { Data } from "./data.js";
+import { Frames, Origins } from "./fold.js";
+import { walk } from "./walk.js";
+const { header, bytes } = JSON.parse(readFileSync("payload.json", "utf8"));
+console.log(JSON.stringify(await walk({ Data, Frames, Origins }, header, bytes)));
+"""
+
+
+def folded_by_javascript(trace: Trace, folder: Path) -> dict:
+    """What the page's fold makes of a trace, in Node; checkpoints lie closer together than on a page, so that they are used."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("Node is not here: `apt-get install nodejs`")
+    payload = BlockMap(trace).data()
+    for name in ("data.js", "schema.js"):
+        shutil.copy(STATIC / name, folder)
+    fold = (STATIC / "fold.js").read_text()
+    assert "const APART = 16384;" in fold
+    (folder / "fold.js").write_text(fold.replace("const APART = 16384;", "const APART = 300;"))
+    (folder / "walk.js").write_text(STATES)
+    (folder / "run.js").write_text(RUN)
+    (folder / "package.json").write_text('{"type": "module"}')
+    (folder / "payload.json").write_text(json.dumps({"header": payload.full_header(), "bytes": list(payload.bytes())}))
+    done = subprocess.run([node, "run.js"], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def folded_by_python(trace: Trace) -> list[dict]:
+    """The same, from the states that `Trace.states` gives."""
+    stream = BlockMap(trace).reading
+    number, names = stream.requests.of, stream.names.of
+    return [
+        {
+            "ref": state.ref_cnt,
+            "name": [-1 if name is None else names[name] for name in state.hashes],
+            "free": state.free,
+            "cached": sum(state.hashes[block] is not None for block in state.free),
+            "cpu": sorted([block, number[r]] for r, its in state.requests.items() for block in its.cpu_blocks),
+            "requests": sorted(
+                [number[r], its.status, its.num_computed_tokens, its.tables, its.cpu_blocks]
+                for r, its in state.requests.items()
+            ),
+            "waiting": [number[r] for r in state.waiting],
+            "running": [number[r] for r in state.running],
+        }
+        for _, state in trace.states()
+    ]
+
+
+TRACES = {
+    "shared prefixes": lambda: make_trace(num_blocks=97, steps=120, rate=0.8),
+    "many chunks": lambda: make_trace(num_blocks=300, steps=400, rate=1.0, seqs=24),
+    "swap": lambda: make_trace(num_blocks=70, swap=60, steps=100, rate=0.9),
+    "groups": lambda: make_trace(num_blocks=150, kind="hybrid", steps=80, rate=0.8),
+    "begun under way, aborts, a reset": lambda: busy_trace(3),
+    "a policy that gives nothing": lambda: busy_trace(5, policy=Moody()),
+    "salts and swap": lambda: busy_trace(7, swap=30, salts=(None, "a")),
+    "windows": lambda: busy_trace(11, kind="hybrid", blocks=40),
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_both_folds_rebuild_the_same_states(name, tmp_path):
+    """Forwards; then backwards from checkpoints that lie close together, and by jumps."""
+    trace = TRACES[name]()
+    seen = folded_by_javascript(trace, tmp_path)
+    for step, (page, python) in enumerate(zip(seen["states"], folded_by_python(trace), strict=True)):
+        assert page == python, f"step {step}"
+    assert seen["wrong"] == []
+    if len(trace) > 1000:
+        assert seen["checkpoints"] > 2
+
+
+def test_the_page_knows_the_schema_of_python():
+    """`minivllm.viz.tables.write()` writes it anew."""
+    assert (STATIC / "schema.js").read_text() == javascript()
