@@ -241,7 +241,7 @@ class Decoder(Module):
                 try:
                     optional[name](tensor)
                 except ValueError as error:
-                    raise ValueError(f"{family}, {name}: {error}") from None
+                    raise ValueError(f"{family}: {name!r} {error}") from None
                 continue
             self._check_tensor(name, tensor, shapes, seen)
             targets.pop(name)(tensor)

@@ -151,12 +151,12 @@ class SelfAttention(Mixer):
         """The scales of an fp8 cache: one number each, beside the layer's weights or within those of keys and values."""
         for part, name in (("k", self.spec.k), ("v", self.spec.v)):
             for place in (name.rpartition(".")[0], name):
-                yield f"{place}.{part}_scale", partial(self._load_scale, f"{place}.{part}_scale", part)
+                yield f"{place}.{part}_scale", partial(self._load_scale, part)
 
-    def _load_scale(self, name: str, part: str, tensor: Tensor) -> None:
+    def _load_scale(self, part: str, tensor: Tensor) -> None:
         scale = float(tensor) if tensor.numel() == 1 else math.nan
         if not 0 < scale < math.inf:
-            raise ValueError(f"{name!r} must be one number above 0, got {tensor.tolist()}")
+            raise ValueError(f"must be one number above 0, got {tensor.tolist()}")
         self._scales[part] = scale
 
     def process_weights_after_loading(self) -> None:
