@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionSpec, KVScales
-from minivllm.core.config import AttentionKind, KVCacheSpec
+from minivllm.core.config import KVCacheSpec
 from minivllm.models.layers import QKNorm
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, TokenMixerSpec, register_mixer
@@ -93,7 +93,7 @@ class SelfAttentionSpec(TokenMixerSpec):
 
     def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
         """See `TokenMixerSpec`."""
-        kind: AttentionKind = "full"
+        kind = "full"
         if self.sliding_window is not None:
             kind = "sliding_window"
         elif self.chunk is not None:
