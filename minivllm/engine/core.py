@@ -17,6 +17,7 @@ from minivllm.core.policy import Policy
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
 from minivllm.core.trace import Trace
+from minivllm.core.trace_files import TraceWriter
 from minivllm.engine.batch_queue import BatchQueue
 from minivllm.engine.grammar_queue import GrammarQueue, wants_grammar
 from minivllm.engine.kv_publisher import KVEventPublisher
@@ -58,7 +59,7 @@ class EngineCore:
         self._kept: list[EngineCoreOutput] = []
         self.grammars = None if grammar is None else GrammarQueue(grammar)
         self._publisher: KVEventPublisher | None = None
-        self._recording: tuple[Trace, str] | None = None
+        self._recording: TraceWriter | None = None
         self.clock = clock or WallClock()
         self.scheduler = Scheduler(
             config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
@@ -128,9 +129,12 @@ class EngineCore:
             self._give_up()
             raise
         self._kept += self.scheduler.update_from_output(output, result)
+        if self._recording is not None and not self._recording.push():
+            self._end_recording()
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
 
+    # %% nbs/engine/core.ipynb #EngineCore-drain
     def drain(self) -> None:
         """Wait for all steps under way. What requests gained comes with the next `step`."""
         while self.queue:
@@ -180,13 +184,34 @@ class EngineCore:
                 if samples:
                     self.executor.keep_samples(None)
 
+    # %% nbs/engine/core.ipynb #EngineCore-record_to
     def record_to(self, path: str) -> None:
-        """Record from now on; `shutdown` writes the file. Raises RuntimeError if a recording is under way."""
+        """Record from now on, into a file, until `shutdown`. A disk that is full ends it, and is said in the log.
+
+        Raises:
+            RuntimeError: a recording is under way. ValueError, OSError: see `TraceWriter`.
+        """
         if self.scheduler.is_recording:
             raise RuntimeError("this engine is recording already")
         self.drain()
-        self._recording = (self.scheduler.record(), path)
+        trace = self.scheduler.record()
+        try:
+            self._recording = TraceWriter(trace, path)
+        except BaseException:
+            self.scheduler.stop_recording()
+            raise
 
+    def _end_recording(self) -> None:
+        if self._recording is not None:
+            writer, self._recording = self._recording, None
+            self.scheduler.stop_recording()
+            place = writer.close()
+            if writer.error is not None:
+                logger.error("the recording has ended early: %s; what was written is in %s", writer.error, place)
+            else:
+                logger.info("the trace of %d steps is in %s", writer.num_steps, place)
+
+    # %% nbs/engine/core.ipynb #EngineCore-stats
     def get_stats(self) -> dict[str, float]:
         """Gauges of this moment and counters since the start; the names are those of vLLM's metrics."""
         scheduler = self.scheduler
@@ -207,11 +232,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """Give the executor's memory back, send the last KV events, write the trace that `record_to` began."""
         self.drain()
-        if self._recording is not None:
-            (trace, path), self._recording = self._recording, None
-            self.scheduler.stop_recording()
-            trace.save(path)
-            logger.info("the trace of %d steps is in %s", trace.num_steps, path)
+        self._end_recording()
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
             self._publisher.close()
