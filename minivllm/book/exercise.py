@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Self
 
-__all__ = ["PATIENCE", "Exercise", "Items", "WrongCall", "in_one_form", "is_blank"]
+__all__ = ["Exercise", "is_blank"]
 
 
 # %% nbs/book/exercise.ipynb #Verdict
@@ -237,7 +237,8 @@ def _variants(exercise: Exercise, answer: tuple[Any, ...]) -> Iterator[tuple[str
             if type(solution) in (list, tuple, dict) and len(solution):
                 yield f"an empty {type(empty).__name__}", (empty,), False
         return
-    if inspect.iscoroutinefunction(solution) or inspect.isgeneratorfunction(solution):
+    compiled = "unwrap" in exercise.judge.__code__.co_names  # its code counts, and a wrapper has other code
+    if compiled or inspect.iscoroutinefunction(solution) or inspect.isgeneratorfunction(solution):
         return
     results: list[Any] = []
     exercise(lambda *args: (results.append(copy.copy(solution(*args))), results[-1])[1])  # type: ignore[func-returns-value]

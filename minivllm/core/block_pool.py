@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from typing import Any
 
-__all__ = ["BlockPool", "EvictionHeap", "FreeBlockQueue", "KVCacheBlock"]
+__all__ = ["BlockPool", "FreeBlockQueue", "KVCacheBlock"]
 
 
 # %% nbs/core/block_pool.ipynb #KVCacheBlock

@@ -160,7 +160,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What the scheduler reads. Names and defaults are vLLM's.
+    """What the scheduler reads. Names and defaults are vLLM's, but for `starvation_limit`, which is ours, and `max_num_partial_prefills`.
 
     Attributes:
         max_num_seqs: most requests running at once.
@@ -168,7 +168,7 @@ class SchedulerConfig:
         max_model_len: most tokens of a request, prompt and output together.
         enable_chunked_prefill: a prompt may be computed in pieces.
         long_prefill_token_threshold: no request gets more tokens than this in a step; 0 for no cap.
-        max_num_partial_prefills: most requests in the middle of a prompt at once; None for no cap.
+        max_num_partial_prefills: most requests in the middle of a prompt at once; None for no cap. (vLLM's default is 1, which its V1 scheduler does not use.)
         policy: `fcfs` or `priority`, when no policy object is given.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits into the free blocks, not just its first chunk.
         starvation_limit: a policy may let younger requests overtake the oldest waiting one, preempt one request, or give a request no

@@ -310,6 +310,34 @@ class KVCacheManager:
                 self.trace(("free_cpu", request_id, tuple(b.block_id for b in blocks if b.block_id)))
             self.cpu_pool.free(blocks)
 
+    # %% nbs/core/kv_cache.ipynb #KVCacheManager-drop
+    def drop(self, request: Request, start: int, end: int) -> int:
+        """Give back the blocks `start` to `end` - 1 of a request for good, between two steps. None of its later tokens may attend to them.
+
+        Null blocks take their place, as behind a window. For research on what may be forgotten.
+
+        Returns:
+            How many blocks were given back; fewer than asked for if some were before.
+
+        Raises:
+            ValueError: the request holds no blocks, or not all of these are computed.
+        """
+        computed = request.num_computed_tokens // self.block_size
+        if request.request_id not in self.groups[0].tables or not 0 <= start or end > computed:
+            raise ValueError(f"{request!r} has {computed} computed blocks; cannot drop {start} to {end - 1}")
+        count, null = 0, self.block_pool.null_block
+        for group in self.groups if end > start else ():
+            table = group.tables[request.request_id]
+            dropped = [block for block in reversed(table[start:end]) if block is not null]
+            table[start:end] = [null] * (end - start)
+            if dropped and self.trace is not None:
+                self.trace(
+                    ("skip", request.request_id, group.group, start, end, tuple(block.block_id for block in dropped))
+                )
+            self.block_pool.free(dropped)
+            count += len(dropped)
+        return count
+
     # %% nbs/core/kv_cache.ipynb #KVCacheManager-swap_out
     def swap_out(self, request: Request) -> tuple[tuple[int, int], ...] | None:
         """Give back the blocks of a request but keep copies in the CPU pool.

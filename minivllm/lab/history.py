@@ -252,7 +252,7 @@ class History:
             self.cause(what)
         if step.end is None:
             return
-        result = fake.execute(output)
+        result = fake.execute_model(output)
         if step.errors:
             sampled = {name: tokens for name, tokens in result.sampled_token_ids.items() if name not in step.errors}
             result = ModelRunnerOutput(sampled, errors=step.errors)

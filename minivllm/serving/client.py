@@ -116,11 +116,13 @@ async def request(
     """
     verify = tls or (tls_context() if url.startswith("https") else False)
     with _in_words(url):
-        async with httpx.AsyncClient(verify=verify, trust_env=False, timeout=None) as client:
-            async with client.stream(method, url, json=body, headers=headers) as inner:
-                if inner.status_code >= 400:
-                    raise ServerError(inner.status_code, error_text(await inner.aread()))
-                yield Response(inner)
+        async with (
+            httpx.AsyncClient(verify=verify, trust_env=False, timeout=None) as client,
+            client.stream(method, url, json=body, headers=headers) as inner,
+        ):
+            if inner.status_code >= 400:
+                raise ServerError(inner.status_code, error_text(await inner.aread()))
+            yield Response(inner)
 
 
 async def get_json(url: str, headers: dict[str, str] | None = None, tls: ssl.SSLContext | None = None) -> Any:
@@ -139,15 +141,18 @@ def post_events(url: str, body: dict[str, Any], api_key: str | None = None, inse
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     verify = tls_context(insecure) if url.startswith("https") else False
     reader = EventReader()
-    with _in_words(url), httpx.Client(verify=verify, trust_env=False, timeout=None) as client:
-        with client.stream("POST", url, json=body | {"stream": True}, headers=headers) as response:
-            if response.status_code >= 400:
-                raise ServerError(response.status_code, error_text(response.read()))
-            for line in response.iter_lines():
-                yield from reader.feed(line)
-                if reader.done:
-                    return
-            reader.check_end()
+    with (
+        _in_words(url),
+        httpx.Client(verify=verify, trust_env=False, timeout=None) as client,
+        client.stream("POST", url, json=body | {"stream": True}, headers=headers) as response,
+    ):
+        if response.status_code >= 400:
+            raise ServerError(response.status_code, error_text(response.read()))
+        for line in response.iter_lines():
+            yield from reader.feed(line)
+            if reader.done:
+                return
+        reader.check_end()
 
 
 # %% nbs/serving/client.ipynb #Remote

@@ -214,7 +214,7 @@ def test_a_dead_engine_ends_the_program_with_status_one(tiny_args: EngineArgs):
     def cut(output):
         raise OSError("the wire was cut")
 
-    llm.llm_engine.core.executor.execute = cut
+    llm.llm_engine.core.executor.execute_model = cut
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     assert httpx.post(url + COMPLETE, json={"prompt": "a", "max_tokens": 1}, timeout=30).status_code == 503
     thread.join(20)
