@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -355,7 +355,7 @@ class FairShare(Policy):
         self.on_start()
 
     def on_start(self) -> None:
-        self.counters: dict[str | None, float] = {}
+        self.counters: dict[str | None, float] = defaultdict(float)
         self._waiting: dict[str | None, set[str]] = {}  # users who wait, and their requests
         self._left_last: str | None = None
 
