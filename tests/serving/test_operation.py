@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 from live_server import LiveServer, live_server
 
 from minivllm.core.config import EngineArgs
@@ -264,3 +265,14 @@ def test_a_full_disk_ends_the_recording_and_keeps_what_is_written(
     trace = Trace.load(kept)
     trace.check()
     assert trace.num_steps > 10
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_waits_for_no_request(second: signal.Signals):
+    from minivllm.serving.app import _Server
+
+    server = _Server(uvicorn.Config(lambda: None))
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit and not server.force_exit
+    server.handle_exit(second, None)
+    assert server.force_exit
