@@ -99,7 +99,7 @@ class Puzzle:
             except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
                 return Verdict(f"it raised {type(error).__name__}: {error}", lens)
             complaint = _outside(lens) or _race(lens) or _first_wrong(lens, arguments, right)
-            complaint = complaint or (self.demand(lens) if self.demand else None)
+            complaint = complaint or _alone(lens, self.grid * self.threads) or (self.demand and self.demand(lens))
             if complaint:
                 return Verdict(complaint, lens)
         return Verdict("right")
@@ -120,6 +120,12 @@ def _race(lens: Lens) -> str | None:
             f"a race: thread {w.thread} of block {w.block} writes {what} and thread {other.thread} of block {other.block} may {does} it at the"
             f" same time: {lens.source(w.line)}"
         )
+    return None
+
+
+def _alone(lens: Lens, num_threads: int) -> str | None:
+    if num_threads > 1 and len({(a.block, a.thread) for a in lens.accesses}) == 1:
+        return f"right, and slow: one thread does all the work, and {num_threads} are there"
     return None
 
 
@@ -165,6 +171,12 @@ def _nothing(out, a):
     pass
 
 
+def _copy_alone(out, a):
+    if cuda.threadIdx.x == 0:
+        for i in range(a.shape[0]):
+            out[i] = a[i]
+
+
 copy = Puzzle(
     "copy",
     "thread i writes a[i] to out[i].",
@@ -173,7 +185,11 @@ copy = Puzzle(
     1,
     8,
     _copy,
-    {_nothing: "no thread wrote it", _copy_first: "a race"},
+    {
+        _nothing: "no thread wrote it",
+        _copy_first: "a race",
+        _copy_alone: "one thread does all the work, and 8 are there",
+    },
 )
 
 
@@ -439,6 +455,13 @@ def _tree_one_round(out, a):
         out[0] = part[0]
 
 
+def _tree_alone(out, a):
+    if cuda.threadIdx.x == 0:
+        out[0] = 0
+        for i in range(32):
+            out[0] += a[i]
+
+
 tree = Puzzle(
     "tree",
     "out[0] = the sum of a[0..31].",
@@ -447,7 +470,7 @@ tree = Puzzle(
     1,
     32,
     _tree,
-    {_tree_no_barrier: "a race", _tree_one_round: "out[0] should be"},
+    {_tree_no_barrier: "a race", _tree_one_round: "out[0] should be", _tree_alone: "one thread does all the work"},
 )
 
 
