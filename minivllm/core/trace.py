@@ -266,9 +266,7 @@ class TraceError(ValueError):
     """A trace that contradicts itself. Says at which event."""
 
 
-_OF_A_REQUEST = frozenset(
-    ("attributes", "wait", "admit", "chunk", "preempt", "alloc", "hit", "cache", "skip", "free", "swap_out", "free_cpu")
-)
+_OF_A_REQUEST = frozenset(kind for kind, fields in SCHEMA.items() if fields[:1] == ("request",)) - {"add", "finish"}
 
 
 def _too_early(state: State, gained: dict[str, tuple[int, ...]], step: int | None = None) -> str | None:
@@ -363,6 +361,8 @@ REASONS = {
     "behind": "another request was first in the queue and had to wait",
     "policy": "the policy gave it no tokens",
     "long_prefill_token_threshold": "long_prefill_token_threshold caps every request's share",
+    "policy_error": "the policy failed, and the step's admissions were taken back",
+    "reset_prefix_cache": "the prefix cache was reset",
 }
 
 
@@ -415,9 +415,8 @@ class _Story(EventReader):
 
     def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
         who = self.names.get(needed_by, needed_by)
-        self._tell(
-            request, f"preempted ({mode}): request {who} needed blocks and none were free; chosen by {chosen_by}"
-        )
+        why = REASONS.get(chosen_by, f"request {who} needed blocks and none were free; chosen by {chosen_by}")
+        self._tell(request, f"preempted ({mode}): {why}")
 
     def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
         self._tell(request, f"finished: {reason}")

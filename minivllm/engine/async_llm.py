@@ -391,9 +391,9 @@ class AsyncLLM:
         """See `LLMEngine.get_metrics`. Reads counters without waiting for the step under way."""
         return self.llm_engine.get_metrics()
 
-    async def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return await self.call(lambda engine: engine.reset_prefix_cache())
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`."""
+        return await self.call(lambda engine: engine.reset_prefix_cache(reset_running_requests))
 
     async def record_to(self, path: str) -> None:
         """Record what the scheduler does, from now on; the shutdown writes the file (.jsonl or .parquet)."""

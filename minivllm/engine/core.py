@@ -223,10 +223,8 @@ class EngineCore:
     # %% nbs/engine/core.ipynb #EngineCore-_give_up
     def _give_up(self, *scheduled: SchedulerOutput) -> None:
         """After a step that was scheduled and not executed: end its requests and those of steps in flight, forget the prefix cache."""
-        for output in [*(before for before, _ in self._in_flight), *scheduled]:
-            self.scheduler.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
+        self.scheduler.abandon([*(before for before, _ in self._in_flight), *scheduled])
         self._in_flight.clear()
-        self.scheduler.reset_prefix_cache()
 
     # %% nbs/engine/core.ipynb #EngineCore-record
     @contextmanager
@@ -275,9 +273,17 @@ class EngineCore:
             "num_steps": scheduler.step,
         }
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes.
+
+        Args:
+            reset_running_requests: preempt the requests that hold blocks; they compute all their tokens again.
+
+        Returns:
+            False, and nothing has changed, if requests hold blocks and `reset_running_requests` is off.
+        """
+        self.drain()
+        return self.scheduler.reset_prefix_cache(reset_running_requests)
 
     def shutdown(self) -> None:
         """Give the executor's memory back, send the last KV events, write the trace that `record_to` began."""

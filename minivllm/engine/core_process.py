@@ -288,9 +288,9 @@ class EngineCoreClient:
             if message[0] == "failed":
                 raise EngineProcessError(f"{message[1][0]}: {message[1][1]}")
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return int(self._call("reset_prefix_cache"))
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`."""
+        return bool(self._call("reset_prefix_cache", reset_running_requests))
 
     def record_to(self, path: str) -> None:
         """Record from now on; the file is written at the shutdown. Raises RuntimeError if a recording is under way."""

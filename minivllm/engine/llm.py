@@ -270,9 +270,9 @@ class LLM:
         """Counters since the start, and gauges of this moment; see `LLMEngine.get_metrics`."""
         return self.llm_engine.get_metrics()
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests)
 
     def set_policy(self, policy: Policy) -> None:
         """Use another scheduling policy from the next step on."""

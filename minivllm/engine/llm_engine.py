@@ -251,9 +251,9 @@ class LLMEngine:
             raise KeyError(f"output token {step} of request {request_id!r} is not in this trace: it has {known}")
         return self.core.executor.explain(record, self.tokenizer, top)
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return self.core.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`."""
+        return self.core.reset_prefix_cache(reset_running_requests)
 
     def set_policy(self, policy: Policy) -> None:
         """Use another scheduling policy from the next step on."""

@@ -82,6 +82,7 @@ def test_small_endpoints(tiny: LiveServer):
     assert tiny.post(COMPLETE, {"prompt": "x" * 40, "max_tokens": 1}).json()["usage"][usage]["cached_tokens"] > 0
     assert tiny.post("/reset_prefix_cache").json() == {"success": True}
     assert tiny.post(COMPLETE, {"prompt": "x" * 40, "max_tokens": 1}).json()["usage"][usage]["cached_tokens"] == 0
+    assert tiny.post("/reset_prefix_cache?reset_running_requests=true").json() == {"success": True}
 
 
 def test_request_ids(tiny: LiveServer):
