@@ -40,7 +40,6 @@ PREMISES = {
     "runtime/decode_graphs": "200",
     "engine/input_processor": "19",
     "engine/detokenizer": "150000",
-    "serving/protocol": "400",
     "serving/generation": "200",
     "serving/tools": "135",
     "bench/serve": "20 90",
