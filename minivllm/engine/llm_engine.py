@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("minivllm.engine")
+# Fields of a model's generation config, and the names that SamplingParams has for them.
 FROM_GENERATION_CONFIG = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -43,7 +44,6 @@ FROM_GENERATION_CONFIG = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Fields of a model's generation config, and the names that SamplingParams has for them."""
 
 
 # %% nbs/engine/llm_engine.ipynb #LLMEngine
