@@ -185,7 +185,7 @@ class LLMEngine:
         name = self.config.attention_backend
         if not self._told_about_seeds and not make_backend(name).batch_invariant:
             invariant = "numba_cuda_invariant" if self.config.device == "cuda" else "numba_cpu_invariant"
-            logger.warning(
+            logger.info(
                 "a seeded request gets the same random numbers in any batch, but with attention_backend=%r its logits are rounded"
                 " by what else is in the batch, and close choices may differ; attention_backend=%r gives the same tokens",
                 name,
