@@ -279,6 +279,7 @@ class View:
         """Close the live widget and let go of the data. Shown again, the view makes both anew."""
         widget = self.__dict__.pop("widget", None)
         if widget is not None:
+            widget.layout.close()
             widget.close()
         self.__dict__.pop("_payload", None)
 

@@ -98,11 +98,11 @@ def test_a_cell_that_runs_again_closes_what_it_showed(trace, monkeypatch):
     """Thirty times the same cell: one view is left; views of other cells, and of the same run of the cell, stay."""
     pytest.importorskip("anywidget")
     import IPython
-    from ipywidgets import Widget
+    from ipywidgets.widgets.widget import _instances
 
     shell = SimpleNamespace(parent_header={})
     monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
-    before, shown = len(Widget.widgets), []
+    before, shown = len(_instances), []
 
     def run(cell, number, count=1):
         shell.parent_header = {"header": {"msg_id": f"run {number}"}, "metadata": {"cellId": cell}}
@@ -111,13 +111,13 @@ def test_a_cell_that_runs_again_closes_what_it_showed(trace, monkeypatch):
             shown[-1]._repr_mimebundle_()
 
     run("other", 0)
-    alone = len(Widget.widgets) - before
+    alone = len(_instances) - before
     for number in range(30):
         run("a", number)
-    assert len(Widget.widgets) - before == 2 * alone
+    assert len(_instances) - before == 2 * alone
     assert sum("_payload" in view.__dict__ for view in shown) == 2
     run("a", 99, count=3)
-    assert len(Widget.widgets) - before == 4 * alone
+    assert len(_instances) - before == 4 * alone
     assert shown[1]._repr_mimebundle_()["text/plain"], "a closed view can be shown again"
     for view in shown:
         view.close()
