@@ -14,7 +14,7 @@ import uvicorn
 from minivllm.core.config import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.sampling.sampler import Sampler
-from minivllm.serving.app import ServerOptions, create_app, listen
+from minivllm.serving.app import ServerOptions, create_app, listen, server_config
 
 
 @dataclass
@@ -88,7 +88,7 @@ def live_server(args: EngineArgs, options: ServerOptions | None = None) -> Itera
     llm = AsyncLLM.from_engine_args(args)
     options = options or ServerOptions()
     app, sock = create_app(llm, options), listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5))
+    server = uvicorn.Server(server_config(app, shutdown_timeout=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -237,7 +237,8 @@ def _variants(exercise: Exercise, answer: tuple[Any, ...]) -> Iterator[tuple[str
             if type(solution) in (list, tuple, dict) and len(solution):
                 yield f"an empty {type(empty).__name__}", (empty,), False
         return
-    if inspect.iscoroutinefunction(solution) or inspect.isgeneratorfunction(solution):
+    compiled = "unwrap" in exercise.judge.__code__.co_names  # its code counts, and a wrapper has other code
+    if compiled or inspect.iscoroutinefunction(solution) or inspect.isgeneratorfunction(solution):
         return
     results: list[Any] = []
     exercise(lambda *args: (results.append(copy.copy(solution(*args))), results[-1])[1])  # type: ignore[func-returns-value]

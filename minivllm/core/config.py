@@ -410,7 +410,7 @@ class EngineArgs:
         known = [f.name for f in fields(cls)]
         for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
                 raise TypeError(f"unknown engine argument {name!r}{hint}")
         return cls(**kwargs)

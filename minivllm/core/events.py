@@ -43,6 +43,8 @@ SCHEMA = {
         "order": "requests policy",
         "policy_error": "message",
         "note": "label value policy",
+        "draft": "tokens",
+        "rollback": "num_rejected",
     }.items()
 }
 _OPTIONAL = {"update": (None,)}
@@ -185,7 +187,7 @@ class Fold(EventReader):
     def _ignore(self, *fields: Any) -> None:
         pass
 
-    _on_attributes = _on_step = _on_wait = _on_chunk = _on_note = _on_order = _on_policy_error = _ignore
+    _on_attributes = _on_step = _on_wait = _on_chunk = _on_draft = _on_note = _on_order = _on_policy_error = _ignore
 
     # %% nbs/core/events.ipynb #Fold-requests
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
@@ -215,6 +217,10 @@ class Fold(EventReader):
     def _on_update(self, time: float, tokens: dict[str, tuple[int, ...]], step: int | None = None) -> None:
         for request, new in tokens.items():
             self.now.requests[request].num_tokens += len(new)
+
+    def _on_rollback(self, num_rejected: dict[str, int]) -> None:
+        for request, n in num_rejected.items():
+            self.now.requests[request].num_computed_tokens -= n
 
     def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
         status = self.now.requests.pop(request).status

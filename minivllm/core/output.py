@@ -51,6 +51,7 @@ class SchedulerOutput:
         finished: rows to drop for good, finished or aborted since the last step.
         swap_out: `(gpu block, cpu block)` copies to make before the step, and before `swap_in`.
         swap_in: `(cpu block, gpu block)` copies to make before the step.
+        scheduled_spec_decode_tokens: draft tokens to verify, by request: the last of its scheduled tokens, which are not known yet.
     """
 
     step: int
@@ -62,6 +63,7 @@ class SchedulerOutput:
     finished: tuple[str, ...] = ()
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
 
 
 # %% nbs/core/output.ipynb #ModelRunnerOutput
@@ -70,11 +72,12 @@ class ModelRunnerOutput:
     """What one step of the model produced.
 
     Attributes:
-        sampled_token_ids: new tokens of the requests that sampled.
+        sampled_token_ids: new tokens of the requests that sampled: one, and one more for each draft token that was accepted.
         logprobs: per request, one entry per sampled token.
         prompt_logprobs: per request, entries for prompt positions that were computed in this step.
         errors: requests that failed alone, with the reason; they are finished with `FinishReason.ERROR`.
         pooled: vectors of requests that wanted one and no tokens; these requests have ended.
+        draft_token_ids: guesses at the tokens after the newest one, for the next step to verify.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -82,6 +85,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     pooled: dict[str, list[float]] = field(default_factory=dict)
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
 
 
 # %% nbs/core/output.ipynb #EngineCoreOutput

@@ -65,7 +65,7 @@ class Request:
         "max_tokens", "min_tokens", "eos_token_id", "stop_token_ids", "ignore_eos", "sampling_params", "arrival_time",
         "priority", "user", "cache_salt", "lora_name", "extra_keys", "skip_reading_prefix_cache", "status",
         "finish_reason", "stop_reason", "num_preemptions", "block_hashes", "capacity", "sequence_number", "max_total_tokens",
-        "end_token_ids", "num_denied",
+        "end_token_ids", "num_denied", "spec_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -117,8 +117,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.num_preemptions = 0
-        self.num_denied = 0
+        self.num_preemptions = self.num_denied = 0
+        self.spec_token_ids: list[int] = []  # drafts that the next step may verify
         self.block_hashes: list[bytes] = []
         self.capacity = 0
         self.sequence_number = 0

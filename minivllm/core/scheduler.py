@@ -7,7 +7,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minivllm.core.clock import Clock, WallClock
@@ -116,6 +116,7 @@ class _Draft:
     swap_out: list[tuple[int, int]]
     swap_in: list[tuple[int, int]]
     budget: int = 0
+    spec: dict[str, list[int]] = field(default_factory=dict)
 
     @staticmethod
     def empty() -> _Draft:
@@ -305,6 +306,7 @@ class Scheduler:
             finished=tuple(self._finished),
             swap_out=tuple(draft.swap_out),
             swap_in=tuple(draft.swap_in),
+            scheduled_spec_decode_tokens=draft.spec,
         )
         self._finished = []
         self.step += 1
@@ -345,6 +347,8 @@ class Scheduler:
                 continue
             computed = request.num_computed_tokens
             n = request.num_tokens - computed
+            if request.spec_token_ids:  # at least one token is left for after the drafts
+                n += min(len(request.spec_token_ids), request.max_total_tokens - request.num_tokens - 1)
             if (
                 n <= 0
             ):  # its newest token is still on its way: this step goes on from it, unless the request ends with it
@@ -364,8 +368,13 @@ class Scheduler:
             scheduled[request.request_id] = n
             request.num_computed_tokens = computed + n
             budget -= n
+            if request.spec_token_ids:
+                if (verified := computed + n - request.num_tokens) > 0:
+                    draft.spec[request.request_id] = request.spec_token_ids[:verified]
+                request.spec_token_ids = []
         draft.budget = budget
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-_cap
     def _cap(self, request: Request, n: int, budget: int, threshold: int, ask: bool) -> int:
         """How many of the `n` tokens that a request wants it gets."""
         wanted, why = n, ""
@@ -446,6 +455,8 @@ class Scheduler:
         if draft.new_requests.pop(request_id, None) is None:
             draft.preempted.append(request_id)
         draft.new_block_ids.pop(request_id, None)
+        draft.spec.pop(request_id, None)
+        victim.spec_token_ids = []
         self.waiting.add(victim, front=True)
         if self.trace is not None:
             mode = "recompute" if pairs is None else "swap"
@@ -589,7 +600,8 @@ class Scheduler:
         self._newest_result = output.step
         if self._ended_in_flight:
             self._drop_late(output, result)
-        tokens_of, requests = result.sampled_token_ids, self.requests
+        tokens_of, requests, drafts = result.sampled_token_ids, self.requests, output.scheduled_spec_decode_tokens
+        self._check_counts(output, result)
         for request_id in output.num_scheduled_tokens:
             request, new = requests.get(request_id), tokens_of.get(request_id)
             if request is None or not new:
@@ -605,6 +617,10 @@ class Scheduler:
                     request_id, new, request.finish_reason, request.stop_reason, None, None, request.num_cached_tokens
                 )
             )
+        if drafts:
+            self._roll_back(
+                {out.request_id: len(drafts.get(out.request_id, ())) + 1 - len(out.new_token_ids) for out in outputs}
+            )
         gained = {out.request_id: tuple(out.new_token_ids) for out in outputs} if self.trace is not None else None
         if result.logprobs or result.prompt_logprobs or result.errors or result.pooled:
             self._attach(result, outputs, ended)
@@ -618,9 +634,60 @@ class Scheduler:
         if ended:
             gone = {id(request) for request in ended}
             self.running = [request for request in self.running if id(request) not in gone]
+        if result.draft_token_ids:
+            self._propose(result.draft_token_ids)
         if self._listener is not None:
             self._guard.tell_late()
         return outputs
+
+    # %% nbs/core/scheduler.ipynb #Scheduler-_check_counts
+    def _check_counts(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Raise ValueError for an executor that returned too many tokens for a request, or none where one was due; nothing has changed then."""
+        tokens_of, drafts = result.sampled_token_ids, output.scheduled_spec_decode_tokens
+        if (
+            len(tokens_of) == len(output.num_scheduled_tokens)
+            and not drafts
+            and max(map(len, tokens_of.values()), default=1) == 1
+        ):
+            return
+        alone = output.step == self.step - 1
+        for request_id in output.num_scheduled_tokens:
+            new = tokens_of.get(request_id, ())
+            if len(new) == 1 or (request := self.requests.get(request_id)) is None:
+                continue
+            most = len(drafts.get(request_id, ())) + 1
+            if len(new) > most:
+                raise ValueError(
+                    f"the executor returned {len(new)} tokens for request {request_id!r} in step {output.step}, which carried"
+                    f" {most - 1} draft tokens of it: at most {most} can come back"
+                )
+            ended = request_id in result.errors or request_id in result.pooled
+            if alone and not new and not ended and request.num_computed_tokens >= request.num_tokens:
+                raise ValueError(
+                    f"the executor returned no token for request {request_id!r} in step {output.step}, after which all its tokens are computed"
+                )
+
+    def _roll_back(self, rejected: dict[str, int]) -> None:
+        """Take back what was computed for draft tokens that were not accepted."""
+        rejected = {request_id: n for request_id, n in rejected.items() if n}
+        for request_id, n in rejected.items():
+            self.requests[request_id].num_computed_tokens -= n
+        if rejected and self.trace is not None:
+            self.trace(("rollback", rejected))
+
+    def _propose(self, drafts: dict[str, list[int]]) -> None:
+        """Keep draft tokens for the next step. Raises ValueError if that has been decided already."""
+        if self._newest_result < self.step - 1:
+            raise ValueError(
+                "draft tokens need async_scheduling=False: the step that could verify them has been decided already"
+            )
+        drafts = {
+            request_id: list(tokens) for request_id, tokens in drafts.items() if tokens and request_id in self.requests
+        }
+        for request_id, tokens in drafts.items():
+            self.requests[request_id].spec_token_ids = tokens
+        if drafts and self.trace is not None:
+            self.trace(("draft", {request_id: tuple(tokens) for request_id, tokens in drafts.items()}))
 
     # %% nbs/core/scheduler.ipynb #Scheduler-_drop_late
     def _drop_late(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:

@@ -273,11 +273,11 @@ def _too_early(state: State, gained: dict[str, tuple[int, ...]], step: int | Non
 
     step: given if a later one has been decided already. It may go on from these tokens, or have preempted the request.
     """
-    for name in gained:
+    for name, new in gained.items():
         request = state.requests.get(name)
         if request is None or (step is not None and request.status != "RUNNING"):
             continue
-        ahead = request.num_computed_tokens - request.num_tokens
+        ahead = request.num_computed_tokens - request.num_tokens - (len(new) - 1)
         if ahead and not (step is not None and ahead == 1):
             return f"{name} gained a token, but {request.num_computed_tokens} of its {request.num_tokens} tokens are computed"
     return None

@@ -55,6 +55,7 @@ def _decode_key(value: Any) -> Any:
     return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
 
 
+# %% nbs/core/trace_files.ipynb #decode_event
 def decode_event(values: list[Any]) -> Event:
     """The event that `encode_event` was given."""
     kind = values[0]
@@ -64,6 +65,8 @@ def decode_event(values: list[Any]) -> Event:
         return ("evict", values[1], bytes.fromhex(values[2]))
     if kind == "attributes":
         return (kind, values[1], {name: _decode_key(value) for name, value in values[2].items()})
+    if kind == "draft":
+        return (kind, {name: tuple(tokens) for name, tokens in values[1].items()})
     if kind == "update":
         return (kind, values[1], {name: tuple(tokens) for name, tokens in values[2].items()}, *values[3:])
     return tuple(v if isinstance(v, dict) else _freeze(v) for v in values)

@@ -18,20 +18,29 @@ __all__ = ["add_engine_arguments", "engine_args_from", "with_config"]
 _PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "dict[str, Any]": json.loads}
 
 
+_VLLM_FLAGS = {"num_gpu_blocks": ["--num-gpu-blocks-override"]}
+
+
+"""Other names of flags, which vLLM's users know."""
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser, besides: Collection[str] = ()) -> None:
     """One flag for each field of EngineArgs, ``besides`` those that the command has itself."""
     group = parser.add_argument_group("engine")
     for f in fields(EngineArgs):
         if f.name in besides:
             continue
-        flag, help_text = "--" + f.name.replace("_", "-"), f"{f.metadata['help']} (default: {f.default})"
+        flags = ["--" + f.name.replace("_", "-"), *_VLLM_FLAGS.get(f.name, ())]
+        help_text = f"{f.metadata['help']} (default: {f.default})"
         kind = str(f.type).removesuffix(" | None")
         if kind == "bool":
-            group.add_argument(flag, default=f.default, action=argparse.BooleanOptionalAction, help=f.metadata["help"])
+            group.add_argument(
+                *flags, default=f.default, action=argparse.BooleanOptionalAction, help=f.metadata["help"]
+            )
             continue
         choices = f.metadata["choices"] or None
         group.add_argument(
-            flag,
+            *flags,
             default=f.default,
             type=_PARSERS[kind],
             choices=choices,
@@ -65,7 +74,7 @@ def with_config(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[st
         flag = "--" + str(key).replace("_", "-")
         action = command._option_string_actions.get(flag)
         if action is None or flag == "--config":
-            near = difflib.get_close_matches(flag, command._option_string_actions, n=1)
+            near = difflib.get_close_matches(flag, command._option_string_actions, n=1, cutoff=0.8)
             hint = f"; did you mean {near[0].removeprefix('--')!r}?" if near else ""
             raise ValueError(f"{found.config}: {command.prog} has no option {key!r}{hint}")
         if action not in given:

@@ -139,7 +139,7 @@ class AsyncLLM:
         self._bell = Bell(getattr(engine.core, "channel", None))
         self._closing = False
         self._ids = itertools.count()
-        self._inputs = ThreadPoolExecutor(1, thread_name_prefix="minivllm-inputs")
+        self._inputs = ThreadPoolExecutor(4, thread_name_prefix="minivllm-inputs")
         self._thread = threading.Thread(target=self._run, name="minivllm-engine", daemon=True)
         self._thread.start()
 
@@ -335,7 +335,7 @@ class AsyncLLM:
         self._streams[stream.request_id] = stream
 
     async def run_input(self, work: Callable[[], T]) -> T:
-        """Do something with the tokenizer, in the thread that is there for it. Raises EngineDeadError, or what ``work`` raises."""
+        """Do something with the tokenizer, in one of the threads that are there for it. Raises EngineDeadError, or what ``work`` raises."""
         if self._closing or self.errored:
             raise self._death()
         return await asyncio.get_running_loop().run_in_executor(self._inputs, work)

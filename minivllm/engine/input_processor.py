@@ -113,6 +113,7 @@ class InputProcessor:
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
         self.transforms_read_extra_args = False  # set by an engine that has transforms of its own
         self._next_seed = RequestSeeds(config.seed)
+        self._longest_token = 0  # in characters; found when it is needed
 
     # %% nbs/engine/input_processor.ipynb #InputProcessor-tokenize
     def tokenize(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> list[int]:
@@ -122,14 +123,35 @@ class InputProcessor:
         elif self.tokenizer is None:
             raise ValueError("this engine has no tokenizer: give the prompt as a list of token ids")
         else:
-            check_text(prompt.text, "prompt")
-            token_ids = list(self.tokenizer(prompt.text).input_ids)
+            text = prompt.text or ""
+            check_text(text, "prompt")
+            if params.truncate_prompt_tokens is None:
+                self.check_characters(text)
+            elif len(text) > self.max_characters:  # the end is kept, and twice as much as can be needed of it
+                text = text[-2 * self.max_characters :]
+            token_ids = list(self.tokenizer(text).input_ids)
         if params.truncate_prompt_tokens is not None:
             limit = self.config.scheduler.max_model_len - 1
             keep = limit if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             token_ids = token_ids[-keep:]
         self._check_tokens(token_ids)
         return token_ids
+
+    @property
+    def max_characters(self) -> int:
+        """More than this cannot be ``max_model_len`` tokens: no token of the vocabulary has more characters than the longest."""
+        if self._longest_token == 0:
+            self._longest_token = max(map(len, self.tokenizer.get_vocab())) if self.tokenizer is not None else 1
+        return self._longest_token * self.config.scheduler.max_model_len
+
+    def check_characters(self, text: str) -> None:
+        """Refuse what cannot fit before time is spent to tokenize it. Raises ValueError."""
+        max_model_len = self.config.scheduler.max_model_len
+        if len(text) > max_model_len and len(text) > self.max_characters:
+            raise ValueError(
+                f"the prompt has {len(text)} characters; more than {self.max_characters} cannot fit in"
+                f" max_model_len={max_model_len} tokens"
+            )
 
     def _check_tokens(self, token_ids: list[int]) -> None:
         max_model_len, vocab_size = self.config.scheduler.max_model_len, self.config.model.vocab_size

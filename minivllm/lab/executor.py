@@ -21,7 +21,7 @@ class Executor(Protocol):
 
 
 class FakeExecutor:
-    """Answers with given tokens and measures the work of each step.
+    """Answers with given tokens, accepts draft tokens as far as they agree with these, and measures the work of each step.
 
     Args:
         block_size: tokens per KV block, to count what swapping copies.
@@ -42,6 +42,7 @@ class FakeExecutor:
         """What a request will say. Behind the end, and if nothing was set, it says 0."""
         self._answers[request_id] = token_ids
 
+    # %% nbs/lab/executor.ipynb #FakeExecutor-execute
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Carry out one decision."""
         rows, answers = self._rows, self._answers
@@ -55,6 +56,7 @@ class FakeExecutor:
             rows[new.request_id] = [new.num_computed_tokens, len(new.prompt_token_ids) + said, said]
         sampled: dict[str, list[int]] = {}
         self.exhausted = []
+        drafts = output.scheduled_spec_decode_tokens
         decode_context = prefill_context = prefill_pairs = 0
         for name, n in output.num_scheduled_tokens.items():
             row = rows[name]
@@ -65,7 +67,9 @@ class FakeExecutor:
             else:
                 prefill_context += end
                 prefill_pairs += n * computed + n * (n + 1) // 2
-            if end == row[1]:
+            if drafts and name in drafts:
+                sampled[name] = self._verify(name, row, drafts[name])
+            elif end == row[1]:
                 answer, said = answers.get(name, ()), row[2]
                 sampled[name] = [answer[said] if said < len(answer) else 0]
                 row[1], row[2] = end + 1, said + 1
@@ -74,10 +78,21 @@ class FakeExecutor:
         self.work = StepWork(
             output.total_num_scheduled_tokens,
             len(output.num_scheduled_tokens),
-            len(sampled),
+            len(sampled) + sum(map(len, drafts.values())),
             decode_context,
             prefill_context,
             prefill_pairs,
             (len(output.swap_out) + len(output.swap_in)) * self.block_size,
         )
         return ModelRunnerOutput(sampled)
+
+    def _verify(self, name: str, row: list[int], drafts: list[int]) -> list[int]:
+        """The drafts that are what the answer says, and one token more."""
+        answer, said = self._answers.get(name, ()), row[2]
+        new = [answer[i] if i < len(answer) else 0 for i in range(said, said + len(drafts) + 1)]
+        accepted = next((i for i, token in enumerate(drafts) if token != new[i]), len(drafts))
+        row[0] -= len(drafts) - accepted
+        row[1], row[2] = row[0] + 1, said + accepted + 1
+        if row[2] >= len(answer):
+            self.exhausted.append(name)
+        return new[: accepted + 1]

@@ -34,6 +34,7 @@ class RecordedStep:
         during: causes between the decision and its result.
         end: moment of the result; None if there was none (the policy or the model failed).
         errors: requests that failed in the model.
+        drafts: draft tokens that came with the result.
     """
 
     before: list[tuple[Any, ...]]
@@ -41,6 +42,7 @@ class RecordedStep:
     during: list[tuple[Any, ...]] = field(default_factory=list)
     end: float | None = None
     errors: dict[str, str] = field(default_factory=dict)
+    drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ...]]]:
@@ -64,6 +66,8 @@ def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ..
                 )
             assert step is not None
             step.end, gained = event[1], event[2]
+        elif kind == "draft" and step is not None:
+            step.drafts = event[1]
         elif kind in ("add", "reset"):
             (step.during if step is not None and running else waiting).append((kind,))
         elif kind == "finish":
@@ -252,6 +256,7 @@ class History:
         if step.errors:
             sampled = {name: tokens for name, tokens in result.sampled_token_ids.items() if name not in step.errors}
             result = ModelRunnerOutput(sampled, errors=step.errors)
+        result.draft_token_ids = {name: list(tokens) for name, tokens in step.drafts.items()}
         session.clock.advance_to(step.end)
         scheduler.update_from_output(output, result)
 

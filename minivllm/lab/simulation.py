@@ -142,8 +142,8 @@ class Session:
             clock=self.clock,
             policy_timeout=policy_timeout,
         )
-        self.fake = FakeExecutor(settings.cache.block_size)
-        self.executor = executor
+        self.fake = executor if isinstance(executor, FakeExecutor) else FakeExecutor(settings.cache.block_size)
+        self.executor = None if isinstance(executor, FakeExecutor) else executor
         self.refused: list[tuple[str, str]] = []
         self._sampling_params = sampling_params
         self._later: list[tuple[float, int, Callable[[], None]]] = []
@@ -351,7 +351,8 @@ def simulate(
             a workload, from vLLM's defaults for GPUs, with as many KV blocks as the cost model's device has room for.
         policy: None for the trace's own; for a workload, first come, first served.
         cost_model: None for one that is fitted to the trace; for a workload, `Roofline("h100", "llama-3.1-8b")`.
-        executor: "fake", or an object with `execute(output)`. With another one and no cost model, its own time counts.
+        executor: "fake", or an object with `execute(output)`. With another one and no cost model, its own time counts; one derived from
+            `FakeExecutor` answers as that does, and may add draft tokens.
         preemption: `Recompute()` or `Swap(n)`; None for the trace's own, or as the CPU blocks in `config` say.
         kv_cache: KV cache groups, for models with windows; None for the trace's own, or those of `llm.config`.
         record: keep the whole trace. Without it, memory stays small: a row of numbers per request.
@@ -368,7 +369,7 @@ def simulate(
     if isinstance(executor, str) and executor != "fake":
         raise ValueError(f'executor must be "fake" or an object with execute(output), got {executor!r}')
     model = None if isinstance(executor, str) else executor
-    if cost_model is None and model is None:
+    if cost_model is None and (model is None or isinstance(model, FakeExecutor)):
         known = source.cost_model if isinstance(source, Run) else None
         cost_model = known or (CostModel.fit(trace) if trace is not None else Roofline())
     settings = make_settings(config, trace.header.settings if trace is not None else None, cost_model)

@@ -7,12 +7,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from minivllm.models.hub import EMBEDDED_MODELS, resolve_model
 
-__all__ = ["GENERIC_CLASSES", "apply_chat_template", "get_tokenizer"]
+__all__ = ["GENERIC_CLASSES", "apply_chat_template", "get_tokenizer", "render_chat_template"]
 
 
 # %% nbs/models/tokenizer.ipynb #code-0143c0
@@ -78,6 +82,17 @@ def _load(loader: str, name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
 
 # %% nbs/models/tokenizer.ipynb #apply_chat_template
 def apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any
+) -> tuple[str, list[int]]:
+    """Render one conversation with the model's chat template; return the text and its token ids.
+
+    `options`: see `render_chat_template`, which also says what is raised.
+    """
+    text = render_chat_template(tokenizer, messages, **options)
+    return text, tokenizer.encode(text, add_special_tokens=False)  # the template has written bos and the like as text
+
+
+def render_chat_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[dict[str, Any]],
     *,
@@ -86,14 +101,18 @@ def apply_chat_template(
     continue_final_message: bool = False,
     tools: Sequence[dict[str, Any]] | None = None,
     **template_kwargs: Any,
-) -> tuple[str, list[int]]:
-    """Render one conversation with the model's chat template; return the text and its token ids.
+) -> str:
+    """The text of one conversation.
 
-    `messages`: dicts with `role` and `content`. `chat_template` replaces the model's own. `continue_final_message` leaves
-    the last message open, for the model to go on. `template_kwargs` are variables that the template may use.
+    Args:
+        messages: Dicts with `role` and `content`.
+        chat_template: Replaces the model's own.
+        continue_final_message: Leave the last message open, for the model to go on.
+        template_kwargs: Variables that the template may use.
 
-    Raises `ValueError` if the model has no template, or the template refuses the messages or has no use for a variable;
-    `TypeError` if they are not messages.
+    Raises:
+        ValueError: The model has no template, or the template refuses the messages or has no use for a variable.
+        TypeError: They are not messages.
     """
     if chat_template is None and not tokenizer.chat_template:
         raise ValueError(
@@ -106,7 +125,7 @@ def apply_chat_template(
         )
     _check_messages(messages)
     _check_variables(tokenizer, chat_template, template_kwargs if tools is None else template_kwargs | {"tools": tools})
-    text = _render(
+    return _render(
         tokenizer,
         list(messages),
         chat_template=chat_template,
@@ -115,10 +134,9 @@ def apply_chat_template(
         tools=None if tools is None else list(tools),
         **template_kwargs,
     )
-    # The template already wrote bos and the like as text.
-    return text, tokenizer.encode(text, add_special_tokens=False)
 
 
+# %% nbs/models/tokenizer.ipynb #check_messages
 def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise TypeError(f"a conversation is a list of messages, got {type(messages).__name__}")
@@ -129,11 +147,22 @@ def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
             raise TypeError(f"message {i} must be a dict with a role such as 'user', got {message!r}")
 
 
+@lru_cache(maxsize=64)
+def _variables(template: str) -> frozenset[str]:
+    """The variables that a template reads from outside."""
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # Hugging Face's own tag says nothing here
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
+    except TemplateError:  # rendering will say what is wrong
+        return frozenset(re.findall(r"\w+", template))
+
+
 def _check_variables(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, given: dict[str, Any]) -> None:
     """A template ignores variables that it does not know, tools too: here that is an error."""
-    text = tokenizer.get_chat_template(chat_template, tools=given.get("tools"))
+    known = _variables(str(tokenizer.get_chat_template(chat_template, tools=given.get("tools"))))
     for name in given:
-        if not re.search(rf"\b{re.escape(name)}\b", text):
+        if name not in known:
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path} has no use for {name!r}, it would be ignored"
             )

@@ -148,6 +148,8 @@ class ModelRunner:
 
         With `future` the next may be launched before the result of this one is asked for.
         """
+        if output.scheduled_spec_decode_tokens:
+            raise NotImplementedError("this model runner does not verify draft tokens")
         pending = PendingStep(self)
         result = pending.output
         self._update_rows(output, result)

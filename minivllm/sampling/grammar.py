@@ -16,11 +16,12 @@ from urllib.parse import unquote
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.sampling.params import StructuredOutputsParams
+from minivllm.sampling.params import STRUCTURE_KINDS, StructuredOutputsParams
 
 __all__ = [
-    "GrammarCompiler", "GrammarError", "PendingGrammar", "grammar_text", "guided", "has_finite_value",
-    "special_token_ids", "without_additional_properties",
+    "MAX_PROPERTIES", "MAX_REFERENCES", "MAX_RULES", "MAX_TEXT", "GrammarCompiler", "GrammarError",
+    "PendingGrammar", "check_limits", "grammar_text", "guided", "has_finite_value", "special_token_ids",
+    "without_additional_properties",
 ]  # fmt: skip
 
 
@@ -76,6 +77,46 @@ def guided(schema: Any, **options: Any) -> dict[str, Any]:
     return {**schema, "x-guidance": {name: value for name, value in options.items() if value is not None}}
 
 
+# %% nbs/sampling/grammar.ipynb #limits
+MAX_TEXT, MAX_RULES, MAX_REFERENCES, MAX_PROPERTIES = 1 << 18, 1000, 200, 1000
+
+
+def check_limits(asked: Mapping[str, Any]) -> None:
+    """Refuse what takes too long to compile, or overflows the stack of the grammar engine, which ends the process.
+
+    Args:
+        asked: Fields of StructuredOutputsParams. Only schemas, grammars and lists of choices are looked at.
+
+    Raises:
+        GrammarError: names the limit.
+    """
+    characters, counts = 0, {"properties": 0, "$ref": 0}
+    left = [asked.get("choice"), asked.get("regex"), asked.get("grammar")]
+    for value in (asked.get("json"), asked.get("structural_tag")):
+        left.append(json_lib.loads(value) if isinstance(value, str) and len(value) <= MAX_TEXT else value)
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            counts["$ref"] += "$ref" in value
+            if isinstance(value.get("properties"), dict):
+                counts["properties"] += len(value["properties"])
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            left += value
+        characters += len(value) + 2 if isinstance(value, str) else 4
+        for what, count, limit in (
+            ("characters", characters, MAX_TEXT),
+            ("properties", counts["properties"], MAX_PROPERTIES),
+            ("references ($ref)", counts["$ref"], MAX_REFERENCES),
+        ):
+            if count > limit:
+                raise GrammarError(f"it has more than {limit} {what}, the most that is allowed")
+    grammar = asked.get("grammar")
+    if isinstance(grammar, str) and max(grammar.count("\n"), grammar.count("::=")) > MAX_RULES:
+        raise GrammarError(f"it has more than {MAX_RULES} lines or rules, the most that is allowed")
+
+
+# %% nbs/sampling/grammar.ipynb #from_json
 def _from_json(params: StructuredOutputsParams) -> str:
     schema: Any = {"type": "object"} if params.json is None else params.json
     if isinstance(schema, str):
@@ -329,6 +370,7 @@ class GrammarCompiler:
 
     # %% nbs/sampling/grammar.ipynb #GrammarCompiler-_compile
     def _compile(self, params: StructuredOutputsParams, engine_tokenizer: "Future[Any]") -> Any:
+        check_limits({name: getattr(params, name) for name in STRUCTURE_KINDS})
         text = grammar_text(params, special_token_ids(self.tokenizer))
         if len(text.encode()) > self.max_bytes:
             raise GrammarError(f"the grammar has {len(text.encode())} bytes, at most {self.max_bytes} are allowed")
@@ -337,9 +379,20 @@ class GrammarCompiler:
         inner = engine.LLMatcher(engine_tokenizer.result(), text, log_level=0, limits=limits)
         if inner.is_error():
             raise GrammarError(_reason(inner))
-        first = np.zeros(-(-self.vocab_size // 32), np.int32)
-        GrammarMatcher(inner.deep_copy()).fill(first)  # some faults show only now
+        self._try_out(GrammarMatcher(inner.deep_copy()))
         return inner
+
+    def _try_out(self, matcher: GrammarMatcher) -> None:
+        """Write a few tokens: some faults of a grammar show only then. Raises GrammarError."""
+        allowed = np.zeros(-(-self.vocab_size // 32), np.int32)
+        for _ in range(4):
+            matcher.fill(allowed)
+            tokens = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
+            token = next((int(token) for token in tokens if token not in self.eos_token_ids), None)
+            if token is None:
+                return
+            if not matcher.accept(token):
+                raise GrammarError(_reason(matcher._inner))
 
     # %% nbs/sampling/grammar.ipynb #GrammarCompiler-shutdown
     def shutdown(self) -> None:

@@ -268,7 +268,7 @@ ALLOWED: dict[str, Allowed] = {
     "best_of": NONE | integer(1, MAX_N),
     "presence_penalty": real(-2, 2),
     "frequency_penalty": real(-2, 2),
-    "repetition_penalty": real(0, above=True),
+    "repetition_penalty": real(1e-6, 1e6),
     "temperature": real(0, 2),
     "top_p": real(0, 1, above=True),
     "top_k": Allowed("0 (off) or an integer >= 1", integer(0).test),

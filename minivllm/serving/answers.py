@@ -14,10 +14,10 @@ from minivllm.serving.reasoning import REASONING_PARSERS, ReasoningParser, token
 from minivllm.serving.tool_parsers import HermesToolParser
 from minivllm.serving.tools import TOOL_PARSERS, CallDelta, Function, ToolParser, ToolUse, quoted
 
-__all__ = ["AnswerReader", "ParserOptions", "Said", "structure", "tool_use", "whole_calls"]
+__all__ = ["AnswerPart", "AnswerReader", "ParserOptions", "structure", "tool_use"]
 
 
-# %% nbs/serving/answers.ipynb #tool_use
+# %% nbs/serving/answers.ipynb #ParserOptions
 @dataclass(frozen=True)
 class ParserOptions:
     """How one server reads answers. tool_parser: None if models are not known to call functions unasked. auto: they may."""
@@ -49,6 +49,7 @@ def _known(flag: str, name: str | None, parsers: dict[str, Any]) -> Any:
     return parsers[name]
 
 
+# %% nbs/serving/answers.ipynb #tool_use
 def tool_use(body: ToolFields, options: ParserOptions) -> ToolUse | None:
     """What the request says about calls; None if none may be made. Raises ApiError."""
     choice = body.tool_choice
@@ -90,54 +91,54 @@ def _only(functions: Sequence[Function], names: Sequence[str]) -> list[Function]
 
 # %% nbs/serving/answers.ipynb #structure
 def structure(
-    wish: dict[str, Any] | None,
+    asked: dict[str, Any] | None,
     use: ToolUse | None,
     reasoning: ReasoningParser | None,
     tokenizer: Any,
 ) -> dict[str, Any] | None:
     """What the text must look like, as fields of StructuredOutputsParams, when calls and thoughts have their places in it.
 
-    ``wish``: the same for an answer alone. Raises ApiError where the parts do not go together.
+    ``asked``: the same for an answer alone. Raises ApiError where the parts do not go together.
     """
     rules: list[str] | None = None
     if use is not None:
-        answer = None if wish is None else _schema(wish)
-        if wish is not None and answer is None:
+        answer = None if asked is None else _schema(asked)
+        if asked is not None and answer is None:
             raise ApiError(400, "structured_outputs: with tools it can be json only", param="structured_outputs")
         rules = use.grammar(tokenizer, None if use.forced else answer)
-    if rules is None and wish is not None and reasoning is not None and reasoning.thinking is not False:
-        rules = [f"start: {_terms(wish)}"]
+    if rules is None and asked is not None and reasoning is not None and reasoning.thinking is not False:
+        rules = [f"start: {_terms(asked)}"]
     if rules is None:
-        return wish
+        return asked
     if reasoning is not None:
         rules = reasoning.rules(rules, tokenizer)
     return {"grammar": "\n".join(["%llguidance {}", *rules])}
 
 
-def _schema(wish: dict[str, Any]) -> dict[str, Any] | None:
-    """The JSON schema of a wish, with its options inside; None for a wish of another kind."""
-    schema = {"type": "object"} if wish.get("json_object") else wish.get("json")
+def _schema(asked: dict[str, Any]) -> dict[str, Any] | None:
+    """Its JSON schema, with the options inside; None if it is of another kind."""
+    schema = {"type": "object"} if asked.get("json_object") else asked.get("json")
     if not isinstance(schema, dict):
         return None
-    if wish.get("disable_additional_properties"):
+    if asked.get("disable_additional_properties"):
         schema = without_additional_properties(schema)
     return guided(
         schema,
-        whitespace_flexible=not wish.get("disable_any_whitespace"),
-        whitespace_pattern=wish.get("whitespace_pattern") or None,
+        whitespace_flexible=not asked.get("disable_any_whitespace"),
+        whitespace_pattern=asked.get("whitespace_pattern") or None,
     )
 
 
-def _terms(wish: dict[str, Any]) -> str:
-    """A wish as terms of a Lark rule."""
-    schema = _schema(wish)
+def _terms(asked: dict[str, Any]) -> str:
+    """The same as terms of a Lark rule."""
+    schema = _schema(asked)
     if schema is not None:
         return f"%json {quoted(schema)}"
-    if isinstance(wish.get("choice"), list) and wish["choice"]:
-        return " | ".join(quoted(text) for text in wish["choice"])
-    if isinstance(wish.get("regex"), str):
-        return "/" + wish["regex"].replace("/", "\\/").replace("::=", ":\\x3a=") + "/"
-    kind = next(iter(wish), "nothing")
+    if isinstance(asked.get("choice"), list) and asked["choice"]:
+        return " | ".join(quoted(text) for text in asked["choice"])
+    if isinstance(asked.get("regex"), str):
+        return "/" + asked["regex"].replace("/", "\\/").replace("::=", ":\\x3a=") + "/"
+    kind = next(iter(asked), "nothing")
     raise ApiError(
         400,
         f"structured_outputs.{kind}: not implemented for a model that thinks first; json, json_object, choice and regex are",
@@ -145,10 +146,10 @@ def _terms(wish: dict[str, Any]) -> str:
     )
 
 
-# %% nbs/serving/answers.ipynb #Said
+# %% nbs/serving/answers.ipynb #AnswerPart
 @dataclass(slots=True)
-class Said:
-    """What a piece of an answer has turned out to say."""
+class AnswerPart:
+    """A piece of an answer, divided."""
 
     thought: str = ""
     content: str = ""
@@ -165,25 +166,26 @@ class AnswerReader:
         self._thought = False
         self._token_ids: list[int] = []
 
-    def push(self, completion: CompletionOutput) -> Said:
+    def push(self, completion: CompletionOutput) -> AnswerPart:
         """Take what is new of the answer; its finish reason says that it is the last."""
         last = completion.finish_reason is not None
-        said = Said(content=completion.text)
+        part = AnswerPart(content=completion.text)
         if self.reasoning is not None:
-            self._think(self.reasoning, said, last)
+            self._think(self.reasoning, part, last)
             self._token_ids += completion.token_ids
         if self.tools is not None:
-            self._find_calls(said, last)
-        return said
+            self._find_calls(part, last)
+        return part
 
-    def _think(self, parser: ReasoningParser, said: Said, last: bool) -> None:
+    def _think(self, parser: ReasoningParser, part: AnswerPart, last: bool) -> None:
         before = parser.thinking
-        said.thought, said.content = parser.push(said.content)
+        part.thought, part.content = parser.push(part.content)
         if last:
             thought, content = parser.end()
-            said.thought, said.content = said.thought + thought, said.content + content
-        self._thought = self._thought or bool(before or parser.thinking or said.thought)
+            part.thought, part.content = part.thought + thought, part.content + content
+        self._thought = self._thought or bool(before or parser.thinking or part.thought)
 
+    # %% nbs/serving/answers.ipynb #AnswerReader-calls
     def count_thought_tokens(self, decode: Callable[[Sequence[int]], str]) -> int:
         """Tokens of the thoughts so far, with their tags."""
         if self.reasoning is None or not self._thought:
@@ -192,13 +194,13 @@ class AnswerReader:
             return len(self._token_ids)
         return tokens_up_to(self.reasoning.end_mark, self._token_ids, decode)
 
-    def _find_calls(self, said: Said, last: bool) -> None:
+    def _find_calls(self, part: AnswerPart, last: bool) -> None:
         assert self.tools is not None and self.use is not None
-        pieces = [self.tools.push(said.content), *([self.tools.end()] if last else [])]
-        said.content = "" if self.use.forced else "".join(piece.content for piece in pieces)
+        pieces = [self.tools.push(part.content), *([self.tools.end()] if last else [])]
+        part.content = "" if self.use.forced else "".join(piece.content for piece in pieces)
         for delta in (delta for piece in pieces for delta in piece.calls):
             if delta.index == 0 or self.use.parallel:
-                said.calls.append(delta)
+                part.calls.append(delta)
                 self.num_calls = max(self.num_calls, delta.index + 1)
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
@@ -208,6 +210,7 @@ class AnswerReader:
         return completion.finish_reason
 
 
+# %% nbs/serving/answers.ipynb #AnswerReader-calls
 def whole_calls(deltas: Sequence[CallDelta]) -> list[CallDelta]:
     """The calls that pieces add up to."""
     calls: dict[int, CallDelta] = {}

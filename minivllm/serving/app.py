@@ -4,6 +4,7 @@
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -25,77 +26,71 @@ from starlette.middleware.cors import CORSMiddleware
 
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.sampling.params import check_text
 from minivllm.serving.answers import ParserOptions, tool_use
 from minivllm.serving.chat import chat_router, render_request
 from minivllm.serving.completions import completions_router
 from minivllm.serving.dashboard import dashboard_router
 from minivllm.serving.embeddings import embeddings_router
-from minivllm.serving.errors import ApiError, as_api_error, install_error_handlers
-from minivllm.serving.generation import ServerState
+from minivllm.serving.errors import ApiError, as_api_error, hide_paths, install_error_handlers
+from minivllm.serving.generation import ServerState, encode
 from minivllm.serving.metrics import Metrics
-from minivllm.serving.middleware import AccessLog, ApiKey, BodyLimit
+from minivllm.serving.middleware import AccessLog, ApiKey, BodyLimit, JsonRoute, SiteCheck, http_protocol
 from minivllm.serving.protocol import DetokenizeRequest, TokenizeRequest
 from minivllm.serving.responses import responses_router
 from minivllm.serving.tools import load_plugin
 
 __all__ = [
-    "ServerOptions", "check_certificate", "create_app", "listen", "logger", "main", "make_parser",
-    "options_from", "run_server",
+    "ServerOptions", "check_certificate", "create_app", "listen", "main", "make_parser", "options_from",
+    "run_server", "server_config",
 ]  # fmt: skip
 
 
-# %% nbs/serving/app.ipynb #create_app
+# %% nbs/serving/app.ipynb #imports
 logger = logging.getLogger("minivllm.serving")
 
 
+def _option(default: Any, text: str) -> Any:
+    if isinstance(default, list):
+        return field(default_factory=list, metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+# %% nbs/serving/app.ipynb #ServerOptions
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """What an operator may say of a server, besides the engine's arguments. Names are vLLM's where it has one."""
 
-    served_model_name: list[str] = field(
-        default_factory=list, metadata={"help": "names that clients may use; default: the model as given"}
+    served_model_name: list[str] = _option([], "names that clients may use; default: the model as given")  # noqa: RUF009
+    api_key: list[str] = _option([], "keys that clients must show one of; default: VLLM_API_KEY or MINIVLLM_API_KEY")  # noqa: RUF009
+    allowed_origins: list[str] = _option([], "origins that browsers may call from, * for all; words or a JSON list")  # noqa: RUF009
+    allowed_hosts: list[str] = _option(  # noqa: RUF009
+        [], "names of this server; default: those of this machine if it listens there without a key, else any (*)"
     )
-    api_key: list[str] = field(
-        default_factory=list,
-        metadata={"help": "keys that clients must show one of; default: MINIVLLM_API_KEY, or none"},
+    max_queue: int | None = _option(None, "requests that may wait beyond those that run; more get 429")
+    max_body_bytes: int = _option(16 << 20, "largest body of a request")
+    request_timeout: float | None = _option(None, "seconds that one answer may take")
+    stall_timeout: float | None = _option(
+        60.0, "seconds that the client of a stream may take nothing, before its request is ended"
     )
-    allowed_origins: list[str] = field(
-        default_factory=list, metadata={"help": "origins that browsers may call from; * for all"}
+    enable_prompt_tokens_details: bool = _option(False, "tell in the usage how many prompt tokens were cached")
+    trust_request_chat_template: bool = _option(False, "run chat templates that come with requests")
+    enable_auto_tool_choice: bool = _option(
+        False, "let the model decide by itself to call functions; needs --tool-call-parser"
     )
-    max_queue: int | None = field(
-        default=None, metadata={"help": "requests that may wait beyond those that run; more get 429"}
+    tool_call_parser: str | None = _option(
+        None, "how this model writes calls: hermes, llama3_json, mistral, pythonic, or a plugin's"
     )
-    max_body_bytes: int = field(default=16 << 20, metadata={"help": "largest body of a request"})
-    request_timeout: float | None = field(default=None, metadata={"help": "seconds that one answer may take"})
-    stall_timeout: float | None = field(
-        default=60.0,
-        metadata={"help": "seconds that the client of a stream may take nothing, before its request is ended"},
+    tool_parser_plugin: str | None = _option(None, "Python file that registers a tool parser")
+    reasoning_parser: str | None = _option(
+        None, "how this model marks its thoughts: qwen3, deepseek_r1, mistral, or a plugin's"
     )
-    trust_request_chat_template: bool = field(
-        default=False, metadata={"help": "run chat templates that come with requests"}
-    )
-    enable_auto_tool_choice: bool = field(
-        default=False, metadata={"help": "let the model decide by itself to call functions; needs --tool-call-parser"}
-    )
-    tool_call_parser: str | None = field(
-        default=None,
-        metadata={"help": "how this model writes calls: hermes, llama3_json, mistral, pythonic, or a plugin's"},
-    )
-    tool_parser_plugin: str | None = field(default=None, metadata={"help": "Python file that registers a tool parser"})
-    reasoning_parser: str | None = field(
-        default=None, metadata={"help": "how this model marks its thoughts: qwen3, deepseek_r1, mistral, or a plugin's"}
-    )
-    reasoning_parser_plugin: str | None = field(
-        default=None, metadata={"help": "Python file that registers a reasoning parser"}
-    )
-    dashboard: bool = field(default=False, metadata={"help": "show the engine live at /dashboard"})
-    log_json: bool = field(default=False, metadata={"help": "write the access log as JSON"})
-    trace: str | None = field(
-        default=None, metadata={"help": "record the scheduler and write this file at the end (.jsonl or .parquet)"}
-    )
+    reasoning_parser_plugin: str | None = _option(None, "Python file that registers a reasoning parser")
+    dashboard: bool = _option(False, "show the engine live at /dashboard")
+    log_json: bool = _option(False, "write the access log as JSON")
+    trace: str | None = _option(None, "record the scheduler in this file (.jsonl or .parquet)")
 
     def __post_init__(self) -> None:
+        """Options are checked before a model is loaded."""
         if self.max_queue is not None and self.max_queue < 0:
             raise ValueError(f"max_queue must be at least 0, got {self.max_queue}")
         if self.max_body_bytes < 1:
@@ -116,6 +111,7 @@ class ServerOptions:
         return ParserOptions.from_names(self.tool_call_parser, self.enable_auto_tool_choice, self.reasoning_parser)
 
 
+# %% nbs/serving/app.ipynb #create_app
 def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     """The OpenAI-compatible app of a running engine, which it shuts down at its own end.
 
@@ -130,39 +126,37 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         request_timeout=options.request_timeout,
         stall_timeout=options.stall_timeout,
         trust_request_chat_template=options.trust_request_chat_template,
+        prompt_tokens_details=options.enable_prompt_tokens_details,
         parsers=options.parsers(),
     )
     metrics = Metrics(lambda: state.llm, names[0])
     state.observe = metrics.observe
     llm.observe(state.observe)
+    hide_paths(
+        {str(llm.config.model.path): "the model", str(llm.get_tokenizer().name_or_path): "the model"}
+        | dict.fromkeys((sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), os.path.expanduser("~")), "...")
+    )
     app = FastAPI(title="minivllm", version=installed_version("minivllm"), lifespan=_lifespan(state, options.trace))
     app.state.server = state
-    for router in (
-        completions_router(state),
-        chat_router(state),
-        responses_router(state),
-        embeddings_router(state),
-        token_router(state),
-        operation_router(state, metrics),
-    ):
+    endpoints = (completions_router, chat_router, responses_router, embeddings_router, token_router)
+    for router in (*(make(state) for make in endpoints), operation_router(state, metrics)):
         app.include_router(router)
     if options.dashboard:
         app.include_router(dashboard_router(llm))
     install_error_handlers(app)
-    _add_doors(app, options)
+    _add_middleware(app, options)
     return app
 
 
-# %% nbs/serving/app.ipynb #middleware
-def _add_doors(app: FastAPI, options: ServerOptions) -> None:
+def _add_middleware(app: FastAPI, options: ServerOptions) -> None:
     """The last one added is the outermost."""
+    origins = options.allowed_origins
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
     if options.api_key:
         app.add_middleware(ApiKey, keys=options.api_key)
-    if options.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
-        )
+    app.add_middleware(SiteCheck, origins=origins, hosts=options.allowed_hosts)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(AccessLog, as_json=options.log_json)
 
 
@@ -180,63 +174,75 @@ def _lifespan(state: ServerState, trace_file: str | None) -> Callable[[FastAPI],
 # %% nbs/serving/app.ipynb #token_router
 def token_router(state: ServerState) -> APIRouter:
     """`/tokenize` and `/detokenize`, in vLLM's form."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a text, or of messages."""
         state.check_model(body.model)
+        try:
+            if body.prompt is not None:
+                tokens = await encode(state, body.prompt, body.add_special_tokens is not False)
+            else:
+                _, tokens = await state.llm.run_input(
+                    lambda: render_request(state, body, tool_use(body, state.parsers))
+                )
+        except Exception as error:
+            raise as_api_error(error) from error
         tokenizer = state.llm.get_tokenizer()
-        if body.messages is not None:
-            _, tokens = await render_request(state, body, tool_use(body, state.parsers))
-        else:
-            special = body.add_special_tokens is not False
-            try:
-                check_text(body.prompt, "prompt")
-                tokens = await state.llm.run_input(lambda: tokenizer.encode(body.prompt, add_special_tokens=special))
-            except Exception as error:
-                raise as_api_error(error) from error
-        answer: dict[str, Any] = {
+        return {
             "count": len(tokens),
             "max_model_len": state.llm.config.scheduler.max_model_len,
-            "tokens": list(tokens),
+            "tokens": tokens,
+            "token_strs": tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
         }
-        return answer | ({"token_strs": tokenizer.convert_ids_to_tokens(tokens)} if body.return_token_strs else {})
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """The text of token ids."""
         state.check_model(body.model)
         limit = state.llm.config.model.vocab_size
-        for i, token in enumerate(body.tokens):
-            if token >= limit:
-                raise ApiError(
-                    400, f"tokens[{i}] is {token}; token ids of this model are 0..{limit - 1}", param=f"tokens[{i}]"
-                )
+        if max(body.tokens, default=0) >= limit:
+            i = next(i for i, token in enumerate(body.tokens) if token >= limit)
+            message = f"tokens[{i}] is {body.tokens[i]}; token ids of this model are 0..{limit - 1}"
+            raise ApiError(400, message, param=f"tokens[{i}]")
         return {"prompt": await state.llm.run_input(lambda: state.llm.get_tokenizer().decode(body.tokens))}
 
     return router
+
+
+# %% nbs/serving/app.ipynb #model_card
+def _model_card(state: ServerState, name: str) -> dict[str, Any]:
+    allowed = dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True)
+    refused = dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking"), False)
+    about = {"id": f"modelperm-{name}", "object": "model_permission", "created": state.started}
+    config = state.llm.config
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "minivllm",
+        "root": config.model.name,
+        "parent": None,
+        "max_model_len": config.scheduler.max_model_len,
+        "permission": [{**about, **allowed, **refused, "organization": "*", "group": None}],
+    }
 
 
 # %% nbs/serving/app.ipynb #operation_router
 def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     """What is served, and how it is."""
     router = APIRouter()
-    max_model_len = state.llm.config.scheduler.max_model_len
-
-    def card(name: str) -> dict[str, Any]:
-        about = {"created": state.started, "owned_by": "minivllm", "root": state.llm.config.model.name}
-        return {"id": name, "object": "model", **about, "parent": None, "max_model_len": max_model_len}
 
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """The names that clients may use."""
-        return {"object": "list", "data": [card(name) for name in state.model_names]}
+        return {"object": "list", "data": [_model_card(state, name) for name in state.model_names]}
 
     @router.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> dict[str, Any]:
         """One of them."""
-        return card(state.check_model(name))
+        return _model_card(state, state.check_model(name))
 
     @router.get("/health")
     @router.get("/ping")
@@ -262,9 +268,11 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> dict[str, int]:
-        """Forget all cached prefixes."""
-        return {"blocks": await state.llm.reset_prefix_cache()}
+    async def reset_prefix_cache() -> dict[str, bool]:
+        """Forget all cached prefixes; 409 while requests use them."""
+        if (await state.llm.reset_prefix_cache()) is False:
+            raise ApiError(409, "requests are running, and their blocks cannot be forgotten; try again later")
+        return {"success": True}
 
     return router
 
@@ -283,33 +291,45 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-# %% nbs/serving/app.ipynb #_Server
+def server_config(
+    app: FastAPI, *, shutdown_timeout: float = 30.0, max_head_bytes: int = 1 << 16, **options: Any
+) -> uvicorn.Config:
+    """uvicorn's settings for an app. ``max_head_bytes``: of the request line and headers. ``options``: uvicorn's own."""
+    return uvicorn.Config(
+        app,
+        http=http_protocol(max_head_bytes),
+        h11_max_incomplete_event_size=max_head_bytes,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=int(shutdown_timeout),
+        **options,
+    )
+
+
 class _Server(uvicorn.Server):
     """Ends with status 0 at SIGTERM, after the open requests; uvicorn's own would raise the signal again."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit  # a second signal waits for no request
+        self.force_exit = self.should_exit
         self.should_exit = True
 
 
-# %% nbs/serving/app.ipynb #serve-until
+# %% nbs/serving/app.ipynb #run_server-restart
 def run_server(
     app: FastAPI,
     sock: socket.socket,
     *,
-    shutdown_timeout: float = 30.0,
     make_engine: Callable[[], AsyncLLM] | None = None,
     max_engine_restarts: int = 0,
-    **uvicorn_options: Any,
+    **options: Any,
 ) -> int:
     """Serve until a signal, or until the engine dies. Returns the exit status, 1 for a dead engine.
 
-    ``make_engine``: makes another engine when one has died, ``max_engine_restarts`` times at most.
+    Args:
+        make_engine: Makes another engine when one has died, ``max_engine_restarts`` times at most.
+        options: Of `server_config`.
     """
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=int(shutdown_timeout), **uvicorn_options
-    )
-    server, state = _Server(config), app.state.server
+    server, state = _Server(server_config(app, **options)), app.state.server
     left = max_engine_restarts if make_engine is not None else 0
 
     def died(error: BaseException) -> None:
@@ -319,9 +339,9 @@ def run_server(
             server.should_exit = True
             return
         left -= 1
-        threading.Thread(target=replace, name="minivllm-restart", daemon=True).start()
+        threading.Thread(target=restart, name="minivllm-restart", daemon=True).start()
 
-    def replace() -> None:
+    def restart() -> None:
         assert make_engine is not None
         logger.warning("starting another engine; %d more may follow", left)
         try:
@@ -337,14 +357,14 @@ def run_server(
 
     state.llm.on_death = died
     host, port = sock.getsockname()[:2]
-    scheme = "https" if uvicorn_options.get("ssl_certfile") else "http"
+    scheme = "https" if options.get("ssl_certfile") else "http"
     logger.info("serving %s on %s://%s:%d", ", ".join(state.model_names), scheme, host, port)
     server.run(sockets=[sock])
     state.llm.shutdown()
     return 1 if state.llm.errored else 0
 
 
-# %% nbs/serving/app.ipynb #main
+# %% nbs/serving/app.ipynb #make_parser
 def _port(text: str) -> int:
     port = int(text)
     if not 0 <= port <= 65535:
@@ -352,14 +372,7 @@ def _port(text: str) -> int:
     return port
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The flags of `minivllm serve`."""
-    parser = argparse.ArgumentParser(prog="minivllm serve", description="Serve a model over the OpenAI API.")
-    parser.add_argument(
-        "model_tag", nargs="?", metavar="MODEL", help="alias, folder, .gguf file or hub id (same as --model)"
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
-    group = parser.add_argument_group("server")
+def _add_program_flags(group: Any) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     group.add_argument("--port", type=_port, default=8000, help="port (default: 8000; 0: any that is free)")
     group.add_argument(
@@ -376,28 +389,70 @@ def make_parser() -> argparse.ArgumentParser:
         default=0,
         help="engines to start after one has died, before the server ends with status 1 (default: 0)",
     )
+    group.add_argument(
+        "--h11-max-incomplete-event-size",
+        type=int,
+        default=1 << 16,
+        metavar="BYTES",
+        help="largest head of a request: its first line and headers (default: 65536)",
+    )
     group.add_argument("--ssl-keyfile", help="private key, for https")
     group.add_argument("--ssl-certfile", help="certificate, for https")
-    group.add_argument(
-        "--log-level", default="info", choices=["debug", "info", "warning", "error"], help="(default: info)"
+    levels = ["debug", "info", "warning", "error"]
+    group.add_argument("--log-level", default="info", choices=levels, help="(default: info)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of `minivllm serve`."""
+    parser = argparse.ArgumentParser(prog="minivllm serve", description="Serve a model over the OpenAI API.")
+    parser.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="alias, folder, .gguf file or hub id (same as --model)"
     )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
+    group = parser.add_argument_group("server")
+    _add_program_flags(group)
     for f in fields(ServerOptions):
-        flag, kind = "--" + f.name.replace("_", "-"), str(f.type).removesuffix(" | None")
+        flag, kind, text = "--" + f.name.replace("_", "-"), str(f.type).removesuffix(" | None"), f.metadata["help"]
         if kind == "<class 'bool'>":
-            group.add_argument(flag, action="store_true", help=f.metadata["help"])
+            group.add_argument(flag, action="store_true", help=text)
         elif kind == "list[str]":
-            group.add_argument(flag, action="extend", nargs="+", default=[], metavar="TEXT", help=f.metadata["help"])
+            group.add_argument(flag, action="extend", nargs="+", default=[], metavar="TEXT", help=text)
         else:
             of = {"<class 'int'>": int, "int": int, "float": float}.get(kind, str)
-            group.add_argument(
-                flag,
-                type=of,
-                default=f.default,
-                metavar=f.name.upper(),
-                help=f"{f.metadata['help']} (default: {f.default})",
-            )
+            text = f"{text} (default: {f.default})"
+            group.add_argument(flag, type=of, default=f.default, metavar=f.name.upper(), help=text)
     add_engine_arguments(parser)
     return parser
+
+
+# %% nbs/serving/app.ipynb #options_from
+def _words(given: Sequence[str]) -> list[str]:
+    """Words, or vLLM's way to give them: one JSON list."""
+    if len(given) == 1 and given[0].startswith("["):
+        try:
+            found = json.loads(given[0])
+        except ValueError as error:
+            raise ValueError(f"{given[0]!r} is neither a word nor a JSON list: {error}") from None
+        if not all(isinstance(word, str) for word in found):
+            raise ValueError(f"{given[0]!r} must be a JSON list of strings")
+        return list(found)
+    return list(given)
+
+
+def options_from(args: argparse.Namespace) -> ServerOptions:
+    """The ServerOptions that the flags say. Raises ValueError."""
+    given = {f.name: getattr(args, f.name) for f in fields(ServerOptions)}
+    for name in ("allowed_origins", "allowed_hosts", "api_key"):
+        given[name] = _words(given[name])
+    key = os.environ.get("MINIVLLM_API_KEY") or os.environ.get("VLLM_API_KEY")
+    if not given["api_key"] and key:
+        given["api_key"] = [key]
+    local = {"127.0.0.1", "localhost", "::1"}
+    if args.host in local and not given["api_key"] and not given["allowed_hosts"]:
+        given["allowed_hosts"] = sorted(local)
+    if args.host not in local and not given["api_key"]:
+        logger.warning("no --api-key: whoever can reach %s may use this server", args.host)
+    return ServerOptions(**given)
 
 
 def check_certificate(certificate: str | None, key: str | None) -> None:
@@ -413,14 +468,7 @@ def check_certificate(certificate: str | None, key: str | None) -> None:
         raise ValueError(f"--ssl-certfile {names}: {error.strerror or error}") from error
 
 
-def options_from(args: argparse.Namespace) -> ServerOptions:
-    """The ServerOptions that the flags say."""
-    given = {f.name: getattr(args, f.name) for f in fields(ServerOptions)}
-    if not given["api_key"] and os.environ.get("MINIVLLM_API_KEY"):
-        given["api_key"] = [os.environ["MINIVLLM_API_KEY"]]
-    return ServerOptions(**given)
-
-
+# %% nbs/serving/app.ipynb #main
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `minivllm serve` and `python -m minivllm.serving.app`; returns the exit status."""
     parser = make_parser()
@@ -448,9 +496,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_server(
         app,
         sock,
-        shutdown_timeout=args.shutdown_timeout,
         make_engine=make_engine,
         max_engine_restarts=args.max_engine_restarts,
+        shutdown_timeout=args.shutdown_timeout,
+        max_head_bytes=args.h11_max_incomplete_event_size,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
     )

@@ -2,43 +2,37 @@
 
 # Generated from nbs/serving/chat.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
-from minivllm.models.tokenizer import apply_chat_template
+from minivllm.models.tokenizer import render_chat_template
+from minivllm.sampling.grammar import check_limits
 from minivllm.sampling.params import SamplingParams, check_text
-from minivllm.serving.answers import AnswerReader, Said, structure, tool_use, whole_calls
-from minivllm.serving.completions import prompt_logprobs
-from minivllm.serving.errors import ApiError, as_api_error
-from minivllm.serving.generation import (
-    Counter,
-    Job,
-    ServerState,
-    SSEResponse,
-    check_output,
-    collect,
-    merge,
-    request_name,
-    unless_disconnected,
-)
-from minivllm.serving.protocol import ChatCompletionRequest, ChatMessage
+from minivllm.serving.answers import AnswerPart, AnswerReader, structure, tool_use, whole_calls
+from minivllm.serving.completions import finite, prompt_logprobs
+from minivllm.serving.errors import ApiError
+from minivllm.serving.generation import Job, Plan, ServerState, Writer, answer, plan_fields
+from minivllm.serving.middleware import JsonRoute
+from minivllm.serving.protocol import ChatCompletionRequest, ChatMessage, log_no_effect
 from minivllm.serving.reasoning import ReasoningParser
 from minivllm.serving.tool_parsers import HermesToolParser
 from minivllm.serving.tools import CallDelta, CallFormat, ToolUse, show_calls, show_tools
 
 __all__ = [
-    "ChatPlan", "ChatWriter", "chat", "chat_logprobs", "chat_params", "chat_router", "plan_chat",
-    "render_chat", "render_request", "token_bytes",
+    "ChatPlan", "chat_logprobs", "chat_params", "chat_router", "plan_chat", "render_chat", "render_request",
+    "token_bytes",
 ]  # fmt: skip
 
 
-# %% nbs/serving/chat.ipynb #render_chat-def
+# %% nbs/serving/chat.ipynb #render_chat
 _RESERVED = {
     "messages", "conversation", "tokenizer", "chat_template", "tools", "documents", "add_generation_prompt",
     "continue_final_message", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length",
@@ -49,92 +43,127 @@ def render_chat(
     tokenizer: Any,
     messages: Sequence[ChatMessage],
     *,
-    chat_template: str | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    add_special_tokens: bool,
-    template_kwargs: dict[str, Any],
+    chat_template: str | None = None,
+    template_kwargs: dict[str, Any] | None = None,
     tools: ToolUse | None = None,
     form: CallFormat = HermesToolParser.form,
-) -> tuple[str, list[int]]:
-    """The prompt's text and token ids. Raises ApiError or ValueError: a field that the template would drop, or that it refuses.
+    **options: Any,
+) -> str:
+    """The text of a prompt.
 
-    ``form``: how functions, calls and results are shown where the template knows nothing of them.
+    Args:
+        tools: What may be called.
+        form: How functions, calls and results are shown where the template knows nothing of them.
+        options: ``add_generation_prompt``, ``continue_final_message``.
+
+    Raises:
+        ApiError, ValueError: a variable that the template has no use for, or messages that it refuses.
     """
-    for name in template_kwargs:
+    for name in template_kwargs or ():
         if name in _RESERVED:
             raise ApiError(400, f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs")
     plain = [message.for_template() for message in messages]
     definitions = None if tools is None else [function.definition() for function in tools.functions]
     for field, value in (("messages", plain), ("tools", definitions), ("chat_template_kwargs", template_kwargs)):
         check_text(value, field)
-    template = _template(tokenizer, chat_template, definitions)
+    template = ""
+    if chat_template is not None or tokenizer.chat_template:
+        template = str(tokenizer.get_chat_template(chat_template, tools=definitions))
     if not _uses(template, "tool_calls"):
         plain = show_calls(plain, form)
     if tools is not None and not _uses(template, "tools"):
         plain, definitions = show_tools(plain, tools, form), None
-    for i, message in enumerate(plain):
-        for name in set(message) - {"role", "content", "tool_call_id"}:  # results are in the order of their calls
-            if not _uses(template, name):
-                what = f"messages[{i}].{name}"
-                raise ApiError(
-                    400, f"{what}: the model's chat template has no use for it, it would be dropped", param=what
-                )
-    text, token_ids = apply_chat_template(
-        tokenizer,
-        plain,
-        chat_template=chat_template,
-        add_generation_prompt=add_generation_prompt and not continue_final_message,
-        continue_final_message=continue_final_message,
-        tools=definitions,
-        **template_kwargs,
-    )
-    return text, list(tokenizer(text).input_ids) if add_special_tokens else token_ids
-
-
-# %% nbs/serving/chat.ipynb #chat-template
-def _template(tokenizer: Any, chat_template: str | None, definitions: Any) -> str:
-    if chat_template is None and not tokenizer.chat_template:
-        return ""
-    return str(tokenizer.get_chat_template(chat_template, tools=definitions))
+    options = {**options, "chat_template": chat_template, "tools": definitions, **(template_kwargs or {})}
+    text = _render(tokenizer, plain, options)
+    _log_left_out(tokenizer, plain, options, template, text)
+    return text
 
 
 def _uses(template: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", template) is not None
 
 
+# %% nbs/serving/chat.ipynb #render-retry
+def _render(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    try:
+        return render_chat_template(tokenizer, messages, **options)
+    except ValueError:
+        texts = [_with_text_arguments(message) for message in messages]
+        if texts != messages:
+            try:
+                return render_chat_template(tokenizer, texts, **options)
+            except ValueError:
+                pass  # the first error says what is wrong
+        raise
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+_left_out: set[tuple[int, str]] = set()
+
+
+def _log_left_out(
+    tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any], template: str, text: str
+) -> None:
+    """Say in the log which fields of messages are not in the prompt, once for each."""
+    for name in ("name", "reasoning_content"):
+        key = (hash(template), name)
+        if key in _left_out or not any(name in message for message in messages):
+            continue
+        without = [{k: v for k, v in message.items() if k != name} for message in messages]
+        try:
+            same = _render(tokenizer, without, options) == text
+        except ValueError:  # it is needed
+            same = False
+        if same:
+            _left_out.add(key)
+            log_no_effect("messages", name, "the model's chat template leaves it out")
+
+
 # %% nbs/serving/chat.ipynb #render_request
-async def render_request(
-    state: ServerState, body: Any, tools: ToolUse | None = None, template_kwargs: dict[str, Any] | None = None
+def render_request(
+    state: ServerState, body: Any, tools: ToolUse | None = None, effort: str | None = None
 ) -> tuple[str, list[int]]:
-    """`render_chat` for a body with the fields of a chat, in the thread of the tokenizer. Raises ApiError."""
-    form = state.parsers.form_parser.form
-    assert form is not None, "that is what makes it a form parser"
+    """Text and token ids of the prompt that a body asks for. Raises ApiError or ValueError.
+
+    Args:
+        body: Has the fields of ChatTemplateFields.
+        effort: For the template's variable ``reasoning_effort``; None for none.
+    """
+    limit = state.llm.config.scheduler.max_model_len
+    if len(body.messages) > limit:
+        message = f"messages: {len(body.messages)} are too many for max_model_len={limit}: each has a token at least"
+        raise ApiError(400, message, param="messages", code="context_length_exceeded")
     if body.chat_template is not None and not state.trust_request_chat_template:
         message = (
             "chat_template: this server takes no templates from requests (--trust-request-chat-template allows it)"
         )
         raise ApiError(400, message, param="chat_template")
-    given = body.model_fields_set
-    if body.continue_final_message and "add_generation_prompt" in given and body.add_generation_prompt:
+    goes_on = body.continue_final_message
+    if goes_on and "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
         message = "add_generation_prompt and continue_final_message exclude each other"
         raise ApiError(400, message, param="continue_final_message")
-    try:
-        return await state.llm.run_input(
-            lambda: render_chat(
-                state.llm.get_tokenizer(),
-                body.messages,
-                chat_template=body.chat_template,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                add_special_tokens=bool(body.add_special_tokens),
-                template_kwargs=(body.chat_template_kwargs or {}) | (template_kwargs or {}),
-                tools=tools,
-                form=form,
-            )
-        )
-    except Exception as error:
-        raise as_api_error(error) from error
+    form = state.parsers.form_parser.form
+    assert form is not None, "that is what makes it a form parser"
+    engine = state.llm.llm_engine
+    text = render_chat(
+        engine.tokenizer,
+        body.messages,
+        chat_template=body.chat_template,
+        template_kwargs=(body.chat_template_kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort}),
+        tools=tools,
+        form=form,
+        add_generation_prompt=body.add_generation_prompt and not goes_on,
+        continue_final_message=goes_on,
+    )
+    engine.input_processor.check_characters(text)  # the template has written bos and the like as text
+    return text, list(engine.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
 
 
 # %% nbs/serving/chat.ipynb #chat_logprobs
@@ -150,7 +179,7 @@ def chat_logprobs(completion: CompletionOutput, count: int, to_bytes: Any) -> di
 
 def _one(token_id: int, logprob: Any, to_bytes: Any) -> dict[str, Any]:
     text = logprob.decoded_token or ""
-    return {"token": text, "logprob": max(logprob.logprob, -9999.0), "bytes": to_bytes(token_id, text)}
+    return {"token": text, "logprob": finite(logprob.logprob), "bytes": to_bytes(token_id, text)}
 
 
 def token_bytes(tokenizer: Any) -> Any:
@@ -172,29 +201,14 @@ def token_bytes(tokenizer: Any) -> Any:
     return convert
 
 
-# %% nbs/serving/chat.ipynb #endpoint
-def chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: Any) -> SamplingParams:
-    """The request as SamplingParams. ``more``: fields that follow from the rest. Raises what `SamplingParams` raises."""
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    limit = limit if limit is not None else defaults.get("max_tokens")
-    return body.sampling_params(
-        defaults,
-        max_tokens=limit,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-        **more,
-    )
+# %% nbs/serving/chat.ipynb #plan_chat
+@dataclass(frozen=True, kw_only=True)
+class ChatPlan(Plan):
+    """A conversation as the engine takes it, and how its answers are read. ``reasoning``: makes a parser of thoughts."""
 
-
-# %% nbs/serving/chat.ipynb #ChatPlan
-@dataclass(frozen=True)
-class ChatPlan:
-    """A conversation as the engine takes it, and how its answers are read."""
-
-    prompt: dict[str, Any]
-    params: SamplingParams
-    use: ToolUse | None
-    reasoning: Callable[[], ReasoningParser] | None
+    use: ToolUse | None = None
+    reasoning: Callable[[], ReasoningParser] | None = None
+    include_reasoning: bool = True
 
     @property
     def is_plain(self) -> bool:
@@ -206,182 +220,169 @@ class ChatPlan:
         return AnswerReader(self.use, None if self.reasoning is None else self.reasoning())
 
 
-async def plan_chat(body: ChatCompletionRequest, state: ServerState) -> ChatPlan:
-    """Check a body and make its prompt. Raises ApiError."""
+def chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: Any) -> SamplingParams:
+    """The request as SamplingParams. ``more``: fields that follow from the rest. Raises what `SamplingParams` raises."""
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return body.sampling_params(
+        defaults,
+        max_tokens=limit if limit is not None else defaults.get("max_tokens"),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        **more,
+    )
+
+
+def plan_chat(body: ChatCompletionRequest, state: ServerState, fields: dict[str, Any]) -> ChatPlan:
+    """Check a body and make its prompt. ``fields``: of `plan_fields`. Raises ApiError, or what is wrong with a parameter."""
     tokenizer, defaults = state.llm.get_tokenizer(), state.llm.get_default_sampling_params()
     use, reasoner = tool_use(body, state.parsers), state.parsers.reasoning_parser
-    try:
-        chat_params(body, defaults)  # what is wrong with it is said before what is wrong with the messages
-        effort = {} if body.reasoning_effort in (None, "none") else {"reasoning_effort": body.reasoning_effort}
-        text, token_ids = await render_request(state, body, use, effort)
-        reasoning = None if reasoner is None else (lambda: reasoner(text))
-        form = structure(body.structure(), use, None if reasoning is None else reasoning(), tokenizer)
-        more: dict[str, Any] = {"structured_outputs": form}
-        if (use and use.parser.special_tokens) or (reasoner and reasoner.special_tokens):
-            more["skip_special_tokens"] = False
-        params = chat_params(body, defaults, **more)
-    except Exception as error:
-        raise as_api_error(error) from error
-    prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
-    if body.cache_salt is not None:
-        prompt["cache_salt"] = body.cache_salt
-    return ChatPlan(prompt, params, use, reasoning)
-
-
-# %% nbs/serving/chat.ipynb #chat
-async def chat(body: ChatCompletionRequest, request: Request, state: ServerState) -> dict[str, Any] | Response:
-    """Answer one body."""
-    name = request_name("chatcmpl", body.request_id, request.headers.get("x-request-id"))
-    job = Job(state, name, state.check_model(body.model))
-    plan = await plan_chat(body, state)
-    writer = ChatWriter(body, job, plan)
-    unlimited = body.max_completion_tokens is None and body.max_tokens is None
-    await job.submit([plan.prompt], plan.params, body.priority, body.user or body.safety_identifier, unlimited)
-    if body.stream:
-        return SSEResponse(job, writer.chunks())
-    try:
-        outputs = await unless_disconnected(request, collect(job), state.request_timeout)
-    finally:
-        await job.close()
-    return writer.whole(outputs[0])
+    for function in use.functions if use is not None else ():
+        check_limits({"json": function.parameters})
+    check_limits(body.structure() or {})
+    chat_params(body, defaults)  # what is wrong with it is said before what is wrong with the messages
+    effort = None if body.reasoning_effort == "none" else body.reasoning_effort
+    text, token_ids = render_request(state, body, use, effort)
+    reasoning = None if reasoner is None else partial(reasoner, text)
+    form = structure(body.structure(), use, None if reasoning is None else reasoning(), tokenizer)
+    more: dict[str, Any] = {"structured_outputs": form}
+    if (use and use.parser.special_tokens) or (reasoner and reasoner.special_tokens):
+        more["skip_special_tokens"] = False
+    salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+    return ChatPlan(
+        **fields,
+        prompts=[{"prompt": text, "prompt_token_ids": token_ids, **salt}],
+        params=chat_params(body, defaults, **more),
+        cut_max_tokens=body.max_completion_tokens is None and body.max_tokens is None,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        use=use,
+        reasoning=reasoning,
+        include_reasoning=body.include_reasoning,
+    )
 
 
 # %% nbs/serving/chat.ipynb #ChatWriter
-class ChatWriter:
-    """Writes the answers of one request, whole or in pieces."""
+class ChatWriter(Writer):
+    """Writes the answers of one request."""
 
-    def __init__(self, body: ChatCompletionRequest, job: Job, plan: ChatPlan) -> None:
-        self.body, self.job, self.plan = body, job, plan
-        self.tokenizer = job.state.llm.get_tokenizer()
-        self.to_bytes = token_bytes(self.tokenizer) if body.logprobs else None
-        self.readers = [plan.reader() for _ in range(body.n)]
-        self.waiting: list[CompletionOutput | None] = [None] * body.n
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.job.id, "object": kind, "created": self.job.created, "model": self.job.model}
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.to_bytes = token_bytes(self.tokenizer) if self.plan.logprobs is not None else None
+        self.readers = [self.plan.reader() for _ in range(self.plan.n)]
+        self._held: list[CompletionOutput | None] = [None] * self.plan.n  # tokens whose text has not been sent
+
+    def usage(self) -> dict[str, Any]:
+        usage = self.counter.usage()
+        if self.plan.reasoning is not None:
+            thought = sum(reader.count_thought_tokens(self.tokenizer.decode) for reader in self.readers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
+        return usage
 
     def _details(self, completion: CompletionOutput) -> dict[str, Any]:
         """What belongs to tokens and not to text."""
-        asked = self.body.logprobs and completion.logprobs is not None and completion.token_ids
-        logprobs = chat_logprobs(completion, self.body.top_logprobs or 0, self.to_bytes) if asked else None
-        ids = {"token_ids": completion.token_ids} if self.body.return_token_ids else {}
+        count = self.plan.logprobs
+        asked = count is not None and completion.logprobs is not None and completion.token_ids
+        logprobs = chat_logprobs(completion, count or 0, self.to_bytes) if asked else None
+        ids = {"token_ids": completion.token_ids} if self.plan.return_token_ids else {}
         return {"logprobs": logprobs, **ids}
-
-    def _usage(self, counter: Counter) -> dict[str, Any]:
-        bill = counter.usage()
-        if self.plan.reasoning is not None:
-            thought = sum(reader.count_thought_tokens(self.tokenizer.decode) for reader in self.readers)
-            bill["completion_tokens_details"] = {"reasoning_tokens": thought}
-        return bill
-
-    # Whole
-
-    # %% nbs/serving/chat.ipynb #ChatWriter-whole
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        counter = Counter()
-        counter.add(0, output)
-        choices = [self._choice(completion) for completion in output.outputs]
-        more = self._prompt(output)
-        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(counter), **more}
-
-    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        reader = self.readers[completion.index]
-        said = reader.push(completion)
-        made = whole_calls(said.calls)
-        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
-        if made:
-            message["content"] = said.content or None
-            message["tool_calls"] = [self._call(delta) for delta in made]
-        if self.plan.reasoning is not None and self.body.include_reasoning:
-            message["reasoning"] = message["reasoning_content"] = said.thought or None
-        return {
-            "index": completion.index,
-            "message": message,
-            **self._details(completion),
-            "finish_reason": reader.finish_reason(completion),
-            "stop_reason": completion.stop_reason,
-        }
 
     def _call(self, delta: CallDelta) -> dict[str, Any]:
         assert self.plan.use is not None and delta.name is not None
         function = {"name": delta.name, "arguments": delta.arguments}
         return {"id": self.plan.use.parser.new_id(), "type": "function", "function": function}
 
-    def _prompt(self, output: RequestOutput) -> dict[str, Any]:
-        more: dict[str, Any] = {}
-        if self.body.return_token_ids:
-            more["prompt_token_ids"] = output.prompt_token_ids
-        if self.body.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_logprobs(output)
-        return more
+    def _thought(self, part: AnswerPart) -> str | None:
+        return (part.thought or None) if self.plan.include_reasoning else None
+
+    # %% nbs/serving/chat.ipynb #ChatWriter-choices
+    def choices(self, i: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        for completion in output.outputs:
+            reader = self.readers[completion.index]
+            part = reader.push(completion)
+            made, thought = whole_calls(part.calls), self._thought(part)
+            message: dict[str, Any] = {"role": "assistant", "content": part.content, "refusal": None}
+            if made:
+                message["content"] = part.content or None
+                message["tool_calls"] = [self._call(delta) for delta in made]
+            yield {
+                "index": completion.index,
+                "message": message | {"reasoning": thought, "reasoning_content": thought},
+                **self._details(completion),
+                "finish_reason": reader.finish_reason(completion),
+                "stop_reason": completion.stop_reason,
+            }
+
+    def further(self, output: RequestOutput) -> dict[str, Any]:
+        return {
+            "prompt_token_ids": output.prompt_token_ids if self.plan.return_token_ids else None,
+            "prompt_logprobs": prompt_logprobs(output) if self.plan.prompt_logprobs else None,
+        }
 
     # %% nbs/serving/chat.ipynb #ChatWriter-pieces
-    def _deltas(self, said: Said) -> Iterator[dict[str, Any]]:
-        if said.thought and self.body.include_reasoning:
-            yield {"reasoning": said.thought, "reasoning_content": said.thought}
-        if said.content:
-            yield {"content": said.content}
-        for delta in said.calls:
+    def opening(self, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        forced = self.plan.use is not None and self.plan.use.forced
+        ids = {"prompt_token_ids": output.prompt_token_ids} if self.plan.return_token_ids else {}
+        for index in range(self.plan.n):
+            delta = {"role": "assistant", "content": None if forced else "", "refusal": None}
+            yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, ids
+
+    def pieces(self, i: int, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        scores = {"prompt_logprobs": prompt_logprobs(output)} if self.plan.prompt_logprobs and output.finished else {}
+        for completion in output.outputs:
+            for choice in self._choices_of(completion):
+                yield choice, scores if choice["finish_reason"] else {}
+
+    def _choices_of(self, completion: CompletionOutput) -> Iterator[dict[str, Any]]:
+        reader, index, ends = self.readers[completion.index], completion.index, completion.finish_reason is not None
+        deltas = list(self._deltas(reader.push(completion)))
+        tokens = _join(self._held[index], completion)
+        shows_tokens = (self.plan.logprobs is not None or self.plan.return_token_ids) and tokens.token_ids
+        if not deltas and (ends or (shows_tokens and self.plan.is_plain)):
+            deltas = [{"content": ""}]
+        self._held[index] = None if deltas else tokens
+        for number, delta in enumerate(deltas):
+            end: dict[str, Any] = {"finish_reason": None}
+            if ends and number == len(deltas) - 1:
+                end = {"finish_reason": reader.finish_reason(completion), "stop_reason": completion.stop_reason}
+            yield {"index": index, "delta": delta, **self._details(tokens), **end}
+            tokens = replace(tokens, token_ids=[], logprobs=[])
+
+    def _deltas(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
+        thought = self._thought(part)
+        if thought is not None:
+            yield {"reasoning": thought, "reasoning_content": thought}
+        if part.content:
+            yield {"content": part.content}
+        for delta in part.calls:
             if delta.name is not None:
                 yield {"tool_calls": [{"index": delta.index, **self._call(replace(delta, arguments=""))}]}
             if delta.arguments:
                 yield {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.arguments}}]}
 
-    def _pieces(self, completion: CompletionOutput) -> Iterator[dict[str, Any]]:
-        """The choices of the chunks that a piece of one answer makes."""
-        reader, index = self.readers[completion.index], completion.index
-        deltas = list(self._deltas(reader.push(completion)))
-        tokens = completion if self.waiting[index] is None else _join(self.waiting[index], completion)
-        shows_tokens = (self.body.logprobs or self.body.return_token_ids) and tokens.token_ids
-        if not deltas and shows_tokens and (self.plan.is_plain or completion.finish_reason is not None):
-            deltas = [{"content": ""}]
-        self.waiting[index] = None if deltas else tokens
-        for delta in deltas:
-            yield {"index": index, "delta": delta, **self._details(tokens), "finish_reason": None}
-            tokens = replace(tokens, token_ids=[], logprobs=[])
-        if completion.finish_reason is not None:
-            reason = {"finish_reason": reader.finish_reason(completion), "stop_reason": completion.stop_reason}
-            yield {"index": index, "delta": {}, "logprobs": None, **reason}
 
-    # %% nbs/serving/chat.ipynb #ChatWriter-chunks
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        head, counter = self._head("chat.completion.chunk"), Counter()
-        unused = {"usage": None} if self.body.include_usage else {}
-        forced = self.plan.use is not None and self.plan.use.forced
-        for index in range(self.body.n):
-            delta = {"role": "assistant", "content": None if forced else "", "refusal": None}
-            yield {
-                **head,
-                "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
-                **unused,
-            }
-        async for i, output in merge(self.job.streams):
-            check_output(output)
-            counter.add(i, output)
-            for completion in output.outputs:
-                for choice in self._pieces(completion):
-                    bill = {"usage": self._usage(counter)} if self.body.continuous_usage else unused
-                    more = self._prompt(output) if output.finished and choice["finish_reason"] else {}
-                    yield {**head, "choices": [choice], **bill, **more}
-        if self.body.include_usage:
-            yield {**head, "choices": [], "usage": self._usage(counter)}
-
-
-# %% nbs/serving/chat.ipynb #ChatWriter-chunks
+# %% nbs/serving/chat.ipynb #ChatWriter-pieces
 def _join(first: CompletionOutput | None, second: CompletionOutput) -> CompletionOutput:
     """The tokens of two pieces of one answer."""
-    assert first is not None
+    if first is None:
+        return second
     logprobs = None if second.logprobs is None else [*(first.logprobs or ()), *second.logprobs]
     return replace(second, token_ids=[*first.token_ids, *second.token_ids], logprobs=logprobs)
 
 
-# %% nbs/serving/chat.ipynb #chat_router
+# %% nbs/serving/chat.ipynb #endpoint
 def chat_router(state: ServerState) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> dict[str, Any] | Response:
         """Answer a conversation."""
-        return await chat(body, request, state)
+
+        async def prepare() -> ChatWriter:
+            fields = plan_fields(body, state, request, "chatcmpl")
+            return ChatWriter(Job(state, await state.llm.run_input(lambda: plan_chat(body, state, fields))))
+
+        return await answer(request, state, prepare)
 
     return router

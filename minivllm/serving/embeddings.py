@@ -5,18 +5,20 @@
 import base64
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from fastapi.responses import Response
 
 from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling.pooling import PoolingParams
-from minivllm.serving.errors import ApiError, as_api_error
-from minivllm.serving.generation import Job, ServerState, check_output, request_name, unless_disconnected
-from minivllm.serving.protocol import ApiModel
+from minivllm.serving.errors import ApiError
+from minivllm.serving.generation import Job, Plan, ServerState, Writer, answer, engine_prompts, plan_fields
+from minivllm.serving.middleware import JsonRoute
+from minivllm.serving.protocol import ApiModel, Int64, RequestId, as_list
 
-__all__ = ["EmbeddingRequest", "embed", "embeddings_router"]
+__all__ = ["EmbeddingPlan", "EmbeddingRequest", "EmbeddingWriter", "embeddings_router", "plan_embedding"]
 
 
 # %% nbs/serving/embeddings.ipynb #EmbeddingRequest
@@ -31,26 +33,21 @@ class EmbeddingRequest(ApiModel):
     encoding_format: Literal["float", "base64"] = "float"
     user: str | None = None
     normalize: bool = True
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Int64 | None = None
     add_special_tokens: bool = True
-    priority: int = 0
+    priority: Int64 = 0
     cache_salt: str | None = None
-    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
+    request_id: RequestId | None = None
     pooling_type: Literal["mean", "last"] = "mean"
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs, each a text or token ids."""
-        given: Any = self.input
-        return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+        return as_list(self.input)
 
     def pooling_params(self) -> PoolingParams:
         """Raises InvalidParameter."""
-        return PoolingParams(
-            pooling_type=self.pooling_type,
-            dimensions=self.dimensions,
-            normalize=self.normalize,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-        )
+        names = ("pooling_type", "dimensions", "normalize", "truncate_prompt_tokens")
+        return PoolingParams(**{name: getattr(self, name) for name in names})
 
 
 # %% nbs/serving/embeddings.ipynb #encode_vector
@@ -62,58 +59,48 @@ def encode_vector(vector: Sequence[float], encoding_format: str) -> list[float] 
 
 
 # %% nbs/serving/embeddings.ipynb #embed
-async def embed(body: EmbeddingRequest, request: Request, state: ServerState) -> dict[str, Any]:
-    """Answer one body."""
-    name = request_name("embd", body.request_id, request.headers.get("x-request-id"))
-    job = Job(state, name, state.check_model(body.model))
-    if not body.inputs():
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingPlan(Plan):
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+class EmbeddingWriter(Writer):
+    """Writes the vectors of one request."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        form = self.plan.encoding_format
+        data = [
+            {"object": "embedding", "index": i, "embedding": encode_vector(output.pooled or [], form)}
+            for i, output in enumerate(outputs)
+        ]
+        count = sum(len(output.prompt_token_ids) for output in outputs)
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return {**self._head("list"), "data": data, "usage": usage}
+
+
+async def plan_embedding(body: EmbeddingRequest, request: Request, state: ServerState) -> EmbeddingPlan:
+    """Check a body and make its prompts. Raises ApiError, InvalidParameter."""
+    inputs = body.inputs()
+    if not inputs:
         raise ApiError(400, "input: an empty list; give at least one input", param="input")
-    try:
-        params = body.pooling_params()
-        prompts = [await _prompt(text, body, state) for text in body.inputs()]
-    except Exception as error:
-        raise as_api_error(error) from error
-    await job.submit(prompts, params, body.priority, body.user)
-    try:
-        outputs = await unless_disconnected(request, _collect(job), state.request_timeout)
-    finally:
-        await job.close()
-    data = [
-        {"object": "embedding", "index": i, "embedding": encode_vector(output.pooled or [], body.encoding_format)}
-        for i, output in enumerate(outputs)
-    ]
-    count = sum(len(output.prompt_token_ids) for output in outputs)
-    usage = {"prompt_tokens": count, "total_tokens": count}
-    return {"id": job.id, "object": "list", "created": job.created, "model": job.model, "data": data, "usage": usage}
-
-
-async def _prompt(given: str | list[int], body: EmbeddingRequest, state: ServerState) -> dict[str, Any]:
-    """An input as the engine takes it."""
-    salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
-    if not isinstance(given, str):
-        return {"prompt_token_ids": given, **salt}
-    if body.add_special_tokens:
-        return {"prompt": given, **salt}
-    tokenizer = state.llm.get_tokenizer()
-    token_ids = await state.llm.run_input(lambda: tokenizer.encode(given, add_special_tokens=False))
-    return {"prompt_token_ids": token_ids, **salt}
-
-
-async def _collect(job: Job) -> list[RequestOutput]:
-    outputs = []
-    for stream in job.streams:
-        async for output in stream:
-            check_output(output)
-            outputs.append(output)
-    return outputs
+    return EmbeddingPlan(
+        **plan_fields(body, state, request, "embd"),
+        params=body.pooling_params(),
+        prompts=await engine_prompts(body, inputs, state),
+        encoding_format=body.encoding_format,
+    )
 
 
 def embeddings_router(state: ServerState) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
-    @router.post("/v1/embeddings")
-    async def create_embedding(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+    @router.post("/v1/embeddings", response_model=None)
+    async def create_embedding(body: EmbeddingRequest, request: Request) -> dict[str, Any] | Response:
         """A vector for each input."""
-        return await embed(body, request, state)
+
+        async def prepare() -> EmbeddingWriter:
+            return EmbeddingWriter(Job(state, await plan_embedding(body, request, state)))
+
+        return await answer(request, state, prepare)
 
     return router

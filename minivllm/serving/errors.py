@@ -4,19 +4,21 @@
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from minivllm.engine.async_llm import EngineDeadError
 from minivllm.sampling.grammar import GrammarError
 from minivllm.sampling.params import InvalidParameter
 
-__all__ = ["ApiError", "as_api_error", "from_validation", "install_error_handlers", "logger"]
+__all__ = ["ApiError", "as_api_error", "from_validation", "hide_paths", "install_error_handlers", "logger"]
 
 
 # %% nbs/serving/errors.ipynb #ApiError
@@ -87,30 +89,55 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     return ApiError(400, fault + shown, param=place or None, code="invalid_value")
 
 
+# %% nbs/serving/errors.ipynb #as_api_error
+_hidden: dict[str, str] = {}
+
+
+def hide_paths(names: dict[str, str]) -> None:
+    """From now on, write names in place of folders (and what is in them) in messages. ``names``: {folder: name}."""
+    _hidden.update({folder: name for folder, name in names.items() if len(folder) > 1})
+
+
+def _without_paths(text: str) -> str:
+    for folder in sorted(_hidden, key=len, reverse=True):
+        if folder in text:
+            text = re.sub(re.escape(folder) + r"(/[^\s:'\",)]*)?", _hidden[folder].replace("\\", r"\\"), text)
+    return text
+
+
+def _code(text: str) -> str:
+    too_long = any(words in text for words in ("max_model_len=", "is too long"))
+    return "context_length_exceeded" if too_long else "invalid_value"
+
+
 def as_api_error(error: Exception) -> ApiError:
     """What goes to the client for an error that its request caused."""
     if isinstance(error, ApiError):
         return error
+    text = _without_paths(str(error))
     if isinstance(error, EngineDeadError):
-        return ApiError(503, str(error), code="engine_dead")
+        return ApiError(503, text, code="engine_dead")
     if isinstance(error, InvalidParameter):
-        return ApiError(400, str(error), param=error.parameter, code=_code(error))
+        return ApiError(400, text, param=error.parameter, code=_code(text))
     if isinstance(error, GrammarError):
-        return ApiError(400, f"what the answer must look like: {error}", code="invalid_grammar")
+        return ApiError(400, f"what the answer must look like: {text}", code="invalid_grammar")
+    if isinstance(error, ValidationError):
+        return from_validation(error.errors())
     if isinstance(error, RecursionError):
         return ApiError(400, "the body is nested too deeply", code="invalid_value")
+    if isinstance(error, UnicodeDecodeError):
+        return ApiError(400, "the body is not valid JSON: it is not UTF-8", code="invalid_json")
     if isinstance(error, (ValueError, TypeError)):
-        return ApiError(400, str(error), code=_code(error))
+        return ApiError(400, text, code=_code(text))
     logger.error("a request failed", exc_info=error)
     return ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details")
 
 
-def _code(error: Exception) -> str:
-    too_long = any(words in str(error) for words in ("max_model_len=", "is too long"))
-    return "context_length_exceeded" if too_long else "invalid_value"
-
-
 # %% nbs/serving/errors.ipynb #install_error_handlers
+_NO_JSON = "There was an error parsing the body"
+"""FastAPI's words for whatever was raised while a body was read; what it was is the cause."""
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Every error of ``app`` leaves in OpenAI's shape."""
 
@@ -128,19 +155,17 @@ def install_error_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = error.detail
+        if message == _NO_JSON and isinstance(error.__cause__, Exception):
+            return as_api_error(error.__cause__).response()
         if error.status_code in (404, 405):
             message = f"there is no {request.method} {request.url.path} here; /docs lists what there is"
-        elif message == "There was an error parsing the body":  # FastAPI's words for bytes that are no text
-            message = "the body is not valid JSON: it is not UTF-8"
         return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
     async def bug(request: Request, error: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details").response()
+        return as_api_error(error).response()
 
-    app.add_exception_handler(ApiError, ours)
-    app.add_exception_handler(EngineDeadError, ours)
-    app.add_exception_handler(RecursionError, ours)
+    for kind in (ApiError, EngineDeadError, RecursionError):
+        app.add_exception_handler(kind, ours)
     app.add_exception_handler(RequestValidationError, schema)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, bug)

@@ -6,25 +6,28 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from minivllm.core.policy import FCFS
 from minivllm.engine.async_llm import AsyncLLM, RequestStream
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
-from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.params import SamplingParams, check_text
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.serving.answers import ParserOptions
 from minivllm.serving.errors import ApiError, as_api_error, logger
+from minivllm.serving.protocol import MAX_ANSWERS
 
 __all__ = [
-    "Counter", "Job", "SSEResponse", "ServerState", "check_output", "collect", "event", "in_time", "merge",
-    "request_name", "to_json", "unless_disconnected", "usage",
+    "Counter", "Job", "Plan", "SSEResponse", "ServerState", "Writer", "answer", "check_output", "collect",
+    "encode", "engine_prompts", "event", "in_time", "merge", "plan_fields", "renamed", "request_name",
+    "to_json", "unless_disconnected",
 ]  # fmt: skip
 
 
@@ -36,11 +39,16 @@ T = TypeVar("T")
 class ServerState:
     """What the endpoints of one app share.
 
-    model_names: names that clients may use, the first is the one in answers. max_queue: requests that may wait beyond those
-    that run (``max_num_seqs``), None for no limit. request_timeout: seconds for one answer, None for no limit. stall_timeout: seconds
-    that a client of a stream may take nothing.
-    parsers: how tool calls and thoughts are read.
-    observe: counts requests that end, for the metrics. in_flight: engine requests of open HTTP requests.
+    Attributes:
+        model_names: Names that clients may use; the first is the one in answers.
+        max_queue: Requests that may wait beyond those that run (``max_num_seqs``); None for no limit.
+        request_timeout: Seconds for one answer; None for no limit.
+        stall_timeout: Seconds that the client of a stream may take nothing.
+        prompt_tokens_details: Whether answers tell how many prompt tokens were cached. Another user's prompt may have been
+            the one that cached them, so that is for an operator to allow.
+        parsers: How tool calls and thoughts are read.
+        observe: Counts requests that end, for the metrics.
+        in_flight: Engine requests of open HTTP requests.
     """
 
     llm: AsyncLLM
@@ -49,12 +57,13 @@ class ServerState:
     request_timeout: float | None = None
     stall_timeout: float | None = 60.0
     trust_request_chat_template: bool = False
+    prompt_tokens_details: bool = False
     parsers: ParserOptions = field(default_factory=ParserOptions)
     observe: Callable[[FinishedRequest], None] = lambda finished: None
     started: int = field(default_factory=lambda: int(time.time()))
     in_flight: int = 0
-    open_requests: int = 0
 
+    # %% nbs/serving/generation.ipynb #ServerState-checks
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError 404 for a model that is not served."""
         if name is not None and name not in self.model_names:
@@ -65,7 +74,9 @@ class ServerState:
         return name or self.model_names[0]
 
     def check_room(self, count: int) -> None:
-        """Raises ApiError 429 if ``count`` more requests would make the queue too long."""
+        """Raises ApiError 400 or 429: too many answers at once, or the queue would be too long."""
+        if count > MAX_ANSWERS:
+            raise ApiError(400, f"{count} answers in one request (prompts times n); at most {MAX_ANSWERS} are allowed")
         if self.max_queue is None:
             return
         limit = self.llm.config.scheduler.max_num_seqs + self.max_queue
@@ -73,54 +84,51 @@ class ServerState:
             message = f"{self.in_flight} requests are running or waiting, at most {limit} may; try again later"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
+    def check_priority(self, priority: int) -> int:
+        """Raises ApiError 400 for a priority where requests run first come, first served."""
+        core: Any = self.llm.llm_engine.core
+        try:
+            ignored = type(core.scheduler.policy) is FCFS
+        except RuntimeError:  # the scheduler is in the engine's process
+            ignored = self.llm.config.scheduler.policy == "fcfs"
+        if priority != 0 and ignored:
+            message = f"priority: this server schedules first come, first served (--scheduling-policy priority), got {priority}"
+            raise ApiError(400, message, param="priority")
+        return priority
 
-# %% nbs/serving/generation.ipynb #Job
-@dataclass
-class Job:
-    """One HTTP request that generates. ``streams``: one for each prompt."""
 
-    state: ServerState
+# %% nbs/serving/generation.ipynb #Plan
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One HTTP request, checked and rendered.
+
+    Attributes:
+        id: Of the answer; the engine's requests are named after it.
+        model: The name to answer with.
+        prompts: As the engine takes them.
+        n: Answers to each prompt.
+        logprobs: Alternatives to show for each token; None for no log-probabilities.
+        return_token_ids: Whether token ids are in the answer.
+        cut_max_tokens: Whether more tokens than fit means as many as fit; False if the client asked for a number.
+        names: What the client calls fields that the engine may complain of.
+        include_usage: Whether a stream ends with the usage. continuous_usage: Whether it is in every chunk.
+    """
+
     id: str
     model: str
-    streams: list[RequestStream] = field(default_factory=list)
-    count: int = 0
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    async def submit(
-        self,
-        prompts: Sequence[Any],
-        params: SamplingParams | PoolingParams,
-        priority: int,
-        user: str | None,
-        cut_max_tokens: bool = True,
-    ) -> None:
-        """Queue one request for each prompt. Raises ApiError, and then nothing is queued.
-
-        ``cut_max_tokens``: False if the client asked for so many tokens; then more than fit is an error.
-        """
-        count = len(prompts) * params.num_children
-        self.state.check_room(count)
-        self.count = count
-        self.state.in_flight += count
-        try:
-            for i, prompt in enumerate(prompts):
-                name = f"{self.id}-{i}-{uuid4().hex[:8]}"
-                stream = await self.state.llm.submit(
-                    prompt, params, name, priority=priority, user=user, cut_max_tokens=cut_max_tokens
-                )
-                self.streams.append(stream)
-        except BaseException as error:
-            await self.close()
-            if isinstance(error, Exception):
-                raise as_api_error(error) from error
-            raise
-
-    async def close(self) -> None:
-        """Abort what has not ended. Twice is no error."""
-        self.state.in_flight -= self.count
-        self.count = 0
-        for stream in self.streams:
-            await stream.aclose()
+    prompts: Sequence[Mapping[str, Any]]
+    params: SamplingParams | PoolingParams
+    priority: int = 0
+    user: str | None = None
+    stream: bool = False
+    cut_max_tokens: bool = True
+    names: Mapping[str, str] = field(default_factory=dict)
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    return_token_ids: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
 
 
 def request_name(prefix: str, given: str | None, header: str | None) -> str:
@@ -129,11 +137,101 @@ def request_name(prefix: str, given: str | None, header: str | None) -> str:
     return f"{prefix}-{chosen or uuid4().hex}"
 
 
+def plan_fields(body: Any, state: ServerState, request: Request, prefix: str) -> dict[str, Any]:
+    """The fields of a Plan that every endpoint fills in the same way. Raises ApiError."""
+    found = {name: getattr(body, name) for name in ("n", "return_token_ids", "include_usage", "continuous_usage", "stream")
+             if hasattr(body, name)}  # fmt: skip
+    found["id"] = request_name(prefix, body.request_id, request.headers.get("x-request-id"))
+    found["model"] = state.check_model(body.model)
+    found["priority"] = state.check_priority(body.priority)
+    found["user"] = body.user or getattr(body, "safety_identifier", None)
+    return found
+
+
+# %% nbs/serving/generation.ipynb #encode
+async def encode(state: ServerState, text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text, made in a thread. Raises ValueError if the text is too long to be looked at."""
+    engine = state.llm.llm_engine
+
+    def work() -> list[int]:
+        check_text(text, "prompt")
+        engine.input_processor.check_characters(text)
+        return list(engine.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    return await state.llm.run_input(work)
+
+
+async def engine_prompts(body: Any, prompts: Sequence[Any], state: ServerState) -> list[dict[str, Any]]:
+    """Texts and token ids as the engine takes them. Raises ApiError."""
+    state.check_room(len(prompts) * getattr(body, "n", 1))
+    salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+    made: list[dict[str, Any]] = []
+    for prompt in prompts:
+        form: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        if isinstance(prompt, str) and not body.add_special_tokens:
+            form["prompt_token_ids"] = await encode(state, prompt, False)
+        made.append(form | salt)
+    return made
+
+
+# %% nbs/serving/generation.ipynb #Job
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error, about the field as the client calls it."""
+    error.param = names.get(error.param or "", error.param)
+    return error
+
+
+class Job:
+    """A plan that runs. ``streams``: one for each prompt."""
+
+    def __init__(self, state: ServerState, plan: Plan) -> None:
+        self.state, self.plan = state, plan
+        self.created = int(time.time())
+        self.streams: list[RequestStream] = []
+        self._count = 0
+
+    async def submit(self) -> None:
+        """Queue one request for each prompt. Raises ApiError, and then nothing is queued."""
+        plan, state = self.plan, self.state
+        count = len(plan.prompts) * plan.params.num_children
+        state.check_room(count)
+        self._count = count
+        state.in_flight += count
+        try:
+            for i, prompt in enumerate(plan.prompts):
+                name = f"{plan.id}-{i}-{uuid4().hex[:8]}"
+                stream = await state.llm.submit(
+                    dict(prompt),
+                    plan.params,
+                    name,
+                    priority=plan.priority,
+                    user=plan.user,
+                    cut_max_tokens=plan.cut_max_tokens,
+                )
+                self.streams.append(stream)
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, Exception):
+                raise renamed(as_api_error(error), plan.names) from error
+            raise
+
+    async def close(self) -> None:
+        """Abort what has not ended. Twice is no error."""
+        self.state.in_flight -= self._count
+        self._count = 0
+        for stream in self.streams:
+            await stream.aclose()
+
+
 # %% nbs/serving/generation.ipynb #collect
 def check_output(output: RequestOutput) -> None:
-    """Raises ApiError 500 if the request failed inside the engine. (What is wrong with its wishes was found when it was submitted.)"""
-    if output.error is not None:
-        raise ApiError(500, output.error, code="generation_failed")
+    """Raise for a request that failed inside the engine: ApiError 400 if its own grammar went beyond the limits, else 500."""
+    if output.error is None:
+        return
+    text = as_api_error(ValueError(output.error)).message
+    if text.startswith("grammar:"):
+        raise ApiError(400, text, code="invalid_grammar")
+    raise ApiError(500, text, code="generation_failed")
 
 
 async def collect(job: Job) -> list[RequestOutput]:
@@ -159,7 +257,6 @@ async def unless_disconnected(request: Request, work: Awaitable[T], timeout: flo
     Raises:
         ApiError: 408 after ``timeout`` seconds, 499 when the client has gone (nobody reads it then).
     """
-
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request.receive))
     try:
         await asyncio.wait({task, watch}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -220,6 +317,7 @@ async def in_time(chunks: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
         yield chunk
 
 
+# %% nbs/serving/generation.ipynb #SSEResponse
 class SSEResponse(Response):
     """Streams ``chunks``, then [DONE]; an error on the way is an event. When the client hangs up, the job is aborted.
 
@@ -255,22 +353,19 @@ class SSEResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _stalled(self, limit: float | None) -> None:
-        """Returns when the client has taken nothing for so many seconds. It looks now and then: a timer for each piece would cost more."""
+        """Returns when the client has taken nothing for ``limit`` seconds. It looks now and then: a timer for each piece would cost more."""
         if limit is None:
             await asyncio.Event().wait()
             return
         now = asyncio.get_running_loop().time
         while (left := limit - (0 if self._since is None else now() - self._since)) > 0:
             await asyncio.sleep(left)
-        logger.warning("%s: the client has taken nothing for too long; its request is ended", self.job.id)
+        logger.warning("%s: the client has taken nothing for too long; its request is ended", self.job.plan.id)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = asyncio.ensure_future(self._stream(send))
-        tasks = [
-            stream,
-            asyncio.ensure_future(_hung_up(receive)),
-            asyncio.ensure_future(self._stalled(self.job.state.stall_timeout)),
-        ]
+        stalled = asyncio.ensure_future(self._stalled(self.job.state.stall_timeout))
+        tasks = [stream, asyncio.ensure_future(_hung_up(receive)), stalled]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if stream.done():
@@ -283,29 +378,140 @@ class SSEResponse(Response):
 
 
 # %% nbs/serving/generation.ipynb #usage
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """OpenAI's usage object."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
 class Counter:
-    """Adds up usage while pieces go out. With several prompts, all of them."""
+    """Adds up usage while pieces go out. With several prompts, all of them. ``details``: also tell cached tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, details: bool = False) -> None:
+        self.details = details
         self._prompt: dict[int, int] = {}
         self._cached: dict[int, int] = {}
         self.generated: dict[int, int] = {}
 
-    def add(self, i: int, output: RequestOutput) -> None:
+    def begin(self, i: int, output: RequestOutput) -> None:
+        """Count the prompt number ``i``."""
         self._prompt[i] = len(output.prompt_token_ids)
         self._cached[i] = output.num_cached_tokens
+        self.generated[i] = 0
+
+    def add(self, i: int, output: RequestOutput) -> None:
+        """Count what is new of its answers."""
+        if i not in self.generated:
+            self.begin(i, output)
         new = sum(len(completion.token_ids) for completion in output.outputs)
-        self.generated[i] = self.generated.get(i, 0) + new
+        self.generated[i] += new
+
+    @property
+    def cached_tokens(self) -> int:
+        """0 where that is not to be told."""
+        return sum(self._cached.values()) if self.details else 0
+
+    def usage(self, generates: bool = True) -> dict[str, Any]:
+        """OpenAI's usage object. ``generates``: False if what was generated is not part of the answer."""
+        prompt = sum(self._prompt.values())
+        generated = sum(self.generated.values()) if generates else 0
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens} if self.details else None,
+        }
+
+
+# %% nbs/serving/generation.ipynb #Writer
+class Writer:
+    """Writes the answer of one job, whole or in chunks. An endpoint's own writer says what a choice is."""
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.plan: Any = job.plan  # of the endpoint's own kind
+        self.tokenizer = job.state.llm.get_tokenizer()
+        self.counter = Counter(job.state.prompt_tokens_details)
+
+    def choices(self, i: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """All choices of prompt ``i``, whole."""
+        raise NotImplementedError
+
+    def opening(self, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Choices of chunks that come before any piece."""
+        yield from ()
+
+    def pieces(self, i: int, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Choices of chunks, for what is new of prompt ``i``; each with further fields of its chunk."""
+        raise NotImplementedError
 
     def usage(self) -> dict[str, Any]:
-        return usage(*(sum(counts.values()) for counts in (self._prompt, self.generated, self._cached)))
+        return self.counter.usage()
+
+    def further(self, output: RequestOutput) -> dict[str, Any]:
+        """Further fields of a whole answer."""
+        return {}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.plan.id, "object": kind, "created": self.job.created, "model": self.plan.model}
+
+    # %% nbs/serving/generation.ipynb #Writer-whole
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer at once."""
+        choices = []
+        for i, output in enumerate(outputs):
+            self.counter.add(i, output)
+            choices += list(self.choices(i, output))
+        head = {**self._head(self.kind), "choices": choices, "usage": self.usage()}
+        nothing = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
+        return head | nothing | self.further(outputs[0])
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer in pieces."""
+        plan, head = self.plan, self._head(self.chunk_kind)
+        async for i, output in merge(self.job.streams):
+            check_output(output)
+            for choice, more in self._all_pieces(i, output):
+                chunk = {**head, "choices": [choice], **more}
+                if plan.include_usage:
+                    chunk["usage"] = self.usage() if plan.continuous_usage else None
+                yield chunk
+        if plan.include_usage:
+            yield {**head, "choices": [], "usage": self.usage()}
+
+    def _all_pieces(self, i: int, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        if i not in self.counter.generated:
+            self.counter.begin(i, output)
+            yield from self.opening(output)
+        self.counter.add(i, output)
+        yield from self.pieces(i, output)
+
+    def response(self) -> Response:
+        return SSEResponse(self.job, self.chunks())
+
+
+# %% nbs/serving/generation.ipynb #answer
+async def answer(
+    request: Request, state: ServerState, prepare: Callable[[], Awaitable[Any]]
+) -> dict[str, Any] | Response:
+    """Plan, generate, answer. All of it ends when the client hangs up.
+
+    Args:
+        prepare: Makes the writer of the answer; it has a job, `response` for a stream, and `whole`.
+
+    Raises:
+        ApiError: the request is at fault, takes too long, or its client has gone.
+    """
+
+    async def work() -> dict[str, Any] | Response:
+        try:
+            writer = await prepare()
+        except Exception as error:
+            raise as_api_error(error) from error
+        job: Job = writer.job
+        await job.submit()
+        if job.plan.stream:
+            return writer.response()
+        try:
+            return writer.whole(await collect(job))
+        finally:
+            await job.close()
+
+    return await unless_disconnected(request, work(), state.request_timeout)

@@ -2,20 +2,28 @@
 
 # Generated from nbs/serving/middleware.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import asyncio
+import base64
 import hashlib
 import hmac
 import json
 import logging
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.serving.errors import ApiError
 
-__all__ = ["AccessLog", "ApiKey", "BodyLimit", "access"]
+__all__ = ["AccessLog", "ApiKey", "BodyLimit", "JsonRoute", "SiteCheck", "access", "http_protocol"]
 
 
 # %% nbs/serving/middleware.ipynb #BodyLimit
@@ -52,42 +60,132 @@ class BodyLimit:
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """Give the whole body once, then whatever comes: the client hanging up."""
-    given = False
+    rest = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return rest.pop() if rest else await receive()
 
     return again
 
 
+# %% nbs/serving/middleware.ipynb #JsonRoute
+class JsonRoute(APIRoute):
+    """A route that parses and checks a large JSON body in a thread."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler, field = super().get_route_handler(), self.body_field
+        model = None if field is None else field.field_info.annotation
+
+        async def handle(request: Request) -> Response:
+            return await handler(_JsonRequest(request.scope, request.receive, model))
+
+        return handle
+
+
+class _JsonRequest(Request):
+    """``model``: the pydantic class of the body."""
+
+    LARGE = 1 << 16
+
+    def __init__(self, scope: Scope, receive: Receive, model: Any) -> None:
+        super().__init__(scope, receive)
+        self.model = model
+
+    async def json(self) -> Any:
+        data = await self.body()
+        if self.model is None or len(data) < self.LARGE:
+            return json.loads(data)
+        return await asyncio.to_thread(lambda: self.model.model_validate(json.loads(data)))
+
+
+# %% nbs/serving/middleware.ipynb #http_protocol
+def http_protocol(max_head_bytes: int) -> Any:
+    """How uvicorn parses HTTP: its protocol in C, with a limit for the head of a request; "h11", which has one, if it is not installed."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return "h11"
+
+    class LimitedHead(HttpToolsProtocol):
+        _head_bytes, _in_head = 0, True
+
+        def data_received(self, data: bytes) -> None:
+            counts = self._in_head
+            super().data_received(data)
+            if counts and self._in_head:
+                self._head_bytes += len(data)
+                if self._head_bytes > max_head_bytes and not self.transport.is_closing():
+                    body = json.dumps(ApiError(431, f"the head is larger than {max_head_bytes} bytes").body).encode()
+                    head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\n"
+                    self.transport.write(head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                    self.transport.close()
+
+        def on_message_begin(self) -> None:
+            self._head_bytes, self._in_head = 0, True
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            super().on_headers_complete()
+
+    return LimitedHead
+
+
+# %% nbs/serving/middleware.ipynb #SiteCheck
+class SiteCheck:
+    """Refuses what a web page of another site sends. ``hosts``: names under which the server may be spoken to; empty for any."""
+
+    def __init__(self, app: ASGIApp, origins: Collection[str] = (), hosts: Collection[str] = ()) -> None:
+        self.app, self.origins = app, frozenset(origins)
+        self.hosts = frozenset() if "*" in hosts else frozenset(host.strip("[]").lower() for host in hosts)
+
+    def fault(self, method: str, headers: Headers) -> ApiError | None:
+        """What speaks against a request."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            sender = urlsplit(origin or "").netloc
+        except ValueError:
+            return ApiError(400, "the header Host or Origin is malformed")
+        if self.hosts and name not in self.hosts:
+            return ApiError(403, f"Host: {name!r} is not a name of this server (--allowed-hosts says which are)")
+        known = origin is None or "*" in self.origins or origin in self.origins or sender == host
+        if not known and method not in ("GET", "HEAD", "OPTIONS"):
+            return ApiError(403, f"Origin: {origin!r} may not send requests here (--allowed-origins says which may)")
+        return None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self.fault(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self.app if error is None else error.response())(scope, receive, send)
+
+
 # %% nbs/serving/middleware.ipynb #ApiKey
 class ApiKey:
-    """Lets in who sends ``Authorization: Bearer KEY`` with one of the keys, and anybody to the paths in ``OPEN``."""
+    """Lets in who sends one of the keys, as ``Authorization: Bearer KEY`` or as a password; and anybody to the paths in ``OPEN``."""
 
-    OPEN = frozenset(
-        {"/health", "/ping", "/version", "/metrics", "/load", "/docs", "/redoc", "/openapi.json"}
-        | {"/dashboard", "/dashboard/samples"}  # a browser's first request has no key; no more is told than by /metrics
-    )
+    OPEN = frozenset({"/health", "/ping", "/version"})
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app, self.hashes = app, [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def knows(self, header: str) -> bool:
         scheme, _, key = header.partition(" ")
-        given = hashlib.sha256(key.strip().encode()).digest()
+        key = key.strip()
+        if scheme.lower() == "basic":
+            try:
+                key = base64.b64decode(key, validate=True).decode().partition(":")[2]
+            except ValueError:
+                return False
+        given = hashlib.sha256(key.encode()).digest()
         matches = [hmac.compare_digest(given, known) for known in self.hashes]
-        return any(matches) and scheme.lower() == "bearer"
+        return any(matches) and scheme.lower() in ("bearer", "basic")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         guarded = scope["type"] == "http" and scope["path"] not in self.OPEN and scope["method"] != "OPTIONS"
         if guarded and not self.knows(Headers(scope=scope).get("authorization", "")):
-            error = ApiError(
-                401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-            )
+            asks = 'Basic realm="minivllm", Bearer' if scope["method"] == "GET" else "Bearer"
+            message = "the API key is missing or wrong"
+            error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": asks})
             await error.response()(scope, receive, send)
             return
         await self.app(scope, receive, send)
@@ -126,9 +224,8 @@ class AccessLog:
                 self._write(scope, status, time.perf_counter() - begun, request_id)
 
     def _write(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
-        client = (scope.get("client") or ("-",))[0]
         values = {
-            "client": client,
+            "client": (scope.get("client") or ("-",))[0],
             "method": scope["method"],
             "path": scope["path"],
             "status": status,
@@ -138,9 +235,9 @@ class AccessLog:
         if self.as_json:
             access.info(json.dumps(values))
         else:
-            access.info(
-                "%s",
-                " ".join(
-                    json.dumps(v) if isinstance(v, str) and not v.isprintable() else str(v) for v in values.values()
-                ),
-            )
+            access.info("%s", " ".join(map(_word, values.values())))
+
+
+def _word(value: Any) -> str:
+    """A value of a log line; in quotes if it is more than one plain word."""
+    return str(value) if re.fullmatch(r"[!#-~]+", str(value)) else json.dumps(value)

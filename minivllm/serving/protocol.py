@@ -2,8 +2,9 @@
 
 # Generated from nbs/serving/protocol.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+import logging
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from pydantic_core import PydanticCustomError
@@ -11,10 +12,9 @@ from pydantic_core import PydanticCustomError
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 
 __all__ = [
-    "AllowedToolChoice", "AllowedTools", "ApiModel", "ChatCompletionRequest", "ChatMessage",
-    "ChatTemplateFields", "ChatTool", "CompletionRequest", "ContentPart", "DetokenizeRequest", "FunctionCall",
-    "FunctionDefinition", "FunctionName", "Int64", "NamedToolChoice", "TokenizeRequest", "ToolCall",
-    "ToolFields", "check_tool_messages",
+    "MAX_ANSWERS", "MAX_PARTS", "ApiModel", "ChatCompletionRequest", "ChatMessage", "ChatTemplateFields",
+    "CompletionRequest", "DetokenizeRequest", "Int64", "RequestId", "SamplingFields", "TokenizeRequest",
+    "ToolFields", "as_list", "check_count", "log_no_effect",
 ]  # fmt: skip
 
 
@@ -22,26 +22,91 @@ __all__ = [
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Larger numbers can be written in JSON, but cross neither to the engine's process nor into a tensor."""
 
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+MAX_PARTS = 8192
+"""Messages, parts of messages and tool calls of one request, together."""
+MAX_ANSWERS = 2048
+"""Prompts of one request times the answers to each."""
+_log = logging.getLogger("minivllm.serving")
+_HINTS = {
+    "prompt_cache_key": "the prefix cache finds equal prefixes by itself; cache_salt keeps users apart",
+    "prompt_cache_options": "the prefix cache has no options",
+    "prompt_cache_retention": "cached prefixes are kept while there is room",
+    "client_metadata": "nothing is stored here",
+    "service_tier": "there is one tier",
+}
 
+
+@cache
+def log_no_effect(where: str, field: str, why: str) -> None:
+    """Say once in the log that a field was accepted and does nothing."""
+    _log.warning("%s: %s has no effect: %s (said once)", where, field, why)
+
+
+# %% nbs/serving/protocol.ipynb #ApiModel
 class ApiModel(BaseModel):
-    """A body: no unknown field, no value of another type. ``unsupported``: {field: (values that ask for nothing, why)}."""
+    """A JSON body: no unknown field, no value of another type, and null for a field that was not given.
+
+    Attributes:
+        no_effect: Fields that cannot change the answer, and why they do nothing here.
+        unsupported: Fields that would change it: the values that ask for nothing, and why the others are refused.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    no_effect: ClassVar[dict[str, str]] = {}
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
+    def _sort_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name, (neutral, why) in cls.unsupported.items():
-            if name in data and data[name] is not None and data[name] not in neutral:
-                raise PydanticCustomError("unsupported", "{field} is not supported: {why}", {"field": name, "why": why})
-        return {name: value for name, value in data.items() if name not in cls.unsupported}
+        used = {}
+        for name, value in data.items():
+            field = cls.model_fields.get(name)
+            if value is None and not (field is not None and field.is_required()):
+                continue
+            if field is None and name in cls.no_effect:
+                log_no_effect(cls.__name__, name, cls.no_effect[name])
+            elif field is None and name in cls.unsupported:
+                neutral, why = cls.unsupported[name]
+                if value not in neutral:
+                    what = {"field": name, "why": why}
+                    raise PydanticCustomError("unsupported", "{field} is not supported: {why}", what)
+            else:
+                used[name] = value
+        return used
+
+    @classmethod
+    def field_table(cls) -> dict[str, str]:
+        """What becomes of each field that is known: "used", "no effect: why" or "refused: why"."""
+        table = {field.alias or name: "used" for name, field in cls.model_fields.items()}
+        table |= {name: f"no effect: {why}" for name, why in cls.no_effect.items()}
+        return table | {name: f"refused: {why}" for name, (_, why) in cls.unsupported.items()}
+
+
+# %% nbs/serving/protocol.ipynb #check_count
+def check_count(name: str, items: Any) -> None:
+    """Count messages or items with all that is listed in them, before any is looked at.
+
+    Raises:
+        PydanticCustomError: there are more than MAX_PARTS.
+    """
+    if not isinstance(items, list):
+        return
+    count = len(items)
+    for item in items[:MAX_PARTS]:
+        if isinstance(item, dict):
+            count += sum(len(value) for value in item.values() if isinstance(value, list))
+    if count > MAX_PARTS:
+        what = {"field": name, "count": count, "limit": MAX_PARTS}
+        raise PydanticCustomError("too_many", "{field}: {count} messages and parts; at most {limit} are allowed", what)
 
 
 # %% nbs/serving/protocol.ipynb #ResponseFormat
 class StreamOptions(ApiModel):
+    unsupported: ClassVar = {"include_obfuscation": ((False,), "lengths of pieces are not hidden")}
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -49,7 +114,7 @@ class StreamOptions(ApiModel):
 class JsonSchema(ApiModel):
     """``strict`` asks for what is always done: the grammar holds exactly. ``name`` is for the client's own use."""
 
-    unsupported: ClassVar = {"description": (("",), "the model is not shown the schema; describe it in a message")}
+    no_effect: ClassVar = {"description": "the model is not shown the schema; describe it in a message"}
 
     name: str
     schema_: dict[str, Any] = Field(alias="schema")
@@ -67,12 +132,15 @@ class ResponseFormat(ApiModel):
         return self
 
 
+Words = Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=1024)]
+
+
 # %% nbs/serving/protocol.ipynb #SamplingFields
 class SamplingFields(ApiModel):
     """What OpenAI and vLLM let a client say about the draw."""
 
     model: str | None = None
-    n: Int64 = 1
+    n: Annotated[int, Field(le=128)] = 1
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -80,20 +148,19 @@ class SamplingFields(ApiModel):
     top_p: float | None = None
     top_k: Int64 | None = None
     min_p: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int64] | None = None
-    bad_words: list[str] | None = None
+    seed: Int64 | None = None
+    stop: str | Words | None = None
+    stop_token_ids: Annotated[list[Int64], Field(max_length=65536)] | None = None
+    bad_words: Words | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Int64 = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: Int64 | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=65536)] | None = None
+    allowed_token_ids: list[Int64] | None = None
     repetition_detection: dict[str, Any] | None = None
-    vllm_xargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     stream: bool = False
@@ -102,8 +169,9 @@ class SamplingFields(ApiModel):
     safety_identifier: str | None = None
     priority: Int64 = 0
     cache_salt: str | None = None
-    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
+    request_id: RequestId | None = None
     return_token_ids: bool = False
+    vllm_xargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> "SamplingFields":
@@ -120,7 +188,8 @@ class SamplingFields(ApiModel):
 
     @property
     def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        """Usage with every chunk; as in vLLM, only where usage is asked for at all."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     # %% nbs/serving/protocol.ipynb #SamplingFields-sampling_params
     def structure(self) -> dict[str, Any] | None:
@@ -139,12 +208,12 @@ class SamplingFields(ApiModel):
         Raises:
             InvalidParameter, TypeError: a value out of range, an unknown name in a nested object.
         """
-        given = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
+        fields = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        merged = {**defaults, **given, "structured_outputs": self.structure(), "output_kind": kind}
-        merged["extra_args"] = self.vllm_xargs
+        fields |= {"structured_outputs": self.structure(), "output_kind": kind, "extra_args": self.vllm_xargs}
+        merged = defaults | fields
         return SamplingParams.from_optional(
-            **{**merged, **{k: v for k, v in more.items() if v is not None or k not in merged}}
+            **merged | {name: value for name, value in more.items() if value is not None or name not in merged}
         )
 
 
@@ -157,33 +226,41 @@ _PASSED_ON = (
 
 
 # %% nbs/serving/protocol.ipynb #CompletionRequest
-_LATER = "not implemented"
-
-
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`. ``max_tokens`` may be 0 with ``echo``: then the prompt is scored and nothing generated."""
 
+    no_effect: ClassVar = {**_HINTS, "store": "nothing is stored here", "metadata": "nothing is stored here"}
     unsupported: ClassVar = {
         "suffix": (("",), "the models served here complete at the end of a text, they do not fill in"),
-        "prompt_embeds": ((), _LATER),
-        "lora_request": ((), _LATER),
+        "prompt_embeds": ((), "not implemented"),
+        "lora_request": ((), "not implemented"),
     }
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    best_of: Int64 | None = None
+    best_of: Annotated[int, Field(le=128)] | None = None
     echo: bool = False
     logprobs: Int64 | None = None
     prompt_logprobs: Int64 | None = None
-    max_tokens: Int64 | None = 16
+    max_tokens: Int64 = 16
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids."""
-        given: Any = self.prompt
-        return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+        return as_list(self.prompt)
 
 
+def as_list(prompt: Any) -> list[Any]:
+    """One prompt or several (a text or token ids each) as a list of prompts."""
+    return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+
+
+# %% nbs/serving/protocol.ipynb #ContentPart
 class ContentPart(ApiModel):
+    no_effect: ClassVar = {
+        "cache_control": "the prefix cache finds equal prefixes by itself",
+        "annotations": "the model is not shown them",
+    }
+
     type: Literal["text", "refusal"]
     text: str | None = None
     refusal: str | None = None
@@ -196,9 +273,12 @@ class ContentPart(ApiModel):
 
 
 _OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+_FROM_AN_ANSWER = "it repeats an earlier answer"
 
 
 class FunctionCall(ApiModel):
+    no_effect: ClassVar = {"parsed_arguments": _FROM_AN_ANSWER}
+
     name: str
     arguments: str
 
@@ -218,13 +298,21 @@ class FunctionCall(ApiModel):
 class ToolCall(ApiModel):
     """A call that the model made earlier."""
 
+    no_effect: ClassVar = {"index": _FROM_AN_ANSWER}
+
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
+# %% nbs/serving/protocol.ipynb #ChatMessage
 class ChatMessage(ApiModel):
-    unsupported: ClassVar = {"audio": ((), _LATER), "function_call": ((), "use tool_calls")}
+    no_effect: ClassVar = {
+        name: "it belongs to an earlier answer, and the model is not shown it"
+        for name in ("annotations", "citations", "parsed", "provider_specific_fields", "reasoning_details",
+                     "reasoning_items", "thinking_blocks", "token_ids", "stop_reason", "finish_reason", "images")
+    }  # fmt: skip
+    unsupported: ClassVar = {"audio": ((), "not implemented"), "function_call": ((), "use tool_calls")}
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -237,14 +325,14 @@ class ChatMessage(ApiModel):
 
     @model_validator(mode="after")
     def _fields_of_its_role(self) -> "ChatMessage":
-        if self.tool_calls is not None and self.role != "assistant":
+        if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls belong to the role 'assistant', not {self.role!r}")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("tool_call_id belongs to the role 'tool', and to no other")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The dict that chat templates expect: content as one string, arguments as objects, absent fields left out, developer a system role."""
+        """The dict that chat templates expect: one string, arguments as objects, developer a system role, nothing absent."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text or part.refusal or "" for part in content)
@@ -262,7 +350,7 @@ class ChatMessage(ApiModel):
         }
 
 
-# %% nbs/serving/protocol.ipynb #ChatTemplateFields
+# %% nbs/serving/protocol.ipynb #FunctionDefinition
 class FunctionDefinition(ApiModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -278,6 +366,8 @@ class FunctionDefinition(ApiModel):
 
 
 class ChatTool(ApiModel):
+    no_effect: ClassVar = {"cache_control": "the prefix cache finds equal prefixes by itself"}
+
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -293,7 +383,7 @@ class NamedToolChoice(ApiModel):
 
 class AllowedTools(ApiModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolChoice], Field(min_length=1)]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=256)]
 
 
 class AllowedToolChoice(ApiModel):
@@ -301,34 +391,26 @@ class AllowedToolChoice(ApiModel):
     allowed_tools: AllowedTools
 
 
+# %% nbs/serving/protocol.ipynb #ToolFields
 class ToolFields(ApiModel):
     """Functions that the model may call."""
 
-    tools: list[ChatTool] | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=256)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _names_differ(self) -> "ToolFields":
-        names = [tool.function.name for tool in self.tools or ()]
-        for i, name in enumerate(names):
-            if name in names[:i]:
-                raise PydanticCustomError(
-                    "twice", "two tools have the name {name}", {"name": name, "field": f"tools[{i}]"}
-                )
+        names: set[str] = set()
+        for i, tool in enumerate(self.tools or ()):
+            if tool.function.name in names:
+                what = {"name": tool.function.name, "field": f"tools[{i}]"}
+                raise PydanticCustomError("twice", "two tools have the name {name}", what)
+            names.add(tool.function.name)
         return self
 
 
-def check_tool_messages(messages: Sequence[ChatMessage]) -> None:
-    """Every result must belong to a call before it. Raises PydanticCustomError that names the message."""
-    made: set[str] = set()
-    for i, message in enumerate(messages):
-        made.update(call.id for call in message.tool_calls or ())
-        if message.role == "tool" and message.tool_call_id not in made:
-            what = {"field": f"messages[{i}].tool_call_id", "id": repr(message.tool_call_id)}
-            raise PydanticCustomError("no_call", "{field}: no message before it has a tool call with the id {id}", what)
-
-
+# %% nbs/serving/protocol.ipynb #ChatTemplateFields
 class ChatTemplateFields(ToolFields):
     """How messages become a prompt."""
 
@@ -339,38 +421,50 @@ class ChatTemplateFields(ToolFields):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _count_messages(cls, data: Any) -> Any:
+        check_count("messages", data.get("messages") if isinstance(data, dict) else None)
+        return data
+
     @model_validator(mode="after")
-    def _results_have_calls(self) -> "ChatTemplateFields":
-        check_tool_messages(self.messages)
+    def _results_have_calls(self) -> Self:
+        made: set[str] = set()
+        for i, message in enumerate(self.messages or ()):
+            made.update(call.id for call in message.tool_calls or ())
+            if message.role == "tool" and message.tool_call_id not in made:
+                what = {"field": f"messages[{i}].tool_call_id", "id": repr(message.tool_call_id)}
+                text = "{field}: no message before it has a tool call with the id {id}"
+                raise PydanticCustomError("no_call", text, what)
         return self
 
 
+# %% nbs/serving/protocol.ipynb #ChatCompletionRequest
 class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     """`POST /v1/chat/completions`."""
 
+    no_effect: ClassVar = {
+        **_HINTS,
+        "store": "nothing is stored here",
+        "metadata": "nothing is stored here",
+        "prediction": "it is a hint for speed",
+    }
     unsupported: ClassVar = {
-        "functions": (([],), "deprecated"),
-        "function_call": (("none",), "deprecated"),
+        "functions": (([],), "deprecated; use tools"),
+        "function_call": (("none",), "deprecated; use tool_choice"),
         "modalities": ((["text"],), "text is all that the models served here produce"),
-        "audio": ((), _LATER),
-        "prediction": ((), _LATER),
-        "store": ((False,), "nothing is stored here"),
-        "metadata": (({},), "nothing is stored here"),
-        "service_tier": (("auto", "default"), "there is one tier"),
-        "verbosity": (("medium",), _LATER),
-        "web_search_options": ((), _LATER),
-        "moderation": ((), _LATER),
-        "prompt_cache_key": ((), "the prefix cache finds equal prefixes by itself; cache_salt keeps users apart"),
-        "prompt_cache_options": ((), "the prefix cache has no options"),
-        "prompt_cache_retention": ((), "cached prefixes are kept while there is room"),
-        "documents": (([],), _LATER),
-        "echo": ((False,), _LATER),
+        "audio": ((), "not implemented"),
+        "verbosity": (("medium",), "not implemented"),
+        "web_search_options": ((), "not implemented"),
+        "moderation": ((), "not implemented"),
+        "documents": (([],), "not implemented"),
+        "echo": ((False,), "not implemented"),
         "best_of": ((1,), "use /v1/completions"),
         "mm_processor_kwargs": (({},), "the models served here read text only"),
     }
 
     logprobs: bool | None = None
-    top_logprobs: Int64 | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: Int64 | None = None
     max_tokens: Int64 | None = None
     max_completion_tokens: Int64 | None = None
@@ -381,8 +475,6 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     def _check_chat(self) -> "ChatCompletionRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
-        if self.top_logprobs is not None and self.top_logprobs < 0:
-            raise ValueError(f"top_logprobs must be at least 0, got {self.top_logprobs}")
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
@@ -390,18 +482,14 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
 
 
 # %% nbs/serving/protocol.ipynb #TokenizeRequest
-class TokenizeRequest(ToolFields):
+class TokenizeRequest(ChatTemplateFields):
     """`POST /tokenize`: a prompt, or messages as they would go to the model."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    add_special_tokens: bool | None = None
+    messages: list[ChatMessage] | None = None  # type: ignore[assignment]
+    add_special_tokens: bool | None = None  # type: ignore[assignment]
     return_token_strs: bool = False
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> "TokenizeRequest":
@@ -409,7 +497,6 @@ class TokenizeRequest(ToolFields):
             raise ValueError("give either prompt or messages")
         if self.tools and self.messages is None:
             raise ValueError("tools need messages")
-        check_tool_messages(self.messages or ())
         return self
 
 
@@ -417,4 +504,4 @@ class DetokenizeRequest(ApiModel):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 18)]

@@ -5,20 +5,23 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from minivllm.serving.errors import ApiError, from_validation
-from minivllm.serving.protocol import ApiModel, ChatCompletionRequest, FunctionDefinition, Int64
+from minivllm.serving.protocol import (
+    ApiModel,
+    ChatCompletionRequest,
+    FunctionDefinition,
+    Int64,
+    check_count,
+    log_no_effect,
+)
 
-__all__ = [
-    "ReasoningOptions", "ResponseAllowedTools", "ResponseFunctionName", "ResponseFunctionTool",
-    "ResponseStreamOptions", "ResponsesRequest", "TextFormat", "TextOptions", "as_chat", "messages_of",
-]  # fmt: skip
+__all__ = ["ResponsesRequest", "as_chat", "messages_of"]
 
 
 # %% nbs/serving/response_request.ipynb #items
-_LATER = "not implemented"
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -45,7 +48,7 @@ Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class MessageItem(ApiModel):
-    """What somebody said. ``id``, ``status`` and ``phase`` are those of an earlier answer."""
+    """A message. ``id``, ``status`` and ``phase`` are those of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -55,8 +58,11 @@ class MessageItem(ApiModel):
     phase: str | None = None
 
 
+# %% nbs/serving/response_request.ipynb #call-items
 class CallItem(ApiModel):
     """A call that the model made."""
+
+    no_effect: ClassVar = {"parsed_arguments": "it repeats an earlier answer"}
 
     type: Literal["function_call"]
     call_id: str
@@ -67,7 +73,7 @@ class CallItem(ApiModel):
 
 
 class CallOutputItem(ApiModel):
-    """What came of a call."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -77,7 +83,7 @@ class CallOutputItem(ApiModel):
 
 
 class ReasoningItem(ApiModel):
-    """What the model thought. It goes back to models whose chat template has a place for it."""
+    """A thought of the model. It goes back to models whose chat template has a place for it."""
 
     unsupported: ClassVar = {"encrypted_content": ((), "thoughts are plain text here")}
 
@@ -92,10 +98,8 @@ Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 
 
-# %% nbs/serving/response_request.ipynb #ResponsesRequest
-def _without_tags(where: Sequence[Any]) -> list[Any]:
-    """A place inside items, without the names that pydantic gives the kinds of items and parts."""
-    return [part for i, part in enumerate(where) if not (isinstance(part, str) and i and isinstance(where[i - 1], int))]
+# %% nbs/serving/response_request.ipynb #ResponseOptions
+_HOSTED = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
 
 
 class ResponseFunctionTool(FunctionDefinition):
@@ -119,11 +123,11 @@ class ResponseFunctionName(ApiModel):
 class ResponseAllowedTools(ApiModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ResponseFunctionName], Field(min_length=1)]
+    tools: Annotated[list[ResponseFunctionName], Field(min_length=1, max_length=256)]
 
 
 class TextFormat(ApiModel):
-    unsupported: ClassVar = {"description": (("",), "the model is not shown the schema; describe it in a message")}
+    no_effect: ClassVar = {"description": "the model is not shown the schema; describe it in a message"}
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -144,18 +148,18 @@ class TextFormat(ApiModel):
 
 
 class TextOptions(ApiModel):
-    unsupported: ClassVar = {"verbosity": (("medium",), _LATER)}
+    unsupported: ClassVar = {"verbosity": (("medium",), "not implemented")}
 
     format: TextFormat | None = None
 
 
+# %% nbs/serving/response_request.ipynb #ReasoningOptions
 class ReasoningOptions(ApiModel):
-    unsupported: ClassVar = {
-        "summary": ((), "thoughts are given as they are"),
-        "generate_summary": ((), "thoughts are given as they are"),
-        "context": ((), _LATER),
-        "mode": ((), _LATER),
+    no_effect: ClassVar = {
+        "summary": "thoughts are given as they are",
+        "generate_summary": "thoughts are given as they are",
     }
+    unsupported: ClassVar = {"context": ((), "not implemented"), "mode": ((), "not implemented")}
 
     effort: str | None = None
 
@@ -164,22 +168,26 @@ class ResponseStreamOptions(ApiModel):
     unsupported: ClassVar = {"include_obfuscation": ((False,), "lengths of pieces are not hidden")}
 
 
-class ResponsesRequest(ApiModel):
-    """`POST /v1/responses`. Below ``user`` stand the fields that vLLM adds."""
+# %% nbs/serving/response_request.ipynb #ResponseFields
+class ResponseFields(ApiModel):
+    """The fields of `POST /v1/responses`. Below ``user`` stand those that vLLM adds."""
 
+    no_effect: ClassVar = {
+        "client_metadata": "nothing is stored here",
+        "prompt_cache_key": "the prefix cache finds equal prefixes by itself; cache_salt keeps users apart",
+        "prompt_cache_options": "the prefix cache has no options",
+        "prompt_cache_retention": "cached prefixes are kept while there is room",
+        "service_tier": "there is one tier",
+    }
     unsupported: ClassVar = {
-        "access_programs": ((), _LATER),
+        "access_programs": ((), "not implemented"),
         "background": ((False,), "ask and wait, or stream"),
         "background_options": ((), "there is no background"),
-        "context_management": (([],), _LATER),
+        "context_management": (([],), "not implemented"),
         "conversation": ((), "use previous_response_id"),
         "image": ((), "text is all that the models served here produce"),
-        "moderation": ((), _LATER),
+        "moderation": ((), "not implemented"),
         "prompt": ((), "no prompts are stored here"),
-        "prompt_cache_key": ((), "the prefix cache finds equal prefixes by itself; cache_salt keeps users apart"),
-        "prompt_cache_options": ((), "the prefix cache has no options"),
-        "prompt_cache_retention": ((), "cached prefixes are kept while there is room"),
-        "service_tier": (("auto", "default"), "there is one tier"),
         "truncation": (("disabled",), "what does not fit is refused"),
     }
 
@@ -189,7 +197,7 @@ class ResponsesRequest(ApiModel):
     previous_response_id: str | None = None
     store: bool | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Annotated[list[str], Field(max_length=32)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
@@ -197,7 +205,7 @@ class ResponsesRequest(ApiModel):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[ResponseFunctionTool] | None = None
+    tools: Annotated[list[ResponseFunctionTool], Field(max_length=256)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseFunctionName | ResponseAllowedTools | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -207,11 +215,37 @@ class ResponsesRequest(ApiModel):
     top_k: Int64 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    seed: Int64 | None = None
     stop: str | list[str] | None = None
     priority: Int64 = 0
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+# %% nbs/serving/response_request.ipynb #ResponsesRequest
+def _without_tags(where: Sequence[Any]) -> list[Any]:
+    """A place inside items, without the names that pydantic gives the kinds of items and parts."""
+    return [part for i, part in enumerate(where) if not (isinstance(part, str) and i and isinstance(where[i - 1], int))]
+
+
+class ResponsesRequest(ResponseFields):
+    """`POST /v1/responses`, checked."""
+
+    _items: list[dict[str, Any]] | None = PrivateAttr(None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_hosted_tools(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        check_count("input", data.get("input"))
+        tools = data.get("tools")
+        if isinstance(tools, list):
+            kept = [tool for tool in tools if not (isinstance(tool, dict) and tool.get("type") in _HOSTED)]
+            if len(kept) < len(tools):
+                log_no_effect(cls.__name__, "tools", "hosted tools are not run here, and the model is not told of them")
+            data = {**data, "tools": kept}
+        return data
 
     @model_validator(mode="after")
     def _check_together(self) -> "ResponsesRequest":
@@ -221,18 +255,27 @@ class ResponsesRequest(ApiModel):
             if len(name) > 64 or len(value) > 512:
                 what = {"field": "metadata", "name": name[:64]}
                 raise PydanticCustomError(
-                    "long", "metadata: {name} is longer than 64 letters, or its value than 512", what
+                    "long", "metadata: {name} is longer than 64 characters, or its value than 512", what
                 )
-        self.items()
+        for name in self.include or ():
+            if name != "message.output_text.logprobs":
+                log_no_effect(
+                    "ResponsesRequest", "include", "nothing but message.output_text.logprobs is in answers here"
+                )
+        if self._items is None:
+            self._items = self._checked_items()
         return self
 
     def items(self) -> list[dict[str, Any]]:
-        """The input as items, with defaults filled in. Raises PydanticCustomError that names the field."""
+        """The input as items, with defaults filled in."""
+        return list(self._items or ())
+
+    def _checked_items(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
         if not self.input:
             raise PydanticCustomError("empty", "input: an empty list; give at least one item", {"field": "input"})
-        typed = [item if "type" in item else {"type": "message", **item} for item in self.input]
+        typed = [item if item.get("type") else {**item, "type": "message"} for item in self.input]
         try:
             _ITEMS.validate_python(typed)
         except ValidationError as error:
@@ -295,7 +338,7 @@ _SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalt
 def as_chat(
     body: ResponsesRequest, items: Sequence[dict[str, Any]], *, keep_thoughts: bool, strict: bool
 ) -> ChatCompletionRequest:
-    """The same wishes as a chat request. ``items``: the whole conversation. ``strict``: for functions that do not say.
+    """The same as a chat request. ``items``: the whole conversation. ``strict``: for functions that do not say.
 
     Raises:
         ApiError: names the field.
@@ -309,25 +352,17 @@ def as_chat(
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.text is not None and body.text.format is not None:
         chat["response_format"] = body.text.format.response_format()
-    if body.reasoning is not None and body.reasoning.effort is not None:
+    if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
     if body.tools:
         chat["tools"] = [_chat_tool(tool, strict) for tool in body.tools]
-    choice: Any = body.tool_choice
-    if isinstance(choice, ResponseFunctionName):
-        choice = _chat_name(choice)
-    elif isinstance(choice, ResponseAllowedTools):
-        allowed = {"mode": choice.mode, "tools": [_chat_name(name) for name in choice.tools]}
-        choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    if choice is not None:
-        chat["tool_choice"] = choice
+    chat["tool_choice"] = _chat_choice(body.tool_choice)
     try:
         return ChatCompletionRequest.model_validate(chat)
     except ValidationError as error:
         fault = from_validation(error.errors())
-        raise ApiError(
-            400, fault.message.replace("messages", "input", 1), param=fault.param and "input", code=fault.code
-        ) from None
+        message = fault.message.replace("messages", "input", 1)
+        raise ApiError(400, message, param=fault.param and "input", code=fault.code) from None
 
 
 def _chat_name(name: ResponseFunctionName) -> dict[str, Any]:
@@ -337,3 +372,12 @@ def _chat_name(name: ResponseFunctionName) -> dict[str, Any]:
 def _chat_tool(tool: ResponseFunctionTool, strict: bool) -> dict[str, Any]:
     function = tool.model_dump(exclude={"type"}, exclude_none=True)
     return {"type": "function", "function": {"strict": strict, **function}}
+
+
+def _chat_choice(choice: Any) -> Any:
+    if isinstance(choice, ResponseFunctionName):
+        return _chat_name(choice)
+    if isinstance(choice, ResponseAllowedTools):
+        allowed = {"mode": choice.mode, "tools": [_chat_name(name) for name in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice

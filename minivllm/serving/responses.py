@@ -5,7 +5,7 @@
 import json
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -14,7 +14,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
-from minivllm.serving.answers import Said
 from minivllm.serving.chat import ChatPlan, chat_logprobs, plan_chat, token_bytes
 from minivllm.serving.errors import ApiError, as_api_error
 from minivllm.serving.generation import (
@@ -22,15 +21,17 @@ from minivllm.serving.generation import (
     Job,
     ServerState,
     SSEResponse,
+    answer,
     check_output,
-    collect,
     merge,
+    plan_fields,
+    renamed,
     to_json,
-    unless_disconnected,
 )
+from minivllm.serving.middleware import JsonRoute
 from minivllm.serving.response_request import ResponsesRequest, as_chat
 
-__all__ = ["ResponseStore", "Stored", "respond", "responses_router"]
+__all__ = ["ResponseStore", "Stored", "responses_router"]
 
 
 # %% nbs/serving/responses.ipynb #ResponseStore
@@ -75,86 +76,112 @@ class ResponseStore:
         self._bytes -= self._entries.pop(response_id)[1]
 
 
-# %% nbs/serving/responses.ipynb #ResponseWriter
-class ResponseWriter:
-    """Makes one response, and the events that tell of it."""
+# %% nbs/serving/responses.ipynb #ResponsePlan
+@dataclass(frozen=True, kw_only=True)
+class ResponsePlan(ChatPlan):
+    """What a response needs besides a chat.
 
-    def __init__(
-        self, body: ResponsesRequest, job: Job, plan: ChatPlan, items: list[dict[str, Any]], store: ResponseStore
-    ) -> None:
-        self.body, self.job, self.plan, self.items, self.responses = body, job, plan, items, store
-        self.tokenizer = job.state.llm.get_tokenizer()
+    Attributes:
+        repeated: Fields of the request that are in the response.
+        input_items: Of this request. conversation: With all that came before.
+        store: Whether the response is to be kept.
+    """
+
+    repeated: dict[str, Any]
+    input_items: Sequence[dict[str, Any]]
+    conversation: Sequence[dict[str, Any]]
+    store: bool
+
+
+_NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""What fields of a chat are called here."""
+
+
+def _repeated(body: ResponsesRequest) -> dict[str, Any]:
+    given = body.model_dump(mode="json", include={"text", "tools", "tool_choice"}, by_alias=True, exclude_unset=True)
+    same = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "safety_identifier", "user")
+    return {
+        **{name: getattr(body, name) for name in same},
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+        "store": body.store is not False,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"} | (given.get("text") or {}),
+        "tool_choice": given.get("tool_choice") or "auto",
+        "tools": [{"parameters": None, "strict": None, **tool} for tool in given.get("tools") or ()],
+        "top_logprobs": body.top_logprobs or 0,
+    }
+
+
+def plan_response(
+    body: ResponsesRequest, request: Request, state: ServerState, before: Sequence[dict[str, Any]]
+) -> ResponsePlan:
+    """Check a body and make its prompt. ``before``: the conversation that it goes on with. Raises ApiError."""
+    items, parser = [*before, *body.items()], state.parsers.tool_parser
+    chat = as_chat(
+        body,
+        items,
+        keep_thoughts="reasoning_content" in str(state.llm.get_tokenizer().chat_template),
+        strict=parser is not None and parser.form is not None,
+    )
+    fields = plan_fields(chat, state, request, "resp") | {"id": f"resp_{uuid4().hex}"}
+    try:
+        plan = plan_chat(chat, state, fields)
+    except Exception as error:
+        raise renamed(as_api_error(error), _NAMES) from error
+    return ResponsePlan(
+        **(vars(plan) | {"names": _NAMES}),
+        repeated=_repeated(body),
+        input_items=[{"id": f"msg_{uuid4().hex}", **item} for item in body.items()],
+        conversation=items,
+        store=body.store is not False,
+    )
+
+
+# %% nbs/serving/responses.ipynb #ItemWriter
+class ItemWriter:
+    """Makes the items of one response, and the events that tell of them."""
+
+    def __init__(self, plan: ResponsePlan, to_bytes: Any) -> None:
+        self.plan, self.to_bytes = plan, to_bytes
         self.reader = plan.reader()
-        self.to_bytes = token_bytes(self.tokenizer) if body.wants_logprobs else None
         self.output: list[dict[str, Any]] = []
-        self.counter = Counter()
-        self.response = self._new()
         self._open: dict[str, Any] | None = None  # the item under way, the last of output
         self._logprobs: list[dict[str, Any]] = []
         self._sequence = 0
 
-    def _new(self) -> dict[str, Any]:
-        body, params = self.body, self.plan.params
-        given = body.model_dump(
-            mode="json", include={"text", "tools", "tool_choice"}, by_alias=True, exclude_unset=True
-        )
-        effort = None if body.reasoning is None else body.reasoning.effort
-        return {
-            "id": self.job.id,
-            "object": "response",
-            "created_at": self.job.created,
-            "status": "in_progress",
-            "background": False,
-            "completed_at": None,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
-            "metadata": body.metadata or {},
-            "model": self.job.model,
-            "output": [],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": effort, "summary": None},
-            "safety_identifier": body.safety_identifier,
-            "service_tier": "default",
-            "store": body.store is not False,
-            "temperature": params.temperature,
-            "text": {"format": {"type": "text"}, "verbosity": "medium"} | (given.get("text") or {}),
-            "tool_choice": given.get("tool_choice") or "auto",
-            "tools": [{"parameters": None, "strict": None, **tool} for tool in given.get("tools") or ()],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": params.top_p,
-            "truncation": "disabled",
-            "usage": None,
-            "user": body.user,
-        }
-
-    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+    def event(self, kind: str, **more: Any) -> dict[str, Any]:
         self._sequence += 1
         return {"type": f"response.{kind}", "sequence_number": self._sequence - 1, **more}
-
-    def _snapshot(self, kind: str) -> dict[str, Any]:
-        return self._event(kind, response=dict(self.response))
 
     def take(self, completion: CompletionOutput) -> Iterator[dict[str, Any]]:
         """The events of a piece of the answer."""
         if self.to_bytes is not None and completion.logprobs is not None:
-            found = chat_logprobs(completion, self.body.top_logprobs or 0, self.to_bytes)["content"]
+            found = chat_logprobs(completion, self.plan.logprobs or 0, self.to_bytes)["content"]
             if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
                 found.pop()  # the token that ended the answer has no text, whatever output it came with
             self._logprobs += [entry | {"bytes": entry["bytes"] or []} for entry in found]
-        said: Said = self.reader.push(completion)
-        if said.thought:
-            yield from self._say("reasoning", said.thought)
-        if said.content:
-            yield from self._say("message", said.content)
-        for delta in said.calls:
+        part = self.reader.push(completion)
+        if part.thought:
+            yield from self._say("reasoning", part.thought)
+        if part.content:
+            yield from self._say("message", part.content)
+        for delta in part.calls:
             if delta.name is not None:
                 yield from self._begin("function_call", name=delta.name)
             if delta.arguments:
                 yield from self._argue(delta.arguments)
+
+    def end(self, status: str) -> Iterator[dict[str, Any]]:
+        """The events after the last piece."""
+        if not self.output and self.plan.use is None:
+            yield from self._begin("message")  # an empty answer is an answer
+        yield from self._close(status)
+
+    # %% nbs/serving/responses.ipynb #ItemWriter-say
+    def _where(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self.output) - 1}
 
     def _say(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         if self._open is None or self._open["type"] != kind:
@@ -162,25 +189,21 @@ class ResponseWriter:
         assert self._open is not None
         part = self._open["content"][0]
         part["text"] += text
+        fresh, self._logprobs = self._logprobs, []
         where = {**self._where(), "content_index": 0}
         if kind == "reasoning":
-            self._logprobs = []
-            yield self._event("reasoning_text.delta", **where, delta=text)
+            yield self.event("reasoning_text.delta", **where, delta=text)
             return
-        fresh, self._logprobs = self._logprobs, []
         part["logprobs"] += fresh
-        yield self._event("output_text.delta", **where, delta=text, logprobs=fresh)
+        yield self.event("output_text.delta", **where, delta=text, logprobs=fresh)
 
     def _argue(self, text: str) -> Iterator[dict[str, Any]]:
         assert self._open is not None
         self._open["arguments"] += text
         self._logprobs = []
-        yield self._event("function_call_arguments.delta", **self._where(), delta=text)
+        yield self.event("function_call_arguments.delta", **self._where(), delta=text)
 
-    def _where(self) -> dict[str, Any]:
-        assert self._open is not None
-        return {"item_id": self._open["id"], "output_index": len(self.output) - 1}
-
+    # %% nbs/serving/responses.ipynb #ItemWriter-begin
     def _begin(self, kind: str, **more: Any) -> Iterator[dict[str, Any]]:
         yield from self._close("completed")
         item: dict[str, Any] = {"type": kind, "status": "in_progress"}
@@ -193,12 +216,12 @@ class ResponseWriter:
             item |= {"id": f"fc_{uuid4().hex}", "call_id": self.plan.use.parser.new_id(), "arguments": "", **more}
         self.output.append(item)
         self._open = item
-        yield self._event("output_item.added", output_index=len(self.output) - 1, item=_copy(item))
+        yield self.event("output_item.added", output_index=len(self.output) - 1, item=_copy(item))
         if kind != "function_call":
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             if kind == "message":
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            yield self._event("content_part.added", **self._where(), content_index=0, part=_copy(part))
+            yield self.event("content_part.added", **self._where(), content_index=0, part=_copy(part))
             item["content"].append(part)
 
     def _close(self, status: str) -> Iterator[dict[str, Any]]:
@@ -209,47 +232,87 @@ class ResponseWriter:
         item["status"] = status
         if item["type"] == "function_call":
             done = {"arguments": item["arguments"], "name": item["name"]}
-            yield self._event("function_call_arguments.done", **self._where(), **done)
+            yield self.event("function_call_arguments.done", **self._where(), **done)
         else:
             part, where = item["content"][0], {**self._where(), "content_index": 0}
-            kind, more = (
-                ("reasoning_text", {})
-                if item["type"] == "reasoning"
-                else ("output_text", {"logprobs": part.get("logprobs")})
-            )
-            yield self._event(f"{kind}.done", **where, text=part["text"], **more)
-            yield self._event("content_part.done", **where, part=_copy(part))
-        yield self._event("output_item.done", output_index=len(self.output) - 1, item=_copy(item))
+            kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+            more = {} if kind == "reasoning_text" else {"logprobs": part["logprobs"]}
+            yield self.event(f"{kind}.done", **where, text=part["text"], **more)
+            yield self.event("content_part.done", **where, part=_copy(part))
+        yield self.event("output_item.done", output_index=len(self.output) - 1, item=_copy(item))
         self._open = None
 
-    def finish(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """The last events."""
-        reason = output.outputs[0].finish_reason
-        cut = {"length": "max_output_tokens"}.get(reason or "")
-        if not self.output and self.plan.use is None:
-            yield from self._begin("message")  # an empty answer is an answer
-        yield from self._close("incomplete" if cut else "completed")
-        bill = self.counter.usage()
-        thought = self.reader.count_thought_tokens(self.tokenizer.decode)
-        self.response |= {
-            "status": "incomplete" if cut else "completed",
-            "completed_at": None if cut else int(time.time()),
-            "incomplete_details": {"reason": cut} if cut else None,
-            "output": self.output,
-            "usage": {
-                "input_tokens": bill["prompt_tokens"],
-                "input_tokens_details": {**bill["prompt_tokens_details"], "cache_write_tokens": 0},
-                "output_tokens": bill["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": thought},
-                "total_tokens": bill["total_tokens"],
-            },
+
+# %% nbs/serving/responses.ipynb #ItemWriter-begin
+def _copy(item: dict[str, Any]) -> dict[str, Any]:
+    """The item as it is now."""
+    content = item.get("content")
+    return dict(item) if content is None else {**item, "content": [dict(part) for part in content]}
+
+
+# %% nbs/serving/responses.ipynb #ResponseWriter
+class ResponseWriter:
+    """Makes one response, whole or as events."""
+
+    def __init__(self, job: Job, plan: ResponsePlan, store: ResponseStore) -> None:
+        self.job, self.plan, self.store = job, plan, store
+        self.tokenizer = job.state.llm.get_tokenizer()
+        self.items = ItemWriter(plan, token_bytes(self.tokenizer) if plan.logprobs is not None else None)
+        self.counter = Counter(job.state.prompt_tokens_details)
+        nothing = ("completed_at", "error", "incomplete_details", "usage")
+        params: Any = plan.params
+        self.response_object: dict[str, Any] = {
+            "id": plan.id,
+            "object": "response",
+            "created_at": job.created,
+            "status": "in_progress",
+            "background": False,
+            **dict.fromkeys(nothing),
+            "model": plan.model,
+            "output": [],
+            **plan.repeated,
+            "service_tier": "default",
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "truncation": "disabled",
         }
-        yield self._snapshot("incomplete" if cut else "completed")
+
+    def _snapshot(self, kind: str) -> dict[str, Any]:
+        return self.items.event(kind, response=dict(self.response_object))
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.counter.usage()
+        thought = self.items.reader.count_thought_tokens(self.tokenizer.decode)
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": self.counter.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    # %% nbs/serving/responses.ipynb #ResponseWriter-events
+    def finish(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """The last events. The response is stored before the very last, so that a client can go on with it."""
+        cut = output.outputs[0].finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        yield from self.items.end(status)
+        self.response_object |= {
+            "status": status,
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self.items.output,
+            "usage": self._usage(),
+        }
+        if self.plan.store:
+            conversation = [*self.plan.conversation, *self.items.output]
+            self.store.put(Stored(self.response_object, list(self.plan.input_items), conversation))
+        yield self._snapshot(status)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The event of a response that will not come."""
         fault = {"code": "server_error", "message": error.message}
-        self.response |= {"status": "failed", "error": fault, "output": self.output}
+        self.response_object |= {"status": "failed", "error": fault, "output": self.items.output}
         return self._snapshot("failed")
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -260,33 +323,21 @@ class ResponseWriter:
             check_output(output)
             self.counter.add(i, output)
             for completion in output.outputs:
-                for event in self.take(completion):
+                for event in self.items.take(completion):
                     yield event
             if output.finished:
                 for event in self.finish(output):
-                    if event["type"] in ("response.completed", "response.incomplete"):
-                        self.keep()
                     yield event
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response at once."""
-        self.counter.add(0, output)
-        for _ in (*self.take(output.outputs[0]), *self.finish(output)):
+        self.counter.add(0, outputs[0])
+        for _ in (*self.items.take(outputs[0].outputs[0]), *self.finish(outputs[0])):
             pass
-        self.keep()
-        return self.response
+        return self.response_object
 
-    def keep(self) -> None:
-        """Keep the response, if it may be kept."""
-        if self.body.store is not False:
-            given = [{"id": f"msg_{uuid4().hex}", **item} for item in self.body.items()]
-            self.responses.put(Stored(self.response, given, [*self.items, *self.output]))
-
-
-def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """The item as it is now."""
-    content = item.get("content")
-    return dict(item) if content is None else {**item, "content": [dict(part) for part in content]}
+    def response(self) -> Response:
+        return EventResponse(self.job, self)
 
 
 # %% nbs/serving/responses.ipynb #EventResponse
@@ -310,50 +361,38 @@ def _named(event: dict[str, Any]) -> bytes:
 
 
 # %% nbs/serving/responses.ipynb #respond
-async def respond(
-    body: ResponsesRequest, request: Request, state: ServerState, store: ResponseStore
-) -> dict[str, Any] | Response:
-    """Answer one body."""
-    before: list[dict[str, Any]] = []
-    if body.previous_response_id is not None:
-        before = store.get(body.previous_response_id, "previous_response_id").conversation
-    items = [*before, *body.items()]
-    job = Job(state, f"resp_{uuid4().hex}", state.check_model(body.model))
-    tokenizer = state.llm.get_tokenizer()
-    parser = state.parsers.tool_parser
-    chat = as_chat(
-        body,
-        items,
-        keep_thoughts="reasoning_content" in str(tokenizer.chat_template),
-        strict=parser is not None and parser.form is not None,
-    )
-    unlimited = body.max_output_tokens is None
-    try:
-        plan = await plan_chat(chat, state)
-        await job.submit([plan.prompt], plan.params, body.priority, body.user or body.safety_identifier, unlimited)
-    except ApiError as error:
-        if error.param in ("max_tokens", "response_format"):
-            error.param = {"max_tokens": "max_output_tokens", "response_format": "text.format"}[error.param]
-        raise
-    writer = ResponseWriter(body, job, plan, items, store)
-    if body.stream:
-        return EventResponse(job, writer)
-    try:
-        outputs = await unless_disconnected(request, collect(job), state.request_timeout)
-    finally:
-        await job.close()
-    return writer.whole(outputs[0])
+def _page(items: list[dict[str, Any]], order: str, limit: int, after: str | None) -> dict[str, Any]:
+    """A page of a list. Raises ApiError."""
+    if order not in ("asc", "desc"):
+        raise ApiError(400, f"order must be 'asc' or 'desc', got {order!r}", param="order")
+    if not 1 <= limit <= 100:
+        raise ApiError(400, f"limit must be in 1..100, got {limit}", param="limit")
+    items = items[:: 1 if order == "asc" else -1]
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise ApiError(400, f"after: there is no item {after!r}", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, **ends, "has_more": start + limit < len(items)}
 
 
-# %% nbs/serving/responses.ipynb #responses_router
 def responses_router(state: ServerState) -> APIRouter:
     """``/v1/responses``, with a store of its own."""
-    router, store = APIRouter(), ResponseStore()
+    router, store = APIRouter(route_class=JsonRoute), ResponseStore()
 
     @router.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> dict[str, Any] | Response:
         """Answer items with items."""
-        return await respond(body, request, state, store)
+
+        async def prepare() -> ResponseWriter:
+            before: Sequence[dict[str, Any]] = ()
+            if body.previous_response_id is not None:
+                before = store.get(body.previous_response_id, "previous_response_id").conversation
+            plan = await state.llm.run_input(lambda: plan_response(body, request, state, before))
+            return ResponseWriter(Job(state, plan), plan, store)
+
+        return await answer(request, state, prepare)
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(response_id: str, stream: bool = False) -> dict[str, Any]:
@@ -373,17 +412,6 @@ def responses_router(state: ServerState) -> APIRouter:
         response_id: str, order: str = "desc", limit: int = 20, after: str | None = None
     ) -> dict[str, Any]:
         """The input items of a response that was stored."""
-        if order not in ("asc", "desc"):
-            raise ApiError(400, f"order must be 'asc' or 'desc', got {order!r}", param="order")
-        if not 1 <= limit <= 100:
-            raise ApiError(400, f"limit must be in 1..100, got {limit}", param="limit")
-        items = store.get(response_id).input_items[:: 1 if order == "asc" else -1]
-        ids = [item["id"] for item in items]
-        if after is not None and after not in ids:
-            raise ApiError(400, f"after: there is no item {after!r}", param="after")
-        start = 0 if after is None else ids.index(after) + 1
-        page = items[start : start + limit]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        return {"object": "list", "data": page, **ends, "has_more": start + limit < len(items)}
+        return _page(store.get(response_id).input_items, order, limit, after)
 
     return router

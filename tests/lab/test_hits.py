@@ -2,18 +2,18 @@
 
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.core.policy import LFU, Clairvoyant, DeepestFirst
+from minivllm.core.policy import LFU, Clairvoyant, DeepestFirst, Policy
 from minivllm.core.prefix import extend_block_hashes
 from minivllm.lab import hit_rates, read_workload
 from minivllm.lab.hits import BlockSequence, clairvoyant_hits, infinite_hits, real_hits
-from minivllm.lab.workload import Workload, WorkloadRequest, chat, poisson, text
+from minivllm.lab.workload import Workload, WorkloadRequest, chat, poisson, shared_prefix, text
 
 
 def plain_lru(prompts: list[tuple[list[int], int]], block_size: int, num_blocks: int) -> int:
@@ -70,6 +70,24 @@ def test_real_manager_is_a_plain_lru_on_a_slice_of_mooncake(trace_files, num_blo
 def test_real_manager_is_a_plain_lru_on_mooncake(trace_files, num_blocks):
     path = trace_files / "mooncake_conversation.jsonl"
     assert real_hits(read_workload(path), 512, num_blocks) == plain_lru(mooncake(path), 512, num_blocks)
+
+
+def test_a_policy_that_counts_hits_by_itself_hears_of_them():
+    """LFU again, from what `on_hit` tells; the counts outlive a block, and so they can be better than the block's own."""
+
+    class Counts(Policy):
+        def on_start(self):
+            self.hits = Counter()
+
+        def on_hit(self, request, blocks):
+            self.hits.update(block.block_hash for block in blocks)
+
+        def evict_key(self, block):
+            return self.hits[block.block_hash]
+
+    workload, counts = shared_prefix(1.0, 300, 12, (16, 160), (1, 80), 1, skew=0.7, seed=2), Counts()
+    found = real_hits(workload, 16, 40, counts)
+    assert sum(counts.hits.values()) == found > real_hits(workload, 16, 40)
 
 
 def named(workload, block_size):

@@ -34,7 +34,8 @@ def long_args(tiny_args: EngineArgs) -> EngineArgs:
 @pytest.fixture(scope="session")
 def tiny(tiny_args: EngineArgs) -> Iterator[LiveServer]:
     """A server of the tiny model; leave it as it was found."""
-    with live_server(tiny_args, ServerOptions(served_model_name=["tiny", "tiny-alias"])) as server:
+    options = ServerOptions(served_model_name=["tiny", "tiny-alias"], enable_prompt_tokens_details=True)
+    with live_server(tiny_args, options) as server:
         yield server
 
 

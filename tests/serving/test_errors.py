@@ -49,13 +49,12 @@ def error_of(response: httpx.Response, status: int) -> dict:
         (CHAT, {**HELLO, "response_format": BAD_SCHEMA, "stream": True}, None, "must look like"),
         (COMPLETE, {**PROMPT, "request_id": "a b"}, "request_id", "pattern"),
         (CHAT, {**HELLO, "tool_choice": "required"}, "tool_choice", "needs tools"),
-        (CHAT, {**HELLO, "store": True}, "store", "not supported"),
+        (CHAT, {**HELLO, "verbosity": "low"}, "verbosity", "not supported"),
         (CHAT, {**HELLO, "top_logprobs": 2}, None, "logprobs"),
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "'text'"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": "Hello"}, "messages", "list"),
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "developer"),
-        (CHAT, {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name", "dropped"),
         (CHAT, {**HELLO, "response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         (CHAT, {**HELLO, "chat_template": "{{ messages }}"}, "chat_template", "trust-request-chat-template"),
         (CHAT, {**HELLO, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "must not set"),
@@ -99,7 +98,9 @@ def test_half_a_character_is_named(tiny: LiveServer, path: str, body: dict, para
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {tiny.key}"}
     response = httpx.post(tiny.url + path, content=json.dumps(body).encode(), headers=headers, timeout=60)
     error = error_of(response, 400)
-    assert error["param"] == param and ("surrogate" in error["message"] or "unicode" in error["message"])
+    assert (error["param"] or "").removesuffix("[0]") == (param or "").removesuffix("[0]") and (
+        "surrogate" in error["message"] or "unicode" in error["message"]
+    )
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

@@ -17,15 +17,12 @@ from minivllm import serving
 from minivllm.core.config import EngineArgs
 from minivllm.serving.app import ServerOptions
 from minivllm.serving.embeddings import EmbeddingRequest
-from minivllm.serving.protocol import ChatCompletionRequest, CompletionRequest
+from minivllm.serving.protocol import ChatCompletionRequest, CompletionRequest, log_no_effect
 from minivllm.serving.response_request import ResponsesRequest
 
 SCHEMA = {"name": "x", "schema": {"enum": [1, 2]}}
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [1]}}}}
 TOOL = {"type": "function", "function": FUNCTION}
-REFUSED = None
-"""In place of a value: see `REFUSED_VALUES`."""
-
 COMMON: dict[str, Any] = {
     "frequency_penalty": 0.5, "presence_penalty": 0.5, "logit_bias": {"64": 1}, "max_tokens": 3, "n": 2, "seed": 1, "stop": ["a"],
     "stream": True, "temperature": 0.5, "top_p": 0.5, "user": "ann", "model": "tiny",
@@ -48,19 +45,27 @@ HONOURED: dict[str, dict[str, Any]] = {
     },
     "/v1/embeddings": {"input": "abc", "model": "tiny", "dimensions": 3, "encoding_format": "base64", "user": "ann"},
 }  # fmt: skip
+HINTS: dict[str, Any] = {
+    "prompt_cache_key": "x", "prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h", "service_tier": "flex",
+}  # fmt: skip
+NO_EFFECT: dict[str, dict[str, Any]] = {
+    "/v1/completions": {},
+    "/v1/chat/completions": {
+        **HINTS, "metadata": {"a": "b"}, "prediction": {"type": "content", "content": "x"}, "store": True,
+    },
+    "/v1/responses": HINTS,
+    "/v1/embeddings": {},
+}  # fmt: skip
 REFUSED_FIELDS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"suffix": "x"},
     "/v1/chat/completions": {
-        "audio": {"voice": "x", "format": "wav"}, "function_call": "auto", "functions": [FUNCTION], "metadata": {"a": "b"},
-        "modalities": ["audio"], "moderation": {"model": "x"}, "prediction": {"type": "content", "content": "x"},
-        "prompt_cache_key": "x", "prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h",
-        "service_tier": "flex", "store": True, "verbosity": "low", "web_search_options": {},
+        "audio": {"voice": "x", "format": "wav"}, "function_call": "auto", "functions": [FUNCTION], "modalities": ["audio"],
+        "moderation": {"model": "x"}, "verbosity": "low", "web_search_options": {},
     },
     "/v1/responses": {
         "access_programs": {"cyber": "standard"}, "background": True, "background_options": {"x": 1},
         "context_management": [{"type": "compaction"}], "conversation": "conv_0", "image": {"x": 1}, "moderation": {"model": "x"},
-        "prompt": {"id": "x"}, "prompt_cache_key": "x", "prompt_cache_options": {"mode": "explicit"},
-        "prompt_cache_retention": "24h", "service_tier": "flex", "truncation": "auto",
+        "prompt": {"id": "x"}, "truncation": "auto",
     },
     "/v1/embeddings": {},
 }  # fmt: skip
@@ -84,15 +89,18 @@ def test_every_field_of_the_client_is_known(path: str):
     """A new release of the client with a new field fails here, until somebody decides."""
     given, ours = TYPES[path]
     fields = set(given.__annotations__) | ({"stream"} if path != "/v1/embeddings" else set())
-    assert set(HONOURED[path]) | set(REFUSED_FIELDS[path]) == fields
-    assert not set(HONOURED[path]) & set(REFUSED_FIELDS[path])
-    assert set(HONOURED[path]) <= set(ours.model_fields) and set(REFUSED_FIELDS[path]) <= set(ours.unsupported)
+    table = ours.field_table()
+    assert set(HONOURED[path]) | set(NO_EFFECT[path]) | set(REFUSED_FIELDS[path]) == fields
+    for expected, what in ((HONOURED, "used"), (NO_EFFECT, "no effect"), (REFUSED_FIELDS, "refused")):
+        assert {name for name in fields if table[name].startswith(what)} == set(expected[path])
 
 
 @pytest.fixture(scope="module")
 def live(tiny_args: EngineArgs) -> Iterator[LiveServer]:
-    args = replace(tiny_args, hf_overrides={"max_position_embeddings": 2048}, num_gpu_blocks=512)
-    with live_server(args, ServerOptions(served_model_name=["tiny"])) as server:
+    overrides = {"max_position_embeddings": 2048}
+    args = replace(tiny_args, hf_overrides=overrides, num_gpu_blocks=512, scheduling_policy="priority")
+    options = ServerOptions(served_model_name=["tiny"], enable_prompt_tokens_details=True)
+    with live_server(args, options) as server:
         yield server
 
 
@@ -104,7 +112,8 @@ def body_of(path: str, field: str) -> dict[str, Any]:
         {"max_tokens": 3} if path.endswith("completions") else {"max_output_tokens": 3} if "responses" in path else {}
     )
     needed = {name: values[name] for name in NEEDS.get(field, {}) if name in values}
-    return {**base, **limit, **needed, field: values.get(field, REFUSED_FIELDS[path].get(field))}
+    others = NO_EFFECT[path] | REFUSED_FIELDS[path]
+    return {**base, **limit, **needed, field: values.get(field, others.get(field))}
 
 
 @pytest.mark.parametrize(("path", "field"), [(path, field) for path in TYPES for field in HONOURED[path]])
@@ -116,6 +125,26 @@ def test_what_is_honoured_is_taken(live: LiveServer, path: str, field: str):
         assert response.status_code == 200, response.text
         if response.headers["content-type"].startswith("application/json"):
             json.loads(response.text)
+
+
+@pytest.mark.parametrize(("path", "field"), [(path, field) for path in TYPES for field in NO_EFFECT[path]])
+def test_what_has_no_effect_is_taken_and_said_once(
+    live: LiveServer, path: str, field: str, caplog: pytest.LogCaptureFixture
+):
+    log_no_effect.cache_clear()
+    for _ in range(2):
+        assert live.post(path, body_of(path, field)).status_code == 200
+    assert [field in record.message for record in caplog.records if "has no effect" in record.message] == [True]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(path, field) for path, (_, ours) in TYPES.items() for field in ours.field_table()]
+)
+def test_null_means_not_given(live: LiveServer, path: str, field: str):
+    base = {name: HONOURED[path][name] for name in ("prompt", "messages", "input") if name in HONOURED[path]}
+    limit = {"max_output_tokens": 1} if path == "/v1/responses" else {} if "embed" in path else {"max_tokens": 1}
+    response = live.post(path, {**limit, **base, field: None})
+    assert response.status_code == (400 if field in base else 200), response.text
 
 
 @pytest.mark.parametrize(("path", "field"), [(path, field) for path in TYPES for field in REFUSED_FIELDS[path]])

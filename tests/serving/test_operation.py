@@ -78,8 +78,10 @@ def test_small_endpoints(tiny: LiveServer):
     assert tiny.post("/detokenize", {"tokens": [64, 65]}).json() == {"prompt": "ab"}
     assert tiny.post("/detokenize", {"tokens": [99999]}).status_code == 400
     tiny.post(COMPLETE, {"prompt": "x" * 40, "max_tokens": 1})
-    assert tiny.post("/reset_prefix_cache").json()["blocks"] > 0
-    assert tiny.post("/reset_prefix_cache").json()["blocks"] == 0
+    usage = "prompt_tokens_details"
+    assert tiny.post(COMPLETE, {"prompt": "x" * 40, "max_tokens": 1}).json()["usage"][usage]["cached_tokens"] > 0
+    assert tiny.post("/reset_prefix_cache").json() == {"success": True}
+    assert tiny.post(COMPLETE, {"prompt": "x" * 40, "max_tokens": 1}).json()["usage"][usage]["cached_tokens"] == 0
 
 
 def test_request_ids(tiny: LiveServer):
