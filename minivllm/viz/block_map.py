@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.events import SCHEMA, Event, FoldReader, State, named, read
+from minivllm.core.events import EVENTS, SCHEMA, Event, FoldReader, State, read
 from minivllm.core.trace import Trace
 from minivllm.viz.palette import LIGHT, owner_colour
 from minivllm.viz.payload import Payload
@@ -95,7 +95,10 @@ class BlockStream(FoldReader):
         self.origins: list[list[int]] = []
         self.chunks: list[tuple[int, list[int]]] = []
         self.used: list[int] = []
-        self.kinds: Counter[str] = Counter()
+        self._coders = {
+            kind: [getattr(self, f"_write_{field}", _plain(1 + SCHEMA[kind].index(field))) for field in fields]
+            for kind, fields in WIRE.items()
+        }
         now = self.fold.now
         self.touched = {
             block for block, (count, name) in enumerate(zip(now.ref_cnt, now.hashes, strict=True)) if count or name
@@ -118,20 +121,17 @@ class BlockStream(FoldReader):
         self.chunks[-1][1].extend([len(self._ops), *self._ops])
         self.used.append(self.fold.num_used)
 
-    def _on_step(self, step: int, time: float) -> None:
-        if self.step:  # what comes before the first step belongs to it
-            self._start_step(self.step)
-
     def feed(self, event: Event) -> None:
         """Write one event."""
-        super().feed(event)
-        self.kinds[event[0]] += 1
-        if event[0] in WIRE:
-            self._ops.append(_KIND[event[0]])
-            fields = named(event)
-            for field in WIRE[event[0]]:
-                coder = getattr(self, f"_write_{field}", None)
-                self._ops += coder(fields) if coder else [getattr(fields, field)]
+        kind = event[0]
+        coders = self._coders.get(kind)
+        if coders is not None:
+            fields = EVENTS[kind](*event)
+            self._ops.append(_KIND[kind])
+            for coder in coders:
+                self._ops += coder(fields)
+        elif kind == "step" and self.step:  # what comes before the first step belongs to it
+            self._start_step(self.step)
 
     def _name(self, name: bytes, request: int, group: int, position: int) -> int:
         known = len(self.names.of)
@@ -251,6 +251,10 @@ class BlockStream(FoldReader):
 _KIND = {kind: number for number, kind in enumerate(SCHEMA)}
 
 
+def _plain(i: int) -> Callable[[Event], list[int]]:
+    return lambda event: [event[i]]
+
+
 # %% nbs/viz/block_map.ipynb #request_tokens
 def request_tokens(trace: Trace) -> dict[str, list[int]]:
     """The known token ids of every request that was added while recording, prompt first. A later request of the same id replaces the first."""
@@ -351,7 +355,8 @@ class BlockMap(TraceView):
         shared = sum(count > 1 for count in fold.now.ref_cnt)
         most = f"Most in use: {max(used):,} of {total:,} blocks, at step {used.index(max(used))}."
         end = f"At the last step {used[-1]:,} are in use, {shared:,} of them shared; {fold.num_cached_free:,} free ones hold cached tokens."
-        what = f"{stream.kinds['evict']:,} evictions, {stream.kinds['preempt']:,} preemptions in {self.trace.num_steps:,} steps."
+        kinds = Counter(event[0] for event in self.trace.events)
+        what = f"{kinds['evict']:,} evictions, {kinds['preempt']:,} preemptions in {self.trace.num_steps:,} steps."
         return f"{most}\n{end}\n{what}"
 
     def plot(self, ax: Axes | None = None, step: int | None = None) -> Axes:
