@@ -80,8 +80,9 @@ def module_page(name: str, path: Path, chapter: str | None) -> str:
         lines += ["What one imports from here:", ""]
         lines += [f"- :py:obj:`~{module}.{thing}` of :doc:`{module} </api/{module}>`" for thing, module in names]
     else:
-        # what `__all__` hands on from elsewhere is not this module's
-        lines += [f".. automodule:: {name}", "   :members:", "   :ignore-module-all:"]
+        lines += [f".. automodule:: {name}", "   :members:"]
+        if path.name == "__init__.py":  # what its `__all__` hands on from elsewhere is not this module's
+            lines.append("   :ignore-module-all:")
     return "\n".join([*lines, ""])
 
 

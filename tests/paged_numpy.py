@@ -132,7 +132,7 @@ class PagedCase:
     def _error(self) -> float:
         return relative_error(to_float(self.out.view(np.uint16), self.shape.dtype).reshape(self.q.shape), self.want)
 
-    def decode_error(self, rung: CudaKernel, grid_x: int, plan: DecodePlan, combine: CudaKernel | None = None) -> float:
+    def decode_error(self, rung: CudaKernel, grid_x: int, plan: DecodePlan) -> float:
         """Relative error of a decode rung."""
         pointers, scales, strides = self._common()
         heads = self.q.shape[1]
@@ -141,8 +141,6 @@ class PagedCase:
         arrivals = np.zeros(slots * grid_x, np.int32)
         arguments = (*pointers, plan.items, *partial, arrivals, *scales, *strides)
         rung.simulate((grid_x, len(plan.items)), *arguments)
-        if combine is not None:
-            combine.simulate((heads, len(plan.items)), *arguments)
         assert not arrivals.any(), "counters must be ready for the next launch"
         return self._error()
 

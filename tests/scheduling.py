@@ -2,6 +2,8 @@
 
 from collections import deque
 
+from block_memory import Memory
+
 from minivllm.core.config import KVCacheConfig, KVCacheSpec, make_kv_cache_groups
 from minivllm.core.events import Fold, State
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
@@ -20,7 +22,7 @@ GROUPS = {
 
 
 def kv_config(kind: str, block_size: int, num_blocks: int, window: int = 8) -> KVCacheConfig:
-    specs = [KVCacheSpec(k, block_size, 1, 4, window=None if k == "full" else window) for k in GROUPS[kind]]  # type: ignore[arg-type]
+    specs = [KVCacheSpec(k, block_size, 1, 4, window=None if k == "full" else window) for k in GROUPS[kind]]
     return KVCacheConfig(num_blocks, block_size, make_kv_cache_groups(specs))
 
 
@@ -34,29 +36,6 @@ def fake_model(output: SchedulerOutput, scheduler: Scheduler) -> ModelRunnerOutp
     return ModelRunnerOutput(sampled)
 
 
-class Runner:
-    """What a model runner would know: which rows it holds and their block tables. Complains about impossible orders."""
-
-    def __init__(self) -> None:
-        self.tables: dict[str, list[list[int]]] = {}
-        self.computed: dict[str, int] = {}
-        self.cpu: set[int] = set()
-
-    def apply(self, output: SchedulerOutput) -> None:
-        for request_id in (*output.preempted, *output.finished):
-            self.tables.pop(request_id, None)
-            self.computed.pop(request_id, None)
-        for row in output.new_requests:
-            assert row.request_id not in self.tables, "a row was sent twice"
-            self.tables[row.request_id] = [list(ids) for ids in row.block_ids]
-            self.computed[row.request_id] = row.num_computed_tokens
-        for request_id, new in output.new_block_ids.items():
-            for table, ids in zip(self.tables[request_id], new, strict=True):
-                table.extend(ids)
-        for request_id, n in output.num_scheduled_tokens.items():
-            self.computed[request_id] += n
-
-
 class Driver:
     """Runs steps and checks every law after each."""
 
@@ -65,7 +44,7 @@ class Driver:
         self.trace: Trace = scheduler.record()
         self.fold = Fold(self.trace.start)
         self.done = 0
-        self.runner = Runner()
+        self.runner = Memory(scheduler)
         self.outputs: dict[str, list[int]] = {}
 
     def check(self, ahead: int = 0) -> State:
@@ -100,16 +79,16 @@ class Driver:
         assert all(n > 0 for n in output.num_scheduled_tokens.values())
         if self.scheduler.requests and not may_wait:
             assert output.num_scheduled_tokens, "a step without progress"
-        self.runner.apply(output)
+        self.runner.execute(output)
         self._compare_rows(output)
         return output
 
     def _compare_rows(self, output: SchedulerOutput) -> None:
         """The runner's rows equal the scheduler's, except for blocks that a window has left behind meanwhile."""
-        assert set(self.runner.tables) == {r.request_id for r in self.scheduler.running}
-        for request_id, tables in self.runner.tables.items():
-            assert self.runner.computed[request_id] == self.scheduler.requests[request_id].num_computed_tokens
-            for mine, theirs in zip(tables, self.scheduler.kv_cache_manager.get_block_ids(request_id), strict=True):
+        assert set(self.runner.rows) == {r.request_id for r in self.scheduler.running}
+        for request_id, row in self.runner.rows.items():
+            assert row.computed == self.scheduler.requests[request_id].num_computed_tokens
+            for mine, theirs in zip(row.tables, self.scheduler.kv_cache_manager.get_block_ids(request_id), strict=True):
                 assert len(mine) == len(theirs)
                 assert all(a == b or b == 0 for a, b in zip(mine, theirs, strict=True))
 

@@ -56,7 +56,7 @@ def busy_trace(
         if rng.random() < 0.15 and scheduler.requests:
             scheduler.finish_requests([rng.choice(list(scheduler.requests))])
         if i == 18:
-            scheduler.reset_prefix_cache()
+            scheduler.reset_prefix_cache(reset_running_requests=True)
     while scheduler.requests:
         step()
     return trace

@@ -2,6 +2,7 @@
 
 # Generated from nbs/attention/reference.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -108,6 +109,14 @@ class ReferenceBackend(AttentionBackend):
             keys, values = (x.to(self.compute_dtype) * scale for x, scale in gathered)
             for row in range(start, end):
                 position = length - end + row
-                seen = slice(int(spec.first_key(np.asarray(position))), position + 1)
+                seen = self.visible(spec, position)
                 out[row] = attend_one(q[row].to(self.compute_dtype), keys[seen], values[seen], spec)
         return out
+
+    # %% nbs/attention/reference.ipynb #ReferenceBackend-visible
+    def visible(self, spec: AttentionSpec, position: int) -> slice | Sequence[int]:
+        """Which keys the token at a position sees: places in the text. Override it to try another mask.
+
+        Keys are rotated for their own place, whatever else is left out.
+        """
+        return slice(int(spec.first_key(np.asarray(position))), position + 1)

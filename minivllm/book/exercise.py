@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Self
 
-__all__ = ["PATIENCE", "Exercise", "Items", "WrongCall", "in_one_form", "is_blank"]
+__all__ = ["Exercise", "is_blank"]
 
 
 # %% nbs/book/exercise.ipynb #Verdict
@@ -233,7 +233,8 @@ def _variants(exercise: Exercise, answer: tuple[Any, ...]) -> Iterator[tuple[str
     if not isinstance(solution, FunctionType):
         for what, other in _other_forms(solution):
             yield f"the solution as {what}", (other,), True
-        for empty in ([], {}):
+        empties: tuple[Any, ...] = ([], {})
+        for empty in empties:
             if type(solution) in (list, tuple, dict) and len(solution):
                 yield f"an empty {type(empty).__name__}", (empty,), False
         return
@@ -246,10 +247,10 @@ def _variants(exercise: Exercise, answer: tuple[Any, ...]) -> Iterator[tuple[str
     if not results or results[0] is None:
         return
     for index, (what, _) in enumerate(_other_forms(results[0])):
-        yield (f"the solution that returns {what}", (lambda *args, i=index: _other(solution(*args), i),), True)  # type: ignore[misc]
+        yield (f"the solution that returns {what}", (lambda *args, i=index: _other(solution(*args), i),), True)
     for constant in ([], {}, *results[:1]):
         if not callable(constant):
-            yield f"a function that always returns {constant!r}", (lambda *args, c=constant: copy.copy(c),), False  # type: ignore[misc]
+            yield f"a function that always returns {constant!r}", (lambda *args, c=constant: copy.copy(c),), False
 
 
 def _other(result: Any, index: int) -> Any:

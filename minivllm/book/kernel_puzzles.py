@@ -3,9 +3,10 @@
 # Generated from nbs/book/kernel_puzzles.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import inspect
+import linecache
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -48,7 +49,7 @@ class Puzzle:
         expected: from the arguments to the right outputs by name, in plain NumPy.
         grid, threads: of the launch.
         answer: a right kernel.
-        wrong: wrong kernels, each with words that the verdict on it must hold; the tests run them.
+        wrong: mistakes: (text of the answer, what stands in its place, words that the verdict must hold).
         demand: what else the lens must find: gives a complaint, or None.
     """
 
@@ -59,7 +60,7 @@ class Puzzle:
     grid: int
     threads: int
     answer: Callable
-    wrong: dict[Callable, str]
+    wrong: tuple[tuple[str, str, str], ...]
     demand: Callable[[Lens], str | None] | None = None
 
     def deal(self, seed: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -76,6 +77,15 @@ class Puzzle:
     def solution(self) -> str:
         """The source of a right kernel."""
         return textwrap.dedent(inspect.getsource(self.answer))
+
+    def mistakes(self) -> Iterator[tuple[Callable, str]]:
+        """Wrong kernels, each with words that the verdict on it must hold; the tests run them."""
+        for number, (right, wrong, words) in enumerate(self.wrong):
+            source, filename = self.solution.replace(right, wrong), f"<{self.name}, mistake {number}>"
+            linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+            names = dict(globals())
+            exec(compile(source, filename, "exec"), names)
+            yield names[self.answer.__name__], words
 
     def _repr_html_(self) -> str:
         lens = self.show(self.answer)
@@ -156,15 +166,6 @@ def _copy(out, a):
     out[i] = a[i]
 
 
-def _copy_first(out, a):
-    i = cuda.threadIdx.x
-    out[0] = a[i]
-
-
-def _nothing(out, a):
-    pass
-
-
 copy = Puzzle(
     "copy",
     "thread i writes a[i] to out[i].",
@@ -173,7 +174,10 @@ copy = Puzzle(
     1,
     8,
     _copy,
-    {_nothing: "no thread wrote it", _copy_first: "a race"},
+    (
+        ("out[i] = a[i]", "pass", "no thread wrote it"),
+        ("out[i]", "out[0]", "a race"),
+    ),
 )
 
 
@@ -181,17 +185,6 @@ copy = Puzzle(
 def _guard(out, a):
     i = cuda.threadIdx.x
     if i < a.shape[0]:
-        out[i] = 10 * a[i]
-
-
-def _no_guard(out, a):
-    i = cuda.threadIdx.x
-    out[i] = 10 * a[i]
-
-
-def _tight_guard(out, a):
-    i = cuda.threadIdx.x
-    if i < a.shape[0] - 1:
         out[i] = 10 * a[i]
 
 
@@ -203,7 +196,10 @@ guard = Puzzle(
     1,
     8,
     _guard,
-    {_no_guard: "thread 6 of block 0 reads outside a", _tight_guard: "out[5] should be"},
+    (
+        ("i < a.shape[0]", "True", "thread 6 of block 0 reads outside a"),
+        ("a.shape[0]", "a.shape[0] - 1", "out[5] should be"),
+    ),
 )
 
 
@@ -214,17 +210,6 @@ def _grid(out, a):
         out[i] = a[i] + 1
 
 
-def _one_block(out, a):
-    i = cuda.threadIdx.x
-    if i < a.shape[0]:
-        out[i] = a[i] + 1
-
-
-def _no_end(out, a):
-    i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
-    out[i] = a[i] + 1
-
-
 grid = Puzzle(
     "grid",
     "out[i] = a[i] + 1, with three blocks of four threads for ten elements.",
@@ -233,7 +218,10 @@ grid = Puzzle(
     3,
     4,
     _grid,
-    {_one_block: "a race", _no_end: "thread 2 of block 2 reads outside a"},
+    (
+        ("cuda.blockIdx.x * cuda.blockDim.x + ", "", "a race"),
+        ("i < a.shape[0]", "True", "thread 2 of block 2 reads outside a"),
+    ),
 )
 
 
@@ -258,18 +246,6 @@ def _store(cache, k, slots):
         cache[slot // cache.shape[1], slot % cache.shape[1], d] = k[t, d]
 
 
-def _store_always(cache, k, slots):
-    t, d = cuda.blockIdx.x, cuda.threadIdx.x
-    slot = slots[t]
-    cache[slot // cache.shape[1], slot % cache.shape[1], d] = k[t, d]
-
-
-def _store_in_order(cache, k, slots):
-    t, d = cuda.blockIdx.x, cuda.threadIdx.x
-    if slots[t] >= 0:
-        cache[t // cache.shape[1], t % cache.shape[1], d] = k[t, d]
-
-
 store = Puzzle(
     "store",
     "cache[block, row, d] = k[t, d] for the block and row of slots[t]; negative slots are skipped. cache.shape[1] is the block size.",
@@ -278,7 +254,10 @@ store = Puzzle(
     5,
     4,
     _store,
-    {_store_always: "writes outside cache", _store_in_order: "should be left alone"},
+    (
+        ("slot >= 0", "True", "writes outside cache"),
+        ("cache[slot // cache.shape[1], slot %", "cache[t // cache.shape[1], t %", "should be left alone"),
+    ),
 )
 
 
@@ -302,17 +281,6 @@ def _gather(out, cache, table):
     out[t, d] = cache[table[t // size], t % size, d]
 
 
-def _gather_no_table(out, cache, table):
-    t, d = cuda.blockIdx.x, cuda.threadIdx.x
-    size = cache.shape[1]
-    out[t, d] = cache[t // size, t % size, d]
-
-
-def _gather_by_token(out, cache, table):
-    t, d = cuda.blockIdx.x, cuda.threadIdx.x
-    out[t, d] = cache[table[t], t % cache.shape[1], d]
-
-
 gather = Puzzle(
     "gather",
     "out[t, d] is dimension d of token t of the request with this block table.",
@@ -321,7 +289,10 @@ gather = Puzzle(
     10,
     4,
     _gather,
-    {_gather_no_table: "out[0, 0] should be", _gather_by_token: "reads outside table"},
+    (
+        ("table[t // size]", "t // size", "out[0, 0] should be"),
+        ("t // size", "t", "reads outside table"),
+    ),
 )
 
 
@@ -335,14 +306,6 @@ def _heads(out, q, k):
     out[h] = total
 
 
-def _heads_in_turn(out, q, k):
-    h = cuda.threadIdx.x
-    total = 0.0
-    for d in range(q.shape[1]):
-        total += q[h, d] * k[h % k.shape[0], d]
-    out[h] = total
-
-
 heads = Puzzle(
     "heads",
     "out[h] = q[h] . k[the key head of h]; heads of a group are neighbours.",
@@ -351,7 +314,7 @@ heads = Puzzle(
     1,
     6,
     _heads,
-    {_heads_in_turn: "out[1] should be"},
+    (("h // group", "h % k.shape[0]", "out[1] should be"),),
 )
 
 
@@ -371,14 +334,6 @@ def _side_by_side(out, x, x_t):
     out[t] = total
 
 
-def _by_rows(out, x, x_t):
-    t = cuda.threadIdx.x
-    total = 0.0
-    for d in range(8):
-        total += x[t, d]
-    out[t] = total
-
-
 def _sum_case(rng: np.random.Generator) -> dict[str, Any]:
     x = numbers(rng, 32, 8)
     return {"out": nothing(32), "x": x, "x_t": np.ascontiguousarray(x.T)}
@@ -392,7 +347,7 @@ side_by_side = Puzzle(
     1,
     32,
     _side_by_side,
-    {_by_rows: "right, and slow"},
+    (("x_t[d, t]", "x[t, d]", "right, and slow"),),
     _scattered,
 )
 
@@ -413,32 +368,6 @@ def _tree(out, a):
         out[0] = part[0]
 
 
-def _tree_no_barrier(out, a):
-    i = cuda.threadIdx.x
-    part = cuda.shared.array(32, np.float32)
-    part[i] = a[i]
-    cuda.syncthreads()
-    half = 16
-    while half > 0:
-        if i < half:
-            part[i] = part[i] + part[i + half]
-        half //= 2
-    if i == 0:
-        out[0] = part[0]
-
-
-def _tree_one_round(out, a):
-    i = cuda.threadIdx.x
-    part = cuda.shared.array(32, np.float32)
-    part[i] = a[i]
-    cuda.syncthreads()
-    if i < 16:
-        part[i] = part[i] + part[i + 16]
-    cuda.syncthreads()
-    if i == 0:
-        out[0] = part[0]
-
-
 tree = Puzzle(
     "tree",
     "out[0] = the sum of a[0..31].",
@@ -447,7 +376,10 @@ tree = Puzzle(
     1,
     32,
     _tree,
-    {_tree_no_barrier: "a race", _tree_one_round: "out[0] should be"},
+    (
+        ("        cuda.syncthreads()\n        half", "        half", "a race"),
+        ("half > 0", "half > 8", "out[0] should be"),
+    ),
 )
 
 
@@ -472,22 +404,6 @@ def _banks(out, a):
         out[r, i] = tile[i, r]
 
 
-def _banks_square(out, a):
-    i = cuda.threadIdx.x
-    tile = cuda.shared.array((32, 32), np.float32)
-    for r in range(32):
-        tile[r, i] = a[r, i]
-    cuda.syncthreads()
-    for r in range(32):
-        out[r, i] = tile[i, r]
-
-
-def _banks_direct(out, a):
-    i = cuda.threadIdx.x
-    for r in range(32):
-        out[r, i] = a[i, r]
-
-
 banks = Puzzle(
     "banks",
     "out[r, c] = a[c, r]; no scattered access and no bank conflict.",
@@ -496,7 +412,10 @@ banks = Puzzle(
     1,
     32,
     _banks,
-    {_banks_square: "32-way bank conflict", _banks_direct: "right, and slow"},
+    (
+        ("(32, 33)", "(32, 32)", "32-way bank conflict"),
+        ("= tile[i, r]", "= a[i, r]", "right, and slow"),
+    ),
     _banks_demand,
 )
 
@@ -505,25 +424,6 @@ banks = Puzzle(
 def _scores(out, q, cache, table, length):
     t = cuda.threadIdx.x
     if t < length:
-        size = cache.shape[1]
-        total = 0.0
-        for d in range(q.shape[0]):
-            total += q[d] * cache[table[t // size], t % size, d]
-        out[t] = total
-
-
-def _scores_past_the_end(out, q, cache, table, length):
-    t = cuda.threadIdx.x
-    size = cache.shape[1]
-    total = 0.0
-    for d in range(q.shape[0]):
-        total += q[d] * cache[table[t // size], t % size, d]
-    out[t] = total
-
-
-def _scores_one_less(out, q, cache, table, length):
-    t = cuda.threadIdx.x
-    if t < length - 1:
         size = cache.shape[1]
         total = 0.0
         for d in range(q.shape[0]):
@@ -549,7 +449,10 @@ scores = Puzzle(
     1,
     12,
     _scores,
-    {_scores_past_the_end: "outside table", _scores_one_less: "and is nan; no thread"},
+    (
+        ("t < length", "True", "outside table"),
+        ("t < length", "t < length - 1", "and is nan; no thread"),
+    ),
 )
 
 
@@ -565,22 +468,6 @@ def _softmax(out, s):
         out[i] = math.exp(s[i] - top) / total
 
 
-def _softmax_overflows(out, s):
-    total = 0.0
-    for i in range(s.shape[0]):
-        total += math.exp(s[i])
-    for i in range(s.shape[0]):
-        out[i] = math.exp(s[i]) / total
-
-
-def _softmax_unscaled(out, s):
-    top = s[0]
-    for i in range(1, s.shape[0]):
-        top = max(top, s[i])
-    for i in range(s.shape[0]):
-        out[i] = math.exp(s[i] - top)
-
-
 def _softmax_of(out, s):
     e = np.exp(s.astype(np.float64) - s.max())
     return {"out": e / e.sum()}
@@ -594,7 +481,10 @@ softmax = Puzzle(
     1,
     1,
     _softmax,
-    {_softmax_overflows: "OverflowError", _softmax_unscaled: "out[0] should be"},
+    (
+        (" - top", "", "OverflowError"),
+        (" / total", "", "out[0] should be"),
+    ),
 )
 
 
@@ -606,28 +496,6 @@ def _online(out, s, v):
         new = max(top, s[t])
         old, weight = math.exp(top - new), math.exp(s[t] - new)
         total, acc, top = total * old + weight, acc * old + weight * v[t, d], new
-    out[d] = acc / total
-
-
-def _online_keeps_old(out, s, v):
-    d = cuda.threadIdx.x
-    top, total, acc = s[0], 1.0, v[0, d]
-    for t in range(1, s.shape[0]):
-        top = max(top, s[t])
-        weight = math.exp(s[t] - top)
-        total, acc = total + weight, acc + weight * v[t, d]
-    out[d] = acc / total
-
-
-def _twice(out, s, v):
-    d = cuda.threadIdx.x
-    top = s[0]
-    for t in range(s.shape[0]):
-        top = max(top, s[t])
-    total, acc = 0.0, 0.0
-    for t in range(s.shape[0]):
-        weight = math.exp(s[t] - top)
-        total, acc = total + weight, acc + weight * v[t, d]
     out[d] = acc / total
 
 
@@ -650,7 +518,14 @@ online = Puzzle(
     1,
     4,
     _online,
-    {_online_keeps_old: "out[0] should be", _twice: "not in one pass"},
+    (
+        ("math.exp(top - new)", "1.0", "out[0] should be"),
+        (
+            "s[0], 1.0, v[0, d]\n    for t in range(1, s.shape[0])",
+            "max(s[t] for t in range(9)), 0.0, 0.0\n    for t in range(9)",
+            "not in one pass",
+        ),
+    ),
     _one_pass,
 )
 
@@ -661,24 +536,6 @@ def _window(out, cache, table, length, window):
     size = cache.shape[1]
     total = 0.0
     for t in range(max(0, length - window), length):
-        total += cache[table[t // size], t % size, d]
-    out[d] = total
-
-
-def _window_all(out, cache, table, length, window):
-    d = cuda.threadIdx.x
-    size = cache.shape[1]
-    total = 0.0
-    for t in range(length):
-        total += cache[table[t // size], t % size, d]
-    out[d] = total
-
-
-def _window_one_more(out, cache, table, length, window):
-    d = cuda.threadIdx.x
-    size = cache.shape[1]
-    total = 0.0
-    for t in range(max(0, length - window - 1), length):
         total += cache[table[t // size], t % size, d]
     out[d] = total
 
@@ -709,7 +566,10 @@ window = Puzzle(
     1,
     4,
     _window,
-    {_window_all: "and is nan", _window_one_more: "out[0] should be"},
+    (
+        ("max(0, length - window)", "0", "and is nan"),
+        ("length - window", "length - window - 1", "out[0] should be"),
+    ),
     _null_block,
 )
 
@@ -725,23 +585,6 @@ def _fold(out, top, total, acc):
         scale = math.exp(top[p] - best)
         weights += scale * total[p]
         result += scale * acc[p, d]
-    out[d] = result / weights
-
-
-def _fold_mean(out, top, total, acc):
-    d = cuda.threadIdx.x
-    result = 0.0
-    for p in range(top.shape[0]):
-        result += acc[p, d] / total[p]
-    out[d] = result / top.shape[0]
-
-
-def _fold_unscaled(out, top, total, acc):
-    d = cuda.threadIdx.x
-    weights, result = 0.0, 0.0
-    for p in range(top.shape[0]):
-        weights += total[p]
-        result += acc[p, d]
     out[d] = result / weights
 
 
@@ -767,7 +610,10 @@ fold = Puzzle(
     1,
     4,
     _fold,
-    {_fold_mean: "and is nan", _fold_unscaled: "out[0] should be"},
+    (
+        ("scale * acc[p, d]", "acc[p, d] / total[p]", "and is nan"),
+        ("math.exp(top[p] - best)", "1.0", "out[0] should be"),
+    ),
 )
 
 

@@ -34,7 +34,7 @@ def stream_answer(engine: LLMEngine, prompt: Any, params: SamplingParams) -> Ite
     Raises:
         ValueError: a bad prompt or parameter. RuntimeError: the request failed.
     """
-    from minivllm.engine.interrupt import deferred_interrupts
+    from minivllm.engine.llm import deferred_interrupts
     from minivllm.sampling.params import RequestOutputKind
 
     request_id = "cli"

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
-__all__ = ["BlockPool", "EvictionHeap", "FreeBlockQueue", "KVCacheBlock"]
+__all__ = ["BlockPool", "FreeBlockQueue", "KVCacheBlock"]
 
 
 # %% nbs/core/block_pool.ipynb #KVCacheBlock
@@ -199,7 +199,7 @@ class BlockPool:
 
     # %% nbs/core/block_pool.ipynb #BlockPool-allocate
     def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
-        """Take `n` blocks for new content, each with a count of one. If too few are empty, content is evicted first.
+        """Take `n` blocks for new content, each with a count of one: uncached ones first, then evicted ones.
 
         Raises:
             ValueError: fewer than `n` blocks are free; nothing is taken then.
@@ -207,15 +207,13 @@ class BlockPool:
         free = len(self.free_queue)
         if n > free:
             raise ValueError(f"{n} blocks wanted, {free} free")
-        if n > free - self.num_cached_free:
-            self._make_room(n - (free - self.num_cached_free))
-        taken = []
-        for _ in range(n):
-            block = self.free_queue.popleft()
+        taken = [self.free_queue.popleft() for _ in range(min(n, free - self.num_cached_free))]
+        if len(taken) < n:
+            taken += self._evict(n - len(taken), taken)
+        for block in taken:
             block.ref_cnt = 1
             block.num_hits = 0
             block.last_used = self.step
-            taken.append(block)
         return taken
 
     # %% nbs/core/block_pool.ipynb #BlockPool-cached_free_blocks
@@ -223,16 +221,23 @@ class BlockPool:
         """Free blocks with content, least recently used first. Blocks without content stand before them in the list."""
         return (block for block in self.free_queue if block.block_hash is not None)
 
-    def _make_room(self, shortage: int) -> None:
-        if self.choose_victim is not None:
-            for _ in range(shortage):
-                self.evict(self.choose_victim(self.cached_free_blocks()))
-        elif self.heap is not None:
-            for _ in range(shortage):
-                self.evict(self.heap.first())
-        else:
-            for block in list(islice(self.cached_free_blocks(), shortage)):
-                self.evict(block)
+    def _evict(self, n: int, taken: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Evict and take `n` cached blocks. If the policy fails, these and the blocks `taken` before go back."""
+        choose, heap = self.choose_victim, self.heap
+        evicted: list[KVCacheBlock] = []
+        try:
+            while len(evicted) < n:
+                if choose is not None:
+                    victim = choose(self.cached_free_blocks())
+                else:
+                    victim = heap.first() if heap is not None else next(self.cached_free_blocks())
+                self.evict(victim)
+                evicted.append(self.free_queue.popleft())
+        except BaseException:  # a policy may raise anything
+            for block in (*reversed(taken), *evicted):
+                self.free_queue.prepend(block)
+            raise
+        return evicted
 
     def evict_by(
         self, key: Callable[[KVCacheBlock], Any] | None, run: Callable[[Callable[[], None]], None] = lambda rank: rank()
@@ -249,15 +254,31 @@ class BlockPool:
         """
         if block.ref_cnt or block.block_hash is None:
             raise ValueError(f"{block} cannot be evicted: only a free block with content can")
-        self.on_evict(block)
         if self.trace is not None:
             self.trace(("evict", block.block_id, block.block_hash))
-        block.block_hash = None
+        self.uncache(block)
         if self.heap is not None:
             self.heap.discard(block)
         self.num_cached_free -= 1
         self.free_queue.remove(block)
         self.free_queue.prepend(block)
+
+    def uncache(self, block: KVCacheBlock) -> None:
+        """Forget the hash of a block, wherever the block is."""
+        self.on_evict(block)
+        block.block_hash = None
+
+    def reset_prefix_cache(self) -> int:
+        """Forget the hashes of all blocks, those in use too. Returns how many there were. The index is cleared elsewhere."""
+        cached = [block for block in self.blocks if block.block_hash is not None]
+        for block in cached:
+            block.block_hash = None
+            if self.heap is not None and block.ref_cnt == 0:
+                self.heap.discard(block)
+        self.num_cached_free = 0
+        if self.trace is not None:
+            self.trace(("reset",))
+        return len(cached)
 
     # %% nbs/core/block_pool.ipynb #BlockPool-touch
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -276,7 +297,11 @@ class BlockPool:
 
     # %% nbs/core/block_pool.ipynb #BlockPool-free
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Give blocks back, in the order in which they should be reused: pass the last block of a request first."""
+        """Give blocks back, in the order in which they should be reused: pass the last block of a request first.
+
+        Blocks without content go to the front of the free list, those with content to its end, both in this order.
+        """
+        uncached = []
         for block in blocks:
             if block is self.null_block:
                 continue
@@ -284,7 +309,7 @@ class BlockPool:
             block.last_used = self.step
             if block.ref_cnt == 0:
                 if block.block_hash is None:
-                    self.free_queue.prepend(block)
+                    uncached.append(block)
                 else:
                     self.free_queue.append(block)
                     self.num_cached_free += 1
@@ -292,3 +317,5 @@ class BlockPool:
                         self.heap.add(block)
             elif block.ref_cnt < 0:
                 raise RuntimeError(f"block {block.block_id} was freed more often than it was taken")
+        for block in reversed(uncached):
+            self.free_queue.prepend(block)

@@ -8,55 +8,157 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from math import gcd
-from typing import Any, Literal, get_args
+from typing import Any
 
 __all__ = [
-    "GROUP_SIZES", "KV_CACHE_DTYPES", "QUANTIZATIONS", "WEIGHT_BITS", "AttentionKind", "CacheConfig",
-    "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup", "KVCacheSpec", "MachineFacts",
-    "ModelFacts", "SchedulerConfig", "choose_dtype", "make_kv_cache_groups", "resolve",
+    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "WEIGHT_BITS", "CacheConfig",
+    "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup",
+    "KVCacheRules", "KVCacheSpec", "MachineFacts", "ModelFacts", "SchedulerConfig", "SlidingWindowRules",
+    "choose_dtype", "make_kv_cache_groups", "register_kv_cache_kind", "resolve",
 ]  # fmt: skip
 
 
+# %% nbs/core/config.ipynb #KVCacheRules
+class KVCacheRules:
+    """What the scheduler and the views must know of one kind of KV cache. The base class is full attention.
+
+    A new kind is a subclass, registered under a name with `register_kv_cache_kind`. All methods are pure.
+
+    Attributes:
+        has_window: whether a spec of this kind needs a `window`.
+        prefix_cacheable: whether its blocks may be found by content and shared.
+    """
+
+    has_window = False
+    prefix_cacheable = True
+
+    def check(self, spec: KVCacheSpec) -> None:
+        """Raise ValueError if the numbers of a spec do not suit this kind."""
+        if (spec.window is None) == self.has_window:
+            need = "needs a window" if self.has_window else "has no window"
+            raise ValueError(f"KVCacheSpec of kind {spec.kind!r} {need}, got window={spec.window}")
+
+    def visible(self, spec: KVCacheSpec, query: int, key: int) -> bool:
+        """Whether the token at position `query` attends to the one at `key`."""
+        return key <= query
+
+    def skipped(self, spec: KVCacheSpec, num_computed_tokens: int) -> tuple[int, int]:
+        """First and last + 1 of the tokens that no token from position `num_computed_tokens` on attends to.
+
+        Blocks that lie within are given back, and a prefix hit of `num_computed_tokens` tokens does not need them.
+        """
+        return 0, 0
+
+    def num_blocks(self, spec: KVCacheSpec, num_tokens: int) -> int:
+        """Length of the block table of a request with `num_tokens` tokens."""
+        return -(-num_tokens // spec.block_size)
+
+    def max_blocks(self, spec: KVCacheSpec, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks held at once by a request of `num_tokens` tokens, computed at most `max_step_tokens` at a time."""
+        return self.num_blocks(spec, num_tokens)
+
+    def bytes_per_block(self, spec: KVCacheSpec) -> int:
+        """Bytes of one block in one layer; by default keys and values of every head."""
+        return 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
+
+    def describe(self, spec: KVCacheSpec) -> str:
+        """What a view calls a group of this kind."""
+        return "full attention"
+
+
+# %% nbs/core/config.ipynb #KV_CACHE_KINDS
+KV_CACHE_KINDS: dict[str, KVCacheRules] = {"full": KVCacheRules()}
+_BUILT_IN = ("full", "sliding_window", "chunked_local")
+
+
+def register_kv_cache_kind(name: str, rules: KVCacheRules) -> None:
+    """Make `KVCacheSpec(kind=name)` possible. A kind of one's own may be registered again, a built-in one may not."""
+    if name in _BUILT_IN and name in KV_CACHE_KINDS:
+        raise ValueError(f"the KV cache kind {name!r} is built in; register another name")
+    KV_CACHE_KINDS[name] = rules
+
+
+class SlidingWindowRules(KVCacheRules):
+    """A token attends to itself and to `window - 1` tokens before it."""
+
+    has_window = True
+
+    def visible(self, spec: KVCacheSpec, query: int, key: int) -> bool:
+        return query - spec.window < key <= query  # type: ignore[operator]
+
+    def skipped(self, spec: KVCacheSpec, num_computed_tokens: int) -> tuple[int, int]:
+        return 0, max(0, num_computed_tokens - spec.window + 1)  # type: ignore[operator]
+
+    def max_blocks(self, spec: KVCacheSpec, num_tokens: int, max_step_tokens: int) -> int:
+        blocks = -(-(spec.window + max_step_tokens) // spec.block_size) + 1  # type: ignore[operator]
+        return min(self.num_blocks(spec, num_tokens), blocks)
+
+    def describe(self, spec: KVCacheSpec) -> str:
+        return f"sliding window of {spec.window}"
+
+
+class ChunkedLocalRules(SlidingWindowRules):
+    """A token attends to the tokens before it in its own chunk of `window` tokens."""
+
+    def visible(self, spec: KVCacheSpec, query: int, key: int) -> bool:
+        return key <= query and key // spec.window == query // spec.window  # type: ignore[operator]
+
+    def skipped(self, spec: KVCacheSpec, num_computed_tokens: int) -> tuple[int, int]:
+        return 0, num_computed_tokens // spec.window * spec.window  # type: ignore[operator]
+
+    def describe(self, spec: KVCacheSpec) -> str:
+        return f"chunks of {spec.window}"
+
+
+register_kv_cache_kind("sliding_window", SlidingWindowRules())
+register_kv_cache_kind("chunked_local", ChunkedLocalRules())
+
+
 # %% nbs/core/config.ipynb #KVCacheSpec
-AttentionKind = Literal["full", "sliding_window", "chunked_local"]
-
-
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """How one layer keeps its keys and values.
 
     Attributes:
-        kind: `full`, `sliding_window` (the last `window` tokens) or `chunked_local` (the current chunk of `window` tokens).
+        kind: `full`, `sliding_window` (the last `window` tokens), `chunked_local` (the current chunk of `window` tokens),
+            or the name of a registered kind.
         block_size: tokens per block.
         num_kv_heads: key-value heads.
         head_dim: size of one head.
-        window: tokens, for the two local kinds; None for `full`.
+        window: tokens, for the kinds that have one.
         dtype_bytes: bytes per stored number.
+        options: further numbers that the kind's rules read, as pairs of name and value.
+
+    Raises:
+        ValueError: the kind is not registered, or its rules refuse a number.
     """
 
-    kind: AttentionKind
+    kind: str
     block_size: int
     num_kv_heads: int
     head_dim: int
     window: int | None = None
     dtype_bytes: int = 4
+    options: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(AttentionKind):
-            raise ValueError(f"KVCacheSpec.kind must be one of {get_args(AttentionKind)}, got {self.kind!r}")
-        if (self.window is None) != (self.kind == "full"):
-            raise ValueError(
-                f"KVCacheSpec of kind {self.kind!r} with window={self.window}: full has none, the others need one"
-            )
+        if self.kind not in KV_CACHE_KINDS:
+            raise ValueError(f"KVCacheSpec.kind must be one of {', '.join(KV_CACHE_KINDS)}; got {self.kind!r}")
         for name in ("block_size", "num_kv_heads", "head_dim", "dtype_bytes", "window"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"KVCacheSpec.{name} must be at least 1, got {value}")
+        self.rules.check(self)
+
+    @property
+    def rules(self) -> KVCacheRules:
+        """The rules of its kind."""
+        return KV_CACHE_KINDS[self.kind]
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in one layer, keys and values together."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return self.rules.bytes_per_block(self)
 
 
 # %% nbs/core/config.ipynb #KVCacheGroup
@@ -160,7 +262,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What the scheduler reads. Names and defaults are vLLM's.
+    """What the scheduler reads. Names and defaults are vLLM's, but for `starvation_limit`, which is ours, and `max_num_partial_prefills`.
 
     Attributes:
         max_num_seqs: most requests running at once.
@@ -168,7 +270,7 @@ class SchedulerConfig:
         max_model_len: most tokens of a request, prompt and output together.
         enable_chunked_prefill: a prompt may be computed in pieces.
         long_prefill_token_threshold: no request gets more tokens than this in a step; 0 for no cap.
-        max_num_partial_prefills: most requests in the middle of a prompt at once; None for no cap.
+        max_num_partial_prefills: most requests in the middle of a prompt at once; None for no cap. (vLLM's default is 1, which its V1 scheduler does not use.)
         policy: `fcfs` or `priority`, when no policy object is given.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits into the free blocks, not just its first chunk.
         starvation_limit: a policy may let younger requests overtake the oldest waiting one, preempt one request, or give a request no

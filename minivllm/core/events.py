@@ -28,6 +28,7 @@ SCHEMA = {
         "alloc": "request group blocks",
         "hit": "request group blocks",
         "cache": "request group positions blocks hashes",
+        "uncache": "request group blocks",
         "skip": "request group start end blocks",
         "free": "request group blocks",
         "evict": "block hash",
@@ -204,8 +205,9 @@ class Fold(EventReader):
 
     def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
         state = self.now.requests[request]
-        self.now.running.remove(request)
-        self.now.waiting.insert(0, request)
+        if state.status == "RUNNING":
+            self.now.running.remove(request)
+            self.now.waiting.insert(0, request)
         state.status = "SWAPPED" if mode == "swap" else "PREEMPTED"
         if mode != "swap":
             state.num_computed_tokens = 0
@@ -251,15 +253,22 @@ class Fold(EventReader):
         for block, name in zip(blocks, hashes, strict=True):
             self.now.hashes[block] = name
 
+    def _on_uncache(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            self.now.hashes[block] = None
+
     def _release(self, blocks: Iterable[int]) -> None:
+        uncached = []
         for block in blocks:
             self.now.ref_cnt[block] -= 1
             if self.now.ref_cnt[block] == 0:
                 self._free[block] = None
                 if self.now.hashes[block] is None:
-                    self._free.move_to_end(block, last=False)
+                    uncached.append(block)
                 else:
                     self.num_cached_free += 1
+        for block in reversed(uncached):
+            self._free.move_to_end(block, last=False)
 
     def _on_free(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
         self.now.requests[request].tables[group] = []
@@ -286,7 +295,7 @@ class Fold(EventReader):
 
     def _on_free_cpu(self, request: str, blocks: tuple[int, ...]) -> None:
         self.now.requests[request].cpu_blocks = []
-        for block in blocks:
+        for block in reversed(blocks):
             self._cpu_free[block] = None
             self._cpu_free.move_to_end(block, last=False)
 

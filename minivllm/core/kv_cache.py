@@ -4,32 +4,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
-from minivllm.core.config import CacheConfig, KVCacheConfig, KVCacheSpec
+from minivllm.core.config import CacheConfig, KVCacheConfig, KVCacheRules, KVCacheSpec
 from minivllm.core.prefix import extend_block_hashes, make_prefix_index
 from minivllm.core.request import Request
 
-__all__ = ["CacheHit", "KVCacheManager", "SingleTypeKVCacheManager", "num_skipped_tokens"]
-
-
-# %% nbs/core/kv_cache.ipynb #num_skipped_tokens
-def num_skipped_tokens(spec: KVCacheSpec, num_computed_tokens: int) -> int:
-    """Tokens at the start that no later token attends to.
-
-    The next token stands at position `num_computed_tokens`. A sliding window of `w` lets it see itself and `w - 1` before it;
-    chunked local attention lets it see its own chunk.
-    """
-    if spec.kind == "full":
-        return 0
-    assert spec.window is not None
-    if spec.kind == "sliding_window":
-        return max(0, num_computed_tokens - spec.window + 1)
-    return num_computed_tokens // spec.window * spec.window
+__all__ = ["CacheHit", "KVCacheManager", "SingleTypeKVCacheManager"]
 
 
 # %% nbs/core/kv_cache.ipynb #GroupManager
@@ -41,75 +27,83 @@ class SingleTypeKVCacheManager:
         self.block_size = spec.block_size
         self.index = make_prefix_index(index, spec.block_size)
         self.tables: dict[str, list[KVCacheBlock]] = {}
-        self.num_named: dict[str, int] = {}
-        self.num_dropped: dict[str, int] = {}
+        self.num_cached: dict[str, int] = {}
+        self.num_skipped: dict[str, int] = {}
+        self.skips = type(spec.rules).skipped is not KVCacheRules.skipped
 
-    def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Most blocks that a request of `num_tokens` tokens ever holds, computed at most `max_step_tokens` at a time."""
-        blocks = -(-num_tokens // self.block_size)
-        if self.spec.window is None:
-            return blocks
-        return min(blocks, -(-(self.spec.window + max_step_tokens) // self.block_size) + 1)
+    def num_blocks(self, num_tokens: int) -> int:
+        """Length of the block table of a request with `num_tokens` tokens."""
+        return self.spec.rules.num_blocks(self.spec, num_tokens)
+
+    def skipped_blocks(self, num_computed_tokens: int) -> tuple[int, int]:
+        """First and last + 1 of the blocks that no later token attends to."""
+        start, end = self.spec.rules.skipped(self.spec, num_computed_tokens)
+        start, end = -(-start // self.block_size), end // self.block_size
+        return (start, end) if start < end else (0, 0)
 
     # %% nbs/core/kv_cache.ipynb #GroupManager-longest_hit
     def find_longest_cache_hit(self, request: Request, max_blocks: int) -> list[KVCacheBlock]:
-        """The longest prefix of at most `max_blocks` blocks that need not be computed, as a block table with null blocks."""
-        if self.spec.kind == "full":
-            hit = []
-            for block in self.index.walk(request, max_blocks):
-                if block is None:
-                    break
-                hit.append(block)
-            return hit
+        """The longest prefix of at most `max_blocks` blocks that need not be computed, as a table with null blocks."""
+        if not self.spec.rules.prefix_cacheable:
+            return []
+        if not self.skips:
+            return list(takewhile(bool, self.index.walk(request, max_blocks)))  # type: ignore[arg-type]
         found = list(self.index.walk(request, max_blocks))
-        best, run_start = 0, 0
-        for n in range(1, len(found) + 1):
-            if found[n - 1] is None:
+        first_missing = next((i for i, block in enumerate(found) if block is None), len(found))
+        best, run_start, gap = 0, 0, (0, 0)
+        for n, block in enumerate(found, 1):
+            if block is None:
                 run_start = n
-            if run_start <= num_skipped_tokens(self.spec, n * self.block_size) // self.block_size:
-                best = n
-        needed = num_skipped_tokens(self.spec, best * self.block_size) // self.block_size
-        return [block if i >= needed and block else self.block_pool.null_block for i, block in enumerate(found[:best])]
+            start, end = self.skipped_blocks(n * self.block_size)
+            if run_start <= end and start <= first_missing:
+                best, gap = n, (start, end)
+        null = self.block_pool.null_block
+        return [null if block is None or gap[0] <= i < gap[1] else block for i, block in enumerate(found[:best])]
 
     # %% nbs/core/kv_cache.ipynb #GroupManager-name_full_blocks
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Make the blocks that hold the first `num_tokens` tokens findable, as far as they are full and their tokens known."""
+        """Register the blocks of the first `num_tokens` tokens, as far as they are full and their tokens known."""
         request_id, known = request.request_id, min(num_tokens, request.num_tokens)
-        table, start, end = self.tables[request_id], self.num_named[request_id], known // self.block_size
-        if end <= start:
+        start, end = self.num_cached[request_id], known // self.block_size
+        if end <= start or not self.spec.rules.prefix_cacheable:
             return
-        hashes = extend_block_hashes(request, self.block_size)
-        named = []
-        for i in range(start, end):
+        table, hashes = self.tables[request_id], extend_block_hashes(request, self.block_size)
+        cached = [i for i in range(start, end) if table[i] is not self.block_pool.null_block]
+        for i in cached:
             block = table[i]
-            if (
-                block.block_hash is None
-                and block is not self.block_pool.null_block
-                and self.index.insert(request, i, block)
-            ):
-                block.block_hash, block.depth, block.group = hashes[i], i, self.group
-                named.append(i)
-        self.num_named[request_id] = end
-        if named and self.block_pool.trace is not None:
-            ids, names = [table[i].block_id for i in named], [hashes[i] for i in named]
-            self.block_pool.trace(("cache", request_id, self.group, tuple(named), tuple(ids), tuple(names)))
+            self.index.insert(request, i, block)
+            block.block_hash, block.depth, block.group = hashes[i], i, self.group
+        self.num_cached[request_id] = end
+        if cached and self.block_pool.trace is not None:
+            ids, names = [table[i].block_id for i in cached], [hashes[i] for i in cached]
+            self.block_pool.trace(("cache", request_id, self.group, tuple(cached), tuple(ids), tuple(names)))
+
+    def uncache_blocks(self, request_id: str, num_tokens: int) -> None:
+        """Take back what was registered beyond the first `num_tokens` tokens."""
+        start, end = num_tokens // self.block_size, self.num_cached[request_id]
+        if not start < end < sys.maxsize:
+            return
+        self.num_cached[request_id] = start
+        blocks = [block for block in self.tables[request_id][start:end] if block.block_hash is not None]
+        for block in blocks:
+            self.block_pool.uncache(block)
+        if blocks and self.block_pool.trace is not None:
+            self.block_pool.trace(("uncache", request_id, self.group, tuple(block.block_id for block in blocks)))
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Free the blocks that the window has left behind."""
-        start = self.num_dropped[request_id]
-        end = num_skipped_tokens(self.spec, num_computed_tokens) // self.block_size
-        table = self.tables[request_id]
-        end = min(end, len(table))
+        """Free the blocks that no later token attends to."""
+        table, null = self.tables[request_id], self.block_pool.null_block
+        start, end = self.skipped_blocks(num_computed_tokens)
+        start, end = max(start, self.num_skipped[request_id]), min(end, len(table))
         if end <= start:
             return
-        dropped, null = table[start:end], self.block_pool.null_block
+        skipped = [block for block in reversed(table[start:end]) if block is not null]
         table[start:end] = [null] * (end - start)
-        self.num_dropped[request_id] = end
-        dropped = [block for block in reversed(dropped) if block is not null]
-        if dropped:
+        self.num_skipped[request_id] = end
+        if skipped:
             if self.block_pool.trace is not None:
-                self.block_pool.trace(("skip", request_id, self.group, start, end, tuple(b.block_id for b in dropped)))
-            self.block_pool.free(dropped)
+                self.block_pool.trace(("skip", request_id, self.group, start, end, tuple(b.block_id for b in skipped)))
+            self.block_pool.free(skipped)
 
 
 # %% nbs/core/kv_cache.ipynb #PrefixCacheStats
@@ -131,7 +125,7 @@ class PrefixCacheStats:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the tokens that were cached, or None if nobody looked."""
+        """Share of the tokens that were cached, or None if no request was looked up."""
         return self.hit_tokens / self.query_tokens if self.query_tokens else None
 
 
@@ -163,7 +157,7 @@ class KVCacheManager:
         ]
         self.stats = PrefixCacheStats()
         self.swapped: dict[str, tuple[list[KVCacheBlock], ...]] = {}
-        self._has_window = any(spec.kind != "full" for spec in specs)
+        self._skips = any(group.skips for group in self.groups)
 
     def _forget(self, block: KVCacheBlock) -> None:
         self.groups[block.group].index.remove(block)
@@ -221,7 +215,7 @@ class KVCacheManager:
 
         Args:
             hit: for a request that holds no blocks yet: the prefix to start from.
-            keep_free: succeed only if so many blocks are free afterwards.
+            keep_free: succeed only if this many blocks are free afterwards.
             reserve_tokens: succeed only if this many tokens would fit; only `num_new_tokens` are taken.
 
         Returns:
@@ -233,15 +227,14 @@ class KVCacheManager:
         else:
             computed, held = request.num_computed_tokens, [len(group.tables[request_id]) for group in self.groups]
         total = computed + num_new_tokens
-        blocks = -(-total // self.block_size)
-        counts = [blocks - n if blocks > n else 0 for n in held]
+        counts = [max(0, group.num_blocks(total) - n) for group, n in zip(self.groups, held, strict=True)]
         wanted = num_new = sum(counts)
         if reserve_tokens:
-            most = [group.most_blocks(reserve_tokens, self.max_step_tokens) for group in self.groups]
+            most = [g.spec.rules.max_blocks(g.spec, reserve_tokens, self.max_step_tokens) for g in self.groups]
             wanted = sum(max(count, m - n) for count, m, n in zip(counts, most, held, strict=True))
         if hit:
             wanted += sum(block.ref_cnt == 0 and block is not pool.null_block for t in hit.tables for block in t)
-        elif self._has_window:
+        elif self._skips:
             for group in self.groups:
                 group.remove_skipped_blocks(request_id, computed)
         if wanted + keep_free > pool.num_free:
@@ -256,12 +249,13 @@ class KVCacheManager:
             raise
         return self._extend(request, total, counts, new, bool(hit))
 
+    # %% nbs/core/kv_cache.ipynb #KVCacheManager-_open
     def _open(self, request_id: str, hit: CacheHit) -> None:
         """Start block tables with the blocks of a hit."""
         for group, table in zip(self.groups, hit.tables, strict=True):
             group.tables[request_id] = list(table)
-            group.num_named[request_id] = len(table)
-            group.num_dropped[request_id] = sum(block is self.block_pool.null_block for block in table)
+            group.num_cached[request_id] = len(table)
+            group.num_skipped[request_id] = group.skipped_blocks(hit.num_tokens)[1]
             if table and self.trace is not None:
                 self.trace(("hit", request_id, group.group, tuple(block.block_id for block in table)))
             self.block_pool.touch(table)
@@ -269,7 +263,7 @@ class KVCacheManager:
     def _extend(
         self, request: Request, total: int, counts: list[int], new: list[KVCacheBlock], opened: bool
     ) -> tuple[list[int], ...]:
-        """Append new blocks to the tables and name what is full."""
+        """Append new blocks to the tables and register those that this step fills."""
         request_id, rest, ids = request.request_id, iter(new), []
         for group, count in zip(self.groups, counts, strict=True):
             table, blocks = group.tables[request_id], list(islice(rest, count))
@@ -278,31 +272,46 @@ class KVCacheManager:
             if new_ids and self.trace is not None:
                 self.trace(("alloc", request_id, group.group, tuple(new_ids)))
             ids.append([block.block_id for block in table] if opened else new_ids)
-            if self.config.enable_prefix_caching:
-                group.cache_full_blocks(request, total)
-        request.capacity = len(self.groups[0].tables[request_id]) * self.block_size
+        request.capacity = -(-total // self.block_size) * self.block_size
+        self.cache_blocks(request, total)
         return tuple(ids)
 
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Register the full blocks among a request's first `num_tokens` tokens: this step, or one before, computes them.
+
+        Whoever is scheduled later in this step, or in a later one, may share them, since steps run in order. If the step is
+        not run after all, `uncache_blocks` takes them back.
+        """
+        if self.config.enable_prefix_caching:
+            for group in self.groups:
+                group.cache_full_blocks(request, num_tokens)
+
+    def uncache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Take back the registration of blocks beyond a request's first `num_tokens` tokens: no step is going to fill them."""
+        if self.config.enable_prefix_caching:
+            for group in self.groups:
+                group.uncache_blocks(request.request_id, num_tokens)
+
     # %% nbs/core/kv_cache.ipynb #KVCacheManager-free
-    def free(self, request: Request) -> None:
+    def free(self, request: Request, keep_cpu_blocks: bool = False) -> None:
         """Give back all blocks of a request. One that holds none is left alone."""
         request_id = request.request_id
         for group in self.groups:
             table = group.tables.get(request_id)
             if table is None:
                 continue
-            if self.config.enable_prefix_caching:
-                group.cache_full_blocks(request, min(request.num_computed_tokens, len(table) * self.block_size))
-            del group.tables[request_id], group.num_named[request_id], group.num_dropped[request_id]
+            del group.tables[request_id], group.num_cached[request_id], group.num_skipped[request_id]
             null = self.block_pool.null_block
             blocks = [block for block in reversed(table) if block is not null]
             if self.trace is not None:
                 self.trace(("free", request_id, group.group, tuple(block.block_id for block in blocks)))
             self.block_pool.free(blocks)
         request.capacity = 0
-        self._free_cpu(request_id)
+        if not keep_cpu_blocks:
+            self.free_cpu(request_id)
 
-    def _free_cpu(self, request_id: str) -> None:
+    def free_cpu(self, request_id: str) -> None:
+        """Give back the CPU blocks of a request that was swapped out, if it was."""
         tables = self.swapped.pop(request_id, None)
         if tables is not None and self.cpu_pool is not None:
             blocks = [block for table in tables for block in table]
@@ -310,12 +319,41 @@ class KVCacheManager:
                 self.trace(("free_cpu", request_id, tuple(b.block_id for b in blocks if b.block_id)))
             self.cpu_pool.free(blocks)
 
+    # %% nbs/core/kv_cache.ipynb #KVCacheManager-drop
+    def drop(self, request: Request, start: int, end: int) -> int:
+        """Give back the blocks `start` to `end` - 1 of a request for good, between two steps. None of its later tokens may attend to them.
+
+        Null blocks take their place, as behind a window. For research on what may be forgotten.
+
+        Returns:
+            How many blocks were given back; fewer than asked for if some were before.
+
+        Raises:
+            ValueError: the request holds no blocks, or not all of these are computed.
+        """
+        computed = request.num_computed_tokens // self.block_size
+        if request.request_id not in self.groups[0].tables or not 0 <= start or end > computed:
+            raise ValueError(f"{request!r} has {computed} computed blocks; cannot drop {start} to {end - 1}")
+        count, null = 0, self.block_pool.null_block
+        for group in self.groups if end > start else ():
+            table = group.tables[request.request_id]
+            dropped = [block for block in reversed(table[start:end]) if block is not null]
+            table[start:end] = [null] * (end - start)
+            if dropped and self.trace is not None:
+                self.trace(
+                    ("skip", request.request_id, group.group, start, end, tuple(block.block_id for block in dropped))
+                )
+            self.block_pool.free(dropped)
+            count += len(dropped)
+        return count
+
     # %% nbs/core/kv_cache.ipynb #KVCacheManager-swap_out
     def swap_out(self, request: Request) -> tuple[tuple[int, int], ...] | None:
         """Give back the blocks of a request but keep copies in the CPU pool.
 
         Returns:
-            `(gpu block, cpu block)` pairs to copy before the next step, or None if the CPU pool has no room; nothing has changed then.
+            `(gpu block, cpu block)` pairs to copy before the next step, or None, and nothing has changed, if the CPU pool
+            has no room.
         """
         request_id, pool = request.request_id, self.cpu_pool
         tables = [group.tables[request_id] for group in self.groups]
@@ -340,10 +378,11 @@ class KVCacheManager:
     def swap_in(
         self, request: Request, num_new_tokens: int, keep_free: int = 0
     ) -> tuple[tuple[tuple[int, int], ...], tuple[list[int], ...]] | None:
-        """Take blocks for a swapped request and give its CPU blocks back, if `num_new_tokens` more will fit afterwards.
+        """Take blocks for a swapped request, if `num_new_tokens` more will fit afterwards. It keeps its CPU blocks.
 
         Returns:
-            `(cpu block, gpu block)` pairs to copy before the next step and the block tables, or None if too few blocks are free.
+            `(cpu block, gpu block)` pairs to copy before the next step and the block tables, or None if too few blocks
+            are free. `free_cpu` once it is certain that they will be copied.
         """
         request_id = request.request_id
         cpu = self.swapped[request_id]
@@ -356,15 +395,11 @@ class KVCacheManager:
         for group, copies in zip(self.groups, cpu, strict=True):
             table = [next(new) if copy.block_id else null for copy in copies]
             pairs += [(c.block_id, b.block_id) for c, b in zip(copies, table, strict=True) if c.block_id]
-            group.tables[request_id], group.num_named[request_id] = table, 0
-            group.num_dropped[request_id] = sum(not block.block_id for block in table)
+            group.tables[request_id], group.num_cached[request_id] = table, 0
+            group.num_skipped[request_id] = max((i for i, c in enumerate(copies, 1) if not c.block_id), default=0)
             if self.trace is not None:
                 self.trace(("alloc", request_id, group.group, tuple(block.block_id for block in table)))
-        self._free_cpu(request_id)
-        request.capacity = len(self.groups[0].tables[request_id]) * self.block_size
-        if self.config.enable_prefix_caching:
-            for group in self.groups:
-                group.cache_full_blocks(request, request.num_computed_tokens)
+        request.capacity = -(-request.num_computed_tokens // self.block_size) * self.block_size
         return tuple(pairs), self.get_block_ids(request_id)
 
     # %% nbs/core/kv_cache.ipynb #KVCacheManager-get_block_ids
@@ -373,20 +408,20 @@ class KVCacheManager:
         return tuple([block.block_id for block in group.tables[request_id]] for group in self.groups)
 
     def blocks_ever_needed(self, num_tokens: int) -> int:
-        """Most blocks that one request of so many tokens holds at any time, over all groups."""
-        return sum(group.most_blocks(num_tokens, self.max_step_tokens) for group in self.groups)
+        """Most blocks that one request of this many tokens holds at any time, over all groups."""
+        specs = [group.spec for group in self.groups]
+        return sum(spec.rules.max_blocks(spec, num_tokens, self.max_step_tokens) for spec in specs)
 
     def reset_prefix_cache(self) -> int:
-        """Forget the content of every block, also of those in use (they go on being used). Returns how many were forgotten."""
+        """Forget the content of every block. Blocks in use go on being used, and no request that holds some registers more.
+
+        Returns:
+            How many blocks were forgotten.
+        """
         for group in self.groups:
             group.index.clear()
-        named = [block for block in self.block_pool.blocks if block.block_hash is not None]
-        for block in named:
-            block.block_hash = None
-        self.block_pool.num_cached_free = 0
-        if self.trace is not None:
-            self.trace(("reset",))
-        return len(named)
+            group.num_cached = dict.fromkeys(group.num_cached, sys.maxsize)
+        return self.block_pool.reset_prefix_cache()
 
     def cached_tokens(self, request: Request) -> int:
         """How many tokens of a waiting request a look-up would find now. Counts nothing."""

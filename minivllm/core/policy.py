@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -16,12 +16,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
-from minivllm.core.request import Request
+from minivllm.core.request import Request, RequestStatus
 
 __all__ = [
     "FCFS", "LFU", "LRU", "Clairvoyant", "Combined", "DeepestFirst", "FairShare", "Listener",
     "LongestPrefixMatch", "Policy", "PolicyError", "PolicyGuard", "Priority", "SchedulerView", "Served",
-    "ShortestFirst", "View", "Watchdog", "arguments_of", "combine", "overrides",
+    "ShortestFirst", "View", "Watchdog", "arguments_of", "combine",
 ]  # fmt: skip
 
 
@@ -355,7 +355,7 @@ class FairShare(Policy):
         self.on_start()
 
     def on_start(self) -> None:
-        self.counters: dict[str | None, float] = {}
+        self.counters: dict[str | None, float] = defaultdict(float)
         self._waiting: dict[str | None, set[str]] = {}  # users who wait, and their requests
         self._left_last: str | None = None
 
@@ -515,19 +515,24 @@ class Listener:
 
     Args:
         methods: by name, those to call.
-        requests: unfinished requests by id, as the scheduler has them.
+        requests: unfinished requests by id, as the scheduler has them. A policy that takes over in the middle of a run is told of each of
+            them as if it came now.
         tree: kept up to date, if there is one.
     """
 
     def __init__(self, methods: dict[str, list[Callable[..., None]]], requests: Mapping[str, Request], pool: BlockPool,
                  tree: BlockTree | None) -> None:  # fmt: skip
         self._methods, self._requests, self._pool, self._tree = methods, requests, pool, tree
-        self._known = dict(requests)
-        self._computed = {name: request.num_computed_tokens for name, request in requests.items()}
+        self._known: dict[str, Request] = {}
+        self._computed: dict[str, int] = {}
         self._prompt: dict[str, int] = {}
         self._events: deque[tuple[Any, ...]] = deque()
         self.method = ""
         self._handlers = {name[4:]: getattr(self, name) for name in dir(type(self)) if name.startswith("_do_")}
+        for name, request in requests.items():
+            self.note(("add", name))
+            if request.status is RequestStatus.RUNNING:
+                self.note(("admit", name, request.num_computed_tokens, request.num_cached_tokens))
 
     def __len__(self) -> int:
         return len(self._events)

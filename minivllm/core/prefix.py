@@ -51,8 +51,8 @@ class PrefixIndex(Protocol):
         """The blocks that hold the request's first `num_blocks` full blocks, None for those that are not cached."""
         ...
 
-    def insert(self, request: Request, i: int, block: KVCacheBlock) -> bool:
-        """Make `block` findable as block `i` of the request's text. False if such a block is already known."""
+    def insert(self, request: Request, i: int, block: KVCacheBlock) -> None:
+        """Make `block` findable as block `i` of the request's text. Of several equal ones the first inserted is found."""
         ...
 
     def remove(self, block: KVCacheBlock) -> None:
@@ -67,43 +67,45 @@ class PrefixIndex(Protocol):
 
 
 # %% nbs/core/prefix.ipynb #HashIndex
+_NONE: list[None] = [None]
+
+
 class HashIndex:
-    """A dictionary from block hash to block."""
+    """A dictionary from block hash to the blocks that hold this content."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._blocks: dict[bytes, KVCacheBlock] = {}
+        self._blocks: dict[bytes, list[KVCacheBlock]] = {}
 
     def walk(self, request: Request, num_blocks: int) -> Iterator[KVCacheBlock | None]:
         get = self._blocks.get
-        return (get(name) for name in extend_block_hashes(request, self.block_size)[:num_blocks])
+        return (get(name, _NONE)[0] for name in extend_block_hashes(request, self.block_size)[:num_blocks])
 
-    def insert(self, request: Request, i: int, block: KVCacheBlock) -> bool:
-        name = request.block_hashes[i]
-        if name in self._blocks:
-            return False
-        self._blocks[name] = block
-        return True
+    def insert(self, request: Request, i: int, block: KVCacheBlock) -> None:
+        self._blocks.setdefault(request.block_hashes[i], []).append(block)
 
     def remove(self, block: KVCacheBlock) -> None:
         assert block.block_hash is not None
-        del self._blocks[block.block_hash]
+        twins = self._blocks[block.block_hash]
+        twins.remove(block)
+        if not twins:
+            del self._blocks[block.block_hash]
 
     def clear(self) -> None:
         self._blocks.clear()
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return sum(map(len, self._blocks.values()))
 
 
 # %% nbs/core/prefix.ipynb #_Node
 class _Node:
-    __slots__ = ("parent", "edge", "children", "block")
+    __slots__ = ("parent", "edge", "children", "blocks")
 
     def __init__(self, parent: _Node | None, edge: tuple[int, ...]) -> None:
         self.parent, self.edge = parent, edge
         self.children: dict[tuple[int, ...], _Node] = {}
-        self.block: KVCacheBlock | None = None
+        self.blocks: list[KVCacheBlock] = []
 
 
 class RadixIndex:
@@ -122,23 +124,20 @@ class RadixIndex:
         node = self._roots.get(root_hash(request))
         for i in range(num_blocks):
             node = node and node.children.get(self._edge(request, i))
-            yield node.block if node else None
+            yield node.blocks[0] if node and node.blocks else None
 
-    def insert(self, request: Request, i: int, block: KVCacheBlock) -> bool:
+    def insert(self, request: Request, i: int, block: KVCacheBlock) -> None:
         node = self._roots.setdefault(root_hash(request), _Node(None, ()))
         for j in range(i + 1):
             edge = self._edge(request, j)
             node = node.children.setdefault(edge, _Node(node, edge))
-        if node.block is not None:
-            return False
-        node.block = block
+        node.blocks.append(block)
         self._nodes[block.block_id] = node
-        return True
 
     def remove(self, block: KVCacheBlock) -> None:
         node = self._nodes.pop(block.block_id)
-        node.block = None
-        while node.parent is not None and node.block is None and not node.children:
+        node.blocks.remove(block)
+        while node.parent is not None and not node.blocks and not node.children:
             del node.parent.children[node.edge]
             node = node.parent
 

@@ -113,14 +113,16 @@ class _Draft:
     new_requests: dict[str, NewRequestData]
     new_block_ids: dict[str, tuple[list[int], ...]]
     preempted: list[str]
-    swap_out: list[tuple[int, int]]
-    swap_in: list[tuple[int, int]]
+    swap_out: dict[str, tuple[tuple[int, int], ...]]
+    swap_in: dict[str, tuple[tuple[int, int], ...]]
     budget: int = 0
+    threshold: int = 0
+    closed: bool = False  # a running request lost its blocks: none is admitted
     spec: dict[str, list[int]] = field(default_factory=dict)
 
     @staticmethod
     def empty() -> _Draft:
-        return _Draft({}, {}, {}, [], [], [])
+        return _Draft({}, {}, {}, [], {}, {})
 
 
 # %% nbs/core/scheduler.ipynb #Scheduler
@@ -286,6 +288,7 @@ class Scheduler:
             trace(("step", self.step, self.clock.now()))
         self.kv_cache_manager.block_pool.step = self.step
         draft.budget = self.config.max_num_batched_tokens
+        draft.threshold = self.config.long_prefill_token_threshold if len(self.requests) > 1 else 0
         try:
             self._fill(draft)
         except BaseException as error:
@@ -294,6 +297,8 @@ class Scheduler:
                 trace(("policy_error", str(error)))
             raise
         self._draft = _Draft.empty()
+        for request_id in draft.swap_in:
+            self.kv_cache_manager.free_cpu(request_id)
         if trace is not None and draft.scheduled:
             trace(("schedule", draft.scheduled))
         output = SchedulerOutput(
@@ -304,8 +309,8 @@ class Scheduler:
             new_block_ids=draft.new_block_ids,
             preempted=tuple(draft.preempted),
             finished=tuple(self._finished),
-            swap_out=tuple(draft.swap_out),
-            swap_in=tuple(draft.swap_in),
+            swap_out=tuple(pair for pairs in draft.swap_out.values() for pair in pairs),
+            swap_in=tuple(pair for pairs in draft.swap_in.values() for pair in pairs),
             scheduled_spec_decode_tokens=draft.spec,
         )
         self._finished = []
@@ -316,12 +321,11 @@ class Scheduler:
     def _fill(self, draft: _Draft) -> None:
         if self._listener is not None:
             self._guard.tell()
-        preempted_before = len(draft.preempted)
         self._schedule_running(draft)
         if self.waiting:
             if not draft.budget:
                 self._wait(self.waiting.first(), "budget")
-            elif len(draft.preempted) > preempted_before:
+            elif draft.closed:
                 self._wait(self.waiting.first(), "after_preemption")
             else:
                 self._schedule_waiting(draft)
@@ -330,20 +334,28 @@ class Scheduler:
             raise PolicyError(f"policy {self.policy.name} has given no tokens to anyone for {self._idle_steps} steps")
 
     def _take_back(self, draft: _Draft) -> None:
-        """Undo the token counts of a draft that will not become a decision."""
+        """Undo a draft that will not become a decision: its admissions, its token counts, the blocks it registered.
+
+        Preemptions and new blocks of running requests stay, and go out with the next decision.
+        """
+        for request_id in reversed(draft.new_requests.copy()):
+            self._preempt(self.requests[request_id], draft, request_id, "policy_error")
         for request_id, n in draft.scheduled.items():
-            self.requests[request_id].num_computed_tokens -= n
+            request = self.requests[request_id]
+            request.num_computed_tokens -= n
+            self.kv_cache_manager.uncache_blocks(request, request.num_computed_tokens)
         draft.scheduled.clear()
+        draft.spec.clear()
         self.step += 1
 
     # %% nbs/core/scheduler.ipynb #Scheduler-_schedule_running
     def _schedule_running(self, draft: _Draft) -> None:
         scheduled, budget = draft.scheduled, draft.budget
-        threshold, ask, runs = self.config.long_prefill_token_threshold, self._guard.has_chunk, RequestStatus.RUNNING
+        threshold, ask, runs = draft.threshold, self._guard.has_chunk, RequestStatus.RUNNING
         for request in tuple(self.running):
             if budget <= 0:
                 break
-            if request.status is not runs:  # gave way to one before it
+            if request.status is not runs:  # preempted for one before it
                 continue
             computed = request.num_computed_tokens
             n = request.num_tokens - computed
@@ -351,7 +363,7 @@ class Scheduler:
                 n += min(len(request.spec_token_ids), request.max_total_tokens - request.num_tokens - 1)
             if (
                 n <= 0
-            ):  # its newest token is still on its way: this step goes on from it, unless the request ends with it
+            ):  # its newest token is still in flight: this step goes on from it, unless the request ends with it
                 if computed + 1 >= request.max_total_tokens:
                     continue
                 n = 1
@@ -359,12 +371,15 @@ class Scheduler:
                 n = self._cap(request, n, budget, threshold, ask)
                 if n == 0:
                     continue
-            if computed + n > request.capacity:
-                draft.budget = budget
-                fits = self._make_room(request, n, draft)
-                budget = draft.budget
-                if not fits:
-                    continue
+            if computed + n >= request.capacity:
+                if computed + n == request.capacity:
+                    self.kv_cache_manager.cache_blocks(request, computed + n)
+                else:
+                    draft.budget = budget
+                    fits = self._make_room(request, n, draft)
+                    budget = draft.budget
+                    if not fits:
+                        continue
             scheduled[request.request_id] = n
             request.num_computed_tokens = computed + n
             budget -= n
@@ -399,7 +414,7 @@ class Scheduler:
 
     # %% nbs/core/scheduler.ipynb #Scheduler-_make_room
     def _make_room(self, request: Request, n: int, draft: _Draft) -> bool:
-        """Allocate for `n` more tokens; False if the request had to give way itself."""
+        """Allocate for `n` more tokens; False if the request had to be preempted itself."""
         self._needed_by = request
         while True:
             new = self.kv_cache_manager.allocate_slots(request, n)
@@ -408,19 +423,17 @@ class Scheduler:
                     self._note_blocks(request.request_id, new, draft)
                 return True
             victim = self._choose_victim(draft)
-            self._preempt(victim, request, draft)
+            self._preempt(victim, draft, request.request_id, self.policy.name, swap=isinstance(self.preemption, Swap))
+            draft.closed = True
             if victim is request:
                 return False
 
     def _note_blocks(self, request_id: str, new: tuple[list[int], ...], draft: _Draft) -> None:
-        """Blocks reach the runner once: inside a new row, or appended to a row that it has."""
-        row = draft.new_requests.get(request_id)
-        held = row.block_ids if row else draft.new_block_ids.get(request_id)
-        if held is None:
-            draft.new_block_ids[request_id] = new
-            return
-        for ids, more in zip(held, new, strict=True):
-            ids.extend(more)
+        """Append to what the runner is told; a draft that was taken back may have blocks of this request already."""
+        held = draft.new_block_ids.setdefault(request_id, new)
+        if held is not new:
+            for ids, more in zip(held, new, strict=True):
+                ids.extend(more)
 
     def _choose_victim(self, draft: _Draft) -> Request:
         if not self._guard.has_victim:
@@ -430,26 +443,28 @@ class Scheduler:
         return self._guard.victim(candidates, self._view(draft.budget))
 
     # %% nbs/core/scheduler.ipynb #Scheduler-_preempt
-    def _preempt(self, victim: Request, needed_by: Request, draft: _Draft) -> None:
-        """Take a running request's blocks away and let it wait in front."""
-        request_id = victim.request_id
+    def _preempt(self, victim: Request, draft: _Draft, needed_by: str, chosen_by: str, swap: bool = False) -> None:
+        """Take a running request's blocks away and put it in front of the waiting ones.
+
+        What this draft planned for it is undone. If the draft admitted it, it waits again as before.
+        """
+        request_id, kv = victim.request_id, self.kv_cache_manager
         n = draft.scheduled.pop(request_id, 0)
         draft.budget += n
         victim.num_computed_tokens -= n
         self._keep_account(victim, 1)
         self.running.remove(victim)
-        pairs = (
-            self.kv_cache_manager.swap_out(victim)
-            if isinstance(self.preemption, Swap) and victim.num_computed_tokens
-            else None
-        )
-        if pairs is None:
-            self.kv_cache_manager.free(victim)
-            victim.num_computed_tokens = 0
-            victim.status = RequestStatus.PREEMPTED
+        swapped_in = draft.swap_in.pop(request_id, None)
+        if n:
+            kv.uncache_blocks(victim, 0 if swapped_in else victim.num_computed_tokens)
+        if swapped_in:
+            kv.free(victim, keep_cpu_blocks=True)
+        elif swap and victim.num_computed_tokens and (pairs := kv.swap_out(victim)):
+            draft.swap_out[request_id] = pairs
         else:
-            draft.swap_out.extend(pairs)
-            victim.status = RequestStatus.SWAPPED
+            kv.free(victim)
+            victim.num_computed_tokens = 0
+        victim.status = RequestStatus.SWAPPED if victim.num_computed_tokens else RequestStatus.PREEMPTED
         victim.num_preemptions += 1
         self.num_preemptions += 1
         if draft.new_requests.pop(request_id, None) is None:
@@ -459,8 +474,8 @@ class Scheduler:
         victim.spec_token_ids = []
         self.waiting.add(victim, front=True)
         if self.trace is not None:
-            mode = "recompute" if pairs is None else "swap"
-            self.trace(("preempt", request_id, mode, needed_by.request_id, self.policy.name))
+            mode = "swap" if victim.num_computed_tokens else "recompute"
+            self.trace(("preempt", request_id, mode, needed_by, chosen_by))
 
     # %% nbs/core/scheduler.ipynb #Scheduler-_schedule_waiting
     def _schedule_waiting(self, draft: _Draft) -> None:
@@ -505,7 +520,7 @@ class Scheduler:
         return preferred
 
     def _wait(self, request: Request, reason: str) -> None:
-        """Record why the first in line is not admitted, once as long as it stays so."""
+        """Record why the first in line is not admitted, unless the last `wait` event said the same."""
         if self.trace is not None and self._last_wait != (request.request_id, reason):
             self._last_wait = (request.request_id, reason)
             self.trace(("wait", request.request_id, reason))
@@ -523,12 +538,12 @@ class Scheduler:
         if request.status is RequestStatus.SWAPPED:
             return self._admit_swapped(request, draft)
         hit = self.kv_cache_manager.get_computed_blocks(request)
-        n = wanted = request.num_tokens - hit.num_tokens
-        n = self._cap(request, n, draft.budget, config.long_prefill_token_threshold, self._guard.has_chunk)
+        wanted = request.num_tokens - hit.num_tokens
+        if not config.enable_chunked_prefill and min(wanted, draft.threshold or wanted) > draft.budget:
+            return "no_chunked_prefill"
+        n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
         if n == 0:
             return "policy"
-        if n < wanted and not config.enable_chunked_prefill:
-            return "no_chunked_prefill"
         reserve = request.num_tokens if config.scheduler_reserve_full_isl else 0
         blocks = self.kv_cache_manager.allocate_slots(request, n, hit, self._keep_free(), reserve)
         if blocks is None:
@@ -541,21 +556,26 @@ class Scheduler:
         return None
 
     def _keep_free(self) -> int:
-        """Blocks that an admission must leave free, so that running requests can grow; none when nobody runs."""
+        """Blocks that an admission must leave free, so that running requests can grow; 0 if there are none."""
         return int(self.cache.watermark * self.kv_cache_manager.block_pool.num_blocks) if self.running else 0
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-_admit_swapped
     def _admit_swapped(self, request: Request, draft: _Draft) -> str | None:
-        n = self._cap(request, request.num_tokens - request.num_computed_tokens, draft.budget,
-                      self.config.long_prefill_token_threshold, self._guard.has_chunk)  # fmt: skip
+        wanted, kv = request.num_tokens - request.num_computed_tokens, self.kv_cache_manager
+        n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
         if n == 0:
             return "policy"
-        taken = self.kv_cache_manager.swap_in(request, n, self._keep_free())
+        taken = kv.swap_in(request, n, self._keep_free())
         if taken is None:
             return "no_blocks"
         pairs, blocks = taken
-        draft.swap_in.extend(pairs)
-        more = self.kv_cache_manager.allocate_slots(request, n)
+        try:
+            more = kv.allocate_slots(request, n)
+        except BaseException:  # an eviction policy may raise anything
+            kv.free(request, keep_cpu_blocks=True)
+            raise
         assert more is not None, "swap_in left room for these blocks"
+        draft.swap_in[request.request_id] = pairs
         self._start(request, n, tuple(old + new for old, new in zip(blocks, more, strict=True)), draft)
         return None
 
@@ -584,12 +604,12 @@ class Scheduler:
 
     # %% nbs/core/scheduler.ipynb #Scheduler-update
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Take in what a step produced.
+        """Update the requests with what a step produced.
 
-        The next step may have been decided before (async scheduling): then a request that ends here is in that step in vain.
+        With async scheduling the next step has been decided already: its result for a request that ends here is discarded.
 
         Args:
-            output: the decision that was run, the oldest one whose result has not been taken in.
+            output: the decision that was run, the oldest one without a result so far.
             result: what came of it. Requests that ended meanwhile are passed over.
 
         Returns:
@@ -729,6 +749,8 @@ class Scheduler:
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
         self._finished.append(request.request_id)
+        self._draft.new_block_ids.pop(request.request_id, None)
+        self._draft.swap_out.pop(request.request_id, None)
         if self._newest_result < self.step - 1:
             self._ended_in_flight[request.request_id] = self.step - 1
         if not self.requests:
@@ -752,19 +774,55 @@ class Scheduler:
             else:
                 self.waiting.remove(request)
             request.finish_reason = reason
-            self._draft.new_requests.pop(request_id, None)
-            self._draft.new_block_ids.pop(request_id, None)
             self._finish(request)
             ended.append(request_id)
         return ended
 
+    # %% nbs/core/scheduler.ipynb #Scheduler-reset_prefix_cache
     def has_requests(self) -> bool:
         """Whether there is anything left to do: unfinished requests, or rows that the runner must still drop."""
         return bool(self.requests or self._finished)
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached content. Returns the number of blocks forgotten."""
-        return self.kv_cache_manager.reset_prefix_cache()
+    def abandon(self, outputs: Iterable[SchedulerOutput]) -> None:
+        """End the requests of steps that were decided but failed, and forget all cached content.
+
+        Args:
+            outputs: all decisions without a result, those before which the failure came included.
+        """
+        for output in outputs:
+            self.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
+        self.kv_cache_manager.reset_prefix_cache()
+        self._newest_result = self.step - 1
+        self._ended_in_flight.clear()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached content, as is needed after a change of weights.
+
+        Args:
+            reset_running_requests: preempt every request that holds blocks; it computes all its tokens again. What steps in
+                flight bring for them is discarded.
+
+        Returns:
+            False, and nothing has changed, if requests hold blocks and `reset_running_requests` is off.
+        """
+        kv, pool = self.kv_cache_manager, self.kv_cache_manager.block_pool
+        if reset_running_requests:
+            for request in reversed(self.running.copy()):
+                self._preempt(request, self._draft, request.request_id, "reset_prefix_cache")
+                if self._newest_result < self.step - 1:
+                    self._ended_in_flight[request.request_id] = self.step - 1
+            for request in self.waiting:
+                if request.status is RequestStatus.SWAPPED:
+                    kv.free_cpu(request.request_id)
+                    self._draft.swap_out.pop(request.request_id, None)
+                    request.num_computed_tokens, request.status = 0, RequestStatus.PREEMPTED
+                    if self.trace is not None:
+                        name = request.request_id
+                        self.trace(("preempt", name, "recompute", name, "reset_prefix_cache"))
+        if pool.num_free < pool.num_blocks or kv.swapped:
+            return False
+        kv.reset_prefix_cache()
+        return True
 
     # %% nbs/core/scheduler.ipynb #Scheduler-state
     def state(self) -> State:

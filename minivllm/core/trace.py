@@ -263,9 +263,7 @@ class TraceError(ValueError):
     """A trace that contradicts itself. Says at which event."""
 
 
-_OF_A_REQUEST = frozenset(
-    ("attributes", "wait", "admit", "chunk", "preempt", "alloc", "hit", "cache", "skip", "free", "swap_out", "free_cpu")
-)
+_OF_A_REQUEST = frozenset(kind for kind, fields in SCHEMA.items() if fields[:1] == ("request",)) - {"add", "finish"}
 
 
 def _too_early(state: State, gained: dict[str, tuple[int, ...]], step: int | None = None) -> str | None:
@@ -330,6 +328,8 @@ REASONS = {
     "behind": "another request was first in the queue and had to wait",
     "policy": "the policy gave it no tokens",
     "long_prefill_token_threshold": "long_prefill_token_threshold caps every request's share",
+    "policy_error": "the policy failed, and the step's admissions were taken back",
+    "reset_prefix_cache": "the prefix cache was reset",
 }
 
 
@@ -346,7 +346,8 @@ _TOLD: dict[str, Callable[[Any], str]] = {
     "alloc": lambda e: f"took {_blocks(e)}",
     "hit": lambda e: f"shared {_blocks(e)}",
     "preempt": lambda e: (
-        f"preempted ({e.mode}): request {e.needed_by} needed blocks and none were free; chosen by {e.chosen_by}"
+        f"preempted ({e.mode}): "
+        + REASONS.get(e.chosen_by, f"request {e.needed_by} needed blocks and none were free; chosen by {e.chosen_by}")
     ),
     "finish": lambda e: f"finished: {e.reason}",
 }

@@ -17,13 +17,12 @@ from minivllm.core.config import EngineArgs, EngineConfig
 from minivllm.core.policy import FCFS, PolicyError, Priority
 from minivllm.engine.detokenizer import DetokenizerFactory
 from minivllm.engine.input_processor import ProcessedInput, PromptType
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.llm_engine import LLMEngine, warm_up
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
-from minivllm.engine.warm_up import warm_up
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 
-__all__ = ["AsyncLLM", "Bell", "EngineDeadError", "RequestStream", "logger"]
+__all__ = ["AsyncLLM", "EngineDeadError", "RequestStream", "Wakeup", "logger"]
 
 
 # %% nbs/engine/async_llm.ipynb #RequestStream
@@ -33,32 +32,32 @@ T = TypeVar("T")
 logger = logging.getLogger("minivllm.engine")
 
 
-class Bell:
-    """Wakes the one thread that waits for it, and that may wait for a channel at the same time."""
+class Wakeup:
+    """Wakes the one thread that waits for it. ``fileno``: a file that wakes it too when it becomes readable."""
 
-    def __init__(self, channel: Any | None = None) -> None:
-        self._button, self._ear = socket.socketpair()
-        self._button.setblocking(False)
+    def __init__(self, fileno: int | None = None) -> None:
+        self._sender, self._receiver = socket.socketpair()
+        self._sender.setblocking(False)
         self._poll = select.poll()
-        for source in (self._ear, channel):
-            if source is not None:
-                self._poll.register(source, select.POLLIN)
+        self._poll.register(self._receiver, select.POLLIN)
+        if fileno is not None:
+            self._poll.register(fileno, select.POLLIN)
 
-    def ring(self) -> None:
-        """From any thread. A bell that rings already rings on."""
+    def set(self) -> None:
+        """From any thread; again changes nothing."""
         try:
-            self._button.send(b"!")
+            self._sender.send(b"!")
         except BlockingIOError:
             pass
 
     def wait(self) -> None:
-        """Until the bell rings (or has rung since the last time), or something comes through the channel."""
-        if any(number == self._ear.fileno() for number, _ in self._poll.poll()):
-            self._ear.recv(4096)
+        """Until `set` is called (or was since the last time), or the file becomes readable."""
+        if any(number == self._receiver.fileno() for number, _ in self._poll.poll()):
+            self._receiver.recv(4096)
 
     def close(self) -> None:
-        self._button.close()
-        self._ear.close()
+        self._sender.close()
+        self._receiver.close()
 
 
 class EngineDeadError(RuntimeError):
@@ -136,7 +135,7 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}
         self._inbox: deque[tuple[Callable[[LLMEngine], Any], Future[Any]]] = deque()
         self._lock = threading.Lock()
-        self._bell = Bell(getattr(engine.core, "channel", None))
+        self._wakeup = Wakeup(engine.core.fileno())
         self._closing = False
         self._ids = itertools.count()
         self._inputs = ThreadPoolExecutor(4, thread_name_prefix="minivllm-inputs")
@@ -150,7 +149,7 @@ class AsyncLLM:
         """Load the model and start. ``options``: see `LLMEngine.from_engine_args`.
 
         ``engine_in``: "thread", or "process" for an engine core in a process of its own (see `engine.core_process`).
-        ``warm``: rehearse first, so that the first request does not pay for it (see `engine.warm_up`).
+        ``warm``: rehearse first, so that the first request does not pay for it (see `llm_engine.warm_up`).
 
         Raises:
             ValueError: an unknown model or setting. TypeError: an option that cannot cross to the process.
@@ -204,7 +203,7 @@ class AsyncLLM:
                 future.set_exception(self._death())
             else:
                 self._inbox.append((job, future))
-                self._bell.ring()
+                self._wakeup.set()
         return future
 
     def _death(self) -> EngineDeadError:
@@ -222,7 +221,7 @@ class AsyncLLM:
                 if engine.core.has_requests():
                     self._deliver(self._step())
                 elif not self._inbox:
-                    self._bell.wait()
+                    self._wakeup.wait()
         except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             self.dead_error = error
         self._end()
@@ -270,7 +269,7 @@ class AsyncLLM:
         with self._lock:
             self._closing = True
             jobs, self._inbox = self._inbox, deque()
-            self._bell.close()
+            self._wakeup.close()
         for _, future in jobs:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._death())
@@ -322,10 +321,9 @@ class AsyncLLM:
     # %% nbs/engine/async_llm.ipynb #AsyncLLM-compile
     async def _compile_grammar(self, params: SamplingParams | PoolingParams) -> None:
         """Wait until the grammar is compiled, so that a wrong one is the caller's error and the engine never waits for one."""
-        grammars = self.llm_engine.core.grammars
-        if params.structured_outputs is None or grammars is None:
+        if params.structured_outputs is None:
             return
-        pending = grammars.compiler.submit(params.structured_outputs)
+        pending = self.llm_engine.core.compile_grammar(params.structured_outputs)
         while not pending.done():
             await asyncio.sleep(0.005)
         pending.result()
@@ -393,9 +391,9 @@ class AsyncLLM:
         """See `LLMEngine.get_metrics`. Reads counters without waiting for the step under way."""
         return self.llm_engine.get_metrics()
 
-    async def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return await self.call(lambda engine: engine.reset_prefix_cache())
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`."""
+        return await self.call(lambda engine: engine.reset_prefix_cache(reset_running_requests))
 
     async def record_to(self, path: str) -> None:
         """Record what the scheduler does, from now on; the shutdown writes the file (.jsonl or .parquet)."""
@@ -406,7 +404,7 @@ class AsyncLLM:
         with self._lock:
             if not self._closing:
                 self._closing = True
-                self._bell.ring()
+                self._wakeup.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -12,27 +13,75 @@ from typing import TYPE_CHECKING
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineConfig
 from minivllm.core.kv_events import KVEventTap
-from minivllm.core.output import EngineCoreOutput, SchedulerOutput
+from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.core.policy import Policy
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
 from minivllm.core.trace import Trace
-from minivllm.engine.batch_queue import BatchQueue
-from minivllm.engine.grammar_queue import GrammarQueue, wants_grammar
 from minivllm.engine.kv_publisher import KVEventPublisher
-from minivllm.sampling.grammar import GrammarCompiler
+from minivllm.sampling.grammar import GrammarCompiler, GrammarError, PendingGrammar
+from minivllm.sampling.params import StructuredOutputsParams
 
-__all__ = ["EngineCore", "logger"]
+__all__ = ["EngineCore", "GrammarQueue", "logger"]
 
 
-# %% nbs/engine/core.ipynb #EngineCore
+# %% nbs/engine/core.ipynb #imports
 if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
-    from minivllm.runtime.executor import Executor
+    from minivllm.runtime.executor import Executor, PendingStep
 
 
 logger = logging.getLogger("minivllm.engine")
 
 
+# %% nbs/engine/core.ipynb #GrammarQueue
+class GrammarQueue:
+    """Requests whose grammar is being compiled. ``compiler``: None if there can be none."""
+
+    def __init__(self, compiler: GrammarCompiler | None) -> None:
+        self.compiler = compiler
+        self._waiting: dict[str, tuple[Request, PendingGrammar]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def compile(self, params: StructuredOutputsParams) -> PendingGrammar:
+        """Begin to compile. Raises ValueError without a compiler, GrammarError for a grammar that is too large."""
+        if self.compiler is None:
+            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
+        return self.compiler.submit(params)
+
+    def add(self, request: Request) -> None:
+        """Begin to compile the grammar that the request's parameters ask for."""
+        self._waiting[request.request_id] = request, self.compile(request.sampling_params.structured_outputs)
+
+    def remove(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget requests; returns those that were here."""
+        return [request_id for request_id in request_ids if self._waiting.pop(request_id, None) is not None]
+
+    def take_ready(self, wait: bool) -> tuple[list[Request], list[EngineCoreOutput]]:
+        """Requests whose grammar is compiled, in the order of arrival, and the last outputs of those whose grammar is wrong.
+
+        With ``wait``, when there is nothing else to do, the first one is waited for.
+        """
+        ready: list[Request] = []
+        failed: list[EngineCoreOutput] = []
+        for request_id, (request, pending) in list(self._waiting.items()):
+            if not pending.done() and not wait:
+                continue
+            wait = False
+            del self._waiting[request_id]
+            try:
+                pending.result()
+                ready.append(request)
+            except GrammarError as error:
+                failed.append(EngineCoreOutput(request_id, [], FinishReason.ERROR, error=str(error)))
+        return ready, failed
+
+
+# %% nbs/engine/core.ipynb #EngineCore
 class EngineCore:
     """Scheduler and executor, a step at a time. Knows token ids only.
 
@@ -53,106 +102,129 @@ class EngineCore:
         if preemption is None:
             swaps = config.args.preemption_mode == "swap"
             preemption = Swap(config.cache.num_cpu_blocks) if swaps else Recompute()
-        self.executor = executor
-        self.queue = BatchQueue(executor, 2 if config.async_scheduling else 1)
-        self._kept: list[EngineCoreOutput] = []
-        self.grammars = None if grammar is None else GrammarQueue(grammar)
-        self._publisher: KVEventPublisher | None = None
-        self._recording: tuple[Trace, str] | None = None
-        self.clock = clock or WallClock()
+        self.executor, self.grammar, self.clock = executor, grammar, clock or WallClock()
         self.scheduler = Scheduler(
             config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
         )
+        self._compiling = GrammarQueue(grammar)
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self._outputs: list[EngineCoreOutput] = []  # what the next step returns
+        self._recording: tuple[Trace, str] | None = None
+        self._publisher: KVEventPublisher | None = None
         if config.args.kv_events_endpoint is not None:
             self._tap = KVEventTap(self.scheduler)
             self._publisher = KVEventPublisher(
                 config.args.kv_events_endpoint, config.args.kv_events_replay_endpoint, config.args.kv_events_topic
             )
+        if config.async_scheduling:
+            self.step = self.step_async  # type: ignore[method-assign]
 
+    # %% nbs/engine/core.ipynb #EngineCore-add_request
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
-        if self.grammars is not None and request.request_id in self.grammars:
+        if request.request_id in self._compiling or request.request_id in self.scheduler.requests:
             raise ValueError(f"request id {request.request_id!r} is already in use")
-        if not wants_grammar(request.sampling_params):
+        if getattr(request.sampling_params, "structured_outputs", None) is None:
             self.scheduler.add_request(request)
-        elif self.grammars is None:
-            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
-        elif request.request_id in self.scheduler.requests:
-            raise ValueError(f"request id {request.request_id!r} is already in use")
         else:
-            self.grammars.add(request)
+            self._compiling.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
         """End requests in any state; unknown ids are passed over. Returns those that were ended."""
         ids = list(request_ids)
-        waiting = [] if self.grammars is None else self.grammars.remove(ids)
-        return waiting + self.scheduler.finish_requests(ids, FinishReason.ABORT)
+        return self._compiling.remove(ids) + self.scheduler.finish_requests(ids, FinishReason.ABORT)
 
     def has_requests(self) -> bool:
         """Whether `step` has anything to do, be it only rows to drop."""
-        return self.scheduler.has_requests() or any((self.grammars, self.queue, self._kept))
+        return self.scheduler.has_requests() or any((self._compiling, self._in_flight, self._outputs))
+
+    def compile_grammar(self, params: StructuredOutputsParams) -> PendingGrammar:
+        """Begin to compile a grammar, for a caller that waits for it before `add_request`. Raises ValueError if it cannot be one."""
+        return self._compiling.compile(params)
+
+    def fileno(self) -> int | None:
+        """A file that becomes readable when outputs have come by themselves; None, for here `step` makes them."""
+        return None
 
     # %% nbs/engine/core.ipynb #EngineCore-step
     def step(self) -> list[EngineCoreOutput]:
         """Run one step; returns what requests gained. Does nothing when there is nothing to do.
 
-        With async scheduling: begin one step, and return what requests gained in the one before.
-
         Raises:
             PolicyError: a hook of the policy failed; no request is lost.
-            Exception: whatever the executor raises; the requests of the steps under way have ended then (see `_give_up`).
+            Exception: whatever the executor raises; the requests of the step have ended then (see `_give_up`).
         """
-        if self.grammars:
-            self._kept += self._admit_compiled()
+        self._admit_compiled()
         if self.scheduler.has_requests():
-            self._begin(self.scheduler.schedule())
-            if len(self.queue) == self.queue.size:
-                self._take_in()
-        else:
-            self.drain()
-        outputs, self._kept = self._kept, []
-        return outputs
+            scheduled = self.scheduler.schedule()
+            try:
+                result = self.executor.execute_model(scheduled)
+            except BaseException:
+                self._give_up(scheduled)
+                raise
+            self._update(scheduled, result)
+        return self._take_outputs()
 
-    def _begin(self, output: SchedulerOutput) -> None:
+    def step_async(self) -> list[EngineCoreOutput]:
+        """Begin one step, and return what requests gained in the one before, which ran meanwhile. Raises as `step`."""
+        self._admit_compiled()
+        more = self.scheduler.has_requests()
+        if more:
+            self._submit(self.scheduler.schedule())
+        if len(self._in_flight) > more:
+            self._update(*self._wait())
+        return self._take_outputs()
+
+    # %% nbs/engine/core.ipynb #EngineCore-submit
+    def _submit(self, scheduled: SchedulerOutput) -> None:
         try:
-            self.queue.put(output)
+            self._in_flight.append((scheduled, self.executor.submit(scheduled)))
+        except BaseException:
+            self._give_up(scheduled)
+            raise
+
+    def _wait(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """The oldest step in flight, and its result."""
+        scheduled, pending = self._in_flight[0]
+        try:
+            result = pending.result()
         except BaseException:
             self._give_up()
             raise
+        self._in_flight.popleft()
+        return scheduled, result
 
-    def _take_in(self) -> None:
-        """Wait for the oldest step under way, and note what came of it."""
-        try:
-            output, result = self.queue.take()
-        except BaseException:
-            self._give_up()
-            raise
-        self._kept += self.scheduler.update_from_output(output, result)
+    def _update(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        self._outputs += self.scheduler.update_from_output(scheduled, result)
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
 
-    def drain(self) -> None:
-        """Wait for all steps under way. What requests gained comes with the next `step`."""
-        while self.queue:
-            self._take_in()
+    def _take_outputs(self) -> list[EngineCoreOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
-    def _admit_compiled(self) -> list[EngineCoreOutput]:
-        """Let requests whose grammar is compiled join the scheduler; returns the ends of those whose grammar is wrong."""
-        assert self.grammars is not None
-        ready, failed = self.grammars.take_ready(wait=not (self.scheduler.has_requests() or self.queue))
+    def drain(self) -> None:
+        """Wait for the steps in flight. What requests gained comes with the next `step`."""
+        while self._in_flight:
+            self._update(*self._wait())
+
+    def _admit_compiled(self) -> None:
+        """Let requests whose grammar is compiled join the scheduler; those whose grammar is wrong end."""
+        if not self._compiling:
+            return
+        ready, failed = self._compiling.take_ready(wait=not (self.scheduler.has_requests() or self._in_flight))
         for request in ready:
             try:
                 self.scheduler.add_request(request)
             except ValueError as error:  # a prompt that the cache can never hold; the other requests go on
                 failed.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error)))
-        return failed
+        self._outputs += failed
 
     # %% nbs/engine/core.ipynb #EngineCore-_give_up
-    def _give_up(self) -> None:
-        """After a step that was decided but not carried out: end its requests and those of the next, forget the prefix cache."""
-        for output in self.queue.clear():
-            self.scheduler.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
-        self.scheduler.reset_prefix_cache()
+    def _give_up(self, *scheduled: SchedulerOutput) -> None:
+        """After a step that was scheduled and not executed: end its requests and those of steps in flight, forget the prefix cache."""
+        self.scheduler.abandon([*(before for before, _ in self._in_flight), *scheduled])
+        self._in_flight.clear()
 
     # %% nbs/engine/core.ipynb #EngineCore-record
     @contextmanager
@@ -187,12 +259,13 @@ class EngineCore:
         self.drain()
         self._recording = (self.scheduler.record(), path)
 
+    # %% nbs/engine/core.ipynb #EngineCore-get_stats
     def get_stats(self) -> dict[str, float]:
         """Gauges of this moment and counters since the start; the names are those of vLLM's metrics."""
         scheduler = self.scheduler
         return {
             "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting) + (len(self.grammars) if self.grammars else 0),
+            "num_requests_waiting": len(scheduler.waiting) + len(self._compiling),
             "kv_cache_usage_perc": scheduler.kv_cache_manager.block_pool.usage,
             "prefix_cache_queries": scheduler.kv_cache_manager.stats.query_tokens,
             "prefix_cache_hits": scheduler.kv_cache_manager.stats.hit_tokens,
@@ -200,9 +273,17 @@ class EngineCore:
             "num_steps": scheduler.step,
         }
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes.
+
+        Args:
+            reset_running_requests: preempt the requests that hold blocks; they compute all their tokens again.
+
+        Returns:
+            False, and nothing has changed, if requests hold blocks and `reset_running_requests` is off.
+        """
+        self.drain()
+        return self.scheduler.reset_prefix_cache(reset_running_requests)
 
     def shutdown(self) -> None:
         """Give the executor's memory back, send the last KV events, write the trace that `record_to` began."""
@@ -216,6 +297,6 @@ class EngineCore:
             self._publisher.publish(self._tap.take())
             self._publisher.close()
             self._publisher = None
-        if self.grammars is not None:
-            self.grammars.compiler.shutdown()
+        if self.grammar is not None:
+            self.grammar.shutdown()
         self.executor.shutdown()

@@ -18,12 +18,11 @@ from minivllm.core.config import EngineArgs, EngineConfig
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.request import FinishReason, Request
 from minivllm.engine.core import EngineCore
-from minivllm.engine.grammar_queue import GrammarQueue
-from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.warm_up import warm_up
+from minivllm.engine.llm_engine import LLMEngine, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.models.tokenizer import get_tokenizer
-from minivllm.sampling.grammar import GrammarCompiler
+from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
+from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = ["CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "connect_engine", "logger"]
 
@@ -156,11 +155,12 @@ def _as_error(kind: str, text: str) -> Exception:
     return EngineProcessError(f"{kind}: {text}") if known is None else known(text)
 
 
+# %% nbs/engine/core_process.ipynb #EngineCoreClient-class
 class EngineCoreClient:
     """An engine core in a process of its own, with the methods of `EngineCore`. One thread uses it; `get_stats` is for all.
 
     ``options``: see `LLMEngine.from_engine_args`; objects that would have to cross (policies, transforms) cannot.
-    ``warm``: whether to rehearse first, see `engine.warm_up`.
+    ``warm``: whether to rehearse first, see `llm_engine.warm_up`.
 
     Raises:
         ValueError, ...: what loading the model raises there. TypeError: an option that cannot cross. EngineProcessError.
@@ -174,7 +174,7 @@ class EngineCoreClient:
                     ' use engine_in="thread"'
                 )
         self.clock = WallClock()
-        self.grammars: GrammarQueue | None = None
+        self.grammar: GrammarCompiler | None = None
         self._stats: dict[str, float] = {}
         self._sent = 0
         self._born: dict[str, int] = {}
@@ -204,6 +204,7 @@ class EngineCoreClient:
             'an engine in another process records with record_to(path); record() needs engine_in="thread"'
         )
 
+    # %% nbs/engine/core_process.ipynb #EngineCoreClient-add_request
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it can never run, or if it brings functions."""
         if request.num_tokens >= self._max_model_len:
@@ -224,6 +225,15 @@ class EngineCoreClient:
         if alive:
             self._send("abort", alive)
         return alive
+
+    def compile_grammar(self, params: StructuredOutputsParams) -> PendingGrammar:
+        """See `EngineCore.compile_grammar`. Here it is compiled to be checked; the engine's process does it again."""
+        assert self.grammar is not None
+        return self.grammar.submit(params)
+
+    def fileno(self) -> int | None:
+        """The channel: it becomes readable when a step's outputs have come."""
+        return self.channel.fileno()
 
     def has_requests(self) -> bool:
         """Whether `step` has something to deliver (or an end to tell) without waiting."""
@@ -278,9 +288,9 @@ class EngineCoreClient:
             if message[0] == "failed":
                 raise EngineProcessError(f"{message[1][0]}: {message[1][1]}")
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return int(self._call("reset_prefix_cache"))
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`."""
+        return bool(self._call("reset_prefix_cache", reset_running_requests))
 
     def record_to(self, path: str) -> None:
         """Record from now on; the file is written at the shutdown. Raises RuntimeError if a recording is under way."""
@@ -295,8 +305,8 @@ class EngineCoreClient:
         """End the process, and wait until it has ended. Twice is no error."""
         self._send("stop")
         self._end(30.0)
-        if self.grammars is not None:
-            self.grammars.compiler.shutdown()
+        if self.grammar is not None:
+            self.grammar.shutdown()
 
     def _end(self, seconds: float) -> None:
         """Wait so long for the process to end by itself, then kill it."""
@@ -335,7 +345,7 @@ def connect_engine(args: EngineArgs, *, warm: bool = False, **options: Any) -> L
         found = core.generation_config.get("eos_token_id")
         ends = [tokenizer.eos_token_id, *(found if isinstance(found, list) else [found])]
         known = [token for token in dict.fromkeys(ends) if token is not None]
-        core.grammars = GrammarQueue(GrammarCompiler(tokenizer, config.model.vocab_size, known))
+        core.grammar = GrammarCompiler(tokenizer, config.model.vocab_size, known)
         return LLMEngine(config, cast(EngineCore, core), tokenizer, core.generation_config)
     except BaseException:
         core.shutdown()

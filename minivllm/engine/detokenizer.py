@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 __all__ = [
-    "ByteDetokenizer", "Detokenizer", "DetokenizerFactory", "TokenBytes", "WindowDetokenizer", "byte_of",
-    "is_byte_level", "special_token_ids",
+    "ByteDetokenizer", "Detokenizer", "DetokenizerFactory", "WindowDetokenizer", "byte_of", "is_byte_level",
 ]  # fmt: skip
 
 

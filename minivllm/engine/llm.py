@@ -3,9 +3,12 @@
 # Generated from nbs/engine/llm.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import itertools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from tqdm.auto import tqdm
@@ -16,7 +19,6 @@ from minivllm.core.scheduler import Preemption
 from minivllm.core.trace import Trace
 from minivllm.engine.beam_search import Beams, BeamSearchOutput, beam_search_output, num_candidates, search_beams
 from minivllm.engine.input_processor import ProcessedInput, PromptType, parse_prompt
-from minivllm.engine.interrupt import deferred_interrupts
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from minivllm.models.tokenizer import apply_chat_template
@@ -24,7 +26,7 @@ from minivllm.sampling.params import BeamSearchParams, RequestOutputKind, Sampli
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["LLM", "Message"]
+__all__ = ["LLM", "Message", "deferred_interrupts"]
 
 
 # %% nbs/engine/llm.ipynb #LLM
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 
+# %% nbs/engine/llm.ipynb #LLM-class
 class LLM:
     """A language model that answers lists of prompts.
 
@@ -267,9 +270,9 @@ class LLM:
         """Counters since the start, and gauges of this moment; see `LLMEngine.get_metrics`."""
         return self.llm_engine.get_metrics()
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests)
 
     def set_policy(self, policy: Policy) -> None:
         """Use another scheduling policy from the next step on."""
@@ -351,3 +354,35 @@ def _one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) 
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries for {count} prompts; give one for all, or one for each")
     return values
+
+
+# %% nbs/engine/llm.ipynb #deferred_interrupts
+@contextmanager
+def deferred_interrupts() -> Iterator[Callable[[], None]]:
+    """Within the block Ctrl-C waits for a call of the yielded function, which then raises KeyboardInterrupt.
+
+    A second press does not wait: then the program hangs, and whoever presses knows it. Nothing changes outside of the main thread (Python
+    delivers signals there only) or where somebody else handles the signal.
+    """
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    pressed = 0
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed += 1
+        if pressed > 1:
+            raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    check()

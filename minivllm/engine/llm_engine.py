@@ -2,13 +2,16 @@
 
 # Generated from nbs/engine/llm_engine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+from minivllm.attention.select import make_backend
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineArgs, EngineConfig
+from minivllm.core.output import NewRequestData, SchedulerOutput
 from minivllm.core.policy import Policy
 from minivllm.core.scheduler import Preemption, Swap
 from minivllm.core.trace import Trace
@@ -17,14 +20,13 @@ from minivllm.engine.input_processor import InputProcessor, ProcessedInput, Prom
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import RequestOutput
 from minivllm.models.tokenizer import get_tokenizer
-from minivllm.runtime.executor import fit_memory, make_executor, plan_engine
-from minivllm.runtime.sample_record import explain_sample
+from minivllm.runtime.executor import Executor, fit_memory, make_executor, plan_engine
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["FROM_GENERATION_CONFIG", "LLMEngine"]
+__all__ = ["PROMPT", "STEPS", "LLMEngine", "rehearsal", "warm_up"]
 
 
 # %% nbs/engine/llm_engine.ipynb #imports
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+logger = logging.getLogger("minivllm.engine")
 FROM_GENERATION_CONFIG = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -65,6 +68,7 @@ class LLMEngine:
         self.output_processor = OutputProcessor(tokenizer)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
+        self._told_about_seeds = False
         self._closed = False
 
     # %% nbs/engine/llm_engine.ipynb #LLMEngine-from_engine_args
@@ -134,6 +138,7 @@ class LLMEngine:
         moment = self.clock.now() if arrival_time is None else arrival_time
         self.add_processed(request_id, self.process(request_id, prompt, params, moment, priority, user))
 
+    # %% nbs/engine/llm_engine.ipynb #LLMEngine-process
     def process(
         self,
         request_id: str,
@@ -147,6 +152,8 @@ class LLMEngine:
         """Check and tokenise a request without queueing it; see `InputProcessor.process`."""
         if self._closed:
             raise RuntimeError("this engine was closed")
+        if isinstance(params, SamplingParams) and params.seed is not None and not params.is_greedy:
+            self._tell_about_seeds()
         return self.input_processor.process(
             request_id,
             prompt,
@@ -171,6 +178,20 @@ class LLMEngine:
             self.abort_request([request_id])
             raise
         self.num_prompt_tokens += len(given.prompt_token_ids)
+
+    # %% nbs/engine/llm_engine.ipynb #LLMEngine-seeds
+    def _tell_about_seeds(self) -> None:
+        """Say once that a seed alone does not fix the tokens, if the logits depend on what else is in the batch."""
+        name = self.config.attention_backend
+        if not self._told_about_seeds and not make_backend(name).batch_invariant:
+            invariant = "numba_cuda_invariant" if self.config.device == "cuda" else "numba_cpu_invariant"
+            logger.warning(
+                "a seeded request gets the same random numbers in any batch, but with attention_backend=%r its logits are rounded"
+                " by what else is in the batch, and close choices may differ; attention_backend=%r gives the same tokens",
+                name,
+                invariant,
+            )
+        self._told_about_seeds = True
 
     # %% nbs/engine/llm_engine.ipynb #LLMEngine-step
     def step(self) -> list[RequestOutput]:
@@ -228,14 +249,11 @@ class LLMEngine:
             kept = sorted({name for name, _ in trace.samples})
             known = f"samples of {', '.join(kept[:5])}" if kept else "no samples; record with record(samples=True)"
             raise KeyError(f"output token {step} of request {request_id!r} is not in this trace: it has {known}")
-        runner = getattr(self.core.executor, "runner", None)
-        if runner is None:
-            raise RuntimeError("this engine was closed")
-        return explain_sample(record, runner.sampler, runner.grammar, self.tokenizer, top)
+        return self.core.executor.explain(record, self.tokenizer, top)
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks held one."""
-        return self.core.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`."""
+        return self.core.reset_prefix_cache(reset_running_requests)
 
     def set_policy(self, policy: Policy) -> None:
         """Use another scheduling policy from the next step on."""
@@ -247,3 +265,43 @@ class LLMEngine:
             self.abort_request(list(self.output_processor.requests))
             self._closed = True
             self.core.shutdown()
+
+
+# %% nbs/engine/llm_engine.ipynb #rehearsal
+PROMPT, STEPS = 32, 3
+"""Prompt tokens of each request, and tokens that follow, where there is room for so many."""
+
+_PARAMS = (
+    SamplingParams(temperature=0, seed=0),
+    SamplingParams(temperature=1, top_k=50, top_p=0.9, min_p=0.01, seed=0),
+)
+
+
+def rehearsal(config: EngineConfig) -> Iterator[SchedulerOutput]:
+    """Decisions about two made-up requests, one greedy and one not; none if the cache has no room for a single token."""
+    cache, limits = config.kv_cache, config.scheduler
+    count = min(len(_PARAMS), limits.max_num_seqs, limits.max_num_batched_tokens)
+    room = (cache.num_blocks - 1) // (count * len(cache.groups)) * cache.block_size
+    length = min(PROMPT, limits.max_num_batched_tokens // count, min(limits.max_model_len, room) - STEPS)
+    if length < 1:
+        return
+    need = -(-(length + STEPS) // cache.block_size)
+    prompt = [token % config.model.vocab_size for token in range(length)]
+    block, new = 1, []  # block 0 is nobody's
+    for i, params in enumerate(_PARAMS[:count]):
+        tables = [list(range(block + g * need, block + (g + 1) * need)) for g in range(len(cache.groups))]
+        block += need * len(cache.groups)
+        new.append(NewRequestData(f"warm-up-{i}", prompt, [], params, tuple(tables), 0, None))
+    names = tuple(request.request_id for request in new)
+    yield SchedulerOutput(0, dict.fromkeys(names, length), length * count, tuple(new))
+    for step in range(1, STEPS + 1):
+        yield SchedulerOutput(step, dict.fromkeys(names, 1), count)
+    yield SchedulerOutput(STEPS + 1, {}, 0, finished=names)
+
+
+# %% nbs/engine/llm_engine.ipynb #warm_up
+def warm_up(executor: Executor, config: EngineConfig) -> None:
+    """Execute the rehearsal, on an executor that has done nothing else yet. Raises what the executor raises, RuntimeError if a request fails."""
+    for output in rehearsal(config):
+        if errors := executor.execute_model(output).errors:
+            raise RuntimeError(f"the model fails at its first step: {next(iter(errors.values()))}")

@@ -10,7 +10,7 @@ from minivllm.core.output import EngineCoreOutput
 from minivllm.core.request import FinishReason
 from minivllm.engine.detokenizer import Detokenizer, DetokenizerFactory
 from minivllm.engine.outputs import CompletionOutput, FinishedRequest, RequestMetrics, RequestOutput
-from minivllm.engine.stop_strings import StopStrings, ends_in_loop
+from minivllm.engine.stop_strings import REPETITION_STOP_REASON, StopStrings, repeated_pattern_size
 from minivllm.sampling.params import RequestOutputKind, SamplingParams, best_indices
 from minivllm.sampling.pooling import PoolingParams
 
@@ -60,8 +60,8 @@ class CompletionState:
             if i != hidden_at and self.detokenizer is not None and self._add_text(self.detokenizer.push(token_id)):
                 return True
             may_stop = output.finish_reason is None and len(self.token_ids) >= self.params.min_tokens
-            if loop is not None and may_stop and ends_in_loop(self.token_ids, loop):
-                self.finish_reason, self.stop_reason = FinishReason.STOP, "repetition_detected"
+            if loop is not None and may_stop and repeated_pattern_size(self.token_ids, loop):
+                self.finish_reason, self.stop_reason = FinishReason.STOP, REPETITION_STOP_REASON
                 self._flush()
                 return True
         return False

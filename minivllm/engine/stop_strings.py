@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from minivllm.sampling.params import RepetitionDetectionParams
 
-__all__ = ["StopMatch", "StopStrings", "ends_in_loop"]
+__all__ = ["REPETITION_STOP_REASON", "StopMatch", "StopStrings", "repeated_pattern_size"]
 
 
 # %% nbs/engine/stop_strings.ipynb #StopMatch
@@ -52,13 +52,17 @@ class StopStrings:
         return 0
 
 
-# %% nbs/engine/stop_strings.ipynb #ends_in_loop
-def ends_in_loop(token_ids: Sequence[int], rule: RepetitionDetectionParams) -> bool:
-    """Whether the tokens end in ``min_count`` copies of a pattern of ``min_pattern_size`` to ``max_pattern_size`` tokens."""
-    for size in range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1):
-        span = size * rule.min_count
-        if span > len(token_ids):
-            return False
-        if list(token_ids[-span:]) == list(token_ids[-size:]) * rule.min_count:
-            return True
-    return False
+# %% nbs/engine/stop_strings.ipynb #repeated_pattern_size
+REPETITION_STOP_REASON = "repetition_detected"
+
+
+def repeated_pattern_size(token_ids: Sequence[int], params: RepetitionDetectionParams) -> int | None:
+    """The smallest pattern size p such that the tokens end in min_count copies of one pattern of p tokens, or None."""
+    total = len(token_ids)
+    for p in range(max(1, params.min_pattern_size), params.max_pattern_size + 1):
+        compared = p * (params.min_count - 1)
+        if p + compared > total:
+            return None
+        if all(token_ids[i] == token_ids[i - p] for i in range(total - 1, total - 1 - compared, -1)):
+            return p
+    return None

@@ -17,7 +17,7 @@ __all__ = ["Executor", "FakeExecutor"]
 class Executor(Protocol):
     """What carries a decision out: a fake model, or a real one."""
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
 
 class FakeExecutor:
@@ -43,7 +43,7 @@ class FakeExecutor:
         self._answers[request_id] = token_ids
 
     # %% nbs/lab/executor.ipynb #FakeExecutor-execute
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Carry out one decision."""
         rows, answers = self._rows, self._answers
         for name in output.preempted:

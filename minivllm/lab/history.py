@@ -29,7 +29,8 @@ class RecordedStep:
     """One step of a recording, and what came from outside.
 
     Attributes:
-        before: causes between the last step and this one: `("add",)`, `("finish", request, reason, at its last token)` or `("reset",)`.
+        before: causes between the last step and this one: `("add",)`, `("finish", request, reason, at its last token)` or
+            `("reset", whether it preempted requests)`.
         start: moment of the decision.
         during: causes between the decision and its result.
         end: moment of the result; None if there was none (the policy or the model failed).
@@ -51,6 +52,7 @@ def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ..
     waiting: list[tuple[Any, ...]] = []
     step: RecordedStep | None = None
     gained: dict[str, tuple[int, ...]] = {}
+    preempted = False
     for event in trace.events:
         kind = event[0]
         if kind == "step":
@@ -66,10 +68,14 @@ def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ..
                 )
             assert step is not None
             step.end, gained = event[1], event[2]
+        elif kind == "preempt" and event[4] == "reset_prefix_cache":
+            preempted = True
         elif kind == "draft" and step is not None:
             step.drafts = event[1]
         elif kind in ("add", "reset"):
-            (step.during if step is not None and running else waiting).append((kind,))
+            cause = (kind,) if kind == "add" else (kind, preempted)
+            (step.during if step is not None and running else waiting).append(cause)
+            preempted = False
         elif kind == "finish":
             _, name, reason, _ = event
             if step is None or running or waiting or reason == "abort":
@@ -230,7 +236,7 @@ class History:
         if what[0] == "add":
             session.add(self.next_request().request)
         elif what[0] == "reset":
-            session.scheduler.reset_prefix_cache()
+            _reset(session.scheduler, what[1])
         else:
             session.scheduler.finish_requests([what[1]], FinishReason(what[2]))
 
@@ -252,7 +258,7 @@ class History:
             self.cause(what)
         if step.end is None:
             return
-        result = fake.execute(output)
+        result = fake.execute_model(output)
         if step.errors:
             sampled = {name: tokens for name, tokens in result.sampled_token_ids.items() if name not in step.errors}
             result = ModelRunnerOutput(sampled, errors=step.errors)
@@ -373,12 +379,20 @@ def _expect_the_rest(history: History, step: int) -> None:
         _expect(history, what, now)
 
 
+def _reset(scheduler: Scheduler, preempted: bool) -> None:
+    """Forget the prefix cache as in the recording; after a failed step requests may have gone on, with their blocks."""
+    if preempted:
+        scheduler.reset_prefix_cache(reset_running_requests=True)
+    else:
+        scheduler.kv_cache_manager.reset_prefix_cache()
+
+
 def _expect(history: History, what: tuple[Any, ...], now: float) -> None:
     session = history.session
     if what[0] == "add":
         request = history.next_request().request
         session.at(request.arrival_time, lambda: session.add(request))
     elif what[0] == "reset":
-        session.at(now, lambda: (session.scheduler.reset_prefix_cache(), None)[1])
+        session.at(now, lambda: _reset(session.scheduler, what[1]))
     elif not what[3]:  # not cut off by what it said, but by somebody's clock
         session.at(now, lambda: session.end(what[1]))

@@ -171,10 +171,10 @@ class Session:
     def step(self) -> list[EngineCoreOutput]:
         """Decide, carry out, move the clock, take in."""
         output = self.scheduler.schedule()
-        result = self.fake.execute(output)
+        result = self.fake.execute_model(output)
         started = time.perf_counter()
         if self.executor is not None:
-            result = self.executor.execute(output)
+            result = self.executor.execute_model(output)
         if self.cost_model is not None:
             seconds = self.cost_model.seconds(output, self.fake.work)
         else:
@@ -351,7 +351,7 @@ def simulate(
             a workload, from vLLM's defaults for GPUs, with as many KV blocks as the cost model's device has room for.
         policy: None for the trace's own; for a workload, first come, first served.
         cost_model: None for one that is fitted to the trace; for a workload, `Roofline("h100", "llama-3.1-8b")`.
-        executor: "fake", or an object with `execute(output)`. With another one and no cost model, its own time counts; one derived from
+        executor: "fake", or an object with `execute_model(output)`. With another one and no cost model, its own time counts; one derived from
             `FakeExecutor` answers as that does, and may add draft tokens.
         preemption: `Recompute()` or `Swap(n)`; None for the trace's own, or as the CPU blocks in `config` say.
         kv_cache: KV cache groups, for models with windows; None for the trace's own, or those of `llm.config`.
@@ -367,7 +367,7 @@ def simulate(
     if isinstance(source, Run) and trace is None:
         raise ValueError(f"{source!r} was not recorded, so its requests are not known; simulate it with record=True")
     if isinstance(executor, str) and executor != "fake":
-        raise ValueError(f'executor must be "fake" or an object with execute(output), got {executor!r}')
+        raise ValueError(f'executor must be "fake" or an object with execute_model(output), got {executor!r}')
     model = None if isinstance(executor, str) else executor
     if cost_model is None and (model is None or isinstance(model, FakeExecutor)):
         known = source.cost_model if isinstance(source, Run) else None

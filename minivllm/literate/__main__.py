@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minivllm.literate.check import check
+from minivllm.literate.check import check, shorten_list
 from minivllm.literate.clean import clean
 from minivllm.literate.notebook import Book, LiterateError, find_root, read_book
 from minivllm.literate.sync import compare, export
 from minivllm.literate.write_back import write_back
 
-__all__ = ["COMMANDS", "FLAGS", "Outcome", "main"]
+__all__ = ["COMMANDS", "FLAGS", "main"]
 
 
 # %% nbs/literate/cli.ipynb #commands
@@ -47,7 +47,8 @@ def _write_back(book: Book, options: argparse.Namespace) -> Outcome:
 
 def _clean(book: Book, options: argparse.Namespace) -> Outcome:
     """Drop execution counts, timestamps, versions and widget state from notebooks; keep outputs."""
-    return [f"cleaned {name}" for name in clean([*book.chapters.values(), *book.plain])], book.errors
+    changed = clean([*book.chapters.values(), *book.plain]) + shorten_list(book)
+    return [f"cleaned {name}" for name in changed], book.errors
 
 
 # %% nbs/literate/cli.ipynb #main

@@ -16,7 +16,7 @@ from typing import Any
 from minivllm.literate.notebook import Cell, LiterateError
 from minivllm.literate.source import DEFINITIONS, FUNCTIONS, IMPORTS, Piece, bound_names, split, start
 
-__all__ = ["BODY_ONLY", "Item", "fold", "items_of", "method", "method_class"]
+__all__ = ["BODY_ONLY", "Item", "fold", "items_of", "method"]
 
 
 # %% nbs/literate/fold.ipynb #method

@@ -18,8 +18,7 @@ from minivllm.literate.notebook import Cell, LiterateError, Notebook, write
 from minivllm.literate.source import INDENT, bound_names, indent
 
 __all__ = [
-    "GENERATED", "WIDTH", "build", "finished", "formatted", "header", "marker", "public_names", "render",
-    "wrap_all",
+    "GENERATED", "WIDTH", "build", "finished", "formatted", "header", "public_names", "render", "wrap_all",
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import subprocess
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def remember(notebooks: Sequence[Notebook], root: Path) -> None:
     record = read_record(root)
     now = record | {notebook.target: entry(notebook, root) for notebook in notebooks}
     if now != record:
-        write(root / RECORD, json.dumps(now, indent=0, sort_keys=True))
+        with suppress(OSError):  # where nothing can be written the check still works, each time from scratch
+            write(root / RECORD, json.dumps(now, indent=0, sort_keys=True))
 
 
 def entry(notebook: Notebook, root: Path) -> list[str]:

@@ -19,10 +19,7 @@ from minivllm.literate.render import build, formatted
 from minivllm.literate.source import DEFINITIONS, FUNCTIONS, IMPORTS, import_lines, normal
 from minivllm.literate.sync import compare, edited_side, module_text, out_of_step, remember
 
-__all__ = [
-    "carry", "carry_imports", "carry_parts", "cell_source", "cell_texts", "sorted_imports", "verify",
-    "with_sources", "write_back",
-]  # fmt: skip
+__all__ = ["write_back"]
 
 
 # %% nbs/literate/write_back.ipynb #write-back

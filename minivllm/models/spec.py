@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from minivllm.attention.backend import AttentionSpec
-from minivllm.core.config import AttentionKind, KVCacheSpec
+from minivllm.core.config import KVCacheSpec
 from minivllm.models.layers import ACTIVATIONS
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
@@ -164,7 +164,7 @@ class DecoderSpec:
         """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number."""
         specs = []
         for layer in self.layers:
-            kind: AttentionKind = "full"
+            kind = "full"
             window = None
             if layer.sliding_window is not None:
                 kind, window = "sliding_window", layer.sliding_window

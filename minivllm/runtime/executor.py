@@ -3,10 +3,11 @@
 # Generated from nbs/runtime/executor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import gc
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,19 +22,24 @@ from minivllm.models.loading import LoadedModel, load_model
 from minivllm.runtime.machine import choose_device, cpu_quota, has_native_bf16, limit_threads, machine_facts
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
 from minivllm.runtime.peak_memory import peak_bytes
-from minivllm.runtime.sample_record import SampleLog
+from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
 
 __all__ = [
-    "EnginePlan", "Executor", "Pending", "UniProcExecutor", "fit_memory", "load_decoder", "make_executor",
+    "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder", "make_executor",
     "plan_engine",
 ]  # fmt: skip
 
 
 # %% nbs/runtime/executor.ipynb #Executor
-class Pending(Protocol):
-    """A step under way."""
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+# %% nbs/runtime/executor.ipynb #Executor-protocol
+class PendingStep(Protocol):
+    """A step that has begun."""
 
     def result(self) -> ModelRunnerOutput:
         """Wait for it. Raises what it raised."""
@@ -41,23 +47,31 @@ class Pending(Protocol):
 
 
 class Executor(Protocol):
-    """Carries out decisions of the scheduler."""
+    """Executes what the scheduler decides."""
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
         """The cache that it has allocated."""
         ...
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Carry out one decision and return what was sampled. Called once for every decision, in order."""
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Execute one step and return what was sampled. Called once for every decision, in order."""
         ...
 
-    def submit(self, output: SchedulerOutput) -> "Pending":
-        """Begin to carry out one decision; its result may be asked for after the next was submitted. Instead of `execute`."""
+    def submit(self, output: SchedulerOutput) -> PendingStep:
+        """Begin one step; its result may be asked for after the next was submitted. Instead of `execute_model`."""
         ...
 
     def keep_samples(self, log: SampleLog | None) -> None:
         """Put what the sampler sees into `log` from now on; None to stop."""
+        ...
+
+    def explain(self, record: SampleRecord, tokenizer: Any = None, top: int = 5) -> "pd.DataFrame":
+        """How a recorded token was chosen, stage by stage: see `Sampler.explain`."""
+        ...
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the model runner of every worker, and return their results."""
         ...
 
     def shutdown(self) -> None:
@@ -148,28 +162,42 @@ class UniProcExecutor:
     ) -> None:
         self.kv_cache_config = plan.config.kv_cache
         decoder = plan.decoder or load_decoder(plan)
-        self.runner: ModelRunner | None = ModelRunner(decoder, plan.backend, plan.config, transforms, grammar)
+        self._runner: ModelRunner | None = ModelRunner(decoder, plan.backend, plan.config, transforms, grammar)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minivllm-runner")  # starts with the first submission
+        self._process = os.getpid()
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        return self._alive().execute(output)
+    @property
+    def runner(self) -> ModelRunner:
+        """Raises RuntimeError after `shutdown`, and in a forked child, where torch's threads do not exist and a step would wait for ever."""
+        if self._runner is None:
+            raise RuntimeError("this engine was closed: its executor was shut down")
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this engine was made in process {self._process}, and a forked child cannot run it (torch's threads are not"
+                " copied): make the engine in the child, or start the child with multiprocessing's 'spawn'"
+            )
+        return self._runner
 
-    def submit(self, output: SchedulerOutput) -> Pending:
-        runner = self._alive()
-        return runner.launch(output) if runner.future is not None else self._thread.submit(runner.execute, output)
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        return self.runner.execute_model(output)
 
-    def _alive(self) -> ModelRunner:
-        if self.runner is None:
-            raise RuntimeError("this executor was shut down")
-        return self.runner
+    def submit(self, output: SchedulerOutput) -> PendingStep:
+        runner = self.runner
+        return runner.launch(output) if runner.future is not None else self._thread.submit(runner.execute_model, output)
 
     def keep_samples(self, log: SampleLog | None) -> None:
-        if self.runner is not None:
-            self.runner.sample_log = log
+        if self._runner is not None:
+            self._runner.sample_log = log
+
+    def explain(self, record: SampleRecord, tokenizer: Any = None, top: int = 5) -> "pd.DataFrame":
+        return record.explain(self.runner.sampler, self.runner.grammar, tokenizer, top)
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self.runner, method)(*args)]
 
     def shutdown(self) -> None:
         self._thread.shutdown()
-        self.runner = None
+        self._runner = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -16,7 +16,6 @@ from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
-from minivllm.runtime.future_tokens import FutureTokens
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
 from minivllm.runtime.pooler import Pooler
 from minivllm.runtime.sample_record import SampleLog, log_samples
@@ -28,8 +27,8 @@ from minivllm.sampling.state import RequestView, SamplingBatch, SamplingState
 from minivllm.sampling.transforms import Transform
 
 __all__ = [
-    "GRAPH_BYTES", "ModelRunner", "PendingStep", "group_attention_specs", "new_kv_caches", "new_swap_caches",
-    "step_bytes", "zeros_on_demand",
+    "GRAPH_BYTES", "FutureTokens", "ModelRunner", "PendingStep", "group_attention_specs", "new_kv_caches",
+    "new_swap_caches", "step_bytes", "zeros_on_demand",
 ]  # fmt: skip
 
 
@@ -87,12 +86,31 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[AttentionSpec
     return specs
 
 
+# %% nbs/runtime/model_runner.ipynb #FutureTokens
+class FutureTokens:
+    """The newest token of every row, kept where it was chosen.
+
+    ids: int64 [num_rows], on the device. The host writes ~row, which is negative, where it does not know the newest token of a row.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def put(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Keep what was chosen for these rows; -1, for a row that failed, as token 0: what comes of it is thrown away."""
+        self.ids[rows] = token_ids.clamp(min=0)
+
+    def resolve(self, token_ids: Tensor) -> Tensor:
+        """The token ids with the newest tokens in the places of ~row."""
+        return torch.where(token_ids < 0, self.ids[(~token_ids).clamp_(min=0)], token_ids)
+
+
 # %% nbs/runtime/model_runner.ipynb #ModelRunner
 GRAPH_BYTES = 1 << 30  # most memory that CUDA graphs may take
 
 
 class ModelRunner:
-    """Carries out scheduler outputs on one device.
+    """Executes scheduler outputs on one device.
 
     ``model``: loaded and not yet bound to a cache. ``backend``: the one that the model was built with.
     ``transforms``: of the logits of every request, besides each request's own. ``grammar``: compiles structured outputs; without
@@ -138,13 +156,13 @@ class ModelRunner:
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
 
     # %% nbs/runtime/model_runner.ipynb #ModelRunner-execute
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Carry out one decision. A request that fails by itself is reported in ``errors``; the others go on."""
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Execute one step. A request that fails by itself is reported in ``errors``; the others go on."""
         return self.launch(output).result()
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> "PendingStep":
-        """Have the device carry out one decision, and do not wait for it.
+        """Have the device execute one step, and do not wait for it.
 
         With `future` the next may be launched before the result of this one is asked for.
         """
@@ -266,6 +284,10 @@ class ModelRunner:
             samples = samples & np.fromiter(draws, bool, len(samples))
         return np.flatnonzero(samples)
 
+    def get_sampler(self) -> Sampler:
+        """What chooses the tokens, for those who show how."""
+        return self.sampler
+
     def _sample(
         self, step: StepInputs, chosen: Int64, hidden: Tensor, rows_there: Tensor, pending: "PendingStep"
     ) -> None:
@@ -325,7 +347,7 @@ class ModelRunner:
 
 # %% nbs/runtime/model_runner.ipynb #PendingStep
 class PendingStep:
-    """A step that the device has or will carry out, and the tokens that the host does not know yet.
+    """A step that the device has executed or will, and the tokens that the host does not know yet.
 
     Attributes:
         output: what is known of the result.

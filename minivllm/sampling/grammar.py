@@ -20,7 +20,7 @@ from minivllm.sampling.params import STRUCTURE_KINDS, StructuredOutputsParams
 
 __all__ = [
     "MAX_PROPERTIES", "MAX_REFERENCES", "MAX_RULES", "MAX_TEXT", "GrammarCompiler", "GrammarError",
-    "PendingGrammar", "check_limits", "grammar_text", "guided", "has_finite_value", "special_token_ids",
+    "PendingGrammar", "check_limits", "grammar_text", "guided", "special_token_ids",
     "without_additional_properties",
 ]  # fmt: skip
 

@@ -268,9 +268,9 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> dict[str, bool]:
-        """Forget all cached prefixes; 409 while requests use them."""
-        if (await state.llm.reset_prefix_cache()) is False:
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> dict[str, bool]:
+        """Forget all cached prefixes; 409 while requests use them and are not to be reset."""
+        if (await state.llm.reset_prefix_cache(reset_running_requests)) is False:
             raise ApiError(409, "requests are running, and their blocks cannot be forgotten; try again later")
         return {"success": True}
 

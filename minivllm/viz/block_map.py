@@ -37,6 +37,7 @@ WIRE = {  # the events that travel, and their fields
     "alloc": SCHEMA["alloc"],
     "hit": SCHEMA["hit"],
     "cache": ("request", "group", "positions"),  # with blocks and hashes
+    "uncache": SCHEMA["uncache"],
     "skip": SCHEMA["skip"],
     "free": SCHEMA["free"],
     "evict": ("block",),

@@ -68,7 +68,7 @@ class PrefixTreeData:
         group: KV cache group. [num_nodes]
         names: the content's hash.
         tokens: its token ids; -1 where the recording began too late to know. [num_nodes, block_size]
-        events: rows of step, node, kind (`CACHED`, `HIT`, `EVICTED`, `FORGOTTEN` by a reset), physical block, and request: who computed it,
+        events: rows of step, node, kind (`CACHED`, `HIT`, `EVICTED`, `FORGOTTEN` by a reset or as its step was not run), physical block, and request: who computed it,
             found it, or needed its room; -1 if unknown. In order. [num_events, 5]
         refs: rows of step, node, change of the number of requests that hold it. In order. [n, 3]
         queries: rows of step, prompt tokens looked up, tokens found; one per admission. [n, 3]
@@ -274,6 +274,10 @@ class TreeReader(FoldReader):
 
     def _on_evict(self, block: int, hash: bytes) -> None:
         self._pushed_out.append(self._lose(block, EVICTED))
+
+    def _on_uncache(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            self._lose(block, FORGOTTEN)
 
     def _on_reset(self) -> None:
         for block in list(self.of_block):

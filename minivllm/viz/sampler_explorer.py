@@ -173,10 +173,9 @@ class SamplerExplorer(View):
         """Take the tokenizer, grammar compiler and sampler of a model."""
         core = llm.llm_engine.core
         self.tokenizer = llm.get_tokenizer()
-        self.grammar = core.grammars.compiler if core.grammars is not None else None
-        if (runner := getattr(core.executor, "runner", None)) is not None:
-            self.sampler = runner.sampler
-            check_stages(self.sampler)
+        self.grammar = core.grammar
+        (self.sampler,) = core.executor.collective_rpc("get_sampler")
+        check_stages(self.sampler)
 
     # %% nbs/viz/sampler_explorer.ipynb #SamplerExplorer-build
     def build(self) -> Payload:

@@ -127,9 +127,9 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(n):
             self.driver.step()
 
-    @rule()
-    def reset(self):
-        self.driver.scheduler.reset_prefix_cache()
+    @rule(running=st.booleans())
+    def reset(self, running):
+        self.driver.scheduler.reset_prefix_cache(reset_running_requests=running)
 
     @rule(policy=st.sampled_from(POLICIES))
     def change_policy(self, policy):
@@ -140,7 +140,7 @@ class EngineMachine(RuleBasedStateMachine):
         scheduler = self.driver.scheduler
         if scheduler.requests:
             output = scheduler.schedule()
-            self.driver.runner.apply(output)
+            self.driver.runner.execute(output)
             for name in scheduler.finish_requests(sorted(scheduler.requests)[:1]):
                 self.truth[name] = self.truth[name][: len(self.driver.outputs.get(name, []))]
             self.driver.take_in(output, fake_model(output, scheduler))

@@ -137,6 +137,22 @@ def test_events_tell_what_the_trace_tells():
             assert prompt == request.num_prompt_tokens - request.num_cached_tokens
 
 
+def test_a_policy_that_takes_over_is_told_who_is_there():
+    for policy in (Counts(), FairShare()):
+        driver = Driver(make(FCFS(), blocks=12, length=40, budget=12))
+        for i in range(8):
+            driver.scheduler.add_request(Request(str(i), [i] * 9, max_tokens=6, user="ann" if i % 2 else "bob"))
+        for _ in range(6):
+            driver.step()
+        driver.scheduler.set_policy(policy)
+        assert driver.scheduler.running and driver.scheduler.waiting
+        driver.drain()
+        if isinstance(policy, Counts):
+            assert not policy.alive and len(policy.heard["finish"]) < 9
+        else:
+            assert set(policy.counters) == {"ann", "bob"}
+
+
 def test_what_happens_in_the_last_step_is_heard_without_another():
     policy = Counts()
     simulate([WorkloadRequest("a", 0.0, (text(0, 5),), text(1, 3))], policy=policy, cost_model=Constant())

@@ -66,10 +66,24 @@ def test_one_budget_for_prefill_and_decode():
     assert step(s).num_scheduled_tokens == {"0": 1, "1": 9, "2": 5}
 
 
-def test_long_prefill_threshold_caps_each_request():
+def test_long_prefill_threshold_caps_each_request_but_a_lone_one():
     s = make(long_prefill_token_threshold=6)
     add(s, 20, 20, 3)
     assert step(s).num_scheduled_tokens == {"0": 6, "1": 6, "2": 3}
+    lone = make(long_prefill_token_threshold=6)
+    add(lone, 40)
+    assert step(lone).num_scheduled_tokens == {"0": 32}
+    add(lone, 3)
+    assert step(lone).num_scheduled_tokens == {"0": 6, "1": 3}
+
+
+def test_the_threshold_cuts_prompts_also_without_chunked_prefill():
+    """As in vLLM: what is compared with the budget is what the threshold leaves of a prompt."""
+    s = make(budget=64, enable_chunked_prefill=False, long_prefill_token_threshold=4)
+    add(s, 10, 3)
+    assert step(s).num_scheduled_tokens == {"0": 4, "1": 3}
+    while s.has_requests():
+        step(s)
 
 
 def test_max_num_partial_prefills():
@@ -216,13 +230,13 @@ def test_abort_in_any_state(state):
 def test_an_error_of_one_request_ends_that_one():
     driver = Driver(make())
     add(driver.scheduler, 3, 3)
-    output = driver.scheduler.schedule()
+    output = driver.decide()
     result = ModelRunnerOutput({"0": [5]}, errors={"1": "its transform raised"})
     outs = {o.request_id: o for o in driver.scheduler.update_from_output(output, result)}
     assert outs["1"].finish_reason is FinishReason.ERROR
     assert outs["1"].error == "its transform raised"
     assert outs["0"].finish_reason is None
-    driver.runner.apply(output)
+    driver.runner.rows["0"].tokens[-1] = 5
     driver.check()
     driver.drain()
 
@@ -255,7 +269,7 @@ def test_reset_prefix_cache_forgets():
     s = make()
     add(s, 8, max_tokens=1)
     step(s)
-    assert s.reset_prefix_cache() == 2
+    assert s.reset_prefix_cache() is True
     s.add_request(Request("again", [0] * 8, max_tokens=1))
     assert step(s).num_scheduled_tokens == {"again": 8}
 

@@ -24,8 +24,8 @@ class Drafting(FakeExecutor):
         self.most, self.right, self.random = most, right, random.Random(seed)
         self.given, self.accepted = 0, 0
 
-    def execute(self, output):
-        result = super().execute(output)
+    def execute_model(self, output):
+        result = super().execute_model(output)
         for name, drafts in output.scheduled_spec_decode_tokens.items():
             self.given += len(drafts)
             self.accepted += len(result.sampled_token_ids[name]) - 1
@@ -76,12 +76,12 @@ def test_rejected_tokens_are_never_in_the_prefix_cache():
     known = {r.request_id: [*r.prompt_token_ids(), *r.output] for r in workload}
 
     class Checks(Drafting):
-        def execute(self, output):
+        def execute_model(self, output):
             for name in output.num_scheduled_tokens:
                 request = self.scheduler.requests[name]
                 assert request.all_token_ids == known[name][: request.num_tokens]
                 assert len(request.block_hashes) <= request.num_tokens // 16
-            return super().execute(output)
+            return super().execute_model(output)
 
     drafting = Checks(6, 0.3)
     session = Session(make_settings(CROWDED), cost_model=Constant(), executor=drafting)

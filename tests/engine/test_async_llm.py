@@ -152,7 +152,7 @@ def test_everybody_hears_of_the_death(make: Callable[[], AsyncLLM]):
         params = SamplingParams(max_tokens=200, ignore_eos=True, output_kind=DELTA)
         streams = [await llm.submit("abc", params) for _ in range(12)]  # more than can run at once
         await anext(streams[0])
-        await llm.call(lambda engine: setattr(engine.core.executor, "execute", cut))
+        await llm.call(lambda engine: setattr(engine.core.executor, "execute_model", cut))
         for stream in streams:
             with pytest.raises(EngineDeadError, match="the wire was cut") as caught:
                 async for _ in stream:

@@ -8,7 +8,7 @@ from async_workload import summary, workload
 from tiny_models import tiny_model_path  # noqa: F401
 
 from minivllm import LLM, SamplingParams
-from minivllm.runtime.future_tokens import FutureTokens
+from minivllm.runtime.model_runner import FutureTokens
 from minivllm.sampling.params import RequestOutputKind
 from minivllm.sampling.pooling import PoolingParams
 
@@ -58,7 +58,7 @@ def nothing_is_left(llm):
     while core.has_requests():
         llm.llm_engine.step()
     runner, scheduler = core.executor.runner, core.scheduler
-    assert not core.queue and not scheduler.requests and not scheduler._ended_in_flight
+    assert not core._in_flight and not scheduler.requests and not scheduler._ended_in_flight
     assert not len(runner.batch) and not runner.sampling.requests and not runner._prompt_done
     assert scheduler.kv_cache_manager.block_pool.usage == 0.0 and not scheduler.kv_cache_manager.swapped
 
@@ -167,9 +167,9 @@ def test_the_first_step_brings_nothing_yet_and_a_record_holds_whole_steps(path):
     with load(path, "thread") as llm:
         engine = llm.llm_engine
         engine.add_request("a", "abc", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-        assert engine.step() == [] and len(engine.core.queue) == 1
+        assert engine.step() == [] and len(engine.core._in_flight) == 1
         with engine.record() as trace:  # waits for the step under way
-            assert not engine.core.queue
+            assert not engine.core._in_flight
             while engine.has_unfinished_requests():
                 engine.step()
         tables = trace.to_pandas()
@@ -194,4 +194,4 @@ def test_the_choice_is_explained(path):
         [decision] = [d for d in llm.config.decisions if d.setting == "async_scheduling"]
         assert (decision.value, decision.why) == (True, "asked for")
     with load(path) as llm:
-        assert llm.llm_engine.core.queue.size == 1 and not llm.config.async_scheduling
+        assert llm.llm_engine.core.step.__name__ == "step" and not llm.config.async_scheduling

@@ -133,7 +133,7 @@ def test_cached_tokens_and_salt(tiny):
     assert (first[0].num_cached_tokens, second[0].num_cached_tokens) == (0, 28)
     salted = [generate(tiny, {"prompt": prompt, "cache_salt": salt}, GREEDY)[0] for salt in ("a", "b", "a")]
     assert [out.num_cached_tokens for out in salted] == [0, 0, 28]
-    assert tiny.get_metrics()["prefix_cache_hits"] > 0 and tiny.reset_prefix_cache() > 0
+    assert tiny.get_metrics()["prefix_cache_hits"] > 0 and tiny.reset_prefix_cache() is True
     assert generate(tiny, prompt, GREEDY)[0].num_cached_tokens == 0
 
 
@@ -681,3 +681,29 @@ def test_a_default_that_is_out_of_range_is_the_models_fault(path, tmp_path, key,
     with pytest.raises(ValueError, match=rf"generation_config\.json: {key} must be"):
         LLM(str(folder), dtype="float32", num_gpu_blocks=64)
     LLM(str(folder), dtype="float32", num_gpu_blocks=64, generation_config="vllm").close()
+
+
+def test_the_promise_of_a_seed_is_told_once_where_it_depends_on_the_batch(path, caplog):
+    for backend, told in (("sdpa", 1), ("reference", 0)):
+        caplog.clear()
+        with LLM(str(path), dtype="float32", num_gpu_blocks=64, attention_backend=backend) as llm:
+            llm.generate([[1, 2]] * 2, SamplingParams(max_tokens=1, temperature=0, seed=1), use_tqdm=False)
+            assert "seeded" not in caplog.text
+            for _ in range(2):
+                llm.generate([[1, 2]] * 2, SamplingParams(max_tokens=1, seed=1), use_tqdm=False)
+        assert caplog.text.count("a seeded request") == told and caplog.text.count("numba_cpu_invariant") == told
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch_with_an_invariant_backend(path):
+    from minivllm.attention.select import make_backend
+
+    backend = "numba_cpu_invariant"
+    assert make_backend(backend).batch_invariant
+    params = SamplingParams(max_tokens=24, seed=7, ignore_eos=True)
+    others = [[i, i + 1, i + 2] for i in range(5)]
+    with LLM(
+        str(path), dtype="bfloat16", num_gpu_blocks=64, attention_backend=backend, enable_prefix_caching=False
+    ) as llm:
+        alone = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
+        crowd = llm.generate([[1, 2, 3], *others], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert alone == crowd

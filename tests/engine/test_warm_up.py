@@ -6,8 +6,7 @@ import pytest
 from tiny_models import tiny_model_path
 
 from minivllm.core.config import EngineArgs
-from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.warm_up import rehearsal, warm_up
+from minivllm.engine.llm_engine import LLMEngine, rehearsal, warm_up
 from minivllm.sampling.params import SamplingParams
 
 __all__ = ["tiny_model_path"]

@@ -34,7 +34,6 @@ BF16, FP16 = "bfloat16", "float16"
 KERNELS = {
     "decode naive": (lambda: decode.naive(AttentionShape(BF16, 128, 4, 16)), 64),
     "decode fma": (lambda: decode.fma_split_kv(AttentionShape(BF16, 128, 4, 16)), 128),
-    "decode combine": (lambda: decode.combine(AttentionShape(BF16, 128, 4, 16)), 64),
     "decode mma 64": (lambda: decode.mma_split_kv(AttentionShape(BF16, 64, 3, 16), 2), 168),
     "decode mma 80": (lambda: decode.mma_split_kv(AttentionShape(FP16, 80, 1, 32), 4), 168),
     "decode mma 96": (lambda: decode.mma_split_kv(AttentionShape(BF16, 96, 8, 8, True), 4), 168),

@@ -75,7 +75,7 @@ class Life:
         if r.random() < 0.08 and self.scheduler.requests:
             self.scheduler.finish_requests([r.choice(list(self.scheduler.requests))], FinishReason.ABORT)
         if r.random() < 0.03:
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.reset_prefix_cache(reset_running_requests=r.random() < 0.7)
 
     def step(self):
         r = self.random
@@ -84,8 +84,7 @@ class Life:
         if r.random() < 0.2:
             self.something_happens()
         if r.random() < 0.02:  # the model dies: its requests end, the engine lives on
-            self.scheduler.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.abandon([output])
             return
         result = fake_model(output, self.scheduler)
         if result.sampled_token_ids and r.random() < 0.04:

@@ -110,10 +110,10 @@ def test_meter_of_a_recording_that_began_in_the_middle():
     made, fake = make_settings(SMALL), FakeExecutor()
     scheduler = Scheduler(made.scheduler, made.cache)
     scheduler.add_request(asking(0, output=5).to_request())
-    scheduler.update_from_output(output := scheduler.schedule(), fake.execute(output))
+    scheduler.update_from_output(output := scheduler.schedule(), fake.execute_model(output))
     trace = scheduler.record()
     while scheduler.requests:
-        scheduler.update_from_output(output := scheduler.schedule(), fake.execute(output))
+        scheduler.update_from_output(output := scheduler.schedule(), fake.execute_model(output))
     row = Meter.of(trace).to_pandas().iloc[0]
     assert np.isnan(row.arrival) and np.isnan(row.queue_time) and np.isnan(row.max_tokens)
     assert row.num_output_tokens == 5 and row.finish_reason == "length"
@@ -177,9 +177,9 @@ def test_an_executor_of_ones_own_answers_and_is_timed():
         def __init__(self):
             self.fake, self.params = FakeExecutor(), set()
 
-        def execute(self, output):
+        def execute_model(self, output):
             self.params.update(new.sampling_params for new in output.new_requests)
-            return ModelRunnerOutput({name: [42] for name in self.fake.execute(output).sampled_token_ids})
+            return ModelRunnerOutput({name: [42] for name in self.fake.execute_model(output).sampled_token_ids})
 
     echo = Echo()
     run = simulate([asking(0), asking(1)], config=SMALL, executor=echo, sampling_params="greedy")

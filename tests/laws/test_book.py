@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from minivllm import literate
-from minivllm.literate.check import LONG, check
+from minivllm.literate.check import check, listed_cells, long_cells
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,18 +39,7 @@ def test_the_exporter_exports_itself(tmp_path):
 
 
 def test_the_list_of_long_cells_only_gets_shorter():
-    """Delete the lines of cells that were split; a test that fails here after a split says which."""
-    lines = (ROOT / LONG).read_text().splitlines()[1:]
-    assert len(lines) <= 92
-    book = literate.read_book(ROOT)
-    cells = {f"{cell.notebook} #{cell.id}": cell for notebook in book.chapters.values() for cell in notebook.exports}
-    limits = {
-        f"{c.notebook} #{c.id}": 120 if n.target.startswith("kernels/") else 60
-        for n in book.chapters.values()
-        for c in n.exports
-    }
-    for line in lines:
-        place, _, count = line.rpartition(" ")
-        assert place in cells, f"no such cell any more: delete {line!r}"
-        now = len(cells[place].code.strip().splitlines())
-        assert limits[place] < now == int(count), f"{place} has {now} lines now: change or delete {line!r}"
+    listed = listed_cells(ROOT)
+    assert len(listed) <= 55
+    now = {place: count for place, (_, count, _) in long_cells(literate.read_book(ROOT)).items()}
+    assert listed == {place: now.get(place) for place in listed}, "run python -m minivllm.literate clean"

@@ -180,3 +180,16 @@ def test_a_long_cell_is_refused_unless_it_is_listed(repo, run, fails, name, line
     assert fails("check") == message
     (repo.root / check.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines}\n")
     run("check")
+    (repo.root / check.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines + 7}\nnbs/gone.ipynb #b 99\n")
+    assert run("clean") == f"cleaned {check.LONG}\n"
+    assert check.listed_cells(repo.root) == {"nbs/demo.ipynb #a": lines}
+    assert run("clean") == ""
+
+
+def test_a_record_that_cannot_be_written_is_not_needed(repo, run, fails):
+    (repo.root / sync.RECORD).unlink()
+    (repo.root / sync.RECORD).mkdir()
+    run("check")
+    repo.edit(MODULE, "size = 4", "size = 5")
+    assert "#cls" in fails("check")
+    assert list((repo.root / sync.RECORD).iterdir()) == []

@@ -60,39 +60,39 @@ def decode(runner, name, first_step, count):
     tokens = []
     for i in range(count):
         blocks = {name: ([10 + i],)} if (len(PROMPT) + i) % 4 == 0 else {}
-        tokens += runner.execute(step(first_step + i, {name: 1}, new_block_ids=blocks)).sampled_token_ids[name]
+        tokens += runner.execute_model(step(first_step + i, {name: 1}, new_block_ids=blocks)).sampled_token_ids[name]
     return tokens
 
 
 def test_one_request(runner, answer):
-    first = runner.execute(step(0, {"a": 9}, new_requests=(new("a", PROMPT, [1, 2, 3]),)))
+    first = runner.execute_model(step(0, {"a": 9}, new_requests=(new("a", PROMPT, [1, 2, 3]),)))
     assert first.sampled_token_ids["a"] + decode(runner, "a", 1, 5) == answer
 
 
 def test_chunks_sample_at_the_end_only(runner, answer):
-    chunks = [runner.execute(step(0, {"a": 4}, new_requests=(new("a", PROMPT, [6]),)))]
-    chunks.append(runner.execute(step(1, {"a": 2}, new_block_ids={"a": ([2],)})))
-    chunks.append(runner.execute(step(2, {"a": 3}, new_block_ids={"a": ([9],)})))
+    chunks = [runner.execute_model(step(0, {"a": 4}, new_requests=(new("a", PROMPT, [6]),)))]
+    chunks.append(runner.execute_model(step(1, {"a": 2}, new_block_ids={"a": ([2],)})))
+    chunks.append(runner.execute_model(step(2, {"a": 3}, new_block_ids={"a": ([9],)})))
     assert [c.sampled_token_ids for c in chunks] == [{}, {}, {"a": answer[:1]}]
 
 
 def test_resumed_after_a_preemption(runner, answer):
     """The row comes back with its output as known tokens, in other blocks."""
-    runner.execute(step(0, {"a": 9}, new_requests=(new("a", PROMPT, [1, 2, 3]),)))
-    runner.execute(step(1, {"a": 1}))
+    runner.execute_model(step(0, {"a": 9}, new_requests=(new("a", PROMPT, [1, 2, 3]),)))
+    runner.execute_model(step(1, {"a": 1}))
     assert "a" in runner.batch
-    assert runner.execute(SchedulerOutput(2, {}, 0, preempted=("a",))).sampled_token_ids == {}
+    assert runner.execute_model(SchedulerOutput(2, {}, 0, preempted=("a",))).sampled_token_ids == {}
     assert "a" not in runner.batch and not runner.sampling.requests
-    again = runner.execute(step(3, {"a": 11}, new_requests=(new("a", PROMPT, [20, 21, 22], answer[:2]),)))
+    again = runner.execute_model(step(3, {"a": 11}, new_requests=(new("a", PROMPT, [20, 21, 22], answer[:2]),)))
     assert again.sampled_token_ids["a"] == answer[2:3]
 
 
 def test_swapped_out_and_in(runner, answer):
-    runner.execute(step(0, {"a": 9}, new_requests=(new("a", PROMPT, [1, 2, 3]),)))
+    runner.execute_model(step(0, {"a": 9}, new_requests=(new("a", PROMPT, [1, 2, 3]),)))
     out = step(
         1, {"b": 3}, new_requests=(new("b", [1, 2, 3], [1]),), preempted=("a",), swap_out=((1, 2), (2, 1), (3, 4))
     )
-    runner.execute(out)  # b overwrites block 1 in the same step
+    runner.execute_model(out)  # b overwrites block 1 in the same step
     back = step(
         2,
         {"a": 1},
@@ -100,7 +100,7 @@ def test_swapped_out_and_in(runner, answer):
         finished=("b",),
         swap_in=((2, 30), (1, 31), (4, 32)),
     )
-    assert runner.execute(back).sampled_token_ids == {"a": answer[1:2]}
+    assert runner.execute_model(back).sampled_token_ids == {"a": answer[1:2]}
 
 
 def test_a_request_fails_alone(runner, answer):
@@ -108,18 +108,18 @@ def test_a_request_fails_alone(runner, answer):
         raise KeyError("made up")
 
     requests = (new("bad", PROMPT, [4, 5, 6], logits_processors=[broken]), new("good", PROMPT, [1, 2, 3]))
-    result = runner.execute(step(0, {"bad": 9, "good": 9}, new_requests=requests))
+    result = runner.execute_model(step(0, {"bad": 9, "good": 9}, new_requests=requests))
     assert result.sampled_token_ids == {"good": answer[:1]}
     assert list(result.errors) == ["bad"] and "KeyError" in result.errors["bad"]
-    after = runner.execute(step(1, {"good": 1}, finished=("bad",)))
+    after = runner.execute_model(step(1, {"good": 1}, finished=("bad",)))
     assert after.sampled_token_ids == {"good": answer[1:2]} and not after.errors
 
 
 def test_a_request_that_cannot_be_set_up_fails_alone(runner, answer):
     bad = new("bad", PROMPT, [4, 5, 6], bad_words=["x"])  # its token ids were never looked up
-    result = runner.execute(step(0, {"bad": 9, "good": 9}, new_requests=(bad, new("good", PROMPT, [1, 2, 3]))))
+    result = runner.execute_model(step(0, {"bad": 9, "good": 9}, new_requests=(bad, new("good", PROMPT, [1, 2, 3]))))
     assert result.sampled_token_ids == {"good": answer[:1]} and "bad_words" in result.errors["bad"]
-    assert runner.execute(step(1, {"good": 1}, finished=("bad",))).sampled_token_ids == {"good": answer[1:2]}
+    assert runner.execute_model(step(1, {"good": 1}, finished=("bad",))).sampled_token_ids == {"good": answer[1:2]}
 
 
 @pytest.mark.parametrize("other", ["fails when it is added", "wants a vector"])
@@ -132,8 +132,8 @@ def test_requests_that_draw_no_token_leave_the_others_their_own_random_numbers(r
         steps = [step(first_step, scheduled, new_requests=(*before, *added))]
         steps += [step(first_step + i, {"x": 1, "y": 1}) for i in range(1, 5)]
         steps[3].new_block_ids.update({name: (blocks[1],) for name, blocks in pair.items()})
-        results = [runner.execute(decided).sampled_token_ids for decided in steps]
-        runner.execute(SchedulerOutput(first_step + 5, {}, 0, finished=tuple(scheduled)))
+        results = [runner.execute_model(decided).sampled_token_ids for decided in steps]
+        runner.execute_model(SchedulerOutput(first_step + 5, {}, 0, finished=tuple(scheduled)))
         return [(result["x"], result["y"]) for result in results]
 
     alone = draws(0)
@@ -147,7 +147,7 @@ def test_requests_that_draw_no_token_leave_the_others_their_own_random_numbers(r
 
 
 def test_finished_before_it_had_a_row(runner):
-    assert runner.execute(SchedulerOutput(0, {}, 0, finished=("never",))).sampled_token_ids == {}
+    assert runner.execute_model(SchedulerOutput(0, {}, 0, finished=("never",))).sampled_token_ids == {}
 
 
 def test_many_requests_take_turns_in_few_rows(runner, answer):
@@ -155,7 +155,7 @@ def test_many_requests_take_turns_in_few_rows(runner, answer):
         names = [f"{i}-{k}" for k in range(8)]
         requests = tuple(new(name, PROMPT, [1 + 3 * k, 2 + 3 * k, 3 + 3 * k]) for k, name in enumerate(names))
         before = tuple(f"{i - 1}-{k}" for k in range(8)) if i else ()
-        result = runner.execute(step(i, dict.fromkeys(names, 9), new_requests=requests, finished=before))
+        result = runner.execute_model(step(i, dict.fromkeys(names, 9), new_requests=requests, finished=before))
         assert result.sampled_token_ids == dict.fromkeys(names, answer[:1])
 
 
@@ -167,7 +167,7 @@ def test_prompt_logprobs_in_chunks(runner, chunks):
     got = []
     for i, n in enumerate(chunks):
         requests = (new("a", PROMPT, [1, 2, 3], prompt_logprobs=2),) if i == 0 else ()
-        got += runner.execute(step(i, {"a": n}, new_requests=requests)).prompt_logprobs.get("a", [])
+        got += runner.execute_model(step(i, {"a": n}, new_requests=requests)).prompt_logprobs.get("a", [])
     assert len(got) == len(PROMPT) - 1
     for i, entry in enumerate(got):
         assert abs(entry[PROMPT[i + 1]].logprob - want[i, PROMPT[i + 1]]) < 1e-4
@@ -175,12 +175,12 @@ def test_prompt_logprobs_in_chunks(runner, chunks):
 
 
 def test_prompt_logprobs_are_told_once_across_a_preemption(runner):
-    first = runner.execute(step(0, {"a": 5}, new_requests=(new("a", PROMPT, [1, 2, 3], prompt_logprobs=0),)))
-    runner.execute(SchedulerOutput(1, {}, 0, preempted=("a",)))
-    again = runner.execute(step(2, {"a": 9}, new_requests=(new("a", PROMPT, [4, 5, 6], prompt_logprobs=0),)))
+    first = runner.execute_model(step(0, {"a": 5}, new_requests=(new("a", PROMPT, [1, 2, 3], prompt_logprobs=0),)))
+    runner.execute_model(SchedulerOutput(1, {}, 0, preempted=("a",)))
+    again = runner.execute_model(step(2, {"a": 9}, new_requests=(new("a", PROMPT, [4, 5, 6], prompt_logprobs=0),)))
     assert len(first.prompt_logprobs["a"]) == 5 and len(again.prompt_logprobs["a"]) == 3
-    runner.execute(step(3, {"a": 1}, finished=()))
-    runner.execute(SchedulerOutput(4, {}, 0, finished=("a",)))
+    runner.execute_model(step(3, {"a": 1}, finished=()))
+    runner.execute_model(SchedulerOutput(4, {}, 0, finished=("a",)))
     assert not runner._prompt_done
 
 
@@ -189,7 +189,7 @@ def test_logits_are_computed_for_sampling_rows_only(runner, monkeypatch):
     compute = runner.model.compute_logits
     monkeypatch.setattr(runner.model, "compute_logits", lambda hidden: seen.append(len(hidden)) or compute(hidden))
     requests = (new("a", PROMPT, [1, 2, 3]), new("b", PROMPT, [4, 5, 6]), new("c", [1], [7]))
-    runner.execute(step(0, {"a": 5, "b": 9, "c": 1}, new_requests=requests))
+    runner.execute_model(step(0, {"a": 5, "b": 9, "c": 1}, new_requests=requests))
     assert seen == [2]
 
 
@@ -224,14 +224,27 @@ def test_executors(plan):
     assert executor.kv_cache_config is plan.config.kv_cache
     executor.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
-        executor.execute(SchedulerOutput(0, {}, 0))
+        executor.execute_model(SchedulerOutput(0, {}, 0))
 
 
 def test_rows_are_numpy_views_of_one_batch(runner):
     """The rows stay where they are while others come and go."""
-    runner.execute(step(0, {"a": 9}, new_requests=(new("a", PROMPT, [1, 2, 3]),)))
+    runner.execute_model(step(0, {"a": 9}, new_requests=(new("a", PROMPT, [1, 2, 3]),)))
     row = runner.batch.row_of["a"]
-    runner.execute(step(1, {"a": 1, "b": 3}, new_requests=(new("b", [1, 2, 3], [5]),)))
-    runner.execute(step(2, {"a": 1}, finished=("b",)))
+    runner.execute_model(step(1, {"a": 1, "b": 3}, new_requests=(new("b", [1, 2, 3], [5]),)))
+    runner.execute_model(step(2, {"a": 1}, finished=("b",)))
     assert runner.batch.row_of == {"a": row}
     assert np.array_equal(runner.batch.token_ids[row, : len(PROMPT)], PROMPT)
+
+
+def test_a_forked_child_is_told_that_it_cannot_run_the_engine(plan, monkeypatch):
+    executor = make_executor("uniproc", plan)
+    own = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: own + 1)
+    for call in (executor.execute_model, executor.submit):
+        with pytest.raises(RuntimeError, match="a forked child cannot run it"):
+            call(SchedulerOutput(0, {}, 0))
+    monkeypatch.undo()
+    assert executor.execute_model(SchedulerOutput(0, {}, 0)).sampled_token_ids == {}
+    assert len(executor.collective_rpc("get_sampler")) == 1
+    executor.shutdown()

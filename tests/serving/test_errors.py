@@ -213,7 +213,7 @@ def test_death_of_the_engine(tiny_args: EngineArgs):
             def cut(output):
                 raise OSError("the wire was cut")
 
-            server.llm.llm_engine.core.executor.execute = cut
+            server.llm.llm_engine.core.executor.execute_model = cut
             rest = list(lines)
         assert rest[-1] == "[DONE]"
         assert "the wire was cut" in json.loads(rest[-2])["error"]["message"]

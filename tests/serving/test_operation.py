@@ -82,6 +82,7 @@ def test_small_endpoints(tiny: LiveServer):
     assert tiny.post(COMPLETE, {"prompt": "x" * 40, "max_tokens": 1}).json()["usage"][usage]["cached_tokens"] > 0
     assert tiny.post("/reset_prefix_cache").json() == {"success": True}
     assert tiny.post(COMPLETE, {"prompt": "x" * 40, "max_tokens": 1}).json()["usage"][usage]["cached_tokens"] == 0
+    assert tiny.post("/reset_prefix_cache?reset_running_requests=true").json() == {"success": True}
 
 
 def test_request_ids(tiny: LiveServer):
@@ -211,7 +212,7 @@ def test_a_dead_engine_ends_the_program_with_status_one(tiny_args: EngineArgs):
     def cut(output):
         raise OSError("the wire was cut")
 
-    llm.llm_engine.core.executor.execute = cut
+    llm.llm_engine.core.executor.execute_model = cut
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     assert httpx.post(url + COMPLETE, json={"prompt": "a", "max_tokens": 1}, timeout=30).status_code == 503
     thread.join(20)

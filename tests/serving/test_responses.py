@@ -268,7 +268,7 @@ def test_a_response_that_fails_says_so(tiny_args: EngineArgs):
         def cut(output: Any) -> None:
             raise OSError("the wire was cut")
 
-        live.llm.llm_engine.core.executor.execute = cut
+        live.llm.llm_engine.core.executor.execute_model = cut
         last = raw_events(live, input="Hi")[-1]
     assert last["type"] == "response.failed" and "the wire was cut" in last["response"]["error"]["message"]
     assert last["response"]["status"] == "failed"

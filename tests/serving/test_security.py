@@ -214,7 +214,7 @@ def test_an_error_of_the_engine_names_no_file(tiny_args: EngineArgs):
         def fail(output: Any) -> None:
             raise OSError(2, "no such file", f"{minivllm.__file__} and {server.llm.config.model.path}/x.safetensors")
 
-        server.llm.llm_engine.core.executor.execute = fail
+        server.llm.llm_engine.core.executor.execute_model = fail
         text = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).text
         assert "no such file" in text
         assert str(Path(minivllm.__file__).parent) not in text and str(server.llm.config.model.path) not in text

@@ -52,9 +52,9 @@ from minivllm_kernels.cuda.warp import (
 )
 
 __all__ = [
-    "FMA_HEADS", "CacheFormat", "attend_one", "cache_format", "combine", "fma_parts", "fma_split_kv",
-    "fragment_loaders", "loads_of_row", "max_warps", "mma_parts", "mma_split_kv", "naive", "online_softmax",
-    "same_half", "soft_cap", "words_of_lane",
+    "FMA_HEADS", "CacheFormat", "attend_one", "cache_format", "fma_parts", "fma_split_kv", "fragment_loaders",
+    "loads_of_row", "max_warps", "mma_parts", "mma_split_kv", "naive", "online_softmax", "same_half",
+    "soft_cap", "words_of_lane",
 ]  # fmt: skip
 
 
@@ -180,21 +180,21 @@ def merge_streams(shape: AttentionShape, parts: int, streams: int, threads: int,
     pack = half_ops(shape.dtype).pack
 
     @device
-    def merge(out, p_o, p_ml, shared_o, shared_max, shared_sum, out_at, slot, head0, heads, v_scale):
+    def merge(out, p_o, p_ml, s_o, s_max, s_sum, out_at, slot, head0, heads, v_scale):
         for e in range(cuda.threadIdx.x, heads * W, THREADS):
             h = e // W
             d = (e % W) * 2
             m = f32(NEG)
             for x in range(STREAMS):
-                m = fmax(m, shared_max[x * STATS + h])
+                m = fmax(m, s_max[x * STATS + h])
             total = f32(0.0)
             a0 = f32(0.0)
             a1 = f32(0.0)
             for x in range(STREAMS):
-                weight = exp2(shared_max[x * STATS + h] - m)
-                total += weight * shared_sum[x * STATS + h]
-                a0 += weight * shared_o[(x * H + h) * PITCH + d]
-                a1 += weight * shared_o[(x * H + h) * PITCH + d + 1]
+                weight = exp2(s_max[x * STATS + h] - m)
+                total += weight * s_sum[x * STATS + h]
+                a0 += weight * s_o[(x * H + h) * PITCH + d]
+                a1 += weight * s_o[(x * H + h) * PITCH + d + 1]
             total /= v_scale
             if slot < 0:
                 out[out_at + (head0 + h) * W + d // 2] = pack(a0 / total, a1 / total)
@@ -209,6 +209,108 @@ def merge_streams(shape: AttentionShape, parts: int, streams: int, threads: int,
     return merge
 
 
+# %% nbs/numba_kernels/cuda/decode.ipynb #merge_partials
+def merge_partials(shape: AttentionShape, warps: int) -> Any:
+    """A device function for the last block of a cut sequence: join the partials of all blocks."""
+    D, W, THREADS, WARPS = shape.head_dim, shape.head_dim // 2, warps * 32, warps
+    pack = half_ops(shape.dtype).pack
+
+    @device
+    def weigh(weights, p_ml, at, step, parts, lane):
+        """Weights of a head's partials, two a lane: exp2(maximum) over the sum of all."""
+        ma = f32(NEG)
+        mb = f32(NEG)
+        la = f32(0.0)
+        lb = f32(0.0)
+        if lane < parts:
+            x = ldcg2(p_ml, at + lane * step)
+            ma = x[0]
+            la = x[1]
+        if lane + 32 < parts:
+            x = ldcg2(p_ml, at + (lane + 32) * step)
+            mb = x[0]
+            lb = x[1]
+        m = warp_max(fmax(ma, mb))
+        ma = exp2(ma - m)
+        mb = exp2(mb - m)
+        total = warp_sum(la * ma + lb * mb)
+        return ma / total, mb / total
+
+    @device
+    def merge(out, p_o, p_ml, weights, out_at, first_slot, parts, head0, heads, all_heads):
+        warp = cuda.threadIdx.x // 32
+        lane = cuda.threadIdx.x % 32
+        for h in range(warp, heads, WARPS):
+            at = (i64(first_slot) * all_heads + head0 + h) * 2
+            wa, wb = weigh(weights, p_ml, at, all_heads * 2, parts, lane)
+            weights[h * MAX_PARTS + lane] = wa
+            weights[h * MAX_PARTS + lane + 32] = wb
+        cuda.syncthreads()
+        step = all_heads * D
+        for e in range(cuda.threadIdx.x, heads * W, THREADS):
+            h = e // W
+            d = (e % W) * 2
+            a0 = f32(0.0)
+            a1 = f32(0.0)
+            at = (i64(first_slot) * all_heads + head0 + h) * D + d
+            x = 0
+            while x + 4 <= parts:  # four loads in flight
+                v0 = ldcg2(p_o, at)
+                v1 = ldcg2(p_o, at + step)
+                v2 = ldcg2(p_o, at + 2 * step)
+                v3 = ldcg2(p_o, at + 3 * step)
+                w0 = weights[h * MAX_PARTS + x]
+                w1 = weights[h * MAX_PARTS + x + 1]
+                w2 = weights[h * MAX_PARTS + x + 2]
+                w3 = weights[h * MAX_PARTS + x + 3]
+                a0 += w0 * v0[0] + w1 * v1[0] + w2 * v2[0] + w3 * v3[0]
+                a1 += w0 * v0[1] + w1 * v1[1] + w2 * v2[1] + w3 * v3[1]
+                at += 4 * step
+                x += 4
+            while x < parts:
+                v0 = ldcg2(p_o, at)
+                a0 += weights[h * MAX_PARTS + x] * v0[0]
+                a1 += weights[h * MAX_PARTS + x] * v0[1]
+                at += step
+                x += 1
+            out[out_at + (head0 + h) * W + d // 2] = pack(a0, a1)
+
+    return merge
+
+
+# %% nbs/numba_kernels/cuda/decode.ipynb #block_finish
+def block_finish(shape: AttentionShape, parts: int, streams: int, warps: int, stats: int, pitch: int) -> Any:
+    """A device function for the end of a block: merge its streams; the last block of a cut sequence merges all partials.
+
+    weights, arrived: shared memory for it, heads * MAX_PARTS floats and an int32.
+    """
+    G, PARTS = shape.group, parts
+    merge_block = merge_streams(shape, parts, streams, warps * 32, stats, pitch)
+    merge_blocks = merge_partials(shape, warps)
+
+    @device
+    def finish(out, p_o, p_ml, count, work, item, s_o, s_max, s_sum, weights, arrived, o_s, head0, heads, v_scale):
+        slot, out_at = work[item + WORK_SLOT], i64(work[item + WORK_ROW]) * o_s
+        merge_block(out, p_o, p_ml, s_o, s_max, s_sum, out_at, slot, head0, heads, v_scale)
+        if slot >= 0:
+            first_slot = work[item + WORK_FIRST_SLOT]
+            parts = work[item + WORK_PARTS]
+            counter = i64(first_slot) * cuda.gridDim.x + cuda.blockIdx.x
+            cuda.threadfence()
+            cuda.syncthreads()
+            if cuda.threadIdx.x == 0:
+                arrived[0] = atomic_inc(count, counter)
+            cuda.syncthreads()
+            if arrived[0] == parts - 1:
+                cuda.threadfence()
+                if cuda.threadIdx.x == 0:
+                    count[counter] = 0  # ready for the next launch
+                all_heads = cuda.gridDim.x // PARTS * G
+                merge_blocks(out, p_o, p_ml, weights, out_at, first_slot, parts, head0, heads, all_heads)
+
+    return finish
+
+
 # %% nbs/numba_kernels/cuda/decode.ipynb #fma_parts
 FMA_HEADS = 4  # query heads a block of rung 2 takes: more would not fit in its registers
 
@@ -220,25 +322,27 @@ def fma_parts(shape: AttentionShape) -> int:
 
 @functools.cache
 def fma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
-    """Rung 2: split-KV on the ordinary cores. Grid (KV heads * fma_parts, items); `combine` follows if items were cut."""
+    """Rung 2: split-KV on the ordinary cores. Grid (KV heads * fma_parts, items). The last block of a cut sequence merges."""
     D, G, BS, CAP = shape.head_dim, shape.group, shape.block_size, shape.soft_cap
     W = D // 2
     LANES = 8 if D <= 64 else 16 if D <= 128 else 32  # lanes a token, a power of two; some idle when D/8 is none
     AT_ONCE, PARTS = 32 // LANES, fma_parts(shape)
     STEP, THREADS = warps * AT_ONCE, warps * 32  # a step's tokens: as many independent softmaxes has a block
     H = -(-G // PARTS)
-    H8, SH, SHD = H * 8, STEP * H, STEP * H * D
+    H8, SH, SHD, SWEIGHTS = H * 8, STEP * H, STEP * H * D, H * MAX_PARTS
     half, sum_of_token = same_half(shape), group_sum(LANES)
     lo, hi = half.lo, half.hi
-    merge = merge_streams(shape, PARTS, STEP, THREADS, H, D)
+    finish = block_finish(shape, PARTS, STEP, warps, H, D)
 
     @kernel(DECODE_SIGNATURE, threads=THREADS, name=f"decode_fma_{shape.name}_w{warps}")
     def decode_fma(
         out, q, kc, vc, table, work, p_o, p_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
     ):
-        shared_o = cuda.shared.array(SHD, f32)
-        shared_max = cuda.shared.array(SH, f32)
-        shared_sum = cuda.shared.array(SH, f32)
+        s_o = cuda.shared.array(SHD, f32)
+        s_max = cuda.shared.array(SH, f32)
+        s_sum = cuda.shared.array(SH, f32)
+        weights = cuda.shared.array(SWEIGHTS, f32)
+        arrived = cuda.shared.array(1, i32)
         item = cuda.blockIdx.y * FIELDS
         seq, row, first, end = (
             work[item + WORK_SEQ],
@@ -291,51 +395,14 @@ def fma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
         for h in range(H):
             if on:
                 for w in range(8):
-                    shared_o[(stream * H + h) * D + c * 8 + w] = acc[h * 8 + w]
+                    s_o[(stream * H + h) * D + c * 8 + w] = acc[h * 8 + w]
             if c == 0:
-                shared_max[stream * H + h] = m[h]
-                shared_sum[stream * H + h] = total[h]
+                s_max[stream * H + h] = m[h]
+                s_sum[stream * H + h] = total[h]
         cuda.syncthreads()
-        slot, out_at = work[item + WORK_SLOT], i64(row) * o_s
-        merge(out, p_o, p_ml, shared_o, shared_max, shared_sum, out_at, slot, head0, heads, v_scale)
+        finish(out, p_o, p_ml, count, work, item, s_o, s_max, s_sum, weights, arrived, o_s, head0, heads, v_scale)
 
     return decode_fma
-
-
-# %% nbs/numba_kernels/cuda/decode.ipynb #combine
-@functools.cache
-def combine(shape: AttentionShape) -> CudaKernel:
-    """Join the partials that rung 2 left. Grid (query heads, items); the same arguments as the rung."""
-    W = shape.head_dim // 2
-    D = shape.head_dim
-    pack = half_ops(shape.dtype).pack
-
-    @kernel(DECODE_SIGNATURE, threads=W, name=f"decode_combine_{shape.name}")
-    def decode_combine(
-        out, q, kc, vc, table, work, p_o, p_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
-    ):
-        head = cuda.blockIdx.x
-        heads = cuda.gridDim.x
-        item = cuda.blockIdx.y * FIELDS
-        slot, first_slot, parts = work[item + WORK_SLOT], work[item + WORK_FIRST_SLOT], work[item + WORK_PARTS]
-        if work[item + WORK_SEQ] < 0 or slot < 0 or slot != first_slot:
-            return
-        d = cuda.threadIdx.x * 2
-        m = f32(NEG)
-        for x in range(parts):
-            m = fmax(m, p_ml[((first_slot + x) * heads + head) * 2])
-        total = f32(0.0)
-        a0 = f32(0.0)
-        a1 = f32(0.0)
-        for x in range(parts):
-            at = i64(first_slot + x) * heads + head
-            weight = exp2(p_ml[at * 2] - m)
-            total += weight * p_ml[at * 2 + 1]
-            a0 += weight * p_o[at * D + d]
-            a1 += weight * p_o[at * D + d + 1]
-        out[i64(work[item + WORK_ROW]) * o_s + head * W + d // 2] = pack(a0 / total, a1 / total)
-
-    return decode_combine
 
 
 # %% nbs/numba_kernels/cuda/decode.ipynb #cache_format
@@ -549,100 +616,31 @@ def warp_store(shape: AttentionShape, pitch: int) -> Any:
     VFULL = D % 64 == 0
 
     @device
-    def store_warp(shared_o, shared_max, shared_sum, o, m0, m1, sum0, sum1, warp, g, t):
+    def store_warp(s_o, s_max, s_sum, o, m0, m1, sum0, sum1, warp, g, t):
         if g == 0:
-            shared_max[warp * 8 + 2 * t] = m0
-            shared_max[warp * 8 + 2 * t + 1] = m1
-            shared_sum[warp * 8 + 2 * t] = sum0
-            shared_sum[warp * 8 + 2 * t + 1] = sum1
+            s_max[warp * 8 + 2 * t] = m0
+            s_max[warp * 8 + 2 * t + 1] = m1
+            s_sum[warp * 8 + 2 * t] = sum0
+            s_sum[warp * 8 + 2 * t + 1] = sum1
         for h in range(VH):
             for w in range(4):
                 e = (h * 4 + w) * 4
                 d = 8 * (g + 8 * h) + 2 * w
                 if VFULL or d < D:
                     if 2 * t < H:
-                        shared_o[(warp * H + 2 * t) * PITCH + d] = o[e]
-                        shared_o[(warp * H + 2 * t) * PITCH + d + 1] = o[e + 2]
+                        s_o[(warp * H + 2 * t) * PITCH + d] = o[e]
+                        s_o[(warp * H + 2 * t) * PITCH + d + 1] = o[e + 2]
                     if 2 * t + 1 < H:
-                        shared_o[(warp * H + 2 * t + 1) * PITCH + d] = o[e + 1]
-                        shared_o[(warp * H + 2 * t + 1) * PITCH + d + 1] = o[e + 3]
+                        s_o[(warp * H + 2 * t + 1) * PITCH + d] = o[e + 1]
+                        s_o[(warp * H + 2 * t + 1) * PITCH + d + 1] = o[e + 3]
 
     return store_warp
-
-
-# %% nbs/numba_kernels/cuda/decode.ipynb #merge_partials
-def merge_partials(shape: AttentionShape, warps: int) -> Any:
-    """A device function for the last block of a cut sequence: join the partials of all blocks."""
-    D, W, THREADS, WARPS = shape.head_dim, shape.head_dim // 2, warps * 32, warps
-    pack = half_ops(shape.dtype).pack
-
-    @device
-    def weigh(weights, p_ml, at, step, parts, lane):
-        """Weights of a head's partials, two a lane: exp2(maximum) over the sum of all."""
-        ma = f32(NEG)
-        mb = f32(NEG)
-        la = f32(0.0)
-        lb = f32(0.0)
-        if lane < parts:
-            x = ldcg2(p_ml, at + lane * step)
-            ma = x[0]
-            la = x[1]
-        if lane + 32 < parts:
-            x = ldcg2(p_ml, at + (lane + 32) * step)
-            mb = x[0]
-            lb = x[1]
-        m = warp_max(fmax(ma, mb))
-        ma = exp2(ma - m)
-        mb = exp2(mb - m)
-        total = warp_sum(la * ma + lb * mb)
-        return ma / total, mb / total
-
-    @device
-    def merge(out, p_o, p_ml, weights, out_at, first_slot, parts, head0, heads, all_heads):
-        warp = cuda.threadIdx.x // 32
-        lane = cuda.threadIdx.x % 32
-        for h in range(warp, heads, WARPS):
-            at = (i64(first_slot) * all_heads + head0 + h) * 2
-            wa, wb = weigh(weights, p_ml, at, all_heads * 2, parts, lane)
-            weights[h * MAX_PARTS + lane] = wa
-            weights[h * MAX_PARTS + lane + 32] = wb
-        cuda.syncthreads()
-        step = all_heads * D
-        for e in range(cuda.threadIdx.x, heads * W, THREADS):
-            h = e // W
-            d = (e % W) * 2
-            a0 = f32(0.0)
-            a1 = f32(0.0)
-            at = (i64(first_slot) * all_heads + head0 + h) * D + d
-            x = 0
-            while x + 4 <= parts:  # four loads in flight
-                v0 = ldcg2(p_o, at)
-                v1 = ldcg2(p_o, at + step)
-                v2 = ldcg2(p_o, at + 2 * step)
-                v3 = ldcg2(p_o, at + 3 * step)
-                w0 = weights[h * MAX_PARTS + x]
-                w1 = weights[h * MAX_PARTS + x + 1]
-                w2 = weights[h * MAX_PARTS + x + 2]
-                w3 = weights[h * MAX_PARTS + x + 3]
-                a0 += w0 * v0[0] + w1 * v1[0] + w2 * v2[0] + w3 * v3[0]
-                a1 += w0 * v0[1] + w1 * v1[1] + w2 * v2[1] + w3 * v3[1]
-                at += 4 * step
-                x += 4
-            while x < parts:
-                v0 = ldcg2(p_o, at)
-                a0 += weights[h * MAX_PARTS + x] * v0[0]
-                a1 += weights[h * MAX_PARTS + x] * v0[1]
-                at += step
-                x += 1
-            out[out_at + (head0 + h) * W + d // 2] = pack(a0, a1)
-
-    return merge
 
 
 # %% nbs/numba_kernels/cuda/decode.ipynb #mma_parts
 @functools.cache
 def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
-    """Rung 3: split-KV on tensor cores. Grid (KV heads * mma_parts, items). The last block of a cut sequence combines."""
+    """Rung 3: split-KV on tensor cores. Grid (KV heads * mma_parts, items). The last block of a cut sequence merges."""
     D, G, CAP, PARTS = shape.head_dim, shape.group, shape.soft_cap, mma_parts(shape)
     W, H = D // 2, -(-G // PARTS)
     KJ, VH = loads_of_row(shape)
@@ -656,20 +654,19 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     find_blocks, load_k, load_v = fragment_loaders(shape)
     load_q_fragments, qk, pv = tile_matmuls(shape)
     store_warp = warp_store(shape, PITCH)
-    merge_warps = merge_streams(shape, PARTS, warps, THREADS, 8, PITCH)
-    merge_blocks = merge_partials(shape, warps)
+    finish = block_finish(shape, PARTS, warps, warps, 8, PITCH)
 
     @kernel(DECODE_SIGNATURE, THREADS, f"decode_mma_{shape.name}_w{warps}", min_blocks=max(1, RESIDENT // warps))
     def decode_mma(
         out, q, kc, vc, table, work, p_o, p_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
     ):
-        shared_o = cuda.shared.array(SO, f32)
-        shared_max = cuda.shared.array(W8, f32)
-        shared_sum = cuda.shared.array(W8, f32)
+        s_o = cuda.shared.array(SO, f32)
+        s_max = cuda.shared.array(W8, f32)
+        s_sum = cuda.shared.array(W8, f32)
         weights = cuda.shared.array(SWEIGHTS, f32)
         arrived = cuda.shared.array(1, i32)
         item = cuda.blockIdx.y * FIELDS
-        seq, row, slot = work[item + WORK_SEQ], work[item + WORK_ROW], work[item + WORK_SLOT]
+        seq, row = work[item + WORK_SEQ], work[item + WORK_ROW]
         first, end = work[item + WORK_FIRST], work[item + WORK_END]
         grid_release()
         if seq < 0:
@@ -736,26 +733,8 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
                 load_v(v, vc, blocks_ahead, ahead, last, g, t, s_blk, s_tok, kv_at)
             tile = ahead
         sum0, sum1 = over_tokens_sum(sum0, sum1)
-        store_warp(shared_o, shared_max, shared_sum, o, m0, m1, sum0, sum1, warp, g, t)
+        store_warp(s_o, s_max, s_sum, o, m0, m1, sum0, sum1, warp, g, t)
         cuda.syncthreads()
-        out_at = i64(row) * o_s
-        merge_warps(out, p_o, p_ml, shared_o, shared_max, shared_sum, out_at, slot, head0, heads, v_scale)
-        if slot < 0:
-            return
-        first_slot = work[item + WORK_FIRST_SLOT]
-        parts = work[item + WORK_PARTS]
-        counter = i64(first_slot) * cuda.gridDim.x + cuda.blockIdx.x
-        cuda.threadfence()
-        cuda.syncthreads()
-        if tid == 0:
-            arrived[0] = atomic_inc(count, counter)
-        cuda.syncthreads()
-        if arrived[0] != parts - 1:
-            return
-        cuda.threadfence()
-        if tid == 0:
-            count[counter] = 0  # ready for the next launch
-        all_heads = cuda.gridDim.x // PARTS * G
-        merge_blocks(out, p_o, p_ml, weights, out_at, first_slot, parts, head0, heads, all_heads)
+        finish(out, p_o, p_ml, count, work, item, s_o, s_max, s_sum, weights, arrived, o_s, head0, heads, v_scale)
 
     return decode_mma

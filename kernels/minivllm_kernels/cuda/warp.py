@@ -16,9 +16,9 @@ from minivllm_kernels.cuda import warp_sim
 __all__ = [
     "LLVM", "NUMBA", "REGISTER", "SIM", "atomic_inc", "bf16_hi", "bf16_lo", "cp_async16", "cp_commit",
     "cp_wait_older", "e4m3_hi", "e4m3_lo", "exp2", "f16_hi", "f16_lo", "fmax", "grid_release", "grid_wait",
-    "instruction", "ldcg2", "ldg64_stream", "ldg128", "ldg128_stream", "ldmatrix_x4", "ldmatrix_x4_trans",
-    "mma_bf16", "mma_f16", "movmatrix", "pack_bf16", "pack_e4m3", "pack_f16", "prmt", "ptx", "rsqrt",
-    "shfl_xor", "smem_addr", "stg128", "sts128",
+    "ldcg2", "ldg64_stream", "ldg128", "ldg128_stream", "ldmatrix_x4", "ldmatrix_x4_trans", "mma_bf16",
+    "mma_f16", "movmatrix", "pack_bf16", "pack_e4m3", "pack_f16", "prmt", "rsqrt", "shfl_xor", "smem_addr",
+    "stg128", "sts128",
 ]  # fmt: skip
 
 

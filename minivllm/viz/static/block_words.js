@@ -118,10 +118,13 @@ export function decision({ kind, request, tokens, why }, lexicon) {
   }
   if (kind === "hit") return `${who} was admitted and found these tokens cached`;
   if (kind === "cache") return "the block was full: its tokens can be found and reused";
+  if (kind === "uncache") return "the step that was to fill it was not run";
   if (kind === "skip") return `no later token of ${who} attends to it`;
   if (kind === "evict") return `${why ? `${name(why.request)} needed a block` : "a block was needed"}, and no empty one was left`;
   if (why?.kind === "finish") return `${who} ended (${lexicon.strings[why.reason]})`;
   if (why?.kind !== "preempt") return `the admission of ${who} was taken back`;
+  const cause = { policy_error: "the policy failed", reset_prefix_cache: "the prefix cache was reset" }[lexicon.strings[why.chosen_by]];
+  if (cause) return `${who} was preempted (${why.mode}): ${cause}`;
   const needed = why.needed_by === request ? "it needed blocks itself and none were free" : `${name(why.needed_by)} needed blocks and none were free`;
   return `${who} was preempted (${why.mode}, chosen by ${lexicon.strings[why.chosen_by]}): ${needed}`;
 }

@@ -302,11 +302,20 @@ export class Fold {
     this.changed.push(block);
   }
 
-  release(block, r) {
+  // Blocks without content go to the front of the free list, in this order; those with content to its end.
+  releaseAll(blocks, r) {
+    let front = this.end;
+    for (const block of blocks) {
+      this.release(block, r, front);
+      if (this.ref[block] === 0 && this.name[block] < 0) front = block;
+    }
+  }
+
+  release(block, r, front) {
     const count = --this.ref[block];
     if (count === 0) {
       this.owner[block] = -1;
-      this.link(block, this.name[block] < 0 ? this.end : this.before[this.end]);
+      this.link(block, this.name[block] < 0 ? front : this.before[this.end]);
       this.numFree++;
       if (this.name[block] >= 0) this.numCachedFree++;
     } else {
@@ -338,9 +347,11 @@ export class Fold {
   }
 
   preempt({ request, mode }) {
-    without(this.running, request);
-    this.waiting.unshift(request);
     const its = this.request(request);
+    if (its.status === "RUNNING") {
+      without(this.running, request);
+      this.waiting.unshift(request);
+    }
     its.status = mode === "swap" ? "SWAPPED" : "PREEMPTED";
     if (mode !== "swap") its.computed = 0;
   }
@@ -366,13 +377,18 @@ export class Fold {
   }
 
   free({ request, group, blocks }) {
-    for (const block of blocks) this.release(block, request);
+    this.releaseAll(blocks, request);
     this.request(request).tables[group] = [];
   }
 
   skip({ request, group, start, end, blocks }) {
     this.request(request).tables[group].fill(0, start, end);
-    for (const block of blocks) this.release(block, request);
+    this.releaseAll(blocks, request);
+  }
+
+  uncache({ blocks }) {
+    for (const block of blocks) this.name[block] = -1;
+    this.changed.push(...blocks);
   }
 
   evict({ block }) {
@@ -559,7 +575,7 @@ export class Frames {
   }
 }
 
-const HISTORY = { alloc: "allocated", hit: "shared", cache: "cached", free: "freed", skip: "left by the window", evict: "evicted" };
+const HISTORY = { alloc: "allocated", hit: "shared", cache: "cached", uncache: "not filled after all", free: "freed", skip: "left by the window", evict: "evicted" };
 
 // A request gives its blocks back just before the event that says why; a block is evicted just before a request takes it.
 function explain(open, event) {

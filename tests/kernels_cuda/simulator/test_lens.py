@@ -92,9 +92,10 @@ def test_what_a_lens_cannot_read_is_said():
 def test_a_puzzle_takes_its_answer_and_names_each_mistake(puzzle: Puzzle):
     assert puzzle.check(puzzle.answer), puzzle.check(puzzle.answer)
     assert "svg" in puzzle._repr_html_() and puzzle.solution.startswith("def ")
-    for kernel, words in puzzle.wrong.items():
+    assert all(right in puzzle.solution for right, _, _ in puzzle.wrong)
+    for kernel, words in puzzle.mistakes():
         verdict = puzzle.check(kernel)
-        assert not verdict and words in verdict.text, (kernel.__name__, verdict)
+        assert not verdict and words in verdict.text, (kernel.__code__.co_filename, verdict)
 
 
 def test_there_are_at_least_twelve_puzzles():

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minivllm.engine.stop_strings import repeated_pattern_size
 from minivllm.sampling.params import RepetitionDetectionParams
-from minivllm.sampling.repetition import repeated_pattern_size
 
 
 def brute_force(ids: list[int], low: int, high: int, count: int) -> int | None:

@@ -1,0 +1,105 @@
+"""A model runner that remembers what stands in every slot of every block, and complains about a read of anything else.
+
+A slot holds the number of a prefix: what a request's tokens were up to and including that position, with all that keeps
+requests apart (salt, adapter). Two slots are equal just when keys and values there are.
+"""
+
+from __future__ import annotations
+
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+
+GARBAGE = -1
+
+
+class Row:
+    """A request as the runner holds it."""
+
+    def __init__(self, tokens: list[int], root: int, computed: int, tables: list[list[int]]) -> None:
+        self.tokens, self.root, self.computed, self.tables = tokens, root, computed, tables
+
+
+class Memory:
+    """Executes decisions on slots that hold prefixes."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.size = scheduler, scheduler.cache.block_size
+        self.specs = [group.spec for group in scheduler.kv_cache_manager.groups]
+        self.numbers: dict[tuple[int, object], int] = {}
+        self.device: dict[tuple[int, int], int] = {}
+        self.cpu: dict[tuple[int, int], int] = {}
+        self.rows: dict[str, Row] = {}
+        self.checked = 0
+
+    def number(self, *key: object) -> int:
+        return self.numbers.setdefault(key, len(self.numbers) + 1)  # type: ignore[arg-type]
+
+    def root(self, request: Request) -> int:
+        return self.number("root", request.cache_salt, request.lora_name)
+
+    def prefixes(self, row: Row, end: int) -> list[int]:
+        found, at = [], row.root
+        for token in row.tokens[:end]:
+            at = self.number(at, token)
+            found.append(at)
+        return found
+
+    def execute(self, output: SchedulerOutput, fails: bool = False) -> ModelRunnerOutput:
+        """Runs one decision as a device would: rows, copies, all writes, then all reads."""
+        requests = self.scheduler.requests
+        for name in (*output.preempted, *output.finished):
+            self.rows.pop(name, None)
+        for new in output.new_requests:
+            assert new.request_id not in self.rows, "a row was sent twice"
+            tokens = [*new.prompt_token_ids, *new.output_token_ids]
+            root = self.root(requests[new.request_id])
+            self.rows[new.request_id] = Row(tokens, root, new.num_computed_tokens, [list(t) for t in new.block_ids])
+        for name, new_ids in output.new_block_ids.items():
+            for table, ids in zip(self.rows[name].tables, new_ids, strict=True):
+                table.extend(ids)
+        assert len({to for _, to in output.swap_out}) == len(output.swap_out), "two copies into one block"
+        self._copy(self.device, self.cpu, output.swap_out)
+        self._copy(self.cpu, self.device, output.swap_in)
+        for name, n in output.num_scheduled_tokens.items():
+            row = self.rows[name]
+            prefixes = self.prefixes(row, row.computed + n)
+            assert len(prefixes) == row.computed + n, "more tokens are scheduled than are known"
+            for table in row.tables:
+                for place in range(row.computed, row.computed + n):
+                    self.device[table[place // self.size], place % self.size] = GARBAGE if fails else prefixes[place]
+        result = ModelRunnerOutput()
+        for name, n in output.num_scheduled_tokens.items() if not fails else ():
+            self._read(name, n)
+            row = self.rows[name]
+            row.computed += n
+            if row.computed == len(row.tokens):
+                row.tokens.append(sum(row.tokens) % 3)
+                result.sampled_token_ids[name] = row.tokens[-1:]
+        return result
+
+    def _copy(self, source, target, pairs) -> None:
+        for one, other in pairs:
+            for place in range(self.size):
+                target[other, place] = source.get((one, place), GARBAGE)
+
+    def _read(self, name: str, n: int) -> None:
+        """Every key that a token of this step attends to is the key of the request's own prefix."""
+        row = self.rows[name]
+        prefixes = self.prefixes(row, row.computed + n)
+        for spec, table in zip(self.specs, row.tables, strict=True):
+            for query in range(row.computed, row.computed + n):
+                for key in range(query + 1):
+                    if spec.rules.visible(spec, query, key):
+                        held = self.device.get((table[key // self.size], key % self.size), GARBAGE)
+                        assert held == prefixes[key], (
+                            f"{name} at {query} reads position {key} in block {table[key // self.size]}: wrong content"
+                        )
+                        self.checked += 1
+
+    def check_hashes(self, hashes: dict[bytes, list[int]]) -> None:
+        """Every block with a hash holds what the hash says, once the decided steps have run."""
+        for block in self.scheduler.kv_cache_manager.block_pool.blocks:
+            if block.block_hash is not None:
+                held = [self.device.get((block.block_id, place), GARBAGE) for place in range(self.size)]
+                assert held == hashes[block.block_hash], f"{block} does not hold what its hash says"

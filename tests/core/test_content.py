@@ -1,0 +1,297 @@
+"""A block's hash says what is in it: every token reads only keys and values that were truly computed for its own prefix."""
+
+import random
+from collections import deque
+
+import pytest
+from block_memory import Memory, Row
+from scheduling import GROUPS, kv_config
+
+from minivllm.core.config import CacheConfig, SchedulerConfig
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.policy import FCFS, LFU, DeepestFirst, LongestPrefixMatch, Policy, PolicyError, Priority
+from minivllm.core.prefix import extend_block_hashes
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Recompute, Scheduler, Swap
+
+
+class Flaky(Policy):
+    """A policy with odd tastes that fails now and then."""
+
+    def __init__(self, rng: random.Random, fails: float) -> None:
+        self.rng, self.fails = rng, fails
+
+    def _maybe(self) -> None:
+        if self.rng.random() < self.fails:
+            raise RuntimeError("a bad day")
+
+    def order(self, waiting, view):
+        self._maybe()
+        return self.rng.sample(waiting, len(waiting))
+
+    def chunk(self, request, budget_left, view):
+        self._maybe()
+        return self.rng.randrange(budget_left + 1)
+
+    def victim(self, running, view):
+        self._maybe()
+        return self.rng.choice(running)
+
+    def evict(self, free_blocks, view):
+        self._maybe()
+        return self.rng.choice(list(free_blocks))
+
+
+def policies(rng: random.Random) -> Policy:
+    kind = rng.randrange(8)
+    if kind < 4:
+        return Flaky(rng, rng.choice([0.0, 0.05, 0.2]))
+    return (FCFS, Priority, LFU, LongestPrefixMatch)[kind - 4]() if rng.random() < 0.9 else DeepestFirst()
+
+
+class Workload:
+    """One random engine with random requests. Every random number comes from `rng`."""
+
+    LONGEST = 16
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        size = rng.choice([1, 2, 2, 3, 4])
+        kind = rng.choice(["full", "full", *sorted(GROUPS)])
+        kv = kv_config(kind, size, 2, window=rng.choice([2, 3, 5, 8]))
+        least = len(kv.groups) * -(-self.LONGEST // size) + 1
+        seqs = rng.randint(1, 5)
+        chunked = rng.random() < 0.9
+        config = SchedulerConfig(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=rng.randint(max(seqs, 4), 24) if chunked else 24,
+            max_model_len=self.LONGEST,
+            enable_chunked_prefill=chunked,
+            long_prefill_token_threshold=rng.choice([0, 0, 3, 5]),
+            max_num_partial_prefills=rng.choice([None, None, 1, 2]),
+            scheduler_reserve_full_isl=rng.random() < 0.5,
+            starvation_limit=rng.choice([2, 5, 1000]),
+        )
+        cache = CacheConfig(
+            block_size=size,
+            num_gpu_blocks=rng.randint(least, least + least // 3),
+            prefix_cache_index=rng.choice(["hash", "radix"]),
+            watermark=rng.choice([0.0, 0.2]),
+        )
+        preemption = rng.choice([Recompute(), Swap(rng.choice([3, 8, 60]))])
+        self.scheduler = Scheduler(config, cache, kv, policy=policies(rng), preemption=preemption, policy_timeout=60.0)
+        self.memory = Memory(self.scheduler)
+        self.depth = rng.choice([1, 1, 2])
+        self.flying: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.truth: dict[str, list[int]] = {}
+        self.said: dict[str, list[int]] = {}
+        self.hashes: dict[bytes, list[int]] = {}
+        self.live: dict[str, Request] = {}
+        self.added = 0
+        self.preemptions = self.hits = self.errors = 0
+
+    def add(self) -> None:
+        rng = self.rng
+        self.added += 1
+        length = rng.randint(1, self.LONGEST - 2)
+        prompt = [0, 1, 2, 0][: rng.randint(0, 4)] * 4 + [rng.randrange(3) for _ in range(length)]
+        request = Request(
+            str(self.added), prompt[:length], max_tokens=rng.randint(1, 8), priority=rng.randrange(3),
+            cache_salt=rng.choice([None, None, None, "s"]), stop_token_ids=frozenset(rng.choice([(), (), (1,)])),
+            skip_reading_prefix_cache=rng.random() < 0.1,
+        )  # fmt: skip
+        self.scheduler.add_request(request)
+        tokens = list(request.all_token_ids)
+        while len(tokens) < request.max_total_tokens:
+            tokens.append(sum(tokens) % 3)
+            if tokens[-1] in request.end_token_ids:
+                break
+        name = request.request_id
+        self.truth[name], self.said[name], self.live[name] = tokens[request.num_prompt_tokens :], [], request
+        row = Row(tokens, self.memory.root(request), 0, [])
+        prefixes, size = self.memory.prefixes(row, len(tokens)), self.scheduler.cache.block_size
+        full = Request("", tokens, max_tokens=1, cache_salt=request.cache_salt)
+        for i, name_of_block in enumerate(extend_block_hashes(full, size)):
+            self.hashes[name_of_block] = prefixes[i * size : (i + 1) * size]
+
+    def end(self, name: str) -> None:
+        """The truth of a request that was ended from outside is what it has said."""
+        self.truth[name] = self.truth[name][: len(self.said[name])]
+
+    def step(self) -> None:
+        try:
+            output = self.scheduler.schedule()
+        except PolicyError:
+            self.errors += 1
+            self.memory.check_hashes(self.hashes)
+            if self.rng.random() < 0.5:
+                self.scheduler.set_policy(policies(self.rng))
+            return
+        self.hits += sum(new.num_computed_tokens for new in output.new_requests)
+        self.preemptions += len(output.preempted)
+        fails = self.rng.random() < 0.01
+        result = self.memory.execute(output, fails)
+        if fails:
+            outputs = [*(o for o, _ in self.flying), output]
+            self.flying.clear()
+            for gone in {n for o in outputs for n in (*o.num_scheduled_tokens, *o.preempted)} & set(
+                self.scheduler.requests
+            ):
+                self.end(gone)
+            self.scheduler.abandon(outputs)
+        else:
+            self.flying.append((output, result))
+        self.memory.check_hashes(self.hashes)
+        while len(self.flying) >= self.depth:
+            self.land()
+
+    def land(self) -> None:
+        for out in self.scheduler.update_from_output(*self.flying.popleft()):
+            self.said[out.request_id] += out.new_token_ids
+
+    def act(self) -> None:
+        """Something that happens between two steps."""
+        rng, scheduler = self.rng, self.scheduler
+        kind = rng.random()
+        if kind < 0.25 and self.added < 8:
+            self.add()
+        elif kind < 0.30 and scheduler.requests:
+            name = rng.choice(sorted(scheduler.requests))
+            scheduler.finish_requests([name])
+            self.end(name)
+        elif kind < 0.34:
+            scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.5)
+        elif kind < 0.37:
+            scheduler.set_policy(policies(rng))
+        elif kind < 0.40 and self.flying:
+            self.land()
+
+    def run(self) -> None:
+        for _ in range(self.rng.randint(2, 4)):
+            self.add()
+        for _ in range(self.rng.randint(5, 25)):
+            self.act()
+            self.step()
+        self.scheduler.set_policy(self.rng.choice([FCFS, Priority])())
+        for _ in range(400):
+            if not self.scheduler.has_requests():
+                break
+            self.step()
+        while self.flying:
+            self.land()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert not self.scheduler.requests, "not finished"
+        assert pool.num_free == pool.num_blocks, "blocks are lost"
+        assert self.said == self.truth
+
+
+def run(seed: int) -> Workload:
+    workload = Workload(random.Random(seed))
+    try:
+        workload.run()
+    except BaseException as error:
+        raise AssertionError(f"workload {seed}: {error}") from error
+    return workload
+
+
+def test_a_few_hundred_random_workloads():
+    runs = [run(seed) for seed in range(300)]
+    assert all(sum(getattr(w, what) for w in runs) > 100 for what in ("hits", "preemptions", "errors"))
+
+
+@pytest.mark.slow
+def test_twenty_thousand_random_workloads():
+    seed = random.SystemRandom().randrange(10**9)
+    print(f"20,000 workloads from seed {seed}")
+    for i in range(seed, seed + 20_000):
+        run(i)
+
+
+def step(scheduler, memory):
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, memory.execute(output))
+    return output
+
+
+def test_a_victim_that_was_planned_in_the_same_step_resumes_on_what_was_computed():
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=9, max_model_len=64, policy="priority", long_prefill_token_threshold=5
+    )
+    scheduler = Scheduler(config, CacheConfig(block_size=3, num_gpu_blocks=9))
+    memory = Memory(scheduler)
+    scheduler.add_request(Request("other", [99], max_tokens=20))
+    scheduler.add_request(Request("low", list(range(13)), max_tokens=1, priority=1))
+    step(scheduler, memory)
+    scheduler.add_request(Request("urgent", list(range(50, 57)), max_tokens=1))
+    assert step(scheduler, memory).num_scheduled_tokens == {"other": 1, "low": 5, "urgent": 3}  # low has 10 of 13
+    assert step(scheduler, memory).preempted == ("low",)  # after its last three had been planned
+    [resumed] = step(scheduler, memory).new_requests
+    assert (resumed.request_id, resumed.num_computed_tokens) == ("low", 9)
+
+
+def test_a_policy_error_leaves_no_promise_behind():
+    """A prompt is planned, and shared by another in the same step; then the policy fails, and the first goes away."""
+
+    class Fails(FCFS):
+        def chunk(self, request, budget_left, view):
+            return budget_left if request.request_id != "c" else 1 // 0
+
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=40, max_model_len=64)
+    scheduler = Scheduler(config, CacheConfig(block_size=4, num_gpu_blocks=40), policy=Fails())
+    memory = Memory(scheduler)
+    for name in "abc":
+        scheduler.add_request(Request(name, list(range(10)), max_tokens=2))
+    with pytest.raises(PolicyError):
+        scheduler.schedule()
+    assert not any(block.block_hash for block in scheduler.kv_cache_manager.block_pool.blocks)
+    scheduler.finish_requests(["a"])
+    scheduler.set_policy(FCFS())
+    output = step(scheduler, memory)
+    assert [(new.request_id, new.num_computed_tokens) for new in output.new_requests] == [("b", 0), ("c", 8)]
+
+
+def test_after_a_failed_step_requests_that_go_on_register_nothing_more():
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64)
+    scheduler = Scheduler(config, CacheConfig(block_size=4, num_gpu_blocks=40), policy=OnlyB())
+    memory = Memory(scheduler)
+    for name in "ab":
+        scheduler.add_request(Request(name, list(range(6)), max_tokens=9))
+    scheduler.set_policy(FCFS())
+    step(scheduler, memory)
+    scheduler.set_policy(OnlyB())
+    output = scheduler.schedule()
+    assert list(output.num_scheduled_tokens) == ["b"]
+    scheduler.abandon([output])
+    assert list(scheduler.requests) == ["a"]
+    scheduler.set_policy(FCFS())
+    while scheduler.has_requests():
+        step(scheduler, memory)
+        assert not any(block.block_hash for block in scheduler.kv_cache_manager.block_pool.blocks)
+
+
+class OnlyB(FCFS):
+    def chunk(self, request, budget_left, view):
+        return budget_left if request.request_id == "b" else 0
+
+
+def test_a_prompt_is_shared_within_the_step_that_computes_it():
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=40, max_model_len=64)
+    scheduler = Scheduler(config, CacheConfig(block_size=4, num_gpu_blocks=40))
+    memory = Memory(scheduler)
+    for i in range(3):
+        scheduler.add_request(Request(str(i), list(range(10)), max_tokens=3))
+    assert step(scheduler, memory).num_scheduled_tokens == {"0": 10, "1": 2, "2": 2}
+
+
+def test_reset_refuses_while_requests_hold_blocks_and_can_be_told_to_reset_them():
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64)
+    scheduler = Scheduler(config, CacheConfig(block_size=4, num_gpu_blocks=40))
+    memory = Memory(scheduler)
+    scheduler.add_request(Request("a", list(range(6)), max_tokens=9))
+    step(scheduler, memory)
+    assert scheduler.reset_prefix_cache() is False
+    assert scheduler.kv_cache_manager.block_pool.num_free < 39
+    assert scheduler.reset_prefix_cache(reset_running_requests=True) is True
+    assert not any(block.block_hash for block in scheduler.kv_cache_manager.block_pool.blocks)
+    output = step(scheduler, memory)
+    assert (output.preempted, output.num_scheduled_tokens) == (("a",), {"a": 7})
