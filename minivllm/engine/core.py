@@ -33,54 +33,6 @@ if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
 logger = logging.getLogger("minivllm.engine")
 
 
-# %% nbs/engine/core.ipynb #GrammarQueue
-class GrammarQueue:
-    """Requests whose grammar is being compiled. ``compiler``: None if there can be none."""
-
-    def __init__(self, compiler: GrammarCompiler | None) -> None:
-        self.compiler = compiler
-        self._waiting: dict[str, tuple[Request, PendingGrammar]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waiting
-
-    def compile(self, params: StructuredOutputsParams) -> PendingGrammar:
-        """Begin to compile. Raises ValueError without a compiler, GrammarError for a grammar that is too large."""
-        if self.compiler is None:
-            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
-        return self.compiler.submit(params)
-
-    def add(self, request: Request) -> None:
-        """Begin to compile the grammar that the request's parameters ask for."""
-        self._waiting[request.request_id] = request, self.compile(request.sampling_params.structured_outputs)
-
-    def remove(self, request_ids: Iterable[str]) -> list[str]:
-        """Forget requests; returns those that were here."""
-        return [request_id for request_id in request_ids if self._waiting.pop(request_id, None) is not None]
-
-    def take_ready(self, wait: bool) -> tuple[list[Request], list[EngineCoreOutput]]:
-        """Requests whose grammar is compiled, in the order of arrival, and the last outputs of those whose grammar is wrong.
-
-        With ``wait``, when there is nothing else to do, the first one is waited for.
-        """
-        ready: list[Request] = []
-        failed: list[EngineCoreOutput] = []
-        for request_id, (request, pending) in list(self._waiting.items()):
-            if not pending.done() and not wait:
-                continue
-            wait = False
-            del self._waiting[request_id]
-            try:
-                pending.result()
-                ready.append(request)
-            except GrammarError as error:
-                failed.append(EngineCoreOutput(request_id, [], FinishReason.ERROR, error=str(error)))
-        return ready, failed
-
-
 # %% nbs/engine/core.ipynb #EngineCore
 class EngineCore:
     """Scheduler and executor, a step at a time. Knows token ids only.
@@ -300,3 +252,51 @@ class EngineCore:
         if self.grammar is not None:
             self.grammar.shutdown()
         self.executor.shutdown()
+
+
+# %% nbs/engine/core.ipynb #GrammarQueue
+class GrammarQueue:
+    """Requests whose grammar is being compiled. ``compiler``: None if there can be none."""
+
+    def __init__(self, compiler: GrammarCompiler | None) -> None:
+        self.compiler = compiler
+        self._waiting: dict[str, tuple[Request, PendingGrammar]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def compile(self, params: StructuredOutputsParams) -> PendingGrammar:
+        """Begin to compile. Raises ValueError without a compiler, GrammarError for a grammar that is too large."""
+        if self.compiler is None:
+            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
+        return self.compiler.submit(params)
+
+    def add(self, request: Request) -> None:
+        """Begin to compile the grammar that the request's parameters ask for."""
+        self._waiting[request.request_id] = request, self.compile(request.sampling_params.structured_outputs)
+
+    def remove(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget requests; returns those that were here."""
+        return [request_id for request_id in request_ids if self._waiting.pop(request_id, None) is not None]
+
+    def take_ready(self, wait: bool) -> tuple[list[Request], list[EngineCoreOutput]]:
+        """Requests whose grammar is compiled, in the order of arrival, and the last outputs of those whose grammar is wrong.
+
+        With ``wait``, when there is nothing else to do, the first one is waited for.
+        """
+        ready: list[Request] = []
+        failed: list[EngineCoreOutput] = []
+        for request_id, (request, pending) in list(self._waiting.items()):
+            if not pending.done() and not wait:
+                continue
+            wait = False
+            del self._waiting[request_id]
+            try:
+                pending.result()
+                ready.append(request)
+            except GrammarError as error:
+                failed.append(EngineCoreOutput(request_id, [], FinishReason.ERROR, error=str(error)))
+        return ready, failed

@@ -47,7 +47,8 @@ class CompletionState:
         ended_here = self._add_tokens(output)
         if self.finish_reason is not None and not ended_here:
             ended_here = self._flush()
-        self._take_logprobs(output, len(self.token_ids) - before)
+        if output.logprobs:
+            self._take_logprobs(output, len(self.token_ids) - before)
         return ended_here and output.finish_reason is None
 
     def _add_tokens(self, output: EngineCoreOutput) -> bool:
@@ -66,6 +67,7 @@ class CompletionState:
                 return True
         return False
 
+    # %% nbs/engine/output_processor.ipynb #CompletionState-text
     def _add_text(self, piece: str) -> bool:
         """Returns whether a stop string is complete now; then the text is cut and the reason set."""
         start = len(self.text)
@@ -89,7 +91,7 @@ class CompletionState:
         return None
 
     def _take_logprobs(self, output: EngineCoreOutput, count: int) -> None:
-        if self.logprobs is None or not output.logprobs:
+        if self.logprobs is None:
             return
         for token_id, entry in zip(output.new_token_ids[:count], output.logprobs, strict=False):
             self.logprobs.append(entry)
@@ -280,7 +282,8 @@ class OutputProcessor:
             state.error = output.error
         if output.pooled is not None:
             state.pooled, state.num_cached_tokens = output.pooled, output.num_cached_tokens
-        self._name_tokens(output)
+        if output.logprobs or output.prompt_logprobs:
+            self._name_tokens(output)
         if output.prompt_logprobs:
             state.prompt_logprobs = [*(state.prompt_logprobs or ()), *output.prompt_logprobs]
         core_must_stop = child.update(output)

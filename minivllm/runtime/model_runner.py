@@ -176,8 +176,10 @@ class ModelRunner:
             step = self.batch.prepare(output.num_scheduled_tokens)
             chosen = self._chosen(step)
             hidden, rows = self._forward(step, chosen)
-            self._compute_prompt_logprobs(step, hidden, result)
-            self._pool(step, hidden, result)
+            if self._prompt_done:
+                self._compute_prompt_logprobs(step, hidden, result)
+            if self.pooler:
+                self._pool(step, hidden, result)
             self.batch.advance(step)
             if len(chosen):
                 every = len(chosen) == len(step.token_ids)
@@ -306,8 +308,6 @@ class ModelRunner:
 
     def _pool(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
         """Hand the hidden states of requests that want a vector to the pooler."""
-        if not self.pooler:
-            return
         starts = step.attention[0].query_start_loc
         for i, request_id in enumerate(step.request_ids):
             if request_id in self.pooler:
@@ -317,8 +317,6 @@ class ModelRunner:
 
     # %% nbs/runtime/model_runner.ipynb #ModelRunner-_compute_prompt_logprobs
     def _compute_prompt_logprobs(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
-        if not self._prompt_done:
-            return
         starts = step.attention[0].query_start_loc
         for i, request_id in enumerate(step.request_ids):
             view = self.sampling.requests.get(request_id)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "Logprob", "LogprobsOnTheWay", "compute_logprobs", "gather_logprobs"]
+__all__ = ["HostCopy", "Logprob", "PendingLogprobs", "compute_logprobs", "gather_logprobs"]
 
 
 # %% nbs/sampling/logprobs.ipynb #Logprob
@@ -46,10 +46,10 @@ def gather_logprobs(values: Tensor, token_ids: Tensor, num_logprobs: Sequence[in
     values [R, V] float32: logprobs or logits. token_ids [R] int64: the chosen ones. num_logprobs: for each row, how many
     of the likeliest to report too; -1 means all.
     """
-    return LogprobsOnTheWay(values, token_ids, num_logprobs).wait()
+    return PendingLogprobs(values, token_ids, num_logprobs).wait()
 
 
-class LogprobsOnTheWay:
+class PendingLogprobs:
     """As `gather_logprobs`, whose result `wait` gives; a GPU finds and copies the numbers meanwhile."""
 
     def __init__(self, values: Tensor, token_ids: Tensor, num_logprobs: Sequence[int]) -> None:

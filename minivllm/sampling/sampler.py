@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import minivllm.sampling.zoo  # noqa: F401 - its transforms are known by name
-from minivllm.sampling.logprobs import HostCopy, Logprob, LogprobsOnTheWay
+from minivllm.sampling.logprobs import HostCopy, Logprob, PendingLogprobs
 from minivllm.sampling.params import LOGPROBS_MODES, SamplingParams
 from minivllm.sampling.random import uniforms
 from minivllm.sampling.state import NO_LOGPROBS, Matcher, SamplingBatch, SamplingState
@@ -86,10 +86,10 @@ class Sampler:
         if self not in batch.prepared:
             batch.prepared[self] = _Wanted(batch, self.logprobs_mode, [stage.name for stage in self.stages])
         wanted = batch.prepared[self]
-        raw = wanted.keep("raw", logits)
+        raw = wanted.keep("raw", logits) if wanted.modes else None
         logits = self._transform(logits, batch, wanted, errors, observe)
         errors |= {view.request_id: view.error for view in batch.requests if view.error is not None}
-        processed = wanted.keep("processed", logits)
+        processed = wanted.keep("processed", logits) if wanted.modes else None
         token_ids, alive = self._choose(logits, batch)
         token_ids = torch.where(alive, token_ids, -1)
         return PendingSample(batch.request_ids, token_ids, wanted.report(raw, processed, token_ids), errors)
@@ -225,7 +225,7 @@ class _Wanted:
     # %% nbs/sampling/sampler.ipynb #_Wanted-report
     def report(
         self, raw: tuple[list[int], Tensor] | None, processed: tuple[list[int], Tensor] | None, token_ids: Tensor
-    ) -> list[tuple[list[int], LogprobsOnTheWay]]:
+    ) -> list[tuple[list[int], PendingLogprobs]]:
         """Rows that want reports, and these."""
         out = []
         for kept in (raw, processed):
@@ -236,7 +236,7 @@ class _Wanted:
             normalised = normalised.to(logits.device, non_blocking=True)
             values = torch.where(normalised[:, None], torch.log_softmax(logits, -1), logits)
             chosen = token_ids[_there(rows, logits.device)].clamp(min=0)
-            out.append((rows, LogprobsOnTheWay(values, chosen, [self.counts[i] for i in rows])))
+            out.append((rows, PendingLogprobs(values, chosen, [self.counts[i] for i in rows])))
         return out
 
 
@@ -253,7 +253,7 @@ class PendingSample:
         self,
         request_ids: Sequence[str],
         token_ids: Tensor,
-        reports: list[tuple[list[int], LogprobsOnTheWay]],
+        reports: list[tuple[list[int], PendingLogprobs]],
         errors: dict[str, str],
     ) -> None:
         self.token_ids = token_ids

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+import uvicorn
 from live_server import LiveServer, live_server
 
 from minivllm.core.config import EngineArgs
@@ -217,3 +218,14 @@ def test_a_dead_engine_ends_the_program_with_status_one(tiny_args: EngineArgs):
     assert httpx.post(url + COMPLETE, json={"prompt": "a", "max_tokens": 1}, timeout=30).status_code == 503
     thread.join(20)
     assert status == [1]
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_waits_for_no_request(second: signal.Signals):
+    from minivllm.serving.app import _Server
+
+    server = _Server(uvicorn.Config(lambda: None))
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit and not server.force_exit
+    server.handle_exit(second, None)
+    assert server.force_exit
