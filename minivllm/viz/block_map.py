@@ -45,6 +45,7 @@ WIRE = {  # the events that travel, and their fields
     "swap_out": SCHEMA["swap_out"],
     "free_cpu": SCHEMA["free_cpu"],
     "schedule": SCHEMA["schedule"],
+    "rollback": SCHEMA["rollback"],
     "finish": ("request", "reason"),
     "reset": (),
 }
@@ -111,6 +112,7 @@ class BlockStream(FoldReader):
                 self._name(name, -1, 0, 0)
         self._start_step(0)
 
+    # %% nbs/viz/block_map.ipynb #BlockStream-steps
     def _start_step(self, step: int) -> None:
         if not self.chunks or len(self.chunks[-1][1]) > max(self.LEAST, (1 + self.SHARE) * self._keyframe_size):
             self.chunks.append((step, self._keyframe()))
@@ -221,6 +223,9 @@ class BlockStream(FoldReader):
 
     def _write_pairs(self, event: Any) -> list[int]:
         return [len(event.pairs), *(block for pair in event.pairs for block in pair)]
+
+    def _write_num_rejected(self, event: Any) -> list[int]:
+        return [len(event.num_rejected), *(x for r, n in event.num_rejected.items() for x in (self.requests(r), n))]
 
     def _write_num_scheduled(self, event: Any) -> list[int]:
         """n, then n times request, tokens: only where they differ from the step before; 0 for none."""
