@@ -134,7 +134,9 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     llm.observe(state.observe)
     hide_paths(
         {str(llm.config.model.path): "the model", str(llm.get_tokenizer().name_or_path): "the model"}
-        | dict.fromkeys((sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), os.path.expanduser("~")), "...")
+        | dict.fromkeys(
+            (sys.prefix, sys.base_prefix, sys.modules["minivllm"].__path__[0], os.path.expanduser("~")), "..."
+        )
     )
     app = FastAPI(title="minivllm", version=installed_version("minivllm"), lifespan=_lifespan(state, options.trace))
     app.state.server = state

@@ -444,3 +444,24 @@ def test_explain_places_u_inside_the_chosen_piece() -> None:
 def test_explain_gives_the_reason_when_no_token_comes_out() -> None:
     with pytest.raises(ValueError, match="raised KeyError"):
         Sampler().explain(torch.zeros(5), SamplingParams(logits_processors=[raising]), seed=0)
+
+
+@pytest.mark.parametrize("where", ["column_values", "counts"])
+def test_a_request_that_cannot_be_added_gives_its_row_back(where, monkeypatch):
+    from minivllm.sampling import state as module
+
+    def fails(*args):
+        raise OverflowError("made up")
+
+    state = module.SamplingState(2, 10)
+    with monkeypatch.context() as patch:
+        if where == "column_values":
+            patch.setattr(module, "column_values", fails)
+        else:
+            patch.setattr(state.counts, "add", fails)
+        for i in range(5):
+            with pytest.raises(OverflowError, match="made up"):
+                state.add(str(i), SamplingParams(presence_penalty=1.0), [1], [], 0)
+    for i in range(2):
+        state.add(str(i), SamplingParams(top_k=2**63), [1], [], 0)
+    assert len(state.requests) == 2
