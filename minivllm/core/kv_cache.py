@@ -234,7 +234,7 @@ class KVCacheManager:
         counts, wanted = [], 0
         for group, n in zip(self.groups, held, strict=True):
             count = group.num_blocks(total) - n
-            counts.append(count if count > 0 else 0)
+            counts.append(max(0, count))
             wanted += counts[-1]
         num_new = wanted
         if reserve_tokens:
