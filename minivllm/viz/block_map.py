@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.events import SCHEMA, Event, FoldReader, State, named, read
+from minivllm.core.events import EVENTS, SCHEMA, Event, FoldReader, State, read
 from minivllm.core.trace import Trace
 from minivllm.viz.palette import LIGHT, owner_colour
 from minivllm.viz.payload import Payload
@@ -45,6 +45,7 @@ WIRE = {  # the events that travel, and their fields
     "swap_out": SCHEMA["swap_out"],
     "free_cpu": SCHEMA["free_cpu"],
     "schedule": SCHEMA["schedule"],
+    "rollback": SCHEMA["rollback"],
     "finish": ("request", "reason"),
     "reset": (),
 }
@@ -96,7 +97,10 @@ class BlockStream(FoldReader):
         self.origins: list[list[int]] = []
         self.chunks: list[tuple[int, list[int]]] = []
         self.used: list[int] = []
-        self.kinds: Counter[str] = Counter()
+        self._coders = {
+            kind: [getattr(self, f"_write_{field}", _plain(1 + SCHEMA[kind].index(field))) for field in fields]
+            for kind, fields in WIRE.items()
+        }
         now = self.fold.now
         self.touched = {
             block for block, (count, name) in enumerate(zip(now.ref_cnt, now.hashes, strict=True)) if count or name
@@ -108,6 +112,7 @@ class BlockStream(FoldReader):
                 self._name(name, -1, 0, 0)
         self._start_step(0)
 
+    # %% nbs/viz/block_map.ipynb #BlockStream-steps
     def _start_step(self, step: int) -> None:
         if not self.chunks or len(self.chunks[-1][1]) > max(self.LEAST, (1 + self.SHARE) * self._keyframe_size):
             self.chunks.append((step, self._keyframe()))
@@ -119,20 +124,17 @@ class BlockStream(FoldReader):
         self.chunks[-1][1].extend([len(self._ops), *self._ops])
         self.used.append(self.fold.num_used)
 
-    def _on_step(self, step: int, time: float) -> None:
-        if self.step:  # what comes before the first step belongs to it
-            self._start_step(self.step)
-
     def feed(self, event: Event) -> None:
         """Write one event."""
-        super().feed(event)
-        self.kinds[event[0]] += 1
-        if event[0] in WIRE:
-            self._ops.append(_KIND[event[0]])
-            fields = named(event)
-            for field in WIRE[event[0]]:
-                coder = getattr(self, f"_write_{field}", None)
-                self._ops += coder(fields) if coder else [getattr(fields, field)]
+        kind = event[0]
+        coders = self._coders.get(kind)
+        if coders is not None:
+            fields = EVENTS[kind](*event)
+            self._ops.append(_KIND[kind])
+            for coder in coders:
+                self._ops += coder(fields)
+        elif kind == "step" and self.step:  # what comes before the first step belongs to it
+            self._start_step(self.step)
 
     def _name(self, name: bytes, request: int, group: int, position: int) -> int:
         known = len(self.names.of)
@@ -222,6 +224,9 @@ class BlockStream(FoldReader):
     def _write_pairs(self, event: Any) -> list[int]:
         return [len(event.pairs), *(block for pair in event.pairs for block in pair)]
 
+    def _write_num_rejected(self, event: Any) -> list[int]:
+        return [len(event.num_rejected), *(x for r, n in event.num_rejected.items() for x in (self.requests(r), n))]
+
     def _write_num_scheduled(self, event: Any) -> list[int]:
         """n, then n times request, tokens: only where they differ from the step before; 0 for none."""
         new = event.num_scheduled
@@ -250,6 +255,10 @@ class BlockStream(FoldReader):
 
 # %% nbs/viz/block_map.ipynb #BlockStream
 _KIND = {kind: number for number, kind in enumerate(SCHEMA)}
+
+
+def _plain(i: int) -> Callable[[Event], list[int]]:
+    return lambda event: [event[i]]
 
 
 # %% nbs/viz/block_map.ipynb #request_tokens
@@ -352,7 +361,8 @@ class BlockMap(TraceView):
         shared = sum(count > 1 for count in fold.now.ref_cnt)
         most = f"Most in use: {max(used):,} of {total:,} blocks, at step {used.index(max(used))}."
         end = f"At the last step {used[-1]:,} are in use, {shared:,} of them shared; {fold.num_cached_free:,} free ones hold cached tokens."
-        what = f"{stream.kinds['evict']:,} evictions, {stream.kinds['preempt']:,} preemptions in {self.trace.num_steps:,} steps."
+        kinds = Counter(event[0] for event in self.trace.events)
+        what = f"{kinds['evict']:,} evictions, {kinds['preempt']:,} preemptions in {self.trace.num_steps:,} steps."
         return f"{most}\n{end}\n{what}"
 
     def plot(self, ax: Axes | None = None, step: int | None = None) -> Axes:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from minivllm_kernels.cpu import program as cpu_program
 from minivllm_kernels.cpu.compile import compile_kernel, machine_for, only, pack, to_llvm
 from minivllm_kernels.cpu.matmul.layout import PackedMatmul, host_tiles, tile_configs
-from minivllm_kernels.cpu.program import DIRECT, Program
+from minivllm_kernels.cpu.program import Program
 from minivllm_kernels.cpu.simd import claim, floats_at
 
 
@@ -146,7 +146,7 @@ def test_a_matmul_by_tiles_is_right_and_a_row_the_same_in_any_batch(outputs, inp
         around = torch.full((len(x) + 2, inputs), torch.nan, dtype=torch.bfloat16)
         around[1:-1] = x
         out = torch.full((len(x) + 2, outputs), -7.0, dtype=torch.bfloat16)
-        product(around[1:].data_ptr(), out[1:].data_ptr(), len(x), threads, DIRECT)
+        product(around[1:].data_ptr(), out[1:].data_ptr(), len(x), threads)
         assert (out[0] == -7).all() and (out[-1] == -7).all()
         return out[1:-1]
 
@@ -171,6 +171,6 @@ def test_wide_results_are_rounded_as_narrow_ones(tiles, biased):
         where = bias.data_ptr() if biased else 0
         product = PackedMatmul(memory.data_ptr(), 70, 64, 64, 32, where, tiles, bits)
         results.append(torch.empty(67, 70, dtype=dtype))
-        product(x.data_ptr(), results[-1].data_ptr(), 67, 2, DIRECT)
+        product(x.data_ptr(), results[-1].data_ptr(), 67, 2)
     narrow, wide = results
     assert torch.equal(narrow.float(), wide) and wide.abs().sum() > 0

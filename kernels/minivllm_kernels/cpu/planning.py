@@ -11,7 +11,7 @@ import numpy as np
 
 from minivllm_kernels.cpu.compile import COUNT, OWN, Kernel, kernel, pack
 from minivllm_kernels.cpu.matmul.layout import tile_configs
-from minivllm_kernels.cpu.program import DIRECT, Launcher, aligned
+from minivllm_kernels.cpu.program import LAUNCHER, aligned
 
 __all__ = [
     "BEGIN", "BLOCK_STRIDE", "CACHE", "CHUNK", "CLAIMS", "CONFIGS", "COUNTER", "COUNTERS", "END", "FACTORS",
@@ -260,11 +260,11 @@ class AttentionStep:
         self.args = pack(len(self.claims) - 1, 0, 0, 0, *heads, window, chunk, *memory)
 
     # %% nbs/numba_kernels/cpu/planning.ipynb #AttentionStep-run
-    def run(self, q: int, out: int, cache: int, on: Launcher = DIRECT) -> None:
+    def run(self, q: int, out: int, cache: int) -> None:
         """Compute a layer. The three are addresses of contiguous memory, q and out [T, heads, head_dim]."""
         args = self.args
         args[Q], args[OUT], args[CACHE] = q, out, cache
-        on.run(self.kernel, args, self.threads)
+        LAUNCHER.run(self.kernel, args, self.threads)
 
 
 # %% nbs/numba_kernels/cpu/planning.ipynb #AttentionStep-run

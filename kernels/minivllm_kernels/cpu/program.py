@@ -8,16 +8,17 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT, OWN, Kernel, host_is_x86, kernel, pack, run
 
 __all__ = [
-    "ARGS", "DIRECT", "ENTERED_BY", "ENTRY", "FIELDS", "LEFT_BY", "SPINS", "STEPS", "YIELD", "DirectLauncher",
-    "Launcher", "Program", "Scratch", "aligned", "worker_loop",
+    "ARGS", "ENTERED_BY", "ENTRY", "FIELDS", "LAUNCHER", "LEFT_BY", "SPINS", "STEPS", "YIELD", "Launcher",
+    "Program", "Scratch", "aligned", "worker_loop",
 ]  # fmt: skip
 
 
@@ -44,26 +45,35 @@ class Scratch:
         return self._pieces[-1][1]
 
 
-class Launcher(Protocol):
-    """Launches kernels: `DIRECT` at once, a `Program` when it is called."""
+class Launcher(threading.local):
+    """Launches kernels for this Python thread: at once, or into a program that is being captured. Each thread has scratch memory."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+        self._program: Program | None = None
 
     def run(self, kernel: Kernel, args: "array[int]", threads: int) -> None:
-        """Run a kernel on `threads` threads, now or later."""
+        """Run a kernel on `threads` threads, or record it."""
+        if self._program is None:
+            run(kernel, args, threads)
+        else:
+            self._program.run(kernel, args, threads)
 
     def scratch(self, size: int) -> int:
         """Address of at least `size` bytes that are free until the next kernel."""
+        return self._scratch.take(size) if self._program is None else self._program.scratch(size)
+
+    @contextmanager
+    def capture(self, program: "Program") -> Iterator[None]:
+        """Inside, this thread's launches are recorded in `program` and do not run."""
+        before, self._program = self._program, program
+        try:
+            yield
+        finally:
+            self._program = before
 
 
-class DirectLauncher(threading.local):
-    """Runs kernels at once. Each Python thread has its own scratch memory."""
-
-    def __init__(self) -> None:
-        self.scratch = Scratch().take
-
-    run = staticmethod(run)
-
-
-DIRECT = DirectLauncher()
+LAUNCHER = Launcher()
 
 
 # %% nbs/numba_kernels/cpu/program.ipynb #conduct

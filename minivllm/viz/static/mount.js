@@ -94,12 +94,18 @@ export async function mountWidget(model, element, load) {
     end = await mountView(element, header, new Uint8Array(raw.buffer, raw.byteOffset, raw.byteLength), { load, model, player: true });
     unlink = header.trace && !header.problem ? link(model, cursorFor(header.trace)) : () => {};
   };
+  const leave = () => {
+    end();
+    unlink();
+    end = unlink = () => {};
+  };
   model.on("change:header", show);
+  model.on("destroy", leave); // the kernel closed it: its cell has run again
   await show();
   return () => {
     model.off("change:header", show);
-    end();
-    unlink();
+    model.off("destroy", leave);
+    leave();
   };
 }
 

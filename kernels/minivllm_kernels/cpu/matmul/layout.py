@@ -20,7 +20,7 @@ from minivllm_kernels.cpu.compile import (
     pack,
     run,
 )
-from minivllm_kernels.cpu.program import DIRECT, Launcher
+from minivllm_kernels.cpu.program import LAUNCHER
 
 __all__ = [
     "BIAS", "BLOCK", "CHUNK", "CONFIGS", "EXTRA", "FACTORS", "FIRST", "GROUP", "INPUTS", "ITEM", "OUT",
@@ -75,16 +75,16 @@ class Matmul:
         self.args = pack(items, 0, 0, 0, 0, 0, weight, bias, scales, inputs, outputs, *extra)
         self.sum_floats, self.row_floats = 8 * ITEM, inputs  # scratch: sums of eight rows, then each row as float32
 
-    def __call__(self, x: int, out: int, rows: int, threads: int, on: Launcher = DIRECT) -> None:
+    def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
         """Launch. `x` and `out` are addresses of contiguous [rows, inputs] and [rows, outputs]. Not thread-safe."""
         args = self.args
         for first in range(0, rows, self.ROWS_PER_LAUNCH):
             n = min(self.ROWS_PER_LAUNCH, rows - first)
             size = -(-4 * (self.sum_floats + -(-n // 8) * 8 * self.row_floats) // 64) * 64
-            args[SCRATCH], args[SCRATCH_BYTES], args[ROWS] = on.scratch(threads * size), size, n
+            args[SCRATCH], args[SCRATCH_BYTES], args[ROWS] = LAUNCHER.scratch(threads * size), size, n
             args[X] = x + first * self.inputs * self.x_bytes
             args[OUT] = out + first * self.outputs * self.out_bytes
-            on.run(self.kernel, args, threads)
+            LAUNCHER.run(self.kernel, args, threads)
 
 
 # %% nbs/numba_kernels/cpu/matmul/layout.ipynb #RowMajorMatmul
@@ -141,11 +141,11 @@ class RowMajorMatmul(Matmul):
         compiled = kernel("minivllm_kernels.cpu.matmul.gemv:matmul", w_bits, x_bits, lanes, host_registers())
         super().__init__(compiled, 0, outputs, inputs, x_bits, x_bits, weight, bias, scales, 0)
 
-    def __call__(self, x: int, out: int, rows: int, threads: int, on: Launcher = DIRECT) -> None:
+    def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
         """See `Matmul`. The outputs are cut by the number of threads."""
         chunk = chunk_outputs(self.outputs, threads)
         self.args[COUNT], self.args[CHUNK], self.sum_floats = -(-self.outputs // chunk), chunk, 8 * row_stride(chunk)
-        super().__call__(x, out, rows, threads, on)
+        super().__call__(x, out, rows, threads)
 
 
 # %% nbs/numba_kernels/cpu/matmul/layout.ipynb #PackedMatmul
