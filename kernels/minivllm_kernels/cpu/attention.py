@@ -397,7 +397,7 @@ def make_item(plan: CPUAttentionShape, s: CPUAttentionShape, do_split: Any, row_
 
 
 # %% nbs/numba_kernels/cpu/attention.ipynb #attend
-def attend(*params: int) -> Callable[[Any], None]:
+def attend(*params: Any) -> Callable[[Any], None]:
     """Body of the attention kernel for the fields of a `CPUAttentionShape`, in order. Arguments: `planning.AttentionStep`."""
     s = CPUAttentionShape(*params)
     plain, SIZE = replace(s, tiles=False), s.offsets["end"]

@@ -34,9 +34,9 @@ __all__ = [
 # %% nbs/numba_kernels/cpu/matmul/layout.ipynb #Matmul
 """How weights lie in memory for the CPU's matmuls, and an object for each layout that launches its kernel."""
 
-X, OUT, ROWS, SCRATCH, SCRATCH_BYTES, WEIGHT, BIAS, SCALES, INPUTS, OUTPUTS = range(OWN, OWN + 10)
+X, OUT, ROWS, SCRATCH, SCRATCH_BYTES, INPUTS, OUTPUTS, WEIGHT, BIAS, SCALES = range(OWN, OWN + 10)
 """Arguments of every matmul kernel: addresses of the rows and of the results, number of rows; address of the scratch memory and
-its bytes a thread; addresses of weight, bias and scales (0: none); inputs and outputs. Those of one kernel follow at `EXTRA`."""
+its bytes a thread; inputs and outputs; addresses of weight, bias and scales (0: none). Those of one kernel follow at `EXTRA`."""
 EXTRA = OWN + 10
 TILE_ROWS = (1, 2, 4, 8)
 """Rows that a tile of registers is made for."""
@@ -51,28 +51,17 @@ class Matmul:
         kernel: the compiled matmul.
         items: work items of a launch.
         x_bits, out_bits: of the rows and the results: 32 (float32) or 16 (bf16).
-        weight, bias, scales: addresses; bias is float32 [outputs] or 0. The memory must outlive this object.
-        extra: further arguments of the kernel.
+        own: addresses of weight, bias and scales (0: none), then the kernel's further arguments. The memory must outlive this object.
     """
 
     ROWS_PER_LAUNCH = 64  # more rows are several launches
 
     def __init__(
-        self,
-        kernel: Kernel,
-        items: int,
-        outputs: int,
-        inputs: int,
-        x_bits: int,
-        out_bits: int,
-        weight: int,
-        bias: int,
-        scales: int,
-        *extra: int,
+        self, kernel: Kernel, items: int, outputs: int, inputs: int, x_bits: int, out_bits: int, *own: int
     ) -> None:
         self.kernel, self.inputs, self.outputs = kernel, inputs, outputs
         self.x_bytes, self.out_bytes = x_bits // 8, out_bits // 8
-        self.args = pack(items, 0, 0, 0, 0, 0, weight, bias, scales, inputs, outputs, *extra)
+        self.args = pack(items, 0, 0, 0, 0, 0, inputs, outputs, *own)
         self.sum_floats, self.row_floats = 8 * ITEM, inputs  # scratch: sums of eight rows, then each row as float32
 
     def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
