@@ -28,30 +28,15 @@ __all__ = ["LARGEST_OUT", "LARGEST_SIZE", "LARGEST_X", "first_largest"]
 
 
 # %% nbs/numba_kernels/cpu/pointwise.ipynb #add_norm
-"""A decoder's operations between its matmuls, each as one CPU kernel. Sums are float32; a row's result does not depend on
-other rows."""
+"""What stands between the products of a decoder on a CPU, each as one kernel. Sums are float32; a row's result does not depend
+on other rows."""
 
-jit = njit(error_model="numpy")
 AT_ONCE = OWN
-"""First argument of the kernels for rows: rows that a thread claims at once. A claim takes as long as a short row when other
-threads claim too, and rows that are in a core's cache are best used again by that core."""
-NORM_X, NORM_RESIDUAL, NORM_WEIGHT, NORM_OUT, NORM_SIZE, NORM_ADD = range(OWN + 1, OWN + 7)
+"""First argument of the kernels for rows: how many rows a thread claims at once. A claim takes as long as a short row when others
+claim too, and what lies in a core's cache is soonest used there again."""
+(NORM_X, NORM_RESIDUAL, NORM_WEIGHT, NORM_OUT, NORM_SIZE, NORM_ADD) = range(OWN + 1, OWN + 7)
 """Arguments of `add_norm`: addresses of x, the residual stream, the weight and the result; numbers in a row; whether x is
 added to the stream first. The work items are rows."""
-
-
-def _row_loop(do_row: Any) -> Callable[[Any], None]:
-    """Body of a kernel that claims rows, some at once, and calls `do_row(args, row)`."""
-
-    def body(args):
-        while True:
-            begin = claim(args, NEXT, args[AT_ONCE])
-            if begin >= args[COUNT]:
-                break
-            for row in range(begin, min(begin + args[AT_ONCE], args[COUNT])):
-                do_row(args, row)
-
-    return body
 
 
 def add_norm(bits: int, lanes: int, eps_bits: int) -> Callable[[Any], None]:
@@ -61,22 +46,26 @@ def add_norm(bits: int, lanes: int, eps_bits: int) -> Callable[[Any], None]:
     """
     L, eps = lanes, np.array(eps_bits, np.int32).view(np.float32).item()
 
-    @jit
-    def do_row(args, row):
+    def body(args):
         x, stream = floats_at(args[NORM_X], bits), floats_at(args[NORM_RESIDUAL], bits)
         weight, out, size = floats_at(args[NORM_WEIGHT], bits), floats_at(args[NORM_OUT], bits), args[NORM_SIZE]
-        at, squares = row * size, splat(np.float32(0), L)
-        for i in range(at, at + size, L):
-            if args[NORM_ADD] != 0:
-                store(stream, i, load(x, i, L) + load(stream, i, L))
-            value = load(stream, i, L)
-            squares = fma(value, value, squares)
-        mean = splat(total(squares) / np.float32(size) + np.float32(eps), L)
-        scale = splat(np.float32(1), L) / root(mean)
-        for i in range(0, size, L):
-            store(out, at + i, load(stream, at + i, L) * scale * load(weight, i, L))
+        while True:
+            begin = claim(args, NEXT, args[AT_ONCE])
+            if begin >= args[COUNT]:
+                break
+            for row in range(begin, min(begin + args[AT_ONCE], args[COUNT])):
+                at, squares = row * size, splat(np.float32(0), L)
+                for i in range(at, at + size, L):
+                    if args[NORM_ADD] != 0:
+                        store(stream, i, load(x, i, L) + load(stream, i, L))
+                    value = load(stream, i, L)
+                    squares = fma(value, value, squares)
+                mean = splat(total(squares) / np.float32(size) + np.float32(eps), L)
+                scale = splat(np.float32(1), L) / root(mean)
+                for i in range(0, size, L):
+                    store(out, at + i, load(stream, at + i, L) * scale * load(weight, i, L))
 
-    return _row_loop(do_row)
+    return body
 
 
 # %% nbs/numba_kernels/cpu/pointwise.ipynb #gated_silu
@@ -89,16 +78,20 @@ def gated_silu(bits: int, lanes: int) -> Callable[[Any], None]:
     """Body of the kernel for `silu(gate) * up`."""
     L = lanes
 
-    @jit
-    def do_row(args, row):
+    def body(args):
         x, out, size = floats_at(args[GATED_X], bits), floats_at(args[GATED_OUT], bits), args[GATED_SIZE]
         one, least = splat(np.float32(1), L), splat(np.float32(-80), L)
-        for i in range(0, size, L):
-            gate, up = load(x, row * 2 * size + i, L), load(x, row * 2 * size + size + i, L)
-            power = exp(splat(np.float32(0), L) - maximum(gate, least))
-            store(out, row * size + i, gate / (one + power) * up)
+        while True:
+            begin = claim(args, NEXT, args[AT_ONCE])
+            if begin >= args[COUNT]:
+                break
+            for row in range(begin, min(begin + args[AT_ONCE], args[COUNT])):
+                for i in range(0, size, L):
+                    gate, up = load(x, row * 2 * size + i, L), load(x, row * 2 * size + size + i, L)
+                    power = exp(splat(np.float32(0), L) - maximum(gate, least))
+                    store(out, row * size + i, gate / (one + power) * up)
 
-    return _row_loop(do_row)
+    return body
 
 
 # %% nbs/numba_kernels/cpu/pointwise.ipynb #rotate
@@ -115,7 +108,7 @@ def rotate(head_dim: int, bits: int, lanes: int, eps_bits: int) -> Callable[[Any
     (i, i + head_dim / 2), into arrays of their own. ``eps_bits``: as for `add_norm`."""
     D, HALF, L, eps = head_dim, head_dim // 2, lanes, np.array(eps_bits, np.int32).view(np.float32).item()
 
-    @jit
+    @njit(error_model="numpy")
     def scale_of(x, at):
         """One over the root of the mean square of a head."""
         squares = splat(np.float32(0), L)
@@ -123,33 +116,37 @@ def rotate(head_dim: int, bits: int, lanes: int, eps_bits: int) -> Callable[[Any
             squares = fma(load(x, i, L), load(x, i, L), squares)
         return splat(np.float32(1), L) / root(splat(total(squares) / np.float32(D) + np.float32(eps), L))
 
-    @jit
-    def do_row(args, row):
+    def body(args):
         x, cos, sin = floats_at(args[ROPE_X], bits), floats_at(args[ROPE_COS], bits), floats_at(args[ROPE_SIN], bits)
         queries, keys = floats_at(args[ROPE_Q], bits), floats_at(args[ROPE_K], bits)
         heads, kv_heads, normed = args[ROPE_HEADS], args[ROPE_KV_HEADS], args[ROPE_NORM] != 0
         weight, scale = floats_at(args[ROPE_NORM], bits), splat(np.float32(1), L)
-        for h in range(heads + kv_heads):
-            at = row * args[ROPE_STRIDE] + h * D
-            if normed:
-                scale = scale_of(x, at)
-            for i in range(0, HALF, L):
-                low, high = load(x, at + i, L), load(x, at + HALF + i, L)
-                if normed:
-                    low = low * scale * load(weight, h * D + i, L)
-                    high = high * scale * load(weight, h * D + HALF + i, L)
-                a = fma(high, load(sin, row * D + i, L), low * load(cos, row * D + i, L))
-                b = fma(low, load(sin, row * D + HALF + i, L), high * load(cos, row * D + HALF + i, L))
-                if h < heads:
-                    to = (row * heads + h) * D + i
-                    store(queries, to, a)
-                    store(queries, to + HALF, b)
-                else:
-                    to = (row * kv_heads + h - heads) * D + i
-                    store(keys, to, a)
-                    store(keys, to + HALF, b)
+        while True:
+            begin = claim(args, NEXT, args[AT_ONCE])
+            if begin >= args[COUNT]:
+                break
+            for row in range(begin, min(begin + args[AT_ONCE], args[COUNT])):
+                for h in range(heads + kv_heads):
+                    at = row * args[ROPE_STRIDE] + h * D
+                    if normed:
+                        scale = scale_of(x, at)
+                    for i in range(0, HALF, L):
+                        low, high = load(x, at + i, L), load(x, at + HALF + i, L)
+                        if normed:
+                            low = low * scale * load(weight, h * D + i, L)
+                            high = high * scale * load(weight, h * D + HALF + i, L)
+                        a = fma(high, load(sin, row * D + i, L), low * load(cos, row * D + i, L))
+                        b = fma(low, load(sin, row * D + HALF + i, L), high * load(cos, row * D + HALF + i, L))
+                        if h < heads:
+                            to = (row * heads + h) * D + i
+                            store(queries, to, a)
+                            store(queries, to + HALF, b)
+                        else:
+                            to = (row * kv_heads + h - heads) * D + i
+                            store(keys, to, a)
+                            store(keys, to + HALF, b)
 
-    return _row_loop(do_row)
+    return body
 
 
 # %% nbs/numba_kernels/cpu/pointwise.ipynb #first_largest
