@@ -232,6 +232,14 @@ def _model_card(state: ServerState, name: str) -> dict[str, Any]:
 
 
 # %% nbs/serving/app.ipynb #operation_router
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was stopped and waits for SIGCONT; False where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
 def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     """What is served, and how it is."""
     router = APIRouter()
@@ -250,8 +258,11 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     @router.get("/ping")
     @router.post("/ping")
     async def health() -> Response:
-        """200 while the engine lives, 503 afterwards."""
+        """200 while the engine lives and its process is not stopped, else 503."""
         state.llm.check_health()
+        process = getattr(state.llm.llm_engine.core, "process", None)
+        if process is not None and _is_stopped(process.pid):
+            raise ApiError(503, "the engine's process is stopped (SIGSTOP)", code="engine_stopped")
         return Response()
 
     @router.get("/version")
