@@ -352,6 +352,7 @@ class Scheduler:
     def _schedule_running(self, draft: _Draft) -> None:
         scheduled, budget = draft.scheduled, draft.budget
         threshold, ask, runs = draft.threshold, self._guard.has_chunk, RequestStatus.RUNNING
+        caching = self.kv_cache_manager.caching_groups
         for request in tuple(self.running):
             if budget <= 0:
                 break
@@ -373,7 +374,8 @@ class Scheduler:
                     continue
             if computed + n >= request.capacity:
                 if computed + n == request.capacity:
-                    self.kv_cache_manager.cache_blocks(request, computed + n)
+                    for group in caching:
+                        group.cache_full_blocks(request, computed + n)
                 else:
                     draft.budget = budget
                     fits = self._make_room(request, n, draft)
