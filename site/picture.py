@@ -93,7 +93,7 @@ def main(path: str) -> None:
     last = len(film.states) - 1
     steps = sorted({*range(0, last, EVERY), *film.told, last})
     images = [film.frame(now) for now in steps]
-    palette = images[-1].quantize(64, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    palette = images[len(images) // 2].quantize(64, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
     times = [PAUSE_MS if now == last else TOLD_MS if now in film.told else FRAME_MS for now in steps]
     images[0].save(path, save_all=True, append_images=images[1:], duration=times, loop=0, optimize=True)
