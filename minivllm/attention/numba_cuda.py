@@ -52,6 +52,7 @@ def _shape(spec: AttentionSpec) -> "AttentionShape":
     return AttentionShape(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size, capped, fp8)
 
 
+# %% nbs/attention/numba_cuda.ipynb #NumbaCudaBackend
 class NumbaCudaBackend(AttentionBackend):
     """Paged attention by numba.cuda kernels on an NVIDIA GPU of compute capability 8.0 or later.
 
@@ -60,6 +61,9 @@ class NumbaCudaBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = "numba_cuda"
+    layer_ops: ClassVar[str] = "numba_cuda"
+    linear_method: ClassVar[str] = "gemv"
+    capturable = True
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -107,6 +111,7 @@ class NumbaCudaBackend(AttentionBackend):
         )
         return NumbaCudaPlan(spec, device_plan.slot_mapping, device_plan)
 
+    # %% nbs/attention/numba_cuda.ipynb #NumbaCudaBackend-write
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         cuda_ops().reshape_and_cache(k, v, kv_cache, slot_mapping, *self.scales)
 
@@ -130,6 +135,7 @@ class NumbaCudaBackend(AttentionBackend):
         cuda_ops().copy_blocks(src_cache, dst_cache, torch.tensor(pairs, dtype=torch.int64).to(device))
 
 
+# %% nbs/attention/numba_cuda.ipynb #NumbaCudaFixedDecode
 class NumbaCudaFixedDecode:
     """See `FixedDecode`. The block table is the only array whose size changes from step to step: it comes last in the buffer,
     and the work items say where in the buffer each row of it begins."""
@@ -179,9 +185,11 @@ class NumbaCudaFixedDecode:
         return NumbaCudaPlan(spec, self.slot_mapping, device_plan)
 
 
+# %% nbs/attention/numba_cuda.ipynb #NumbaCudaInvariantBackend
 class NumbaCudaInvariantBackend(NumbaCudaBackend):
     """The same in batch-invariant mode: a token's result is bit-identical whatever else is in the batch, and however its
     prompt was cut. Every row goes through the prefill kernel, so decoding few long sequences is slower."""
 
     name: ClassVar[str] = "numba_cuda_invariant"
+    capturable = True
     batch_invariant: ClassVar[bool] = True
