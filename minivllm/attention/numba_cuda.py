@@ -19,14 +19,11 @@ __all__ = [
     "NumbaCudaBackend", "NumbaCudaFixedDecode", "NumbaCudaInvariantBackend", "NumbaCudaPlan", "cuda_ops",
 ]  # fmt: skip
 
-
-# %% nbs/attention/numba_cuda.ipynb #code-7f98b4
 if TYPE_CHECKING:
     from minivllm_kernels.cuda.ops import AttentionPlan
     from minivllm_kernels.cuda.planning import AttentionShape
 
 
-# %% nbs/attention/numba_cuda.ipynb #NumbaCudaPlan
 @dataclass
 class NumbaCudaPlan(Plan):
     """A step's plan on the device."""

@@ -19,8 +19,6 @@ from minivllm_kernels.cuda.warp import SIM
 
 __all__ = ["Lens"]
 
-
-# %% nbs/book/lens.ipynb #Access
 SECTOR, BANKS, WARP = 32, 32, 32
 """Bytes that global memory gives at least; banks of shared memory, each 4 bytes wide; threads that run together."""
 
@@ -51,7 +49,6 @@ class Access:
     inside: bool
 
 
-# %% nbs/book/lens.ipynb #Watched
 class Watched:
     """An array for a kernel in the simulator, which tells a lens about every access. Made by `Lens.run`."""
 
@@ -90,7 +87,6 @@ class Watched:
             self.array[place] = value
 
 
-# %% nbs/book/lens.ipynb #Instruction
 @dataclass(frozen=True)
 class Instruction:
     """What the threads of one warp did together.
@@ -123,7 +119,6 @@ class Instruction:
         return max(map(len, words.values()))
 
 
-# %% nbs/book/lens.ipynb #Lens
 class Lens:
     """Runs kernels in numba's CUDA simulator and remembers every access to their arrays.
 
@@ -139,7 +134,6 @@ class Lens:
         self._turns: dict[tuple, int] = defaultdict(int)
         self._lock = threading.Lock()
 
-    # %% nbs/book/lens.ipynb #Lens-run
     def run(self, kernel: Callable, grid: Any, threads: Any, **arguments: Any) -> "Lens":
         """Run a kernel, given as a Python function; its arguments by name, arrays are changed in place."""
         names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
@@ -167,7 +161,6 @@ class Lens:
             who = (block, thread.thread_id, line, turn, epoch)
             self.accesses.append(Access(watched.name, watched.space, index, write, *who, inside))
 
-    # %% nbs/book/lens.ipynb #Lens-outside
     def outside(self) -> list[Access]:
         """Accesses to elements that do not exist."""
         return [a for a in self.accesses if not a.inside]
@@ -198,7 +191,6 @@ class Lens:
         sizes = {name: watched.dtype.itemsize for name, watched in self.arrays.items()}
         return [Instruction(tuple(sorted(g, key=lambda a: a.thread)), sizes[g[0].array]) for g in groups.values()]
 
-    # %% nbs/book/lens.ipynb #Lens-table
     def source(self, line: int) -> str:
         """A line of the kernel."""
         return linecache.getline(self.filename, line).strip()
@@ -228,7 +220,6 @@ class Lens:
                 row["needed"] += instruction.needed
         return [rows[key] for key in sorted(rows)]
 
-    # %% nbs/book/lens.ipynb #Lens-report
     def element(self, array: str, index: int) -> str:
         """`cache[3, 0, 2]`: an element as one writes it."""
         shape = self.arrays[array].shape
@@ -260,7 +251,6 @@ class Lens:
             lines.append(f"{row['does']:6} {row['array']}: {cost}: {row['source']}")
         return "\n".join(lines)
 
-    # %% nbs/book/lens.ipynb #colour
     def svg(self, arrays: list[str] | None = None, columns: int = 16) -> str:
         """A picture of the arrays (all, or the named ones), `columns` cells wide, or as wide as their last dimension."""
         parts: list[str] = []
@@ -285,7 +275,6 @@ class Lens:
             f' aria-label="{label}" style="max-width:100%"><style>{style}</style>{"".join(parts)}</svg>'
         )
 
-    # %% nbs/book/lens.ipynb #Lens-draw
     def _draw(self, watched: Watched, wide: int, top: int) -> tuple[str, int]:
         touched: dict[int, dict[int, bool]] = defaultdict(dict)
         for a in self.accesses:
@@ -330,7 +319,6 @@ class Lens:
         return self.report()
 
 
-# %% nbs/book/lens.ipynb #_watching
 @contextmanager
 def _watching(lens: Lens) -> Iterator[None]:
     from numba.cuda.simulator import kernel, kernelapi
@@ -361,7 +349,6 @@ def _watching(lens: Lens) -> Iterator[None]:
         kernelapi.FakeCUDAShared.array, kernel.BlockThread.syncthreads = plain_array, plain_barrier
 
 
-# %% nbs/book/lens.ipynb #colour
 def colour(thread: int) -> str:
     """Of a thread, as neighbours in a warp differ a little and its ends differ much. Dark enough for white text."""
     return f"hsl({(thread % WARP) * 300 // WARP} 45% 42%)"

@@ -21,8 +21,6 @@ from minivllm.viz.palette import owner_colour
 
 __all__ = ["PUZZLES", "Puzzle"]
 
-
-# %% nbs/book/paging.ipynb #Replay
 _CELL, _ROW = 30, 34  # pixels
 
 
@@ -95,7 +93,6 @@ def _square(block: int, y: int, before: State, after: State, numbers: dict[str, 
     return f'{ring}<circle cx="{x + _CELL / 2}" cy="{y + _CELL / 2 - 1}" r="2.5" fill="#8b94a1"/>'
 
 
-# %% nbs/book/paging.ipynb #Game
 class _Stop(Exception):
     """The story goes no further."""
 
@@ -148,7 +145,6 @@ class Game:
         self.fold.apply(event)
         self.trace.events.append(event)
 
-    # %% nbs/book/paging.ipynb #Game-events
     def enter(self, request: str, num_tokens: int, blocks: Iterable[int] = ()) -> None:
         """A request with so many prompt tokens runs from now on, and takes blocks."""
         self.tell("add", request, num_tokens, 16, 0.0, 0, None, None, (), len(self.fold.now.requests))
@@ -174,7 +170,6 @@ class Game:
         self.tell("finish", request, "length", None)
 
 
-# %% nbs/book/paging.ipynb #difference
 def _called(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     mine = deepcopy(given)
     return {"answer": function(**mine), **mine}
@@ -201,7 +196,6 @@ def _difference(name: str, got: Any, want: Any) -> str | None:
     return f"{name} should be {_shown(want)}, and is {_shown(got)}"
 
 
-# %% nbs/book/paging.ipynb #Puzzle
 @dataclass(frozen=True, repr=False)
 class Puzzle:
     """A function to write.
@@ -254,7 +248,6 @@ class Puzzle:
         return f"<b>{escape(self.name)}</b>: {task}{self.show(self.answer).svg()}"
 
 
-# %% nbs/book/paging.ipynb #slot
 def _slot(table, position, size):
     return table[position // size] * size + position % size
 
@@ -288,7 +281,6 @@ slot = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #allocate
 def _allocate(table, free, num_tokens, size):
     while len(table) * size < num_tokens:
         table.append(free.pop(0))
@@ -329,7 +321,6 @@ allocate = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #give-back
 def _give_back(table, free):
     while table:
         free.append(table.pop())
@@ -371,7 +362,6 @@ give_back = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #share
 def _share(table, blocks, ref, free):
     for block in blocks:
         if ref[block] == 0:
@@ -426,7 +416,6 @@ share = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #release
 def _release(table, ref, free):
     while table:
         block = table.pop()
@@ -476,7 +465,6 @@ release = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #write
 def _write(table, index, ref, free):
     old = table[index]
     if ref[old] == 1:
@@ -536,7 +524,6 @@ write = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #names
 def _names(tokens, size):
     found: list[bytes] = []
     for i in range(0, len(tokens) - size + 1, size):
@@ -576,7 +563,6 @@ names = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #find
 def _find(names, cached, num_tokens, size):
     found = []
     for name in names[: (num_tokens - 1) // size]:
@@ -633,7 +619,6 @@ find = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #evict
 def _evict(free, content):
     block = next((b for b in free if b not in content), free[0])
     free.remove(block)
@@ -693,7 +678,6 @@ evict = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #slide
 def _slide(table, free, num_computed, window, size):
     first = max(0, num_computed - window + 1)
     for i in range(first // size):
@@ -746,7 +730,6 @@ slide = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #make-room
 def _make_room(running, tables, free, needed):
     out = []
     while len(free) < needed:
@@ -805,7 +788,6 @@ make_room = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #split
 def _split(running, waiting, budget):
     tokens = dict.fromkeys(running[:budget], 1)
     for request, left in waiting:
@@ -874,7 +856,6 @@ split = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #admit
 def _admit(waiting, num_free, size):
     names = []
     for request, tokens in waiting:
@@ -935,6 +916,4 @@ admit = Puzzle(
     },
 )
 
-
-# %% nbs/book/paging.ipynb #PUZZLES
 PUZZLES = (slot, allocate, give_back, share, release, write, names, find, evict, slide, make_room, split, admit)

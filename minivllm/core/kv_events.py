@@ -15,7 +15,6 @@ from minivllm.core.scheduler import Scheduler
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEventTap"]
 
 
-# %% nbs/core/kv_events.ipynb #BlockStored
 @dataclass(frozen=True, slots=True)
 class BlockStored:
     """Blocks became reusable: consecutive blocks of one prefix.
@@ -76,7 +75,6 @@ class AllBlocksCleared:
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-# %% nbs/core/kv_events.ipynb #kv_events
 def kv_events(events: Iterable[Event], requests: Callable[[str], Request | None], block_size: int) -> list[KVEvent]:
     """The KV events among trace events.
 
@@ -122,7 +120,6 @@ def _stored(request: Request, run: list[tuple[int, bytes]], block_size: int) -> 
     )
 
 
-# %% nbs/core/kv_events.ipynb #KVEventTap
 class KVEventTap:
     """Collects a scheduler's KV events.
 

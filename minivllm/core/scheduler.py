@@ -32,7 +32,6 @@ from minivllm.core.trace import Trace
 __all__ = ["Preemption", "Recompute", "Scheduler", "Swap"]
 
 
-# %% nbs/core/scheduler.ipynb #WaitingQueue
 class WaitingQueue:
     """Requests that wait, in order of arrival, preempted ones in front; and, if a policy has a key, in the order of that key."""
 
@@ -86,7 +85,6 @@ class WaitingQueue:
         return heap
 
 
-# %% nbs/core/scheduler.ipynb #Recompute
 @dataclass(frozen=True, slots=True)
 class Recompute:
     """A preempted request loses its blocks and computes them again (less what the prefix cache still holds)."""
@@ -106,7 +104,6 @@ class Swap:
 Preemption = Recompute | Swap
 
 
-# %% nbs/core/scheduler.ipynb #_Draft
 @dataclass(slots=True)
 class _Draft:
     scheduled: dict[str, int]
@@ -125,7 +122,6 @@ class _Draft:
         return _Draft({}, {}, {}, [], {}, {})
 
 
-# %% nbs/core/scheduler.ipynb #Scheduler
 class Scheduler:
     """Decides, step by step, which tokens are computed. Owns the requests and, through the KV cache manager, all blocks.
 
@@ -185,7 +181,6 @@ class Scheduler:
         self.set_policy(policy or (Priority() if config.policy == "priority" else FCFS()))
         self.max_model_len = self._longest_request()
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_longest_request
     def _longest_request(self) -> int:
         """The most tokens of one request that blocks can hold, at most `max_model_len`."""
         low, high = 0, self.config.max_model_len
@@ -202,7 +197,6 @@ class Scheduler:
         """The policy in use. Set another at any time between two steps with `set_policy`."""
         return self._guard.policy
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-set_policy
     def set_policy(self, policy: Policy) -> None:
         """Use another policy from the next step on."""
         guard = PolicyGuard(policy, self._policy_timeout)
@@ -249,7 +243,6 @@ class Scheduler:
         if self.trace is not None:
             self.trace(("note", label, value, self.policy.name))
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-add_request
     def add_request(self, request: Request) -> None:
         """Queue a request.
 
@@ -276,7 +269,6 @@ class Scheduler:
                 self.trace(("attributes", request.request_id, attributes))
         self.waiting.add(request)
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-schedule
     def schedule(self) -> SchedulerOutput:
         """Decide what the next step computes.
 
@@ -317,7 +309,6 @@ class Scheduler:
         self.step += 1
         return output
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_fill
     def _fill(self, draft: _Draft) -> None:
         if self._listener is not None:
             self._guard.tell()
@@ -348,7 +339,6 @@ class Scheduler:
         draft.spec.clear()
         self.step += 1
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_schedule_running
     def _schedule_running(self, draft: _Draft) -> None:
         scheduled, budget = draft.scheduled, draft.budget
         threshold, ask, runs = draft.threshold, self._guard.has_chunk, RequestStatus.RUNNING
@@ -389,7 +379,6 @@ class Scheduler:
                 request.spec_token_ids = []
         draft.budget = budget
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_cap
     def _cap(self, request: Request, n: int, budget: int, threshold: int, ask: bool) -> int:
         """How many of the `n` tokens that a request wants it gets."""
         wanted, why = n, ""
@@ -412,7 +401,6 @@ class Scheduler:
         request.num_denied = 0
         return budget
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_make_room
     def _make_room(self, request: Request, n: int, draft: _Draft) -> bool:
         """Allocate for `n` more tokens; False if the request had to be preempted itself."""
         self._needed_by = request
@@ -442,7 +430,6 @@ class Scheduler:
         candidates = [r for r in self.running if r.num_preemptions < limit] or self.running[-1:]
         return self._guard.victim(candidates, self._view(draft.budget))
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_preempt
     def _preempt(self, victim: Request, draft: _Draft, needed_by: str, chosen_by: str, swap: bool = False) -> None:
         """Take a running request's blocks away and put it in front of the waiting ones.
 
@@ -477,7 +464,6 @@ class Scheduler:
             mode = "swap" if victim.num_computed_tokens else "recompute"
             self.trace(("preempt", request_id, mode, needed_by, chosen_by))
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_schedule_waiting
     def _schedule_waiting(self, draft: _Draft) -> None:
         for request in self._candidates(draft):
             reason = self._admit(request, draft)
@@ -525,7 +511,6 @@ class Scheduler:
             self._last_wait = (request.request_id, reason)
             self.trace(("wait", request.request_id, reason))
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_admit
     def _admit(self, request: Request, draft: _Draft) -> str | None:
         """Start one waiting request; the reason if it cannot start now."""
         config, self._needed_by = self.config, request
@@ -559,7 +544,6 @@ class Scheduler:
         """Blocks that an admission must leave free, so that running requests can grow; 0 if there are none."""
         return int(self.cache.watermark * self.kv_cache_manager.block_pool.num_blocks) if self.running else 0
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_admit_swapped
     def _admit_swapped(self, request: Request, draft: _Draft) -> str | None:
         wanted, kv = request.num_tokens - request.num_computed_tokens, self.kv_cache_manager
         n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
@@ -602,7 +586,6 @@ class Scheduler:
         request.num_computed_tokens += n
         draft.budget -= n
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-update
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Update the requests with what a step produced.
 
@@ -660,7 +643,6 @@ class Scheduler:
             self._guard.tell_late()
         return outputs
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_check_counts
     def _check_counts(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Raise ValueError for an executor that returned too many tokens for a request, or none where one was due; nothing has changed then."""
         tokens_of, drafts = result.sampled_token_ids, output.scheduled_spec_decode_tokens
@@ -709,7 +691,6 @@ class Scheduler:
         if drafts and self.trace is not None:
             self.trace(("draft", {request_id: tuple(tokens) for request_id, tokens in drafts.items()}))
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_drop_late
     def _drop_late(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Forget what a step brings to requests that ended while it ran: their ids may be in use again."""
         for request_id, last in list(self._ended_in_flight.items()):
@@ -740,7 +721,6 @@ class Scheduler:
                 if request not in ended:
                     ended.append(request)
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_finish
     def _finish(self, request: Request) -> None:
         """Give everything back. The caller takes the request out of its queue."""
         if request.status is RequestStatus.RUNNING:
@@ -778,7 +758,6 @@ class Scheduler:
             ended.append(request_id)
         return ended
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-reset_prefix_cache
     def has_requests(self) -> bool:
         """Whether there is anything left to do: unfinished requests, or rows that the runner must still drop."""
         return bool(self.requests or self._finished)
@@ -824,7 +803,6 @@ class Scheduler:
         kv.reset_prefix_cache()
         return True
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-state
     def state(self) -> State:
         """The live state as plain data."""
         pool, cpu = self.kv_cache_manager.block_pool, self.kv_cache_manager.cpu_pool
@@ -859,7 +837,6 @@ class Scheduler:
             )
         return state
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-record
     def record(self) -> Trace:
         """Start a new trace from the present state. Ends with `stop_recording`, or with the next `record`."""
         self.stop_recording()
@@ -895,7 +872,6 @@ class Scheduler:
             self.unsubscribe(self._recorder)
             self._recorder = None
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-subscribe
     def subscribe(self, sink: Callable[[tuple[Any, ...]], None], blocks: bool = True) -> None:
         """Send every event to `sink` from now on; with `blocks` also those of blocks. It must be quick and must not raise."""
         self._sinks[sink] = blocks
@@ -911,7 +887,6 @@ class Scheduler:
         self.kv_cache_manager.trace = _to_all(sink for sink, blocks in self._sinks.items() if blocks)
 
 
-# %% nbs/core/scheduler.ipynb #Scheduler-add_request
 def _add_event(r: Request) -> tuple[Any, ...]:
     return (
         "add", r.request_id, r.num_prompt_tokens, r.max_tokens, r.arrival_time, r.priority, r.user,
@@ -930,7 +905,6 @@ def _attributes(r: Request) -> dict[str, Any]:
     return {name: value for name, value in rare.items() if value not in (None, (), False)}
 
 
-# %% nbs/core/scheduler.ipynb #Scheduler-subscribe
 def _to_all(sinks: Iterable[Callable[[tuple[Any, ...]], None]]) -> Callable[[tuple[Any, ...]], None] | None:
     """No sink: None, which costs least. One: itself. More: a function that calls them all."""
     sinks = tuple(sinks)

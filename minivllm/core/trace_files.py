@@ -18,7 +18,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/core/trace_files.ipynb #TraceFileError
 class TraceFileError(ValueError):
     """A file that is not a trace, is broken, or is of a version that this program does not know. Names file and line."""
 
@@ -55,7 +54,6 @@ def _decode_key(value: Any) -> Any:
     return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
 
 
-# %% nbs/core/trace_files.ipynb #decode_event
 def decode_event(values: list[Any]) -> Event:
     """The event that `encode_event` was given."""
     kind = values[0]
@@ -84,7 +82,6 @@ def _decode_start(plain: dict[str, Any]) -> State:
     return State(**{**plain, "hashes": hashes, "requests": requests})
 
 
-# %% nbs/core/trace_files.ipynb #save
 def save(trace: Recording, path: str | Path) -> None:
     """Write a trace.
 
@@ -122,7 +119,6 @@ def _save_parquet(path: Path, head: str, lines: list[str], kinds: list[str]) -> 
     pq.write_table(table.replace_schema_metadata({"minivllm.trace": head}), path, compression="zstd")
 
 
-# %% nbs/core/trace_files.ipynb #load
 def load(path: str | Path) -> Recording:
     """Read a trace that `save` wrote.
 
@@ -183,7 +179,6 @@ def _parquet_lines(path: Path) -> Iterator[tuple[int, str]]:
     yield from enumerate(table.column("event").to_pylist(), start=2)
 
 
-# %% nbs/core/trace_files.ipynb #perfetto_events
 def _span(pid: int, tid: int | None, name: str, start: float, seconds: float, **args: Any) -> dict[str, Any]:
     more = {"args": args} if args else {}
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start, "dur": seconds * 1e6, **more}

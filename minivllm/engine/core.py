@@ -24,8 +24,6 @@ from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = ["EngineCore", "GrammarQueue", "logger"]
 
-
-# %% nbs/engine/core.ipynb #imports
 if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
     from minivllm.runtime.executor import Executor, PendingStep
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
 logger = logging.getLogger("minivllm.engine")
 
 
-# %% nbs/engine/core.ipynb #EngineCore
 class EngineCore:
     """Scheduler and executor, a step at a time. Knows token ids only.
 
@@ -71,7 +68,6 @@ class EngineCore:
         if config.async_scheduling:
             self.step = self.step_async  # type: ignore[method-assign]
 
-    # %% nbs/engine/core.ipynb #EngineCore-add_request
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
         if request.request_id in self._compiling or request.request_id in self.scheduler.requests:
@@ -98,7 +94,6 @@ class EngineCore:
         """A file that becomes readable when outputs have come by themselves; None, for here `step` makes them."""
         return None
 
-    # %% nbs/engine/core.ipynb #EngineCore-step
     def step(self) -> list[EngineCoreOutput]:
         """Run one step; returns what requests gained. Does nothing when there is nothing to do.
 
@@ -127,7 +122,6 @@ class EngineCore:
             self._update(*self._wait())
         return self._take_outputs()
 
-    # %% nbs/engine/core.ipynb #EngineCore-submit
     def _submit(self, scheduled: SchedulerOutput) -> None:
         try:
             self._in_flight.append((scheduled, self.executor.submit(scheduled)))
@@ -172,13 +166,11 @@ class EngineCore:
                 failed.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error)))
         self._outputs += failed
 
-    # %% nbs/engine/core.ipynb #EngineCore-_give_up
     def _give_up(self, *scheduled: SchedulerOutput) -> None:
         """After a step that was scheduled and not executed: end its requests and those of steps in flight, forget the prefix cache."""
         self.scheduler.abandon([*(before for before, _ in self._in_flight), *scheduled])
         self._in_flight.clear()
 
-    # %% nbs/engine/core.ipynb #EngineCore-record
     @contextmanager
     def record(self, samples: bool = False) -> Iterator[Trace]:
         """Record everything that the scheduler does within the block.
@@ -211,7 +203,6 @@ class EngineCore:
         self.drain()
         self._recording = (self.scheduler.record(), path)
 
-    # %% nbs/engine/core.ipynb #EngineCore-get_stats
     def get_stats(self) -> dict[str, float]:
         """Gauges of this moment and counters since the start; the names are those of vLLM's metrics."""
         scheduler = self.scheduler
@@ -254,7 +245,6 @@ class EngineCore:
         self.executor.shutdown()
 
 
-# %% nbs/engine/core.ipynb #GrammarQueue
 class GrammarQueue:
     """Requests whose grammar is being compiled. ``compiler``: None if there can be none."""
 

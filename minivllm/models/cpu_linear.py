@@ -25,8 +25,6 @@ __all__ = [
     "unpack_onednn",
 ]  # fmt: skip
 
-
-# %% nbs/models/cpu_linear.ipynb #cpu_problem
 """Linear kernels for the CPU: few rows by a numba kernel at the speed of memory, many by oneDNN, from one copy of the weight."""
 
 BITS = {torch.float32: 32, torch.bfloat16: 16}
@@ -100,7 +98,6 @@ def launch_product(kernel: HasProduct, x: Tensor, out: Tensor | None = None, on:
     return out
 
 
-# %% nbs/models/cpu_linear.ipynb #onednn_packs
 def onednn_packs() -> bool:
     """Whether torch can hand oneDNN a packed bf16 weight here, and show it; it needs a CPU with bf16 arithmetic."""
     ops = torch.ops.mkldnn
@@ -192,7 +189,6 @@ class Packed:
         return unpack_onednn(self.memory, self.outputs, self.inputs, self.block)
 
 
-# %% nbs/models/cpu_linear.ipynb #few_rows
 def few_rows(dtype: torch.dtype, tiles: bool) -> float:
     """Up to how many rows the numba product is the faster one, by the tile unit or without."""
     if dtype == torch.bfloat16:

@@ -14,8 +14,6 @@ from torch import Tensor
 
 __all__ = ["ALONE", "BITS", "add_norm", "can_fuse", "gated_silu", "rotate"]
 
-
-# %% nbs/models/cpu_pointwise.ipynb #fused-code
 """Norms, rotations and activations of a decoder on a CPU, each as one numba kernel."""
 
 if TYPE_CHECKING:

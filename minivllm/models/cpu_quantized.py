@@ -18,8 +18,6 @@ __all__ = [
     "int4_128_kernel", "int8_kernel", "pack_scales", "pack_words", "quantize", "restore",
 ]  # fmt: skip
 
-
-# %% nbs/models/cpu_quantized.ipynb #quantize
 """Linear layers with weights of 8 or 4 bits, for the CPU: quantized at load, activations stay what they are."""
 
 
@@ -55,7 +53,6 @@ def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return u.to(torch.uint8).view(outputs, -1)[:, :inputs], scales
 
 
-# %% nbs/models/cpu_quantized.ipynb #pack_words
 def pack_words(u: Tensor, bits: int) -> Tensor:
     """Whole numbers [outputs, inputs] as int32 words, in the order of `QuantizedProduct`; outputs a multiple of `BLOCK`."""
     u = F.pad(u, (0, padded(u.shape[1]) - u.shape[1]))
@@ -97,7 +94,6 @@ def restore(words: Tensor, scales: Tensor, outputs: int, inputs: int, group: int
     return u * step + low
 
 
-# %% nbs/models/cpu_quantized.ipynb #Piece
 class Piece:
     """Memory for some outputs of a weight, written out for torch to multiply with, over and over.
 
@@ -139,7 +135,6 @@ def cut(outputs: int, inputs: int) -> list[tuple[int, int]]:
     return [(first, min(size, outputs - first)) for first in range(0, outputs, size)]
 
 
-# %% nbs/models/cpu_quantized.ipynb #Quantized
 FEW = 8
 
 

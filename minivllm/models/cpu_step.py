@@ -25,8 +25,6 @@ from minivllm_kernels.cpu.program import Program, Scratch
 
 __all__ = ["MOST_ROWS", "STANDS_FOR", "CPUStep", "Places", "is_as_written", "step_problem"]
 
-
-# %% nbs/models/cpu_step.ipynb #step_problem
 """Steps of few tokens on a CPU by a single launch."""
 
 Places = tuple[np.ndarray, ...]
@@ -106,7 +104,6 @@ def _parts(decoder: Decoder) -> list[Any]:
     return parts
 
 
-# %% nbs/models/cpu_step.ipynb #CPUStep
 class _Noted(NamedTuple):
     """A program; where in its arguments each group's attention is described; and which argument of the last kernel is the result's
     address."""
@@ -186,7 +183,6 @@ class CPUStep:
         program(min(torch.get_num_threads(), *(plan.step.threads for plan in plans)))  # a plan has memory for so many
         return out
 
-    # %% nbs/models/cpu_step.ipynb #CPUStep-_note
     def _note(self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]) -> _Noted:
         """The program for so many tokens."""
         decoder, program = self.decoder, Program(self._scratch)
@@ -214,7 +210,6 @@ class CPUStep:
         (result,) = np.flatnonzero(program.args[-1] == normed.data_ptr()).tolist()
         return _Noted(program, [np.ix_(kernels, STEP_ARGS) for kernels in attentions], result)
 
-    # %% nbs/models/cpu_step.ipynb #CPUStep-_rotate_and_write
     def _rotate_and_write(self, program: Program, rows: int, i: int, kv_caches: Sequence[Tensor]) -> None:
         decoder, heads, kv_heads = self.decoder, self.q.shape[1], self.k.shape[1]
         cos, sin = (table[:rows] for table in self.tables[decoder.layer_to_rope[i]])
@@ -224,7 +219,6 @@ class CPUStep:
         assert isinstance(decoder.backend, NumbaCPUBackend)
         decoder.backend.write(k, qkv[:, heads + kv_heads :], cache, slots, program)
 
-    # %% nbs/models/cpu_step.ipynb #CPUStep-takes
     def takes(self, rows: int) -> bool:
         """Whether a step of so many tokens can be made here, by the decoder as it is now."""
         try:
@@ -237,7 +231,6 @@ class CPUStep:
                 self._few = _few_rows(self.decoder, self.most)
         return rows <= self._few
 
-    # %% nbs/models/cpu_step.ipynb #CPUStep-_program
     def _program(self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[NumbaCPUPlan]) -> _Noted:
         """As `_note`, which is asked only once."""
         bound_to: list[object] = [torch.get_num_threads()]  # each thread has memory in a program
@@ -250,7 +243,6 @@ class CPUStep:
         return self._programs[rows]
 
 
-# %% nbs/models/cpu_step.ipynb #CPUStep
 def _product(linear: Linear) -> HasProduct:
     assert isinstance(linear._run, HasProduct)
     return linear._run
@@ -261,7 +253,6 @@ def _few_rows(decoder: Decoder, most: int) -> int:
     return int(min(most, *(_product(linear).few for linear in decoder.linears())))
 
 
-# %% nbs/models/cpu_step.ipynb #CPUStep-takes
 _state_of_layer = attrgetter(
     *("__class__", "attention.backend", "attention.fused", "attention.qk_norm", "attention_post_norm", "mlp_post_norm"),
     *("mlp.fused", "mlp.activation", "attention_norm.eps", "attention_norm.fused", "mlp_norm.eps", "mlp_norm.fused"),

@@ -21,8 +21,6 @@ from minivllm.models.spec import DecoderSpec
 
 __all__ = ["Attention", "Decoder", "DecoderLayer", "RopeTable", "norm_dtype"]
 
-
-# %% nbs/models/decoder.ipynb #Attention
 if TYPE_CHECKING:
     from minivllm.models.cpu_step import CPUStep
 
@@ -51,7 +49,6 @@ class Attention:
         self.backend, self.head_dim, self.fused = backend, spec.head_dim, False
         self.num_heads, self.num_qk_heads = spec.num_heads, spec.num_heads + spec.num_kv_heads
 
-    # %% nbs/models/decoder.ipynb #Attention-__call__
     def __call__(self, x: Tensor, rope: RopeTable, kv_cache: Tensor, plan: Plan) -> Tensor:
         """[T, hidden_size] to the same shape; writes the step's keys and values into `kv_cache`."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
@@ -70,13 +67,11 @@ class Attention:
         return self.o(out.reshape(x.shape[0], -1))
 
 
-# %% nbs/models/decoder.ipynb #Attention
 def norm_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
     """Dtype of the norms' weights: `1 + weight` must not be rounded."""
     return torch.float32 if spec.norm_offset else dtype
 
 
-# %% nbs/models/decoder.ipynb #DecoderLayer
 class DecoderLayer:
     """Attention and MLP, each behind its norm and added to the residual stream."""
 
@@ -93,7 +88,6 @@ class DecoderLayer:
         sizes = (spec.hidden_size, spec.intermediate_size)
         self.mlp = GatedMLP(*sizes, spec.activation, bias=spec.mlp_bias, dtype=dtype, device=device)
 
-    # %% nbs/models/decoder.ipynb #DecoderLayer-__call__
     def __call__(
         self, x: Tensor, residual: Tensor | None, rope: RopeTable, kv_cache: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
@@ -109,7 +103,6 @@ class DecoderLayer:
         return x, residual
 
 
-# %% nbs/models/decoder.ipynb #Decoder
 class Decoder:
     """A decoder-only language model for inference. Not a `torch.nn.Module`: it has no gradients and no hooks.
 
@@ -159,7 +152,6 @@ class Decoder:
         """What each layer asks of the attention backend."""
         return self.spec.attention_specs(block_size, self.dtype, self.kv_dtype)
 
-    # %% nbs/models/decoder.ipynb #Decoder-bind
     def bind(self, kv_cache_config: KVCacheConfig) -> None:
         """Learn which cache tensor and which plan belong to which layer.
 
@@ -197,7 +189,6 @@ class Decoder:
         """The products of the layers, in the order of a step."""
         return [y for x in self.layers for y in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
 
-    # %% nbs/models/decoder.ipynb #Decoder-forward
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
     ) -> Tensor:
@@ -224,14 +215,12 @@ class Decoder:
             x, residual = layer(x, residual, tables[rope], kv_caches[cache], plans[group])
         return self.final_norm.add(x, residual)[0]
 
-    # %% nbs/models/decoder.ipynb #Decoder-compute_logits
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] from `forward`, only the rows that are wanted, to float32 [R, vocab_size]."""
         logits = self.head(hidden).float()
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    # %% nbs/models/decoder.ipynb #Decoder-_targets
     def _places(self) -> Iterator[tuple[str, Linear, str]]:
         """(name in a checkpoint, up to `.weight` or `.bias`; product; part of it) for all products of the layers."""
         n = self.spec.names
@@ -272,7 +261,6 @@ class Decoder:
                 targets[f"{prefix}{n.k_norm}.weight"] = attention.qk_norm.k_weight
         return targets
 
-    # %% nbs/models/decoder.ipynb #Decoder-load_weights
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Fill every weight, then let the products prepare themselves.
 
@@ -331,7 +319,6 @@ class Decoder:
                 f" {self.spec.names.embedding!r}"
             )
 
-    # %% nbs/models/decoder.ipynb #Decoder-scales
     def _scale_names(self) -> dict[str, tuple[int, str]]:
         """Names that the scales of a layer's fp8 cache may have in a checkpoint: (layer, "k" or "v")."""
         n, names = self.spec.names, {}
@@ -353,7 +340,6 @@ class Decoder:
             if self.kv_dtype is not None and (k or v):
                 layer.attention.backend = self.backend.scaled(KVScales(k or v or 1.0, v or k or 1.0))
 
-    # %% nbs/models/decoder.ipynb #Decoder-prepare
     def prepare(self) -> None:
         """Choose the matrix products, now that the weights are known, and what is done between them.
 

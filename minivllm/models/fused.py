@@ -17,8 +17,6 @@ from minivllm.models.rope import Rope
 
 __all__ = ["FusedMLP", "FusedNorm", "become", "fuse"]
 
-
-# %% nbs/models/fused.ipynb #FusedNorm
 Part = TypeVar("Part")
 
 
@@ -52,7 +50,6 @@ class FusedMLP(GatedMLP):
         return self.down(cuda_ops().silu_mul(layer(x)))
 
 
-# %% nbs/models/fused.ipynb #FusedRope
 class FusedRope(Rope):
     """Stands for `Rope`: gives the table of all positions, float32 [length, dim], half cosines, half sines, and the positions."""
 
@@ -90,7 +87,6 @@ class FusedAttention(Attention):
         return self.o(self.backend.attend(q, kv_cache, plan).view(x.shape[0], -1))
 
 
-# %% nbs/models/fused.ipynb #fuse
 def fuse(decoder: Decoder, max_model_len: int) -> int:
     """Exchange parts of a decoder on a GPU for fused ones; for positions below `max_model_len`. Gives the number exchanged.
 

@@ -10,8 +10,6 @@ from minivllm.models.linear import LinearKernel, torch_kernel
 
 __all__ = ["MOST_ROWS", "SmallProduct", "few_rows", "gemv_kernel", "gpu_problem"]
 
-
-# %% nbs/models/gpu_linear.ipynb #SmallProduct
 MOST_ROWS = 16
 """Up to so many rows, a product is that of `minivllm_kernels.cuda.gemv`; beyond, torch's."""
 

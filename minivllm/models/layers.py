@@ -15,7 +15,6 @@ from minivllm.models.linear import Linear
 __all__ = ["ACTIVATIONS", "GatedMLP", "QKNorm", "RMSNorm", "row_by_row"]
 
 
-# %% nbs/models/layers.ipynb #RMSNorm
 class RMSNorm:
     """`x / rms(x) * weight`, in float32 inside (Zhang and Sennrich, 2019).
 
@@ -41,7 +40,6 @@ class RMSNorm:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
         return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
 
-    # %% nbs/models/layers.ipynb #RMSNorm-add
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add `x` to the residual stream and norm the sum.
 
@@ -58,7 +56,6 @@ class RMSNorm:
         return self(residual), residual
 
 
-# %% nbs/models/layers.ipynb #QKNorm
 class QKNorm:
     """RMS norm of every query and key head by itself, both in one go.
 
@@ -86,7 +83,6 @@ class QKNorm:
         return F.rms_norm(qk.float(), self.shape, None, self.eps).mul_(self.weight).to(qk.dtype)
 
 
-# %% nbs/models/layers.ipynb #code-0971c6
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -105,7 +101,6 @@ def row_by_row(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tenso
     return lambda x: torch.stack([function(row) for row in x])
 
 
-# %% nbs/models/layers.ipynb #GatedMLP
 class GatedMLP:
     """`down(activation(gate(x)) * up(x))`, gate and up as one product (Shazeer, 2020).
 

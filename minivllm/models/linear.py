@@ -23,8 +23,6 @@ __all__ = [
     "register_kernel", "torch_kernel", "use_huge_pages",
 ]  # fmt: skip
 
-
-# %% nbs/models/linear.ipynb #torch_kernel
 LinearKernel = Callable[[Tensor], Tensor]
 """From [T, in_features] to [T, out_features]."""
 
@@ -45,7 +43,6 @@ def torch_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
     return lambda x: torch.addmm(bias, x, transposed)
 
 
-# %% nbs/models/linear.ipynb #batch_invariant_kernel
 _TILE = 16
 
 
@@ -69,7 +66,6 @@ def batch_invariant_kernel(weight: Tensor, bias: Tensor | None) -> LinearKernel:
     return kernel
 
 
-# %% nbs/models/linear.ipynb #kernel_names
 _KERNELS: dict[str, str | KernelMaker] = {
     "torch": torch_kernel,
     "batch_invariant": batch_invariant_kernel,
@@ -199,7 +195,6 @@ def make_kernel(name: str, weight: Tensor, bias: Tensor | None) -> LinearKernel:
     return make(weight, bias)
 
 
-# %% nbs/models/linear.ipynb #Linear
 def empty_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[rows, columns], not initialised.
 
@@ -259,7 +254,6 @@ class Linear:
         """What the kernel reads of the weight, in whatever order, if it says so."""
         return getattr(self._run, "memory", self._weight)
 
-    # %% nbs/models/linear.ipynb #Linear-part
     def part(self, name: str, kind: str = "weight") -> Tensor:
         """The rows of one part, as a view to load into. `kind` is `weight` or `bias`. Call `prepare` afterwards."""
         if kind == "weight" and self._weight is None:
@@ -269,7 +263,6 @@ class Linear:
             raise ValueError(f"Linear part {name!r} has no {kind}")
         return tensor[self._rows[name]]
 
-    # %% nbs/models/linear.ipynb #Linear-prepare
     def prepare(self, kernel: str = "auto", wide: bool = False) -> None:
         """Choose the matrix product, once the weight is loaded.
 
@@ -287,7 +280,6 @@ class Linear:
         if wide and hasattr(self._run, "widened"):
             self._run = self._run.widened()
 
-    # %% nbs/models/linear.ipynb #Linear-__call__
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features] to [T, out_features]; parts side by side."""
         return self._run(x)

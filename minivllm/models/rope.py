@@ -14,8 +14,6 @@ __all__ = [
     "rope_from_parameters",
 ]  # fmt: skip
 
-
-# %% nbs/models/rope.ipynb #RopeSpec
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -66,7 +64,6 @@ class RopeSpec:
         return int(self.original_max_position * self.factor) if self.kind == "yarn" else self.max_position
 
 
-# %% nbs/models/rope.ipynb #_plain
 def _plain(spec: RopeSpec, theta: float | Tensor) -> Tensor:
     exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim
     return 1.0 / (theta**exponents)
@@ -98,7 +95,6 @@ def _yarn(spec: RopeSpec) -> Tensor:
     return slowed * (1 - keep) + _plain(spec, spec.theta) * keep
 
 
-# %% nbs/models/rope.ipynb #inverse_frequencies
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
     """Angle per position of each pair of dimensions, float32 [dim / 2] (`dynamic`: of positions below `max_position`)."""
     if spec.kind == "llama3":
@@ -124,7 +120,6 @@ def attention_factor(spec: RopeSpec) -> float:
     return rule(1.0)
 
 
-# %% nbs/models/rope.ipynb #Rope
 class Rope:
     """Cosines and sines of a step, for all layers that share a `RopeSpec`."""
 
@@ -159,7 +154,6 @@ class Rope:
         return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
 
 
-# %% nbs/models/rope.ipynb #apply_rope
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + dim / 2) of each head.
 
@@ -173,7 +167,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
-# %% nbs/models/rope.ipynb #rope_from_parameters
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _FIELDS = {
     "default": {},

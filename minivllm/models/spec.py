@@ -20,7 +20,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/models/spec.ipynb #LayerSpec
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """What one layer may have of its own.
@@ -36,7 +35,6 @@ class LayerSpec:
     chunk: int | None = None
 
 
-# %% nbs/models/spec.ipynb #WeightNames
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
     """What a checkpoint calls its tensors. A norm whose name is None does not exist; `{}` is the layer's number."""
@@ -60,7 +58,6 @@ class WeightNames:
     mlp_post_norm: str | None = None
 
 
-# %% nbs/models/spec.ipynb #DecoderSpec
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """Everything that `Decoder` needs to know to build itself.
@@ -138,7 +135,6 @@ class DecoderSpec:
         lengths = [layer.rope.max_length for layer in self.layers if layer.rope is not None]
         return min(lengths, default=self.max_position_embeddings)
 
-    # %% nbs/models/spec.ipynb #DecoderSpec-attention_specs
     def attention_specs(
         self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> list[AttentionSpec]:
@@ -159,7 +155,6 @@ class DecoderSpec:
             for layer in self.layers
         ]
 
-    # %% nbs/models/spec.ipynb #DecoderSpec-kv_cache_specs
     def kv_cache_specs(self, block_size: int, dtype_bytes: int = 4) -> list[KVCacheSpec]:
         """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number."""
         specs = []
@@ -173,7 +168,6 @@ class DecoderSpec:
             specs.append(KVCacheSpec(kind, block_size, self.num_kv_heads, self.head_dim, window, dtype_bytes))
         return specs
 
-    # %% nbs/models/spec.ipynb #DecoderSpec-weight_shapes
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model holds."""
         n, hidden, inner = self.names, self.hidden_size, self.intermediate_size
@@ -205,13 +199,11 @@ class DecoderSpec:
                 shapes[f"{layer}{name}.weight"] = (size,)
         return shapes
 
-    # %% nbs/models/spec.ipynb #DecoderSpec-num_parameters
     def num_parameters(self) -> int:
         """Numbers in a checkpoint; a tied output layer counts once."""
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
 
-# %% nbs/models/spec.ipynb #ConfigReader
 _NEUTRAL_FIELDS = """
     _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
     attention_dropout attn_implementation bos_token_id cache_implementation do_sample dtype early_stopping eos_token_id
@@ -265,7 +257,6 @@ class ConfigReader:
                 )
 
 
-# %% nbs/models/spec.ipynb #family
 Family = Callable[[ConfigReader], DecoderSpec]
 FAMILIES: dict[str, Family] = {}
 """From the name in a config's `architectures` to the function that makes the spec."""
@@ -281,7 +272,6 @@ def family(*architectures: str) -> Callable[[Family], Family]:
     return register
 
 
-# %% nbs/models/spec.ipynb #spec_from_config
 _ARCHITECTURE_OF = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -311,7 +301,6 @@ def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
     return spec
 
 
-# %% nbs/models/spec.ipynb #read_rope
 def read_rope(r: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
     """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before)."""
     parameters, old = r.get("rope_parameters") or {}, r.get("rope_scaling")
@@ -326,7 +315,6 @@ def read_rope(r: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
     )
 
 
-# %% nbs/models/spec.ipynb #read_common
 def read_common(
     r: ConfigReader, *, head_dim: int | None = None, num_kv_heads: int | None = None, tied: bool = False
 ) -> dict[str, Any]:
@@ -354,7 +342,6 @@ def read_common(
     }
 
 
-# %% nbs/models/spec.ipynb #read_window_per_layer
 def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int | None]:
     """Qwen's rule: `layer_types`, or a window from layer `max_window_layers` on; nothing without `use_sliding_window`."""
     count = r.need("num_hidden_layers")
@@ -369,7 +356,6 @@ def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int 
     return windows_from_types(r, types, window)
 
 
-# %% nbs/models/spec.ipynb #windows_from_types
 def windows_from_types(r: ConfigReader, types: list[str], window: int | None) -> list[int | None]:
     """A window per layer, from the config's `layer_types`.
 
@@ -386,7 +372,6 @@ def windows_from_types(r: ConfigReader, types: list[str], window: int | None) ->
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-# %% nbs/models/spec.ipynb #llama
 @family("LlamaForCausalLM")
 def llama(r: ConfigReader) -> DecoderSpec:
     """Llama 1 to 3, SmolLM2 and whoever else uses their architecture."""
@@ -402,7 +387,6 @@ def llama(r: ConfigReader) -> DecoderSpec:
     )
 
 
-# %% nbs/models/spec.ipynb #mistral
 @family("MistralForCausalLM")
 def mistral(r: ConfigReader) -> DecoderSpec:
     """Mistral 7B: a window on every layer."""
@@ -412,7 +396,6 @@ def mistral(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"))
 
 
-# %% nbs/models/spec.ipynb #qwen2
 @family("Qwen2ForCausalLM")
 def qwen2(r: ConfigReader) -> DecoderSpec:
     """Qwen 2 and 2.5: a bias on queries, keys and values."""
@@ -422,7 +405,6 @@ def qwen2(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**common, layers=layers, qkv_bias=True)
 
 
-# %% nbs/models/spec.ipynb #qwen3
 @family("Qwen3ForCausalLM")
 def qwen3(r: ConfigReader) -> DecoderSpec:
     """Qwen 3: no bias, but a norm on every query and key head."""
@@ -433,7 +415,6 @@ def qwen3(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**common, layers=layers, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-# %% nbs/models/spec.ipynb #read_gemma3_rope
 def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
     """Gemma 3 has a rotation for global layers and one for local ones; old files stretch the global one only."""
     parameters = (r.get("rope_parameters") or {}).get(kind) or {}
@@ -444,7 +425,6 @@ def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: in
     return rope_from_parameters(parameters | scaling, theta=global_theta, dim=head_dim, max_position=max_position)
 
 
-# %% nbs/models/spec.ipynb #gemma3
 @family("Gemma3ForCausalLM")
 def gemma3(r: ConfigReader) -> DecoderSpec:
     """Gemma 3, text only: norms before and after, `1 + weight`, local layers with a rotation of their own."""

@@ -22,7 +22,6 @@ from minivllm.serving.app import ServerOptions, create_app
 __all__ = ["main", "make_parser", "run_batch"]
 
 
-# %% nbs/serving/run_batch.ipynb #ask_app
 async def ask_app(app: ASGIApp, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
     """POST a JSON body to an ASGI app, in this process. Returns status, headers and the body of the answer."""
     data = json.dumps(body).encode()
@@ -55,7 +54,6 @@ async def ask_app(app: ASGIApp, path: str, body: Any) -> tuple[int, dict[str, st
     return start["status"], headers, b"".join(parts)
 
 
-# %% nbs/serving/run_batch.ipynb #BatchLine
 class BatchError(ValueError):
     """A line of a batch file that is no request."""
 
@@ -113,7 +111,6 @@ async def answer_line(app: ASGIApp, text: str) -> dict[str, Any]:
     return batch_answer(custom_id, found, {"code": said.get("code") or str(status), "message": said.get("message")})
 
 
-# %% nbs/serving/run_batch.ipynb #run_batch
 async def run_batch(
     app: ASGIApp, source: Path, target: Path, *, window: int, use_tqdm: bool = False
 ) -> tuple[int, int]:
