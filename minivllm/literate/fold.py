@@ -10,7 +10,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +82,6 @@ def items_in(notebook: Notebook) -> list[Item]:
     return [item for cell in notebook.exports for item in items_of(cell)]
 
 
-@cache
 def items_of(cell: Cell) -> list[Item]:
     """The items of an exported cell. Raises LiterateError for code that a module cannot hold, at its line."""
     try:
