@@ -20,51 +20,50 @@ from unittest.mock import patch
 import torch
 
 from minivllm import LLM, SamplingParams
-from minivllm.models import cpu_linear
 from minivllm.models.decoder import Decoder
-from minivllm.models.linear import Linear
+from minivllm.models.linear import cpu as cpu_linear
+from minivllm.models.linear.layer import Linear
+from minivllm.models.ops.select import make_layer_ops
 
 
-def products(decoder: Decoder) -> list[Linear]:
-    """Every matrix product of a model."""
-    layers = [(layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down) for layer in decoder.layers]
-    return [linear for layer in layers for linear in layer] + [decoder.head]
+def linears(decoder: Decoder) -> list[Linear]:
+    """Every linear layer of a model."""
+    return [*decoder.linears(), decoder.head]
 
 
 def by_torch(decoder: Decoder) -> None:
-    """Products by torch, from weights as they were loaded."""
-    for linear in products(decoder):
-        linear.prepare("torch")
+    """Matmuls by torch, from weights as they were loaded."""
+    for linear in linears(decoder):
+        linear.use("torch")
 
 
 def kernel_by_kernel(decoder: Decoder) -> None:
     """A launch, and Python, for each kernel of a step."""
-    decoder.cpu_step = None  # until it is bound again
+    decoder._captured = None  # until it is bound again
 
 
 def by_onednn(decoder: Decoder) -> None:
-    """Products by oneDNN, also of a single row. It cannot be part of a program."""
-    decoder.cpu_step = None
-    for linear in products(decoder):
-        if hasattr(linear._run, "few"):
-            linear._run.few = 0
+    """Matmuls by oneDNN, also of a single row. It cannot be part of a program."""
+    for linear in linears(decoder):
+        if isinstance(linear.method, cpu_linear.CPULinear):
+            linear.method.max_rows = 0
 
 
 def not_fused(decoder: Decoder) -> None:
     """Norms, rotations and gates by torch, an operation at a time."""
-    decoder.final_norm.fused = False
-    for layer in decoder.layers:
-        for part in (layer.attention_norm, layer.mlp_norm, layer.attention, layer.mlp):
-            part.fused = False
+    ops = make_layer_ops("torch")
+    for part in decoder.all_parts():
+        if "ops" in vars(part):
+            part.ops = ops
 
 
-WITHOUT_TILES = "products: without the tile unit"
+WITHOUT_TILES = "matmuls: without the tile unit"
 VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Decoder], None] | None]] = {
     "as it is": ({}, None),
     "a launch for each kernel": ({}, kernel_by_kernel),
     WITHOUT_TILES: ({}, None),
-    "products: oneDNN packed, for any number of rows": ({}, by_onednn),
-    "products: torch": ({}, by_torch),
+    "matmuls: oneDNN packed, for any number of rows": ({}, by_onednn),
+    "matmuls: torch": ({}, by_torch),
     "norms, rotations, gates: torch": ({}, not_fused),
     "attention: gather, then torch": ({"attention_backend": "sdpa"}, None),
     "float32, not bfloat16": ({"dtype": "float32"}, None),

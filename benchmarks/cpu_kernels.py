@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec
 from minivllm.attention.numba_cpu import NumbaCPUBackend
 from minivllm.attention.sdpa import SDPABackend
-from minivllm.models.cpu_linear import FewRows, onednn_block, onednn_packs
-from minivllm.models.linear import make_kernel
-from minivllm_kernels.cpu.matmul.layout import PackedProduct
+from minivllm.models.linear.cpu import onednn_packs
+from minivllm.models.linear.layer import Linear
 from minivllm_kernels.cpu.program import Program
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
@@ -56,7 +55,7 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> No
 def floors(dtype: torch.dtype) -> dict[str, float]:
     """GB/s of reading 512 MB, and GFLOP/s of a large product."""
     many = torch.ones(8192, 16384)  # as a weight, so that it is read by our own kernel, once
-    x, read = torch.ones(1, 16384), FewRows(many, None)
+    x, read = torch.ones(1, 16384), layer_of(many, "cpu_invariant")
     a = torch.randn(2048, 2048).to(dtype)
     return {
         "read_gb_s": many.nbytes / best_ms(lambda: read(x)) / 1e6,
@@ -65,18 +64,18 @@ def floors(dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def numba_product(weight: torch.Tensor) -> Callable[[torch.Tensor], Any]:
-    """The numba product for few rows, for any number of them."""
-    if weight.dtype != torch.bfloat16 or not onednn_packs() or not onednn_block(*weight.shape):
-        return FewRows(weight, None)
-    packed = make_kernel("cpu", weight, None)
-    assert isinstance(packed.product, PackedProduct)  # type: ignore[attr-defined]
-    packed.few = 1 << 30  # type: ignore[attr-defined]
-    return packed
+def layer_of(weight: torch.Tensor, method: str, max_rows: float | None = None) -> Linear:
+    """A linear layer; its numba kernel for up to `max_rows` rows, if that is given."""
+    kind: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+    layer = Linear(weight.shape[1], {"all": weight.shape[0]}, **kind)
+    layer.use(method, weight)
+    if max_rows is not None:
+        layer.method.max_rows = max_rows  # type: ignore[attr-defined]
+    return layer
 
 
 def linear(dtype: torch.dtype, floor: dict[str, float]) -> dict[str, Any]:
-    """All products of one step: torch, oneDNN packed, numba, what `auto` takes, and the floor. Milliseconds."""
+    """All matmuls of one step: torch, oneDNN packed, numba, what `auto` takes, and the floor. Milliseconds."""
     copies = {name: LAYERS if name != "head" else 1 for name in SHAPES}
     weights = {name: [torch.randn(s).to(dtype) / 24 for _ in range(copies[name])] for name, s in SHAPES.items()}
     pack = torch.ops.mkldnn._reorder_linear_weight if onednn_packs() else None
@@ -88,8 +87,8 @@ def linear(dtype: torch.dtype, floor: dict[str, float]) -> dict[str, Any]:
     makers: dict[str, Callable[[torch.Tensor], Callable[[torch.Tensor], Any]]] = {
         "torch": lambda w: lambda x: F.linear(x, w),
         **({"onednn": onednn} if pack else {}),
-        "numba": numba_product,
-        "auto": lambda w: make_kernel("cpu", w, None),
+        "numba": lambda w: layer_of(w, "cpu", 1 << 30),
+        "auto": lambda w: layer_of(w, "cpu"),
     }
     kernels = {m: {n: [make(w) for w in weights[n]] for n in SHAPES} for m, make in makers.items()}
     parameters = sum(copies[n] * s[0] * s[1] for n, s in SHAPES.items())
@@ -186,8 +185,9 @@ class Stopwatch:
                 if inside:
                     inside[-1] += spent
 
-        setattr(owner, name, timed)
-        self._undo.append(lambda: setattr(owner, name, original))
+        put = type.__setattr__ if isinstance(owner, type) else setattr  # so that a stopwatch is no change of the model
+        put(owner, name, timed)
+        self._undo.append(lambda: put(owner, name, original))
 
     def watch_program(self) -> None:
         """Time each kernel of a program."""
@@ -210,18 +210,17 @@ class Stopwatch:
 
 def watch_layers(watch: Stopwatch, backend: type) -> None:
     """The parts of a decoder whose kernels are launched one by one."""
-    from minivllm.models import cpu_pointwise, decoder, layers
-    from minivllm.models.linear import Linear
+    from minivllm.models.layers import RMSNorm
+    from minivllm.models.ops.numba_cpu import NumbaCPUOps
 
     for owner, name, part in (
         (Linear, "__call__", "linear"),
         (backend, "write", "attention"),
         (backend, "attend", "attention"),
-        (layers.RMSNorm, "__call__", "norm and rope"),
-        (layers.RMSNorm, "add", "norm and rope"),
-        (layers.GatedMLP, "__call__", "norm and rope"),
-        (decoder, "apply_rope", "norm and rope"),
-        (cpu_pointwise, "rotate", "norm and rope"),
+        (RMSNorm, "__call__", "norm and rope"),
+        (NumbaCPUOps, "add_rms_norm", "norm and rope"),
+        (NumbaCPUOps, "gated_linear", "norm and rope"),
+        (NumbaCPUOps, "rope_and_cache", "norm and rope"),
     ):
         watch.watch(owner, name, part)
 
@@ -230,7 +229,6 @@ def watch_engine(watch: Stopwatch, backend: type) -> None:
     """The parts of a step outside its layers, by the functions that do them."""
     from minivllm.core.scheduler import Scheduler
     from minivllm.engine.output_processor import OutputProcessor
-    from minivllm.models import cpu_linear
     from minivllm.models.decoder import Decoder
     from minivllm.models.rope import Rope
     from minivllm.runtime.input_batch import InputBatch
@@ -245,7 +243,6 @@ def watch_engine(watch: Stopwatch, backend: type) -> None:
         (InputBatch, "advance", "prepare"),
         (backend, "plan", "prepare"),
         (Rope, "__call__", "norm and rope"),
-        (cpu_linear, "launch_product", "linear"),
         (Sampler, "start", "sample"),
         (SamplingState, "batch", "sample"),
         (PendingStep, "result", "sample"),
@@ -269,7 +266,7 @@ def profile(dtype: torch.dtype, batches: Sequence[int] = (1, 64), steps: int = 6
     with LLM("smollm2", dtype=name, max_model_len=1024, max_num_seqs=max(batches)) as llm:
         engine = llm.llm_engine
         runner = engine.core.executor.runner  # type: ignore[attr-defined]
-        backend, step = type(runner.backend), runner.model.cpu_step
+        backend, model = type(runner.backend), runner.model
         params = SamplingParams(temperature=0, max_tokens=2 * steps + 40, ignore_eos=True)
         params.output_kind = RequestOutputKind.FINAL_ONLY  # as `LLM.generate` asks for
         for size in batches:
@@ -286,7 +283,7 @@ def profile(dtype: torch.dtype, batches: Sequence[int] = (1, 64), steps: int = 6
                 for timed in (False, True):
                     if timed:
                         watch_engine(watch, backend)
-                        if step is None or not step.takes(size):  # a function that is watched is not the decoder's own
+                        if not (model.captured and model.captured._programs.get(size)):
                             watch_layers(watch, backend)
                     for _ in range(10):
                         watch.seconds.clear()

@@ -10,6 +10,7 @@ and the keys and values once. Then, for small batches, the same step with every 
 
 import argparse
 import json
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,8 @@ from kernels import CUDA, copy_bandwidth, median_ms, random_batch
 from minivllm.attention.numba_cuda import NumbaCudaBackend
 from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.config import KVCacheConfig, make_kv_cache_groups
-from minivllm.models import gpu_linear
 from minivllm.models.decoder import Decoder
-from minivllm.models.fused import fuse
+from minivllm.models.linear import cuda as cuda_linear
 from minivllm.models.spec import spec_from_config
 from minivllm.runtime.decode_graphs import DecodeGraphs
 from minivllm_kernels.cuda.launch import _launches as launches
@@ -36,12 +36,15 @@ BLOCK = 16
 
 
 def make_decoder(max_model_len: int) -> Decoder:
-    decoder = Decoder(spec_from_config(QWEN3), NumbaCudaBackend(), torch.bfloat16, CUDA)
-    generator = torch.Generator(CUDA).manual_seed(0)
-    for name, target in decoder._targets().items():
-        target.fill_(1.0) if name.endswith("norm.weight") else target.normal_(0.0, 0.02, generator=generator)
-    decoder.prepare()
-    fuse(decoder, max_model_len)
+    spec = spec_from_config(QWEN3)
+    decoder = Decoder(spec, NumbaCudaBackend(), torch.bfloat16, CUDA, max_model_len=max_model_len)
+    generator, kind = torch.Generator(CUDA).manual_seed(0), {"device": CUDA, "dtype": torch.bfloat16}
+    shapes = spec.weight_shapes().items()
+    norms = ((name, torch.ones(shape, **kind)) for name, shape in shapes if name.endswith("norm.weight"))
+    others = (
+        (name, 0.02 * torch.randn(shape, generator=generator, **kind)) for name, shape in shapes if len(shape) == 2
+    )
+    decoder.load_weights(chain(norms, others))
     return decoder
 
 
@@ -76,19 +79,19 @@ def step_ms(decoder: Decoder, batch: int, context: int) -> tuple[float, float]:
 
 def by_product(decoder: Decoder, batches: list[int], context: int) -> list[dict]:
     """The step with every product by cuBLAS, with ours, and with ours when no kernel starts early."""
-    rows, most = [], gpu_linear.MOST_ROWS
+    rows, most = [], cuda_linear.MOST_ROWS
     print("rows  products  layers ms  step ms")
     for batch in batches:
         for kind in ("cublas", "ours", "ours in turn"):
             for launch in launches.values() if kind == "ours in turn" else ():
                 launch.attributes = 0, 0  # no kernel starts before the one before it has ended
-            gpu_linear.MOST_ROWS = 0 if kind == "cublas" else most
+            cuda_linear.MOST_ROWS = 0 if kind == "cublas" else most
             layers, whole = step_ms(decoder, batch, context)
             rows.append({"rows": batch, "kind": kind, "layers_ms": layers, "step_ms": whole})
             print(f"{batch:4}  {kind:8} {layers:10.3f} {whole:8.3f}")
             torch.cuda.empty_cache()
         launches.clear()  # loaded anew, with their attributes
-    gpu_linear.MOST_ROWS = most
+    cuda_linear.MOST_ROWS = most
     return rows
 
 

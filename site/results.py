@@ -60,7 +60,7 @@ def objects(value: Any) -> list[dict[str, Any]]:
 def side_by_side(found: dict[str, dict[str, Any]]) -> list[str]:
     """A table of objects that have fields in common, a column for each."""
     fields = dict.fromkeys(field for one in found.values() for field in one)
-    return table(["", *found], ([field, *(one.get(field) for one in found.values())] for field in fields))
+    return table(["field", *found], ([field, *(one.get(field) for one in found.values())] for field in fields))
 
 
 def tables(value: Any, title: str = "") -> list[str]:
@@ -78,7 +78,7 @@ def tables(value: Any, title: str = "") -> list[str]:
         return [*lines, shown(value), ""]
     plain = {key: item for key, item in value.items() if is_plain(item)}
     if plain:
-        lines += table(["", ""], plain.items())
+        lines += table(["field", "value"], plain.items())
     for key, item in value.items():
         if key not in plain:
             lines += tables(item, f"{title}: {key}" if title else key)

@@ -3,7 +3,7 @@
 # Generated from nbs/attention/backend.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.step_buffer import StepBuffer
+from minivllm.core.module import Module
 
 __all__ = [
     "FP8", "AttentionBackend", "AttentionBatch", "AttentionSpec", "FixedDecode", "KVScales", "Plan",
@@ -195,17 +196,20 @@ class FixedDecode(Protocol):
         ...
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(Module):
     """Attention over a paged KV cache. A backend keeps no state between calls.
 
     Attributes:
         name: what users call it.
         batch_invariant: the result for a token is bit-identical whatever else is in the batch.
+        layer_ops, linear_method: names of the `LayerOps` and the `LinearMethod` that go with it.
         scales: of an fp8 cache.
     """
 
     name: ClassVar[str]
     batch_invariant: ClassVar[bool] = False
+    layer_ops: ClassVar[str] = "torch"
+    linear_method: ClassVar[str] = "torch"
     scales: KVScales = KVScales()
 
     @abstractmethod

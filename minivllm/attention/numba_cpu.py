@@ -16,7 +16,7 @@ from minivllm.attention.backend import AttentionBackend, AttentionBatch, Attenti
 from minivllm_kernels.cpu.compile import Kernel, host_lanes, host_registers, kernel, pack, run
 from minivllm_kernels.cpu.matmul.layout import host_tiles
 from minivllm_kernels.cpu.planning import AttentionStep, CPUAttentionShape
-from minivllm_kernels.cpu.program import NOW, Launcher
+from minivllm_kernels.cpu.program import NOW
 
 __all__ = ["BITS", "NumbaCPUBackend", "NumbaCPUInvariantBackend", "NumbaCPUPlan"]
 
@@ -46,6 +46,9 @@ class NumbaCPUBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = "numba_cpu"
+    layer_ops: ClassVar[str] = "numba_cpu"
+    linear_method: ClassVar[str] = "cpu"
+    capturable = True
     by_tiles: ClassVar[bool] = True
 
     def __init__(self, kv_dtype: torch.dtype | None = None) -> None:
@@ -98,13 +101,13 @@ class NumbaCPUBackend(AttentionBackend):
         plan.step.run(q.data_ptr(), out.data_ptr(), kv_cache.data_ptr())
         return out
 
-    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, on: Launcher = NOW) -> None:
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.write`. Tokens with a negative slot are not stored."""
         tokens, heads, head_dim = k.shape
         k, v = (x if x.stride(1) == head_dim and x.stride(2) == 1 else x.contiguous() for x in (k, v))
         writer = _writer(head_dim, kv_cache.shape[-1] // head_dim, BITS[k.dtype], BITS[kv_cache.dtype])
         where = (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), slot_mapping.data_ptr(), kv_cache.data_ptr())
-        on.run(writer, pack(tokens, *where, heads), torch.get_num_threads() if tokens > 8 else 1)
+        NOW.run(writer, pack(tokens, *where, heads), torch.get_num_threads() if tokens > 8 else 1)
 
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend.copy_blocks`."""
@@ -135,5 +138,6 @@ class NumbaCPUInvariantBackend(NumbaCPUBackend):
     """The same without the tile unit, and it asks the model for matrix products whose rows do not depend on the batch either."""
 
     name: ClassVar[str] = "numba_cpu_invariant"
+    layer_ops: ClassVar[str] = "torch"
     by_tiles: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = True

@@ -57,6 +57,9 @@ class NumbaCudaBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = "numba_cuda"
+    layer_ops: ClassVar[str] = "numba_cuda"
+    linear_method: ClassVar[str] = "gemv"
+    capturable = True
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -181,4 +184,5 @@ class NumbaCudaInvariantBackend(NumbaCudaBackend):
     prompt was cut. Every row goes through the prefill kernel, so decoding few long sequences is slower."""
 
     name: ClassVar[str] = "numba_cuda_invariant"
+    capturable = True
     batch_invariant: ClassVar[bool] = True

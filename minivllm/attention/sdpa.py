@@ -143,15 +143,13 @@ class SDPABackend(AttentionBackend):
             spec = replace(spec, scale=spec.scale * self.scales.k)
         keys, values = as_bytes(kv_cache).view(2, -1, spec.num_kv_heads * spec.head_dim)
         if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
-            return self._unscaled(_decode(q, keys, values, plan.decodes[0], spec))
-        out = torch.empty_like(q)
-        for decode in plan.decodes:
-            out[decode.rows] = _decode(q[decode.rows], keys, values, decode, spec)
-        for prefill in plan.prefills:
-            out[prefill.start : prefill.end] = _prefill(q[prefill.start : prefill.end], keys, values, prefill, spec)
-        return self._unscaled(out)
-
-    def _unscaled(self, out: Tensor) -> Tensor:
+            out = _decode(q, keys, values, plan.decodes[0], spec)
+        else:
+            out = torch.empty_like(q)
+            for decode in plan.decodes:
+                out[decode.rows] = _decode(q[decode.rows], keys, values, decode, spec)
+            for call in plan.prefills:
+                out[call.start : call.end] = _prefill(q[call.start : call.end], keys, values, call, spec)
         return out if self.scales.v == 1.0 else out * self.scales.v
 
 
@@ -167,7 +165,7 @@ def _decode(q: Tensor, keys: Tensor, values: Tensor, call: DecodeCall, spec: Att
     shape = (n, call.width, spec.num_kv_heads, dim)
     k = _pick(keys, call.slots, q.dtype).view(shape).transpose(1, 2)
     v = _pick(values, call.slots, q.dtype).view(shape).transpose(1, 2)
-    grouped = q.reshape(n, spec.num_kv_heads, spec.group_size, dim)
+    grouped = q.reshape(n, spec.num_kv_heads, heads // spec.num_kv_heads, dim)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=call.mask, scale=spec.scale).reshape(n, heads, dim)
 
 

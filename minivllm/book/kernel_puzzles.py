@@ -106,7 +106,7 @@ class Puzzle:
             except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
                 return Verdict(f"it raised {type(error).__name__}: {error}", lens)
             complaint = _outside(lens) or _race(lens) or _first_wrong(lens, arguments, right)
-            complaint = complaint or (self.demand(lens) if self.demand else None)
+            complaint = complaint or _alone(lens, self.grid * self.threads) or (self.demand and self.demand(lens))
             if complaint:
                 return Verdict(complaint, lens)
         return Verdict("right")
@@ -126,6 +126,12 @@ def _race(lens: Lens) -> str | None:
             f"a race: thread {w.thread} of block {w.block} writes {what} and thread {other.thread} of block {other.block} may {does} it at the"
             f" same time: {lens.source(w.line)}"
         )
+    return None
+
+
+def _alone(lens: Lens, num_threads: int) -> str | None:
+    if num_threads > 1 and len({(a.block, a.thread) for a in lens.accesses}) == 1:
+        return f"right, and slow: one thread does all the work, and {num_threads} are there"
     return None
 
 
@@ -172,6 +178,11 @@ copy = Puzzle(
     (
         ("out[i] = a[i]", "pass", "no thread wrote it"),
         ("out[i]", "out[0]", "a race"),
+        (
+            "out[i] = a[i]",
+            "for j in range(8 * (i == 0)):\n        out[j] = a[j]",
+            "one thread does all the work, and 8 are",
+        ),
     ),
 )
 

@@ -35,6 +35,7 @@ class Access:
         line: of the kernel's source. turn: how often the thread had made this access before.
         epoch: how many barriers the thread had passed.
         inside: the element exists.
+        atomic: read and written in one step that no other thread can divide.
     """
 
     array: str
@@ -47,6 +48,7 @@ class Access:
     turn: int
     epoch: int
     inside: bool
+    atomic: bool = False
 
 
 class Watched:
@@ -59,32 +61,64 @@ class Watched:
     def __len__(self) -> int:
         return len(self.array)
 
-    def _place(self, index: Any) -> tuple[tuple[int, ...], bool]:
+    def _place(self, index: Any) -> tuple[int, ...]:
         place = index if isinstance(index, tuple) else (index,)
-        if len(place) != self.ndim or not all(isinstance(i, (int, np.integer)) for i in place):
+        if len(place) > self.ndim or not all(isinstance(i, (int, np.integer)) for i in place):
             raise TypeError(
                 f"{self.name}[{index}]: a thread takes one element, so {self.ndim} integers are needed here"
             )
-        return tuple(int(i) for i in place), all(0 <= i < n for i, n in zip(place, self.shape))
+        return tuple(int(i) for i in place)
 
-    def _note(self, place: tuple[int, ...], inside: bool, write: bool) -> None:
+    def _note(self, place: tuple[int, ...], write: bool, line: int, atomic: bool = False) -> bool:
+        """Tell the lens of an access. Whether the element exists."""
         flat = 0
         for i, n in zip(place, self.shape):
             flat = flat * n + i
-        self.lens.note(self, flat, write, inside, sys._getframe(2).f_lineno)
+        inside = all(0 <= i < n for i, n in zip(place, self.shape))
+        self.lens.note(self, flat, write, inside, line, atomic)
+        return inside
 
-    def __getitem__(self, index: Any) -> Any:
-        place, inside = self._place(index)
-        self._note(place, inside, write=False)
-        if inside:
+    def read(self, place: tuple[int, ...], line: int) -> Any:
+        """One element, or the part of the array that fewer indices name, as in `cache[block][slot]`."""
+        if len(place) < self.ndim:
+            return Part(self, place)
+        if self._note(place, False, line):
             return self.array[place]
         return self.dtype.type(np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).min)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        place, inside = self._place(index)
-        self._note(place, inside, write=True)
-        if inside:
+    def write(self, place: tuple[int, ...], value: Any, line: int) -> None:
+        """Store one element; outside of the array nothing is stored."""
+        if len(place) < self.ndim:
+            raise TypeError(f"{self.name}: a thread writes one element, so {self.ndim} integers are needed here")
+        if self._note(place, True, line):
             self.array[place] = value
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.read(self._place(index), sys._getframe(1).f_lineno)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.write(self._place(index), value, sys._getframe(1).f_lineno)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What `cache[block]` is of a watched array: the rest of the indices follow."""
+
+    of: Watched
+    place: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.shape[len(self.place) :]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.of.read((*self.place, *self.of._place(index)), sys._getframe(1).f_lineno)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.of.write((*self.place, *self.of._place(index)), value, sys._getframe(1).f_lineno)
 
 
 @dataclass(frozen=True)
@@ -149,7 +183,7 @@ class Lens:
         self.arrays[name] = Watched(name, array, self, space)
         return self.arrays[name]
 
-    def note(self, watched: Watched, index: int, write: bool, inside: bool, line: int) -> None:
+    def note(self, watched: Watched, index: int, write: bool, inside: bool, line: int, atomic: bool) -> None:
         """Remember an access of the thread that calls."""
         thread: Any = threading.current_thread()
         (x, y, z), (gx, gy, _) = thread.blockIdx, thread._manager._grid_dim
@@ -159,7 +193,7 @@ class Lens:
             turn = self._turns[key]
             self._turns[key] += 1
             who = (block, thread.thread_id, line, turn, epoch)
-            self.accesses.append(Access(watched.name, watched.space, index, write, *who, inside))
+            self.accesses.append(Access(watched.name, watched.space, index, write, *who, inside, atomic))
 
     def outside(self) -> list[Access]:
         """Accesses to elements that do not exist."""
@@ -168,7 +202,8 @@ class Lens:
     def races(self) -> list[tuple[Access, Access]]:
         """Pairs of accesses to one element by two threads, a write among them, with nothing that puts them in order.
 
-        Threads of a block are in order if a barrier lies between them; threads of different blocks never are.
+        Threads of a block are in order if a barrier lies between them; threads of different blocks never are. Two atomic
+        operations need no order.
         """
         at: dict[tuple, list[Access]] = defaultdict(list)
         for a in self.accesses:
@@ -177,7 +212,8 @@ class Lens:
         for accesses in at.values():
             for w in (a for a in accesses if a.write):
                 others = (a for a in accesses if (a.block, a.thread) != (w.block, w.thread))
-                clash = next((a for a in others if a.block != w.block or a.epoch == w.epoch), None)
+                at_once = (a for a in others if a.block != w.block or a.epoch == w.epoch)
+                clash = next((a for a in at_once if not (a.atomic and w.atomic)), None)
                 if clash is not None:
                     found.append((w, clash))
                     break
@@ -319,6 +355,23 @@ class Lens:
         return self.report()
 
 
+def _noted(operation: Callable) -> Callable:
+    """An atomic operation of the simulator which tells the lens that a thread reads and writes one element at once."""
+
+    def atomic(self: Any, array: Any, index: Any, *more: Any) -> Any:
+        if not isinstance(array, Watched):
+            return operation(self, array, index, *more)
+        place = array._place(index)
+        if len(place) < array.ndim:
+            raise TypeError(
+                f"{array.name}: an atomic operation takes one element, so {array.ndim} integers are needed here"
+            )
+        inside = array._note(place, True, sys._getframe(1).f_lineno, atomic=True)
+        return operation(self, array.array, place, *more) if inside else array.dtype.type(0)
+
+    return atomic
+
+
 @contextmanager
 def _watching(lens: Lens) -> Iterator[None]:
     from numba.cuda.simulator import kernel, kernelapi
@@ -342,10 +395,16 @@ def _watching(lens: Lens) -> Iterator[None]:
         plain_barrier(self)
         self.epoch = getattr(self, "epoch", 0) + 1
 
+    atomics = vars(kernelapi.FakeCUDAAtomic)
+    plain_atomics = {name: operation for name, operation in atomics.items() if not name.startswith("_")}
+    for name, operation in plain_atomics.items():
+        setattr(kernelapi.FakeCUDAAtomic, name, _noted(operation))
     kernelapi.FakeCUDAShared.array, kernel.BlockThread.syncthreads = array, barrier
     try:
         yield
     finally:
+        for name, operation in plain_atomics.items():
+            setattr(kernelapi.FakeCUDAAtomic, name, operation)
         kernelapi.FakeCUDAShared.array, kernel.BlockThread.syncthreads = plain_array, plain_barrier
 
 

@@ -117,14 +117,16 @@ class Game:
     def ask(self, **given: Any) -> dict[str, Any]:
         """What the function left in its arguments, by name, and its result under "answer"."""
         try:
-            inspect.signature(self.answer).bind(**given)
+            inspect.signature(self.answer).bind(*given.values())
         except TypeError as error:
-            raise TypeError(f"the function of this puzzle takes ({', '.join(given)}): {error}") from None
+            raise _Stop(f"the function of this puzzle takes ({', '.join(given)}): {error}") from None
         right = _called(self.right, given)
         try:
             mine = _called(self.answer, given)
         except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
             raise _Stop(self._here(f"it raised {type(error).__name__}: {error}")) from None
+        if "return" not in inspect.getsource(self.right):  # what counts is in the arguments; it may return one as well
+            mine["answer"] = None
         for name, value in right.items():
             wrong = _difference(f"the {name}" if name == "answer" else name, mine[name], value)
             self.complaint = self.complaint or (wrong and self._here(wrong))
@@ -171,8 +173,9 @@ class Game:
 
 
 def _called(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name as the function leaves them, and its result. It may call them by other names."""
     mine = deepcopy(given)
-    return {"answer": function(**mine), **mine}
+    return {"answer": function(*mine.values()), **mine}
 
 
 def _shown(value: Any) -> str:
@@ -218,7 +221,7 @@ class Puzzle:
         return self._play(function, judged=False)
 
     def check(self, function: Callable[..., Any]) -> Replay:
-        """The verdict, and the blocks up to the first wrong step. TypeError if the function takes other arguments than the puzzle's."""
+        """The verdict, and the blocks up to the first wrong step."""
         if is_blank(function):
             return Replay("no answer yet: put your lines in place of the dots", Trace(TraceHeader()), ())
         return self._play(function, judged=True)
@@ -704,13 +707,17 @@ def _slide_again(table, free, num_computed, window, size):
         table[i] = 0
 
 
+def _slide_by_six(table, free, num_computed, window, size):
+    _slide(table, free, num_computed, 6, size)
+
+
 def _sliding(game: Game) -> None:
     table, free = [3, 1, 5, 2], [4, 6, 7, 8]
-    game.step("a has blocks [3, 1, 5, 2]; a token sees 6 positions")
+    game.step("a has blocks [3, 1, 5, 2]; a token sees 6 positions, in the end 3")
     game.enter("a", 16, table)
-    for computed in (8, 9, 12, 13, 15):
-        game.step(f"{computed} tokens are computed")
-        left = game.ask(table=table, free=free, num_computed=computed, window=6, size=4)
+    for computed, window in ((8, 6), (9, 6), (12, 6), (13, 6), (14, 3)):
+        game.step(f"{computed} tokens are computed" + (", a token sees 3" if window == 3 else ""))
+        left = game.ask(table=table, free=free, num_computed=computed, window=window, size=4)
         gone = [i for i, (old, new) in enumerate(zip(table, left["table"], strict=True)) if old and not new]
         if gone:
             game.tell("skip", "a", 0, gone[0], gone[-1] + 1, tuple(table[i] for i in gone))
@@ -726,6 +733,7 @@ slide = Puzzle(
         _slide_too_late: "step 3 (9 tokens are computed): table[0] should be 0, and is 3",
         _slide_and_close_up: "step 3 (9 tokens are computed): table[0] should be 0, and is 1",
         _slide_again: "step 4 (12 tokens are computed): free",
+        _slide_by_six: "step 6 (14 tokens are computed, a token sees 3): table[2] should be 0, and is 5",
     },
 )
 
@@ -821,19 +829,27 @@ def _split_prompts_first(running, waiting, budget):
     return tokens | dict.fromkeys(running[: budget - sum(tokens.values())], 1)
 
 
+def _split_all_running(running, waiting, budget):
+    tokens = dict.fromkeys(running, 1)
+    for request, left in waiting:
+        if n := max(0, min(left, budget - sum(tokens.values()))):
+            tokens[request] = n
+    return tokens
+
+
 def _splitting(game: Game) -> None:
     left, free = {"a": 5, "b": 13, "c": 6}, list(range(1, 9))
     held = {"a": 0, "b": 0, "c": 0}
-    for number in range(4):
+    for number, budget in enumerate((8, 8, 8, 1)):
         running = [r for r in left if left[r] == 0]
         waiting = [(r, n) for r, n in left.items() if n]
         game.step(
-            f"budget 8; decoding: {' '.join(running) or 'nobody'}; waiting: {' '.join(f'{r} {n}' for r, n in waiting) or 'nobody'}"
+            f"budget {budget}; decoding: {' '.join(running) or 'nobody'}; waiting: {' '.join(f'{r} {n}' for r, n in waiting) or 'nobody'}"
         )
         if number == 0:
             for request, tokens in left.items():
                 game.enter(request, tokens)
-        tokens = game.ask(running=running, waiting=waiting, budget=8)["answer"]
+        tokens = game.ask(running=running, waiting=waiting, budget=budget)["answer"]
         for request, n in tokens.items():
             new = -(-(held[request] + n) // 4) - -(-held[request] // 4)
             game.take(request, free[:new])
@@ -852,6 +868,7 @@ split = Puzzle(
         _split_nothing: "step 1 (budget 8; decoding: nobody; waiting: a 5 b 13 c 6): the answer should have 'b'",
         _split_and_name_all: "step 1 (budget 8; decoding: nobody; waiting: a 5 b 13 c 6): the answer should not have 'c'",
         _split_prompts_first: "step 2 (budget 8; decoding: a; waiting: b 10 c 6): the answer should have 'a'",
+        _split_all_running: "step 4 (budget 1; decoding: a b; waiting: c",
     },
 )
 

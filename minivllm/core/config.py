@@ -26,10 +26,12 @@ class KVCacheRules:
     Attributes:
         has_window: whether a spec of this kind needs a `window`.
         prefix_cacheable: whether its blocks may be found by content and shared.
+        event_kind: what KV events call it.
     """
 
     has_window = False
     prefix_cacheable = True
+    event_kind = "full_attention"
 
     def check(self, spec: KVCacheSpec) -> None:
         """Raise ValueError if the numbers of a spec do not suit this kind."""
@@ -80,6 +82,7 @@ class SlidingWindowRules(KVCacheRules):
     """A token attends to itself and to `window - 1` tokens before it."""
 
     has_window = True
+    event_kind = "sliding_window"
 
     def visible(self, spec: KVCacheSpec, query: int, key: int) -> bool:
         return query - spec.window < key <= query  # type: ignore[operator]
@@ -97,6 +100,8 @@ class SlidingWindowRules(KVCacheRules):
 
 class ChunkedLocalRules(SlidingWindowRules):
     """A token attends to the tokens before it in its own chunk of `window` tokens."""
+
+    event_kind = "chunked_local_attention"
 
     def visible(self, spec: KVCacheSpec, query: int, key: int) -> bool:
         return key <= query and key // spec.window == query // spec.window  # type: ignore[operator]

@@ -53,7 +53,7 @@ EVENTS: dict[str, Any] = {  # a NamedTuple per kind: `kind`, then the fields
 
 
 def named(event: Event) -> Any:
-    """A recorded event with its fields by name: an equal tuple of its kind in `EVENTS`. Raises KeyError for an unknown kind."""
+    """A recorded event with its fields by name: a tuple of its kind in `EVENTS`, with None for optional fields that it lacks. Raises KeyError for an unknown kind."""
     return EVENTS[event[0]](*event)
 
 
@@ -271,7 +271,7 @@ class Fold(EventReader):
         self.now.requests[request].tables[group][start:end] = [0] * (end - start)
         self._release(blocks)
 
-    def _on_evict(self, block: int, name: bytes) -> None:
+    def _on_evict(self, block: int, hash: bytes) -> None:
         self.now.hashes[block] = None
         self.num_cached_free -= 1
         self._free.move_to_end(block, last=False)

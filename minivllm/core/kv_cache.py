@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any
 
@@ -28,21 +29,19 @@ class SingleTypeKVCacheManager:
         self.tables: dict[str, list[KVCacheBlock]] = {}
         self.num_cached: dict[str, int] = {}
         self.num_skipped: dict[str, int] = {}
+        self.rules = spec.rules
+        self.num_blocks = partial(spec.rules.num_blocks, spec)
         self.skips = type(spec.rules).skipped is not KVCacheRules.skipped
-
-    def num_blocks(self, num_tokens: int) -> int:
-        """Length of the block table of a request with `num_tokens` tokens."""
-        return self.spec.rules.num_blocks(self.spec, num_tokens)
 
     def skipped_blocks(self, num_computed_tokens: int) -> tuple[int, int]:
         """First and last + 1 of the blocks that no later token attends to."""
-        start, end = self.spec.rules.skipped(self.spec, num_computed_tokens)
+        start, end = self.rules.skipped(self.spec, num_computed_tokens)
         start, end = -(-start // self.block_size), end // self.block_size
         return (start, end) if start < end else (0, 0)
 
     def find_longest_cache_hit(self, request: Request, max_blocks: int) -> list[KVCacheBlock]:
         """The longest prefix of at most `max_blocks` blocks that need not be computed, as a table with null blocks."""
-        if not self.spec.rules.prefix_cacheable:
+        if not self.rules.prefix_cacheable:
             return []
         if not self.skips:
             return list(takewhile(bool, self.index.walk(request, max_blocks)))  # type: ignore[arg-type]
@@ -62,14 +61,16 @@ class SingleTypeKVCacheManager:
         """Register the blocks of the first `num_tokens` tokens, as far as they are full and their tokens known."""
         request_id, known = request.request_id, min(num_tokens, request.num_tokens)
         start, end = self.num_cached[request_id], known // self.block_size
-        if end <= start or not self.spec.rules.prefix_cacheable:
+        if end <= start:
             return
         table, hashes = self.tables[request_id], extend_block_hashes(request, self.block_size)
-        cached = [i for i in range(start, end) if table[i] is not self.block_pool.null_block]
-        for i in cached:
+        null, cached = self.block_pool.null_block, []
+        for i in range(start, end):
             block = table[i]
-            self.index.insert(request, i, block)
-            block.block_hash, block.depth, block.group = hashes[i], i, self.group
+            if block is not null:
+                self.index.insert(request, i, block)
+                block.block_hash, block.depth, block.group = hashes[i], i, self.group
+                cached.append(i)
         self.num_cached[request_id] = end
         if cached and self.block_pool.trace is not None:
             ids, names = [table[i].block_id for i in cached], [hashes[i] for i in cached]
@@ -153,6 +154,9 @@ class KVCacheManager:
         self.stats = PrefixCacheStats()
         self.swapped: dict[str, tuple[list[KVCacheBlock], ...]] = {}
         self._skips = any(group.skips for group in self.groups)
+        self.caching_groups = [
+            group for group in self.groups if cache.enable_prefix_caching and group.rules.prefix_cacheable
+        ]
 
     def _forget(self, block: KVCacheBlock) -> None:
         self.groups[block.group].index.remove(block)
@@ -220,10 +224,14 @@ class KVCacheManager:
         else:
             computed, held = request.num_computed_tokens, [len(group.tables[request_id]) for group in self.groups]
         total = computed + num_new_tokens
-        counts = [max(0, group.num_blocks(total) - n) for group, n in zip(self.groups, held, strict=True)]
-        wanted = num_new = sum(counts)
+        counts, wanted = [], 0
+        for group, n in zip(self.groups, held, strict=True):
+            count = group.num_blocks(total) - n
+            counts.append(max(0, count))
+            wanted += counts[-1]
+        num_new = wanted
         if reserve_tokens:
-            most = [g.spec.rules.max_blocks(g.spec, reserve_tokens, self.max_step_tokens) for g in self.groups]
+            most = [g.rules.max_blocks(g.spec, reserve_tokens, self.max_step_tokens) for g in self.groups]
             wanted = sum(max(count, m - n) for count, m, n in zip(counts, most, held, strict=True))
         if hit:
             wanted += sum(block.ref_cnt == 0 and block is not pool.null_block for t in hit.tables for block in t)
@@ -256,16 +264,17 @@ class KVCacheManager:
         self, request: Request, total: int, counts: list[int], new: list[KVCacheBlock], opened: bool
     ) -> tuple[list[int], ...]:
         """Append new blocks to the tables and register those that this step fills."""
-        request_id, rest, ids = request.request_id, iter(new), []
+        request_id, rest, ids, trace = request.request_id, iter(new), [], self.block_pool.trace
         for group, count in zip(self.groups, counts, strict=True):
             table, blocks = group.tables[request_id], list(islice(rest, count))
             table.extend(blocks)
             new_ids = [block.block_id for block in blocks]
-            if new_ids and self.trace is not None:
-                self.trace(("alloc", request_id, group.group, tuple(new_ids)))
+            if new_ids and trace is not None:
+                trace(("alloc", request_id, group.group, tuple(new_ids)))
             ids.append([block.block_id for block in table] if opened else new_ids)
         request.capacity = -(-total // self.block_size) * self.block_size
-        self.cache_blocks(request, total)
+        if total // self.block_size > self.groups[0].num_cached[request_id]:
+            self.cache_blocks(request, total)
         return tuple(ids)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
@@ -274,15 +283,13 @@ class KVCacheManager:
         Whoever is scheduled later in this step, or in a later one, may share them, since steps run in order. If the step is
         not run after all, `uncache_blocks` takes them back.
         """
-        if self.config.enable_prefix_caching:
-            for group in self.groups:
-                group.cache_full_blocks(request, num_tokens)
+        for group in self.caching_groups:
+            group.cache_full_blocks(request, num_tokens)
 
     def uncache_blocks(self, request: Request, num_tokens: int) -> None:
         """Take back the registration of blocks beyond a request's first `num_tokens` tokens: no step is going to fill them."""
-        if self.config.enable_prefix_caching:
-            for group in self.groups:
-                group.uncache_blocks(request.request_id, num_tokens)
+        for group in self.caching_groups:
+            group.uncache_blocks(request.request_id, num_tokens)
 
     def free(self, request: Request, keep_cpu_blocks: bool = False) -> None:
         """Give back all blocks of a request. One that holds none is left alone."""

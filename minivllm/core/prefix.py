@@ -79,7 +79,11 @@ class HashIndex:
         return (get(name, _NONE)[0] for name in extend_block_hashes(request, self.block_size)[:num_blocks])
 
     def insert(self, request: Request, i: int, block: KVCacheBlock) -> None:
-        self._blocks.setdefault(request.block_hashes[i], []).append(block)
+        name = request.block_hashes[i]
+        if name in self._blocks:
+            self._blocks[name].append(block)
+        else:
+            self._blocks[name] = [block]
 
     def remove(self, block: KVCacheBlock) -> None:
         assert block.block_hash is not None

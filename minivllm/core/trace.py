@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from os.path import commonprefix
 from typing import Any
 
@@ -12,7 +12,6 @@ from minivllm.core import trace_files, trace_tables, views
 from minivllm.core.events import (
     SCHEMA,
     Event,
-    EventReader,
     Fold,
     Recording,
     State,
@@ -20,7 +19,7 @@ from minivllm.core.events import (
     named,
 )
 
-__all__ = ["REASONS", "Trace", "TraceError", "find_fault"]
+__all__ = ["Trace", "TraceError", "find_fault"]
 
 
 class Trace(Recording):
@@ -139,6 +138,40 @@ class Trace(Recording):
             if fault := find_fault(fold.state()):
                 raise TraceError(f"after step {step} (event {end - 1}): {fault}")
 
+    def why(self, request_id: str, step: int | None = None) -> list[str]:
+        """What happened to a request and the reasons for it, in plain words. Decode steps in a row are one line.
+
+        Args:
+            step: only what happened in this recorded step; None for the whole life.
+
+        Raises:
+            KeyError: the trace has no such request.
+        """
+        if request_id not in self.names():
+            raise KeyError(f"no request {request_id!r} in this trace")
+        lines: list[str] = []
+        run: list[list[Any]] = []
+        for line in [line for line in _story(self, request_id) if step in (None, line[0])]:
+            if not (run and _is_decode(line) and _is_decode(run[-1]) and line[0] == run[-1][0] + 1):
+                lines += self._told(run)
+                run = []
+            run.append(line)
+        return lines + self._told(run)
+
+    def _told(self, run: list[list[Any]]) -> list[str]:
+        """One line about some steps in a row in which the same happened."""
+        if not run:
+            return []
+        first, what, last = *run[0][:2], run[-1][0]
+        when = f"steps {first} to {last}: " if last > first else f"step {first}: " if first >= 0 else ""
+        if isinstance(what, str):
+            return [when + what]
+        count, new = sum(line[1] for line in run), [token for line in run for token in line[2]]
+        text = f"{count} token{'s' * (count != 1)} computed"
+        if new:
+            text += f", sampled {list(new) if self.tokenizer is None else repr(self.tokenizer.decode(new))}"
+        return [when + text]
+
     def names(self, tokenizer: Any = None) -> dict[str, str]:
         """What to call each request, by its id: the first words in which the prompts differ, or the id where their text is not known.
 
@@ -161,42 +194,6 @@ class Trace(Recording):
             seen[name] = seen.get(name, 0) + 1
             names[request] = name if seen[name] == 1 else f"{name} ({seen[name]})"
         return names
-
-    def why(self, request_id: str, step: int | None = None) -> list[str]:
-        """What happened to a request and the reasons for it, in plain words. Decode steps in a row are one line.
-
-        Args:
-            step: only what happened in this recorded step; None for the whole life.
-
-        Raises:
-            KeyError: the trace has no such request.
-        """
-        story = _Story(request_id, self.names())
-        if request_id not in story.names:
-            raise KeyError(f"no request {request_id!r} in this trace")
-        story.feed_all(self.events)
-        lines: list[str] = []
-        run: list[list[Any]] = []
-        for line in [line for line in story.lines if step in (None, line[0])]:
-            if not (run and _is_decode(line) and _is_decode(run[-1]) and line[0] == run[-1][0] + 1):
-                lines += self._told(run)
-                run = []
-            run.append(line)
-        return lines + self._told(run)
-
-    def _told(self, run: list[list[Any]]) -> list[str]:
-        """One line about some steps in a row in which the same happened."""
-        if not run:
-            return []
-        first, what, last = *run[0][:2], run[-1][0]
-        when = f"steps {first} to {last}: " if last > first else f"step {first}: " if first >= 0 else ""
-        if isinstance(what, str):
-            return [when + what]
-        count, new = sum(line[1] for line in run), [token for line in run for token in line[2]]
-        text = f"{count} token{'s' * (count != 1)} computed"
-        if new:
-            text += f", sampled {list(new) if self.tokenizer is None else repr(self.tokenizer.decode(new))}"
-        return [when + text]
 
     def to_pandas(self) -> dict[str, Any]:
         """Tidy tables `steps`, `requests`, `blocks`, `tokens` and `decisions`: see `minivllm.core.trace_tables`."""
@@ -310,6 +307,59 @@ def find_fault(state: State, ahead: int = 0) -> str | None:
 
 _OF_A_REQUEST = frozenset(kind for kind, fields in SCHEMA.items() if fields[:1] == ("request",)) - {"add", "finish"}
 
+REASONS = {
+    "max_num_seqs": "as many requests were running as max_num_seqs allows",
+    "budget": "the token budget of the step was used up",
+    "no_blocks": "too few KV blocks were free",
+    "after_preemption": "a running request had just lost its blocks; nobody is admitted in such a step",
+    "max_num_partial_prefills": "as many prompts were half done as max_num_partial_prefills allows",
+    "no_chunked_prefill": "the rest of the budget is too small for the whole prompt, and enable_chunked_prefill is off",
+    "behind": "another request was first in the queue and had to wait",
+    "policy": "the policy gave it no tokens",
+    "long_prefill_token_threshold": "long_prefill_token_threshold caps every request's share",
+    "policy_error": "the policy failed, and the step's admissions were taken back",
+    "reset_prefix_cache": "the prefix cache was reset",
+}
+
+
+def _blocks(event: Any) -> str:
+    return f"block{'s' if len(event.blocks) > 1 else ''} {', '.join(map(str, event.blocks))}"
+
+
+_TOLD: dict[str, Callable[[Any], str]] = {
+    "add": lambda e: f"arrived with {e.num_prompt} prompt tokens",
+    "attributes": lambda e: "asked for " + ", ".join(f"{name}={value!r}" for name, value in e.values.items()),
+    "wait": lambda e: f"waited: {REASONS.get(e.reason, e.reason)}",
+    "chunk": lambda e: f"got {e.num_tokens} of {e.wanted} tokens: {REASONS.get(e.reason, e.reason)}",
+    "admit": lambda e: f"started, {e.num_cached} tokens cached" if e.num_cached else "started",
+    "alloc": lambda e: f"took {_blocks(e)}",
+    "hit": lambda e: f"shared {_blocks(e)}",
+    "preempt": lambda e: (
+        f"preempted ({e.mode}): "
+        + REASONS.get(e.chosen_by, f"request {e.needed_by} needed blocks and none were free; chosen by {e.chosen_by}")
+    ),
+    "finish": lambda e: f"finished: {e.reason}",
+}
+
+
+def _story(trace: Trace, request: str) -> list[list[Any]]:
+    """What happened to a request, as [step, text]; a step's computed and sampled tokens as [step, count, token ids]."""
+    names, lines, open_, step = trace.names(), list[list[Any]](), list[list[Any]](), -1
+    for event in trace:
+        if event.kind == "step":
+            step += 1
+        elif event.kind == "schedule" and request in event.num_scheduled:
+            open_.append([step, event.num_scheduled[request], ()])
+            lines.append(open_[-1])
+        elif event.kind == "update" and request in event.tokens and open_:
+            open_.pop(0)[2] = event.tokens[request]
+        elif event.kind in _TOLD and event.request == request:
+            if event.kind == "preempt":
+                name = names.get(event.needed_by, event.needed_by)
+                event = event._replace(needed_by=name if name == event.needed_by else f"“{name}”")
+            lines.append([step, _TOLD[event.kind](event)])
+    return lines
+
 
 def _is_decode(line: list[Any]) -> bool:
     return line[1] == 1 and len(line[2]) == 1
@@ -337,73 +387,3 @@ def _asked(tokenizer: Any, prompt: list[int]) -> list[int]:
 def _short(tokenizer: Any, tokens: list[int], most: int = 28) -> str:
     text = " ".join(str(tokenizer.decode(tokens[:24])).split())
     return text if len(text) <= most and len(tokens) <= 24 else text[:most].rsplit(" ", 1)[0].rstrip(",.;:") + "…"
-
-
-REASONS = {
-    "max_num_seqs": "as many requests were running as max_num_seqs allows",
-    "budget": "the token budget of the step was used up",
-    "no_blocks": "too few KV blocks were free",
-    "after_preemption": "a running request had just lost its blocks; nobody is admitted in such a step",
-    "max_num_partial_prefills": "as many prompts were half done as max_num_partial_prefills allows",
-    "no_chunked_prefill": "the rest of the budget is too small for the whole prompt, and enable_chunked_prefill is off",
-    "behind": "another request was first in the queue and had to wait",
-    "policy": "the policy gave it no tokens",
-    "long_prefill_token_threshold": "long_prefill_token_threshold caps every request's share",
-    "policy_error": "the policy failed, and the step's admissions were taken back",
-    "reset_prefix_cache": "the prefix cache was reset",
-}
-
-
-class _Story(EventReader):
-    """What happened to one request, as [step, text]; a step's computed and sampled tokens as [step, count, token ids]."""
-
-    def __init__(self, request: str, names: dict[str, str]) -> None:
-        super().__init__()
-        self.request, self.names = request, names
-        self.lines: list[list[Any]] = []
-        self.step, self._open = -1, list[list[Any]]()
-
-    def _on_step(self, step: int, time: float) -> None:
-        self.step += 1
-
-    def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
-        if self.request in num_scheduled:
-            self._open.append([self.step, num_scheduled[self.request], ()])
-            self.lines.append(self._open[-1])
-
-    def _on_update(self, time: float, tokens: dict[str, tuple[int, ...]], step: int | None = None) -> None:
-        if self.request in tokens and self._open:
-            self._open.pop(0)[2] = tokens[self.request]
-
-    def _tell(self, request: str, text: str) -> None:
-        if request == self.request:
-            self.lines.append([self.step, text])
-
-    def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
-        self._tell(request, f"arrived with {num_prompt} prompt tokens")
-
-    def _on_attributes(self, request: str, values: dict[str, Any]) -> None:
-        self._tell(request, "asked for " + ", ".join(f"{name}={value!r}" for name, value in values.items()))
-
-    def _on_wait(self, request: str, reason: str) -> None:
-        self._tell(request, f"waited: {REASONS.get(reason, reason)}")
-
-    def _on_chunk(self, request: str, num_tokens: int, wanted: int, reason: str) -> None:
-        self._tell(request, f"got {num_tokens} of {wanted} tokens: {REASONS.get(reason, reason)}")
-
-    def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
-        self._tell(request, f"started, {num_cached} tokens cached" if num_cached else "started")
-
-    def _on_alloc(self, request: str, group: int, blocks: tuple[int, ...], took: str = "took") -> None:
-        self._tell(request, f"{took} block{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}")
-
-    def _on_hit(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
-        self._on_alloc(request, group, blocks, "shared")
-
-    def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
-        who = self.names.get(needed_by, needed_by)
-        why = REASONS.get(chosen_by, f"request {who} needed blocks and none were free; chosen by {chosen_by}")
-        self._tell(request, f"preempted ({mode}): {why}")
-
-    def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
-        self._tell(request, f"finished: {reason}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from minivllm.core.events import TRACE_VERSION, Event, Recording, RequestSnapsho
 from minivllm.core.trace_tables import tables
 
 __all__ = [
-    "TraceFileError", "decode_event", "encode_event", "load", "perfetto_events", "save", "save_perfetto",
+    "TraceFileError", "TraceWriter", "decode_event", "encode_event", "load", "perfetto_events", "save",
+    "save_perfetto",
 ]  # fmt: skip
 
 
@@ -82,6 +84,10 @@ def _decode_start(plain: dict[str, Any]) -> State:
     return State(**{**plain, "hashes": hashes, "requests": requests})
 
 
+def _head(trace: Recording) -> str:
+    return json.dumps({"trace": asdict(trace.header), "start": _encode_start(trace.start)})
+
+
 def save(trace: Recording, path: str | Path) -> None:
     """Write a trace.
 
@@ -92,7 +98,7 @@ def save(trace: Recording, path: str | Path) -> None:
         ValueError: another ending. TypeError: an extra key of a request that cannot be saved.
     """
     path = Path(path)
-    head = json.dumps({"trace": asdict(trace.header), "start": _encode_start(trace.start)})
+    head = _head(trace)
     lines = (json.dumps(encode_event(event)) for event in trace.events)
     if path.suffix == ".jsonl":
         part = path.with_name(path.name + ".part")  # a file that ends half-way is never left under the wanted name
@@ -117,6 +123,61 @@ def _save_parquet(path: Path, head: str, lines: list[str], kinds: list[str]) -> 
         {"kind": pa.array(kinds, pa.dictionary(pa.int32(), pa.string())), "event": pa.array(lines, pa.string())}
     )
     pq.write_table(table.replace_schema_metadata({"minivllm.trace": head}), path, compression="zstd")
+
+
+class TraceWriter:
+    """Writes a recording while it goes on, in a thread, so that neither memory nor the last moment holds all of it.
+
+    Until `close` the events are JSON lines in `PATH.part`. A disk that is full ends the recording; what was written stays.
+
+    Raises:
+        ValueError: the name ends neither in `.jsonl` nor in `.parquet`. OSError: the file cannot be opened.
+    """
+
+    BATCH = 2000
+
+    def __init__(self, trace: Recording, path: str | Path) -> None:
+        self.trace, self.path, self.num_steps = trace, Path(path), 0
+        self.error: OSError | None = None
+        if self.path.suffix not in (".jsonl", ".parquet"):
+            raise ValueError(f"cannot tell the format of {self.path.name!r}: a trace is saved as .jsonl or .parquet")
+        self._part = self.path.with_name(self.path.name + ".part")
+        self._file = self._part.open("wb", buffering=0)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="minivllm-trace")
+        self._write(_head(trace) + "\n")
+
+    def push(self, least: int | None = None) -> bool:
+        """Hand events over if there are ``least`` of them (default: BATCH). Called between steps. False if the disk is full."""
+        if self.error is None and len(self.trace.events) >= (self.BATCH if least is None else least):
+            events = self.trace.events.copy()
+            self.trace.events.clear()
+            self.num_steps += sum(event[0] == "step" for event in events)
+            self._pool.submit(lambda: self._write("".join(json.dumps(encode_event(e)) + "\n" for e in events)))
+        return self.error is None
+
+    def _write(self, text: str) -> None:
+        data, start, written = text.encode(), self._file.tell(), 0
+        try:
+            while written < len(data) and self.error is None:
+                written += self._file.write(data[written:])
+        except OSError as error:
+            self.error = error
+            self._file.truncate(start + data.rfind(b"\n", 0, written) + 1)  # whole lines stay
+
+    def close(self) -> Path:
+        """Write the rest. Returns the file that has the events: JSON lines if there was no room for Parquet."""
+        self.push(least=1)
+        self._pool.shutdown()
+        self._file.close()
+        if self.path.suffix == ".parquet" and self.error is None:
+            try:
+                save(load(self._part), self.path)
+                self._part.unlink()
+                return self.path
+            except OSError as error:
+                self.error = error
+                self.path.unlink(missing_ok=True)
+        return self._part.replace(self.path.with_suffix(".jsonl"))
 
 
 def load(path: str | Path) -> Recording:

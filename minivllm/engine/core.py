@@ -18,6 +18,7 @@ from minivllm.core.policy import Policy
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
 from minivllm.core.trace import Trace
+from minivllm.core.trace_files import TraceWriter
 from minivllm.engine.kv_publisher import KVEventPublisher
 from minivllm.sampling.grammar import GrammarCompiler, GrammarError, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
@@ -58,7 +59,7 @@ class EngineCore:
         self._compiling = GrammarQueue(grammar)
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self._outputs: list[EngineCoreOutput] = []  # what the next step returns
-        self._recording: tuple[Trace, str] | None = None
+        self._recording: TraceWriter | None = None
         self._publisher: KVEventPublisher | None = None
         if config.args.kv_events_endpoint is not None:
             self._tap = KVEventTap(self.scheduler)
@@ -142,6 +143,8 @@ class EngineCore:
 
     def _update(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
         self._outputs += self.scheduler.update_from_output(scheduled, result)
+        if self._recording is not None and not self._recording.push():
+            self._end_recording()
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
 
@@ -197,11 +200,30 @@ class EngineCore:
                     self.executor.keep_samples(None)
 
     def record_to(self, path: str) -> None:
-        """Record from now on; `shutdown` writes the file. Raises RuntimeError if a recording is under way."""
+        """Record from now on, into a file, until `shutdown`. A disk that is full ends it, and is said in the log.
+
+        Raises:
+            RuntimeError: a recording is under way. ValueError, OSError: see `TraceWriter`.
+        """
         if self.scheduler.is_recording:
             raise RuntimeError("this engine is recording already")
         self.drain()
-        self._recording = (self.scheduler.record(), path)
+        trace = self.scheduler.record()
+        try:
+            self._recording = TraceWriter(trace, path)
+        except BaseException:
+            self.scheduler.stop_recording()
+            raise
+
+    def _end_recording(self) -> None:
+        if self._recording is not None:
+            writer, self._recording = self._recording, None
+            self.scheduler.stop_recording()
+            place = writer.close()
+            if writer.error is not None:
+                logger.error("the recording has ended early: %s; what was written is in %s", writer.error, place)
+            else:
+                logger.info("the trace of %d steps is in %s", writer.num_steps, place)
 
     def get_stats(self) -> dict[str, float]:
         """Gauges of this moment and counters since the start; the names are those of vLLM's metrics."""
@@ -231,11 +253,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """Give the executor's memory back, send the last KV events, write the trace that `record_to` began."""
         self.drain()
-        if self._recording is not None:
-            (trace, path), self._recording = self._recording, None
-            self.scheduler.stop_recording()
-            trace.save(path)
-            logger.info("the trace of %d steps is in %s", trace.num_steps, path)
+        self._end_recording()
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
             self._publisher.close()

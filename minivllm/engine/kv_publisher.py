@@ -87,7 +87,7 @@ class KVEventPublisher:
             if item is _STOP:
                 return
             moment, events = item
-            payload = self._pack([moment, events, None])
+            payload = self._pack([moment, events, 0])  # one data parallel rank
             self._buffer.append((sequence, payload))
             self._pub.send_multipart([self._topic, sequence.to_bytes(8, "big"), payload])
             sequence += 1
@@ -100,5 +100,5 @@ class KVEventPublisher:
             client, empty, first = frames[0], frames[1], int.from_bytes(frames[2], "big")
             for sequence, payload in self._buffer:
                 if sequence >= first:
-                    self._replay.send_multipart([client, empty, sequence.to_bytes(8, "big"), payload])
-            self._replay.send_multipart([client, empty, END_OF_REPLAY, b""])
+                    self._replay.send_multipart([client, empty, self._topic, sequence.to_bytes(8, "big"), payload])
+            self._replay.send_multipart([client, empty, b"", END_OF_REPLAY, b""])

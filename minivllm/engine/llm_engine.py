@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("minivllm.engine")
+# Fields of a model's generation config, and the names that SamplingParams has for them.
 FROM_GENERATION_CONFIG = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -41,7 +42,6 @@ FROM_GENERATION_CONFIG = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Fields of a model's generation config, and the names that SamplingParams has for them."""
 
 
 class LLMEngine:
@@ -177,7 +177,7 @@ class LLMEngine:
         name = self.config.attention_backend
         if not self._told_about_seeds and not make_backend(name).batch_invariant:
             invariant = "numba_cuda_invariant" if self.config.device == "cuda" else "numba_cpu_invariant"
-            logger.warning(
+            logger.info(
                 "a seeded request gets the same random numbers in any batch, but with attention_backend=%r its logits are rounded"
                 " by what else is in the batch, and close choices may differ; attention_backend=%r gives the same tokens",
                 name,

@@ -2,100 +2,43 @@
 
 # Generated from nbs/models/decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import importlib.util
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionSpec, KVScales, Plan
+from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
 from minivllm.core.config import KVCacheConfig
-from minivllm.models import cpu_pointwise
-from minivllm.models.layers import ACTIVATIONS, GatedMLP, QKNorm, RMSNorm, row_by_row
-from minivllm.models.linear import QUANTIZED, Linear, use_huge_pages
-from minivllm.models.rope import Rope, apply_rope
-from minivllm.models.spec import DecoderSpec
+from minivllm.core.module import Module, ModuleList
+from minivllm.models.linear.base import use_huge_pages
+from minivllm.models.linear.layer import QUANTIZED, Linear
+from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, build_mixer
+from minivllm.models.ops.base import CapturedSteps, ForwardContext
+from minivllm.models.ops.select import make_layer_ops
+from minivllm.models.rope import Rope, Rotation
+from minivllm.models.spec import DecoderSpec, LayerSpec
 
-__all__ = ["Attention", "Decoder", "DecoderLayer", "RopeTable", "norm_dtype"]
-
-if TYPE_CHECKING:
-    from minivllm.models.cpu_step import CPUStep
-
-RopeTable = tuple[Tensor, Tensor] | None
-"""cos and sin of the step's positions, or None for a layer without positions."""
+__all__ = ["Decoder", "DecoderLayer"]
 
 
-class Attention:
-    """Self-attention of one layer: QKV product, head norms, rotation, cache, attention, output product.
+class DecoderLayer(Module):
+    """Two blocks, each behind its norm and added to the residual stream; see `LayerSpec`."""
 
-    Attributes:
-        fused: the rotation is one kernel of `cpu_pointwise`, where that has one; set by the model.
-    """
+    capturable = True
 
-    __slots__ = ("backend", "fused", "head_dim", "num_heads", "num_qk_heads", "o", "qk_norm", "qkv")
+    def __init__(self, spec: LayerSpec, builder: Builder) -> None:
+        self.mixer_norm, self.mlp_norm = builder.norm(), builder.norm()
+        self.mixer_post_norm = builder.norm() if spec.mixer_post_norm else None
+        self.mlp_post_norm = builder.norm() if spec.mlp_post_norm else None
+        self.mixer, self.mlp = build_mixer(spec.mixer, builder), build_mixer(spec.mlp, builder)
 
-    def __init__(self, spec: DecoderSpec, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> None:
-        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = {"q": q, "k": kv, "v": kv}
-        self.qkv = Linear(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype, device=device)
-        self.o = Linear(q, {"o": spec.hidden_size}, bias=spec.o_bias, dtype=dtype, device=device)
-        self.qk_norm: QKNorm | None = None
-        if spec.qk_norm:
-            heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-            self.qk_norm = QKNorm(*heads, spec.norm_eps, dtype=norm_dtype(spec, dtype), device=device)
-        self.backend, self.head_dim, self.fused = backend, spec.head_dim, False
-        self.num_heads, self.num_qk_heads = spec.num_heads, spec.num_heads + spec.num_kv_heads
-
-    def __call__(self, x: Tensor, rope: RopeTable, kv_cache: Tensor, plan: Plan) -> Tensor:
-        """[T, hidden_size] to the same shape; writes the step's keys and values into `kv_cache`."""
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        if self.fused and rope is not None and (self.qk_norm is None or self.qk_norm.weight.dtype == x.dtype):
-            kv_heads = self.num_qk_heads - self.num_heads
-            q, k = cpu_pointwise.rotate(heads, *rope, self.num_heads, kv_heads, self.qk_norm)
-            self.backend.write(k, heads[:, self.num_qk_heads :], kv_cache, plan.slot_mapping)
-            return self.o(self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1))
-        qk, v = heads[:, : self.num_qk_heads], heads[:, self.num_qk_heads :]
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        if rope is not None:
-            qk = apply_rope(qk, *rope)
-        self.backend.write(qk[:, self.num_heads :], v, kv_cache, plan.slot_mapping)
-        out = self.backend.attend(qk[:, : self.num_heads], kv_cache, plan)
-        return self.o(out.reshape(x.shape[0], -1))
-
-
-def norm_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the norms' weights: `1 + weight` must not be rounded."""
-    return torch.float32 if spec.norm_offset else dtype
-
-
-class DecoderLayer:
-    """Attention and MLP, each behind its norm and added to the residual stream."""
-
-    __slots__ = ("attention", "attention_norm", "attention_post_norm", "mlp", "mlp_norm", "mlp_post_norm")
-
-    def __init__(self, spec: DecoderSpec, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> None:
-        def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.norm_eps, dtype=norm_dtype(spec, dtype), device=device)
-
-        self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention_post_norm = norm() if spec.names.attention_post_norm else None
-        self.mlp_post_norm = norm() if spec.names.mlp_post_norm else None
-        self.attention = Attention(spec, backend, dtype, device)
-        sizes = (spec.hidden_size, spec.intermediate_size)
-        self.mlp = GatedMLP(*sizes, spec.activation, bias=spec.mlp_bias, dtype=dtype, device=device)
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rope: RopeTable, kv_cache: Tensor, plan: Plan
-    ) -> tuple[Tensor, Tensor]:
-        """The output of the layer before, and the residual stream that it has not been added to yet; likewise returned."""
-        x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, rope, kv_cache, plan)
-        if self.attention_post_norm is not None:
-            x = self.attention_post_norm(x)
+    def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """The output of the layer before, and the residual stream that it has not been added to yet; returns the same."""
+        x, residual = self.mixer_norm.add(x, residual)
+        x = self.mixer(x, context)
+        if self.mixer_post_norm is not None:
+            x = self.mixer_post_norm(x)
         x, residual = self.mlp_norm.add(x, residual)
         x = self.mlp(x)
         if self.mlp_post_norm is not None:
@@ -103,23 +46,27 @@ class DecoderLayer:
         return x, residual
 
 
-class Decoder:
-    """A decoder-only language model for inference. Not a `torch.nn.Module`: it has no gradients and no hooks.
+class Decoder(Module):
+    """A decoder-only language model for inference. Not a `torch.nn.Module`: it has no gradients.
 
-    Call `load_weights`, then `bind`, then `forward` once a step.
+    Call `load_weights`, then `bind`, then `forward` once a step. Any part may be replaced in between.
 
     Args:
         spec: what to build.
-        backend: attention, and the layout of the cache.
+        backend: attention, and the layout of the cache. Which ops and linear method go with it, it says itself.
         dtype, device: of weights and activations.
-        linear_kernel: for the products, see `Linear.prepare`; None for `batch_invariant` if the attention backend is,
-            else `auto`. If it is one of `QUANTIZED`, the output layer gets 8 bits, and embeddings stay as they are.
+        linear_method: of the linear layers, see `make_linear_method`; None for what goes with the backend. If it is one of
+            `QUANTIZED`, the output layer gets 8 bits, and embeddings stay as they are.
         kv_dtype: of the cache, see `AttentionSpec`.
+        max_model_len: positions that will occur; None for all that the model was meant for.
 
     Attributes:
+        ops: what is computed between the linear layers.
         eager: every kernel is launched by itself; counts from the next `bind` on.
-        cpu_step: makes steps of few tokens by one launch, or None; from `bind` on.
+        captured: runs steps that were captured, or None; from `bind` on.
     """
+
+    capturable = True
 
     def __init__(
         self,
@@ -127,67 +74,76 @@ class Decoder:
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
-        linear_kernel: str | None = None,
+        linear_method: str | None = None,
         kv_dtype: torch.dtype | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
-        self.linear_kernel = linear_kernel or ("batch_invariant" if backend.batch_invariant else "auto")
+        self.ops = make_layer_ops(backend.layer_ops, backend.batch_invariant)
+        default = "batch_invariant" if backend.batch_invariant else backend.linear_method
+        self.linear_method = linear_method or default
+        builder = Builder(
+            hidden_size=spec.hidden_size,
+            norm_eps=spec.norm_eps,
+            norm_offset=spec.norm_offset,
+            ops=self.ops,
+            backend=backend,
+            linear_method=self.linear_method,
+            dtype=dtype,
+            device=device,
+            kv_dtype=kv_dtype,
+        )
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        self.layers = [DecoderLayer(spec, backend, dtype, device) for _ in spec.layers]
-        self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=norm_dtype(spec, dtype), device=device)
-        if spec.tie_word_embeddings:
-            self.head = Linear.sharing(self.embedding)
-        else:
-            self.head = Linear(spec.hidden_size, {"head": spec.vocab_size}, bias=False, dtype=dtype, device=device)
-        distinct = list(dict.fromkeys(layer.rope for layer in spec.layers))
-        self.ropes = [None if rope is None else Rope(rope, device) for rope in distinct]
-        self.layer_to_rope = [distinct.index(layer.rope) for layer in spec.layers]
-        self.layer_to_cache: list[int] = []
-        self.layer_to_group: list[int] = []
+        self.layers = ModuleList(DecoderLayer(layer, builder) for layer in spec.layers)
+        self.final_norm = builder.norm()
+        self.head = self._make_head(builder)
+        self.ropes = ModuleList(None if rope is None else Rope(rope, device, max_model_len) for rope in spec.ropes)
         self.eager = False
-        self.cpu_step: CPUStep | None = None
+        self._captured: CapturedSteps | None = None
+
+    def _make_head(self, builder: Builder) -> Linear:
+        """The output layer, which gives float32 if its method can; over the embeddings' memory if it is tied to them."""
+        spec, method = self.spec, self.linear_method
+        if method in QUANTIZED:
+            method = "torch_int8" if method.startswith("torch_") else "int8"
+        shared = self.embedding if spec.tie_word_embeddings else None
+        head = LinearSpec(spec.hidden_size, {spec.names.head.removesuffix(".weight"): spec.vocab_size})
+        return builder.linear(head, method=method, out_dtype=torch.float32, weight=shared)
+
+    @property
+    def captured(self) -> CapturedSteps | None:
+        return self._captured
 
     def attention_specs(self, block_size: int) -> list[AttentionSpec]:
         """What each layer asks of the attention backend."""
         return self.spec.attention_specs(block_size, self.dtype, self.kv_dtype)
 
+    def linears(self) -> list[Linear]:
+        """The linear layers of the layers, in the order of a step."""
+        return [linear for layer in self.layers for block in (layer.mixer, layer.mlp) for linear in block.linears()]
+
     def bind(self, kv_cache_config: KVCacheConfig) -> None:
-        """Learn which cache tensor and which plan belong to which layer.
+        """Tell each layer which cache tensor and which plan are its own.
 
         Raises:
             ValueError: the groups do not hold each layer once, or a group's window is not its layers'.
         """
-        place: dict[int, tuple[int, int]] = {}
+        count, seen = len(self.layers), set[int]()
         for group_index, group in enumerate(kv_cache_config.groups):
             for tensor_index, layer in enumerate(group.layers):
-                if layer in place or not 0 <= layer < len(self.layers):
-                    raise ValueError(
-                        f"KV cache groups: layer {layer} of {len(self.layers)} is named twice or does not exist"
-                    )
-                spec = self.spec.layers[layer]
-                if group.spec.window != (spec.sliding_window or spec.chunk):
+                if layer in seen or not 0 <= layer < count:
+                    raise ValueError(f"KV cache groups: layer {layer} of {count} is named twice or does not exist")
+                seen.add(layer)
+                spec, mixer = self.spec.layers[layer].mixer, getattr(self.layers[layer], "mixer", None)
+                if group.spec.window != spec.kv_cache_spec(group.spec.block_size, group.spec.dtype_bytes).window:
                     raise ValueError(f"KV cache groups: layer {layer} needs {spec}, its group has {group.spec}")
-                place[layer] = (tensor_index, group_index)
-        if len(place) != len(self.layers):
-            raise ValueError(
-                f"KV cache groups: layers {sorted(set(range(len(self.layers))) - set(place))} are in no group"
-            )
-        self.layer_to_cache = [place[layer][0] for layer in range(len(self.layers))]
-        self.layer_to_group = [place[layer][1] for layer in range(len(self.layers))]
-        self._choose_step()
-
-    def _choose_step(self) -> None:
-        """Steps of few tokens by one launch, if there are the kernels for it."""
-        self.cpu_step = None
-        if not self.eager and self.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-            from minivllm.models.cpu_step import CPUStep, step_problem
-
-            self.cpu_step = None if step_problem(self) else CPUStep(self)
-
-    def linears(self) -> list[Linear]:
-        """The products of the layers, in the order of a step."""
-        return [y for x in self.layers for y in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
+                if isinstance(mixer, Mixer):  # a cell may have put something else in its place
+                    mixer.cache, mixer.group = tensor_index, group_index
+                    mixer.rotation = self.spec.ropes.index(spec.rope)
+        if missing := sorted(set(range(count)) - seen):
+            raise ValueError(f"KV cache groups: layers {missing} are in no group")
+        self._captured = None if self.eager else self.ops.capture(self, self._run_layers)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
@@ -202,17 +158,21 @@ class Decoder:
         Returns:
             [T, hidden_size], after the last norm.
         """
-        if self.cpu_step is not None and self.cpu_step.takes(len(token_ids)):
-            return self.cpu_step(token_ids, positions, kv_caches, plans)  # type: ignore[arg-type]  # its backend made them
-        tables = [None if rope is None else rope(positions, self.dtype) for rope in self.ropes]
+        if self._captured is not None:
+            hidden = self._captured.run(token_ids, positions, kv_caches, plans)
+            if hidden is not None:
+                return hidden
+        rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
         x = F.embedding(token_ids, self.embedding)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
+        return self._run_layers(x, ForwardContext(rotations, kv_caches, plans))
+
+    def _run_layers(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """From embeddings to hidden states, both [T, hidden_size]."""
         residual = None
-        for layer, rope, cache, group in zip(
-            self.layers, self.layer_to_rope, self.layer_to_cache, self.layer_to_group, strict=True
-        ):
-            x, residual = layer(x, residual, tables[rope], kv_caches[cache], plans[group])
+        for layer in self.layers:
+            x, residual = layer(x, residual, context)
         return self.final_norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -221,66 +181,44 @@ class Decoder:
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _places(self) -> Iterator[tuple[str, Linear, str]]:
-        """(name in a checkpoint, up to `.weight` or `.bias`; product; part of it) for all products of the layers."""
+    def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        """(name in a checkpoint, function that loads the tensor of that name) for all that it must hold."""
         n = self.spec.names
-        for i, layer in enumerate(self.layers):
-            prefix, attention, mlp = n.layer.format(i), layer.attention, layer.mlp
-            places = [(n.q, attention.qkv, "q"), (n.k, attention.qkv, "k"), (n.v, attention.qkv, "v")]
-            places += [(n.o, attention.o, "o"), (n.gate, mlp.gate_up, "gate"), (n.up, mlp.gate_up, "up")]
-            for name, linear, part in [*places, (n.down, mlp.down, "down")]:
-                yield prefix + name, linear, part
-
-    def _owners(self) -> dict[str, Linear]:
-        """Which product of a layer a tensor of a checkpoint belongs to."""
-        kinds = ("weight", "bias")
-        places = [(name, linear, kind) for name, linear, _ in self._places() for kind in kinds]
-        return {
-            f"{name}.{kind}": linear for name, linear, kind in places if kind == "weight" or linear.bias is not None
-        }
-
-    def _targets(self) -> dict[str, Tensor]:
-        """Where each tensor of a checkpoint goes: views into the fused weights."""
-        n = self.spec.names
-        targets = {n.embedding: self.embedding, n.final_norm: self.final_norm.weight}
+        yield n.embedding, self.embedding.copy_  # type: ignore[misc]
+        yield n.final_norm, self.final_norm.load
         if not self.spec.tie_word_embeddings:
-            targets[n.head] = self.head.weight
-        for name, linear, part in self._places():
-            targets[f"{name}.weight"] = linear.part(part)
-            if linear.bias is not None:
-                targets[f"{name}.bias"] = linear.part(part, "bias")
+            yield from self.head.targets()
+        for i, (layer, spec) in enumerate(zip(self.layers, self.spec.layers, strict=True)):
+            prefix = n.layer.format(i)
+            for attribute, name in spec.norms().items():
+                yield f"{prefix}{name}.weight", getattr(layer, attribute).load
+            for block in (layer.mixer, layer.mlp):
+                for name, load in block.targets():
+                    yield prefix + name, load
+
+    def _optional_targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         for i, layer in enumerate(self.layers):
-            prefix, attention = n.layer.format(i), layer.attention
-            norms = [(n.attention_norm, layer.attention_norm), (n.mlp_norm, layer.mlp_norm)]
-            post_norms = [(n.attention_post_norm, layer.attention_post_norm), (n.mlp_post_norm, layer.mlp_post_norm)]
-            for norm_name, norm in [*norms, *post_norms]:
-                if norm is not None:
-                    targets[f"{prefix}{norm_name}.weight"] = norm.weight
-            if attention.qk_norm is not None:
-                targets[f"{prefix}{n.q_norm}.weight"] = attention.qk_norm.q_weight
-                targets[f"{prefix}{n.k_norm}.weight"] = attention.qk_norm.k_weight
-        return targets
+            for block in (layer.mixer, layer.mlp):
+                for name, load in block.optional_targets():
+                    yield self.spec.names.layer.format(i) + name, load
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill every weight, then let the products prepare themselves.
+        """Fill every weight, then let the linear layers bring theirs into the form that they multiply with.
 
         Args:
             weights: names as in the checkpoint, and tensors of any float dtype, in any order. The scales `k_scale` and
-                `v_scale` of a layer's fp8 cache may be among them, one number each; a missing one is the other, or 1.
-                A cache of another dtype has none, and leaves them aside.
+                `v_scale` of a layer's fp8 cache may be among them, one number each.
 
         Raises:
             ValueError: a tensor is missing, unexpected, given twice or of the wrong shape; names it. Also if a checkpoint
                 with tied embeddings brings an output layer that differs from them.
         """
-        self._fill(weights)  # a function of its own: what it held of the checkpoint is gone before weights are packed
-        self.prepare()
+        self._fill(weights)  # a function by itself: what it held of the checkpoint is gone before weights are packed
+        self.process_weights_after_loading()
 
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        shapes, targets = self.spec.weight_shapes(), self._targets()
-        owners = self._owners() if self.linear_kernel in QUANTIZED else {}
-        scale_names = self._scale_names()
-        scales: dict[tuple[int, str], float] = {}
+        family, shapes, optional = self.spec.family, self.spec.weight_shapes(), dict(self._optional_targets())
+        targets, waiting = dict(self.targets()), self._quantized_early()
         seen: set[str] = set()
         head: Tensor | None = None
         for name, tensor in weights:
@@ -289,76 +227,52 @@ class Decoder:
             if name == self.spec.names.head and self.spec.tie_word_embeddings:
                 head = tensor
                 continue
-            if name in scale_names:
-                scales[scale_names[name]] = self._scale(name, tensor)
+            if name in optional:
+                try:
+                    optional[name](tensor)
+                except ValueError as error:
+                    raise ValueError(f"{family}: {name!r} {error}") from None
                 continue
-            if name not in shapes:
-                raise ValueError(
-                    f"{self.spec.family}: the checkpoint has a tensor {name!r} that this model has no place for"
-                )
-            if name in seen:
-                raise ValueError(f"{self.spec.family}: tensor {name!r} came twice")
-            if tuple(tensor.shape) != shapes[name]:
-                raise ValueError(
-                    f"{self.spec.family}: tensor {name!r} must have shape {shapes[name]}, got {tuple(tensor.shape)}"
-                )
-            is_norm = len(shapes[name]) == 1 and name.endswith(".weight")
-            targets.pop(name).copy_(tensor.float() + 1 if is_norm and self.spec.norm_offset else tensor)
+            self._check_tensor(name, tensor, shapes, seen)
+            targets.pop(name)(tensor)
             seen.add(name)
-            owner = owners.pop(name, None)
-            if owner is not None and owner not in owners.values():  # it is whole: never more than a layer is in memory
-                owner.prepare(self.linear_kernel)
-        self._scale_caches(scales)
-        missing = [name for name in shapes if name not in seen]
-        if missing:
+            linear = waiting.pop(name, None)
+            if (
+                linear is not None and linear not in waiting.values()
+            ):  # it is whole, and no other is in memory unrounded
+                linear.method.process_weights_after_loading()
+        if missing := [name for name in shapes if name not in seen]:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            raise ValueError(f"{self.spec.family}: the checkpoint lacks {', '.join(missing[:5])}{more}")
+            raise ValueError(f"{family}: the checkpoint lacks {', '.join(missing[:5])}{more}")
         if head is not None and not torch.equal(head.to(self.embedding), self.embedding):
-            raise ValueError(
-                f"{self.spec.family}: tie_word_embeddings is true, but {self.spec.names.head!r} differs from"
-                f" {self.spec.names.embedding!r}"
-            )
+            n = self.spec.names
+            raise ValueError(f"{family}: tie_word_embeddings is true, but {n.head!r} differs from {n.embedding!r}")
 
-    def _scale_names(self) -> dict[str, tuple[int, str]]:
-        """Names that the scales of a layer's fp8 cache may have in a checkpoint: (layer, "k" or "v")."""
-        n, names = self.spec.names, {}
-        for i in range(len(self.layers)):
-            for part, product in (("k", n.k), ("v", n.v)):
-                for place in (product.rpartition(".")[0], product):
-                    names[f"{n.layer.format(i)}{place}.{part}_scale"] = (i, part)
-        return names
+    def _quantized_early(self) -> dict[str, Linear]:
+        """Which linear layer a tensor belongs to, of those that are quantized as soon as they are whole."""
+        if self.linear_method not in QUANTIZED:
+            return {}
+        layers = [(self.spec.names.layer.format(i), layer) for i, layer in enumerate(self.layers)]
+        linears = [(at, x) for at, layer in layers for block in (layer.mixer, layer.mlp) for x in block.linears()]
+        return {prefix + name: linear for prefix, linear in linears for name, _ in linear.targets()}
 
-    def _scale(self, name: str, tensor: Tensor) -> float:
-        scale = float(tensor) if tensor.numel() == 1 else math.nan
-        if not 0 < scale < math.inf:
-            raise ValueError(f"{self.spec.family}: {name!r} must be one number above 0, got {tensor.tolist()}")
-        return scale
+    def _check_tensor(self, name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], seen: set[str]) -> None:
+        family = self.spec.family
+        if name not in shapes:
+            raise ValueError(f"{family}: the checkpoint has a tensor {name!r} that this model has no place for")
+        if name in seen:
+            raise ValueError(f"{family}: tensor {name!r} came twice")
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(f"{family}: tensor {name!r} must have shape {shapes[name]}, got {tuple(tensor.shape)}")
 
-    def _scale_caches(self, scales: dict[tuple[int, str], float]) -> None:
-        for i, layer in enumerate(self.layers):
-            k, v = scales.get((i, "k")), scales.get((i, "v"))
-            if self.kv_dtype is not None and (k or v):
-                layer.attention.backend = self.backend.scaled(KVScales(k or v or 1.0, v or k or 1.0))
-
-    def prepare(self) -> None:
-        """Choose the matrix products, now that the weights are known, and what is done between them.
-
-        Where the choice of products is left to us on a CPU, norms, rotations and activations are fused kernels too.
-        """
-        fused = self.linear_kernel in ("auto", *QUANTIZED) and cpu_pointwise.can_fuse(self.dtype, self.device)
-        self.final_norm.fused = fused
-        for layer in self.layers:
-            for part in (layer.attention_norm, layer.mlp_norm, layer.attention, layer.mlp):
-                part.fused = fused
-            if self.linear_kernel == "batch_invariant" and self.device.type == "cpu":
-                layer.mlp.activation = row_by_row(ACTIVATIONS[self.spec.activation])
-        linears = self.linears()
+    def process_weights_after_loading(self) -> None:
+        """Bring the weights of all linear layers into the form that they multiply with."""
+        linears = [*self.linears(), self.head]
         for linear in linears:
-            if linear.kernel != self.linear_kernel:  # else it was prepared as soon as it was loaded
-                linear.prepare(self.linear_kernel)
-        self.head.prepare("int8" if self.linear_kernel in QUANTIZED else self.linear_kernel, wide=True)
-        for linear in (*linears, self.head):  # only now is all memory around a weight in use
-            if linear.memory is not None:
-                use_huge_pages(linear.memory)
-        if self.layer_to_cache:
-            self._choose_step()
+            linear.method.process_weights_after_loading()
+        for layer in self.layers:
+            layer.mixer.process_weights_after_loading()
+            layer.mlp.process_weights_after_loading()
+        for linear in linears:  # only now is all memory around a weight in use
+            if (memory := linear.method.memory) is not None:
+                use_huge_pages(memory)

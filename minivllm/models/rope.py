@@ -4,13 +4,16 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from minivllm.core.module import Module
+
 __all__ = [
-    "ROPE_KINDS", "Rope", "RopeSpec", "apply_rope", "attention_factor", "inverse_frequencies",
+    "ROPE_KINDS", "Rope", "RopeSpec", "Rotation", "apply_rope", "attention_factor", "inverse_frequencies",
     "rope_from_parameters",
 ]  # fmt: skip
 
@@ -120,11 +123,19 @@ def attention_factor(spec: RopeSpec) -> float:
     return rule(1.0)
 
 
-class Rope:
-    """Cosines and sines of a step, for all layers that share a `RopeSpec`."""
+class Rope(Module):
+    """Cosines and sines of a step, for all layers that share a `RopeSpec`.
 
-    def __init__(self, spec: RopeSpec, device: torch.device) -> None:
-        self.spec = spec
+    Args:
+        spec: which rotation.
+        device: of positions and results.
+        max_positions: of `table`; None for those that the rotation was meant for.
+    """
+
+    capturable = True
+
+    def __init__(self, spec: RopeSpec, device: torch.device, max_positions: int | None = None) -> None:
+        self.spec, self.max_positions = spec, max_positions or spec.max_length
         self.inv_freq = inverse_frequencies(spec).to(device)
         self.factor = attention_factor(spec)
 
@@ -152,6 +163,31 @@ class Rope:
         angles = self._angles(positions)
         cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
         return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """Half cosines, half sines of every position: float32 [max_positions, dim]."""
+        half = self.spec.dim // 2
+        cos, sin = self(torch.arange(self.max_positions, device=self.inv_freq.device), torch.float32)
+        return torch.cat((cos[:, 0, :half], sin[:, 0, half:]), -1).contiguous()
+
+
+class Rotation:
+    """A rotation of the tokens of one step: positions, and what rotates them, worked out when it is first asked for.
+
+    Args:
+        rope: of the layers.
+        positions: int64 [T].
+        dtype: of queries and keys.
+    """
+
+    def __init__(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> None:
+        self.rope, self.positions, self.dtype = rope, positions, dtype
+
+    @cached_property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """Tables for `apply_rope`, [T, 1, dim]."""
+        return self.rope(self.positions, self.dtype)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

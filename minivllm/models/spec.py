@@ -4,14 +4,16 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from minivllm.attention.backend import AttentionSpec
 from minivllm.core.config import KVCacheSpec
-from minivllm.models.layers import ACTIVATIONS
+from minivllm.models.mixers.attention import SelfAttentionSpec
+from minivllm.models.mixers.base import MixerSpec, TokenMixerSpec
+from minivllm.models.mixers.mlp import GatedMLPSpec
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
@@ -22,40 +24,36 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What one layer may have of its own.
+    """One layer as a value: two blocks, each behind a norm and added to the residual stream.
 
     Attributes:
-        rope: its rotation, or None for no positions at all.
-        sliding_window: see `AttentionSpec`.
-        chunk: see `AttentionSpec`.
+        mixer: parameters of the block in which tokens see each other.
+        mlp: parameters of the block in which each token is by itself.
+        mixer_norm, mlp_norm: names, after the layer's prefix, of the norms before the blocks.
+        mixer_post_norm, mlp_post_norm: of the norms after them; None for none.
     """
 
-    rope: RopeSpec | None
-    sliding_window: int | None = None
-    chunk: int | None = None
+    mixer: TokenMixerSpec
+    mlp: MixerSpec
+    mixer_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mixer_post_norm: str | None = None
+    mlp_post_norm: str | None = None
+
+    def norms(self) -> dict[str, str]:
+        """Of each norm that there is: {attribute: name in a checkpoint}."""
+        names = ("mixer_norm", "mixer_post_norm", "mlp_norm", "mlp_post_norm")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
-    """What a checkpoint calls its tensors. A norm whose name is None does not exist; `{}` is the layer's number."""
+    """What a checkpoint calls the tensors outside of the layers; and the prefix of a layer's, `{}` for its number."""
 
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     layer: str = "model.layers.{}."
-    attention_norm: str = "input_layernorm"
-    q: str = "self_attn.q_proj"
-    k: str = "self_attn.k_proj"
-    v: str = "self_attn.v_proj"
-    o: str = "self_attn.o_proj"
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    attention_post_norm: str | None = None
-    mlp_norm: str = "post_attention_layernorm"
-    gate: str = "mlp.gate_proj"
-    up: str = "mlp.up_proj"
-    down: str = "mlp.down_proj"
-    mlp_post_norm: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,139 +62,69 @@ class DecoderSpec:
 
     Attributes:
         family: name of the function that made it, for messages.
-        vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim: the usual sizes.
+        vocab_size, hidden_size: the usual sizes.
         layers: one per layer.
         max_position_embeddings: as the configuration says.
         norm_eps: of every RMS norm.
         norm_offset: norms multiply by `1 + weight`, in float32 (Gemma).
-        activation: of the gated MLP.
-        qkv_bias, o_bias, mlp_bias: which products have a bias.
-        qk_norm: norm of each query and key head before the rotation.
-        attention_scale: factor on the scores.
-        attention_soft_cap, logits_soft_cap: `cap * tanh(x / cap)` on scores and on logits; None for none.
+        logits_soft_cap: `cap * tanh(x / cap)` on logits; None for none.
         embedding_scale: factor on the embeddings.
         tie_word_embeddings: the output layer is the embedding.
-        names: of the checkpoint's tensors.
+        names: of the checkpoint's tensors outside of the layers.
     """
 
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     layers: tuple[LayerSpec, ...]
     max_position_embeddings: int
     norm_eps: float
-    activation: str
-    attention_scale: float
     norm_offset: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     embedding_scale: float = 1.0
     tie_word_embeddings: bool = False
     names: WeightNames = field(default_factory=WeightNames)
 
     def __post_init__(self) -> None:
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "num_layers",
-        )
-        for name in (*sizes, "max_position_embeddings"):
+        for name in ("vocab_size", "hidden_size", "num_layers", "max_position_embeddings"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{self.family}: {name} must be a whole number of at least 1, got {value!r}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.family}: {self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads equally"
-            )
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"{self.family}: activation {self.activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
-            )
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
+    def ropes(self) -> list[RopeSpec | None]:
+        """The different rotations of the layers, in the order in which they first occur."""
+        return list(dict.fromkeys(layer.mixer.rope for layer in self.layers))
+
+    @property
     def max_model_len(self) -> int:
         """Longest sequence that every layer's rotation was meant for."""
-        lengths = [layer.rope.max_length for layer in self.layers if layer.rope is not None]
-        return min(lengths, default=self.max_position_embeddings)
+        return min((rope.max_length for rope in self.ropes if rope is not None), default=self.max_position_embeddings)
 
     def attention_specs(
         self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> list[AttentionSpec]:
         """What each layer asks of the attention backend. kv_dtype: see `AttentionSpec`."""
-        return [
-            AttentionSpec(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                scale=self.attention_scale,
-                block_size=block_size,
-                dtype=dtype,
-                sliding_window=layer.sliding_window,
-                chunk=layer.chunk,
-                soft_cap=self.attention_soft_cap,
-                kv_dtype=kv_dtype,
-            )
-            for layer in self.layers
-        ]
+        return [layer.mixer.attention_spec(block_size, dtype, kv_dtype) for layer in self.layers]
 
     def kv_cache_specs(self, block_size: int, dtype_bytes: int = 4) -> list[KVCacheSpec]:
         """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number."""
-        specs = []
-        for layer in self.layers:
-            kind = "full"
-            window = None
-            if layer.sliding_window is not None:
-                kind, window = "sliding_window", layer.sliding_window
-            elif layer.chunk is not None:
-                kind, window = "chunked_local", layer.chunk
-            specs.append(KVCacheSpec(kind, block_size, self.num_kv_heads, self.head_dim, window, dtype_bytes))
-        return specs
+        return [layer.mixer.kv_cache_spec(block_size, dtype_bytes) for layer in self.layers]
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model holds."""
-        n, hidden, inner = self.names, self.hidden_size, self.intermediate_size
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        n, hidden = self.names, self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {n.embedding: (self.vocab_size, hidden), n.final_norm: (hidden,)}
         if not self.tie_word_embeddings:
             shapes[n.head] = (self.vocab_size, hidden)
-        products = [
-            (n.q, q, hidden, self.qkv_bias),
-            (n.k, kv, hidden, self.qkv_bias),
-            (n.v, kv, hidden, self.qkv_bias),
-            (n.o, hidden, q, self.o_bias),
-            (n.gate, inner, hidden, self.mlp_bias),
-            (n.up, inner, hidden, self.mlp_bias),
-            (n.down, hidden, inner, self.mlp_bias),
-        ]
-        norms = [
-            (name, hidden) for name in (n.attention_norm, n.attention_post_norm, n.mlp_norm, n.mlp_post_norm) if name
-        ]
-        if self.qk_norm:
-            norms += [(n.q_norm, self.head_dim), (n.k_norm, self.head_dim)]
-        for i in range(self.num_layers):
-            layer = n.layer.format(i)
-            for name, rows, columns, bias in products:
-                shapes[f"{layer}{name}.weight"] = (rows, columns)
-                if bias:
-                    shapes[f"{layer}{name}.bias"] = (rows,)
-            for name, size in norms:
-                shapes[f"{layer}{name}.weight"] = (size,)
+        for i, layer in enumerate(self.layers):
+            norms = {f"{name}.weight": (hidden,) for name in layer.norms().values()}
+            for part in (layer.mixer.weight_shapes(hidden), layer.mlp.weight_shapes(hidden), norms):
+                shapes |= {n.layer.format(i) + name: shape for name, shape in part.items()}
         return shapes
 
     def num_parameters(self) -> int:
@@ -240,7 +168,7 @@ class ConfigReader:
         """
         value = self.get(name)
         if value is None:
-            raise ValueError(f"{self.family}: the config has no {name!r}")
+            raise ValueError(f"the config has no {name!r}")
         return value
 
     def finish(self) -> None:
@@ -252,7 +180,7 @@ class ConfigReader:
         for name, value in self.config.items():
             if name not in self._taken and name not in _NEUTRAL and value:
                 raise ValueError(
-                    f"{self.family}: config field {name}={value!r} is not supported;"
+                    f"config field {name}={value!r} is not supported;"
                     f" override it with None if the model is known to work without it"
                 )
 
@@ -296,8 +224,11 @@ def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
         what = f"architecture {names[0]!r}" if names[0] else f"model_type {model_type!r}"
         raise ValueError(f"{what} is not supported; supported architectures: {', '.join(FAMILIES)}")
     reader = ConfigReader(hf_config, names[0])
-    spec = FAMILIES[names[0]](reader)
-    reader.finish()
+    try:
+        spec = FAMILIES[names[0]](reader)
+        reader.finish()
+    except ValueError as error:
+        raise ValueError(f"{names[0]}: {error}") from None
     return spec
 
 
@@ -315,31 +246,40 @@ def read_rope(r: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
     )
 
 
-def read_common(
-    r: ConfigReader, *, head_dim: int | None = None, num_kv_heads: int | None = None, tied: bool = False
-) -> dict[str, Any]:
-    """The fields that all families share, under the names of `DecoderSpec`.
-
-    Args:
-        head_dim, num_kv_heads, tied: what transformers assumes if the config has no such field; None for the rule
-            (`hidden_size / num_attention_heads`, and as many as query heads).
-    """
-    num_heads, hidden = r.need("num_attention_heads"), r.need("hidden_size")
-    head_dim = r.get("head_dim", head_dim) or hidden // num_heads
+def read_common(r: ConfigReader, *, tied: bool = False) -> dict[str, Any]:
+    """The fields that all families share, under the names of `DecoderSpec`. tied: if the config has no such field."""
     return {
         "family": r.family,
         "vocab_size": r.need("vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": r.need("intermediate_size"),
-        "num_heads": num_heads,
-        "num_kv_heads": r.get("num_key_value_heads", num_kv_heads) or num_heads,
-        "head_dim": head_dim,
+        "hidden_size": r.need("hidden_size"),
         "max_position_embeddings": r.need("max_position_embeddings"),
         "norm_eps": r.get("rms_norm_eps", 1e-6),
-        "activation": r.get("hidden_act", "silu"),
-        "attention_scale": head_dim**-0.5,
         "tie_word_embeddings": r.get("tie_word_embeddings", tied),
     }
+
+
+def read_attention(
+    r: ConfigReader, *, head_dim: int | None = None, num_kv_heads: int | None = None, **fields: Any
+) -> SelfAttentionSpec:
+    """Self-attention with one rotation for all layers.
+
+    Args:
+        head_dim, num_kv_heads: what transformers assumes if the config has no such field; None for the rule
+            (`hidden_size / num_attention_heads`, and as many as query heads).
+        fields: more of `SelfAttentionSpec`; a `rope` among them is taken instead of the one in the config.
+    """
+    num_heads = r.need("num_attention_heads")
+    dim = r.get("head_dim", head_dim) or r.need("hidden_size") // num_heads
+    if "rope" not in fields:
+        fields["rope"] = read_rope(r, dim, r.need("max_position_embeddings"))
+    kv_heads = r.get("num_key_value_heads", num_kv_heads) or num_heads
+    return SelfAttentionSpec(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim, **fields)
+
+
+def read_mlp(r: ConfigReader, **fields: Any) -> GatedMLPSpec:
+    """The gated MLP. fields: more of `GatedMLPSpec`."""
+    fields.setdefault("activation", r.get("hidden_act", "silu"))
+    return GatedMLPSpec(intermediate_size=r.need("intermediate_size"), **fields)
 
 
 def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int | None]:
@@ -363,56 +303,50 @@ def windows_from_types(r: ConfigReader, types: list[str], window: int | None) ->
         ValueError: unknown type, wrong number of them, or a sliding layer without a window.
     """
     if len(types) != r.need("num_hidden_layers"):
-        raise ValueError(f"{r.family}: {len(types)} layer_types for {r.need('num_hidden_layers')} layers")
+        raise ValueError(f"{len(types)} layer_types for {r.need('num_hidden_layers')} layers")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(f"{r.family}: layer type {kind!r} is not supported; full_attention, sliding_attention are")
+            raise ValueError(f"layer type {kind!r} is not supported; full_attention, sliding_attention are")
     if "sliding_attention" in types and window is None:
-        raise ValueError(f"{r.family}: layer_types has sliding_attention, but there is no sliding_window")
+        raise ValueError("layer_types has sliding_attention, but there is no sliding_window")
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
 @family("LlamaForCausalLM")
 def llama(r: ConfigReader) -> DecoderSpec:
-    """Llama 1 to 3, SmolLM2 and whoever else uses their architecture."""
-    common = read_common(r)
-    layer = LayerSpec(rope=read_rope(r, common["head_dim"], common["max_position_embeddings"]))
+    """Llama 1 to 3, SmolLM2 and others that use their architecture."""
     bias = r.get("attention_bias", False)
-    return DecoderSpec(
-        **common,
-        layers=(layer,) * r.need("num_hidden_layers"),
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=r.get("mlp_bias", False),
-    )
+    attention = read_attention(r, qkv_bias=bias, o_bias=bias)
+    layer = LayerSpec(mixer=attention, mlp=read_mlp(r, bias=r.get("mlp_bias", False)))
+    return DecoderSpec(**read_common(r), layers=(layer,) * r.need("num_hidden_layers"))
 
 
 @family("MistralForCausalLM")
 def mistral(r: ConfigReader) -> DecoderSpec:
     """Mistral 7B: a window on every layer."""
-    common = read_common(r, num_kv_heads=8)
-    rope = read_rope(r, common["head_dim"], common["max_position_embeddings"])
-    layer = LayerSpec(rope=rope, sliding_window=r.get("sliding_window", 4096))
-    return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"))
+    attention = read_attention(r, num_kv_heads=8, sliding_window=r.get("sliding_window", 4096))
+    layer = LayerSpec(mixer=attention, mlp=read_mlp(r))
+    return DecoderSpec(**read_common(r), layers=(layer,) * r.need("num_hidden_layers"))
+
+
+def windowed_layers(attention: SelfAttentionSpec, mlp: MixerSpec, windows: list[int | None]) -> tuple[LayerSpec, ...]:
+    """Layers that differ in nothing but their window."""
+    return tuple(LayerSpec(mixer=replace(attention, sliding_window=window), mlp=mlp) for window in windows)
 
 
 @family("Qwen2ForCausalLM")
 def qwen2(r: ConfigReader) -> DecoderSpec:
     """Qwen 2 and 2.5: a bias on queries, keys and values."""
-    common = read_common(r, num_kv_heads=32)
-    rope = read_rope(r, common["head_dim"], common["max_position_embeddings"])
-    layers = tuple(LayerSpec(rope=rope, sliding_window=window) for window in read_window_per_layer(r))
-    return DecoderSpec(**common, layers=layers, qkv_bias=True)
+    attention = read_attention(r, num_kv_heads=32, qkv_bias=True)
+    return DecoderSpec(**read_common(r), layers=windowed_layers(attention, read_mlp(r), read_window_per_layer(r)))
 
 
 @family("Qwen3ForCausalLM")
 def qwen3(r: ConfigReader) -> DecoderSpec:
     """Qwen 3: no bias, but a norm on every query and key head."""
-    common = read_common(r, head_dim=128, num_kv_heads=32)
-    rope = read_rope(r, common["head_dim"], common["max_position_embeddings"])
-    layers = tuple(LayerSpec(rope=rope, sliding_window=window) for window in read_window_per_layer(r))
     bias = r.get("attention_bias", False)
-    return DecoderSpec(**common, layers=layers, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    attention = read_attention(r, head_dim=128, num_kv_heads=32, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return DecoderSpec(**read_common(r), layers=windowed_layers(attention, read_mlp(r), read_window_per_layer(r)))
 
 
 def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
@@ -427,31 +361,37 @@ def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: in
 
 @family("Gemma3ForCausalLM")
 def gemma3(r: ConfigReader) -> DecoderSpec:
-    """Gemma 3, text only: norms before and after, `1 + weight`, local layers with a rotation of their own."""
-    common = read_common(r, head_dim=256, num_kv_heads=4, tied=True)
-    count, every = r.need("num_hidden_layers"), r.get("sliding_window_pattern", 6)
-    types = r.get("layer_types")
-    if types is None:
-        types = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)]
-    windows = windows_from_types(r, types, r.get("sliding_window", 4096))
-    sizes = (common["head_dim"], common["max_position_embeddings"])
-    ropes = {kind: read_gemma3_rope(r, kind, *sizes) for kind in ("full_attention", "sliding_attention")}
-    bias = r.get("attention_bias", False)
-    common["activation"] = r.get("hidden_activation", "gelu_pytorch_tanh")
-    common["attention_scale"] = r.get("query_pre_attn_scalar", 256) ** -0.5
-    return DecoderSpec(
-        **common,
-        layers=tuple(LayerSpec(rope=ropes[t], sliding_window=w) for t, w in zip(types, windows, strict=True)),
-        norm_offset=True,
+    """Gemma 3, text only: norms before and after, `1 + weight`, local layers with another rotation."""
+    common = read_common(r, tied=True)
+    count, every, bias = r.need("num_hidden_layers"), r.get("sliding_window_pattern", 6), r.get("attention_bias", False)
+    attention = read_attention(
+        r,
+        head_dim=256,
+        num_kv_heads=4,
+        rope=None,
+        scale=r.get("query_pre_attn_scalar", 256) ** -0.5,
+        soft_cap=r.get("attn_logit_softcapping"),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
-        attention_soft_cap=r.get("attn_logit_softcapping"),
+    )
+    types = r.get("layer_types")
+    if types is None:
+        types = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)]
+    sizes = (attention.head_dim, common["max_position_embeddings"])
+    ropes = {kind: read_gemma3_rope(r, kind, *sizes) for kind in ("full_attention", "sliding_attention")}
+    norms = {
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mixer_post_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    }
+    mlp = read_mlp(r, activation=r.get("hidden_activation", "gelu_pytorch_tanh"))
+    windows = zip(types, windows_from_types(r, types, r.get("sliding_window", 4096)), strict=True)
+    layers = [replace(attention, rope=ropes[kind], sliding_window=window) for kind, window in windows]
+    return DecoderSpec(
+        **common,
+        layers=tuple(LayerSpec(mixer=mixer, mlp=mlp, **norms) for mixer in layers),
+        norm_offset=True,
         logits_soft_cap=r.get("final_logit_softcapping"),
         embedding_scale=common["hidden_size"] ** 0.5,
-        names=WeightNames(
-            attention_post_norm="post_attention_layernorm",
-            mlp_norm="pre_feedforward_layernorm",
-            mlp_post_norm="post_feedforward_layernorm",
-        ),
     )

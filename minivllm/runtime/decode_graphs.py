@@ -51,6 +51,11 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def clear(self) -> None:
+        """Forget all recordings: the model that was recorded is another one now."""
+        self._graphs.clear()
+        self.used_bytes, self._full = 0, False
+
     def run(self, key: Hashable, make: Callable[[], tuple[Callable[[], Tensor], object]]) -> Tensor:
         """The step's result, which the next step overwrites.
 

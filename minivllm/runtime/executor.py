@@ -16,8 +16,7 @@ from minivllm.attention.select import select_backend
 from minivllm.core.config import Decision, EngineArgs, EngineConfig, KVCacheConfig, MachineFacts, choose_dtype, resolve
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
-from minivllm.models.fused import fuse
-from minivllm.models.linear import explain_choice, explain_quantized
+from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.runtime.machine import choose_device, cpu_quota, has_native_bf16, limit_threads, machine_facts
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
@@ -111,7 +110,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value), _kv_dtype(args))
     backend, why = select_backend(args.attention_backend, specs, torch.device(device))
     about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
-    linear = explain_quantized(args.linear_kernel, *about) if args.linear_kernel else explain_choice(*about)
+    linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about)
     facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache)
     machine = machine_facts(device, (backend.name, why), linear)
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
@@ -120,10 +119,10 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
 def load_decoder(plan: EnginePlan) -> Decoder:
     """Build the model and read its weights."""
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
-    args = plan.config.args
-    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, args.linear_kernel, _kv_dtype(args))
+    method, kv_dtype = plan.machine.linear_kernel, _kv_dtype(plan.config.args)
+    longest = plan.config.scheduler.max_model_len
+    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest)
     decoder.load_weights(plan.model.weights(plan.config.dtype))
-    fuse(decoder, plan.config.scheduler.max_model_len)
     return decoder
 
 

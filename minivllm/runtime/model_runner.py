@@ -13,6 +13,7 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
 from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
+from minivllm.core.module import capture_problem, generation
 from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
@@ -134,7 +135,7 @@ class ModelRunner:
         model.bind(kv)
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, [g.spec.block_size for g in kv.groups])
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
-        self.sampler = Sampler(transforms=transforms, logprobs_mode=config.args.logprobs_mode)
+        self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         self.pooler = Pooler()
         self._looks_back = bool(transforms)
         self._latest: PendingStep | None = None
@@ -144,6 +145,8 @@ class ModelRunner:
         self.buffer: StepBuffer | None = None
         self.graphs: DecodeGraphs | None = None
         self.ladder = graph_ladder(limits.max_num_seqs)
+        self._generation = -1  # of the model that the graphs were captured of
+        self._capture_problem: str | None = None
         if self.device.type != "cpu":
             self.buffer = StepBuffer(step_bytes(config), self.device)
             if config.async_scheduling:
@@ -250,7 +253,7 @@ class ModelRunner:
         """As `_forward`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)
-        if self.graphs is None or padded is None or len(step.request_ids) != rows:
+        if self.graphs is None or padded is None or len(step.request_ids) != rows or not self._may_replay(self.graphs):
             return None
         buffer.begin()
         (ids, token_ids), (at, positions), (of, rows_there) = (buffer.reserve((padded,), np.int64) for _ in range(3))
@@ -268,6 +271,13 @@ class ModelRunner:
             return lambda: self._layers(token_ids, positions, made), (token_ids, positions, made)
 
         return self.graphs.run(key, make)[:rows], (rows_there[:rows], rows_there[:rows])
+
+    def _may_replay(self, graphs: DecodeGraphs) -> bool:
+        """Whether a graph can stand for the model as it is now. Graphs of the model before a change are dropped."""
+        if self._generation != generation():
+            graphs.clear()
+            self._generation, self._capture_problem = generation(), capture_problem(self.model)
+        return self._capture_problem is None
 
     def _chosen(self, step: StepInputs) -> Int64:
         """Which of the step's requests get a token: int64."""

@@ -5,6 +5,7 @@
 import copy
 import difflib
 import json as json_lib
+import logging
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
@@ -14,10 +15,10 @@ from functools import cached_property
 from typing import Any, Self
 
 __all__ = [
-    "ALLOWED", "FLAG", "GREEDY_BELOW", "LOGPROBS_MODES", "MAX_N", "NONE", "STRUCTURE_KINDS", "TEXT",
+    "ALLOWED", "FLAG", "LOGPROBS_MODES", "MAX_N", "MIN_TEMPERATURE", "NONE", "STRUCTURE_KINDS", "TEXT",
     "TOKEN_ID", "Allowed", "BeamSearchParams", "InvalidParameter", "RepetitionDetectionParams",
     "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "best_indices", "check_text",
-    "instance", "integer", "list_of", "lone_surrogate", "real", "reject_unknown",
+    "instance", "integer", "list_of", "logger", "lone_surrogate", "real", "reject_unknown",
 ]  # fmt: skip
 
 
@@ -32,7 +33,10 @@ class InvalidParameter(ValueError):
         self.parameter, self.value, self.allowed = parameter, value, allowed
 
     def __str__(self) -> str:
-        given = repr(self.value)
+        try:
+            given = repr(self.value)
+        except ValueError:  # a whole number of more digits than Python prints
+            given = f"a {type(self.value).__name__} of too many digits to show"
         return f"{self.parameter} must be {self.allowed}, got {given if len(given) <= 200 else given[:197] + '...'}"
 
 
@@ -86,7 +90,10 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # finite, and greater than any float
+        return True
 
 
 def integer(low: int, high: int | None = None) -> Allowed:
@@ -244,7 +251,8 @@ class RepetitionDetectionParams:
 
 
 MAX_N = 16384  # vLLM's default bound on sequences per request
-GREEDY_BELOW = 1e-5  # a temperature below this means greedy, as in vLLM
+MIN_TEMPERATURE = 1e-2  # smaller ones are raised, 0 apart, as in vLLM
+logger = logging.getLogger("minivllm.sampling")
 
 _BIAS = Allowed(
     "a dict {token id: bias}, token ids integers >= 0, biases in [-100, 100]",
@@ -297,18 +305,39 @@ def _as_list(value: Any) -> Any:
         return []
     if isinstance(value, str):
         return [value]
-    return list(dict.fromkeys(value)) if isinstance(value, (list, tuple, set, frozenset)) else value
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    plain = [_plain(item) for item in value]
+    try:
+        return [item for _, item in dict.fromkeys((type(item), item) for item in plain)]  # True is not 1 here
+    except TypeError:  # an item that is no text and no number: it is refused with its list
+        return plain
 
 
 def _as_count(value: Any) -> Any:
-    return {True: 1, False: None}[value] if isinstance(value, bool) else value
+    return {True: 1, False: None}[value] if isinstance(value, bool) else _plain(value)
+
+
+def _as_bias(value: Any) -> Any:
+    return {_plain(token): _plain(bias) for token, bias in value.items()} if isinstance(value, dict) else value
+
+
+def _as_temperature(value: Any) -> Any:
+    """vLLM's rule: a temperature so low that logits divided by it might overflow is raised."""
+    if not _is_real(value) or not 0 < value < MIN_TEMPERATURE:
+        return _plain(value)
+    logger.warning("temperature %g is raised to %g, below which logits may overflow", value, MIN_TEMPERATURE)
+    return MIN_TEMPERATURE
 
 
 def _plain(value: Any) -> Any:
     """A numpy scalar becomes a Python number."""
     if _is_int(value):
         return int(value)
-    return float(value) if _is_real(value) else value
+    try:
+        return float(value) if _is_real(value) else value
+    except OverflowError:  # greater than any float
+        return value
 
 
 def _as_structure(value: Any) -> Any:
@@ -320,6 +349,8 @@ def _as_detection(value: Any) -> Any:
 
 
 _NORMALISE: dict[str, Callable[[Any], Any]] = {
+    "temperature": _as_temperature,
+    "logit_bias": _as_bias,
     "top_k": lambda value: 0 if _is_int(value) and value == -1 else _plain(value),
     "seed": lambda value: None if _is_int(value) and value == -1 else _plain(value),
     "stop": _as_list,
@@ -343,7 +374,7 @@ class SamplingParams:
         best_of: generate this many, return the `n` with the highest log probability per token (OpenAI's definition of best), best first.
         presence_penalty, frequency_penalty: subtracted from the logit of a token that is in the output so far, once, or once per occurrence.
         repetition_penalty: divides a positive logit (multiplies a negative one) of a token that is in the prompt or the output.
-        temperature: divides the logits; below 1e-5 means greedy.
+        temperature: divides the logits; 0 means greedy. Between 0 and 0.01 it is raised to 0.01, as in vLLM.
         top_k, top_p, min_p: keep the k likeliest tokens; the likeliest ones that together reach probability p; those at least min_p times as
             likely as the likeliest.
         seed: the same seed gives the same random numbers, alone or in any batch; and the same tokens with an attention backend that is
@@ -408,8 +439,8 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken (temperature below 1e-5, as in vLLM)."""
-        return self.temperature < GREEDY_BELOW
+        """Whether the token of the largest logit is always taken."""
+        return self.temperature == 0
 
     @property
     def num_children(self) -> int:
@@ -420,13 +451,6 @@ class SamplingParams:
     def ranks_children(self) -> bool:
         """Whether more sequences are generated than returned, so that the best must be found."""
         return self.num_children > self.n
-
-    @property
-    def output_text_buffer_length(self) -> int:
-        """Characters of text to hold back until the end, for they may turn out to begin a stop string."""
-        if not self.stop or self.include_stop_str_in_output:
-            return 0
-        return max(map(len, self.stop)) - 1
 
     def __new__(cls, **given: Any) -> Self:
         reject_unknown(cls.__name__, given, list(ALLOWED))

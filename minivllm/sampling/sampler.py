@@ -50,6 +50,7 @@ class Sampler:
 
     stages: the list of transforms, `standard_stages()` by default. transforms: an engine's own, put into their places
     in the list. logprobs_mode: for requests that do not say; "raw" is what the model said, "processed" what the draw saw.
+    argmax: as `take_largest`, for greedy requests; a model's ops may have a faster one.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class Sampler:
         stages: Sequence[Stage] | None = None,
         transforms: Sequence[Transform] = (),
         logprobs_mode: str = "raw_logprobs",
+        argmax: Callable[[Tensor], tuple[Tensor, Tensor]] = take_largest,
     ) -> None:
         if logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
         self.stages = with_transforms(standard_stages() if stages is None else stages, transforms)
-        self.logprobs_mode = logprobs_mode
+        self.logprobs_mode, self._argmax = logprobs_mode, argmax
 
     def __repr__(self) -> str:
         lines = [f"{i:2}. {stage!r}" for i, stage in enumerate(self.stages, 1)]
@@ -117,7 +119,7 @@ class Sampler:
     def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         greedy = batch.column("greedy")
         if greedy.all():
-            return take_largest(logits)
+            return self._argmax(logits)
         u = torch.from_numpy(uniforms(batch.column("seed"), batch.column("num_output_tokens")))
         u = u.to(logits.device, non_blocking=True)
         if not greedy.any():
@@ -126,7 +128,7 @@ class Sampler:
         certain, chance = (rows.to(logits.device, non_blocking=True) for rows in where)
         token_ids = torch.empty(len(batch), dtype=torch.int64, device=logits.device)
         alive = torch.empty(len(batch), dtype=torch.bool, device=logits.device)
-        token_ids[certain], alive[certain] = take_largest(logits[certain])
+        token_ids[certain], alive[certain] = self._argmax(logits[certain])
         token_ids[chance], alive[chance] = draw(logits[chance], u[chance])
         return token_ids, alive
 

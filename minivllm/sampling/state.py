@@ -46,7 +46,7 @@ def column_values(params: SamplingParams, seed: int, num_output_tokens: int) -> 
         "greedy": greedy,
         "temperature": 1.0 if greedy else params.temperature,
         "min_p": 0.0 if greedy else params.min_p,
-        "top_k": 0 if greedy else params.top_k,
+        "top_k": 0 if greedy else min(params.top_k, 2**62),  # more than any vocabulary has
         "top_p": 1.0 if greedy else params.top_p,
         "presence_penalty": penalties[0],
         "frequency_penalty": penalties[1],
@@ -167,14 +167,18 @@ class SamplingState:
         row = self._free.pop()
         used = params.seed if params.seed is not None else seed
         assert used is not None
-        view = RequestView(request_id, params, prompt_token_ids, [], used, row, matcher)
-        for name, value in column_values(params, used, 0).items():
-            self.columns[name][row] = value
-        if self.columns["penalised"][row]:
-            self.counts.add(row, prompt_token_ids)
-        self.requests[request_id], self._batch = view, None
-        for token in output_token_ids:
-            self.append(request_id, token)
+        self.requests[request_id] = RequestView(request_id, params, prompt_token_ids, [], used, row, matcher)
+        self._batch = None
+        try:
+            for name, value in column_values(params, used, 0).items():
+                self.columns[name][row] = value
+            if self.columns["penalised"][row]:
+                self.counts.add(row, prompt_token_ids)
+            for token in output_token_ids:
+                self.append(request_id, token)
+        except BaseException:
+            self.remove(request_id)
+            raise
 
     def _check(self, request_id: str, params: SamplingParams, seed: int | None, matcher: Matcher | None) -> None:
         if request_id in self.requests:

@@ -3,8 +3,6 @@
 # Generated from nbs/sampling/transforms.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import difflib
-import functools
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -237,34 +235,9 @@ def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def take_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest token of each row (of equals, the first on a CPU), and whether there is one, as for `draw`: [R] int64, [R] bool."""
-    if logits.device.type == "cpu":
-        return _take_largest_on_cpu(logits)
+    """The argmax of each row, of equals the first, and whether there is one, as for `draw`: [R] int64, [R] bool."""
     values, ids = logits.max(-1)
     return ids, values.isfinite()
-
-
-def _take_largest_on_cpu(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """torch's `max` takes several times as long as numpy's, which uses one core only."""
-    if (launch := _largest_kernel(logits.shape[1])) is None or logits.dtype != torch.float32:
-        ids = torch.from_numpy(logits.numpy().argmax(-1))
-        return ids, logits.gather(1, ids[:, None])[:, 0].isfinite()
-    logits, ids = logits.contiguous(), torch.empty(len(logits), dtype=torch.int64)
-    launch(logits.data_ptr(), ids.data_ptr(), len(logits))
-    return ids, ids >= 0
-
-
-@functools.cache
-def _largest_kernel(size: int) -> Callable[[int, int, int], None] | None:
-    """A function that launches the kernel: addresses of rows of so many numbers and of the result, rows. None if numba is missing."""
-    if importlib.util.find_spec("numba") is None:
-        return None
-    from minivllm_kernels.cpu.compile import host_lanes, kernel, pack
-    from minivllm_kernels.cpu.program import NOW
-
-    lanes = host_lanes()
-    which = kernel("minivllm_kernels.cpu.pointwise:first_largest", lanes if size >= lanes else 1)
-    return lambda x, out, rows: NOW.run(which, pack(rows, x, out, size), torch.get_num_threads())
 
 
 @dataclass(frozen=True)

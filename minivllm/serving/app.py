@@ -130,7 +130,9 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     llm.observe(state.observe)
     hide_paths(
         {str(llm.config.model.path): "the model", str(llm.get_tokenizer().name_or_path): "the model"}
-        | dict.fromkeys((sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), os.path.expanduser("~")), "...")
+        | dict.fromkeys(
+            (sys.prefix, sys.base_prefix, sys.modules["minivllm"].__path__[0], os.path.expanduser("~")), "..."
+        )
     )
     app = FastAPI(title="minivllm", version=installed_version("minivllm"), lifespan=_lifespan(state, options.trace))
     app.state.server = state
@@ -223,6 +225,14 @@ def _model_card(state: ServerState, name: str) -> dict[str, Any]:
     }
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was stopped and waits for SIGCONT; False where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
 def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     """What is served, and how it is."""
     router = APIRouter()
@@ -241,8 +251,11 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     @router.get("/ping")
     @router.post("/ping")
     async def health() -> Response:
-        """200 while the engine lives, 503 afterwards."""
+        """200 while the engine lives and its process is not stopped, else 503."""
         state.llm.check_health()
+        process = getattr(state.llm.llm_engine.core, "process", None)
+        if process is not None and _is_stopped(process.pid):
+            raise ApiError(503, "the engine's process is stopped (SIGSTOP)", code="engine_stopped")
         return Response()
 
     @router.get("/version")

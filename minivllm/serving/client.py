@@ -3,17 +3,16 @@
 # Generated from nbs/serving/client.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import asyncio
-import http.client
 import json
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+
+import httpx
 
 __all__ = [
-    "EventSplitter", "Remote", "Response", "ServerError", "StreamReader", "error_text", "get_json", "request",
+    "EventReader", "Remote", "Response", "ServerError", "error_text", "get_json", "post_events", "request",
     "tls_context",
 ]  # fmt: skip
 
@@ -28,35 +27,26 @@ class ServerError(RuntimeError):
         self.status, self.message = status, message
 
 
-class EventSplitter:
-    """Cuts a stream of bytes into the data of server-sent events."""
+class EventReader:
+    """The events of a streamed answer, parsed, from its lines. ``done``: [DONE] has come, and nothing after it counts."""
 
     def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The events that are complete now."""
-        *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        return [event[5:].strip() for event in whole if event.startswith(b"data:")]
-
-
-class StreamReader:
-    """The events of a streamed answer, parsed, from its bytes. ``done``: [DONE] has come, and nothing after it counts."""
-
-    def __init__(self) -> None:
-        self._splitter = EventSplitter()
         self.done = False
 
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """The events that are complete now. Raises ServerError for one that is an error."""
-        for part in self._splitter.feed(data):
-            if part == b"[DONE]":
-                self.done = True
-                return
-            event = json.loads(part)
+    def feed(self, line: str) -> Iterator[Any]:
+        """The event in a line, if there is one. Raises ServerError for one that is an error."""
+        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        self.done = self.done or data == "[DONE]"
+        if data and not self.done:
+            event = json.loads(data)
             if event.get("error"):
-                raise ServerError(200, error_text(part))
+                raise ServerError(200, error_text(data.encode()))
             yield event
+
+    def check_end(self) -> None:
+        """Raises ConnectionError if the stream is over before its end."""
+        if not self.done:
+            raise ConnectionError("the stream has ended without [DONE]")
 
 
 def error_text(body: bytes) -> str:
@@ -69,15 +59,6 @@ def error_text(body: bytes) -> str:
         return body.decode("utf-8", "replace")[:200]
 
 
-def _place(url: str) -> tuple[SplitResult, int, str]:
-    """Parts of an address, its port, and the path with its query. Raises ValueError that names the address."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"an address begins with http:// or https:// and names a host, got {url!r}")
-    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    return parts, parts.port or (443 if parts.scheme == "https" else 80), path
-
-
 def tls_context(insecure: bool = False) -> ssl.SSLContext:
     """Certificates are checked, unless ``insecure``."""
     context = ssl.create_default_context()
@@ -86,39 +67,40 @@ def tls_context(insecure: bool = False) -> ssl.SSLContext:
     return context
 
 
-@dataclass
+@contextmanager
+def _in_words(url: str) -> Iterator[None]:
+    """Errors of httpx as errors of the system, and a bad address as ValueError."""
+    try:
+        yield
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError):
+        raise ValueError(f"an address begins with http:// or https:// and names a host, got {url!r}") from None
+    except httpx.ConnectError as error:
+        place = httpx.URL(url)
+        port = place.port or (443 if place.scheme == "https" else 80)
+        raise ConnectionError(f"cannot connect to {place.host}:{port}: {error}") from error
+    except httpx.HTTPError as error:
+        raise ConnectionError(f"the server has closed the connection: {error}") from error
+
+
 class Response:
-    """An answer whose status and headers have come. ``headers``: names in lower case."""
+    """An answer whose status and headers have come. ``headers``: names in any case."""
 
-    status: int
-    headers: dict[str, str]
-    reader: asyncio.StreamReader
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises ConnectionError if it ends before its end."""
-        if self.headers.get("transfer-encoding", "").lower() != "chunked":
-            length = self.headers.get("content-length")
-            yield await (self.reader.read() if length is None else self.reader.readexactly(int(length)))
-            return
-        try:
-            while size := int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16):
-                yield (await self.reader.readexactly(size + 2))[:-2]
-        except asyncio.IncompleteReadError:
-            raise ConnectionError("the server has closed the connection in the middle of its answer") from None
+    def __init__(self, inner: httpx.Response) -> None:
+        self.status, self.headers, self._inner = inner.status_code, inner.headers, inner
 
     async def read(self) -> bytes:
         """The whole body."""
-        return b"".join([piece async for piece in self.pieces()])
+        return await self._inner.aread()
 
     async def events(self) -> AsyncIterator[Any]:
         """The events of a stream, parsed, up to [DONE]. Raises ServerError for an event that is an error, ConnectionError."""
-        stream = StreamReader()
-        async for piece in self.pieces():
-            for event in stream.feed(piece):
+        reader = EventReader()
+        async for line in self._inner.aiter_lines():
+            for event in reader.feed(line):
                 yield event
-            if stream.done:
+            if reader.done:
                 return
-        raise ConnectionError("the stream has ended without [DONE]")
+        reader.check_end()
 
 
 @asynccontextmanager
@@ -128,33 +110,17 @@ async def request(
     """Send a request with a JSON body and wait for the head of the answer. ``tls``: for https, default: `tls_context()`.
 
     Raises:
-        ServerError: a status of 400 or more. OSError: no connection.
+        ServerError: a status of 400 or more. OSError: no connection. ValueError: a bad address.
     """
-    parts, port, path = _place(url)
-    secure = (tls or tls_context()) if parts.scheme == "https" else None
-    data = b"" if body is None else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close", f"Content-Length: {len(data)}"]
-    lines += ["Content-Type: application/json"] * bool(data) + [
-        f"{name}: {value}" for name, value in (headers or {}).items()
-    ]
-    try:
-        reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=secure)
-    except OSError as error:
-        raise ConnectionError(f"cannot connect to {parts.hostname}:{port}: {error.strerror or error}") from error
-    try:
-        writer.write("\r\n".join([*lines, "", ""]).encode() + data)
-        await writer.drain()
-        try:
-            first, *rest = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
-        except asyncio.IncompleteReadError:
-            raise ConnectionError("the server has closed the connection before it answered") from None
-        found = dict(line.split(":", 1) for line in rest if line)
-        response = Response(int(first.split()[1]), {k.lower(): v.strip() for k, v in found.items()}, reader)
-        if response.status >= 400:
-            raise ServerError(response.status, error_text(await response.read()))
-        yield response
-    finally:
-        writer.close()
+    verify = tls or (tls_context() if url.startswith("https") else False)
+    with _in_words(url):
+        async with (
+            httpx.AsyncClient(verify=verify, trust_env=False, timeout=None) as client,
+            client.stream(method, url, json=body, headers=headers) as inner,
+        ):
+            if inner.status_code >= 400:
+                raise ServerError(inner.status_code, error_text(await inner.aread()))
+            yield Response(inner)
 
 
 async def get_json(url: str, headers: dict[str, str] | None = None, tls: ssl.SSLContext | None = None) -> Any:
@@ -169,28 +135,21 @@ def post_events(url: str, body: dict[str, Any], api_key: str | None = None, inse
     Raises:
         ServerError: the server refuses, or breaks off. OSError: no connection. ValueError: a bad address.
     """
-    parts, port, path = _place(url)
-    assert parts.hostname is not None
-    if parts.scheme == "https":
-        line: http.client.HTTPConnection = http.client.HTTPSConnection(
-            parts.hostname, port, context=tls_context(insecure)
-        )
-    else:
-        line = http.client.HTTPConnection(parts.hostname, port)
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-    try:
-        line.request("POST", path, json.dumps(body | {"stream": True}), headers)
-        response = line.getresponse()
-        if response.status >= 400:
-            raise ServerError(response.status, error_text(response.read()))
-        stream = StreamReader()
-        while piece := response.read1(65536):
-            yield from stream.feed(piece)
-            if stream.done:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    verify = tls_context(insecure) if url.startswith("https") else False
+    reader = EventReader()
+    with (
+        _in_words(url),
+        httpx.Client(verify=verify, trust_env=False, timeout=None) as client,
+        client.stream("POST", url, json=body | {"stream": True}, headers=headers) as response,
+    ):
+        if response.status_code >= 400:
+            raise ServerError(response.status_code, error_text(response.read()))
+        for line in response.iter_lines():
+            yield from reader.feed(line)
+            if reader.done:
                 return
-        raise ServerError(200, "the stream has ended without [DONE]")
-    finally:
-        line.close()
+        reader.check_end()
 
 
 class Remote:

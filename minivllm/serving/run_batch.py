@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from starlette.types import ASGIApp, Message
+import httpx
+from starlette.types import ASGIApp
 from tqdm.auto import tqdm
 
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
@@ -24,34 +25,10 @@ __all__ = ["main", "make_parser", "run_batch"]
 
 async def ask_app(app: ASGIApp, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
     """POST a JSON body to an ASGI app, in this process. Returns status, headers and the body of the answer."""
-    data = json.dumps(body).encode()
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http", "path": path,
-        "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 0),
-        "headers": [(b"host", b"batch"), (b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())],
-    }  # fmt: skip
-    given, gone = False, asyncio.Event()
-    start: Message = {"status": 500, "headers": []}
-    parts: list[bytes] = []
-
-    async def receive() -> Message:
-        nonlocal given
-        if given:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-        given = True
-        return {"type": "http.request", "body": data, "more_body": False}
-
-    async def send(message: Message) -> None:
-        nonlocal start
-        if message["type"] == "http.response.start":
-            start = message
-        else:
-            parts.append(message.get("body", b""))
-
-    await app(scope, receive, send)
-    headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
-    return start["status"], headers, b"".join(parts)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:
+        response = await client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    return response.status_code, dict(response.headers), response.content
 
 
 class BatchError(ValueError):

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.events import SCHEMA, Event, FoldReader, State, named, read
+from minivllm.core.config import KV_CACHE_KINDS, KVCacheSpec
+from minivllm.core.events import EVENTS, SCHEMA, Event, FoldReader, State, read
 from minivllm.core.trace import Trace
 from minivllm.viz.palette import LIGHT, owner_colour
 from minivllm.viz.payload import Payload
@@ -41,6 +42,7 @@ WIRE = {  # the events that travel, and their fields
     "swap_out": SCHEMA["swap_out"],
     "free_cpu": SCHEMA["free_cpu"],
     "schedule": SCHEMA["schedule"],
+    "rollback": SCHEMA["rollback"],
     "finish": ("request", "reason"),
     "reset": (),
 }
@@ -90,7 +92,10 @@ class BlockStream(FoldReader):
         self.origins: list[list[int]] = []
         self.chunks: list[tuple[int, list[int]]] = []
         self.used: list[int] = []
-        self.kinds: Counter[str] = Counter()
+        self._coders = {
+            kind: [getattr(self, f"_write_{field}", _plain(1 + SCHEMA[kind].index(field))) for field in fields]
+            for kind, fields in WIRE.items()
+        }
         now = self.fold.now
         self.touched = {
             block for block, (count, name) in enumerate(zip(now.ref_cnt, now.hashes, strict=True)) if count or name
@@ -113,20 +118,17 @@ class BlockStream(FoldReader):
         self.chunks[-1][1].extend([len(self._ops), *self._ops])
         self.used.append(self.fold.num_used)
 
-    def _on_step(self, step: int, time: float) -> None:
-        if self.step:  # what comes before the first step belongs to it
-            self._start_step(self.step)
-
     def feed(self, event: Event) -> None:
         """Write one event."""
-        super().feed(event)
-        self.kinds[event[0]] += 1
-        if event[0] in WIRE:
-            self._ops.append(_KIND[event[0]])
-            fields = named(event)
-            for field in WIRE[event[0]]:
-                coder = getattr(self, f"_write_{field}", None)
-                self._ops += coder(fields) if coder else [getattr(fields, field)]
+        kind = event[0]
+        coders = self._coders.get(kind)
+        if coders is not None:
+            fields = EVENTS[kind](*event)
+            self._ops.append(_KIND[kind])
+            for coder in coders:
+                self._ops += coder(fields)
+        elif kind == "step" and self.step:  # what comes before the first step belongs to it
+            self._start_step(self.step)
 
     def _name(self, name: bytes, request: int, group: int, position: int) -> int:
         known = len(self.names.of)
@@ -213,6 +215,9 @@ class BlockStream(FoldReader):
     def _write_pairs(self, event: Any) -> list[int]:
         return [len(event.pairs), *(block for pair in event.pairs for block in pair)]
 
+    def _write_num_rejected(self, event: Any) -> list[int]:
+        return [len(event.num_rejected), *(x for r, n in event.num_rejected.items() for x in (self.requests(r), n))]
+
     def _write_num_scheduled(self, event: Any) -> list[int]:
         """n, then n times request, tokens: only where they differ from the step before; 0 for none."""
         new = event.num_scheduled
@@ -239,6 +244,10 @@ class BlockStream(FoldReader):
 
 
 _KIND = {kind: number for number, kind in enumerate(SCHEMA)}
+
+
+def _plain(i: int) -> Callable[[Event], list[int]]:
+    return lambda event: [event[i]]
 
 
 def request_tokens(trace: Trace) -> dict[str, list[int]]:
@@ -338,7 +347,8 @@ class BlockMap(TraceView):
         shared = sum(count > 1 for count in fold.now.ref_cnt)
         most = f"Most in use: {max(used):,} of {total:,} blocks, at step {used.index(max(used))}."
         end = f"At the last step {used[-1]:,} are in use, {shared:,} of them shared; {fold.num_cached_free:,} free ones hold cached tokens."
-        what = f"{stream.kinds['evict']:,} evictions, {stream.kinds['preempt']:,} preemptions in {self.trace.num_steps:,} steps."
+        kinds = Counter(event[0] for event in self.trace.events)
+        what = f"{kinds['evict']:,} evictions, {kinds['preempt']:,} preemptions in {self.trace.num_steps:,} steps."
         return f"{most}\n{end}\n{what}"
 
     def plot(self, ax: Axes | None = None, step: int | None = None) -> Axes:
@@ -363,11 +373,12 @@ def _counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-_KINDS = {
-    "full": "full attention",
-    "sliding_window": "sliding window of {window}",
-    "chunked_local": "chunks of {window}",
-}
+def _kind_of(spec: dict[str, Any]) -> str:
+    """A group's kind in words; its bare name if it is registered only where the trace was recorded."""
+    if spec["kind"] not in KV_CACHE_KINDS:
+        return str(spec["kind"])
+    made = KVCacheSpec(**{**spec, "options": tuple(map(tuple, spec.get("options", ())))})
+    return made.rules.describe(made)
 
 
 def group_names(trace: Trace) -> list[str]:
@@ -376,7 +387,7 @@ def group_names(trace: Trace) -> list[str]:
     if len(groups) != count:
         return ["KV cache group"] if count == 1 else [f"KV cache group {i}" for i in range(count)]
     return [
-        f"group {i}: {_KINDS[group['spec']['kind']].format(**group['spec'])}, {_counted(len(group['layers']), 'layer')}"
+        f"group {i}: {_kind_of(group['spec'])}, {_counted(len(group['layers']), 'layer')}"
         for i, group in enumerate(groups)
     ]
 

@@ -52,7 +52,9 @@ class _Counters(NamedTuple):
 
 
 class _Window:
-    """What changed within the last `seconds`, from counters that are added one look at a time."""
+    """What changed within the last `seconds`, from counters that are added one look at a time. While an engine is busy, the window reaches back to
+    the end of a step: a step that lasts longer than a second has a rate too.
+    """
 
     def __init__(self, seconds: float = 1.0) -> None:
         self.seconds = seconds
@@ -63,6 +65,8 @@ class _Window:
         both = now.busy and last.busy
         self._looks.append((now, busy + (now.time - last.time if both else 0.0)))
         while len(self._looks) > 2 and self._looks[1][0].time <= now.time - self.seconds:
+            if now.busy and self._looks[1][0].steps == now.steps > self._looks[0][0].steps:
+                break
             self._looks.popleft()
 
     @property

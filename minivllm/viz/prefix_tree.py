@@ -131,7 +131,7 @@ class PrefixTree(TraceView):
 
     def _text(self, node: int) -> str:
         """The tokens of a node in words, as far as they are known."""
-        ids = [int(token) for token in self.tree.tokens[node] if token >= 0]
+        ids = [token for token in self.tree.tokens[node].tolist() if token >= 0]
         if ids and ids[0] >= MADE_UP:
             first = int(self.tree.depth[node]) * len(ids)
             return f"request {self.tree.request_ids[self.tree.owners[node]]}, tokens {first} to {first + len(ids) - 1}"

@@ -107,23 +107,24 @@ _FULL = 6  # what a full pool weighs, in the same measure
 
 def most_eventful(trace: Trace) -> int:
     """The step to open a run at: the first one in which most kinds of things happen while much of the memory is in use."""
-    held, kinds = sum(trace.start.ref_cnt), set[str]()
-    steps: list[tuple[int, int]] = []
-    for event in trace.events:
+    known = trace.__dict__.get("_eventful")
+    if known is not None and known[0] == len(trace):
+        return int(known[1])
+    held, kinds, steps = sum(trace.start.ref_cnt), set[str](), list[tuple[int, int]]()
+    for event in [*trace.events, ("step",)]:
         kind = event[0]
         if kind == "step":
-            steps.append((0, held))
+            steps.append((sum(_EVENTFUL.get(name, 0) for name in kinds), held))
             kinds.clear()
         elif kind in ("alloc", "hit"):
-            held += len(event[-1])
+            held += len(event[3])
         elif kind in ("free", "skip"):
             held -= len(event[-1])
         kinds.add(kind)
-        if steps:
-            steps[-1] = (sum(_EVENTFUL.get(kind, 0) for kind in kinds), held)
-    most = max((held for _, held in steps), default=0) or 1
-    scores = [weight + _FULL * held / most for weight, held in steps]
-    return scores.index(max(scores)) if scores else 0
+    most = max(held for _, held in steps) or 1
+    scores = [weight + _FULL * held / most for weight, held in steps[1:]] or [0.0]
+    trace.__dict__["_eventful"] = len(trace), scores.index(max(scores))
+    return scores.index(max(scores))
 
 
 def trace_cursor(trace: Trace) -> dict[str, Any]:
@@ -173,6 +174,21 @@ class View:
         }  # fmt: skip
         return payload
 
+    @cached_property
+    def _summary(self) -> str:
+        return f"{self.title}\n{self.problem or self.describe()}"
+
+    @cached_property
+    def widget(self) -> Any:
+        """The live widget (anywidget). Its traits `step`, `request` and `block` follow what the reader does, and can be set.
+
+        Raises:
+            ImportError: anywidget is not installed.
+        """
+        payload = self.data()
+        step = (payload.header.get("trace") or {}).get("open", 0)
+        return _widget_class(self.modules())(header=payload.json(), payload=payload.bytes(), step=step)
+
     def data(self) -> Payload:
         """Header and deflated parts, made once."""
         return self._payload
@@ -180,10 +196,6 @@ class View:
     def summary(self) -> str:
         """Plain text: the title, and what the picture shows or why there is none."""
         return self._summary
-
-    @cached_property
-    def _summary(self) -> str:
-        return f"{self.title}\n{self.problem or self.describe()}"
 
     def __repr__(self) -> str:
         return self.summary()
@@ -244,17 +256,6 @@ class View:
             Path(path).write_bytes(image)
         return image
 
-    @cached_property
-    def widget(self) -> Any:
-        """The live widget (anywidget). Its traits `step`, `request` and `block` follow what the reader does, and can be set.
-
-        Raises:
-            ImportError: anywidget is not installed.
-        """
-        payload = self.data()
-        step = (payload.header.get("trace") or {}).get("open", 0)
-        return _widget_class(self.modules())(header=payload.json(), payload=payload.bytes(), step=step)
-
     def refresh(self) -> None:
         """Build the data again, from what the trace holds now, and show it in the live widget."""
         self.__dict__.pop("_payload", None)
@@ -269,6 +270,7 @@ class View:
         """Close the live widget and let go of the data. Shown again, the view makes both anew."""
         widget = self.__dict__.pop("widget", None)
         if widget is not None:
+            widget.layout.close()
             widget.close()
         self.__dict__.pop("_payload", None)
 
@@ -276,7 +278,7 @@ class View:
         _close_last_run(self)
         bundle = {"text/plain": self.summary(), "text/html": self._html_for_notebook()}
         if self.problem is None:
-            bundle["image/png"] = base64.b64encode(self.to_png(dpi=80)).decode()
+            bundle["image/png"] = base64.b64encode(self.to_png(dpi=60)).decode()
         try:
             live = self.widget._repr_mimebundle_()
         except ImportError:  # a notebook without anywidget shows the page

@@ -49,15 +49,23 @@ def test_what_the_reader_s_code_does_is_the_verdict_on_it():
 
     assert slot.check(raises).text == "step 4 (where is token 5 of a?): it raised IndexError: list index out of range"
     assert slot.check(dots).text.startswith("no answer yet")
-    with pytest.raises(TypeError, match=r"takes \(table, position, size\)"):
-        slot.check(other)
+    assert slot.check(other).text.startswith("the function of this puzzle takes (table, position, size): ")
+    assert slot.check(lambda blocks, i, n: blocks[i // n] * n + i % n), "arguments may have other names"
+
+
+def test_a_function_that_also_returns_what_it_changed_is_right():
+    def returns_its_table(table, free, num_tokens, size):
+        PUZZLES[1].answer(table, free, num_tokens, size)
+        return table
+
+    assert PUZZLES[1].check(returns_its_table)
 
 
 @pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzzle.name)
 @pytest.mark.parametrize("value", [None, 7, [], {}, [("a", 1)]], ids=repr)
 def test_an_answer_of_the_wrong_kind_is_a_verdict(puzzle: Puzzle, value):
-    assert "step" in puzzle.check(lambda **given: value).text
-    assert puzzle.show(lambda **given: value).captions
+    assert "step" in puzzle.check(lambda *given: value).text
+    assert puzzle.show(lambda *given: value).captions
 
 
 def test_a_block_that_somebody_holds_cannot_be_taken_twice():

@@ -19,6 +19,7 @@ YEAR = re.compile(r"(19|20)\d\d")
 
 # Premises of a question, sizes that a format or a law sets, names of standards. Nothing here was measured.
 PREMISES = {
+    "core/policy": "10000",
     "core/trace": "312",
     "recipes/scheduling_policy": "600",
     "models/hub": "32",
@@ -29,7 +30,6 @@ PREMISES = {
     "sampling/logprobs": "100 400 50000",
     "sampling/automaton": "50000",
     "numba_kernels/index": "2.5",
-    "numba_kernels/cuda/warp_sim": "512",
     "numba_kernels/cuda/planning": "16000",
     "numba_kernels/cuda/decode": "132 256",
     "numba_kernels/cuda/fp8": "8.9 65504",
@@ -40,7 +40,6 @@ PREMISES = {
     "runtime/decode_graphs": "200",
     "engine/input_processor": "19",
     "engine/detokenizer": "150000",
-    "serving/protocol": "400",
     "serving/generation": "200",
     "serving/tools": "135",
     "bench/serve": "20 90",

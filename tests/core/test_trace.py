@@ -1,5 +1,6 @@
 """The trace finds its own faults, survives files, and becomes tables that agree with it."""
 
+import inspect
 import json
 import math
 
@@ -8,6 +9,7 @@ from scheduling import fake_model, kv_config
 
 from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
+from minivllm.core.events import SCHEMA, EventReader, Fold, FoldReader, named, read
 from minivllm.core.policy import FairShare
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler, Swap
@@ -141,6 +143,99 @@ def test_why_in_plain_words(trace):
     assert any("waited" in line for r in range(8) for line in trace.why(f"r{r}"))
     with pytest.raises(KeyError, match="no request 'nobody'"):
         trace.why("nobody")
+
+
+class Words:
+    """A tokenizer of whole words; ids from 90 on are special."""
+
+    all_special_ids = (90, 91)
+
+    def decode(self, ids):
+        return "".join({90: "<start>", 91: "<end>"}.get(i, f" w{i}") for i in ids)
+
+
+def test_why_tells_text_and_one_line_for_decodes_in_a_row(trace):
+    lines = trace.why("r0")
+    sampled = [line for line in lines if "sampled" in line]
+    assert sampled == [line for line in sampled if "[" in line], "ids, where no tokenizer is known"
+    steps = sum("schedule" == e.kind and "r0" in e.num_scheduled for e in trace)
+    assert len(sampled) < steps / 2
+    assert sum(line.count("computed, sampled") for line in lines) == len(sampled)
+    trace.tokenizer = Words()
+    try:
+        told = [line for line in trace.why("r0") if "sampled" in line]
+        tokens = [t for e in trace if e.kind == "update" for t in e.tokens.get("r0", ())]
+        assert "".join(line.split("sampled ")[1].strip("'") for line in told) == Words().decode(tokens)
+    finally:
+        trace.tokenizer = None
+
+
+def test_requests_are_named_by_the_words_in_which_they_differ():
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig())
+    made = scheduler.record()
+    asked = {
+        "a": [90, 1, 2, 91, 90, 3, 4, 91],
+        "b": [90, 1, 2, 91, 90, 5, 91],
+        "c": [90, 1, 2, 91, 90, 5, 91],
+        "d": [7] * 30,
+    }
+    for name, prompt in asked.items():
+        scheduler.add_request(Request(name, prompt, max_tokens=1))
+    assert made.names() == {name: name for name in asked}, "no text is known"
+    named = made.names(Words())
+    assert named["a"] == "w3 w4" and named["b"] == "w5" and named["c"] == "w5 (2)"
+    assert named["d"].startswith("w7 w7") and named["d"].endswith("…") and len(named["d"]) <= 29
+
+
+def test_names_leave_out_a_common_beginning():
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig())
+    made = scheduler.record()
+    for i in range(3):
+        scheduler.add_request(Request(str(i), [*range(40), 50 + i], max_tokens=1))
+    assert list(made.names(Words()).values()) == ["w50", "w51", "w52"]
+
+
+def test_events_have_their_fields_by_name(trace):
+    assert [tuple(event)[: len(raw)] for event, raw in zip(trace, trace.events, strict=True)] == trace.events
+    add = next(event for event in trace if event.kind == "add")
+    assert (add.request, add.num_prompt, add.max_tokens) == add[1:4]
+    assert named(("update", 0.5, {})).step is None
+    with pytest.raises(KeyError):
+        named(("what", 1))
+
+
+def test_methods_of_a_reader_take_the_fields_of_the_schema():
+    """A wrong kind is an error when the class is made; fields are told in the order of the schema."""
+    with pytest.raises(TypeError, match="Reader._on_allok: there is no such event; there are step, add"):
+        type("Reader", (EventReader,), {"_on_allok": lambda self: None})
+    for kind, fields in SCHEMA.items():
+        told = [p for p in inspect.signature(getattr(Fold, f"_on_{kind}")).parameters.values() if p.name != "self"]
+        plain = [p.name for p in told if p.kind is not p.VAR_POSITIONAL]
+        assert tuple(plain) == fields[: len(plain)], kind
+        assert len(plain) == len(fields) or told[-1].kind is told[-1].VAR_POSITIONAL, kind
+
+
+def test_readers_share_one_fold(trace):
+    class Counts(FoldReader):
+        def begin(self):
+            self.used, self.kinds = [], 0
+
+        def end_step(self):
+            self.used.append(self.fold.num_used)
+
+        def _on_alloc(self, request, group, blocks):
+            assert all(self.fold.now.ref_cnt[block] == 0 for block in blocks), "the fold is as it was before the event"
+
+    readers = Counts(), Counts()
+    end = read(trace, *readers)
+    assert end.state() == trace.at(-1) and readers[0].fold is readers[1].fold
+    assert readers[0].used == readers[1].used == [sum(n > 0 for n in state.ref_cnt) for _, state in trace.states()]
+
+
+def test_pictures_say_where_they_come_from(trace, monkeypatch):
+    monkeypatch.setattr("minivllm.core.views._provider", None)
+    with pytest.raises(ImportError, match="show belongs to the views"):
+        trace.show()
 
 
 def mutate(trace, i, *events):

@@ -108,10 +108,10 @@ def scaled(tmp_path):
 def test_scales_of_the_checkpoint(scaled):
     path = scaled(k0=torch.tensor(0.5), v0=torch.tensor([0.25]), v1=torch.tensor(3.0))
     plan = plan_engine(EngineArgs(model=path, kv_cache_dtype="fp8_e4m3", **SMALL))
-    scales = [layer.attention.backend.scales for layer in load_decoder(plan).layers]
+    scales = [layer.mixer.backend.scales for layer in load_decoder(plan).layers]
     assert scales == [(0.5, 0.25), (3.0, 3.0), (1.0, 1.0), (1.0, 1.0)]
     plain = load_decoder(plan_engine(EngineArgs(model=path, **SMALL)))
-    assert {layer.attention.backend.scales for layer in plain.layers} == {(1.0, 1.0)}
+    assert {layer.mixer.backend.scales for layer in plain.layers} == {(1.0, 1.0)}
     for wrong in (torch.tensor(0.0), torch.tensor([1.0, 2.0]), torch.tensor(torch.nan)):
         broken = scaled(k0=wrong)
         with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.k_scale' must be one number above 0, got"):

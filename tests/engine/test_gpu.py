@@ -8,10 +8,8 @@ from async_workload import summary, workload
 from varied_prompts import varied_prompts
 
 from minivllm import LLM, SamplingParams
-from minivllm.models.decoder import Attention
-from minivllm.models.fused import become
-from minivllm.models.layers import GatedMLP, RMSNorm
-from minivllm.models.rope import Rope
+from minivllm.core.module import Module
+from minivllm.models.ops.select import make_layer_ops
 from minivllm_kernels.cuda import ops
 
 REASON = ops.device_unsupported(torch.device("cuda", 0))
@@ -126,6 +124,20 @@ def test_a_replayed_step_equals_the_same_launches(folder):
     assert made[0] == made[1] == made[2] == made[3]
 
 
+def test_a_part_replaced_after_graphs_were_captured_runs(folder):
+    """Its own code also runs in every step; and when it is gone, steps are captured again."""
+    how = {"dtype": "bfloat16", "attention_backend": "numba_cuda"}
+    llm = load(folder("qwen3-64"), **how)
+    want = tokens(llm, greedy(12), PROMPTS[:3])
+    runner = llm.llm_engine.core.executor.runner
+    mlp, calls = runner.model.layers[0].mlp, []
+    remove = mlp.register_forward_hook(lambda module, args, output: calls.append(1) or torch.zeros_like(output))
+    changed = tokens(llm, greedy(12), PROMPTS[:3])
+    assert changed != want and len(calls) >= 12
+    remove()
+    assert tokens(llm, greedy(12), PROMPTS[:3]) == want and len(runner.graphs) > 0
+
+
 def test_async_scheduling_changes_no_token(folder):
     """Requests of all kinds: stop tokens and strings, penalties, grammars, own transforms, log-probabilities."""
     for kwargs in ({"attention_backend": "reference"}, SWAPPING):
@@ -171,12 +183,11 @@ def test_with_async_scheduling_the_host_waits_for_nothing_but_tokens(folder):
             llm.llm_engine.step()
 
 
-def unfuse(decoder):
-    for layer in decoder.layers:
-        layer.attention_norm, layer.mlp_norm = become(RMSNorm, layer.attention_norm), become(RMSNorm, layer.mlp_norm)
-        layer.attention, layer.mlp = become(Attention, layer.attention), become(GatedMLP, layer.mlp)
-    decoder.final_norm = become(RMSNorm, decoder.final_norm)
-    decoder.ropes = [Rope(rope.spec, torch.device("cuda")) for rope in decoder.ropes]
+def torch_ops(decoder):
+    ops = make_layer_ops("torch")
+    for part in decoder.all_parts():
+        if isinstance(part, Module) and "ops" in vars(part):
+            part.ops = ops
 
 
 def prompt_logprobs(llm):
@@ -187,9 +198,9 @@ def prompt_logprobs(llm):
 
 
 @pytest.mark.parametrize("name", ["llama-64", "qwen3-64"])
-def test_fused_parts_are_as_near_to_the_truth_as_the_parts_are(folder, name):
+def test_the_ops_of_numba_are_as_near_to_the_truth_as_torchs(folder, name):
     truth, errors = prompt_logprobs(load(folder(name), dtype="float32", attention_backend="sdpa")), []
-    for change in (unfuse, lambda decoder: None):
+    for change in (torch_ops, lambda decoder: None):
         llm = load(folder(name), dtype="bfloat16", attention_backend="numba_cuda")
         change(llm.llm_engine.core.executor.runner.model)
         errors.append(np.abs(prompt_logprobs(llm) - truth).mean())

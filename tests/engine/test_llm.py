@@ -684,6 +684,7 @@ def test_a_default_that_is_out_of_range_is_the_models_fault(path, tmp_path, key,
 
 
 def test_the_promise_of_a_seed_is_told_once_where_it_depends_on_the_batch(path, caplog):
+    caplog.set_level("INFO", "minivllm.engine")
     for backend, told in (("sdpa", 1), ("reference", 0)):
         caplog.clear()
         with LLM(str(path), dtype="float32", num_gpu_blocks=64, attention_backend=backend) as llm:

@@ -17,8 +17,7 @@ pytest.importorskip("numba")
 import llvmlite.binding as llvm
 
 from minivllm.attention import numba_cpu
-from minivllm.models.cpu_linear import FewRows
-from minivllm.models.cpu_quantized import Quantized
+from minivllm.models.linear.layer import Linear
 from minivllm_kernels.cpu import attention as cpu_attention
 from minivllm_kernels.cpu.compile import LIBC, host_lanes, machine_for, only, to_llvm
 from minivllm_kernels.cpu.matmul import gemv as cpu_gemv
@@ -43,15 +42,18 @@ def narrow(request, monkeypatch):
 def test_narrow_registers_give_the_same_numbers(narrow):
     torch.manual_seed(0)
     weight, x = torch.randn(40, 72) / 8, torch.randn(5, 72)
-    for product in (FewRows(weight, None), Quantized(weight, None, 4, 32)):
-        used = weight if isinstance(product, FewRows) else product.unpack()
+    for method, dtype in (
+        ("cpu_invariant", torch.float32),
+        ("int4_32", torch.float32),
+        ("cpu_invariant", torch.bfloat16),
+    ):
+        layer = Linear(72, {"all": 40}, dtype=dtype, device=torch.device("cpu"), method=method)
+        layer.method.weights["weight"].copy_(weight)
+        layer.method.process_weights_after_loading()
+        tolerance = 1e-5 if dtype == torch.float32 else 0.02
         for rows in (1, 5):
-            torch.testing.assert_close(
-                product(x[:rows]).double(), x[:rows].double() @ used.double().T, rtol=1e-5, atol=1e-5
-            )
-    product = FewRows(weight.bfloat16(), None)
-    want = x.bfloat16().double() @ weight.bfloat16().double().T
-    torch.testing.assert_close(product(x.bfloat16()).double(), want, rtol=0.01, atol=0.02)
+            want = x[:rows].to(dtype).double() @ layer.weight.double().T
+            torch.testing.assert_close(layer(x[:rows].to(dtype)).double(), want, rtol=tolerance, atol=tolerance)
     spec = make_spec(num_heads=4, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.bfloat16)
     case = Case(spec, [(1, 40), (9, 50)])
     got = case.run(numba_cpu.NumbaCPUBackend()).double()

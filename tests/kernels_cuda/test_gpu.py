@@ -7,7 +7,7 @@ import torch
 from minivllm.attention.backend import FP8, AttentionBatch, AttentionSpec, KVScales, as_bytes, to_fp8
 from minivllm.attention.numba_cuda import NumbaCudaBackend, NumbaCudaInvariantBackend
 from minivllm.attention.select import select_backend
-from minivllm.models.linear import Linear
+from minivllm.models.linear.layer import Linear, method_or_torch
 from minivllm_kernels.cuda import ops
 
 CUDA = torch.device("cuda", 0)
@@ -398,17 +398,15 @@ def test_a_gated_gemv_is_the_product_and_then_silu_mul(dtype, rows, size, featur
 
 
 def test_a_linear_layer_takes_these_products_for_few_rows():
-    layer = Linear(256, {"a": 64, "b": 32}, bias=False, dtype=BF16, device=CUDA)
+    layer = Linear(256, {"a": 64, "b": 32}, dtype=BF16, device=CUDA, method="gemv")
     layer.weight.copy_(torch.randn(96, 256, device=CUDA) / 16)
-    layer.prepare()
-    assert layer.kernel == "gemv"
+    layer.method.process_weights_after_loading()
     x = torch.randn(18, 256, device=CUDA).to(BF16)
     for rows in range(19):
         want = x[:rows].double() @ layer.weight.double().t()
         assert layer(x[:rows]).shape == (rows, 96) and (rows == 0 or relative_error(layer(x[:rows]), want) < TOLERANCE[BF16])  # fmt: skip
-    odd = Linear(250, {"a": 64}, bias=False, dtype=BF16, device=CUDA)
-    odd.prepare()
-    assert odd.kernel == "torch"
+    assert method_or_torch("gemv", 250, 64, BF16, CUDA) == "torch"
+    assert method_or_torch("gemv", 256, 64, BF16, CUDA) == "gemv"
 
 
 def test_gemv_refuses_what_it_cannot_read():

@@ -19,8 +19,8 @@ DOWNHILL: dict[str, set[str]] = {
     "lab": {"core"},
     "viz": {"core", "lab"},
     "attention": {"core", "minivllm_kernels"},
-    "models": {"core", "attention", "minivllm_kernels"},  # products and norms have kernels too, not attention alone
-    "sampling": {"core", "minivllm_kernels"},  # the likeliest token has a kernel
+    "models": {"core", "attention", "minivllm_kernels"},
+    "sampling": {"core"},
     "runtime": {"core", *NUMERIC, "minivllm_kernels"},  # the CPU's features
     "engine": {"core", *NUMERIC, "runtime"},
     "serving": {"core", *NUMERIC, "runtime", "engine", "viz"},  # its dashboard
@@ -30,6 +30,11 @@ DOWNHILL: dict[str, set[str]] = {
 }
 TOP = {"__init__", "cli", "commands", "demo"}  # these may import every part
 TORCH_FREE = {"core", "lab", "book", "literate", "minivllm_kernels"}
+KERNEL_DOORS = {  # of attention and models: an AttentionBackend, a LayerOps, a LinearMethod, and nobody else
+    *("minivllm.attention.numba_cpu", "minivllm.attention.numba_cuda"),
+    *("minivllm.models.ops.numba_cpu", "minivllm.models.ops.captured"),
+    *("minivllm.models.linear.cpu", "minivllm.models.linear.quantized", "minivllm.models.linear.cuda"),
+}
 TORCH_DOOR = {"minivllm_kernels.cuda.ops"}  # the kernels behind torch calls; nothing else of the kernels may need it
 HEAVY = {"torch", "transformers", "tokenizers", "huggingface_hub"}
 CORE_MAY_IMPORT = {
@@ -129,6 +134,8 @@ def violations(path: Path, source: str) -> list[str]:
         ours = target.split(".")[0] in {"minivllm", "minivllm_kernels"}
         if ours and part_of(target) not in DOWNHILL[part] | {part}:
             wrong.append(f"{name} imports {target}")
+        if part in {"attention", "models"} and part_of(target) == "minivllm_kernels" and name not in KERNEL_DOORS:
+            wrong.append(f"{name} imports {target}, and is none of the doors to the kernels")
         if part in TORCH_FREE and name not in TORCH_DOOR and target.split(".")[0] in HEAVY:
             wrong.append(f"{name} imports {target}, which is not light")
         if part in {"core", "lab"} and target.split(".")[0] not in CORE_MAY_IMPORT | sys.stdlib_module_names:
@@ -155,7 +162,11 @@ def test_imports_run_downhill(path):
         ("minivllm/core/x.py", "import tqdm", 1),
         ("minivllm/sampling/x.py", "import torch\nimport minivllm.runtime.model_runner", 1),
         ("minivllm/engine/x.py", "from minivllm_kernels import decode", 1),
-        ("minivllm/attention/x.py", "from minivllm_kernels import decode", 0),
+        ("minivllm/attention/x.py", "from minivllm_kernels import decode", 1),
+        ("minivllm/attention/numba_cuda.py", "from minivllm_kernels import decode", 0),
+        ("minivllm/models/decoder.py", "def f():\n    from minivllm_kernels.cpu import program", 1),
+        ("minivllm/models/ops/numba_cpu.py", "from minivllm_kernels.cpu import program", 0),
+        ("minivllm/sampling/x.py", "from minivllm_kernels.cpu import program", 1),
         ("kernels/minivllm_kernels/x.py", "from minivllm.core.request import Request\nimport torch", 2),
         ("minivllm/cli.py", "from minivllm.engine.llm import LLM", 0),
         ("minivllm/core/x.py", 'import importlib\nimportlib.import_module("minivllm.viz.page")', 1),

@@ -77,7 +77,7 @@ def test_dynamic_ntk_beyond_its_limit_generates_what_transformers_does():
 def test_reference_logits_are_bit_identical_in_any_batch_chunking_and_placement(name, threads):
     torch.set_num_threads(threads)
     decoder = make_decoder(hf_model(name), "reference")
-    assert decoder.layers[0].mlp.down.kernel == "batch_invariant"
+    assert decoder.layers[0].mlp.down.method_name == "batch_invariant"
     tokens = prompt(50)
     alone = PagedDecoder(decoder)
     alone.add("r", tokens)
@@ -153,10 +153,10 @@ def test_load_fuses_and_ties():
     decoder, tensors = empty_decoder("llama-tied-biased"), weights("llama-tied-biased")
     decoder.load_weights(tensors.items())
     assert decoder.head.weight is decoder.embedding
-    attention = decoder.layers[1].attention
+    mixer = decoder.layers[1].mixer
     parts = [tensors[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
-    assert torch.equal(attention.qkv.weight, torch.cat(parts))
-    assert torch.equal(attention.qkv.part("v", "bias"), tensors["model.layers.1.self_attn.v_proj.bias"])
+    assert torch.equal(mixer.qkv.weight, torch.cat(parts))
+    assert torch.equal(mixer.qkv.part("self_attn.v_proj", "bias"), tensors["model.layers.1.self_attn.v_proj.bias"])
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,8 @@ def test_bind_refuses_groups_that_do_not_fit():
         return KVCacheConfig(10, 8, tuple(KVCacheGroup(spec, layers) for spec, layers in groups))
 
     decoder.bind(config((full, (0, 1)), (window, (2, 3))))
-    assert decoder.layer_to_cache == [0, 1, 0, 1] and decoder.layer_to_group == [0, 0, 1, 1]
+    assert [layer.mixer.cache for layer in decoder.layers] == [0, 1, 0, 1]
+    assert [layer.mixer.group for layer in decoder.layers] == [0, 0, 1, 1]
     with pytest.raises(ValueError, match="layer 2 needs"):
         decoder.bind(config((full, (0, 1, 2, 3))))
     with pytest.raises(ValueError, match=r"layers \[3\] are in no group"):

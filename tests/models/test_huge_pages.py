@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minivllm.models.linear import HUGE_PAGE, Linear, use_huge_pages
+from minivllm.models.linear.base import HUGE_PAGE, use_huge_pages
+from minivllm.models.linear.layer import Linear
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -32,7 +33,7 @@ def test_memory_that_cannot_move_is_left_alone():
         use_huge_pages(tensor)
 
 
-def test_a_layer_says_what_its_kernel_reads():
-    layer = Linear(64, {"a": 64}, bias=False, dtype=torch.float32, device=torch.device("cpu"))
-    layer.prepare()
-    assert layer.memory is not None and layer.memory.numel() == 64 * 64
+def test_a_method_says_what_it_reads():
+    layer = Linear(64, {"a": 64}, dtype=torch.float32, device=torch.device("cpu"), method="cpu")
+    layer.method.process_weights_after_loading()
+    assert layer.method.memory is not None and layer.method.memory.numel() == 64 * 64

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: the format against its bound, the products against float64, whole models against transformers."""
+"""Weights of 8 and 4 bits: the format against its bound, the matmuls against float64, whole models against transformers."""
 
 import copy
 
@@ -8,8 +8,9 @@ from paged import PagedDecoder, make_decoder
 from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 
 from minivllm.core.config import GROUP_SIZES, QUANTIZATIONS, WEIGHT_BITS, EngineArgs
-from minivllm.models.cpu_quantized import Quantized, quantize, restore
-from minivllm.models.linear import QUANTIZED, Linear, explain_quantized, make_kernel
+from minivllm.models.linear.choose import explain_linear_method
+from minivllm.models.linear.layer import Linear
+from minivllm.models.linear.quantized import quantize, restore
 from minivllm.models.loading import load_model
 
 CPU = torch.device("cpu")
@@ -54,46 +55,60 @@ def test_four_bits_are_two_weights_a_byte():
     assert [f"{word & 0xFFFFFFFF:08x}" for word in words[0, :, 7].tolist()] == ["76543210", "fedcba98"] * 2
 
 
+def layer_of(weight, bias, bits, group, prefix=""):
+    """A layer with a quantized weight."""
+    method = prefix + ("int8" if bits == 8 else f"int4_{group}")
+    kind = {"dtype": weight.dtype, "device": CPU, "bias": bias is not None}
+    layer = Linear(weight.shape[1], {"all": weight.shape[0]}, method=method, **kind)
+    layer.method.weights["weight"].copy_(weight)
+    if bias is not None:
+        layer.bias.copy_(bias)
+    layer.method.process_weights_after_loading()
+    return layer
+
+
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
+@pytest.mark.parametrize("prefix", ["", "torch_"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_equal_float64_for_few_rows_and_many(dtype, bits, group):
+def test_matmuls_equal_float64_for_few_rows_and_many(dtype, prefix, bits, group):
     for shape in SHAPES:
         weight, bias = (torch.randn(shape) / shape[1] ** 0.5).to(dtype), torch.randn(shape[0]).to(dtype)
-        product = Quantized(weight, bias, bits, group)
-        exact = restore(product.words, product.scales, *shape, product.group).double()
+        layer = layer_of(weight, bias, bits, group, prefix)
+        whole = group or -(-shape[1] // 16) * 16
+        exact = restore(layer.method.words, layer.method.scales, *shape, whole).double()
         for rows in (1, 3, 8, 40):
             x = torch.randn(rows, shape[1]).to(dtype)
             want = x.double() @ exact.T + bias.double()
             tolerance = 1e-5 if dtype == torch.float32 else 0.01
-            torch.testing.assert_close(product(x).double(), want, rtol=tolerance, atol=4 * tolerance)
-        torch.testing.assert_close(product.unpack().double(), exact, rtol=0.004, atol=1e-6)
+            torch.testing.assert_close(layer(x).double(), want, rtol=tolerance, atol=4 * tolerance)
+        torch.testing.assert_close(layer.weight.double(), exact, rtol=0.004, atol=1e-6)
 
 
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
 def test_a_row_has_the_same_bits_in_any_company(bits, group):
-    product, x = Quantized(torch.randn(100, 576), None, bits, group), torch.randn(20, 576)
-    product.few = 64
-    alone = torch.cat([product(row[None]) for row in x])
+    layer, x = layer_of(torch.randn(100, 576), None, bits, group), torch.randn(20, 576)
+    layer.method.max_rows = 64
+    alone = torch.cat([layer(row[None]) for row in x])
     for rows in range(2, 21):
-        assert torch.equal(product(x[:rows]), alone[:rows])
+        assert torch.equal(layer(x[:rows]), alone[:rows])
 
 
 def test_large_weights_are_written_out_in_pieces(monkeypatch):
-    from minivllm.models import cpu_quantized
+    from minivllm.models.linear import quantized
 
-    monkeypatch.setattr(cpu_quantized, "AT_ONCE", 64 * 100)
-    assert cpu_quantized.cut(200, 100) == [(0, 64), (64, 64), (128, 64), (192, 8)]
-    product, x = Quantized(torch.randn(200, 100), None, 8), torch.randn(30, 100)
-    torch.testing.assert_close(product(x), x @ product.unpack().T, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(quantized, "AT_ONCE", 64 * 100)
+    assert quantized.cut(200, 100) == [(0, 64), (64, 64), (128, 64), (192, 8)]
+    layer, x = layer_of(torch.randn(200, 100), None, 8, None), torch.randn(30, 100)
+    torch.testing.assert_close(layer(x), x @ layer.weight.T, rtol=1e-4, atol=1e-4)
 
 
 def test_a_layer_lets_the_weight_go_and_gives_it_back():
-    layer = Linear(64, {"a": 32, "b": 64}, bias=False, dtype=torch.float32, device=CPU)
+    layer = Linear(64, {"a": 32, "b": 64}, dtype=torch.float32, device=CPU, method="int8")
     weight = torch.randn(96, 64)
     layer.part("a").copy_(weight[:32])
     layer.part("b").copy_(weight[32:])
-    layer.prepare("int8")
-    assert layer.kernel == "int8" and layer._weight is None
+    layer.method.process_weights_after_loading()
+    assert layer.method.weights == {}
     assert 0 < (layer.weight - weight).abs().max() <= weight.abs().max() / 127 / 2 * 1.001
 
 
@@ -103,26 +118,23 @@ def with_weights_of(decoder, model):
     names, state = decoder.spec.names, model.state_dict()
     state[names.head] = decoder.head.weight
     for i, layer in enumerate(decoder.layers):
-        a, m, prefix = layer.attention, layer.mlp, names.layer.format(i)
-        parts = [(names.q, a.qkv, "q"), (names.k, a.qkv, "k"), (names.v, a.qkv, "v"), (names.o, a.o, "o")]
-        for name, linear, part in [
-            *parts,
-            (names.gate, m.gate_up, "gate"),
-            (names.up, m.gate_up, "up"),
-            (names.down, m.down, "down"),
-        ]:
-            state[f"{prefix}{name}.weight"] = linear.weight[linear._rows[part]]
+        for linear in (*layer.mixer.linears(), *layer.mlp.linears()):
+            weights = linear.weight.split(list(linear.parts.values()))
+            state |= {
+                names.layer.format(i) + f"{name}.weight": w for name, w in zip(linear.parts, weights, strict=True)
+            }
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())  # no longer tied
     model.load_state_dict(state)
     return model.eval()
 
 
 @pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "gemma3"])
-@pytest.mark.parametrize("kernel", ["int8", "int4_32"])
-def test_a_quantized_model_is_transformers_with_the_same_weights(name, kernel):
+@pytest.mark.parametrize("method", ["int8", "int4_32", "torch_int8", "torch_int4_32"])
+def test_a_quantized_model_is_transformers_with_the_same_weights(name, method):
     theirs = hf_model(name)
-    decoder = make_decoder(theirs, "sdpa", linear_kernel=kernel)
-    assert {layer.mlp.down.kernel for layer in decoder.layers} == {kernel} and decoder.head.kernel == "int8"
+    decoder = make_decoder(theirs, "sdpa" if "torch" in method else "numba_cpu", linear_method=method)
+    assert {layer.mlp.down.method_name for layer in decoder.layers} == {method}
+    assert decoder.head.method_name == ("torch_int8" if "torch" in method else "int8")
     paged, tokens = PagedDecoder(decoder), [5, 100, 200, 7, 9, 31, 64, 250, 12, 13, 77]
     paged.add("a", tokens)
     got = torch.cat((paged.step({"a": 10})["a"], paged.step({"a": 1})["a"]))  # many rows, and one
@@ -135,29 +147,29 @@ def test_a_quantized_model_is_transformers_with_the_same_weights(name, kernel):
 
 def test_layers_are_quantized_as_soon_as_they_are_whole():
     theirs = hf_model("llama")
-    decoder = make_decoder(theirs, "sdpa", linear_kernel="int8")
+    decoder = make_decoder(theirs, "numba_cpu", linear_method="int8")
     fresh = type(decoder)(decoder.spec, decoder.backend, torch.float32, CPU, "int8")
     kernels = []
 
     def weights():
         for item in theirs.state_dict().items():
             yield item
-            kernels.append([layer.mlp.down.kernel for layer in fresh.layers].count("int8"))
+            kernels.append([layer.mlp.down.method.weights for layer in fresh.layers].count({}))
 
     fresh.load_weights(weights())
     assert kernels == sorted(kernels) and set(kernels) == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("kernel", QUANTIZED)
+@pytest.mark.parametrize("kernel", WEIGHT_BITS)
 def test_weight_bytes_are_what_the_products_hold(tiny_model_path, kernel):  # noqa: F811
     theirs = hf_model("llama")
-    decoder = make_decoder(theirs, "sdpa", linear_kernel=kernel)
+    decoder = make_decoder(theirs, "numba_cpu", linear_method=kernel)
     held = 0
     for layer in decoder.layers:
-        for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
+        for linear in (*layer.mixer.linears(), *layer.mlp.linears()):
             rows, columns = linear.weight.shape
             held += rows * columns * WEIGHT_BITS[kernel] / 8
-            words, scales = linear._run.words.nbytes, linear._run.scales.nbytes
+            words, scales = linear.method.words.nbytes, linear.method.scales.nbytes
             assert words + scales <= 2 * rows * columns * WEIGHT_BITS[kernel] / 8  # tiny layers are padded much
     facts = load_model(tiny_model_path("llama"), load_format="dummy").facts(16, "float32", kernel)
     others = 2 * decoder.embedding.numel() * 4 + sum(p.numel() * 4 for n, p in theirs.named_parameters() if "norm" in n)
@@ -174,13 +186,13 @@ def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match="goes with quantization='int4_per_group_weight_only', not with 'int8"):
         EngineArgs(quantization=QUANTIZATIONS[0], quantization_config={"group_size": 32})
     with pytest.raises(ValueError, match="implemented on the CPU, not on cuda"):
-        explain_quantized("int8", torch.bfloat16, torch.device("cuda"), False)
+        explain_linear_method("int8", "gemv", torch.bfloat16, torch.device("cuda"), False)
     with pytest.raises(ValueError, match="float32 and bfloat16, not float16"):
-        explain_quantized("int8", torch.float16, CPU, False)
+        explain_linear_method("int8", "cpu", torch.float16, CPU, False)
     with pytest.raises(ValueError, match="rows that do not depend on the batch"):
-        explain_quantized("int8", torch.float32, CPU, True)
+        explain_linear_method("int8", "cpu", torch.float32, CPU, True)
     with pytest.raises(ValueError, match="from float32 or bfloat16 on the CPU, not from torch.float16"):
-        make_kernel("int8", torch.zeros(32, 32, dtype=torch.float16), None)
+        Linear(32, {"a": 32}, dtype=torch.float16, device=CPU, method="int8")
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

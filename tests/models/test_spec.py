@@ -32,8 +32,9 @@ SMOLLM2 = json.loads(
 
 def test_smollm2_as_published():
     spec = spec_from_config(SMOLLM2)
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.num_layers) == (9, 3, 64, 30)
-    assert spec.tie_word_embeddings and spec.norm_eps == 1e-5 and spec.layers[0].rope.theta == 100000
+    mixer = spec.layers[0].mixer
+    assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, spec.num_layers) == (9, 3, 64, 30)
+    assert spec.tie_word_embeddings and spec.norm_eps == 1e-5 and mixer.rope.theta == 100000
     assert spec.num_parameters() == 134_515_008
     assert spec.max_model_len == 8192
 
@@ -79,7 +80,10 @@ def test_gemma3_in_both_spellings():
     old |= {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": scaled, "sliding_window_pattern": 2}
     spec = spec_from_config(new)
     assert spec_from_config(old) == spec
-    assert [(layer.rope.kind, layer.rope.theta) for layer in spec.layers[:2]] == [("default", 2e4), ("linear", 5e5)]
+    assert [(layer.mixer.rope.kind, layer.mixer.rope.theta) for layer in spec.layers[:2]] == [
+        ("default", 2e4),
+        ("linear", 5e5),
+    ]
     with pytest.raises(ValueError, match="use_bidirectional_attention=True"):
         spec_from_config(new | {"use_bidirectional_attention": True})
 
@@ -87,7 +91,8 @@ def test_gemma3_in_both_spellings():
 def test_layers_with_and_without_a_window():
     def windows(config):
         return [
-            layer.sliding_window for layer in spec_from_config({**MINIMAL, "num_hidden_layers": 4, **config}).layers
+            layer.mixer.sliding_window
+            for layer in spec_from_config({**MINIMAL, "num_hidden_layers": 4, **config}).layers
         ]
 
     qwen = {"model_type": "qwen2", "sliding_window": 100, "max_window_layers": 3}
@@ -148,5 +153,9 @@ def test_an_unknown_field_that_is_off_is_no_obstacle_and_none_overrides():
 
 
 def test_architectures_outrank_model_type():
-    assert spec_from_config({"model_type": "llama", "architectures": ["Qwen3ForCausalLM"], **MINIMAL}).qk_norm
+    assert (
+        spec_from_config({"model_type": "llama", "architectures": ["Qwen3ForCausalLM"], **MINIMAL})
+        .layers[0]
+        .mixer.qk_norm
+    )
     assert set(FAMILIES) >= {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}

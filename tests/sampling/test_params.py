@@ -5,6 +5,8 @@ import math
 import pickle
 import subprocess
 import sys
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +113,7 @@ CONTRADICTIONS = [
     ({"stop": "a", "detokenize": False}, "stop", "detokenize=False"),
     ({"n": 3, "best_of": 2}, "best_of", "n=3"),
     ({"n": 2, "temperature": 0}, "n", "temperature=0"),
-    ({"best_of": 2, "temperature": 1e-6}, "best_of", "temperature=0"),
+    ({"best_of": 2, "temperature": 0}, "best_of", "temperature=0"),
     ({"n": 1, "best_of": 2, "output_kind": RequestOutputKind.DELTA}, "best_of", "DELTA"),
 ]
 
@@ -337,9 +339,46 @@ def test_beam_search_params(given: dict, name: str) -> None:
         BeamSearchParams(beamwidth=2, max_tokens=1)
 
 
-def test_hold_back() -> None:
-    assert SamplingParams(stop=["ab", "abcd"]).output_text_buffer_length == 3
-    assert SamplingParams(stop=["abcd"], include_stop_str_in_output=True).output_text_buffer_length == 0
+HUGE = (10**400, Fraction(10**400), np.float64("inf"), 10**5000)
+
+
+@pytest.mark.parametrize("value", HUGE, ids=["int", "fraction", "inf", "digits"])
+@pytest.mark.parametrize(
+    "name",
+    ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"],
+)
+def test_huge_numbers_are_refused_as_others_are(name: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter, match=name) as caught:
+        SamplingParams(**{name: {3: value} if name == "logit_bias" else value})
+    assert ALLOWED[name].text in str(caught.value)
+
+
+def test_numpy_numbers_become_pythons_everywhere() -> None:
+    params = SamplingParams(
+        logprobs=np.int64(3), prompt_logprobs=np.int32(2), stop_token_ids=[np.int64(5), 5, np.int64(7)],
+        allowed_token_ids=[np.int64(1)], logit_bias={np.int64(4): np.float32(0.5)}, max_tokens=np.int64(4),
+    )  # fmt: skip
+    assert params.stop_token_ids == [5, 7] and params.logit_bias == {4: 0.5}
+    numbers = [
+        params.logprobs,
+        params.prompt_logprobs,
+        *params.stop_token_ids,
+        *params.allowed_token_ids,
+        *params.logit_bias,
+    ]
+    assert {type(n) for n in numbers} == {int} and type(params.logit_bias[4]) is float
+
+
+@pytest.mark.parametrize("value", [[1, True], [True, 1], [0, False], [[1]], [1, {}]])
+def test_a_list_with_something_that_is_no_token_id(value: list) -> None:
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        with pytest.raises(InvalidParameter, match=name):
+            SamplingParams(**{name: value})
+
+
+def test_a_temperature_close_to_zero_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    assert SamplingParams(temperature=1e-6).temperature == 0.01 and "raised to 0.01" in caplog.text
+    assert SamplingParams(temperature=0.0).is_greedy and not SamplingParams(temperature=1e-6).is_greedy
 
 
 def test_import_needs_no_torch() -> None:

@@ -167,11 +167,8 @@ def test_greedy_is_argmax_whatever_the_filters() -> None:
     assert torch.equal(sample(logits, mixed).token_ids[1::2], logits.argmax(-1)[1::2])
 
 
-@pytest.mark.parametrize("numba", [True, False])
 @pytest.mark.parametrize("size", [3, 16, 1024, 1027])
-def test_the_largest_is_the_first_of_equals_or_none(numba: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not numba:
-        monkeypatch.setattr(transforms, "_largest_kernel", lambda size: None)
+def test_the_largest_is_the_first_of_equals_or_none(size: int) -> None:
     logits = spread(9, size).round(decimals=1)
     logits[0] = NEVER
     logits[1] = -0.0
@@ -183,6 +180,13 @@ def test_the_largest_is_the_first_of_equals_or_none(numba: bool, size: int, monk
     assert torch.equal(ids[found], torch.from_numpy(logits.numpy().argmax(-1))[found])
     ids, found = transforms.take_largest(logits.t().contiguous().t()[:0])
     assert len(ids) == len(found) == 0
+
+
+def test_greedy_rows_go_to_the_argmax_that_was_given() -> None:
+    seen = []
+    sampler = Sampler(argmax=lambda logits: seen.append(len(logits)) or transforms.take_largest(logits))
+    params = [SamplingParams(temperature=temperature) for temperature in (0, 1, 0)]
+    assert len(sampler(spread(3, 50), make_batch(params, 50)).token_ids) == 3 and seen == [2]
 
 
 def test_greedy_obeys_what_is_not_chance() -> None:
@@ -444,3 +448,24 @@ def test_explain_places_u_inside_the_chosen_piece() -> None:
 def test_explain_gives_the_reason_when_no_token_comes_out() -> None:
     with pytest.raises(ValueError, match="raised KeyError"):
         Sampler().explain(torch.zeros(5), SamplingParams(logits_processors=[raising]), seed=0)
+
+
+@pytest.mark.parametrize("where", ["column_values", "counts"])
+def test_a_request_that_cannot_be_added_gives_its_row_back(where, monkeypatch):
+    from minivllm.sampling import state as module
+
+    def fails(*args):
+        raise OverflowError("made up")
+
+    state = module.SamplingState(2, 10)
+    with monkeypatch.context() as patch:
+        if where == "column_values":
+            patch.setattr(module, "column_values", fails)
+        else:
+            patch.setattr(state.counts, "add", fails)
+        for i in range(5):
+            with pytest.raises(OverflowError, match="made up"):
+                state.add(str(i), SamplingParams(presence_penalty=1.0), [1], [], 0)
+    for i in range(2):
+        state.add(str(i), SamplingParams(top_k=2**63), [1], [], 0)
+    assert len(state.requests) == 2

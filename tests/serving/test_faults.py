@@ -118,6 +118,18 @@ def test_an_engine_killed_in_the_middle(long_args: EngineArgs):
 
 
 @pytest.mark.slow
+def test_a_stopped_engine_is_not_healthy(tiny_args: EngineArgs):
+    with program(tiny_args) as server:
+        engine = server.engine
+        assert httpx.get(server.url + "/health").status_code == 200
+        engine.suspend()
+        until(lambda: httpx.get(server.url + "/health").status_code == 503)
+        engine.resume()
+        until(lambda: httpx.get(server.url + "/health").status_code == 200)
+        assert httpx.post(server.url + COMPLETE, json={"prompt": "a", "max_tokens": 1}, timeout=60).status_code == 200
+
+
+@pytest.mark.slow
 def test_another_engine_when_asked_for(tiny_args: EngineArgs):
     with program(tiny_args, "--max-engine-restarts", "1") as server:
         first = server.engine

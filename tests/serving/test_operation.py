@@ -3,13 +3,15 @@
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,6 +20,7 @@ from live_server import LiveServer, live_server
 
 from minivllm.core.config import EngineArgs
 from minivllm.core.trace import Trace
+from minivllm.core.trace_files import TraceWriter
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.serving.app import ServerOptions, create_app, listen, make_parser, options_from, run_server
 
@@ -218,6 +221,50 @@ def test_a_dead_engine_ends_the_program_with_status_one(tiny_args: EngineArgs):
     assert httpx.post(url + COMPLETE, json={"prompt": "a", "max_tokens": 1}, timeout=30).status_code == 503
     thread.join(20)
     assert status == [1]
+
+
+def traced_run(args: EngineArgs, path: Path, during: Callable[[], None] = lambda: None) -> Path:
+    """A recording of a few hundred steps; the events that are in memory at the end."""
+    with live_server(args, ServerOptions(trace=str(path))) as server:
+        for _ in range(4):
+            server.post(COMPLETE, {"prompt": ["ab", "cd"], "max_tokens": 200, "ignore_eos": True})
+            during()
+        assert len(server.llm.llm_engine.core._recording.trace.events) < 2 * TraceWriter.BATCH
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_recording_is_written_as_it_goes(tiny_args: EngineArgs, tmp_path: Path, suffix: str, monkeypatch):
+    monkeypatch.setattr(TraceWriter, "BATCH", 100)
+    path, sizes = tmp_path / f"run{suffix}", []
+    traced_run(tiny_args, path, lambda: sizes.append(path.with_name(path.name + ".part").stat().st_size))
+    assert sizes[0] < sizes[-1] and list(tmp_path.iterdir()) == [path]
+    trace = Trace.load(path)
+    trace.check()
+    assert len(trace.to_pandas()["requests"]) == 8
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_full_disk_ends_the_recording_and_keeps_what_is_written(
+    tiny_args: EngineArgs, tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
+):
+    """A limit on the size of files stands in for the disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+
+    try:
+        traced_run(tiny_args, tmp_path / f"run{suffix}", fill)
+    except AttributeError:  # there is no recording any more, as it should be
+        pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the recording has ended early" in caplog.text
+    (kept,) = [path for path in tmp_path.iterdir()]
+    trace = Trace.load(kept)
+    trace.check()
+    assert trace.num_steps > 10
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])

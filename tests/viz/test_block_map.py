@@ -199,6 +199,60 @@ def test_pointer_and_keyboard(open_page, tmp_path):
     page.wait_for_function("document.querySelector('.mv-live').textContent.length > 10")
 
 
+BOXES = "() => [...document.querySelectorAll('.mv-bm canvas[data-pool], .mv-card')].map((e) => JSON.stringify(e.getBoundingClientRect()))"
+
+
+@pytest.mark.parametrize("width", [1440, 700])
+def test_a_click_moves_nothing(width, open_page, tmp_path):
+    trace = make_trace(num_blocks=400, steps=60, rate=0.8)
+    page = open_page(trace.show().save(tmp_path / "page.html"), width=width, views=4)
+    state = trace.at(int(page.locator(".mv-readout").inner_text().split()[1]))
+    block = next(b for b, n in enumerate(state.ref_cnt) if n)
+    canvas = page.locator("canvas[data-pool=gpu]")
+    columns, cell = int(canvas.get_attribute("data-columns")), None
+    cell = canvas.bounding_box()["width"] / columns
+    place = BlockMap(trace).shown.index(block)
+    before = page.evaluate(BOXES)
+    canvas.click(position={"x": (place % columns + 0.4) * cell, "y": (place // columns + 0.4) * cell})
+    page.wait_for_selector("aside tr[data-step]")
+    assert page.locator(".mv-bm[data-pinned]").count() == 1 and page.locator(".mv-bm-strip canvas").count() == 1
+    assert page.evaluate(BOXES) == before
+
+
+def test_blocks_that_were_never_touched_are_one_line(open_page, tmp_path):
+    trace = make_trace(num_blocks=4096, steps=30, rate=0.8)
+    touched = {0} | {b for e in trace if e.kind == "alloc" for b in e.blocks}
+    view = BlockMap(trace)
+    assert view.shown == sorted(touched) and len(touched) < 400
+    page = open_page(view.save(tmp_path / "blocks.html"))
+    assert (
+        page.locator(".mv-bm-rest").inner_text()
+        == f"and {4096 - len(touched):,} blocks that this run never touched: free"
+    )
+    step = int(page.locator(".mv-readout").inner_text().split()[1])
+    kinds = block_states(trace.at(step), request_numbers(trace))
+    wanted = [colours(*kinds[block], False) for block in sorted(touched)]
+    assert read(page.locator("canvas[data-pool=gpu]"))[: len(wanted)] == wanted
+    small = make_trace(num_blocks=64, steps=3, rate=0.8)
+    assert BlockMap(small).shown == list(range(64)), "a small pool is shown whole"
+
+
+INK = "() => { const c = document.querySelector('.mv-bm-over'); const d = c.width ? c.getContext('2d').getImageData(0, 0, c.width, c.height).data : []; let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; }"
+
+
+def test_a_long_table_shows_one_arrow_at_a_time(open_page, tmp_path):
+    trace = make_trace(num_blocks=700, steps=8, rate=3.0, prompt=600, budget=1200)
+    page = open_page(BlockMap(trace).save(tmp_path / "blocks.html"))
+    state = trace.at(int(page.locator(".mv-readout").inner_text().split()[1]))
+    name = max(state.requests, key=lambda r: len(state.requests[r].tables[0]))
+    assert len(state.requests[name].tables[0]) > 48
+    page.get_by_label("request whose block table is shown").focus()
+    page.get_by_label("request whose block table is shown").select_option(name)
+    assert page.evaluate(INK) == 0
+    page.locator(".mv-bm-strip canvas").hover(position={"x": 4, "y": 4})
+    assert 0 < page.evaluate(INK) < 6000
+
+
 def test_tokens_are_text_when_a_tokenizer_is_known(open_page, tmp_path):
     class Words:
         def decode(self, ids):

@@ -78,6 +78,24 @@ def test_an_idle_engine_has_no_slow_step(engine):
     assert monitor.look().step_seconds == pytest.approx(0.05)
 
 
+def test_a_step_longer_than_a_second_has_a_rate(engine):
+    """Eight requests in steps of two and a half seconds, looked at twenty times a second."""
+    engine.move(0, num_requests_running=8)
+    monitor = EngineMonitor(engine)
+    seen = []
+    for look in range(200):
+        done = look // 50  # steps that have ended
+        engine.move(0.05, num_steps=10 + done, generation_tokens=500 + 8 * done)
+        seen.append(monitor.look())
+    later = seen[60:]
+    assert all(sample.step_seconds is not None and sample.tokens_per_second > 0 for sample in later)
+    assert all(1.5 < sample.tokens_per_second < 9 for sample in later)
+    engine.move(2, num_requests_running=0)
+    monitor.look()
+    engine.move(2)
+    assert monitor.look().tokens_per_second == 0.0, "an idle engine has none"
+
+
 def test_samples_are_remembered_up_to_a_length(engine):
     monitor = EngineMonitor(engine, keep=3)
     for _ in range(5):

@@ -89,7 +89,17 @@ def folded_by_python(trace: Trace) -> list[dict]:
     ]
 
 
+def with_rejected_drafts() -> Trace:
+    """A run in which the model took back a token of the first request after every fifth decision."""
+    trace = make_trace(num_blocks=97, steps=60, rate=0.8)
+    decisions = [i for i, event in enumerate(trace.events) if event[0] == "schedule"][::-5]
+    for i in decisions:
+        trace.events.insert(i + 1, ("rollback", {next(iter(trace.events[i][1])): 1}))
+    return trace
+
+
 TRACES = {
+    "rejected drafts": with_rejected_drafts,
     "shared prefixes": lambda: make_trace(num_blocks=97, steps=120, rate=0.8),
     "many chunks": lambda: make_trace(num_blocks=300, steps=400, rate=1.0, seqs=24),
     "swap": lambda: make_trace(num_blocks=70, swap=60, steps=100, rate=0.9),

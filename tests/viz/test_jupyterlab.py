@@ -53,7 +53,10 @@ SamplerExplorer(SampleRecord(logits, SamplingParams(temperature=0.8, top_k=40, s
     'Compare(trace, "other.jsonl")',
 ]
 OF_THE_TRACE = (1, 2, 3, 6, 7, 8)  # cells whose views follow its cursor  # fmt: skip
-READ = "print('the kernel sees', blocks.widget.step, blocks.widget.block, repr(blocks.widget.request))"
+READ = """
+from ipywidgets.widgets.widget import _instances
+print("the kernel sees", blocks.widget.step, blocks.widget.block, repr(blocks.widget.request), len(_instances), "widgets")
+"""
 
 
 def notebook(cells: list[str]) -> dict[str, Any]:
@@ -169,6 +172,13 @@ def kernel_sees(page: Any) -> str:
     return page.locator(".jp-Notebook .jp-Cell").last.locator(".jp-OutputArea-output").inner_text().strip()
 
 
+def kernel_counts(page: Any) -> str:
+    """The live widgets in the kernel."""
+    found = re.search(r"(\d+) widgets", kernel_sees(page))
+    assert found
+    return found.group(1)
+
+
 def test_scrubbing_one_view_moves_all_of_them_and_the_kernel_hears_of_it(lab):
     slider = output(lab, 1).locator(".mv-player input[type=range]")
     slider.fill("37")
@@ -183,6 +193,31 @@ def test_scrubbing_one_view_moves_all_of_them_and_the_kernel_hears_of_it(lab):
     assert output(lab, 7).locator("caption").inner_text().startswith("Step 38:")
     for told in output(lab, 8).locator(".mv-compare-run .mv-lanes-detail").all_inner_texts():
         assert told.startswith("Step 38")
+
+
+def test_the_sliders_keys_are_its_own(lab):
+    """JupyterLab has shortcuts on arrow, page and home keys."""
+    slider = output(lab, 1).locator(".mv-player input[type=range]")
+    slider.fill("20")
+    slider.focus()
+    for key, step in (("ArrowRight", 21), ("ArrowLeft", 20), ("ArrowDown", 19), ("Home", 0), ("End", 79)):
+        lab.keyboard.press(key)
+        assert step_shown(output(lab, 1)) == f"step {step} of 79", key
+    lab.keyboard.press("PageDown")
+    assert step_shown(output(lab, 1)) != "step 79 of 79"
+
+
+def test_a_cell_that_runs_again_leaves_one_widget(lab):
+    before = kernel_counts(lab)
+    for _ in range(5):
+        lab.evaluate("""async () => {
+          const notebook = window.jupyterapp.shell.currentWidget.content;
+          notebook.deselectAll();
+          notebook.activeCellIndex = 7;
+          await window.jupyterapp.commands.execute('notebook:run-cell');
+        }""")
+    assert kernel_counts(lab) == before
+    output(lab, 7).locator(".mv-card[data-ready]").wait_for()
 
 
 def test_a_view_made_later_is_where_the_others_are(lab):
@@ -214,7 +249,6 @@ def test_a_click_on_a_block_lists_the_history_that_the_tables_have(lab, folder):
         canvas.click(position={"x": (block % columns + 0.5) * cell, "y": (block // columns + 0.5) * cell})
         rows = output(lab, 1).locator(".mv-bm-details tbody tr")
         rows.first.wait_for()
-        lab.wait_for_timeout(300)  # the panel takes room: the grid is laid out again
         assert f"Block {block}" in output(lab, 1).locator(".mv-bm-details").inner_text()
         shown = rows.evaluate_all("all => all.map(({dataset: d}) => [+d.step, d.event, d.request, d.hash])")
         of_block = table[table.block_id == block]

@@ -1,5 +1,6 @@
 """The timeline: every cell is what the folded state and the decisions say, in Python and in the page."""
 
+import json
 import time
 
 import numpy as np
@@ -9,9 +10,19 @@ from viz_runs import Moody, busy_trace
 from minivllm.core.trace import Trace
 from minivllm.lab import Constant, simulate
 from minivllm.lab.workload import poisson
-from minivllm.viz.palette import LIGHT
+from minivllm.viz.palette import DECODE_TINT, LIGHT, owner_colour, tint
 from minivllm.viz.timeline import Timeline
-from minivllm.viz.timeline_data import DECODE, KINDS, PREEMPTED, PREFILL, STALLED, SWAPPED, WAITING, timeline_data
+from minivllm.viz.timeline_data import (
+    DECODE,
+    FINISHES,
+    KINDS,
+    PREEMPTED,
+    PREFILL,
+    STALLED,
+    SWAPPED,
+    WAITING,
+    timeline_data,
+)
 
 RUNS = {
     "full": {},
@@ -141,7 +152,7 @@ def test_keys_clicks_and_zoom(traces, open_page, tmp_path):
     page = open_page(view.save(tmp_path / "x.html"), width=1000, dark=True)
     cursor = "[...globalThis.minivllmCursors.values()][0]"
     page.locator(".mv-lanes-pane").focus()
-    for key in ("ArrowRight", "ArrowRight", "Shift+ArrowRight", "ArrowLeft", "ArrowDown", "ArrowDown"):
+    for key in ("Home", "ArrowRight", "ArrowRight", "Shift+ArrowRight", "ArrowLeft", "ArrowDown", "ArrowDown"):
         page.keyboard.press(key)
     assert page.evaluate(f"[{cursor}.step, {cursor}.request]") == [11, "r1"]
     assert page.locator(".mv-lanes-detail").inner_text() == f"Step 11, request r1: {view.lanes.describe(1, 11)}."
@@ -158,6 +169,66 @@ def test_keys_clicks_and_zoom(traces, open_page, tmp_path):
     page.keyboard.press("Escape")
     page.select_option("select[aria-label='horizontal axis']", "time")
     assert page.evaluate(f"{cursor}.request") is None
+
+
+def test_a_click_on_a_row_tells_its_story(traces, open_page, tmp_path):
+    view = Timeline(traces["tight"])
+    page = open_page(view.save(tmp_path / "x.html"), width=1000)
+    assert page.locator(".mv-lanes-story").inner_text() == "Click a row for the story of its request."
+    data = view.lanes
+    row = int(data.preemptions[0, 1])
+    page.evaluate(
+        f"[...globalThis.minivllmCursors.values()][0].set({{ request: {json.dumps(data.request_ids[row])} }})"
+    )
+    lines = page.locator(".mv-lanes-story li").all_inner_texts()
+    spans = np.flatnonzero(data.request == row)
+    assert len(lines) == len(spans) + 1 and any("preempted" in line for line in lines)
+    assert lines[-1] == f"step {data.finish[row]} finished: {FINISHES[data.finish_kind[row]]}"
+    for line, i in zip(lines, spans, strict=False):
+        first, last = data.start[i], data.end[i] - 1
+        assert line.startswith(f"step {first} " if first == last else f"steps {first} to {last} "), line
+    page.locator(".mv-lanes-story button").nth(1).click()
+    assert page.evaluate("[...globalThis.minivllmCursors.values()][0].step") == data.start[spans[1]]
+    assert page.locator(".mv-lanes-story li[data-now]").inner_text() == lines[1]
+
+
+def test_no_row_of_a_tall_timeline_is_cut(open_page, tmp_path):
+    workload = poisson(16, 70, (20, 40), (6, 90), seed=1)
+    trace = simulate(workload, config={"num_gpu_blocks": 300, "max_num_seqs": 12}, cost_model=Constant(0.012)).trace
+    page = open_page(Timeline(trace).save(tmp_path / "x.html"), width=1000)
+    page.get_by_label("tall rows").click()
+    page.wait_for_timeout(100)
+    height, all_of_it, count = page.evaluate(
+        "(() => { const pane = document.querySelector('.mv-lanes-pane'); return [pane.clientHeight, pane.scrollHeight, 70]; })()"
+    )
+    row = all_of_it / count
+    assert row >= 16 and height < all_of_it and height % row == 0
+
+
+PIXEL = """([start, end, y]) => {
+  const { chart } = document.querySelector(".mv-timeline").lanes;
+  const x = Math.round((chart.xOf(start) + chart.xOf(end)) / 2 - 1);
+  const [r, g, b] = document.querySelector(".mv-lanes-canvas").getContext("2d").getImageData(x, Math.round(y), 1, 1).data;
+  return "#" + [r, g, b].map((value) => value.toString(16).padStart(2, "0")).join("");
+}"""
+
+
+def test_one_hue_a_request(traces, open_page, tmp_path):
+    """Prefill in the colour that the request has in every view, decode in a tint of it."""
+    view = Timeline(traces["full"])
+    data = view.lanes
+    page = open_page(view.save(tmp_path / "x.html"), width=1600)
+    page.wait_for_timeout(100)
+    height = page.evaluate("document.querySelector('.mv-lanes-pane').scrollHeight") / len(data.request_ids)
+    checked = 0
+    for i in np.flatnonzero(np.isin(data.kind, (PREFILL, DECODE))):
+        row, prefill = data.request[i], data.kind[i] == PREFILL
+        y = (row + 0.5 - (0.3 if prefill else 0)) * height  # above the number that stands in a prefill
+        hue = owner_colour(row)
+        wanted = hue if prefill else tint(hue, DECODE_TINT)
+        assert page.evaluate(PIXEL, [int(data.start[i]), int(data.end[i]), float(y)]) == wanted, (row, data.start[i])
+        checked += 1
+    assert checked > 40
 
 
 def test_pictures_and_words(traces):

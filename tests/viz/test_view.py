@@ -1,8 +1,10 @@
 """What all views share: forms, messages in place of a view, pages with one cursor, the command, the palette, the payload."""
 
+import base64
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from minivllm.viz.assets import sources, version
 from minivllm.viz.page import show
 from minivllm.viz.palette import DARK, LIGHT, NUM_OWNER_COLOURS, contrast, least_difference
 from minivllm.viz.payload import Payload, read_varints, varints
+from minivllm.viz.timeline import _seconds
 from minivllm.viz.view import most_eventful
 
 
@@ -84,6 +87,69 @@ def test_the_notebook_gets_widget_page_and_words(trace):
     state = view.widget.get_state()
     assert len(state["payload"]) == len(view.data().bytes()) < 20_000
     assert len(bundle["text/html"]) < 70_000
+
+
+def test_a_renderer_without_scripts_has_a_picture(trace):
+    for view in (BlockMap(trace), show(trace), PrefixTree(trace)):
+        assert base64.b64decode(view._repr_mimebundle_()["image/png"]).startswith(b"\x89PNG"), view.title
+
+
+def test_a_cell_that_runs_again_closes_what_it_showed(trace, monkeypatch):
+    """Thirty times the same cell: one view is left; views of other cells, and of the same run of the cell, stay."""
+    pytest.importorskip("anywidget")
+    import IPython
+    from ipywidgets.widgets.widget import _instances
+
+    shell = SimpleNamespace(parent_header={})
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
+    before, shown = len(_instances), []
+
+    def run(cell, number, count=1):
+        shell.parent_header = {"header": {"msg_id": f"run {number}"}, "metadata": {"cellId": cell}}
+        for _ in range(count):
+            shown.append(BlockMap(trace))
+            shown[-1]._repr_mimebundle_()
+
+    run("other", 0)
+    alone = len(_instances) - before
+    for number in range(30):
+        run("a", number)
+    assert len(_instances) - before == 2 * alone
+    assert sum("_payload" in view.__dict__ for view in shown) == 2
+    run("a", 99, count=3)
+    assert len(_instances) - before == 4 * alone
+    assert shown[1]._repr_mimebundle_()["text/plain"], "a closed view can be shown again"
+    for view in shown:
+        view.close()
+
+
+@pytest.mark.parametrize("seconds", [0, 3e-7, 0.0042, 0.25, 2.41, 75.3, 2410.0, 99999.0])
+def test_both_languages_write_lengths_of_time_alike(seconds, browser):
+    page = browser.new_page()
+    page.add_script_tag(
+        content=sources()["ui"].replace("export ", "") + "\nglobalThis.duration = duration;", type="module"
+    )
+    words = page.evaluate(f"duration({seconds})")
+    page.close()
+    assert words == _seconds(seconds) and "e" not in words and not words.startswith("0.00")
+
+
+def test_controls_keep_their_keys_in_jupyterlab(trace, open_page, tmp_path):
+    """JupyterLab takes arrow keys for itself, unless an element says that it needs them."""
+    page = open_page(show(trace).save(tmp_path / "page.html"), views=4)
+    assert page.locator("input, select").count() > 5
+    assert (
+        page.locator("input:not([data-lm-suppress-shortcuts]), select:not([data-lm-suppress-shortcuts])").count() == 0
+    )
+
+
+def test_a_run_opens_where_most_happens(open_page, tmp_path):
+    trace = make_trace(num_blocks=50, steps=100, rate=0.9)
+    step = most_eventful(trace)
+    happened = {row.decision.split()[0] for row in trace.to_pandas()["decisions"].itertuples() if row.step == step}
+    assert "preempt" in happened and step > 0
+    page = open_page(show(trace).save(tmp_path / "page.html"), views=4)
+    assert page.locator(".mv-readout").inner_text() == f"step {step} of 99"
 
 
 def test_what_does_not_fit_in_a_notebook_says_so(trace, monkeypatch):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from viz_runs import busy_trace
+from viz_traces import make_trace
 
 from minivllm.core.events import TraceHeader
 from minivllm.core.policy import ShortestFirst
@@ -48,6 +49,16 @@ def test_waste_is_what_the_states_say(kind, open_page, tmp_path):
     cells = page.locator(".mv-waste-table tbody tr").first.locator("td").all_inner_texts()
     assert cells[:2] == [str(d.reserved[0, step]), str(d.wasted[0, step])]
     assert view.to_png().startswith(b"\x89PNG") and "in one piece" in view.describe().lower()
+
+
+def test_the_table_of_a_large_cache_stays_clear_of_the_histogram(open_page, tmp_path):
+    trace = make_trace(
+        num_blocks=65536, steps=12, block_size=16, seqs=512, rate=30, prompt=900, output=60, budget=16384
+    )
+    page = open_page(trace.show().save(tmp_path / "x.html"), width=1440, views=4)
+    table, bars = (page.locator(f".mv-waste-{name}").bounding_box() for name in ("table", "bars"))
+    apart = bars["x"] >= table["x"] + table["width"] or bars["y"] >= table["y"] + table["height"]
+    assert apart, (table, bars)
 
 
 def test_waste_needs_to_know_the_longest_request(runs):

@@ -8,7 +8,8 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,18 +55,34 @@ class Launcher(Protocol):
 
 
 class Now(threading.local):
-    """Carries kernels out at once. Each Python thread has memory for them."""
+    """Where this Python thread launches kernels: they run at once, or go to a program while one is being captured.
+
+    Each Python thread has memory for them.
+    """
 
     def __init__(self) -> None:
         self._scratch = Scratch()
+        self._program: Program | None = None
 
     def run(self, kernel: Kernel, args: "array[int]", threads: int) -> None:
         """See `Launcher`."""
-        run(kernel, args, threads)
+        if self._program is None:
+            run(kernel, args, threads)
+        else:
+            self._program.run(kernel, args, threads)
 
     def scratch(self, size: int) -> int:
         """See `Launcher`."""
-        return self._scratch.take(size)
+        return self._scratch.take(size) if self._program is None else self._program.scratch(size)
+
+    @contextmanager
+    def capture(self, program: "Program") -> Iterator[None]:
+        """Inside, what this thread launches is noted down in `program`, and does not run."""
+        before, self._program = self._program, program
+        try:
+            yield
+        finally:
+            self._program = before
 
 
 NOW = Now()

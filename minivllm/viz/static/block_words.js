@@ -88,7 +88,8 @@ export function describeNodes(fold, lexicon, block) {
   const origin = name >= 0 && !holders.length && lexicon.origins.request(name) >= 0
     ? `${lexicon.names[lexicon.origins.request(name)]}, position ${lexicon.origins.position(name)}` : null;
   const rank = holders.length || block === 0 ? -1 : fold.freeRank(block);
-  const listed = holders.slice(0, 4).map((its) => h("div", {}, h("b", {}, lexicon.names[its.request]), `, ${place(its)}`));
+  const at = (its) => (holders.length > 1 ? `position ${its.position}` : place(its));
+  const listed = holders.slice(0, 4).map((its) => h("div", {}, h("b", {}, lexicon.names[its.request]), `, ${at(its)}`));
   if (holders.length > 4) listed.push(h("div", { class: "mv-muted" }, `and ${holders.length - 4} more`));
   return [
     h("div", { class: "mv-bm-what" }, h("b", {}, `Block ${block}`), ` · ${words}`),

@@ -76,6 +76,7 @@ const READ = {
     return positions;
   },
   pairs: (fold) => Array.from({ length: fold.next() }, () => [fold.next(), fold.next()]),
+  num_rejected: (fold) => Array.from({ length: fold.next() }, () => [fold.next(), fold.next()]),
   num_scheduled(fold) {
     for (let n = fold.next(); n > 0; n--) {
       const r = (fold.last += fold.next());
@@ -420,6 +421,10 @@ export class Fold {
 
   schedule() {
     for (const [r, tokens] of this.scheduled) this.request(r).computed += tokens;
+  }
+
+  rollback({ num_rejected }) {
+    for (const [r, tokens] of num_rejected) this.request(r).computed -= tokens;
   }
 
   finish({ request }) {

@@ -86,20 +86,29 @@ export async function mountWidget(model, element, load) {
   element.classList.add("mv");
   let end = () => {};
   let unlink = () => {};
+  let gone = false; // perhaps while a view is still being made
+  const leave = () => {
+    gone = true;
+    end();
+    unlink();
+    end = unlink = () => {};
+  };
   const show = async () => {
     end();
     unlink();
     const header = JSON.parse(model.get("header"));
     const raw = model.get("payload");
     end = await mountView(element, header, new Uint8Array(raw.buffer, raw.byteOffset, raw.byteLength), { load, model, player: true });
+    if (gone) return leave();
     unlink = header.trace && !header.problem ? link(model, cursorFor(header.trace)) : () => {};
   };
   model.on("change:header", show);
+  model.on("destroy", leave); // the kernel closed it: its cell has run again
   await show();
   return () => {
     model.off("change:header", show);
-    end();
-    unlink();
+    model.off("destroy", leave);
+    leave();
   };
 }
 

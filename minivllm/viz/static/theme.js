@@ -44,6 +44,7 @@ export function palette(element) {
   return (name) => {
     if (!cache.has(name)) {
       const value = style.getPropertyValue(`--mv-${name}`).trim();
+      if (!value && !element.isConnected) return "#000000"; // taken off the page
       if (!value) throw new Error(`the palette has no colour ${name}`);
       cache.set(name, value);
     }

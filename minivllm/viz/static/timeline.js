@@ -906,7 +906,7 @@ export async function render(card, data, context) {
   }
 
   // What the chosen request did from its arrival to its end; a click goes there.
-  let told = -1;
+  let told = null;
   function tellStory(row, step) {
     if (row !== told) {
       const goTo = (at) => () => { cursor.pause(); cursor.go(at); };

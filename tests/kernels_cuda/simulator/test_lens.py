@@ -101,3 +101,32 @@ def test_a_puzzle_takes_its_answer_and_names_each_mistake(puzzle: Puzzle):
 def test_there_are_at_least_twelve_puzzles():
     assert len(PUZZLES) >= 12 and len({puzzle.name for puzzle in PUZZLES}) == len(PUZZLES)
     assert all(puzzle.wrong for puzzle in PUZZLES)
+
+
+def test_an_atomic_addition_is_no_race_and_has_its_line():
+    def total(out, a):
+        cuda.atomic.add(out, 0, a[cuda.threadIdx.x])
+
+    def mixed(out, a):
+        cuda.atomic.add(out, 0, a[cuda.threadIdx.x])
+        out[0] = 0
+
+    a = np.arange(8, dtype=np.float32)
+    out = np.zeros(1, np.float32)
+    lens = Lens().run(total, 1, 8, out=out, a=a)
+    assert out[0] == a.sum() and lens.races() == []
+    assert any("cuda.atomic.add" in row["source"] and row["array"] == "out" for row in lens.table())
+    assert Lens().run(mixed, 1, 8, out=out, a=a).races() != []
+
+
+def test_indices_may_be_given_one_after_the_other():
+    def chained(out, x):
+        i = cuda.threadIdx.x
+        out[0][i] = x[1][i][0]
+
+    x, out = np.arange(12, dtype=np.float32).reshape(2, 3, 2), np.zeros((1, 3), np.float32)
+    lens = Lens().run(chained, 1, 3, out=out, x=x)
+    assert out.tolist() == [[6, 8, 10]] and lens.outside() == []
+    assert {a.index for a in lens.accesses if a.array == "x"} == {6, 8, 10}
+    with pytest.raises(TypeError, match="2 integers are needed"):
+        Lens().run(lambda out, x: out.__setitem__(0, 1), 1, 1, out=out, x=x)

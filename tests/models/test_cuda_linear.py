@@ -1,10 +1,12 @@
-"""Which product a layer on a GPU takes, without one: by the number of rows, and why none if none."""
+"""Which matmul a layer on a GPU takes, without one: by the number of rows, and why none if none."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from minivllm.models import gpu_linear
-from minivllm.models.linear import choose_kernel, explain_choice, kernel_names, make_kernel
+from minivllm.models.linear import cuda as cuda_linear
+from minivllm.models.linear.choose import explain_linear_method
+from minivllm.models.linear.layer import Linear
 
 CPU = torch.device("cpu")
 
@@ -26,25 +28,35 @@ class Ops:
 @pytest.fixture
 def ops(monkeypatch):
     made = Ops()
-    monkeypatch.setattr(gpu_linear, "cuda_ops", lambda: made)
+    monkeypatch.setattr(cuda_linear, "cuda_kernels", lambda: made)
     return made
+
+
+def layer_of(weight, bias=None):
+    layer = Linear(
+        weight.shape[1], {"all": weight.shape[0]}, dtype=weight.dtype, device=CPU, bias=bias is not None, method="gemv"
+    )
+    layer.method.weights["weight"].copy_(weight)
+    if bias is not None:
+        layer.bias.copy_(bias)
+    return layer
 
 
 def test_the_number_of_rows_decides(ops, monkeypatch):
     weight, x = torch.randn(6, 16).bfloat16(), torch.randn(18, 16).bfloat16()
-    product = make_kernel("gemv", weight, None)
+    product = layer_of(weight)
     for rows in range(19):
         assert torch.equal(product(x[:rows]), x[:rows] @ weight.t())
     assert ops.asked == list(range(1, 17))
     ops.asked.clear()
-    monkeypatch.setattr(gpu_linear, "MOST_ROWS", 0)
+    monkeypatch.setattr(cuda_linear, "MOST_ROWS", 0)
     product(x[:1])
     assert ops.asked == []
 
 
 def test_a_bias_is_added_by_torch(ops):
     weight, bias, x = torch.randn(6, 16).bfloat16(), torch.randn(6).bfloat16(), torch.randn(1, 16).bfloat16()
-    assert torch.equal(make_kernel("gemv", weight, bias)(x), torch.addmm(bias, x, weight.t())) and ops.asked == []
+    assert torch.equal(layer_of(weight, bias)(x), F.linear(x, weight, bias)) and ops.asked == []
 
 
 @pytest.mark.parametrize(
@@ -57,23 +69,23 @@ def test_a_bias_is_added_by_torch(ops):
 )
 def test_weights_that_are_none_for_it(ops, weight, message):
     with pytest.raises(ValueError, match=message):
-        make_kernel("gemv", weight, None)
+        layer_of(weight)
 
 
 def test_the_choice_and_its_reason(ops):
     gpu = torch.device("cuda", 0)
-    assert "gemv" in kernel_names() and choose_kernel(torch.zeros(6, 16).bfloat16()) != "gemv"
-    assert explain_choice(torch.bfloat16, gpu, False) == (
+    assert explain_linear_method(None, "gemv", torch.bfloat16, gpu, False) == (
         "gemv",
-        "kernels of our own for up to 16 rows, torch's product for more",
+        "kernels of our own for up to 16 rows, torch's matmul for more",
     )
-    assert explain_choice(torch.float32, gpu, False)[0] == "torch"
-    assert explain_choice(torch.bfloat16, gpu, True)[0] == "batch_invariant"
+    assert explain_linear_method(None, "gemv", torch.float32, gpu, False)[0] == "torch"
+    assert explain_linear_method(None, "gemv", torch.bfloat16, gpu, True)[0] == "batch_invariant"
 
 
 def test_without_a_gpu_it_says_so():
     if not torch.cuda.is_available():
-        assert "GPU" in gpu_linear.gpu_problem(torch.bfloat16, torch.device("cuda", 0))
-        assert explain_choice(torch.bfloat16, torch.device("cuda", 0), False)[0] == "torch"
+        gpu = torch.device("cuda", 0)
+        assert "GPU" in cuda_linear.FewRowsLinear().problem(64, 64, torch.bfloat16, gpu)
+        assert explain_linear_method(None, "gemv", torch.bfloat16, gpu, False)[0] == "torch"
     with pytest.raises(ValueError, match="the device is cpu"):
-        make_kernel("gemv", torch.zeros(6, 16).bfloat16(), None)
+        layer_of(torch.zeros(6, 16).bfloat16())

@@ -1,4 +1,4 @@
-"""A decoder's step by one launch: the same to the bit as kernel by kernel, and never a step of another model than the one at hand."""
+"""Captured steps on a CPU: the same to the bit as layer by layer, and never a step of another model than the one at hand."""
 
 import pytest
 import torch
@@ -17,10 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams
 from minivllm.attention.numba_cpu import NumbaCPUBackend
-from minivllm.models.cpu_linear import few_rows
-from minivllm.models.cpu_step import CPUStep, step_problem
-from minivllm.models.layers import GatedMLP, RMSNorm
-from minivllm.models.linear import Linear
+from minivllm.core.module import Module, capture_problem
+from minivllm.models.layers import RMSNorm
+from minivllm.models.linear.cpu import few_rows
+from minivllm.models.linear.layer import Linear
+from minivllm.models.mixers.mlp import GatedMLP
+from minivllm.models.ops.captured import CapturedCPUSteps
+from minivllm.models.ops.numba_cpu import NumbaCPUOps
 from minivllm_kernels.cpu.matmul.layout import host_tiles
 from minivllm_kernels.cpu.program import Program
 
@@ -36,7 +39,7 @@ def logits(decoder, one_launch, steps, seed=0):
     """The logits of some steps of a few requests. steps: [{request: tokens}]."""
     paged = PagedDecoder(decoder, seed=seed)
     if not one_launch:
-        decoder.cpu_step = None
+        decoder._captured = None
     for name, tokens in prompts(40, 20, 31).items():
         paged.add(name, tokens)
     return [torch.cat(list(paged.step(step).values())) for step in steps]
@@ -52,21 +55,28 @@ def same(decoder, steps=STEPS):
 
 
 @pytest.fixture
-def noted(monkeypatch):
-    """For which numbers of rows programs were made."""
-    noted, note = [], CPUStep._note
-    monkeypatch.setattr(CPUStep, "_note", lambda self, rows, *rest: noted.append(rows) or note(self, rows, *rest))
-    return noted
+def captured(monkeypatch):
+    """For which numbers of rows steps were captured."""
+    captured, capture = [], CapturedCPUSteps._capture
+
+    def watched(self, rows, *rest):
+        result = capture(self, rows, *rest)
+        if result is not None:
+            captured.append(rows)
+        return result
+
+    monkeypatch.setattr(CapturedCPUSteps, "_capture", watched)
+    return captured
 
 
 @pytest.mark.parametrize("name", CAN)
-def test_the_same_to_the_bit(name, noted):
+def test_the_same_to_the_bit(name, captured):
     """Prompts, decodes and both together; biases, windows, rotations that depend on the length, several cache groups."""
     assert same(make_decoder(hf_model(name), "numba_cpu"))
-    assert noted == [14, 2, 7, 1]
+    assert captured == [14, 2, 7, 1]
 
 
-def test_the_same_to_the_bit_in_bf16(noted):
+def test_the_same_to_the_bit_in_bf16(captured):
     """Sizes that fill tiles, if the CPU has a unit for them."""
     config = LlamaConfig(**_SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4})
     model = LlamaForCausalLM(config).eval()
@@ -74,29 +84,33 @@ def test_the_same_to_the_bit_in_bf16(noted):
     decoder = make_decoder(model, "numba_cpu", dtype=torch.bfloat16)
     assert same(decoder)
     few = few_rows(torch.bfloat16, host_tiles())
-    assert decoder.cpu_step is None and noted == [rows for rows in (14, 2, 7, 1) if rows <= few]
+    assert captured == [rows for rows in (14, 2, 7, 1) if rows <= few]
 
 
 @pytest.mark.parametrize("kernel", ["int8", "int4_32"])
 def test_quantized_products(kernel):
-    assert same(make_decoder(hf_model("llama"), "numba_cpu", linear_kernel=kernel))
+    assert same(make_decoder(hf_model("llama"), "numba_cpu", linear_method=kernel))
 
 
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
-        ("llama", {"backend": "sdpa"}, "the attention backend is sdpa"),
-        ("llama", {"backend": "numba_cpu_invariant"}, "the attention backend is numba_cpu_invariant"),
-        ("llama", {"linear_kernel": "torch"}, "some products are not by numba"),
-        ("gemma3", {}, "norms of a layer's results"),
+        ("llama", {"linear_method": "torch"}, "torch computes linear"),
+        ("gemma3", {}, "torch computes rms_norm"),
     ],
 )
 def test_what_a_decoder_lacks_is_said(name, options, problem):
-    decoder = make_decoder(hf_model(name), **{"backend": "numba_cpu"} | options)
+    decoder = make_decoder(hf_model(name), "numba_cpu", **options)
+    logits(decoder, True, STEPS)
+    problems = {decoder.captured.problem, *decoder.captured.refused.values()} - {None}
+    assert len(problems) == 1 and problem in problems.pop()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference", "numba_cpu_invariant"])
+def test_without_the_ops_of_numba_nothing_is_captured(backend):
+    decoder = make_decoder(hf_model("llama"), backend)
     PagedDecoder(decoder)
-    assert decoder.cpu_step is None and problem in (step_problem(decoder) or "")
-    with pytest.raises(ValueError, match="a step cannot be one launch"):
-        CPUStep(decoder)
+    assert decoder.captured is None
 
 
 def test_an_attention_backend_of_ones_own_is_called():
@@ -110,6 +124,8 @@ def test_an_attention_backend_of_ones_own_is_called():
     decoder = make_decoder(hf_model("llama"), Watched())
     logits(decoder, True, STEPS[:1])
     assert Watched.called == len(decoder.layers)
+    logits(decoder, True, STEPS[:1])
+    assert Watched.called == 2 * len(decoder.layers)
 
 
 # ---- a model that changes between two steps
@@ -127,7 +143,7 @@ def before_and_after(decoder, change):
         paged = PagedDecoder(decoder)
         paged.add("r", prompts(20)["20"])
         if not one_launch:
-            decoder.cpu_step = None
+            decoder._captured = None
         before = paged.step({"r": 5})["r"]
         undo = change(decoder)
         results.append(paged.step({"r": 5})["r"])
@@ -149,20 +165,13 @@ def exchange(owner, name, new):
 def as_class(cls, part):
     """The same part, of another class."""
     new = cls.__new__(cls)
-    for name in type(part).__slots__:
-        setattr(new, name, getattr(part, name))
+    vars(new).update(vars(part))
     return new
 
 
 def leave_out_a_layer(decoder):
-    kept = decoder.layers, decoder.layer_to_rope, decoder.layer_to_cache, decoder.layer_to_group
-    decoder.layers, *lists = (x[:-1] for x in kept)
-    decoder.layer_to_rope, decoder.layer_to_cache, decoder.layer_to_group = lists
-
-    def undo():
-        decoder.layers, decoder.layer_to_rope, decoder.layer_to_cache, decoder.layer_to_group = kept
-
-    return undo
+    last = decoder.layers.pop()
+    return lambda: decoder.layers.append(last)
 
 
 def swap_layers(decoder):
@@ -170,29 +179,22 @@ def swap_layers(decoder):
     return lambda: swap_layers(decoder)
 
 
-def double_weight(linear, kernel):
+def double_weight(linear, method):
     kept = linear.weight.clone()
-
-    def prepare(weight, kernel):
-        linear._weight = weight
-        linear.prepare(kernel)
-
-    prepare(2 * kept, kernel)
-    return lambda: prepare(kept, "auto")
+    linear.use(method, 2 * kept)
+    return lambda: linear.use("cpu", kept)
 
 
 def other_weight(decoder):
-    return double_weight(decoder.layers[1].mlp.down, "auto")
+    return double_weight(decoder.layers[1].mlp.down, "cpu")
 
 
-def product_by_torch(decoder):
-    return double_weight(decoder.layers[3].attention.o, "torch")
+def matmul_by_torch(decoder):
+    return double_weight(decoder.layers[3].mixer.o, "torch")
 
 
 class Doubled(GatedMLP):
     """Twice what the MLP says."""
-
-    __slots__ = ()
 
     def __call__(self, x):
         return 2 * super().__call__(x)
@@ -214,7 +216,7 @@ def another_norm(decoder):
 
 
 def another_activation(decoder):
-    return exchange(decoder.layers[0].mlp, "activation", torch.relu)
+    return exchange(decoder.layers[0].mlp, "activation", "relu")
 
 
 def halved(original):
@@ -225,7 +227,7 @@ def another_backend_of_a_layer(decoder):
     class Halved(NumbaCPUBackend):
         attend = halved(NumbaCPUBackend.attend)
 
-    return exchange(decoder.layers[1].attention, "backend", Halved())
+    return exchange(decoder.layers[1].mixer, "backend", Halved())
 
 
 def another_attend(decoder):
@@ -237,16 +239,15 @@ def another_attend_of_one_backend(decoder):
     return exchange(decoder.backend, "attend", lambda *args: attend(*args) / 2)
 
 
-def another_class_of_a_product(decoder):
+def another_class_of_a_linear_layer(decoder):
     class Halved(Linear):
-        __slots__ = ()
         __call__ = halved(Linear.__call__)
 
-    attention = decoder.layers[0].attention
-    return exchange(attention, "qkv", as_class(Halved, attention.qkv))
+    mixer = decoder.layers[0].mixer
+    return exchange(mixer, "qkv", as_class(Halved, mixer.qkv))
 
 
-def a_product_in_a_wrapper(decoder):
+def a_linear_layer_in_a_wrapper(decoder):
     mlp = decoder.layers[0].mlp
     down = mlp.down
     return exchange(mlp, "down", lambda x: down(x) / 2)
@@ -266,14 +267,43 @@ def a_function_for_a_layer(decoder):
     return undo
 
 
-def another_call_of_products(decoder):
+def another_call_of_linear_layers(decoder):
     return exchange(Linear, "__call__", halved(Linear.__call__))
+
+
+def another_method_of_the_ops(decoder):
+    return exchange(NumbaCPUOps, "gated_linear", lambda self, x, *rest: halved(gated)(self, x, *rest))
+
+
+gated = NumbaCPUOps.gated_linear
+
+
+def other_ops_of_a_block(decoder):
+    class Halved(NumbaCPUOps):
+        gated_linear = halved(NumbaCPUOps.gated_linear)
+
+    return exchange(decoder.layers[0].mlp, "ops", Halved())
+
+
+def a_method_of_a_linear_layer(decoder):
+    down = decoder.layers[0].mlp.down
+
+    class Halved(type(down.method)):
+        apply = halved(type(down.method).apply)
+
+    return exchange(down, "method", as_class(Halved, down.method))
+
+
+def a_forward_hook(decoder):
+    return decoder.layers[2].mlp.register_forward_hook(lambda module, args, output: output / 2)
+
+
+def a_forward_hook_of_a_layer(decoder):
+    return decoder.layers[0].register_forward_hook(lambda module, args, output: (output[0] / 2, output[1]))
 
 
 def another_last_norm(decoder):
     class Halved(RMSNorm):
-        __slots__ = ()
-
         def add(self, x, residual):
             x, residual = super().add(x, residual)
             return x / 2, residual
@@ -287,13 +317,20 @@ def a_norm_of_results(decoder):
 
 
 def a_layer_without_positions(decoder):
-    return exchange(decoder, "ropes", [None])
+    kept = decoder.ropes[0]
+    decoder.ropes[0] = None
+
+    def undo():
+        decoder.ropes[0] = kept
+
+    return undo
 
 
-CHANGES = [leave_out_a_layer, swap_layers, other_weight, product_by_torch, another_norm, another_activation]
+CHANGES = [leave_out_a_layer, swap_layers, other_weight, matmul_by_torch, another_norm, another_activation]
 CODE = [another_class, another_method, another_backend_of_a_layer, another_attend, another_attend_of_one_backend]
-CODE += [another_class_of_a_product, a_product_in_a_wrapper, another_call_of_products, another_last_norm]
-CODE += [a_function_for_an_mlp, a_function_for_a_layer]
+CODE += [another_class_of_a_linear_layer, a_linear_layer_in_a_wrapper, another_call_of_linear_layers, another_last_norm]
+CODE += [a_function_for_an_mlp, a_function_for_a_layer, another_method_of_the_ops, other_ops_of_a_block]
+CODE += [a_method_of_a_linear_layer, a_forward_hook, a_forward_hook_of_a_layer]
 
 
 @pytest.mark.parametrize("change", [*CHANGES, *CODE, a_norm_of_results, a_layer_without_positions])
@@ -344,7 +381,7 @@ def test_one_step_at_a_time(decoder, monkeypatch):
 
     def interrupted(program, threads):
         with pytest.raises(RuntimeError, match="one step at a time") as error:
-            decoder.cpu_step(torch.tensor([1]), torch.tensor([0]), paged.caches, [])
+            decoder.captured.run(torch.tensor([1]), torch.tensor([0]), paged.caches, [])
         told.append(error)
         launch(program, threads)
 
@@ -372,36 +409,57 @@ def test_another_number_of_threads_gets_memory_for_each(decoder):
             torch.set_num_threads(n)
             paged.add("r", prompts(20)["20"])
             results.append(paged.step({"r": 6})["r"])
-            assert decoder.cpu_step._scratch._pieces[-1][0].nbytes >= n * 4 * 8 * 72, "rows widened, for each thread"
+            assert decoder.captured._scratch._pieces[-1][0].nbytes >= n * 4 * 8 * 72, "rows widened, for each thread"
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_products_chosen_anew_after_binding(decoder):
-    PagedDecoder(decoder)
-    assert decoder.cpu_step is not None
-    decoder.linear_kernel = "torch"
-    decoder.prepare()
-    assert decoder.cpu_step is None
+def test_linear_layers_changed_after_binding(decoder):
+    paged = PagedDecoder(decoder)
+    paged.add("r", prompts(20)["20"])
+    paged.step({"r": 5})
+    assert decoder.captured.problem is None
+    for linear in decoder.linears():
+        linear.use("torch")
+    paged.step({"r": 5})
+    assert "torch computes linear" in decoder.captured.refused[5]
 
 
-def test_products_in_another_dtype_are_no_part_of_a_launch():
-    config = LlamaConfig(**_SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4})
-    decoder = make_decoder(LlamaForCausalLM(config).eval(), "numba_cpu", dtype=torch.bfloat16)
-    PagedDecoder(decoder)
-    wide = decoder.layers[0].mlp.down
-    wide.prepare(wide=True)
-    if getattr(wide._run, "out_dtype", decoder.dtype) == decoder.dtype:
-        pytest.skip("no product gives float32 on this machine")
-    assert not decoder.cpu_step.takes(1) and "another dtype" in step_problem(decoder)
+def test_a_step_costs_nothing_to_look_for_changes(decoder, monkeypatch):
+    """Parts are looked at when something was changed, and never again until something else is."""
+    looked = []
+    monkeypatch.setattr(
+        Module, "all_parts", lambda self, all_parts=Module.all_parts: looked.append(1) or all_parts(self)
+    )
+    paged = PagedDecoder(decoder)
+    paged.add("r", prompts(20)["20"])
+    for _ in range(5):
+        paged.step({"r": 1})
+    assert looked == [1]
+    decoder.layers[0].mlp.note = "changed"
+    paged.step({"r": 1})
+    assert looked == [1, 1]
+
+
+def test_a_hook_sees_every_step_and_leaves_nothing_behind(decoder):
+    seen, paged = [], PagedDecoder(decoder)
+    paged.add("r", prompts(20)["20"])
+    paged.step({"r": 5})
+    remove = decoder.layers[2].mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape[0]))
+    paged.step({"r": 3})
+    paged.step({"r": 3})
+    assert seen == [3, 3] and decoder.captured.problem == "GatedMLP has a function that was replaced"
+    remove()
+    paged.step({"r": 3})
+    assert seen == [3, 3] and decoder.captured.problem is None and capture_problem(decoder) is None
 
 
 def test_eager_lasts(decoder):
     decoder.eager = True
     PagedDecoder(decoder)
-    decoder.prepare()
-    assert decoder.cpu_step is None
+    decoder.process_weights_after_loading()
+    assert decoder.captured is None
 
 
 def test_enforce_eager_launches_kernel_by_kernel(tiny_model_path):  # noqa: F811
@@ -410,6 +468,6 @@ def test_enforce_eager_launches_kernel_by_kernel(tiny_model_path):  # noqa: F811
     for eager in (False, True):
         llm = LLM(str(tiny_model_path("llama")), enforce_eager=eager, **options)
         model = llm.llm_engine.core.executor.runner.model
-        assert (model.cpu_step is None) == eager
+        assert (model.captured is None) == eager
         answers.append([list(o.outputs[0].token_ids) for o in llm.generate(["ab", "c"], params, use_tqdm=False)])
     assert answers[0] == answers[1]

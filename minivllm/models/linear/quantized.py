@@ -1,6 +1,6 @@
-"""Int8 and int4 weights on the CPU: quantize, pack, multiply."""
+"""Linear methods with weights of 8 or 4 bits: quantize at load, pack, multiply."""
 
-# Generated from nbs/models/cpu_quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+# Generated from nbs/models/linear/quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
 import math
@@ -10,15 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.models.cpu_linear import launch_product, onednn_block, onednn_packs, pack_onednn
+from minivllm.models.linear.cpu import CPULinear, few_rows_matmul, onednn_block, onednn_packs, pack_onednn
 from minivllm_kernels.cpu.matmul.quantized_layout import BLOCK, UNIT, QuantizedProduct, padded
 
 __all__ = [
-    "AT_ONCE", "FEW", "Piece", "Quantized", "cut", "explain", "few_rows", "int4_32_kernel", "int4_64_kernel",
-    "int4_128_kernel", "int8_kernel", "pack_scales", "pack_words", "quantize", "restore",
+    "AT_ONCE", "FEW", "QuantizedLinear", "TorchQuantizedLinear", "cut", "explain", "few_rows", "pack_scales",
+    "pack_words", "quantize", "quantize_groups", "quantize_rows", "quantized_linear", "restore",
 ]  # fmt: skip
-
-"""Linear layers with weights of 8 or 4 bits, for the CPU: quantized at load, activations stay what they are."""
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +92,7 @@ def restore(words: Tensor, scales: Tensor, outputs: int, inputs: int, group: int
     return u * step + low
 
 
-class Piece:
+class _Piece:
     """Memory for some outputs of a weight, written out for torch to multiply with, over and over.
 
     float32 lies [inputs, outputs]; bf16 in oneDNN's order, so that oneDNN need not bring it into order each time.
@@ -122,7 +120,7 @@ class _Pieces(threading.local):
     """The pieces of this Python thread; all layers of a shape share one."""
 
     def __init__(self) -> None:
-        self.of = functools.cache(Piece)
+        self.of = functools.cache(_Piece)
 
 
 _pieces = _Pieces()
@@ -136,10 +134,11 @@ def cut(outputs: int, inputs: int) -> list[tuple[int, int]]:
 
 
 FEW = 8
+"""Up to this many rows the numba kernel is the faster one."""
 
 
 def few_rows(dtype: torch.dtype, outputs: int, inputs: int) -> float:
-    """Up to how many rows the numba product is the faster one, or the only one."""
+    """Up to how many rows the numba kernel is the faster one, or the only one."""
     if dtype == torch.float32:
         return FEW
     if not onednn_packs() or inputs % UNIT or not all(onednn_block(n, inputs) for _, n in cut(outputs, inputs)):
@@ -147,61 +146,91 @@ def few_rows(dtype: torch.dtype, outputs: int, inputs: int) -> float:
     return FEW
 
 
-class Quantized:
-    """A product with a weight of 8 or 4 bits. Few rows by the numba product, more by torch, with the weight written out piece by
-    piece in the dtype that it came in.
+class QuantizedLinear(CPULinear):
+    """A weight of 8 or 4 bits, rounded when it is loaded; activations stay what they are.
+
+    Few rows by a numba kernel, more by torch, with the weight written out piece by piece in the dtype that it came in.
 
     Args:
-        weight: [out, in] of float32 or bf16; not needed any more afterwards.
         bits: 8 (a step for each output) or 4.
         group: inputs with a step and a low of their own, for 4 bits.
-
-    Raises:
-        ValueError: another dtype or device.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int, group: int | None = None) -> None:
-        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"quantized weights are made from float32 or bfloat16 on the CPU, not from {weight.dtype} on {weight.device}"
-            )
-        self.outputs, self.inputs = weight.shape
-        self.dtype, self.few = weight.dtype, few_rows(weight.dtype, *weight.shape)
-        self.bias = None if bias is None else bias.float().contiguous()
-        self.group = padded(self.inputs) if group is None else group
-        self.words, self.scales = quantize(weight, bits, self.group)
-        where = 0 if self.bias is None else self.bias.data_ptr()
-        sizes = (bits, self.group, self.outputs, self.inputs, 8 * weight.element_size())
-        self.product = QuantizedProduct(self.words.data_ptr(), self.scales.data_ptr(), *sizes, where)
+    capturable = True
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] > self.few:
-            return self._many(x.contiguous(), torch.get_num_threads())
-        return launch_product(self, x)
+    def __init__(self, bits: int, group: int | None = None) -> None:
+        super().__init__()
+        self.bits, self.group = bits, group
 
-    def _many(self, x: Tensor, threads: int) -> Tensor:
-        parts = []
+    def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
+        """See `LinearMethod`."""
+        if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+            return f"quantized weights are made from float32 or bfloat16 on the CPU, not from {dtype} on {device}"
+        return None
+
+    def process_weights_after_loading(self) -> None:
+        """See `LinearMethod`."""
+        if "weight" not in self.weights:
+            return  # nothing was loaded anew
+        weight, bias = self.weights.pop("weight"), self.weights.get("bias")
+        (self.outputs, self.inputs), self.dtype = weight.shape, weight.dtype
+        self.out_dtype, self.max_rows = None, few_rows(weight.dtype, *weight.shape)
+        self._float_bias = None if bias is None else bias.float().contiguous()
+        self._group = padded(self.inputs) if self.group is None else self.group
+        self.words, self.scales = quantize(weight, self.bits, self._group)
+        sizes = (self.bits, self._group, self.outputs, self.inputs, 8 * weight.element_size())
+        self._kernel: QuantizedProduct = QuantizedProduct(
+            self.words.data_ptr(), self.scales.data_ptr(), *sizes, self._bias_address()
+        )
+
+    def apply(self, x: Tensor) -> Tensor:
+        """See `LinearMethod`."""
+        if x.shape[0] <= self.max_rows:
+            return few_rows_matmul(self._kernel, x, self.outputs)
+        parts, x = [], x.contiguous()
         for first, outputs in cut(self.outputs, self.inputs):
             piece = _pieces.of(self.dtype, outputs, self.inputs)
-            self.product.widen(piece.where, first, piece.whole, piece.stride, piece.block, threads)
+            threads = torch.get_num_threads()
+            self._kernel.widen(piece.where, first, piece.whole, piece.stride, piece.block, threads)
             parts.append(piece(x))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return out if self.bias is None else out.add_(self.bias)
+        return out if self._float_bias is None else out.add_(self._float_bias)
 
-    def unpack(self) -> Tensor:
-        """The weight that it multiplies with, [out, in], rounded to the dtype that it came in."""
-        return restore(self.words, self.scales, self.outputs, self.inputs, self.group).to(self.dtype)
+    @property
+    def weight(self) -> Tensor:
+        if "weight" in self.weights:
+            return self.weights["weight"]
+        return restore(self.words, self.scales, self.outputs, self.inputs, self._group).to(self.dtype)
+
+    @property
+    def memory(self) -> Tensor | None:
+        return self.weights.get("weight", getattr(self, "words", None))
 
 
-def explain(dtype: torch.dtype, kernel: str) -> str:
-    """What the weights of a kernel are, and how they are multiplied, in words."""
-    what = "8 bits, a step for each output"
-    if kernel != "int8":
-        what = f"4 bits, a step and a low for {kernel.removeprefix('int4_')} inputs, output layer 8 bits"
+class TorchQuantizedLinear(QuantizedLinear):
+    """The same numbers, with the whole weight written out by torch in every step: slow, and easy to read."""
+
+    capturable = True
+
+    def apply(self, x: Tensor) -> Tensor:
+        """See `LinearMethod`."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def quantized_linear(name: str) -> QuantizedLinear:
+    """The method `int8`, or `int4_` and the inputs of a group; by torch alone with `torch_` before it."""
+    kind = name.removeprefix("torch_")
+    cls = QuantizedLinear if kind == name else TorchQuantizedLinear
+    return cls(8) if kind == "int8" else cls(4, int(kind.removeprefix("int4_")))
+
+
+def explain(dtype: torch.dtype, name: str) -> str:
+    """What the weights of a method are, and how they are multiplied, in words."""
+    what, kind = "8 bits, a step for each output", name.removeprefix("torch_")
+    if kind != "int8":
+        what = f"4 bits, a step and a low for {kind.removeprefix('int4_')} inputs, output layer 8 bits"
+    if kind != name:
+        return f"weights of {what}; torch writes them out in every step"
     limit = few_rows(dtype, 64, 64)
     many = "" if limit == math.inf else f", beyond {limit} rows torch multiplies with pieces written out"
     return f"weights of {what}; numba reads each once{many}"
-
-
-int8_kernel = functools.partial(Quantized, bits=8)
-int4_32_kernel, int4_64_kernel, int4_128_kernel = (functools.partial(Quantized, bits=4, group=n) for n in (32, 64, 128))

@@ -1,0 +1,99 @@
+"""LinearMethod, which says how a linear layer multiplies, and memory for weights."""
+
+# Generated from nbs/models/linear/base.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import ctypes
+import mmap
+import os
+import sys
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from minivllm.core.module import Module
+
+__all__ = ["HUGE_PAGE", "LinearMethod", "empty_weight", "use_huge_pages"]
+
+
+class LinearMethod(Module):
+    """How one linear layer multiplies, and what it keeps of its weight. Each layer has a method object to itself.
+
+    The life of one: `create_weights`, then the checkpoint is copied into `weights`, then
+    `process_weights_after_loading`, then `apply` in every step. The names are vLLM's.
+
+    Attributes:
+        dims: for each tensor of `weights`, the dimension along which outputs lie and the one along which inputs lie;
+            None for a tensor that has no such dimension. Fused parts and shards are slices along them.
+        weights: what a checkpoint holds of the layer, by suffix; empty once it was processed into something else.
+        out_dtype: of the results; None for that of the input.
+    """
+
+    dims: ClassVar[Mapping[str, tuple[int | None, int | None]]] = {"weight": (0, 1), "bias": (0, None)}
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.out_dtype: torch.dtype | None = None
+
+    def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why this method cannot multiply with a weight [outputs, inputs], or None."""
+        return None
+
+    @abstractmethod
+    def create_weights(
+        self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Make room in `weights` for what the checkpoint holds."""
+
+    @abstractmethod
+    def process_weights_after_loading(self) -> None:
+        """Pack, quantize or check what was loaded. May be called again after the same weights were loaded anew."""
+
+    @abstractmethod
+    def apply(self, x: Tensor) -> Tensor:
+        """x [T, inputs] to [T, outputs]."""
+
+    @property
+    @abstractmethod
+    def weight(self) -> Tensor:
+        """[outputs, inputs] in the dtype of the model: what it multiplies with, a copy if it is kept in another form."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[outputs] or None."""
+        return self.weights.get("bias")
+
+    @property
+    def memory(self) -> Tensor | None:
+        """What `apply` reads of the weight, in whatever order, if that is one tensor."""
+        return self.weights.get("weight")
+
+
+def empty_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, columns], not initialised.
+
+    On a CPU straight from the system, which gets it back when the weight is packed and let go; `malloc` would keep it.
+    """
+    if device.type != "cpu":
+        return torch.empty(rows, columns, dtype=dtype, device=device)
+    private: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+    return torch.frombuffer(mmap.mmap(-1, rows * columns * dtype.itemsize, **private), dtype=dtype).view(rows, columns)
+
+
+HUGE_PAGE = 1 << 21
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+
+
+def use_huge_pages(memory: Tensor) -> None:
+    """Have Linux move memory that is filled into pages of 2 MiB, so that fewer addresses must be translated to read it.
+
+    Where the system has none to give, or no such call, nothing changes.
+    """
+    if memory.device.type != "cpu" or not sys.platform.startswith("linux") or memory.nbytes < HUGE_PAGE // 8:
+        return
+    first = memory.data_ptr() // HUGE_PAGE * HUGE_PAGE
+    size = -(-(memory.data_ptr() + memory.nbytes - first) // HUGE_PAGE) * HUGE_PAGE
+    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)

@@ -1,0 +1,67 @@
+"""Which linear method a model gets, and why."""
+
+# Generated from nbs/models/linear/choose.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import importlib.util
+
+import torch
+
+from minivllm.models.linear.layer import make_linear_method
+
+__all__ = ["explain_linear_method"]
+
+_NO_NUMBA = "numba is not installed (pip install 'minivllm[kernels]')"
+
+
+def explain_linear_method(
+    name: str | None, wanted: str, dtype: torch.dtype, device: torch.device, batch_invariant: bool
+) -> tuple[str, str]:
+    """(method of a model's linear layers, and why). Single layers of odd sizes may get `torch`.
+
+    Args:
+        name: one of `QUANTIZED` that the user asked for, or None.
+        wanted: the method that goes with the attention backend, its `linear_method`.
+        batch_invariant: the backend's.
+
+    Raises:
+        ValueError: a quantized method cannot be had on this device, in this dtype, or with this backend.
+        ImportError: it stands on numba, which is not installed.
+    """
+    if name is not None:
+        return _explain_quantized(name, wanted, dtype, device, batch_invariant)
+    if batch_invariant:
+        return "batch_invariant", "the attention backend asks for rows that do not depend on the batch"
+    if wanted == "torch":
+        return "torch", "it goes with the attention backend, which is torch throughout"
+    if importlib.util.find_spec("numba") is None:
+        return "torch", _NO_NUMBA
+    if problem := make_linear_method(wanted).problem(64, 64, dtype, device):
+        return "torch", problem
+    if wanted == "cpu":
+        from minivllm.models.linear.cpu import explain
+
+        return "cpu", explain(dtype)
+    return wanted, "kernels of our own for up to 16 rows, torch's matmul for more"
+
+
+def _explain_quantized(
+    name: str, wanted: str, dtype: torch.dtype, device: torch.device, batch_invariant: bool
+) -> tuple[str, str]:
+    if device.type != "cpu":
+        raise ValueError(
+            f"quantization is implemented on the CPU, not on {device.type}; use device='cpu', or no quantization"
+        )
+    if dtype not in (torch.float32, torch.bfloat16):
+        shown = str(dtype).removeprefix("torch.")
+        raise ValueError(f"quantization is implemented for dtype float32 and bfloat16, not {shown}")
+    if batch_invariant:
+        raise ValueError(
+            "quantization does not go with an attention backend that asks for rows that do not depend on the batch"
+            " (reference, numba_cpu_invariant): how quantized weights are multiplied depends on the number of rows"
+        )
+    if importlib.util.find_spec("numba") is None:
+        raise ImportError(f"quantized weights are multiplied by numba: {_NO_NUMBA}")
+    from minivllm.models.linear.quantized import explain
+
+    name = f"torch_{name}" if wanted == "torch" else name
+    return name, explain(dtype, name)

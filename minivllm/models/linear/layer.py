@@ -1,0 +1,220 @@
+"""Linear layers fused at load, their shards, and the registry of linear methods."""
+
+# Generated from nbs/models/linear/layer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minivllm.core.config import WEIGHT_BITS
+from minivllm.core.module import Module
+from minivllm.models.linear.base import LinearMethod
+
+__all__ = [
+    "QUANTIZED", "Linear", "Shard", "linear_method_names", "make_linear_method", "method_or_torch",
+    "register_linear_method",
+]  # fmt: skip
+
+QUANTIZED = (*WEIGHT_BITS, *(f"torch_{name}" for name in WEIGHT_BITS))
+"""Methods that round a weight to 8 bits, or to 4 with a scale for every group of inputs, when it is loaded."""
+
+_METHODS: dict[str, str | Callable[[], LinearMethod]] = {
+    "torch": "minivllm.models.linear.unquantized:TorchLinear",
+    "batch_invariant": "minivllm.models.linear.unquantized:BatchInvariantLinear",
+    "cpu": "minivllm.models.linear.cpu:CPULinear",
+    "cpu_invariant": "minivllm.models.linear.cpu:CPUInvariantLinear",
+    "gemv": "minivllm.models.linear.cuda:FewRowsLinear",
+    **dict.fromkeys(QUANTIZED, "minivllm.models.linear.quantized:quantized_linear"),
+}
+
+
+def linear_method_names() -> tuple[str, ...]:
+    """Names that `make_linear_method` knows."""
+    return tuple(_METHODS)
+
+
+def register_linear_method(name: str, make: str | Callable[[], LinearMethod]) -> None:
+    """Make a method known. `make` may be `"module:name"`, imported when it is first wanted.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _METHODS:
+        raise ValueError(f"linear method {name!r} exists already")
+    _METHODS[name] = make
+
+
+def make_linear_method(name: str) -> LinearMethod:
+    """A new method object of this name.
+
+    Raises:
+        ValueError: no such name.
+        ImportError: what it stands on is not installed.
+    """
+    if name not in _METHODS:
+        raise ValueError(f"no linear method {name!r}; known: {', '.join(_METHODS)}")
+    make = _METHODS[name]
+    if isinstance(make, str):
+        module, _, attribute = make.partition(":")
+        make = getattr(importlib.import_module(module), attribute)
+    return make(name) if name in QUANTIZED else make()  # type: ignore[call-arg]
+
+
+def method_or_torch(name: str, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str:
+    """`name` if that method can multiply with such a weight, else `torch`, which always can."""
+    return "torch" if make_linear_method(name).problem(inputs, outputs, dtype, device) else name
+
+
+class Shard(NamedTuple):
+    """Which part of a layer a rank computes: of the outputs, or a partial sum over part of the inputs."""
+
+    rank: int
+    size: int
+    by: str
+
+    def of(self, length: int) -> tuple[int, int]:
+        """(start, length) of this rank's part."""
+        return length // self.size * self.rank, length // self.size
+
+
+class Linear(Module):
+    """`x @ weight.T + bias`, for one or several output parts that share their input.
+
+    Parts lie below each other in one weight, so that one matmul computes them all (QKV, gate and up).
+
+    Args:
+        in_features: columns of the weight.
+        parts: outputs of each part, by its name in a checkpoint, in order.
+        bias: whether there is one.
+        dtype, device: of the weight.
+        method: a name that `make_linear_method` knows.
+        out_dtype: in which results are wanted; a method that cannot write it gives the dtype of the input.
+        shard: the part of the layer that this object holds.
+        weight: memory to share with another owner (tied embeddings), instead of new memory.
+
+    Raises:
+        ValueError: the method cannot multiply with such a weight; says why.
+
+    Attributes:
+        method: its `LinearMethod`; exchange it by `use`.
+        parts: as given; of a shard, this rank's outputs.
+    """
+
+    capturable = True
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: str = "torch",
+        out_dtype: torch.dtype | None = None,
+        shard: Shard | None = None,
+        weight: Tensor | None = None,
+    ) -> None:
+        self.in_features, self.parts, self.has_bias, self.dtype = in_features, dict(parts), bias, dtype
+        self.device, self.out_dtype, self.share = device, out_dtype, shard
+        self.method_name = method
+        self.method = self._make(method)
+        if weight is None:
+            self.method.create_weights(in_features, self.out_features, bias=bias, dtype=dtype, device=device)
+        else:
+            self.method.weights = {"weight": weight}
+        self._kinds = tuple(self.method.weights)
+
+    def _make(self, name: str) -> LinearMethod:
+        method = make_linear_method(name)
+        if problem := method.problem(self.in_features, self.out_features, self.dtype, self.device):
+            raise ValueError(f"linear method {name!r} cannot be used: {problem}")
+        method.out_dtype = self.out_dtype
+        return method
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def weight(self) -> Tensor:
+        return self.method.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.method.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in_features] to [T, out_features]; parts side by side."""
+        return self.method.apply(x)
+
+    def use(self, name: str, weight: Tensor | None = None) -> None:
+        """Exchange the method, and keep the weight, or take another one of the same shape and dtype.
+
+        Raises:
+            ValueError: as for a new layer.
+        """
+        weight, bias = self.weight if weight is None else weight, self.bias
+        method = self._make(name)
+        method.weights = {"weight": weight} | ({} if bias is None else {"bias": bias})
+        method.process_weights_after_loading()
+        self.method, self.method_name = method, name
+
+    def part(self, name: str, kind: str = "weight") -> Tensor:
+        """The slice of one part, as a view to load into. `kind`: a name in the method's `weights`.
+
+        A weight that was packed is unpacked first. Call `method.process_weights_after_loading` afterwards.
+        """
+        if kind not in self.method.weights and kind == "weight":
+            self.use("torch")
+        if kind not in self.method.weights:
+            raise ValueError(f"Linear part {name!r} has no {kind}")
+        tensor, dim = self.method.weights[kind], self.method.dims[kind][0]
+        if dim is None:
+            return tensor
+        start = sum(rows for before, rows in list(self.parts.items())[: list(self.parts).index(name)])
+        scale = tensor.shape[dim] / self.out_features  # packed tensors have several outputs in a number
+        return tensor.narrow(dim, round(start * scale), round(self.parts[name] * scale))
+
+    def load(self, name: str, kind: str, tensor: Tensor) -> None:
+        """Copy one tensor of a checkpoint, whole as it is there, into this layer or shard."""
+        target = self.part(name, kind)
+        if self.share is not None:
+            dim = self.method.dims[kind][0 if self.share.by == "outputs" else 1]
+            if dim is not None:
+                tensor = tensor.narrow(dim, *self.share.of(tensor.shape[dim]))
+            elif kind == "bias" and self.share.rank > 0:  # partial sums are added up: one rank brings the bias
+                tensor = torch.zeros_like(tensor)
+        target.copy_(tensor)
+
+    def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        """(name in a checkpoint, function that loads the tensor of that name) for all that this layer needs."""
+        for name in self.parts:
+            for kind in self._kinds:
+                yield f"{name}.{kind}", partial(self.load, name, kind)
+
+    def shard(self, rank: int, size: int, by: str = "outputs") -> "Linear":
+        """The part of this layer that one of `size` ranks computes, with weights still to be loaded.
+
+        Args:
+            by: `outputs`: a rank has its share of every part's outputs, and results are laid side by side; `inputs`: it
+                takes its share of the input, and results are added up.
+
+        Raises:
+            ValueError: an unknown `by`, or sizes that `size` does not divide.
+        """
+        if by not in ("outputs", "inputs"):
+            raise ValueError(f"shard: by must be 'outputs' or 'inputs', got {by!r}")
+        lengths = self.parts if by == "outputs" else {"in_features": self.in_features}
+        if odd := [f"{name} ({n})" for name, n in lengths.items() if n % size]:
+            raise ValueError(f"shard: {', '.join(odd)} cannot be split among {size} ranks equally")
+        parts = {name: n // size for name, n in self.parts.items()} if by == "outputs" else self.parts
+        inputs = self.in_features if by == "outputs" else self.in_features // size
+        kind: dict[str, Any] = {"bias": self.has_bias, "dtype": self.dtype, "device": self.device}
+        return Linear(
+            inputs, parts, method=self.method_name, out_dtype=self.out_dtype, shard=Shard(rank, size, by), **kind
+        )

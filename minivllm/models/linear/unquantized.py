@@ -1,0 +1,60 @@
+"""Linear methods of torch: the plain matmul, and one whose rows are the same in any batch."""
+
+# Generated from nbs/models/linear/unquantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.models.linear.base import LinearMethod, empty_weight
+
+__all__ = ["BatchInvariantLinear", "TorchLinear"]
+
+
+class TorchLinear(LinearMethod):
+    """torch's own matmul, for any weight on any device. Its rounding may depend on the number of rows."""
+
+    capturable = True
+
+    def create_weights(
+        self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """See `LinearMethod`."""
+        self.weights = {"weight": empty_weight(outputs, inputs, dtype, device)}
+        if bias:
+            self.weights["bias"] = torch.empty(outputs, dtype=dtype, device=device)
+
+    def process_weights_after_loading(self) -> None:
+        """See `LinearMethod`. Here the weight stays what it is."""
+
+    @property
+    def weight(self) -> Tensor:
+        return self.weights["weight"]
+
+    def apply(self, x: Tensor) -> Tensor:
+        """See `LinearMethod`."""
+        return F.linear(x, self.weights["weight"], self.weights.get("bias"))
+
+
+_TILE = 16
+
+
+class BatchInvariantLinear(TorchLinear):
+    """The matmul in tiles of 16 rows, the last one padded: each row's result is the same in any batch.
+
+    A BLAS picks its loops by the shape of the whole matmul, so a row can round differently alone and in company.
+    Here every matmul has one shape. The price is up to 16 times the arithmetic for one row.
+    """
+
+    capturable = True
+
+    def apply(self, x: Tensor) -> Tensor:
+        """See `LinearMethod`."""
+        rows, weight, bias = x.shape[0], self.weights["weight"], self.weights.get("bias")
+        out = x.new_empty(rows, weight.shape[0])
+        for start in range(0, rows, _TILE):
+            tile = x[start : start + _TILE]
+            n = tile.shape[0]
+            padded = F.pad(tile, (0, 0, 0, _TILE - n)) if n < _TILE else tile.contiguous()
+            out[start : start + n] = F.linear(padded, weight, bias)[:n]
+        return out

@@ -1,0 +1,160 @@
+"""Self-attention over a paged KV cache, as a block of a layer."""
+
+# Generated from nbs/models/mixers/attention.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionSpec, KVScales
+from minivllm.core.config import KVCacheSpec
+from minivllm.models.layers import QKNorm
+from minivllm.models.linear.layer import Linear
+from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, TokenMixerSpec, register_mixer
+from minivllm.models.ops.base import ForwardContext
+from minivllm.models.rope import RopeSpec
+
+__all__ = ["SelfAttention", "SelfAttentionSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfAttentionSpec(TokenMixerSpec):
+    """Parameters of `SelfAttention`.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: query heads, key-value heads, and the size of each.
+        rope: the rotation, or None for no positions at all.
+        scale: factor on the scores; None for `head_dim ** -0.5`.
+        sliding_window, chunk, soft_cap: see `AttentionSpec`.
+        qkv_bias, o_bias: which linear layers have a bias.
+        qk_norm: an RMS norm of each query and key head before the rotation.
+        q, k, v, o, q_norm, k_norm: names of the weights in a checkpoint, after the layer's prefix.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec | None = None
+    scale: float | None = None
+    sliding_window: int | None = None
+    chunk: int | None = None
+    soft_cap: float | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    o: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads equally")
+
+    def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
+        """See `MixerSpec`."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "qkv": LinearSpec(hidden_size, {self.q: q, self.k: kv, self.v: kv}, self.qkv_bias),
+            "o": LinearSpec(q, {self.o: hidden_size}, self.o_bias),
+        }
+
+    def vectors(self) -> dict[str, int]:
+        """See `MixerSpec`."""
+        return {self.q_norm: self.head_dim, self.k_norm: self.head_dim} if self.qk_norm else {}
+
+    def attention_spec(self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> AttentionSpec:
+        """See `TokenMixerSpec`."""
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            block_size=block_size,
+            dtype=dtype,
+            sliding_window=self.sliding_window,
+            chunk=self.chunk,
+            soft_cap=self.soft_cap,
+            kv_dtype=kv_dtype,
+        )
+
+    def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
+        """See `TokenMixerSpec`."""
+        kind = "full"
+        if self.sliding_window is not None:
+            kind = "sliding_window"
+        elif self.chunk is not None:
+            kind = "chunked_local"
+        window = self.sliding_window or self.chunk
+        return KVCacheSpec(kind, block_size, self.num_kv_heads, self.head_dim, window, dtype_bytes)
+
+
+@register_mixer(SelfAttentionSpec)
+class SelfAttention(Mixer):
+    """QKV matmul; head norms, rotation and cache write; attention; output matmul."""
+
+    capturable = True
+    spec: SelfAttentionSpec
+    qkv: Linear
+    o: Linear
+
+    def __init__(self, spec: SelfAttentionSpec, builder: Builder) -> None:
+        super().__init__(spec, builder)
+        self.backend, self.kv_dtype = builder.backend, builder.kv_dtype
+        self.qk_norm: QKNorm | None = None
+        if spec.qk_norm:
+            how = {"dtype": builder.dtype, "device": builder.device, "offset": builder.norm_offset}
+            sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+            self.qk_norm = QKNorm(*sizes, builder.norm_eps, **how)  # type: ignore[arg-type]
+        self.num_heads, self.head_dim = spec.num_heads, spec.head_dim
+        self._scales: dict[str, float] = {}
+
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """[T, hidden_size] to the same shape; writes the step's keys and values into this layer's cache."""
+        kv_cache, plan = context.kv_caches[self.cache], context.plans[self.group]
+        q = self.ops.rope_and_cache(
+            self.qkv(x),
+            kv_cache,
+            plan.slot_mapping,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            qk_norm=self.qk_norm,
+            rotation=context.rotations[self.rotation],
+            backend=self.backend,
+        )
+        return self.o(self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1))
+
+    def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        """See `Mixer`."""
+        yield from Mixer.targets(self)
+        if (norm := self.qk_norm) is not None:
+            yield f"{self.spec.q_norm}.weight", partial(norm.load, norm.q_weight)
+            yield f"{self.spec.k_norm}.weight", partial(norm.load, norm.k_weight)
+
+    def optional_targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        """The scales of an fp8 cache: one number each, beside the layer's weights or within those of keys and values."""
+        for part, name in (("k", self.spec.k), ("v", self.spec.v)):
+            for place in (name.rpartition(".")[0], name):
+                yield f"{place}.{part}_scale", partial(self._load_scale, part)
+
+    def _load_scale(self, part: str, tensor: Tensor) -> None:
+        scale = float(tensor) if tensor.numel() == 1 else math.nan
+        if not 0 < scale < math.inf:
+            raise ValueError(f"must be one number above 0, got {tensor.tolist()}")
+        self._scales[part] = scale
+
+    def process_weights_after_loading(self) -> None:
+        """See `Mixer`. A scale that is missing is the other one, or 1; a cache of another dtype than fp8 has none."""
+        if self.kv_dtype is not None and self._scales:
+            k, v = self._scales.get("k"), self._scales.get("v")
+            self.backend = self.backend.scaled(KVScales(k or v or 1.0, v or k or 1.0))

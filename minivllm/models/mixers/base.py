@@ -1,0 +1,164 @@
+"""Blocks of a layer as values, and the registry that makes modules of them."""
+
+# Generated from nbs/models/mixers/base.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionBackend, AttentionSpec
+from minivllm.core.config import KVCacheSpec
+from minivllm.core.module import Module
+from minivllm.models.layers import RMSNorm
+from minivllm.models.linear.layer import Linear, method_or_torch
+from minivllm.models.ops.base import LayerOps
+from minivllm.models.rope import RopeSpec
+
+__all__ = [
+    "MIXERS", "Builder", "LinearSpec", "Mixer", "MixerSpec", "TokenMixerSpec", "build_mixer",
+    "register_mixer",
+]  # fmt: skip
+
+
+class LinearSpec(NamedTuple):
+    """A linear layer: numbers in, outputs of each part by its name in a checkpoint, and whether there is a bias."""
+
+    inputs: int
+    parts: Mapping[str, int]
+    bias: bool = False
+
+
+class MixerSpec(ABC):
+    """Parameters of a block, as a value: a frozen dataclass that says which weights the block has, and builds nothing."""
+
+    @abstractmethod
+    def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
+        """The linear layers, by the name of the attribute that will hold each."""
+
+    def vectors(self) -> dict[str, int]:
+        """Other weights of a checkpoint, one-dimensional: {name: size}."""
+        return {}
+
+    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Name, without the layer's prefix, and shape of every tensor that a checkpoint holds of the block."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for linear in self.linears(hidden_size).values():
+            for name, outputs in linear.parts.items():
+                shapes[f"{name}.weight"] = (outputs, linear.inputs)
+                if linear.bias:
+                    shapes[f"{name}.bias"] = (outputs,)
+        return shapes | {f"{name}.weight": (size,) for name, size in self.vectors().items()}
+
+
+class TokenMixerSpec(MixerSpec):
+    """Of a block in which tokens see each other. What they see of the past lies in a cache.
+
+    Attributes:
+        rope: the rotation of positions, or None.
+    """
+
+    rope: RopeSpec | None
+
+    @abstractmethod
+    def attention_spec(self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> AttentionSpec:
+        """What the block asks of the attention backend."""
+
+    @abstractmethod
+    def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
+        """What it asks of the KV cache manager. dtype_bytes: of one stored number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Builder:
+    """What modules are built with: the sizes and implementations that all layers of a model share.
+
+    Attributes:
+        linear_method: name of the `LinearMethod` of every linear layer that it can be used for; the rest get torch's.
+        kv_dtype: of the cache, see `AttentionSpec`.
+        norm_offset: see `RMSNorm`.
+    """
+
+    hidden_size: int
+    norm_eps: float
+    norm_offset: bool
+    ops: LayerOps
+    backend: AttentionBackend
+    linear_method: str
+    dtype: torch.dtype
+    device: torch.device
+    kv_dtype: torch.dtype | None = None
+
+    def norm(self, size: int | None = None) -> RMSNorm:
+        """An RMS norm, of hidden states if no size is given."""
+        how = {"dtype": self.dtype, "device": self.device, "offset": self.norm_offset}
+        return RMSNorm(size or self.hidden_size, self.norm_eps, self.ops, **how)  # type: ignore[arg-type]
+
+    def linear(self, spec: LinearSpec, **kwargs: Any) -> Linear:
+        """A linear layer, its weights still to be loaded."""
+        sizes = (spec.inputs, sum(spec.parts.values()))
+        method = method_or_torch(kwargs.pop("method", self.linear_method), *sizes, self.dtype, self.device)
+        how = {"bias": spec.bias, "dtype": self.dtype, "device": self.device, "method": method}
+        return Linear(spec.inputs, spec.parts, **how, **kwargs)  # type: ignore[arg-type]
+
+
+class Mixer(Module):
+    """A block: made from its spec, with a `Linear` for each that the spec names.
+
+    Attributes:
+        spec: its parameters.
+        cache, group, rotation: which of the step's cache tensors, plans and rotations are its own; set by `Decoder.bind`.
+    """
+
+    def __init__(self, spec: MixerSpec, builder: Builder) -> None:
+        self.spec, self.ops = spec, builder.ops
+        self.cache = self.group = self.rotation = 0
+        for name, linear in spec.linears(builder.hidden_size).items():
+            setattr(self, name, builder.linear(linear))
+
+    def linears(self) -> list[Linear]:
+        """Its linear layers, in the order of a step."""
+        return [part for part in vars(self).values() if isinstance(part, Linear)]
+
+    def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        """(name without the layer's prefix, function that loads the tensor) for all that a checkpoint must hold of it."""
+        for linear in self.linears():
+            yield from linear.targets()
+
+    def optional_targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+        """The same for what it may hold."""
+        yield from ()
+
+    def process_weights_after_loading(self) -> None:
+        """Called once everything is loaded, and linear layers have their final form."""
+
+
+MIXERS: dict[type[MixerSpec], type[Mixer]] = {}
+"""From the type of a spec to the module that it becomes."""
+
+MixerType = TypeVar("MixerType", bound=type[Mixer])
+
+
+def register_mixer(spec: type[MixerSpec]) -> Callable[[MixerType], MixerType]:
+    """Register the module that specs of a type become. A decorator; a new kind of block is one file that uses it."""
+
+    def register(cls: MixerType) -> MixerType:
+        MIXERS[spec] = cls
+        return cls
+
+    return register
+
+
+def build_mixer(spec: MixerSpec, builder: Builder) -> Mixer:
+    """The module of a spec.
+
+    Raises:
+        ValueError: no module is registered for specs of this type.
+    """
+    if type(spec) not in MIXERS:
+        known = ", ".join(cls.__name__ for cls in MIXERS)
+        raise ValueError(f"no block is registered for {type(spec).__name__}; registered: {known}")
+    return MIXERS[type(spec)](spec, builder)

@@ -1,0 +1,65 @@
+"""Gated MLP, as a block of a layer."""
+
+# Generated from nbs/models/mixers/mlp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minivllm.models.linear.layer import Linear
+from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, register_mixer
+from minivllm.models.ops.torch import ACTIVATIONS
+
+__all__ = ["GatedMLP", "GatedMLPSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedMLPSpec(MixerSpec):
+    """Parameters of `GatedMLP`.
+
+    Attributes:
+        intermediate_size: numbers inside.
+        activation: a name in `ACTIVATIONS`.
+        bias: of all three linear layers.
+        gate, up, down: names of the weights in a checkpoint, after the layer's prefix.
+    """
+
+    intermediate_size: int
+    activation: str = "silu"
+    bias: bool = False
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+
+    def __post_init__(self) -> None:
+        size = self.intermediate_size
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"intermediate_size must be a whole number of at least 1, got {size!r}")
+        if self.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation {self.activation!r} is not supported; supported: {known}")
+
+    def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
+        """See `MixerSpec`."""
+        inner = self.intermediate_size
+        return {
+            "gate_up": LinearSpec(hidden_size, {self.gate: inner, self.up: inner}, self.bias),
+            "down": LinearSpec(inner, {self.down: hidden_size}, self.bias),
+        }
+
+
+@register_mixer(GatedMLPSpec)
+class GatedMLP(Mixer):
+    """`down(activation(gate(x)) * up(x))`, gate and up as one matmul (Shazeer, 2020)."""
+
+    capturable = True
+    gate_up: Linear
+    down: Linear
+
+    def __init__(self, spec: GatedMLPSpec, builder: Builder) -> None:
+        super().__init__(spec, builder)
+        self.activation = spec.activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] to the same shape."""
+        return self.down(self.ops.gated_linear(x, self.gate_up, self.activation))

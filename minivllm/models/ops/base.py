@@ -1,0 +1,107 @@
+"""LayerOps: what a layer computes between two matmuls, behind one seam."""
+
+# Generated from nbs/models/ops/base.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionBackend, Plan
+from minivllm.core.module import Module
+from minivllm.models.rope import Rotation
+
+__all__ = ["CapturedSteps", "ForwardContext", "LayerOps"]
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """What the layers of one step need besides their input. vLLM has a class of this name for the same purpose.
+
+    Attributes:
+        rotations: one for each rotation that the model has, or None for layers without positions.
+        kv_caches: one for each tensor of the KV cache configuration; changed in place.
+        plans: one for each KV cache group, from the attention backend.
+    """
+
+    rotations: Sequence[Rotation | None]
+    kv_caches: Sequence[Tensor]
+    plans: Sequence[Plan]
+
+
+class CapturedSteps(Protocol):
+    """Steps that were run once and are replayed."""
+
+    def run(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
+    ) -> Tensor | None:
+        """The hidden states [T, hidden_size], or None if this step must be run layer by layer."""
+        ...
+
+
+class LayerOps(Module):
+    """What stands between the matmuls of a layer. Chosen once, beside the attention backend; see `make_layer_ops`.
+
+    Attributes:
+        name: what it is called.
+        batch_invariant: a row's result must have the same bits in any batch.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / rms(x) * weight` over the last dimension, in float32 inside, in the dtype of `x`.
+
+        A weight of a wider dtype is multiplied before rounding (Gemma).
+        """
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Add x [T, size] to the residual stream, in place, and norm the sum: (normed, stream). No residual: x begins it."""
+
+    @abstractmethod
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        num_heads: int,
+        head_dim: int,
+        qk_norm: Callable[[Tensor], Tensor] | None,
+        rotation: Rotation | None,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """Norm and rotate queries and keys, and write keys and values to the cache.
+
+        Args:
+            qkv: [T, (num_heads + 2 num_kv_heads) * head_dim]: query heads, key heads, value heads.
+            slot_mapping: int64 [T], where in the cache each token goes.
+            qk_norm: of each query and key head, or None.
+            rotation: of this step's positions, or None.
+            backend: of the layer; knows the layout of its cache.
+
+        Returns:
+            The queries, [T, num_heads, head_dim].
+        """
+
+    @abstractmethod
+    def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
+        """`activation(gate) * up`, [T, n], of the two halves of `gate_up(x)` [T, 2 n]."""
+
+    @abstractmethod
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of each row of logits [R, V], of equals the first: int64 [R]; and whether it is finite: bool [R]."""
+
+    def capture(self, model: Module, run: Callable[[Tensor, ForwardContext], Tensor]) -> CapturedSteps | None:
+        """Steps of `model` to capture and replay, or None if these ops launch nothing that can be captured.
+
+        run: the layers of the model, from embeddings [T, hidden_size] to hidden states.
+        """
+        return None

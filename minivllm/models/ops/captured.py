@@ -1,0 +1,195 @@
+"""Steps of few tokens on a CPU by one launch: captured once, replayed, thrown away when a part changes."""
+
+# Generated from nbs/models/ops/captured.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minivllm.attention.backend import Plan
+from minivllm.attention.numba_cpu import NumbaCPUPlan
+from minivllm.core.module import capture_problem, generation
+from minivllm.models.ops.base import ForwardContext
+from minivllm.models.rope import Rotation
+from minivllm_kernels.cpu.planning import COUNTERS, STEP_ARGS
+from minivllm_kernels.cpu.program import NOW, Program, Scratch
+
+__all__ = ["MOST_ROWS", "Arena", "CapturedCPUSteps", "NotCapturable"]
+
+
+class Arena:
+    """Memory for the tensors of captured steps. What a tensor had is given to another when it is gone, and is never freed."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that is not initialised."""
+        size = -(-max(math.prod(shape) * dtype.itemsize, 1) // 64) * 64
+        free = self._free.setdefault(size, [])
+        memory = free.pop() if free else np.empty(size, np.uint8)
+        view = memory[
+            : math.prod(shape) * dtype.itemsize
+        ]  # torch holds this object as long as the tensor's storage lives
+        weakref.finalize(view, free.append, memory)
+        return torch.from_numpy(view).view(dtype).view(*shape)
+
+
+class NotCapturable(Exception):
+    """A step cannot be captured; says why."""
+
+
+class _OnlyKernels(TorchDispatchMode):
+    """While layers are captured: tensors are made in the arena, views are let through, and any other operation of torch,
+    which a replay would leave out, is refused."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self.arena = arena
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in ("empty", "new_empty", "empty_like"):
+            shape = args[0].shape if name == "empty_like" else args[-1]
+            dtype = kwargs.get("dtype") or (torch.get_default_dtype() if name == "empty" else args[0].dtype)
+            return self.arena.empty(shape, dtype)
+        schema = func._schema
+        if not schema.is_mutable and all(returned.alias_info is not None for returned in schema.returns):
+            out = func(*args, **kwargs)
+            made = out if isinstance(out, list | tuple) else [out]
+            if all(x.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr() for x in made):
+                return out
+        raise NotCapturable(f"torch computes {name}, which is no kernel of ours")
+
+
+MOST_ROWS = 64
+"""Tokens of a step that is captured, at most. For more, Python's share is small."""
+
+
+@dataclass
+class _Captured:
+    """A program; for each KV cache group, which of its kernels are attention; and the tensor that it writes."""
+
+    program: Program
+    attentions: list[Any]
+    result: Tensor
+
+
+class CapturedCPUSteps:
+    """Runs steps of up to `MOST_ROWS` tokens by one launch each: those that it has captured, one for each number of tokens.
+
+    A replay launches the same kernels on the same numbers as the layers do, so the results are the same to the bit.
+    Whatever was captured is thrown away when `generation` says that a part of some model was changed.
+
+    Args:
+        model: whose layers are captured; has `embedding`, `embedding_scale` and `ropes`.
+        run: its layers.
+
+    Attributes:
+        problem: why no step of the model can be captured as it is now, or None.
+        refused: why a step of this many tokens cannot.
+    """
+
+    def __init__(self, model: Any, run: Callable[[Tensor, ForwardContext], Tensor]) -> None:
+        self.model, self.layers = model, run
+        self.problem: str | None = None
+        self.refused: dict[int, str] = {}
+        self._arena, self._scratch, self._busy = Arena(), Scratch(), threading.Lock()
+        self._programs: dict[int, _Captured | None] = {}
+        self._generation, self._bound_to = -1, list[object]()
+
+    def run(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
+    ) -> Tensor | None:
+        """See `CapturedSteps`.
+
+        Raises:
+            RuntimeError: another Python thread is in the middle of a step of this model.
+        """
+        rows = len(token_ids)
+        if rows > MOST_ROWS:
+            return None
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("a decoder makes one step at a time, and another thread is in the middle of one")
+        try:
+            if not self._valid(kv_caches, plans):
+                return None
+            if rows not in self._programs:
+                self._programs[rows] = self._capture(rows, kv_caches, plans)
+            captured = self._programs[rows]
+            return None if captured is None else self._replay(captured, token_ids, positions, plans)
+        finally:
+            self._busy.release()
+
+    def _valid(self, kv_caches: Sequence[Tensor], plans: Sequence[Plan]) -> bool:
+        """Whether steps of the model can be captured as it is now. What was captured of it before a change is dropped."""
+        if self._generation != generation():
+            self.problem, self.refused = capture_problem(self.model), {}
+            self._generation, self._bound_to = generation(), []
+        if self.problem is not None or not all(isinstance(plan, NumbaCPUPlan) for plan in plans):
+            return False
+        bound_to: list[object] = [torch.get_num_threads()]  # each thread has memory in a program
+        bound_to += [cache.data_ptr() for cache in kv_caches]
+        bound_to += [plan.step.kernel for plan in plans]  # type: ignore[attr-defined]
+        if bound_to != self._bound_to:
+            self._bound_to, self._programs = bound_to, {}
+            self._make_inputs(len(plans))
+        return True
+
+    def _make_inputs(self, groups: int) -> None:
+        model = self.model
+        with torch.inference_mode(False):  # they are written to later, in that mode or not
+            self._stream = torch.empty(MOST_ROWS, model.embedding.shape[1], dtype=model.embedding.dtype)
+            self._slots = torch.zeros(groups, MOST_ROWS, dtype=torch.int64)
+            self._tables = [
+                None if rope is None else torch.empty(2, MOST_ROWS, 1, rope.spec.dim, dtype=model.embedding.dtype)
+                for rope in model.ropes
+            ]
+
+    @torch.no_grad()
+    def _capture(self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[Any]) -> _Captured | None:
+        """Run the layers for this many tokens, and keep what they launch."""
+        program, rotations = Program(self._scratch), list[Rotation | None]()
+        for rope, tables in zip(self.model.ropes, self._tables, strict=True):
+            rotation = None if rope is None else Rotation(rope, self._slots[0, :rows], self._stream.dtype)
+            if rotation is not None and tables is not None:
+                rotation.cos_sin = (tables[0, :rows], tables[1, :rows])  # filled in by each replay
+            rotations.append(rotation)
+        fixed = [replace(plan, slot_mapping=slots[:rows]) for plan, slots in zip(plans, self._slots, strict=True)]
+        context = ForwardContext(rotations, kv_caches, fixed)
+        stream = self._stream[:rows]
+        try:
+            with NOW.capture(program), _OnlyKernels(self._arena):
+                result = self.layers(stream, context)
+        except NotCapturable as why:
+            self.refused[rows] = str(why)
+            return None
+        program.seal()
+        attentions = [
+            np.ix_(np.flatnonzero(program.args[:, COUNTERS] == plan.step.args[COUNTERS]), STEP_ARGS) for plan in plans
+        ]
+        return _Captured(program, attentions, result)
+
+    @torch.no_grad()
+    def _replay(self, captured: _Captured, token_ids: Tensor, positions: Tensor, plans: Sequence[Any]) -> Tensor:
+        model, rows, program = self.model, len(token_ids), captured.program
+        torch.index_select(model.embedding, 0, token_ids, out=self._stream[:rows])
+        if model.embedding_scale != 1.0:
+            self._stream[:rows] *= model.embedding_scale
+        for rope, tables in zip(model.ropes, self._tables, strict=True):
+            if tables is not None:
+                tables[0, :rows], tables[1, :rows] = rope(positions, model.embedding.dtype)
+        for slots, plan, where in zip(self._slots, plans, captured.attentions, strict=True):
+            slots[:rows] = plan.slot_mapping
+            program.args[where] = [plan.step.args[field] for field in STEP_ARGS]
+        program(min(torch.get_num_threads(), *(plan.step.threads for plan in plans)))  # a plan has memory for so many
+        return captured.result.clone()

@@ -1,0 +1,129 @@
+"""LayerOps on a CPU, each as one numba kernel."""
+
+# Generated from nbs/models/ops/numba_cpu.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import functools
+import math
+import struct
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionBackend
+from minivllm.core.module import Module
+from minivllm.models.layers import QKNorm
+from minivllm.models.ops.base import CapturedSteps, ForwardContext
+from minivllm.models.ops.captured import CapturedCPUSteps
+from minivllm.models.ops.torch import TorchOps
+from minivllm.models.rope import Rotation
+from minivllm_kernels.cpu.compile import host_lanes, kernel, pack
+from minivllm_kernels.cpu.program import NOW
+
+__all__ = ["ALONE", "BITS", "NumbaCPUOps"]
+
+BITS = {torch.float32: 32, torch.bfloat16: 16}
+ALONE = 200_000
+"""Up to this many numbers one thread is not slower than several that have to meet."""
+
+
+@functools.cache
+def _launcher(name: str, size: int, *params: int) -> Callable[..., None]:
+    """A function that launches a kernel: how many numbers there are to work on, rows, the kernel's own arguments."""
+    head = (size,) if name == "rotate" else ()
+    lanes = math.gcd(host_lanes(), size // 2 if name == "rotate" else size)
+    which = kernel(f"minivllm_kernels.cpu.pointwise:{name}", *head, params[0], lanes, *params[1:])
+
+    def launch(numbers: int, rows: int, *own: int) -> None:
+        threads = torch.get_num_threads()
+        args = pack(rows, max(rows // (4 * threads), 1), *own)
+        NOW.run(which, args, threads if numbers > ALONE else 1)
+
+    return launch
+
+
+@functools.cache
+def _as_int(eps: float) -> int:
+    bits: int = struct.unpack("i", struct.pack("f", eps))[0]
+    return bits
+
+
+@functools.cache
+def _argmax_launcher(size: int) -> Callable[[int, int, int], None]:
+    lanes = host_lanes()
+    which = kernel("minivllm_kernels.cpu.pointwise:first_largest", lanes if size >= lanes else 1)
+    return lambda x, out, rows: NOW.run(which, pack(rows, x, out, size), torch.get_num_threads())
+
+
+class NumbaCPUOps(TorchOps):
+    """See `LayerOps`. What has no kernel is torch's: a norm whose weight is wider than x, another gate than SiLU's.
+
+    bf16 results may differ from torch's in the last bit: torch rounds between the steps of a chain, a kernel at its end.
+    """
+
+    name: ClassVar[str] = "numba_cpu"
+    capturable = True
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `LayerOps`."""
+        if x.dtype != weight.dtype or x.dtype not in BITS:
+            return super().add_rms_norm(x, residual, weight, eps)
+        x = x.contiguous()
+        stream, out, (rows, size) = x if residual is None else residual, torch.empty_like(x), x.shape
+        where = (x.data_ptr(), stream.data_ptr(), weight.data_ptr(), out.data_ptr())
+        launch = _launcher("add_norm", size, BITS[x.dtype], _as_int(eps))
+        launch(rows * size, rows, *where, size, int(residual is not None))
+        return out, stream
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        num_heads: int,
+        head_dim: int,
+        qk_norm: Callable[[Tensor], Tensor] | None,
+        rotation: Rotation | None,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """See `LayerOps`."""
+        known = qk_norm is None or (type(qk_norm) is QKNorm and qk_norm.weight.dtype == qkv.dtype)
+        if not known or rotation is None or rotation.rope.spec.dim != head_dim or qkv.dtype not in BITS:
+            sizes = {"num_heads": num_heads, "head_dim": head_dim}
+            how = {"qk_norm": qk_norm, "rotation": rotation, "backend": backend}
+            return TorchOps.rope_and_cache(self, qkv, kv_cache, slot_mapping, **sizes, **how)  # type: ignore[arg-type]
+        heads = qkv.contiguous().view(qkv.shape[0], -1, head_dim)
+        rows, num_kv_heads = len(heads), (heads.shape[1] - num_heads) // 2
+        q, k = heads.new_empty(rows, num_heads, head_dim), heads.new_empty(rows, num_kv_heads, head_dim)
+        cos, sin = (table.contiguous() for table in rotation.cos_sin)
+        where = (heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.data_ptr(), k.data_ptr())
+        weight, eps = (qk_norm.weight.data_ptr(), qk_norm.eps) if isinstance(qk_norm, QKNorm) else (0, 0.0)
+        launch = _launcher("rotate", head_dim, BITS[qkv.dtype], _as_int(eps))
+        launch(heads.numel(), rows, *where, heads.stride(0), num_heads, num_kv_heads, weight)
+        backend.write(k, heads[:, num_heads + num_kv_heads :], kv_cache, slot_mapping)
+        return q
+
+    def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
+        """See `LayerOps`."""
+        if activation not in ("silu", "swish") or x.dtype not in BITS:
+            return TorchOps.gated_linear(self, x, gate_up, activation)
+        both = gate_up(x).contiguous()
+        rows, size = both.shape[0], both.shape[1] // 2
+        out = both.new_empty(rows, size)
+        # an exponential and a division take as long as ten numbers of other kernels
+        _launcher("gated_silu", size, BITS[x.dtype])(10 * rows * size, rows, both.data_ptr(), out.data_ptr(), size)
+        return out
+
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LayerOps`. torch's takes several times as long on a CPU, and numpy's uses one core."""
+        if logits.dtype != torch.float32:
+            return TorchOps.argmax(self, logits)
+        logits, ids = logits.contiguous(), torch.empty(len(logits), dtype=torch.int64)
+        _argmax_launcher(logits.shape[1])(logits.data_ptr(), ids.data_ptr(), len(logits))
+        return ids, ids >= 0
+
+    def capture(self, model: Module, run: Callable[[Tensor, ForwardContext], Tensor]) -> CapturedSteps | None:
+        """See `LayerOps`."""
+        return CapturedCPUSteps(model, run)

@@ -1,0 +1,28 @@
+"""The LayerOps of a name: torch, numba on a CPU, numba on a GPU."""
+
+# Generated from nbs/models/ops/select.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import importlib
+
+from minivllm.models.ops.base import LayerOps
+
+__all__ = ["make_layer_ops"]
+
+_OPS = {
+    "torch": "minivllm.models.ops.torch:TorchOps",
+    "numba_cpu": "minivllm.models.ops.numba_cpu:NumbaCPUOps",
+    "numba_cuda": "minivllm.models.ops.numba_cuda:NumbaCudaOps",
+}
+
+
+def make_layer_ops(name: str, batch_invariant: bool = False) -> LayerOps:
+    """The ops of this name.
+
+    Raises:
+        ValueError: no such name.
+    """
+    if name not in _OPS:
+        raise ValueError(f"no layer ops {name!r}; known: {', '.join(_OPS)}")
+    module, _, attribute = _OPS[name].partition(":")
+    ops: LayerOps = getattr(importlib.import_module(module), attribute)(batch_invariant)
+    return ops

@@ -1,0 +1,82 @@
+"""LayerOps in plain torch: the ones to read, and the oracle for the others."""
+
+# Generated from nbs/models/ops/torch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionBackend
+from minivllm.models.ops.base import LayerOps
+from minivllm.models.rope import Rotation, apply_rope
+
+__all__ = ["ACTIVATIONS", "TorchOps"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class TorchOps(LayerOps):
+    """See `LayerOps`."""
+
+    name: ClassVar[str] = "torch"
+    capturable = True
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `LayerOps`."""
+        if x.dtype == weight.dtype:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `LayerOps`."""
+        residual = x if residual is None else residual.add_(x)
+        return self.rms_norm(residual, weight, eps), residual
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        num_heads: int,
+        head_dim: int,
+        qk_norm: Callable[[Tensor], Tensor] | None,
+        rotation: Rotation | None,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """See `LayerOps`."""
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        num_kv_heads = (heads.shape[1] - num_heads) // 2
+        qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        if qk_norm is not None:
+            qk = qk_norm(qk)
+        if rotation is not None:
+            qk = apply_rope(qk, *rotation.cos_sin)
+        q, k = qk.split((num_heads, num_kv_heads), dim=1)
+        backend.write(k, v, kv_cache, slot_mapping)
+        return q
+
+    def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
+        """See `LayerOps`."""
+        gate, up = gate_up(x).chunk(2, -1)
+        function = ACTIVATIONS[activation]
+        if self.batch_invariant and x.device.type == "cpu":
+            # on all rows at once, a vectorised function splits them among threads, and rounds the last few numbers of
+            # each thread's share with other instructions than the rest
+            return torch.stack([function(row) for row in gate]).mul_(up)
+        return function(gate).mul_(up)
+
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LayerOps`."""
+        values, ids = logits.max(-1)
+        return ids, values.isfinite()
