@@ -6,7 +6,7 @@ import ast
 import io
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = [
     "DEFINITIONS", "FUNCTIONS", "IMPORTS", "INDENT", "Piece", "bound_names", "dedent", "docstring_nodes",
@@ -66,7 +66,7 @@ class Piece:
 
     first: int
     last: int
-    node: ast.stmt | None
+    node: ast.stmt | None = field(compare=False)
 
 
 def split(lines: Sequence[str], body: Sequence[ast.stmt], first: int, last: int) -> list[Piece]:

@@ -115,7 +115,7 @@ def _in_cell(place: Placed, text: str, items: Iterable[Item], path: str) -> str:
     """
     part, cls, cell = place.part, place.part.cls, place.item.cell
     if part.is_head and place.was is None and any(item.cls == part.name[1] for item in items):
-        what = f"class {part.name[1]} has methods in cells of their own: move its cell, #{cell.id}, in the notebook"
+        what = f"class {part.name[1]} has methods in cells of their own: move its cell in the notebook"
         raise LiterateError(what, path, line=part.first)
     if cls is None:
         return text
