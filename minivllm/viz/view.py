@@ -288,7 +288,7 @@ class View:
         _close_last_run(self)
         bundle = {"text/plain": self.summary(), "text/html": self._html_for_notebook()}
         if self.problem is None:
-            bundle["image/png"] = base64.b64encode(self.to_png(dpi=80)).decode()
+            bundle["image/png"] = base64.b64encode(self.to_png(dpi=60)).decode()
         try:
             live = self.widget._repr_mimebundle_()
         except ImportError:  # a notebook without anywidget shows the page

@@ -86,18 +86,21 @@ export async function mountWidget(model, element, load) {
   element.classList.add("mv");
   let end = () => {};
   let unlink = () => {};
+  let gone = false; // perhaps while a view is still being made
+  const leave = () => {
+    gone = true;
+    end();
+    unlink();
+    end = unlink = () => {};
+  };
   const show = async () => {
     end();
     unlink();
     const header = JSON.parse(model.get("header"));
     const raw = model.get("payload");
     end = await mountView(element, header, new Uint8Array(raw.buffer, raw.byteOffset, raw.byteLength), { load, model, player: true });
+    if (gone) return leave();
     unlink = header.trace && !header.problem ? link(model, cursorFor(header.trace)) : () => {};
-  };
-  const leave = () => {
-    end();
-    unlink();
-    end = unlink = () => {};
   };
   model.on("change:header", show);
   model.on("destroy", leave); // the kernel closed it: its cell has run again
