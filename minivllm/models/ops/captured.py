@@ -26,6 +26,13 @@ __all__ = ["MOST_ROWS", "Arena", "CapturedCPUSteps", "NotCapturable"]
 
 
 # %% nbs/models/ops/captured.ipynb #Arena
+def _cache_lines(size: int) -> np.ndarray:
+    """Memory that begins with a cache line, as torch's does: a vector that lies in two of them is loaded twice."""
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
+
+
 class Arena:
     """Memory for the tensors of captured steps. What a tensor had is given to another when it is gone, and is never freed."""
 
@@ -36,7 +43,7 @@ class Arena:
         """A tensor that is not initialised."""
         size = -(-max(math.prod(shape) * dtype.itemsize, 1) // 64) * 64
         free = self._free.setdefault(size, [])
-        memory = free.pop() if free else np.empty(size, np.uint8)
+        memory = free.pop() if free else _cache_lines(size)
         view = memory[
             : math.prod(shape) * dtype.itemsize
         ]  # torch holds this object as long as the tensor's storage lives
