@@ -115,7 +115,7 @@ def event_from_wire(wire: Any) -> KVEvent:
         raise ValueError(f"a KV event is one of {', '.join(_KINDS)}; got {kind!r}")
     known = {field.name for field in fields(_KINDS[kind])}
     try:
-        return _KINDS[kind](**{name: value for name, value in values.items() if name in known})  # type: ignore[no-any-return]
+        return _KINDS[kind](**{name: value for name, value in values.items() if name in known})
     except TypeError as error:
         raise ValueError(f"{kind}: {error}") from error
 

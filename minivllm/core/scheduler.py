@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
-from minivllm.core.events import RequestSnapshot, State, TraceHeader
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.core.policy import (
@@ -24,66 +21,12 @@ from minivllm.core.policy import (
     Priority,
     SchedulerView,
     Served,
-    arguments_of,
 )
+from minivllm.core.recorder import Recorder
 from minivllm.core.request import FinishReason, Request, RequestStatus
-from minivllm.core.trace import Trace
+from minivllm.core.request_queue import WaitingQueue
 
 __all__ = ["Preemption", "Recompute", "Scheduler", "Swap"]
-
-
-# %% nbs/core/scheduler.ipynb #WaitingQueue
-class WaitingQueue:
-    """Requests that wait, in order of arrival, preempted ones in front; and, if a policy has a key, in the order of that key."""
-
-    def __init__(self, guard: PolicyGuard | None = None) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
-        self._guard = guard
-        self._heap: list[tuple[Any, int, Request]] | None = []
-        self._ticket = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
-
-    def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._requests
-
-    def add(self, request: Request, front: bool = False) -> None:
-        """Join at the end, or in front after a preemption."""
-        self._requests[request.request_id] = request
-        if front:
-            self._requests.move_to_end(request.request_id, last=False)
-        self._ticket += 1
-        if self._guard is not None and self._heap is not None:
-            try:
-                heapq.heappush(self._heap, (self._guard.key(request), self._ticket, request))
-            except Exception:  # noqa: BLE001 - a key may raise anything; `first` tells, within a step like all hooks
-                self._heap = None
-
-    def remove(self, request: Request) -> None:
-        """Leave, from any place."""
-        del self._requests[request.request_id]
-
-    def first(self) -> Request:
-        """The longest waiting request, or the one with the smallest key. Raises PolicyError if the keys are no good."""
-        if self._guard is None:
-            return next(iter(self._requests.values()))
-        heap = self._heap = self._rank(self._guard) if self._heap is None else self._heap
-        while self._requests.get(heap[0][2].request_id) is not heap[0][2]:
-            heapq.heappop(heap)
-        return heap[0][2]
-
-    def _rank(self, guard: PolicyGuard) -> list[tuple[Any, int, Request]]:
-        """The heap anew, after a key failed."""
-        heap = [(guard.key(request), i - len(self), request) for i, request in enumerate(self)]
-        try:
-            heapq.heapify(heap)
-        except Exception as error:  # noqa: BLE001 - comparing keys may raise anything
-            guard.fail("key", f"returned values that cannot be compared: {error}", error)
-        return heap
 
 
 # %% nbs/core/scheduler.ipynb #Recompute
@@ -126,7 +69,7 @@ class _Draft:
 
 
 # %% nbs/core/scheduler.ipynb #Scheduler
-class Scheduler:
+class Scheduler(Recorder):
     """Decides, step by step, which tokens are computed. Owns the requests and, through the KV cache manager, all blocks.
 
     Args:
@@ -156,6 +99,7 @@ class Scheduler:
         clock: Clock | None = None,
         policy_timeout: float = 10.0,
     ) -> None:
+        super().__init__()
         if isinstance(preemption, Swap):
             cache = CacheConfig(**{**asdict(cache), "num_cpu_blocks": preemption.num_cpu_blocks})
         self.config, self.cache, self.kv_cache = config, cache, kv_cache
@@ -164,7 +108,6 @@ class Scheduler:
         self.kv_cache_manager = KVCacheManager(cache, kv_cache, config.max_num_batched_tokens)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.trace: Callable[[tuple[Any, ...]], None] | None = None
         self.step = 0
         self.num_preemptions = 0
         self._arrivals = 0
@@ -177,9 +120,6 @@ class Scheduler:
         self._newest_result = -1
         self._ended_in_flight: dict[str, int] = {}
         self._draft = _Draft.empty()
-        self._last_wait: tuple[Any, ...] | None = None
-        self._sinks: dict[Callable[[tuple[Any, ...]], None], bool] = {}
-        self._recorder: Callable[[tuple[Any, ...]], None] | None = None
         self._policy_timeout = policy_timeout
         self.waiting = WaitingQueue()
         self.set_policy(policy or (Priority() if config.policy == "priority" else FCFS()))
@@ -826,92 +766,6 @@ class Scheduler:
         kv.reset_prefix_cache()
         return True
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-state
-    def state(self) -> State:
-        """The live state as plain data."""
-        pool, cpu = self.kv_cache_manager.block_pool, self.kv_cache_manager.cpu_pool
-        state = State(
-            num_groups=len(self.kv_cache_manager.groups),
-            requests={},
-            waiting=[request.request_id for request in self.waiting],
-            running=[request.request_id for request in self.running],
-            ref_cnt=[block.ref_cnt for block in pool.blocks],
-            hashes=[block.block_hash for block in pool.blocks],
-            free=[block.block_id for block in pool.free_queue],
-            cpu_free=[block.block_id for block in cpu.free_queue] if cpu else [],
-        )
-        for request_id, r in self.requests.items():
-            held = request_id in self.kv_cache_manager.groups[0].tables
-            tables = (
-                [list(ids) for ids in self.kv_cache_manager.get_block_ids(request_id)]
-                if held
-                else [[] for _ in self.kv_cache_manager.groups]
-            )
-            copies = [
-                b.block_id for table in self.kv_cache_manager.swapped.get(request_id, ()) for b in table if b.block_id
-            ]
-            state.requests[request_id] = RequestSnapshot(
-                r.status.name,
-                r.num_prompt_tokens,
-                r.num_tokens,
-                r.num_computed_tokens,
-                r.num_cached_tokens,
-                tables,
-                copies,
-            )
-        return state
-
-    # %% nbs/core/scheduler.ipynb #Scheduler-record
-    def record(self) -> Trace:
-        """Start a new trace from the present state. Ends with `stop_recording`, or with the next `record`."""
-        self.stop_recording()
-        settings = {**asdict(self.config), **asdict(self.cache)}
-        header = TraceHeader(
-            block_size=self.cache.block_size,
-            num_blocks=self.cache.num_gpu_blocks,
-            num_groups=len(self.kv_cache_manager.groups),
-            num_cpu_blocks=self.cache.num_cpu_blocks,
-            policy=self.policy.name,
-            settings=settings,
-            policy_arguments=arguments_of(self.policy),
-            preemption="swap" if isinstance(self.preemption, Swap) else "recompute",
-            groups=[
-                {"spec": asdict(group.spec), "layers": list(group.layers)}
-                for group in (self.kv_cache.groups if self.kv_cache else ())
-            ],
-        )
-        trace = Trace(header, self.state())
-        self._recorder = trace.events.append
-        self.subscribe(self._recorder)
-        self._last_wait = None
-        return trace
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether a trace is being recorded."""
-        return self._recorder is not None
-
-    def stop_recording(self) -> None:
-        """End the recording that `record` began."""
-        if self._recorder is not None:
-            self.unsubscribe(self._recorder)
-            self._recorder = None
-
-    # %% nbs/core/scheduler.ipynb #Scheduler-subscribe
-    def subscribe(self, sink: Callable[[tuple[Any, ...]], None], blocks: bool = True) -> None:
-        """Send every event to `sink` from now on; with `blocks` also those of blocks. It must be quick and must not raise."""
-        self._sinks[sink] = blocks
-        self._connect()
-
-    def unsubscribe(self, sink: Callable[[tuple[Any, ...]], None]) -> None:
-        """Stop sending events to `sink`. Raises KeyError if it was not subscribed."""
-        del self._sinks[sink]
-        self._connect()
-
-    def _connect(self) -> None:
-        self.trace = _to_all(self._sinks)
-        self.kv_cache_manager.trace = _to_all(sink for sink, blocks in self._sinks.items() if blocks)
-
 
 # %% nbs/core/scheduler.ipynb #Scheduler-add_request
 def _add_event(r: Request) -> tuple[Any, ...]:
@@ -930,15 +784,3 @@ def _attributes(r: Request) -> dict[str, Any]:
         "skip_reading_prefix_cache": r.skip_reading_prefix_cache,
     }
     return {name: value for name, value in rare.items() if value not in (None, (), False)}
-
-
-# %% nbs/core/scheduler.ipynb #Scheduler-subscribe
-def _to_all(sinks: Iterable[Callable[[tuple[Any, ...]], None]]) -> Callable[[tuple[Any, ...]], None] | None:
-    """No sink: None, which costs least. One: itself. More: a function that calls them all."""
-    sinks = tuple(sinks)
-
-    def tell_all(event: tuple[Any, ...]) -> None:
-        for sink in sinks:
-            sink(event)
-
-    return None if not sinks else sinks[0] if len(sinks) == 1 else tell_all

@@ -367,8 +367,8 @@ class PendingStep:
         self._views: list[RequestView] = []
 
     def expect(self, drawn: PendingSample, batch: SamplingBatch, rows: Int64) -> None:
-        """Give every request of `batch` a token that is not known yet. rows: theirs in the `InputBatch`, which may be others
-        than in the `SamplingState`."""
+        """Give every request of `batch` a token that is not known yet. rows: their rows in the `InputBatch`, which can differ
+        from those in the `SamplingState`."""
         self._drawn, self._views, self._rows = drawn, batch.requests, rows
         self._places = self._runner.batch.expect_tokens(rows)
         batch.expect()

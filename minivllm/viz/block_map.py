@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.core.config import KV_CACHE_KINDS, KVCacheSpec
 from minivllm.core.events import EVENTS, SCHEMA, Event, FoldReader, State, read
 from minivllm.core.trace import Trace
 from minivllm.viz.palette import LIGHT, owner_colour
@@ -388,11 +389,12 @@ def _counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-_KINDS = {
-    "full": "full attention",
-    "sliding_window": "sliding window of {window}",
-    "chunked_local": "chunks of {window}",
-}
+def _kind_of(spec: dict[str, Any]) -> str:
+    """A group's kind in words; its bare name if it is registered only where the trace was recorded."""
+    if spec["kind"] not in KV_CACHE_KINDS:
+        return str(spec["kind"])
+    made = KVCacheSpec(**{**spec, "options": tuple(map(tuple, spec.get("options", ())))})
+    return made.rules.describe(made)
 
 
 def group_names(trace: Trace) -> list[str]:
@@ -401,7 +403,7 @@ def group_names(trace: Trace) -> list[str]:
     if len(groups) != count:
         return ["KV cache group"] if count == 1 else [f"KV cache group {i}" for i in range(count)]
     return [
-        f"group {i}: {_KINDS[group['spec']['kind']].format(**group['spec'])}, {_counted(len(group['layers']), 'layer')}"
+        f"group {i}: {_kind_of(group['spec'])}, {_counted(len(group['layers']), 'layer')}"
         for i, group in enumerate(groups)
     ]
 

@@ -19,7 +19,7 @@ YEAR = re.compile(r"(19|20)\d\d")
 
 # Premises of a question, sizes that a format or a law sets, names of standards. Nothing here was measured.
 PREMISES = {
-    "core/policy": "10000",
+    "core/kv_events": "0.32",
     "core/trace": "312",
     "recipes/scheduling_policy": "600",
     "models/hub": "32",

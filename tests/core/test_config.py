@@ -144,3 +144,53 @@ def test_bad_specs(kwargs):
 def test_configs_alone_are_usable():
     assert SchedulerConfig().max_num_batched_tokens == 2048
     assert CacheConfig().block_size == 16
+
+
+def test_a_kind_of_cache_of_ones_own():
+    """Sinks: the first tokens and a window. Registered, it is scheduled, shared and read like the built-in kinds."""
+    from block_memory import Memory
+
+    from minivllm.core.config import (
+        KV_CACHE_KINDS,
+        KVCacheConfig,
+        KVCacheRules,
+        KVCacheSpec,
+        make_kv_cache_groups,
+        register_kv_cache_kind,
+    )
+    from minivllm.core.request import Request
+    from minivllm.core.scheduler import Scheduler
+
+    class SinkRules(KVCacheRules):
+        has_window = True
+
+        def visible(self, spec, query, key):
+            return key <= query and (key < dict(spec.options)["sinks"] or key > query - spec.window)
+
+        def skipped(self, spec, num_computed_tokens):
+            return dict(spec.options)["sinks"], max(0, num_computed_tokens - spec.window + 1)
+
+    register_kv_cache_kind("sinks_of_a_test", SinkRules())
+    try:
+        spec = KVCacheSpec("sinks_of_a_test", 2, 1, 4, window=4, options=(("sinks", 3),))
+        kv = KVCacheConfig(24, 2, make_kv_cache_groups([spec, KVCacheSpec("full", 2, 1, 4)]))
+        config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=7, max_model_len=20)
+        scheduler = Scheduler(config, CacheConfig(2, 24), kv)
+        memory, given_back = Memory(scheduler), False
+        for i in range(9):
+            prompt = [0, 1, 2, 0, 1, 2, i % 2, 1, i, 2, 1]
+            scheduler.add_request(Request(str(i), prompt, max_tokens=8))
+        while scheduler.has_requests():
+            output = scheduler.schedule()
+            scheduler.update_from_output(output, memory.execute(output))
+            tables = scheduler.kv_cache_manager.groups[0].tables.values()
+            ids = [[block.block_id for block in table] for table in tables]
+            assert all(table[0] and table[1] for table in ids if len(table) > 1), "a sink was given back"
+            given_back |= any(0 in table for table in ids)
+        assert given_back and scheduler.kv_cache_manager.stats.hit_tokens > 0
+    finally:
+        del KV_CACHE_KINDS["sinks_of_a_test"]
+    with pytest.raises(ValueError, match="built in"):
+        register_kv_cache_kind("full", KVCacheRules())
+    with pytest.raises(ValueError, match="full, sliding_window, chunked_local; got 'sinks_of_a_test'"):
+        KVCacheSpec("sinks_of_a_test", 2, 1, 4, window=4)

@@ -1,0 +1,69 @@
+"""Waiting requests by arrival or by a policy's key."""
+
+# Generated from nbs/core/request_queue.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from minivllm.core.policy import PolicyGuard
+from minivllm.core.request import Request
+
+__all__: list[str] = []
+
+
+# %% nbs/core/request_queue.ipynb #WaitingQueue
+class WaitingQueue:
+    """Requests that wait, in order of arrival, preempted ones in front; and, if a policy has a key, in the order of that key."""
+
+    def __init__(self, guard: PolicyGuard | None = None) -> None:
+        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._guard = guard
+        self._heap: list[tuple[Any, int, Request]] | None = []
+        self._ticket = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._requests
+
+    def add(self, request: Request, front: bool = False) -> None:
+        """Join at the end, or in front after a preemption."""
+        self._requests[request.request_id] = request
+        if front:
+            self._requests.move_to_end(request.request_id, last=False)
+        self._ticket += 1
+        if self._guard is not None and self._heap is not None:
+            try:
+                heapq.heappush(self._heap, (self._guard.key(request), self._ticket, request))
+            except Exception:  # noqa: BLE001 - a key may raise anything; `first` tells, within a step like all hooks
+                self._heap = None
+
+    def remove(self, request: Request) -> None:
+        """Leave, from any place."""
+        del self._requests[request.request_id]
+
+    def first(self) -> Request:
+        """The longest waiting request, or the one with the smallest key. Raises PolicyError if the keys are no good."""
+        if self._guard is None:
+            return next(iter(self._requests.values()))
+        heap = self._heap = self._rank(self._guard) if self._heap is None else self._heap
+        while self._requests.get(heap[0][2].request_id) is not heap[0][2]:
+            heapq.heappop(heap)
+        return heap[0][2]
+
+    def _rank(self, guard: PolicyGuard) -> list[tuple[Any, int, Request]]:
+        """The heap anew, after a key failed."""
+        heap = [(guard.key(request), i - len(self), request) for i, request in enumerate(self)]
+        try:
+            heapq.heapify(heap)
+        except Exception as error:  # noqa: BLE001 - comparing keys may raise anything
+            guard.fail("key", f"returned values that cannot be compared: {error}", error)
+        return heap
