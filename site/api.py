@@ -1,6 +1,7 @@
 """The pages of the reference: one for each module, one for each package, read off the docstrings by Sphinx."""
 
 import ast
+import importlib
 from pathlib import Path
 
 from book import toctree
@@ -60,14 +61,16 @@ def exports_only(path: Path) -> bool:
     )
 
 
-def handed_on(path: Path) -> list[tuple[str, str]]:
-    """(name, module) of what an `__init__.py` imports from the modules of the package, the imports for type checkers included."""
+def handed_on(name: str, path: Path) -> list[tuple[str, str]]:
+    """(name, module) of what a package's `__init__.py` imports and has in its `__all__`, the imports for type checkers included."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
+    public = importlib.import_module(name).__all__
     return [
         (alias.name, str(node.module))
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("minivllm.")
         for alias in node.names
+        if alias.name in public
     ]
 
 
@@ -76,7 +79,7 @@ def module_page(name: str, path: Path, chapter: str | None) -> str:
     lines = [name, "=" * len(name), ""]
     if chapter is not None:
         lines += [f"Told, and exported, by :doc:`its chapter <{chapter.removesuffix('.ipynb')}>`.", ""]
-    if exports_only(path) and (names := handed_on(path)):
+    if exports_only(path) and (names := handed_on(name, path)):
         lines += ["What one imports from here:", ""]
         lines += [f"- :py:obj:`~{module}.{thing}` of :doc:`{module} </api/{module}>`" for thing, module in names]
     else:

@@ -11,6 +11,7 @@ PAGES = [
     (r"site/replays\.py#(\w+)", r"/gallery/\1.md"),
     (r"site/replays\.py", "/gallery/index.md"),
     (r"benchmarks/results", "/benchmarks.md"),
+    (r"(tests/.*)\.py", r"/\1.md"),
 ]
 
 

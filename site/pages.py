@@ -4,6 +4,7 @@ the benchmarks.
 python site/pages.py site/_pages && sphinx-build -c site site/_pages site/_build/html
 """
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,14 +16,23 @@ import runs
 from api import make_api
 from book import make_book
 from links import on_site
-from replays import at_step, make_gallery
+from replays import make_gallery
 from results import make_benchmarks
 
 from minivllm.literate import write
 from minivllm.viz import BlockMap
 
 ROOT = Path(__file__).parents[1]
-START = 56  # the step of the stored run that the home page opens at: two steps later a request must give way
+
+
+def make_tests(target: Path) -> None:
+    """Write a page for every test that the features name: its source."""
+    features = (ROOT / "site/docs/features.md").read_text()
+    for path in sorted(set(re.findall(r"\]\(../../(tests/[^)]*\.py)\)", features))):
+        fence = "`" * 8
+        text = (ROOT / path).read_text(encoding="utf-8")
+        lines = ["---", "orphan: true", "---", "", f"# {path}", "", f"{fence}python", text.rstrip(), fence, ""]
+        write(target / path.replace(".py", ".md"), "\n".join(lines))
 
 
 def main(target: Path) -> None:
@@ -32,11 +42,12 @@ def main(target: Path) -> None:
     for page in target.rglob("*.md"):
         folder = Path("site/docs") / page.parent.relative_to(target)
         write(page, on_site(page.read_text(), folder))
-    write(target / "_view.html", at_step(BlockMap(runs.load()), START))
+    write(target / "_view.html", BlockMap(runs.load()).to_html())
     chapters = make_book(ROOT, target / "book")
     make_api(ROOT, target / "api", chapters)
     make_gallery(target / "gallery", target / "_extra/replays")
     make_benchmarks(ROOT, target)
+    make_tests(target)
 
 
 if __name__ == "__main__":

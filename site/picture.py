@@ -1,105 +1,101 @@
-"""Draw README's moving picture: the stored run, step by step. Who holds which KV block, and what each request gets.
+"""Draw README's moving picture: the stored run, step by step. Who holds which KV block, when each request runs, and in words what happens.
 
 python site/picture.py site/static/run.gif
 """
 
 import io
 import sys
-from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
-import numpy as np
 import runs
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from PIL import Image
 
 from minivllm.core.trace import Trace
+from minivllm.viz import Timeline
+from minivllm.viz.block_map import draw_blocks, request_numbers
+from minivllm.viz.palette import LIGHT, owner_colour
+from minivllm.viz.timeline import draw_lanes
+from minivllm.viz.view import as_png, new_figure
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart; white is free, light grey is free but cached.
-COLORS = ["#FFFFFF", "#D9D9D9", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#B8A900", "#000000"]
-FREE, CACHED, FIRST_OWNER = 0, 1, 2
-EVERY = 2  # steps from one frame to the next
-FRAME_MS, PAUSE_MS = 90, 4000
+EVERY = 2  # steps from one frame to the next, where nothing is told
+FRAME_MS, TOLD_MS, PAUSE_MS = 90, 1600, 4000
+PLAIN = {"prefill chunk": "prompt", "decode": "answer", "length": "finished"}  # the legend's words
 
 
-@dataclass
+def called(trace: Trace) -> dict[str, str]:
+    """What the picture calls each request: the first words of its prompt; of those that begin alike, the last words too."""
+    names = {}
+    for request, (_, prompt) in zip(request_numbers(trace), runs.PROMPTS, strict=True):
+        words = prompt.split()
+        if prompt.startswith(runs.SYSTEM):
+            own = prompt.removeprefix(runs.SYSTEM).split()
+            words = ["You are …", *(own if len(own) <= 6 else own[-4:])]
+        elif len(words) > 5:
+            words = [*words[:5], "…"]
+        names[request] = " ".join(words)
+    return names
+
+
+def told(trace: Trace, names: dict[str, str]) -> dict[int, str]:
+    """In words, the steps in which a request shares blocks, is preempted or comes back."""
+    lines: dict[int, str] = {}
+    preempted, step = set(), -1
+    for event in trace.events:
+        match event:
+            case ("step", *_):
+                step += 1
+            case ("hit", request, _, blocks):
+                what = "continues, and finds" if request in preempted else "begins like an earlier request, and shares"
+                lines.setdefault(step, f"“{names[request]}” {what} {len(blocks)} cached blocks")
+            case ("preempt", request, *_):
+                preempted.add(request)
+                lines[step] = f"No block is free: “{names[request]}” is preempted"
+    return lines
+
+
 class Film:
-    """All steps of a run. `owner`: colour of each block at each step, [blocks, steps]. `shared`: (step, block) held by several."""
+    """The pictures of a run. `told`: what each step that is worth a word shows."""
 
-    owner: np.ndarray
-    shared: np.ndarray
-    order: dict[str, int]
-    spans: list[tuple[int, int, str]]  # step, row, decision
+    def __init__(self, trace: Trace) -> None:
+        self.states = [state for _, state in trace.states()]
+        self.numbers, self.names = request_numbers(trace), called(trace)
+        self.told = told(trace, self.names)
+        self.lanes = Timeline(trace).lanes
 
+    def frame(self, now: int) -> Image.Image:
+        """One picture: the blocks, and below them the requests, whose future is pale."""
+        figure = new_figure((8.4, 5.6))
+        top, low = figure.subplots(2, 1, height_ratios=[3, 2])
+        draw_blocks(top, self.states[now], self.numbers)
+        last = max([step for step in self.told if step <= now], default=None)
+        line = self.told[last] if last is not None and now - last <= 4 else ""
+        figure.suptitle(f"Step {now}   {line}", x=0.01, ha="left", fontsize=10.5, weight="bold")
+        top.set_ylabel("blocks of the KV cache", fontsize=9)
+        self.draw_requests(low, now)
+        return Image.open(io.BytesIO(as_png(figure, 100))).convert("RGB")
 
-def read(trace: Trace) -> Film:
-    """Colours and spans out of a trace."""
-    frames = trace.to_pandas()
-    order = {request_id: i for i, request_id in enumerate(frames["requests"]["request_id"])}
-    blocks = trace.header.num_blocks
-    owner, shared = np.full((blocks, trace.num_steps), FREE), []
-    for step, state in trace.states():
-        for request_id, request in state.requests.items():
-            for block in request.tables[0]:
-                owner[block, step] = FIRST_OWNER + order[request_id]
-        for block in range(1, blocks):
-            if state.ref_cnt[block] > 1:
-                shared.append((step, block))
-            elif not state.ref_cnt[block] and state.hashes[block] is not None:
-                owner[block, step] = CACHED
-    spans = [(row.step, order[row.request_id], row.decision) for row in frames["decisions"].itertuples()]
-    return Film(owner, np.array(shared), order, spans)
-
-
-def draw_blocks(ax: Axes, film: Film, now: int) -> None:
-    """Blocks by steps, up to `now`."""
-    shown = film.owner[1:].copy()
-    shown[:, now + 1 :] = FREE
-    ax.pcolormesh(shown, cmap=ListedColormap(COLORS), vmin=0, vmax=len(COLORS) - 1)
-    x, y = film.shared[film.shared[:, 0] <= now].T
-    ax.plot(x + 0.5, y - 0.5, ".", color="white", markersize=1.6)
-    ax.set(ylabel="KV block", title="who holds each block (white dot: shared; grey: free, still cached)")
-
-
-def draw_requests(ax: Axes, film: Film, now: int) -> None:
-    """Requests by steps, up to `now`."""
-    for step, row, decision in film.spans:
-        if step > now:
-            continue
-        if decision in ("prefill", "decode"):
-            ax.barh(
-                row, 1, left=step, color=COLORS[FIRST_OWNER + row], alpha=1 if decision == "prefill" else 0.45, lw=0
-            )
-        elif decision.startswith("preempt"):
-            ax.text(step, row, "×", ha="center", va="center", fontsize=12, weight="bold")
-    ax.set(xlabel="step", ylabel="request", yticks=range(len(film.order)), ylim=(len(film.order) - 0.4, -0.6))
-    ax.set_title("what each request gets (dark: prompt, light: one token a step, ×: gives way)")
-
-
-def frame(film: Film, now: int) -> Image.Image:
-    """One picture."""
-    figure, (top, low) = plt.subplots(2, 1, figsize=(8, 4.8), height_ratios=[3, 1.6], sharex=True, layout="constrained")
-    draw_blocks(top, film, now)
-    draw_requests(low, film, now)
-    for ax in (top, low):
-        ax.set_xlim(0, film.owner.shape[1])
-        ax.axvline(now + 1, color="#888888", linewidth=0.8)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.title.set_fontsize(10)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    plt.close(figure)
-    return Image.open(buffer).convert("RGB")
+    def draw_requests(self, axes: Axes, now: int) -> None:
+        """The requests' lanes, each named by its prompt in the colour of its blocks."""
+        draw_lanes(axes, self.lanes)
+        axes.set_yticks(axes.get_yticks(), list(self.names.values()), fontsize=8.5)
+        for request, label in zip(self.names, axes.get_yticklabels(), strict=True):
+            label.set(color=owner_colour(self.numbers[request]), weight="bold")
+        for entry in axes.get_legend().get_texts():
+            entry.set_text(PLAIN.get(entry.get_text(), entry.get_text()))
+        axes.axvspan(now + 1, len(self.states), color=LIGHT["panel"], alpha=0.8, lw=0, zorder=4)
+        axes.axvline(now + 1, color=LIGHT["muted"], linewidth=1, zorder=5)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_xlabel("step", fontsize=9)
 
 
 def main(path: str) -> None:
-    film = read(runs.load())
-    last = film.owner.shape[1] - 1
-    images = [frame(film, now) for now in [*range(0, last, EVERY), last]]
-    palette = images[-1].quantize(64, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    film = Film(runs.load())
+    last = len(film.states) - 1
+    steps = sorted({*range(0, last, EVERY), *film.told, last})
+    images = [film.frame(now) for now in steps]
+    palette = images[len(images) // 2].quantize(64, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
-    times = [FRAME_MS] * (len(images) - 1) + [PAUSE_MS]
+    times = [PAUSE_MS if now == last else TOLD_MS if now in film.told else FRAME_MS for now in steps]
     images[0].save(path, save_all=True, append_images=images[1:], duration=times, loop=0, optimize=True)
 
 

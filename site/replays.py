@@ -27,13 +27,13 @@ LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512,
 
 @dataclass(frozen=True)
 class Replay:
-    """A page of the gallery. `look`: what to look for, in Markdown. `start`: the step at which it opens."""
+    """A page of the gallery. `look`: what to look for, in Markdown. `picture`: which of its views stands in the gallery as a small picture."""
 
     name: str
     title: str
     look: str
     make: Callable[[], View]
-    start: int = 0
+    picture: int = 0
 
 
 def crowd() -> Workload:
@@ -81,23 +81,22 @@ REPLAYS = [
         "SmolLM2 answers eight requests, five of which begin with the same system prompt. Blocks with a hole are read by several requests: the"
         " beginning is computed once. Click a block to read its tokens, and who used it before.",
         sharing,
-        start=56,
     ),
     Replay(
         "preemption",
         "Preemption by recomputation",
-        "More requests come than fit. When a running request needs a block and none is free, the one that came last gives way: its blocks are"
+        "More requests come than fit. When a running request needs a block and none is free, the one that came last is preempted: its blocks are"
         " freed and it starts over, though what is still cached is not computed again. The timeline marks where.",
         preemption,
-        start=60,
+        picture=1,
     ),
     Replay(
         "swap",
         "Preemption by swapping",
-        "The same requests in the same pool, but who gives way takes its blocks along to the CPU's memory (the second map) and comes back"
-        " with them: nothing is computed twice.",
+        "The same requests in the same pool, but a preempted request's blocks are copied to the CPU's memory (the second map) and back later:"
+        " nothing is computed twice.",
         swapping,
-        start=60,
+        picture=1,
     ),
     Replay(
         "window",
@@ -105,7 +104,6 @@ REPLAYS = [
         "Two groups of layers share one pool: one sees everything, the other only the last 32 tokens. Blocks that have left the window are given"
         " back while the request still runs, and the table points to the null block in their place.",
         window,
-        start=60,
     ),
     Replay(
         "policies",
@@ -117,12 +115,10 @@ REPLAYS = [
 ]
 
 
-def at_step(view: View, step: int) -> str:
-    """The view as a piece of HTML that opens at a step."""
-    go = f"const all = [...(globalThis.minivllmCursors?.values() ?? [])]; all.forEach((cursor) => cursor.go({step}));"
-    return (
-        f"{view.to_html()}\n<script>(function wait() {{ {go} if (!all.length) setTimeout(wait, 30); }})();</script>\n"
-    )
+def thumbnail(view: View, number: int) -> bytes:
+    """A small picture of a page's view, or of the view itself, as PNG."""
+    one = view.views[number] if isinstance(view, Page) else view
+    return one.to_png(dpi=110)
 
 
 def replay_page(replay: Replay, view: View) -> str:
@@ -136,25 +132,40 @@ def replay_page(replay: Replay, view: View) -> str:
             f"<p class='alone'><a href='../replays/{replay.name}.html'>This view alone, in the whole window</a></p>",
             "",
             "```{raw} html",
-            at_step(view, replay.start),
+            view.to_html(),
             "```",
             "",
         ]
     )
 
 
+def card(replay: Replay) -> list[str]:
+    """One replay in the gallery: its picture, its title and what it shows."""
+    page = f"/gallery/{replay.name}.md"
+    return [
+        ":::{container} door",
+        f"[![Picture of the run: {replay.title}]({replay.name}.png)]({page})",
+        "",
+        f"**[{replay.title}]({page})**",
+        "",
+        replay.look,
+        ":::",
+        "",
+    ]
+
+
 def first_page() -> str:
     """The page of all replays."""
-    rows = [f"| [{one.title}](/gallery/{one.name}.md) | {one.look.rstrip('.').split('. ')[0]}. |" for one in REPLAYS]
     return "\n".join(
         [
             "# Gallery",
             "",
             ABOUT,
             "",
-            "| run | |",
-            "|---|---|",
-            *rows,
+            "::::{container} doors pictures",
+            "",
+            *(line for replay in REPLAYS for line in card(replay)),
+            "::::",
             "",
             'Each is what `view.save("run.html")` writes of a trace: one file that needs neither a kernel nor a network.',
             "",
@@ -170,4 +181,5 @@ def make_gallery(target: Path, alone: Path) -> None:
         view = replay.make()
         view.save(alone / f"{replay.name}.html")
         write(target / f"{replay.name}.md", replay_page(replay, view))
+        (target / f"{replay.name}.png").write_bytes(thumbnail(view, replay.picture))
     write(target / "index.md", first_page())

@@ -1,5 +1,6 @@
 """The scripts that gather the pages of the site, piece by piece."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -9,11 +10,15 @@ import annotations
 import api
 import book
 import links
+import picture
 import pydantic
 import pytest
+import replays
 import results
 import runs
+from PIL import Image
 
+import minivllm
 from minivllm import literate
 from minivllm.lab import replay
 
@@ -109,6 +114,11 @@ def test_a_package_that_hands_names_on_lists_them():
     assert ":py:obj:`~minivllm.lab.simulation.simulate`" in text and "automodule" not in text
 
 
+def test_what_a_package_imports_for_itself_is_not_handed_on():
+    names = [name for name, _ in api.handed_on("minivllm", ROOT / "minivllm/__init__.py")]
+    assert sorted([*names, "__version__"]) == sorted(minivllm.__all__)
+
+
 def test_names_that_stand_together_stay_together():
     lines = [":param low, high: the bounds", ":param kind: one, two: three", ":ivar a, b, c: counts", "a, b: text"]
     annotations.join_names(None, "", "", None, None, lines)
@@ -152,6 +162,7 @@ def test_a_bare_name_means_what_its_module_imports():
         ("../../../minivllm/lab/__init__.py", "/api/minivllm.lab.rst"),
         ("../../../kernels/minivllm_kernels/cuda/decode.py", "/api/minivllm_kernels.cuda.decode.rst"),
         ("../features.md", "/features.md"),
+        ("../../../tests/core/test_scheduler.py", "/tests/core/test_scheduler.md"),
     ],
 )
 def test_a_link_to_a_source_leads_to_its_page(link, page):
@@ -193,7 +204,9 @@ def test_any_result_becomes_tables(tmp_path):
     assert "## thing" in text and "### thing: Card X" in text and "### other: some machine" in text
     assert "| batch | ms | peer.ms | more |" in text and "| 16 | 1,234 | – | yes |" in text
     assert "**host: steps**" in text and "| a | 0.5 |" in text
-    assert "**runs 1**" in text and "|  | ours | theirs |" in text and "| a | 1.5, 2.5 | 2 |" in text, "side by side"
+    assert "**runs 1**" in text and "| field | ours | theirs |" in text and "| a | 1.5, 2.5 | 2 |" in text, (
+        "side by side"
+    )
     assert "| b | 3 | – |" in text and "**runs 2: ours**" in text
 
 
@@ -231,4 +244,28 @@ def test_what_works_points_to_a_test_or_a_page():
     for row in claims:
         assert re.search(r"\]\(|`tests/", row), f"nothing shows it: {row}"
         for path in re.findall(r"`(tests/[\w/]+\.py)`", row):
-            assert (ROOT / path).is_file(), path
+            assert (ROOT / path).is_file() and f"](../../{path})" in row, f"no link to {path}"
+
+
+def test_the_words_below_the_picture_are_true_of_the_stored_run():
+    trace = runs.load()
+    names = picture.called(trace)
+    assert len(set(names.values())) == len(runs.PROMPTS) == 8
+    assert sum(prompt.startswith(runs.SYSTEM) for _, prompt in runs.PROMPTS) == 5
+    told = picture.told(trace, names)
+    preempted = [step for step, words in told.items() if "preempted" in words]
+    back = [step for step, words in told.items() if "continues" in words]
+    for page in ("README.md", "site/docs/index.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert re.findall(r"At step (\d+) no block is free", text) == [str(step) for step in preempted], page
+        assert re.findall(r"continues at step (\d+)", text) == [str(step) for step in back], page
+    film = picture.Film(trace)
+    assert len(film.states) == trace.num_steps and film.frame(preempted[0]).size == (840, 560)
+
+
+def test_a_replay_stands_in_the_gallery_with_a_picture():
+    replay = replays.Replay("sharing", "Prefix sharing", "Look.", replays.sharing, picture=1)
+    assert "[![Picture of the run: Prefix sharing](sharing.png)](/gallery/sharing.md)" in replays.card(replay)
+    small = [Image.open(io.BytesIO(replays.thumbnail(replay.make(), number))) for number in (0, 1)]
+    assert all(image.format == "PNG" and len(image.convert("L").getcolors()) > 20 for image in small)
+    assert small[0].size != small[1].size, "each view its own picture"

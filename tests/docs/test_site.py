@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import replays
 
 from minivllm import literate
 
@@ -119,6 +120,12 @@ def test_every_public_name_is_described_with_its_source(site):
     assert 'id="minivllm.core.scheduler.Scheduler.schedule"' in page
     assert "_modules/minivllm/core/scheduler.html#Scheduler.schedule" in page
     assert "../book/core/scheduler.html" in page
+
+
+def test_the_gallery_shows_a_picture_of_each_replay(site):
+    loads = read(site / "gallery/index.html").loads
+    for replay in replays.REPLAYS:
+        assert any(re.fullmatch(rf"\.\./_images/{replay.name}\w*\.png", load) for load in loads), replay.name
 
 
 def test_formulas_need_no_script(site):
