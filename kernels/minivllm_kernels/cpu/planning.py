@@ -20,8 +20,6 @@ __all__ = [
     "CPUAttentionShape", "Q", "attention_kernel", "plan_items",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/planning.ipynb #CPUAttentionShape
 """Shapes and work lists of the CPU attention kernels. Pure numpy: nothing here compiles anything."""
 
 
@@ -143,7 +141,6 @@ class CPUAttentionShape:
         return {**offsets, "end": at}
 
 
-# %% nbs/numba_kernels/cpu/planning.ipynb #plan_items
 FIELDS = 11
 TOKEN, TOKENS, POSITION, ROW, BEGIN, END, PARTS, COUNTER, SLOT, FIRST, LAST = range(FIELDS)
 """Columns of a work item: first query token in the step, how many, position of the first in its request, row of the block table;
@@ -199,7 +196,6 @@ def plan_items(
     return np.ascontiguousarray(items[np.argsort(-cost, kind="stable")]), int(stored.sum())
 
 
-# %% nbs/numba_kernels/cpu/planning.ipynb #plan_claims
 def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarray:
     """Where each claim begins, and the end: int64 [claims + 1], counted in items x heads, heads together."""
     cost = items[:, TOKENS].astype(np.int64) * (items[:, END] - items[:, BEGIN])
@@ -210,7 +206,6 @@ def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarra
     return np.unique(np.concatenate([[0], np.searchsorted(done, goals) + 1])).clip(max=len(done))
 
 
-# %% nbs/numba_kernels/cpu/planning.ipynb #aligned
 (Q, OUT, CACHE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS) = range(OWN, OWN + 9)
 (WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS, CONFIGS) = range(OWN + 9, OWN + 16)
 STEP_ARGS = (COUNT, *range(BLOCK_STRIDE, CONFIGS + 1))

@@ -21,8 +21,6 @@ __all__ = [
     "Program", "Scratch", "aligned", "conduct",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/program.ipynb #Launcher
 """Programs: kernels noted down with their arguments, and carried out one after the other by one launch."""
 
 
@@ -89,8 +87,6 @@ class Now(threading.local):
 
 NOW = Now()
 
-
-# %% nbs/numba_kernels/cpu/program.ipynb #conduct
 (STEPS, YIELD) = range(OWN, OWN + 2)
 """Arguments of `conduct`: address of the steps, and of the system's function that gives a core away. `COUNT` is their number."""
 ENTRY, ARGS, CAME, WENT, FIELDS = range(5)
@@ -121,7 +117,6 @@ def conduct(patience: int, x86: int) -> Callable[[Any], None]:
     return body
 
 
-# %% nbs/numba_kernels/cpu/program.ipynb #look_at_clock
 (CLOCK, CLOCK_FIRST, CLOCK_SECOND) = range(OWN, OWN + 3)
 """Arguments of `look_at_clock`: address of the system's function, and what it is called with."""
 
@@ -137,7 +132,6 @@ def look_at_clock() -> Callable[[Any], None]:
     return body
 
 
-# %% nbs/numba_kernels/cpu/program.ipynb #Program
 def _addresses(rows: np.ndarray) -> np.ndarray:
     """Where each row of an array begins."""
     return rows.ctypes.data + rows.strides[0] * np.arange(len(rows))

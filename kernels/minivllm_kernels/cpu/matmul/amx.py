@@ -35,8 +35,6 @@ __all__ = [
     "tiles_begin", "tiles_clear", "tiles_end", "tiles_load", "tiles_multiply", "tiles_store",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #instruct
 """Product of bf16 rows with a weight in oneDNN's order by the CPU's tile unit (Intel AMX). Sums are float32, in an order that does
 not depend on the number of rows: a row's result is bit-identical in any batch."""
 
@@ -137,7 +135,6 @@ def tiles_clear(typing: Any, count: Any) -> Any:
     return signature(types.void, count), emit
 
 
-# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #multiply
 def make_pass(count: int) -> Any:
     """A function for `count` tiles of rows and two of outputs."""
 

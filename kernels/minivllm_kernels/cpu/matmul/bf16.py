@@ -39,8 +39,6 @@ from minivllm_kernels.cpu.simd import (
 
 __all__ = ["jit", "make_give", "make_tile", "multiply", "tile_vectors"]
 
-
-# %% nbs/numba_kernels/cpu/matmul/bf16.ipynb #make_tile
 """Product of few bf16 rows with a weight in oneDNN's order: x [rows, inputs] times weights, each read once.
 
 Sums are float32, in an order that does not depend on the number of rows: a row's result is bit-identical in any batch.
@@ -102,7 +100,6 @@ def _make_put(lanes: int, rounded: bool) -> Any:
     return put
 
 
-# %% nbs/numba_kernels/cpu/matmul/bf16.ipynb #multiply
 def multiply(out_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
     """Body of the kernel. Arguments: `cpu_packing`. ``out_bits``: of the results, which are rounded to bf16."""
     L = lanes

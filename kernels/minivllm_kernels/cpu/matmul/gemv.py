@@ -41,8 +41,6 @@ from minivllm_kernels.cpu.simd import (
 
 __all__ = ["multiply"]
 
-
-# %% nbs/numba_kernels/cpu/matmul/gemv.ipynb #make_tile
 """Matrix products for few rows, at the speed of memory: x [rows, K] times weights [N, K], each read once.
 
 Weights are bf16, float32, or int8 with one scale a row. Sums are float32, in an order that does not depend on the number
@@ -80,7 +78,6 @@ def make_tile(rows: int, outputs: int, w_bits: int, lanes: int) -> Any:
     return tile
 
 
-# %% nbs/numba_kernels/cpu/matmul/gemv.ipynb #multiply
 def multiply(w_bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
     """Body of the kernel for weights of `w_bits` (32, 16 or 8) and rows of `x_bits`. Arguments: `cpu_products`."""
     L, STEP = lanes, 2 * lanes if w_bits == 16 else lanes

@@ -17,8 +17,6 @@ __all__ = [
     "SCRATCH_BYTES", "TILE", "WEIGHT", "PackedProduct", "X", "host_tiles", "packed_problem", "tile_configs",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/matmul/layout.ipynb #PackedProduct
 """Arguments of the CPU's product with a packed bf16 weight, and the object that holds them for one weight."""
 
 (X, WEIGHT, BIAS, OUT, ROWS, INPUTS, OUTPUTS, PADDED, BLOCK, SCRATCH, SCRATCH_BYTES, CONFIGS) = range(OWN, OWN + 12)

@@ -12,8 +12,6 @@ __all__ = [
     "WEIGHT", "Product", "X", "chunk_outputs", "product_problem", "row_stride", "tile_outputs",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/matmul/plain.ipynb #tile_outputs
 """Arguments of the CPU's few-row matrix product, and the object that holds them for one weight."""
 
 (X, WEIGHT, BIAS, SCALES, OUT, ROWS, INPUTS, OUTPUTS, CHUNK, SCRATCH, SCRATCH_BYTES) = range(OWN, OWN + 11)

@@ -50,8 +50,6 @@ from minivllm_kernels.cpu.simd import (
 
 __all__ = ["multiply", "widen"]
 
-
-# %% nbs/numba_kernels/cpu/matmul/quantized.ipynb #make_tile
 """Product of few rows with a quantized weight, and the weight written out for many rows.
 
 Sums are float32, in an order that does not depend on the number of rows: a row's result is bit-identical in any batch.
@@ -85,7 +83,6 @@ def make_tile(rows: int, vectors: int, bits: int, lanes: int) -> Any:
     return tile
 
 
-# %% nbs/numba_kernels/cpu/matmul/quantized.ipynb #multiply
 def multiply(bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
     """Body of the kernel for weights of `bits` and rows of `x_bits`. Arguments: `cpu_quantizing`."""
     L, SCALE_BITS = lanes, 16 if bits == 4 else 32
@@ -149,7 +146,6 @@ def multiply(bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[An
     return body
 
 
-# %% nbs/numba_kernels/cpu/matmul/quantized.ipynb #widen
 def widen(bits: int, x_bits: int, lanes: int) -> Callable[[Any], None]:
     """Body of the kernel that writes out blocks of a weight as numbers of `x_bits`. Arguments: `cpu_quantizing`."""
     L, BITS, SCALE_BITS = lanes, bits, 16 if bits == 4 else 32

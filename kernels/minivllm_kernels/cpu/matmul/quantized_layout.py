@@ -14,8 +14,6 @@ __all__ = [
     "padded",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/matmul/quantized_layout.ipynb #QuantizedProduct
 """Arguments of the CPU's product with a quantized weight, and the object that holds them for one weight."""
 
 (
