@@ -90,7 +90,7 @@ class CompletionState:
     def _take_logprobs(self, output: EngineCoreOutput, count: int) -> None:
         if self.logprobs is None:
             return
-        for token_id, entry in zip(output.new_token_ids[:count], output.logprobs, strict=False):
+        for token_id, entry in zip(output.new_token_ids[:count], output.logprobs or (), strict=False):
             self.logprobs.append(entry)
             self.cumulative_logprob += entry[token_id].logprob
 
