@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core import views as core_views
 
-# %% nbs/index.ipynb #version
 __version__ = "0.1.0"
 
-
-# %% nbs/index.ipynb #lazy
 if os.environ.get("MINIVLLM_CPU_FEATURES"):  # before torch is imported, which looks at the CPU once
     from minivllm_kernels.cpu.features import narrow_torch
 

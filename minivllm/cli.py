@@ -15,8 +15,6 @@ from minivllm.engine.arguments import with_config
 
 __all__ = ["main", "make_parser"]
 
-
-# %% nbs/cli.ipynb #run_elsewhere
 _ELSEWHERE = {
     "serve": "minivllm.serving.app",
     "bench": "minivllm.bench",
@@ -52,7 +50,6 @@ def run_collect_env(args: argparse.Namespace, out: TextIO) -> None:
         print(f"{name:16} {value}", file=out)
 
 
-# %% nbs/cli.ipynb #make_parser
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     from minivllm import __version__
@@ -104,6 +101,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-# %% nbs/cli.ipynb #code-6f470b
 if __name__ == "__main__" and "get_ipython" not in globals():
     sys.exit(main())

@@ -12,7 +12,6 @@ from minivllm.core.trace import Trace
 __all__ = ["NARROW", "QUESTIONS", "run_demo"]
 
 
-# %% nbs/demo.ipynb #Moment
 @dataclass(frozen=True, slots=True)
 class Moment:
     """One step: the tokens of each request, the state while they are computed, and what else happened.
@@ -52,7 +51,6 @@ def moments(trace: Trace, letters: dict[str, str]) -> Iterator[Moment]:
         yield pending
 
 
-# %% nbs/demo.ipynb #draw_blocks
 def draw_blocks(state: State, letters: dict[str, str]) -> str:
     """The pool in one line, without the null block."""
     owners: dict[int, set[str]] = {}
@@ -67,7 +65,6 @@ def draw_blocks(state: State, letters: dict[str, str]) -> str:
     return "".join(signs)
 
 
-# %% nbs/demo.ipynb #step_table
 def step_table(trace: Trace, request_ids: Sequence[str]) -> str:
     """The steps of a trace as text: tokens of each request, and the pool. Runs of plain decoding steps are shortened."""
     letters = {request_id: chr(ord("A") + i) for i, request_id in enumerate(request_ids)}
@@ -109,7 +106,6 @@ def _line(moment: Moment, letters: dict[str, str]) -> str:
     return f"{moment.step:4}  {sum(moment.scheduled.values()):6}  {numbers}   {picture}{notes}"
 
 
-# %% nbs/demo.ipynb #run_demo
 QUESTIONS = (
     "What is the capital of France? Answer in one sentence.",
     "Write one sentence about the sea.",

@@ -20,7 +20,7 @@ from replays import make_gallery
 from results import make_benchmarks
 
 from minivllm.literate import write
-from minivllm.viz import BlockMap
+from minivllm.viz import BlockMap, Timeline
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,7 +42,9 @@ def main(target: Path) -> None:
     for page in target.rglob("*.md"):
         folder = Path("site/docs") / page.parent.relative_to(target)
         write(page, on_site(page.read_text(), folder))
-    write(target / "_view.html", BlockMap(runs.load()).to_html())
+    trace = runs.load()
+    write(target / "_blocks.html", BlockMap(trace).to_html())
+    write(target / "_requests.html", Timeline(trace).to_html())
     chapters = make_book(ROOT, target / "book")
     make_api(ROOT, target / "api", chapters)
     make_gallery(target / "gallery", target / "_extra/replays")

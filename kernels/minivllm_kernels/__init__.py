@@ -6,8 +6,6 @@ import numpy as np
 
 __all__: list[str] = []
 
-
-# %% nbs/numba_kernels/index.ipynb #code-e71db1
 for _old, _new in (("row_stack", "vstack"), ("trapz", "trapezoid"), ("in1d", "isin")):
     if not hasattr(np, _old):
         setattr(np, _old, getattr(np, _new))

@@ -20,13 +20,10 @@ __all__ = [
     "as_bytes", "to_fp8",
 ]  # fmt: skip
 
-
-# %% nbs/attention/backend.ipynb #AttentionSpec
 FP8 = torch.float8_e4m3fn
 """A sign, 4 bits of exponent, 3 of mantissa: a byte for numbers up to 448."""
 
 
-# %% nbs/attention/backend.ipynb #AttentionSpec-class
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """What one attention layer computes, and how its cache is cut.
@@ -78,7 +75,6 @@ class AttentionSpec:
         """Query heads per key-value head."""
         return self.num_heads // self.num_kv_heads
 
-    # %% nbs/attention/backend.ipynb #AttentionSpec-first_key
     def first_key(self, positions: np.ndarray) -> np.ndarray:
         """The first position that a query at each of `positions` sees. It sees everything from there to itself.
 
@@ -91,7 +87,6 @@ class AttentionSpec:
         return np.zeros_like(positions)
 
 
-# %% nbs/attention/backend.ipynb #AttentionBatch
 @dataclass
 class AttentionBatch:
     """One step of one KV cache group, on the host. Requests are laid end to end along the token axis.
@@ -128,7 +123,6 @@ class AttentionBatch:
     def max_seq_len(self) -> int:
         return int(self.seq_lens.max(initial=0))
 
-    # %% nbs/attention/backend.ipynb #AttentionBatch-check
     def check(self, block_size: int) -> None:
         """Refuse a batch that does not add up.
 
@@ -156,7 +150,6 @@ class AttentionBatch:
             )
 
 
-# %% nbs/attention/backend.ipynb #KVScales
 class KVScales(NamedTuple):
     """What the numbers of one layer's fp8 cache are multiplied by to get keys and values."""
 
@@ -175,7 +168,6 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
-# %% nbs/attention/backend.ipynb #Plan
 @dataclass
 class Plan:
     """What a backend works out once a step and group, and uses in every layer of the group.
@@ -204,7 +196,6 @@ class FixedDecode(Protocol):
         ...
 
 
-# %% nbs/attention/backend.ipynb #AttentionBackend
 class AttentionBackend(Module):
     """Attention over a paged KV cache. A backend keeps no state between calls.
 
@@ -254,29 +245,24 @@ class AttentionBackend(Module):
             [T, num_heads, head_dim] in the dtype of `q`. Slots past the end of a request are never read into it.
         """
 
-    # %% nbs/attention/backend.ipynb #AttentionBackend-kv_cache_shape
     def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
         """Shape of one layer's cache. Dimension 1 is the block in every layout; inside a block a backend may differ."""
         return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
 
-    # %% nbs/attention/backend.ipynb #AttentionBackend-kv_cache_dtype
     def kv_cache_dtype(self, spec: AttentionSpec) -> torch.dtype:
         """Dtype of the cache."""
         return spec.kv_dtype or spec.dtype
 
-    # %% nbs/attention/backend.ipynb #AttentionBackend-scaled
     def scaled(self, scales: KVScales) -> "AttentionBackend":
         """This backend, for a layer whose fp8 cache has these scales."""
         backend = copy.copy(self)
         backend.scales = scales
         return backend
 
-    # %% nbs/attention/backend.ipynb #AttentionBackend-new_kv_cache
     def new_kv_cache(self, num_blocks: int, spec: AttentionSpec, device: torch.device) -> Tensor:
         """An empty cache of one layer."""
         return torch.zeros(self.kv_cache_shape(num_blocks, spec), dtype=self.kv_cache_dtype(spec), device=device)
 
-    # %% nbs/attention/backend.ipynb #AttentionBackend-write
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Store the step's keys and values; in an fp8 cache divided by their scales, at most +-448.
 
@@ -289,7 +275,6 @@ class AttentionBackend(Module):
             stored = as_bytes(to_fp8(x, scale)) if kv_cache.dtype == FP8 else x
             half.flatten(0, 1).index_copy_(0, slot_mapping, stored)
 
-    # %% nbs/attention/backend.ipynb #AttentionBackend-copy_blocks
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, between two caches (swapping) or within one. All are read before any is written.
 

@@ -20,8 +20,6 @@ from minivllm_kernels.cpu.program import LAUNCHER
 
 __all__ = ["BITS", "NumbaCPUBackend", "NumbaCPUInvariantBackend", "NumbaCPUPlan"]
 
-
-# %% nbs/attention/numba_cpu.ipynb #NumbaCPUPlan
 """Paged attention by numba kernels on the CPU: no gather, decode and prefill alike, any mix of lengths.
 
 A row's result does not depend on what else is in the batch, on how a prompt is cut into chunks, on the number of
@@ -40,7 +38,6 @@ class NumbaCPUPlan(Plan):
     step: AttentionStep
 
 
-# %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend
 class NumbaCPUBackend(AttentionBackend):
     """Attention by numba kernels that read the pages where they lie.
 
@@ -79,7 +76,6 @@ class NumbaCPUBackend(AttentionBackend):
         """Dtype of the cache."""
         return self.kv_dtype or spec.dtype
 
-    # %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend-plan
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> NumbaCPUPlan:
         """See `AttentionBackend.plan`."""
         batch.check(spec.block_size)
@@ -97,7 +93,6 @@ class NumbaCPUBackend(AttentionBackend):
         )
         return NumbaCPUPlan(spec=spec, slot_mapping=torch.as_tensor(batch.slot_mapping), step=step)
 
-    # %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend-attend
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert isinstance(plan, NumbaCPUPlan)
@@ -106,7 +101,6 @@ class NumbaCPUBackend(AttentionBackend):
         plan.step.run(q.data_ptr(), out.data_ptr(), kv_cache.data_ptr())
         return out
 
-    # %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend-_writer
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.write`. Tokens with a negative slot are not stored."""
         tokens, heads, head_dim = k.shape
@@ -115,7 +109,6 @@ class NumbaCPUBackend(AttentionBackend):
         where = (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), slot_mapping.data_ptr(), kv_cache.data_ptr())
         LAUNCHER.run(writer, pack(tokens, *where, heads), torch.get_num_threads() if tokens > 8 else 1)
 
-    # %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend-copy_blocks
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend.copy_blocks`."""
         src, dst = {a for a, _ in pairs}, {b for _, b in pairs}
@@ -128,7 +121,6 @@ class NumbaCPUBackend(AttentionBackend):
         run(kernel("minivllm_kernels.cpu.cache:copy"), args, torch.get_num_threads())
 
 
-# %% nbs/attention/numba_cpu.ipynb #NumbaCPUBackend-_writer
 @functools.cache
 def _shape(spec: AttentionSpec, kv_dtype: torch.dtype, tiles: bool) -> CPUAttentionShape:
     sizes = (spec.head_dim, spec.group_size, spec.block_size)
@@ -142,7 +134,6 @@ def _writer(head_dim: int, block_size: int, bits: int, kv_bits: int) -> Kernel:
     return kernel("minivllm_kernels.cpu.cache:write", head_dim, block_size, bits, kv_bits, shape.lanes)
 
 
-# %% nbs/attention/numba_cpu.ipynb #NumbaCPUInvariantBackend
 class NumbaCPUInvariantBackend(NumbaCPUBackend):
     """The same without the tile unit, and it asks the model for matrix products whose rows do not depend on the batch either."""
 

@@ -19,14 +19,11 @@ __all__ = [
     "NumbaCudaBackend", "NumbaCudaFixedDecode", "NumbaCudaInvariantBackend", "NumbaCudaPlan", "cuda_ops",
 ]  # fmt: skip
 
-
-# %% nbs/attention/numba_cuda.ipynb #code-7f98b4
 if TYPE_CHECKING:
     from minivllm_kernels.cuda.ops import AttentionPlan
     from minivllm_kernels.cuda.planning import AttentionShape
 
 
-# %% nbs/attention/numba_cuda.ipynb #NumbaCudaPlan
 @dataclass
 class NumbaCudaPlan(Plan):
     """A step's plan on the device."""
@@ -52,7 +49,6 @@ def _shape(spec: AttentionSpec) -> "AttentionShape":
     return AttentionShape(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size, capped, fp8)
 
 
-# %% nbs/attention/numba_cuda.ipynb #NumbaCudaBackend
 class NumbaCudaBackend(AttentionBackend):
     """Paged attention by numba.cuda kernels on an NVIDIA GPU of compute capability 8.0 or later.
 
@@ -111,7 +107,6 @@ class NumbaCudaBackend(AttentionBackend):
         )
         return NumbaCudaPlan(spec, device_plan.slot_mapping, device_plan)
 
-    # %% nbs/attention/numba_cuda.ipynb #NumbaCudaBackend-write
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         cuda_ops().reshape_and_cache(k, v, kv_cache, slot_mapping, *self.scales)
 
@@ -135,7 +130,6 @@ class NumbaCudaBackend(AttentionBackend):
         cuda_ops().copy_blocks(src_cache, dst_cache, torch.tensor(pairs, dtype=torch.int64).to(device))
 
 
-# %% nbs/attention/numba_cuda.ipynb #NumbaCudaFixedDecode
 class NumbaCudaFixedDecode:
     """See `FixedDecode`. The block table is the only array whose size changes from step to step: it comes last in the buffer,
     and the work items say where in the buffer each row of it begins."""
@@ -185,7 +179,6 @@ class NumbaCudaFixedDecode:
         return NumbaCudaPlan(spec, self.slot_mapping, device_plan)
 
 
-# %% nbs/attention/numba_cuda.ipynb #NumbaCudaInvariantBackend
 class NumbaCudaInvariantBackend(NumbaCudaBackend):
     """The same in batch-invariant mode: a token's result is bit-identical whatever else is in the batch, and however its
     prompt was cut. Every row goes through the prefill kernel, so decoding few long sequences is slower."""

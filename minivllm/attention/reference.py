@@ -15,7 +15,6 @@ from minivllm.attention.backend import AttentionBackend, AttentionBatch, Attenti
 __all__ = ["ReferenceBackend"]
 
 
-# %% nbs/attention/reference.ipynb #attend_one
 def attend_one(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention of one token to the keys that it sees.
 
@@ -35,7 +34,6 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> 
     return torch.einsum("hgn,nhd->hgd", weights, values).reshape(q.shape)
 
 
-# %% nbs/attention/reference.ipynb #gather
 def gather(kv_cache: Tensor, block_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` keys and values of one request, in order.
 
@@ -52,7 +50,6 @@ def gather(kv_cache: Tensor, block_ids: Tensor, length: int) -> tuple[Tensor, Te
     return keys, values
 
 
-# %% nbs/attention/reference.ipynb #ReferencePlan
 @dataclass
 class ReferencePlan(Plan):
     """The batch as it came, the block table on the device."""
@@ -61,7 +58,6 @@ class ReferencePlan(Plan):
     block_table: Tensor
 
 
-# %% nbs/attention/reference.ipynb #ReferenceBackend
 class ReferenceBackend(AttentionBackend):
     """Attention as its definition says it, request by request, token by token.
 
@@ -94,7 +90,6 @@ class ReferenceBackend(AttentionBackend):
             block_table=torch.as_tensor(batch.block_table, device=device).long(),
         )
 
-    # %% nbs/attention/reference.ipynb #ReferenceBackend-attend
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert isinstance(plan, ReferencePlan)
@@ -113,7 +108,6 @@ class ReferenceBackend(AttentionBackend):
                 out[row] = attend_one(q[row].to(self.compute_dtype), keys[seen], values[seen], spec)
         return out
 
-    # %% nbs/attention/reference.ipynb #ReferenceBackend-visible
     def visible(self, spec: AttentionSpec, position: int) -> slice | Sequence[int]:
         """Which keys the token at a position sees: places in the text. Override it to try another mask.
 

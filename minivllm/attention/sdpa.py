@@ -15,7 +15,6 @@ from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, At
 __all__ = ["SDPABackend", "alike"]
 
 
-# %% nbs/attention/sdpa.ipynb #DecodeCall
 @dataclass
 class DecodeCall:
     """Rows with one query each whose visible lengths are alike, as one rectangle.
@@ -57,14 +56,12 @@ class SDPAPlan(Plan):
     prefills: list[PrefillCall]
 
 
-# %% nbs/attention/sdpa.ipynb #slots_of
 def slots_of(block_table: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
     """Cache slots of `positions` [n, width] in the requests whose rows are `block_table` [n, max_blocks]: int64."""
     blocks = np.take_along_axis(block_table, positions // block_size, axis=1).astype(np.int64)
     return blocks * block_size + positions % block_size
 
 
-# %% nbs/attention/sdpa.ipynb #plan_decode
 def plan_decode(batch: AttentionBatch, rows: np.ndarray, spec: AttentionSpec, device: torch.device) -> DecodeCall:
     """One call for the requests `rows` [n], all with a single query."""
     last = batch.seq_lens[rows].astype(np.int64) - 1
@@ -82,7 +79,6 @@ def plan_decode(batch: AttentionBatch, rows: np.ndarray, spec: AttentionSpec, de
     )
 
 
-# %% nbs/attention/sdpa.ipynb #plan_prefill
 def plan_prefill(batch: AttentionBatch, r: int, spec: AttentionSpec, device: torch.device) -> PrefillCall:
     """The call for request `r`."""
     start, end, length = int(batch.query_start_loc[r]), int(batch.query_start_loc[r + 1]), int(batch.seq_lens[r])
@@ -96,7 +92,6 @@ def plan_prefill(batch: AttentionBatch, r: int, spec: AttentionSpec, device: tor
     return PrefillCall(start, end, torch.as_tensor(slots, device=device), mask)
 
 
-# %% nbs/attention/sdpa.ipynb #alike
 def alike(lengths: np.ndarray, ratio: float = 1.5, least: int = 64) -> list[np.ndarray]:
     """Split rows so that in each part the longest is at most `ratio` times the shortest (or `least` more).
 
@@ -116,7 +111,6 @@ def alike(lengths: np.ndarray, ratio: float = 1.5, least: int = 64) -> list[np.n
     return [part for part in parts if len(part)]
 
 
-# %% nbs/attention/sdpa.ipynb #SDPABackend
 class SDPABackend(AttentionBackend):
     """Attention by `torch.nn.functional.scaled_dot_product_attention` over gathered pages."""
 
@@ -141,7 +135,6 @@ class SDPABackend(AttentionBackend):
             prefills=[plan_prefill(batch, int(r), spec, device) for r in np.flatnonzero(~single)],
         )
 
-    # %% nbs/attention/sdpa.ipynb #SDPABackend-attend
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert isinstance(plan, SDPAPlan)
@@ -160,7 +153,6 @@ class SDPABackend(AttentionBackend):
         return out if self.scales.v == 1.0 else out * self.scales.v
 
 
-# %% nbs/attention/sdpa.ipynb #_decode
 def _pick(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of the cache, or of its bytes, as `dtype`."""
     rows = cache.index_select(0, slots)

@@ -11,8 +11,6 @@ from minivllm.attention.backend import AttentionBackend, AttentionSpec
 
 __all__ = ["backend_names", "make_backend", "register_backend", "select_backend"]
 
-
-# %% nbs/attention/select.ipynb #backend_names
 _BACKENDS: dict[str, str | Callable[[], AttentionBackend]] = {
     "reference": "minivllm.attention.reference:ReferenceBackend",
     "sdpa": "minivllm.attention.sdpa:SDPABackend",
@@ -29,7 +27,6 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-# %% nbs/attention/select.ipynb #register_backend
 def register_backend(name: str, make: str | Callable[[], AttentionBackend], *, auto_before: str | None = None) -> None:
     """Make a backend known.
 
@@ -50,7 +47,6 @@ def register_backend(name: str, make: str | Callable[[], AttentionBackend], *, a
     _BACKENDS[name] = make
 
 
-# %% nbs/attention/select.ipynb #make_backend
 def make_backend(name: str) -> AttentionBackend:
     """The backend of this name.
 
@@ -67,7 +63,6 @@ def make_backend(name: str) -> AttentionBackend:
     return getattr(importlib.import_module(module), attribute)()
 
 
-# %% nbs/attention/select.ipynb #select_backend
 def select_backend(
     name: str, spec: AttentionSpec | Iterable[AttentionSpec], device: torch.device
 ) -> tuple[AttentionBackend, str]:

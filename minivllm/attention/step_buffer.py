@@ -11,8 +11,6 @@ from torch import Tensor
 
 __all__ = ["ALIGNMENT", "StepBuffer"]
 
-
-# %% nbs/attention/step_buffer.ipynb #StepBuffer
 ALIGNMENT = 16  # bytes: the widest load of the kernels
 _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 
@@ -40,7 +38,6 @@ class StepBuffer:
         self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._fetched: list[torch.cuda.Event | None] = [None, None]
 
-    # %% nbs/attention/step_buffer.ipynb #StepBuffer-begin
     def begin(self) -> None:
         """Start a step. Waits, if need be, until the arrays of the last step but one were fetched."""
         self._hosts.reverse()
@@ -54,7 +51,6 @@ class StepBuffer:
         """Address of the first byte of this step's host copy."""
         return self._hosts[0].data_ptr()
 
-    # %% nbs/attention/step_buffer.ipynb #StepBuffer-reserve
     def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> tuple[np.ndarray, Tensor]:
         """Room for an int32 or int64 array: the host array, to be written before `send`, and the tensor on the device.
 
@@ -77,7 +73,6 @@ class StepBuffer:
         host[...] = array
         return there
 
-    # %% nbs/attention/step_buffer.ipynb #StepBuffer-send
     def send(self) -> None:
         """Copy what was put and reserved since `begin`. The host does not wait."""
         self._there[: self.used].copy_(self._hosts[0][: self.used], non_blocking=True)

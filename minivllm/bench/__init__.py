@@ -18,7 +18,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/bench/index.ipynb #throughput
 def run_throughput(args: argparse.Namespace, out: TextIO) -> int:
     """`bench throughput`: all requests at once, offline. Returns the exit status."""
     from minivllm.bench.datasets import make_samples
@@ -68,7 +67,6 @@ def _write(path: str | None, result: dict[str, Any]) -> None:
         Path(path).write_text(json.dumps(result), encoding="utf-8")
 
 
-# %% nbs/bench/index.ipynb #latency
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
@@ -112,7 +110,6 @@ def run_latency(args: argparse.Namespace, out: TextIO) -> int:
     return 0
 
 
-# %% nbs/bench/index.ipynb #parser
 def make_parser() -> argparse.ArgumentParser:
     """The flags of `minivllm bench`."""
     from minivllm.bench.datasets import add_dataset_arguments

@@ -16,8 +16,6 @@ __all__ = [
     "prefix_repetition_samples", "random_samples",
 ]  # fmt: skip
 
-
-# %% nbs/bench/datasets.ipynb #Sample
 DATASETS = ("random", "sharegpt", "prefix_repetition", "workload")
 
 
@@ -30,7 +28,6 @@ class Sample:
     arrival_time: float | None = None
 
 
-# %% nbs/bench/datasets.ipynb #made-up
 def ordinary_tokens(tokenizer: Any) -> np.ndarray:
     """The token ids of a vocabulary that are no special tokens."""
     special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
@@ -88,7 +85,6 @@ def prefix_repetition_samples(
     return [made[i] for i in generator.permutation(count)]
 
 
-# %% nbs/bench/datasets.ipynb #files
 def file_samples(
     name: str,
     path: str,

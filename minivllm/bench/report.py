@@ -15,8 +15,6 @@ __all__ = [
     "DETAILS", "METRICS", "Measured", "make_report", "meets", "parse_goodput", "render_report", "save_report",
 ]  # fmt: skip
 
-
-# %% nbs/bench/report.ipynb #Measured
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _TITLES = {
     "ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)", "itl": "Inter-token Latency", "e2el": "End-to-end Latency",
@@ -43,7 +41,6 @@ class Measured:
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
 
 
-# %% nbs/bench/report.ipynb #statistics
 def values_of(metric: str, done: Sequence[Measured]) -> list[float]:
     """All values of a metric, in seconds."""
     if metric == "itl":
@@ -61,7 +58,6 @@ def statistics(metric: str, done: Sequence[Measured], percentiles: Sequence[floa
     return {f"{name}_{metric}_ms": float(value) for name, value in found.items()}
 
 
-# %% nbs/bench/report.ipynb #goodput
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
     """`["ttft:200", "tpot:50"]` -> seconds of each goal. Raises ValueError that says what is allowed."""
     goals: dict[str, float] = {}
@@ -83,7 +79,6 @@ def meets(request: Measured, goals: dict[str, float]) -> bool:
     return all(found[name] <= limit for name, limit in goals.items())
 
 
-# %% nbs/bench/report.ipynb #load
 def peak_concurrency(done: Sequence[Measured]) -> int:
     """The most requests that were open at the same time."""
     changes = sorted([(r.start, 1) for r in done] + [(r.start + r.latency, -1) for r in done])
@@ -101,7 +96,6 @@ def peak_tokens_per_second(done: Sequence[Measured]) -> int:
     return int(np.bincount(np.concatenate(moments).astype(int)).max())
 
 
-# %% nbs/bench/report.ipynb #make_report
 def make_report(
     requests: Sequence[Measured],
     duration: float,

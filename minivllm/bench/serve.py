@@ -21,7 +21,6 @@ from minivllm.serving.client import get_json, request, tls_context
 __all__ = ["add_serve_arguments", "arrival_times", "run_serve"]
 
 
-# %% nbs/bench/serve.ipynb #arrivals
 def arrival_times(samples: Sequence[Sample], rate: float | None, burstiness: float = 1.0, seed: int = 0) -> list[float]:
     """When to send each request, in seconds from the start.
 
@@ -41,7 +40,6 @@ def arrival_times(samples: Sequence[Sample], rate: float | None, burstiness: flo
     return [float(moment) for moment in moments * (len(samples) / rate / moments[-1])]
 
 
-# %% nbs/bench/serve.ipynb #measure
 class Target:
     """Where requests go, and in which form: ``backend`` "openai" (token ids to /v1/completions) or "openai-chat" (text to /v1/chat/completions)."""
 
@@ -105,7 +103,6 @@ class Target:
         return found
 
 
-# %% nbs/bench/serve.ipynb #run_load
 async def run_load(
     target: Target,
     samples: Sequence[Sample],
@@ -132,7 +129,6 @@ async def run_load(
     return list(found), clock()
 
 
-# %% nbs/bench/serve.ipynb #command
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """vLLM's flags of `bench serve`."""
     parser.add_argument(

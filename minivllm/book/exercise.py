@@ -19,7 +19,6 @@ from typing import Any, Self
 __all__ = ["Exercise", "is_blank"]
 
 
-# %% nbs/book/exercise.ipynb #Verdict
 @dataclass(frozen=True)
 class Verdict:
     """What a checker says. True if it begins with "right"."""
@@ -33,7 +32,6 @@ class Verdict:
         return self.text
 
 
-# %% nbs/book/exercise.ipynb #forms
 class WrongCall(Exception):
     """The reader's function takes other arguments than it is called with."""
 
@@ -70,7 +68,6 @@ class Items(tuple):
         return repr(self.given)
 
 
-# %% nbs/book/exercise.ipynb #in_one_form
 def in_one_form(answer: Any, arrays: list[Any] | None = None) -> Any:
     """An answer as checkers want to see it: sequences as `Items`, numpy's numbers as Python's, functions that return these.
 
@@ -111,7 +108,6 @@ def _returning_one_form(function: FunctionType, arrays: list[Any] | None) -> Cal
     return call
 
 
-# %% nbs/book/exercise.ipynb #Exercise
 @dataclass(frozen=True)
 class Exercise:
     """A checker, made from a function of the answer: `@Exercise` above its `def`.
@@ -148,7 +144,6 @@ class Exercise:
         except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
             return Verdict(f"it raised {type(error).__name__}: {error}{_place(error, answer) or _guess(error, answer)}")
 
-    # %% nbs/book/exercise.ipynb #proofs
     def accepts(self, *answer: Any) -> None:
         """For the folded solution: AssertionError unless it is found right, in every form, and made-up answers are not."""
         verdict = self(*answer)
@@ -170,7 +165,6 @@ class Exercise:
             raise AssertionError(f"a wrong answer should be refused with {because!r}, not: {verdict}")
 
 
-# %% nbs/book/exercise.ipynb #is_blank
 def is_blank(answer: Any) -> bool:
     """Whether an answer is dots, has dots in it, or is a function (or a class, or an object, with a method) whose body is dots."""
     if isinstance(answer, dict):
@@ -220,11 +214,9 @@ def _guess(error: Exception, answer: tuple[Any, ...]) -> str:
     return ""
 
 
-# %% nbs/book/exercise.ipynb #proofs
 PATIENCE = 0.5  # seconds for the variants of one solution: a checker that runs an engine takes longer for each
 
 
-# %% nbs/book/exercise.ipynb #variants
 def _variants(exercise: Exercise, answer: tuple[Any, ...]) -> Iterator[tuple[str, tuple[Any, ...], bool]]:
     """(what it is, the answer, whether it is right): other forms of a solution, and answers that cannot be right."""
     if len(answer) != 1:

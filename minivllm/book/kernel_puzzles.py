@@ -19,7 +19,6 @@ from minivllm.book.lens import Lens
 __all__ = ["PUZZLES", "Puzzle"]
 
 
-# %% nbs/book/kernel_puzzles.ipynb #Verdict
 @dataclass(frozen=True)
 class Verdict:
     """What `Puzzle.check` found; true if the kernel is right."""
@@ -38,7 +37,6 @@ class Verdict:
         return f"<pre>{escape(self.text)}</pre>{picture}"
 
 
-# %% nbs/book/kernel_puzzles.ipynb #Puzzle
 @dataclass(frozen=True, repr=False)
 class Puzzle:
     """A kernel to write.
@@ -95,7 +93,6 @@ class Puzzle:
     def __repr__(self) -> str:
         return f"{self.name}: {self.task}"
 
-    # %% nbs/book/kernel_puzzles.ipynb #Puzzle-check
     def check(self, kernel: Callable) -> Verdict:
         """Try the kernel on three cases. TypeError if its arguments have other names than the puzzle's."""
         for seed in range(3):
@@ -115,7 +112,6 @@ class Puzzle:
         return Verdict("right")
 
 
-# %% nbs/book/kernel_puzzles.ipynb #complaints
 def _outside(lens: Lens) -> str | None:
     for a in lens.outside():
         does, size = ("writes", "reads")[not a.write], lens.arrays[a.array].shape
@@ -166,7 +162,6 @@ def numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(1, 100, shape).astype(np.float32)
 
 
-# %% nbs/book/kernel_puzzles.ipynb #copy
 def _copy(out, a):
     i = cuda.threadIdx.x
     out[i] = a[i]
@@ -192,7 +187,6 @@ copy = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #guard
 def _guard(out, a):
     i = cuda.threadIdx.x
     if i < a.shape[0]:
@@ -214,7 +208,6 @@ guard = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #grid
 def _grid(out, a):
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     if i < a.shape[0]:
@@ -236,7 +229,6 @@ grid = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #store
 def _store_case(rng: np.random.Generator) -> dict[str, Any]:
     slots = rng.permutation(np.arange(4, 24))[:5].astype(np.int32)
     slots[3] = -1
@@ -272,7 +264,6 @@ store = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #gather
 def _paged(rng: np.random.Generator, tokens: int, blocks: int = 6, block_size: int = 4, dim: int = 4) -> dict[str, Any]:
     """A cache in which only the request's own rows hold numbers, and the block table of `tokens` tokens."""
     table = rng.permutation(np.arange(1, blocks))[: -(-tokens // block_size)].astype(np.int32)
@@ -307,7 +298,6 @@ gather = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #heads
 def _heads(out, q, k):
     h = cuda.threadIdx.x
     group = q.shape[0] // k.shape[0]
@@ -329,7 +319,6 @@ heads = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #side-by-side
 def _scattered(lens: Lens) -> str | None:
     for row in lens.table():
         if row["space"] == "global" and row["pieces"] > row["needed"]:
@@ -363,7 +352,6 @@ side_by_side = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #tree
 def _tree(out, a):
     i = cuda.threadIdx.x
     part = cuda.shared.array(32, np.float32)
@@ -394,7 +382,6 @@ tree = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #banks
 def _banks_demand(lens: Lens) -> str | None:
     slow = _scattered(lens)
     if slow:
@@ -431,7 +418,6 @@ banks = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #scores
 def _scores(out, q, cache, table, length):
     t = cuda.threadIdx.x
     if t < length:
@@ -467,7 +453,6 @@ scores = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #softmax
 def _softmax(out, s):
     top = s[0]
     for i in range(1, s.shape[0]):
@@ -499,7 +484,6 @@ softmax = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #online
 def _online(out, s, v):
     d = cuda.threadIdx.x
     top, total, acc = s[0], 1.0, v[0, d]
@@ -541,7 +525,6 @@ online = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #window
 def _window(out, cache, table, length, window):
     d = cuda.threadIdx.x
     size = cache.shape[1]
@@ -585,7 +568,6 @@ window = Puzzle(
 )
 
 
-# %% nbs/book/kernel_puzzles.ipynb #fold
 def _fold(out, top, total, acc):
     d = cuda.threadIdx.x
     best = top[0]
@@ -627,6 +609,4 @@ fold = Puzzle(
     ),
 )
 
-
-# %% nbs/book/kernel_puzzles.ipynb #PUZZLES
 PUZZLES = (copy, guard, grid, store, gather, heads, side_by_side, tree, banks, scores, softmax, online, window, fold)

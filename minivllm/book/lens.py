@@ -19,8 +19,6 @@ from minivllm_kernels.cuda.warp import SIM
 
 __all__ = ["Lens"]
 
-
-# %% nbs/book/lens.ipynb #Access
 SECTOR, BANKS, WARP = 32, 32, 32
 """Bytes that global memory gives at least; banks of shared memory, each 4 bytes wide; threads that run together."""
 
@@ -53,7 +51,6 @@ class Access:
     atomic: bool = False
 
 
-# %% nbs/book/lens.ipynb #Watched
 class Watched:
     """An array for a kernel in the simulator, which tells a lens about every access. Made by `Lens.run`."""
 
@@ -103,7 +100,6 @@ class Watched:
         self.write(self._place(index), value, sys._getframe(1).f_lineno)
 
 
-# %% nbs/book/lens.ipynb #Part
 @dataclass(frozen=True)
 class Part:
     """What `cache[block]` is of a watched array: the rest of the indices follow."""
@@ -125,7 +121,6 @@ class Part:
         self.of.write((*self.place, *self.of._place(index)), value, sys._getframe(1).f_lineno)
 
 
-# %% nbs/book/lens.ipynb #Instruction
 @dataclass(frozen=True)
 class Instruction:
     """What the threads of one warp did together.
@@ -158,7 +153,6 @@ class Instruction:
         return max(map(len, words.values()))
 
 
-# %% nbs/book/lens.ipynb #Lens
 class Lens:
     """Runs kernels in numba's CUDA simulator and remembers every access to their arrays.
 
@@ -174,7 +168,6 @@ class Lens:
         self._turns: dict[tuple, int] = defaultdict(int)
         self._lock = threading.Lock()
 
-    # %% nbs/book/lens.ipynb #Lens-run
     def run(self, kernel: Callable, grid: Any, threads: Any, **arguments: Any) -> "Lens":
         """Run a kernel, given as a Python function; its arguments by name, arrays are changed in place."""
         names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
@@ -202,7 +195,6 @@ class Lens:
             who = (block, thread.thread_id, line, turn, epoch)
             self.accesses.append(Access(watched.name, watched.space, index, write, *who, inside, atomic))
 
-    # %% nbs/book/lens.ipynb #Lens-outside
     def outside(self) -> list[Access]:
         """Accesses to elements that do not exist."""
         return [a for a in self.accesses if not a.inside]
@@ -235,7 +227,6 @@ class Lens:
         sizes = {name: watched.dtype.itemsize for name, watched in self.arrays.items()}
         return [Instruction(tuple(sorted(g, key=lambda a: a.thread)), sizes[g[0].array]) for g in groups.values()]
 
-    # %% nbs/book/lens.ipynb #Lens-table
     def source(self, line: int) -> str:
         """A line of the kernel."""
         return linecache.getline(self.filename, line).strip()
@@ -265,7 +256,6 @@ class Lens:
                 row["needed"] += instruction.needed
         return [rows[key] for key in sorted(rows)]
 
-    # %% nbs/book/lens.ipynb #Lens-report
     def element(self, array: str, index: int) -> str:
         """`cache[3, 0, 2]`: an element as one writes it."""
         shape = self.arrays[array].shape
@@ -297,7 +287,6 @@ class Lens:
             lines.append(f"{row['does']:6} {row['array']}: {cost}: {row['source']}")
         return "\n".join(lines)
 
-    # %% nbs/book/lens.ipynb #colour
     def svg(self, arrays: list[str] | None = None, columns: int = 16) -> str:
         """A picture of the arrays (all, or the named ones), `columns` cells wide, or as wide as their last dimension."""
         parts: list[str] = []
@@ -322,7 +311,6 @@ class Lens:
             f' aria-label="{label}" style="max-width:100%"><style>{style}</style>{"".join(parts)}</svg>'
         )
 
-    # %% nbs/book/lens.ipynb #Lens-draw
     def _draw(self, watched: Watched, wide: int, top: int) -> tuple[str, int]:
         touched: dict[int, dict[int, bool]] = defaultdict(dict)
         for a in self.accesses:
@@ -367,7 +355,6 @@ class Lens:
         return self.report()
 
 
-# %% nbs/book/lens.ipynb #_watching
 def _noted(operation: Callable) -> Callable:
     """An atomic operation of the simulator which tells the lens that a thread reads and writes one element at once."""
 
@@ -421,7 +408,6 @@ def _watching(lens: Lens) -> Iterator[None]:
         kernelapi.FakeCUDAShared.array, kernel.BlockThread.syncthreads = plain_array, plain_barrier
 
 
-# %% nbs/book/lens.ipynb #colour
 def colour(thread: int) -> str:
     """Of a thread, as neighbours in a warp differ a little and its ends differ much. Dark enough for white text."""
     return f"hsl({(thread % WARP) * 300 // WARP} 45% 42%)"

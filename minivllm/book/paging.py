@@ -21,8 +21,6 @@ from minivllm.viz.palette import owner_colour
 
 __all__ = ["PUZZLES", "Puzzle"]
 
-
-# %% nbs/book/paging.ipynb #Replay
 _CELL, _ROW = 30, 34  # pixels
 
 
@@ -95,7 +93,6 @@ def _square(block: int, y: int, before: State, after: State, numbers: dict[str, 
     return f'{ring}<circle cx="{x + _CELL / 2}" cy="{y + _CELL / 2 - 1}" r="2.5" fill="#8b94a1"/>'
 
 
-# %% nbs/book/paging.ipynb #Game
 class _Stop(Exception):
     """The story goes no further."""
 
@@ -150,7 +147,6 @@ class Game:
         self.fold.apply(event)
         self.trace.events.append(event)
 
-    # %% nbs/book/paging.ipynb #Game-events
     def enter(self, request: str, num_tokens: int, blocks: Iterable[int] = ()) -> None:
         """A request with so many prompt tokens runs from now on, and takes blocks."""
         self.tell("add", request, num_tokens, 16, 0.0, 0, None, None, (), len(self.fold.now.requests))
@@ -176,7 +172,6 @@ class Game:
         self.tell("finish", request, "length", None)
 
 
-# %% nbs/book/paging.ipynb #difference
 def _called(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     """The arguments by name as the function leaves them, and its result. It may call them by other names."""
     mine = deepcopy(given)
@@ -204,7 +199,6 @@ def _difference(name: str, got: Any, want: Any) -> str | None:
     return f"{name} should be {_shown(want)}, and is {_shown(got)}"
 
 
-# %% nbs/book/paging.ipynb #Puzzle
 @dataclass(frozen=True, repr=False)
 class Puzzle:
     """A function to write.
@@ -257,7 +251,6 @@ class Puzzle:
         return f"<b>{escape(self.name)}</b>: {task}{self.show(self.answer).svg()}"
 
 
-# %% nbs/book/paging.ipynb #slot
 def _slot(table, position, size):
     return table[position // size] * size + position % size
 
@@ -291,7 +284,6 @@ slot = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #allocate
 def _allocate(table, free, num_tokens, size):
     while len(table) * size < num_tokens:
         table.append(free.pop(0))
@@ -332,7 +324,6 @@ allocate = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #give-back
 def _give_back(table, free):
     while table:
         free.append(table.pop())
@@ -374,7 +365,6 @@ give_back = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #share
 def _share(table, blocks, ref, free):
     for block in blocks:
         if ref[block] == 0:
@@ -429,7 +419,6 @@ share = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #release
 def _release(table, ref, free):
     while table:
         block = table.pop()
@@ -479,7 +468,6 @@ release = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #write
 def _write(table, index, ref, free):
     old = table[index]
     if ref[old] == 1:
@@ -539,7 +527,6 @@ write = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #names
 def _names(tokens, size):
     found: list[bytes] = []
     for i in range(0, len(tokens) - size + 1, size):
@@ -579,7 +566,6 @@ names = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #find
 def _find(names, cached, num_tokens, size):
     found = []
     for name in names[: (num_tokens - 1) // size]:
@@ -636,7 +622,6 @@ find = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #evict
 def _evict(free, content):
     block = next((b for b in free if b not in content), free[0])
     free.remove(block)
@@ -696,7 +681,6 @@ evict = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #slide
 def _slide(table, free, num_computed, window, size):
     first = max(0, num_computed - window + 1)
     for i in range(first // size):
@@ -754,7 +738,6 @@ slide = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #make-room
 def _make_room(running, tables, free, needed):
     out = []
     while len(free) < needed:
@@ -813,7 +796,6 @@ make_room = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #split
 def _split(running, waiting, budget):
     tokens = dict.fromkeys(running[:budget], 1)
     for request, left in waiting:
@@ -855,7 +837,6 @@ def _split_all_running(running, waiting, budget):
     return tokens
 
 
-# %% nbs/book/paging.ipynb #splitting
 def _splitting(game: Game) -> None:
     left, free = {"a": 5, "b": 13, "c": 6}, list(range(1, 9))
     held = {"a": 0, "b": 0, "c": 0}
@@ -892,7 +873,6 @@ split = Puzzle(
 )
 
 
-# %% nbs/book/paging.ipynb #admit
 def _admit(waiting, num_free, size):
     names = []
     for request, tokens in waiting:
@@ -953,6 +933,4 @@ admit = Puzzle(
     },
 )
 
-
-# %% nbs/book/paging.ipynb #PUZZLES
 PUZZLES = (slot, allocate, give_back, share, release, write, names, find, evict, slide, make_room, split, admit)

@@ -22,8 +22,6 @@ from minivllm.engine.arguments import add_engine_arguments, engine_args_from
 
 __all__ = ["CHAT_HELP", "ChatSession", "RemoteChatSession", "add_parser", "run_chat"]
 
-
-# %% nbs/commands/chat.ipynb #ChatSession
 if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.sampling.params import SamplingParams
@@ -50,7 +48,6 @@ class ChatSession:
     def say(self, text: str = "", end: str = "\n") -> None:
         print(text, end=end, file=self.out, flush=True)
 
-    # %% nbs/commands/chat.ipynb #ChatSession-handle
     def handle(self, line: str) -> bool:
         """Take one line of input. Returns False when the session is over."""
         command, _, rest = line.strip().partition(" ")
@@ -92,7 +89,6 @@ class ChatSession:
         _, token_ids = apply_chat_template(self.engine.tokenizer, messages)
         yield from stream_answer(self.engine, token_ids, self.params)
 
-    # %% nbs/commands/chat.ipynb #ChatSession-run
     def run(self, read: Callable[[str], str], prompt: str) -> None:
         """Read lines until the end of the input or /exit. ``read(prompt)`` is `input`, or anything that raises EOFError at the end."""
         while True:
@@ -107,7 +103,6 @@ class ChatSession:
                 return
 
 
-# %% nbs/commands/chat.ipynb #run_chat
 class RemoteChatSession(ChatSession):
     """A conversation with a model of a server. ``fields``: of every request."""
 

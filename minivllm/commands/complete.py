@@ -21,8 +21,6 @@ from minivllm.engine.arguments import add_engine_arguments, engine_args_from
 
 __all__ = ["stream_answer"]
 
-
-# %% nbs/commands/complete.ipynb #stream_answer
 if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.sampling.params import SamplingParams
@@ -51,7 +49,6 @@ def stream_answer(engine: LLMEngine, prompt: Any, params: SamplingParams) -> Ite
         engine.abort_request(request_id)
 
 
-# %% nbs/commands/complete.ipynb #run_complete
 _BETWEEN = "\n" + "-" * 8 + "\n"
 
 

@@ -13,8 +13,6 @@ __all__ = [
     "say_loading",
 ]  # fmt: skip
 
-
-# %% nbs/commands/flags.ipynb #add_sampling_arguments
 if TYPE_CHECKING:
     from minivllm.sampling.params import SamplingParams
     from minivllm.serving.client import Remote
@@ -57,7 +55,6 @@ def sampling_params_from(args: argparse.Namespace, defaults: SamplingParams, **m
     return defaults.clone(**request_fields(args), **more)
 
 
-# %% nbs/commands/flags.ipynb #connect
 def add_remote_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that name a server."""
     group = parser.add_argument_group("server", "ask a running server instead of an engine here")

@@ -13,7 +13,6 @@ from typing import Any, TextIO
 __all__ = ["add_parser", "run_trace_view"]
 
 
-# %% nbs/commands/trace_view.ipynb #run_trace_view
 def run_trace_view(args: argparse.Namespace, out: TextIO) -> None:
     """Write the page of a saved trace and open it in the browser.
 

@@ -12,7 +12,6 @@ from typing import Any
 __all__ = ["BlockPool", "FreeBlockQueue", "KVCacheBlock"]
 
 
-# %% nbs/core/block_pool.ipynb #KVCacheBlock
 class KVCacheBlock:
     """One physical block.
 
@@ -44,7 +43,6 @@ class KVCacheBlock:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, hash={content})"
 
 
-# %% nbs/core/block_pool.ipynb #FreeBlockQueue
 class FreeBlockQueue:
     """A doubly linked list of free blocks, threaded through the blocks. Every operation but iteration is O(1)."""
 
@@ -97,7 +95,6 @@ class FreeBlockQueue:
         return block
 
 
-# %% nbs/core/block_pool.ipynb #EvictionHeap
 class EvictionHeap:
     """Cached free blocks by a key, smallest first; of equals, the one that has been free for the longest time.
 
@@ -153,7 +150,6 @@ class EvictionHeap:
         self._new = {}
 
 
-# %% nbs/core/block_pool.ipynb #BlockPool
 class BlockPool:
     """A fixed number of physical blocks, reference counted, with reuse by content.
 
@@ -197,7 +193,6 @@ class BlockPool:
         """Share of the blocks in use, 0 to 1."""
         return 1.0 - len(self.free_queue) / self.num_blocks
 
-    # %% nbs/core/block_pool.ipynb #BlockPool-allocate
     def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
         """Take `n` blocks for new content, each with a count of one: uncached ones first, then evicted ones.
 
@@ -216,7 +211,6 @@ class BlockPool:
             block.last_used = self.step
         return taken
 
-    # %% nbs/core/block_pool.ipynb #BlockPool-cached_free_blocks
     def cached_free_blocks(self) -> Iterator[KVCacheBlock]:
         """Free blocks with content, least recently used first. Blocks without content stand before them in the list."""
         return (block for block in self.free_queue if block.block_hash is not None)
@@ -245,7 +239,6 @@ class BlockPool:
         """Evict the cached free block with the smallest key from now on; None for the least recently used. For `run` see `EvictionHeap`."""
         self.heap = None if key is None else EvictionHeap(key, run, self.cached_free_blocks())
 
-    # %% nbs/core/block_pool.ipynb #BlockPool-evict
     def evict(self, block: KVCacheBlock) -> None:
         """Drop the content of a free block and move it to the front of the free list.
 
@@ -280,7 +273,6 @@ class BlockPool:
             self.trace(("reset",))
         return len(cached)
 
-    # %% nbs/core/block_pool.ipynb #BlockPool-touch
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Share blocks that are held or free: one more count each. A free one leaves the free list."""
         for block in blocks:
@@ -295,7 +287,6 @@ class BlockPool:
             block.num_hits += 1
             block.last_used = self.step
 
-    # %% nbs/core/block_pool.ipynb #BlockPool-free
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Give blocks back, in the order in which they should be reused: pass the last block of a request first.
 

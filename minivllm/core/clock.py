@@ -11,7 +11,6 @@ from typing import Protocol
 __all__ = ["Clock", "VirtualClock", "WallClock"]
 
 
-# %% nbs/core/clock.ipynb #Clock
 class Clock(Protocol):
     """Something that tells the time in seconds."""
 

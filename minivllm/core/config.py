@@ -18,7 +18,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/core/config.ipynb #KVCacheRules
 class KVCacheRules:
     """What the scheduler and the views must know of one kind of KV cache. The base class is full attention.
 
@@ -68,7 +67,6 @@ class KVCacheRules:
         return "full attention"
 
 
-# %% nbs/core/config.ipynb #KV_CACHE_KINDS
 KV_CACHE_KINDS: dict[str, KVCacheRules] = {"full": KVCacheRules()}
 _BUILT_IN = ("full", "sliding_window", "chunked_local")
 
@@ -119,7 +117,6 @@ register_kv_cache_kind("sliding_window", SlidingWindowRules())
 register_kv_cache_kind("chunked_local", ChunkedLocalRules())
 
 
-# %% nbs/core/config.ipynb #KVCacheSpec
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """How one layer keeps its keys and values.
@@ -166,7 +163,6 @@ class KVCacheSpec:
         return self.rules.bytes_per_block(self)
 
 
-# %% nbs/core/config.ipynb #KVCacheGroup
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
     """Layers that share a block table.
@@ -207,7 +203,6 @@ def make_kv_cache_groups(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ..
     )
 
 
-# %% nbs/core/config.ipynb #KVCacheConfig
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
     """The pool and the groups that share it.
@@ -235,7 +230,6 @@ class KVCacheConfig:
         return self.num_tensors * self.groups[0].spec.bytes_per_block
 
 
-# %% nbs/core/config.ipynb #CacheConfig
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """What the KV cache manager reads.
@@ -324,7 +318,6 @@ def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
-# %% nbs/core/config.ipynb #ModelFacts
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the engine needs to know of a model, without the model.
@@ -378,7 +371,6 @@ class MachineFacts:
     linear_kernel_why: str = "default"
 
 
-# %% nbs/core/config.ipynb #_arg
 _INT8, _INT4 = QUANTIZATIONS = ("int8_per_channel_weight_only", "int4_per_group_weight_only")
 
 
@@ -506,7 +498,6 @@ class EngineArgs:
             return f"int4_{(self.quantization_config or {}).get('group_size', GROUP_SIZES[0])}"
         return "int8" if self.quantization == _INT8 else None
 
-    # %% nbs/core/config.ipynb #EngineArgs-from_kwargs
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
         """Make from keywords.
@@ -523,7 +514,6 @@ class EngineArgs:
         return cls(**kwargs)
 
 
-# %% nbs/core/config.ipynb #Decision
 @dataclass(frozen=True, slots=True)
 class Decision:
     """One setting, its value, and why it has it."""
@@ -556,7 +546,6 @@ class EngineConfig:
         return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}" for a, b, c in rows)
 
 
-# %% nbs/core/config.ipynb #choose_dtype
 def choose_dtype(asked: str, checkpoint_dtype: str, device: str, has_bf16: bool) -> Decision:
     """The dtype to compute in: the one asked for, or the checkpoint's if the device is good at it."""
     if asked != "auto":
@@ -572,7 +561,6 @@ def choose_dtype(asked: str, checkpoint_dtype: str, device: str, has_bf16: bool)
     return Decision("dtype", checkpoint_dtype, "the checkpoint's own")
 
 
-# %% nbs/core/config.ipynb #choose_num_blocks
 _CPU_KV_CACHE_BYTES = 4 * 2**30
 
 
@@ -615,7 +603,6 @@ def choose_num_blocks(
     return Decision("num_gpu_blocks", blocks, why)
 
 
-# %% nbs/core/config.ipynb #resolve
 _CPU_MAX_NUM_SEQS, _GPU_MAX_NUM_SEQS = 128, 256
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 

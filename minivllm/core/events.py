@@ -14,8 +14,6 @@ __all__ = [
     "RequestSnapshot", "State", "TraceHeader", "named", "read",
 ]  # fmt: skip
 
-
-# %% nbs/core/events.ipynb #schema
 Event = tuple[Any, ...]
 TRACE_VERSION = 2
 SCHEMA = {
@@ -59,7 +57,6 @@ def named(event: Event) -> Any:
     return EVENTS[event[0]](*event)
 
 
-# %% nbs/core/events.ipynb #reader
 class EventReader:
     """Hands each event to the method of its kind, `_on_alloc(request, group, blocks)` say. Kinds without a method mean nothing here."""
 
@@ -83,7 +80,6 @@ class EventReader:
             self.feed(event)
 
 
-# %% nbs/core/events.ipynb #state
 @dataclass(slots=True)
 class RequestSnapshot:
     """One unfinished request in a rebuilt state. `tables` has one list of block ids per KV cache group."""
@@ -144,7 +140,6 @@ class State:
         return [r for r, s in self.requests.items() if any(block_id in table for table in s.tables)]
 
 
-# %% nbs/core/events.ipynb #Fold
 class Fold(EventReader):
     """Applies events to a state. `state()` gives a copy of where it stands.
 
@@ -190,7 +185,6 @@ class Fold(EventReader):
 
     _on_attributes = _on_step = _on_wait = _on_chunk = _on_draft = _on_note = _on_order = _on_policy_error = _ignore
 
-    # %% nbs/core/events.ipynb #Fold-requests
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
         output = fields[5]
         tables: list[list[int]] = [[] for _ in range(self.now.num_groups)]
@@ -228,7 +222,6 @@ class Fold(EventReader):
         status = self.now.requests.pop(request).status
         (self.now.running if status == "RUNNING" else self.now.waiting).remove(request)
 
-    # %% nbs/core/events.ipynb #Fold-blocks
     def _on_alloc(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
         self.now.requests[request].tables[group].extend(blocks)
         for block in blocks:
@@ -274,7 +267,6 @@ class Fold(EventReader):
         self.now.requests[request].tables[group] = []
         self._release(blocks)
 
-    # %% nbs/core/events.ipynb #Fold-blocks-given-back
     def _on_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
         self.now.requests[request].tables[group][start:end] = [0] * (end - start)
         self._release(blocks)
@@ -300,7 +292,6 @@ class Fold(EventReader):
             self._cpu_free.move_to_end(block, last=False)
 
 
-# %% nbs/core/events.ipynb #TraceHeader
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
     """What a trace was recorded with. Plain values only.
@@ -336,7 +327,6 @@ class Recording:
     events: list[Event] = field(default_factory=list)
 
 
-# %% nbs/core/events.ipynb #FoldReader
 class FoldReader(EventReader):
     """An `EventReader` beside a fold: when a method is called, `fold` is as it was before the event.
 

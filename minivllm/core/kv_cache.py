@@ -19,7 +19,6 @@ from minivllm.core.request import Request
 __all__ = ["CacheHit", "KVCacheManager", "SingleTypeKVCacheManager"]
 
 
-# %% nbs/core/kv_cache.ipynb #GroupManager
 class SingleTypeKVCacheManager:
     """Block tables of one KV cache group, and the index of its cached blocks."""
 
@@ -40,7 +39,6 @@ class SingleTypeKVCacheManager:
         start, end = -(-start // self.block_size), end // self.block_size
         return (start, end) if start < end else (0, 0)
 
-    # %% nbs/core/kv_cache.ipynb #GroupManager-longest_hit
     def find_longest_cache_hit(self, request: Request, max_blocks: int) -> list[KVCacheBlock]:
         """The longest prefix of at most `max_blocks` blocks that need not be computed, as a table with null blocks."""
         if not self.rules.prefix_cacheable:
@@ -59,7 +57,6 @@ class SingleTypeKVCacheManager:
         null = self.block_pool.null_block
         return [null if block is None or gap[0] <= i < gap[1] else block for i, block in enumerate(found[:best])]
 
-    # %% nbs/core/kv_cache.ipynb #GroupManager-name_full_blocks
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Register the blocks of the first `num_tokens` tokens, as far as they are full and their tokens known."""
         request_id, known = request.request_id, min(num_tokens, request.num_tokens)
@@ -107,7 +104,6 @@ class SingleTypeKVCacheManager:
             self.block_pool.free(skipped)
 
 
-# %% nbs/core/kv_cache.ipynb #PrefixCacheStats
 @dataclass(slots=True)
 class PrefixCacheStats:
     """What prefix look-ups found.
@@ -130,7 +126,6 @@ class PrefixCacheStats:
         return self.hit_tokens / self.query_tokens if self.query_tokens else None
 
 
-# %% nbs/core/kv_cache.ipynb #CacheHit
 @dataclass(frozen=True, slots=True)
 class CacheHit:
     """A prefix that is cached: one block table per group, and the tokens that it covers."""
@@ -175,7 +170,6 @@ class KVCacheManager:
     def trace(self, trace: Callable[[tuple[Any, ...]], None] | None) -> None:
         self.block_pool.trace = trace
 
-    # %% nbs/core/kv_cache.ipynb #KVCacheManager-get_computed_blocks
     def get_computed_blocks(self, request: Request) -> CacheHit:
         """Find the longest cached prefix of a request that holds no blocks. Takes nothing.
 
@@ -206,7 +200,6 @@ class KVCacheManager:
             self.stats.query_tokens += request.num_tokens
             self.stats.hit_tokens += hit.num_tokens
 
-    # %% nbs/core/kv_cache.ipynb #KVCacheManager-allocate_slots
     def allocate_slots(
         self,
         request: Request,
@@ -257,7 +250,6 @@ class KVCacheManager:
             raise
         return self._extend(request, total, counts, new, bool(hit))
 
-    # %% nbs/core/kv_cache.ipynb #KVCacheManager-_open
     def _open(self, request_id: str, hit: CacheHit) -> None:
         """Start block tables with the blocks of a hit."""
         for group, table in zip(self.groups, hit.tables, strict=True):
@@ -299,7 +291,6 @@ class KVCacheManager:
         for group in self.caching_groups:
             group.uncache_blocks(request.request_id, num_tokens)
 
-    # %% nbs/core/kv_cache.ipynb #KVCacheManager-free
     def free(self, request: Request, keep_cpu_blocks: bool = False) -> None:
         """Give back all blocks of a request. One that holds none is left alone."""
         request_id = request.request_id
@@ -326,7 +317,6 @@ class KVCacheManager:
                 self.trace(("free_cpu", request_id, tuple(b.block_id for b in blocks if b.block_id)))
             self.cpu_pool.free(blocks)
 
-    # %% nbs/core/kv_cache.ipynb #KVCacheManager-drop
     def drop(self, request: Request, start: int, end: int) -> int:
         """Give back the blocks `start` to `end` - 1 of a request for good, between two steps. None of its later tokens may attend to them.
 
@@ -354,7 +344,6 @@ class KVCacheManager:
             count += len(dropped)
         return count
 
-    # %% nbs/core/kv_cache.ipynb #KVCacheManager-swap_out
     def swap_out(self, request: Request) -> tuple[tuple[int, int], ...] | None:
         """Give back the blocks of a request but keep copies in the CPU pool.
 
@@ -409,7 +398,6 @@ class KVCacheManager:
         request.capacity = -(-request.num_computed_tokens // self.block_size) * self.block_size
         return tuple(pairs), self.get_block_ids(request_id)
 
-    # %% nbs/core/kv_cache.ipynb #KVCacheManager-get_block_ids
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The block tables of a request, one list per group; 0 stands for a block that a window left behind."""
         return tuple([block.block_id for block in group.tables[request_id]] for group in self.groups)

@@ -20,8 +20,6 @@ __all__ = [
     "event_from_wire",
 ]  # fmt: skip
 
-
-# %% nbs/core/kv_events.ipynb #BlockStored
 BlockHash = bytes | int
 
 
@@ -77,7 +75,6 @@ class BlockStored(_WireEvent):
     session_id: str | None = None
 
 
-# %% nbs/core/kv_events.ipynb #BlockRemoved
 @dataclass(frozen=True, slots=True)
 class BlockRemoved(_WireEvent):
     """Blocks were forgotten. The fields are those of `BlockStored`."""
@@ -120,7 +117,6 @@ def event_from_wire(wire: Any) -> KVEvent:
         raise ValueError(f"{kind}: {error}") from error
 
 
-# %% nbs/core/kv_events.ipynb #kv_events
 def _runs(positions: tuple[int, ...], hashes: tuple[bytes, ...]) -> Iterable[list[tuple[int, bytes]]]:
     """Positions and hashes, cut where positions are not consecutive."""
     run: list[tuple[int, bytes]] = []
@@ -151,7 +147,6 @@ def _stored(request: Request, run: list[tuple[int, bytes]], group: int, spec: KV
     )
 
 
-# %% nbs/core/kv_events.ipynb #KVEventTap
 class KVEventTap:
     """Collects a scheduler's KV events.
 
@@ -195,7 +190,6 @@ class KVEventTap:
                 found += self._remove([event[1]] if event[0] == "evict" else event[3])
         return found
 
-    # %% nbs/core/kv_events.ipynb #KVEventTap-_add
     def _add(self, block: int, group: int, name: bytes) -> bool:
         """Note what a block holds; whether it is the first to hold it."""
         self._of_block[block] = key = group, name

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 
 __all__ = ["Hook", "Module", "ModuleList", "ModuleType", "capture_problem", "generation"]
 
-
-# %% nbs/core/module.ipynb #ModuleType
 _changes = 0
 
 
@@ -54,7 +52,6 @@ class ModuleType(ABCMeta):
         return any(_functions(vars(c)) != c._written for c in cls.__mro__ if isinstance(c, ModuleType))
 
 
-# %% nbs/core/module.ipynb #Module
 Hook = Callable[[Any, tuple[Any, ...], Any], Any]
 """Called with a module, its arguments and its output. What it returns, if not None, replaces the output."""
 
@@ -94,7 +91,6 @@ class Module(metaclass=ModuleType):
                 yield part
                 waiting += [v for k, v in getattr(part, "__dict__", {}).items() if not k.startswith("_")]
 
-    # %% nbs/core/module.ipynb #Module-register_forward_hook
     def register_forward_hook(self, hook: Hook) -> Callable[[], None]:
         """Call `hook(module, args, output)` after every call of this part, as in torch.
 
@@ -124,7 +120,6 @@ class Module(metaclass=ModuleType):
         return remove
 
 
-# %% nbs/core/module.ipynb #hooks
 _hooked: Counter[ModuleType] = Counter()
 
 
@@ -140,7 +135,6 @@ def _with_hooks(call: Callable[..., Any], own: Callable[..., Any] | None) -> Cal
     return call_with_hooks
 
 
-# %% nbs/core/module.ipynb #ModuleList
 class ModuleList(list[Any]):
     """A list of parts. Any change of it counts as one of the model."""
 
@@ -172,7 +166,6 @@ for _name in [
     setattr(ModuleList, _name, _counting(_name))
 
 
-# %% nbs/core/module.ipynb #capture_problem
 def capture_problem(module: Module) -> str | None:
     """Why a captured step cannot stand for a module, or None: some part of it has code of its own that must run each time."""
     for part in module.all_parts():

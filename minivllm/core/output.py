@@ -12,7 +12,6 @@ from minivllm.core.request import FinishReason
 __all__ = ["EngineCoreOutput", "ModelRunnerOutput", "NewRequestData", "SchedulerOutput"]
 
 
-# %% nbs/core/output.ipynb #NewRequest
 @dataclass(frozen=True, slots=True)
 class NewRequestData:
     """A request that the runner does not hold yet, with all that it needs to make a row.
@@ -36,7 +35,6 @@ class NewRequestData:
     lora_name: str | None = None
 
 
-# %% nbs/core/output.ipynb #SchedulerOutput
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """What to run in one step.
@@ -66,7 +64,6 @@ class SchedulerOutput:
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
 
 
-# %% nbs/core/output.ipynb #ModelRunnerOutput
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """What one step of the model produced.
@@ -88,7 +85,6 @@ class ModelRunnerOutput:
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
 
 
-# %% nbs/core/output.ipynb #EngineCoreOutput
 @dataclass(slots=True)
 class EngineCoreOutput:
     """What one request gained in one step, on its way to the output processor.

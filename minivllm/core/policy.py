@@ -24,8 +24,6 @@ __all__ = [
     "ShortestFirst", "View", "Watchdog", "arguments_of", "combine",
 ]  # fmt: skip
 
-
-# %% nbs/core/policy.ipynb #View
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
 
@@ -74,13 +72,11 @@ class View:
         return f"View({target_of(self)!r})"
 
 
-# %% nbs/core/policy.ipynb #target_of
 def target_of(view: Any) -> Any:
     """What a view shows; None for anything that is not a view."""
     return object.__getattribute__(view, "_target") if isinstance(view, View) else None
 
 
-# %% nbs/core/policy.ipynb #BlockTree
 class BlockTree:
     """Which cached block goes on from which, kept from the events `cache`, `evict` and `reset`. Blocks that were cached before are not in it."""
 
@@ -114,7 +110,6 @@ class BlockTree:
             if not self._children[above]:
                 del self._children[above]
 
-    # %% nbs/core/policy.ipynb #BlockTree-parent
     def parent(self, block: KVCacheBlock) -> KVCacheBlock | None:
         """The block before it, if that is cached."""
         request, position, name = self._filled.get(block.block_id, (None, 0, (0, b"")))
@@ -140,7 +135,6 @@ class BlockTree:
         return self._filled[block.block_id][0].user if block.block_id in self._filled else None
 
 
-# %% nbs/core/policy.ipynb #BlockView
 class BlockView(View):
     """A view of a block. With `track_blocks = True` in the policy also `parent`, `children`, `token_ids` and `owner`."""
 
@@ -168,7 +162,6 @@ for _name in set(KVCacheBlock.__slots__) - {
     setattr(BlockView, _name, property(attrgetter(f"_target.{_name}")))
 
 
-# %% nbs/core/policy.ipynb #Served
 class Served(NamedTuple):
     """Tokens that a user has got: of prompts, as they were computed (also a second time), and of answers, as they were sampled."""
 
@@ -176,7 +169,6 @@ class Served(NamedTuple):
     output: int = 0
 
 
-# %% nbs/core/policy.ipynb #SchedulerView
 class SchedulerView:
     """What a policy may know of the scheduler. Read-only.
 
@@ -233,7 +225,6 @@ class SchedulerView:
         self._note(label, dict(value) if isinstance(value, dict) else value)
 
 
-# %% nbs/core/policy.ipynb #Policy
 class Policy:
     """First come, first served. Override any of the methods.
 
@@ -274,7 +265,6 @@ class Policy:
         """The cached free block to forget, out of an iterator that runs from the least recently used on."""
         return next(free_blocks)
 
-    # %% nbs/core/policy.ipynb #Policy-on_start
     def on_start(self) -> None:
         """A scheduler begins to ask this policy. What was counted for another one should be forgotten."""
 
@@ -300,13 +290,11 @@ class Policy:
         """A request has ended, wherever it was."""
 
 
-# %% nbs/core/policy.ipynb #Policy-on_start
 def overrides(policy: Policy, method: str) -> bool:
     """Whether a policy has a method of its own; if not, it need not be called."""
     return getattr(type(policy), method) is not getattr(Policy, method) or method in vars(policy)
 
 
-# %% nbs/core/policy.ipynb #FCFS
 class FCFS(Policy):
     """First come, first served: vLLM's default."""
 
@@ -337,7 +325,6 @@ class LongestPrefixMatch(Policy):
         return sorted(waiting, key=view.cached_tokens, reverse=True)
 
 
-# %% nbs/core/policy.ipynb #FairShare
 class FairShare(Policy):
     """Users take turns by the tokens that they were served: the virtual token counter of Sheng et al. (2024), their algorithm 2.
 
@@ -387,7 +374,6 @@ class FairShare(Policy):
         return sorted(waiting, key=lambda r: self.counters[r.user])
 
 
-# %% nbs/core/policy.ipynb #LRU
 class LRU(Policy):
     """Forget the block that has not been used for the longest time: vLLM's default."""
 
@@ -422,7 +408,6 @@ class Clairvoyant(Policy):
         return max(free_blocks, key=lambda block: (self.next_use(block.block_hash), block.depth))
 
 
-# %% nbs/core/policy.ipynb #combine
 class Combined(Policy):
     """What `combine` makes. `parts`: the policy behind each question; each listens for itself."""
 
@@ -456,7 +441,6 @@ def arguments_of(policy: Policy) -> dict[str, Any]:
     return {name: value for name, value in vars(policy).items() if name[0] != "_" and type(value) in _PLAIN - {bytes}}
 
 
-# %% nbs/core/policy.ipynb #PolicyError
 class PolicyError(RuntimeError):
     """A policy answered wrongly, raised, or did not answer. Names policy and method; the scheduler's state is intact."""
 
@@ -506,7 +490,6 @@ class Watchdog:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._target), ctypes.py_object(_TimeOut))
 
 
-# %% nbs/core/policy.ipynb #Listener
 _EVENTS = ("on_add", "on_admit", "on_preempt", "on_tokens", "on_hit", "on_free", "on_finish")
 
 
@@ -556,7 +539,6 @@ class Listener:
     def _blocks(self, blocks: Sequence[int]) -> tuple[BlockView, ...]:
         return tuple(BlockView(self._pool.blocks[i], self._tree) for i in blocks if i)
 
-    # %% nbs/core/policy.ipynb #Listener-_do_add
     def _do_add(self, request: Request) -> None:
         self._known[request.request_id] = request
         self._call("on_add", request.request_id)
@@ -591,7 +573,6 @@ class Listener:
     def _do_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
         self._do_free(request, group, blocks)
 
-    # %% nbs/core/policy.ipynb #Listener-_do_cache
     def _do_cache(
         self, request: str, group: int, positions: tuple[int, ...], blocks: tuple[int, ...], *rest: Any
     ) -> None:
@@ -613,7 +594,6 @@ class Listener:
                 table.pop(request, None)
 
 
-# %% nbs/core/policy.ipynb #PolicyGuard
 class PolicyGuard:
     """Asks a policy and checks what it answers.
 
@@ -652,7 +632,6 @@ class PolicyGuard:
         if self._tree or any(methods.values()):
             self.listener = Listener(methods, requests, pool, self._tree)
 
-    # %% nbs/core/policy.ipynb #PolicyGuard-tell
     def tell(self) -> None:
         """Tell a policy that listens what has happened. Raises PolicyError if it fails, or has failed in `tell_late`."""
         if self._failed is not None:
@@ -686,7 +665,6 @@ class PolicyGuard:
         """Raise PolicyError in the name of a method."""
         raise PolicyError(f"policy {self.policy.name}.{method} {what}") from cause
 
-    # %% nbs/core/policy.ipynb #PolicyGuard-order
     def key(self, request: Request) -> Any:
         """What a waiting request is sorted by."""
         assert self.policy.key is not None
@@ -733,7 +711,6 @@ class PolicyGuard:
                 return request
         self.fail("victim", f"must return one of the {len(running)} running requests it was given, got {answer!r}")
 
-    # %% nbs/core/policy.ipynb #PolicyGuard-evict
     def evict(self, blocks: Iterator[KVCacheBlock], view: SchedulerView | None) -> KVCacheBlock:
         """One of the cached free blocks."""
         answer = self._ask("evict", self.policy.evict, (BlockView(block, self._tree) for block in blocks), view)

@@ -15,7 +15,6 @@ from minivllm.core.request import Request
 __all__ = ["HashIndex", "RadixIndex", "extend_block_hashes", "hash_block", "make_prefix_index", "root_hash"]
 
 
-# %% nbs/core/prefix.ipynb #hash_block
 def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
     """The name of a full block: 32 bytes that depend on the whole prefix, and on nothing else.
 
@@ -43,7 +42,6 @@ def extend_block_hashes(request: Request, block_size: int) -> list[bytes]:
     return hashes
 
 
-# %% nbs/core/prefix.ipynb #PrefixIndex
 class PrefixIndex(Protocol):
     """Where the cached blocks are."""
 
@@ -66,7 +64,6 @@ class PrefixIndex(Protocol):
     def __len__(self) -> int: ...
 
 
-# %% nbs/core/prefix.ipynb #HashIndex
 _NONE: list[None] = [None]
 
 
@@ -102,7 +99,6 @@ class HashIndex:
         return sum(map(len, self._blocks.values()))
 
 
-# %% nbs/core/prefix.ipynb #_Node
 class _Node:
     __slots__ = ("parent", "edge", "children", "blocks")
 

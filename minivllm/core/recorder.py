@@ -18,12 +18,9 @@ from minivllm.core.trace import Trace
 
 __all__ = ["Recorder", "Sink"]
 
-
-# %% nbs/core/recorder.ipynb #imports
 Sink = Callable[[Event], None]
 
 
-# %% nbs/core/recorder.ipynb #Recorder
 class Recorder:
     """The part of a scheduler that tells what happens: its state as plain data, its events, and traces of them.
 
@@ -51,7 +48,6 @@ class Recorder:
         """The policy in use."""
         raise NotImplementedError
 
-    # %% nbs/core/recorder.ipynb #Recorder-state
     def state(self) -> State:
         """The live state as plain data."""
         kv = self.kv_cache_manager
@@ -81,7 +77,6 @@ class Recorder:
             )
         return state
 
-    # %% nbs/core/recorder.ipynb #Recorder-record
     def record(self) -> Trace:
         """Start a new trace from the present state. Ends with `stop_recording`, or with the next `record`."""
         self.stop_recording()
@@ -117,7 +112,6 @@ class Recorder:
             self.unsubscribe(self._recorder)
             self._recorder = None
 
-    # %% nbs/core/recorder.ipynb #Recorder-subscribe
     def subscribe(self, sink: Sink, blocks: bool = True) -> None:
         """Send every event to `sink` from now on; with `blocks` also those of blocks. It must be quick and must not raise."""
         self._sinks[sink] = blocks
@@ -133,7 +127,6 @@ class Recorder:
         self.kv_cache_manager.trace = _to_all(sink for sink, blocks in self._sinks.items() if blocks)
 
 
-# %% nbs/core/recorder.ipynb #Recorder-subscribe
 def _to_all(sinks: Iterable[Sink]) -> Sink | None:
     """No sink: None, which costs least. One: itself. More: a function that calls them all."""
     sinks = tuple(sinks)

@@ -11,7 +11,6 @@ from typing import Any
 __all__ = ["FinishReason", "Request", "RequestStatus"]
 
 
-# %% nbs/core/request.ipynb #FinishReason
 class FinishReason(str, Enum):
     """Why a request ended. The values are the strings that the OpenAI API uses; `error` is ours."""
 
@@ -24,7 +23,6 @@ class FinishReason(str, Enum):
         return self.value
 
 
-# %% nbs/core/request.ipynb #RequestStatus
 class RequestStatus(IntEnum):
     """Where a request stands. All but `RUNNING` and `FINISHED` are forms of waiting."""
 
@@ -35,7 +33,6 @@ class RequestStatus(IntEnum):
     FINISHED = 4
 
 
-# %% nbs/core/request.ipynb #Request
 class Request:
     """One request as the scheduler sees it: token ids in, token ids out, and a progress counter.
 
@@ -123,25 +120,21 @@ class Request:
         self.capacity = 0
         self.sequence_number = 0
 
-    # %% nbs/core/request.ipynb #Request-output_token_ids
     @property
     def output_token_ids(self) -> list[int]:
         """The sampled tokens so far (a copy)."""
         return self.all_token_ids[self.num_prompt_tokens :]
 
-    # %% nbs/core/request.ipynb #Request-num_output_tokens
     @property
     def num_output_tokens(self) -> int:
         """How many tokens have been sampled."""
         return self.num_tokens - self.num_prompt_tokens
 
-    # %% nbs/core/request.ipynb #Request-is_finished
     @property
     def is_finished(self) -> bool:
         """True once a finish reason is set."""
         return self.status is RequestStatus.FINISHED
 
-    # %% nbs/core/request.ipynb #Request-append_output_token
     def append_output_token(self, token_id: int) -> bool:
         """Append one sampled token; set `finish_reason` and `stop_reason` and return True if it ends the request."""
         self.all_token_ids.append(token_id)
@@ -156,7 +149,6 @@ class Request:
             return True
         return False
 
-    # %% nbs/core/request.ipynb #Request-__repr__
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.name}, computed {self.num_computed_tokens} of {self.num_tokens},"

@@ -15,7 +15,6 @@ from minivllm.core.request import Request
 __all__: list[str] = []
 
 
-# %% nbs/core/request_queue.ipynb #WaitingQueue
 class WaitingQueue:
     """Requests that wait, in order of arrival, preempted ones in front; and, if a policy has a key, in the order of that key."""
 

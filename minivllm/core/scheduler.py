@@ -29,7 +29,6 @@ from minivllm.core.request_queue import WaitingQueue
 __all__ = ["Preemption", "Recompute", "Scheduler", "Swap"]
 
 
-# %% nbs/core/scheduler.ipynb #Recompute
 @dataclass(frozen=True, slots=True)
 class Recompute:
     """A preempted request loses its blocks and computes them again (less what the prefix cache still holds)."""
@@ -49,7 +48,6 @@ class Swap:
 Preemption = Recompute | Swap
 
 
-# %% nbs/core/scheduler.ipynb #_Draft
 @dataclass(slots=True)
 class _Draft:
     scheduled: dict[str, int]
@@ -68,7 +66,6 @@ class _Draft:
         return _Draft({}, {}, {}, [], {}, {})
 
 
-# %% nbs/core/scheduler.ipynb #Scheduler
 class Scheduler(Recorder):
     """Decides, step by step, which tokens are computed. Owns the requests and, through the KV cache manager, all blocks.
 
@@ -125,7 +122,6 @@ class Scheduler(Recorder):
         self.set_policy(policy or (Priority() if config.policy == "priority" else FCFS()))
         self.max_model_len = self._longest_request()
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_longest_request
     def _longest_request(self) -> int:
         """The most tokens of one request that blocks can hold, at most `max_model_len`."""
         low, high = 0, self.config.max_model_len
@@ -142,7 +138,6 @@ class Scheduler(Recorder):
         """The policy in use. Set another at any time between two steps with `set_policy`."""
         return self._guard.policy
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-set_policy
     def set_policy(self, policy: Policy) -> None:
         """Use another policy from the next step on."""
         guard = PolicyGuard(policy, self._policy_timeout)
@@ -189,7 +184,6 @@ class Scheduler(Recorder):
         if self.trace is not None:
             self.trace(("note", label, value, self.policy.name))
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-add_request
     def add_request(self, request: Request) -> None:
         """Queue a request.
 
@@ -216,7 +210,6 @@ class Scheduler(Recorder):
                 self.trace(("attributes", request.request_id, attributes))
         self.waiting.add(request)
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-schedule
     def schedule(self) -> SchedulerOutput:
         """Decide what the next step computes.
 
@@ -257,7 +250,6 @@ class Scheduler(Recorder):
         self.step += 1
         return output
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_fill
     def _fill(self, draft: _Draft) -> None:
         if self._listener is not None:
             self._guard.tell()
@@ -288,7 +280,6 @@ class Scheduler(Recorder):
         draft.spec.clear()
         self.step += 1
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_schedule_running
     def _schedule_running(self, draft: _Draft) -> None:
         scheduled, budget = draft.scheduled, draft.budget
         threshold, ask, runs = draft.threshold, self._guard.has_chunk, RequestStatus.RUNNING
@@ -331,7 +322,6 @@ class Scheduler(Recorder):
                 request.spec_token_ids = []
         draft.budget = budget
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_cap
     def _cap(self, request: Request, n: int, budget: int, threshold: int, ask: bool) -> int:
         """How many of the `n` tokens that a request wants it gets."""
         wanted, why = n, ""
@@ -354,7 +344,6 @@ class Scheduler(Recorder):
         request.num_denied = 0
         return budget
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_make_room
     def _make_room(self, request: Request, n: int, draft: _Draft) -> bool:
         """Allocate for `n` more tokens; False if the request had to be preempted itself."""
         self._needed_by = request
@@ -384,7 +373,6 @@ class Scheduler(Recorder):
         candidates = [r for r in self.running if r.num_preemptions < limit] or self.running[-1:]
         return self._guard.victim(candidates, self._view(draft.budget))
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_preempt
     def _preempt(self, victim: Request, draft: _Draft, needed_by: str, chosen_by: str, swap: bool = False) -> None:
         """Take a running request's blocks away and put it in front of the waiting ones.
 
@@ -419,7 +407,6 @@ class Scheduler(Recorder):
             mode = "swap" if victim.num_computed_tokens else "recompute"
             self.trace(("preempt", request_id, mode, needed_by, chosen_by))
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_schedule_waiting
     def _schedule_waiting(self, draft: _Draft) -> None:
         for request in self._candidates(draft):
             reason = self._admit(request, draft)
@@ -467,7 +454,6 @@ class Scheduler(Recorder):
             self._last_wait = (request.request_id, reason)
             self.trace(("wait", request.request_id, reason))
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_admit
     def _admit(self, request: Request, draft: _Draft) -> str | None:
         """Start one waiting request; the reason if it cannot start now."""
         config, self._needed_by = self.config, request
@@ -501,7 +487,6 @@ class Scheduler(Recorder):
         """Blocks that an admission must leave free, so that running requests can grow; 0 if there are none."""
         return int(self.cache.watermark * self.kv_cache_manager.block_pool.num_blocks) if self.running else 0
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_admit_swapped
     def _admit_swapped(self, request: Request, draft: _Draft) -> str | None:
         wanted, kv = request.num_tokens - request.num_computed_tokens, self.kv_cache_manager
         n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
@@ -544,7 +529,6 @@ class Scheduler(Recorder):
         request.num_computed_tokens += n
         draft.budget -= n
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-update
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Update the requests with what a step produced.
 
@@ -602,7 +586,6 @@ class Scheduler(Recorder):
             self._guard.tell_late()
         return outputs
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_check_counts
     def _check_counts(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Raise ValueError for an executor that returned too many tokens for a request, or none where one was due; nothing has changed then."""
         tokens_of, drafts = result.sampled_token_ids, output.scheduled_spec_decode_tokens
@@ -651,7 +634,6 @@ class Scheduler(Recorder):
         if drafts and self.trace is not None:
             self.trace(("draft", {request_id: tuple(tokens) for request_id, tokens in drafts.items()}))
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_drop_late
     def _drop_late(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Forget what a step brings to requests that ended while it ran: their ids may be in use again."""
         for request_id, last in list(self._ended_in_flight.items()):
@@ -682,7 +664,6 @@ class Scheduler(Recorder):
                 if request not in ended:
                     ended.append(request)
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-_finish
     def _finish(self, request: Request) -> None:
         """Give everything back. The caller takes the request out of its queue."""
         if request.status is RequestStatus.RUNNING:
@@ -720,7 +701,6 @@ class Scheduler(Recorder):
             ended.append(request_id)
         return ended
 
-    # %% nbs/core/scheduler.ipynb #Scheduler-reset_prefix_cache
     def has_requests(self) -> bool:
         """Whether there is anything left to do: unfinished requests, or rows that the runner must still drop."""
         return bool(self.requests or self._finished)
@@ -767,7 +747,6 @@ class Scheduler(Recorder):
         return True
 
 
-# %% nbs/core/scheduler.ipynb #Scheduler-add_request
 def _add_event(r: Request) -> tuple[Any, ...]:
     return (
         "add", r.request_id, r.num_prompt_tokens, r.max_tokens, r.arrival_time, r.priority, r.user,

@@ -22,7 +22,6 @@ from minivllm.core.events import (
 __all__ = ["Trace", "TraceError", "find_fault"]
 
 
-# %% nbs/core/trace.ipynb #TraceHeader
 class Trace(Recording):
     """Everything that happened to a scheduler from one moment on. Iterating gives the events with their fields by name.
 
@@ -67,7 +66,6 @@ class Trace(Recording):
         self._scan()
         return len(self._step_starts)
 
-    # %% nbs/core/trace.ipynb #Trace-_end_of
     def _end_of(self, i: int) -> int:
         """The number of events up to the end of the i-th recorded step."""
         return self._step_starts[i + 1] if i + 1 < len(self._step_starts) else len(self.events)
@@ -109,7 +107,6 @@ class Trace(Recording):
             done = self._end_of(i)
             yield i, fold.state()
 
-    # %% nbs/core/trace.ipynb #Trace-check
     def check(self) -> None:
         """Fold the whole trace and test every invariant after every step, and each block table for growing only at its end.
 
@@ -141,7 +138,6 @@ class Trace(Recording):
             if fault := find_fault(fold.state()):
                 raise TraceError(f"after step {step} (event {end - 1}): {fault}")
 
-    # %% nbs/core/trace.ipynb #Trace-why-lines
     def why(self, request_id: str, step: int | None = None) -> list[str]:
         """What happened to a request and the reasons for it, in plain words. Decode steps in a row are one line.
 
@@ -176,7 +172,6 @@ class Trace(Recording):
             text += f", sampled {list(new) if self.tokenizer is None else repr(self.tokenizer.decode(new))}"
         return [when + text]
 
-    # %% nbs/core/trace.ipynb #names
     def names(self, tokenizer: Any = None) -> dict[str, str]:
         """What to call each request, by its id: the first words in which the prompts differ, or the id where their text is not known.
 
@@ -200,7 +195,6 @@ class Trace(Recording):
             names[request] = name if seen[name] == 1 else f"{name} ({seen[name]})"
         return names
 
-    # %% nbs/core/trace.ipynb #Trace-to_pandas
     def to_pandas(self) -> dict[str, Any]:
         """Tidy tables `steps`, `requests`, `blocks`, `tokens` and `decisions`: see `minivllm.core.trace_tables`."""
         return trace_tables.tables(self)
@@ -231,7 +225,6 @@ class Trace(Recording):
         """Write a file that opens in Perfetto (ui.perfetto.dev): requests as tracks, steps, counters."""
         trace_files.save_perfetto(self, path)
 
-    # %% nbs/core/trace.ipynb #Trace-show
     def show(self, tokenizer: Any = None, other: Any = None) -> Any:
         """All linked views of the run on one cursor, for a notebook; `.save("run.html")` writes a page without a kernel: see `minivllm.viz`.
 
@@ -258,7 +251,6 @@ class Trace(Recording):
         return views.find("Waste")(self).plot(ax)
 
 
-# %% nbs/core/trace.ipynb #Trace-TraceError
 class TraceError(ValueError):
     """A trace that contradicts itself. Says at which event."""
 
@@ -313,11 +305,8 @@ def find_fault(state: State, ahead: int = 0) -> str | None:
     return None
 
 
-# %% nbs/core/trace.ipynb #Trace-check
 _OF_A_REQUEST = frozenset(kind for kind, fields in SCHEMA.items() if fields[:1] == ("request",)) - {"add", "finish"}
 
-
-# %% nbs/core/trace.ipynb #Trace-why
 REASONS = {
     "max_num_seqs": "as many requests were running as max_num_seqs allows",
     "budget": "the token budget of the step was used up",
@@ -372,12 +361,10 @@ def _story(trace: Trace, request: str) -> list[list[Any]]:
     return lines
 
 
-# %% nbs/core/trace.ipynb #Trace-why-lines
 def _is_decode(line: list[Any]) -> bool:
     return line[1] == 1 and len(line[2]) == 1
 
 
-# %% nbs/core/trace.ipynb #names
 _ROLES = ("system", "user", "assistant", "model", "developer")
 
 

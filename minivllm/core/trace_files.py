@@ -20,7 +20,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/core/trace_files.ipynb #TraceFileError
 class TraceFileError(ValueError):
     """A file that is not a trace, is broken, or is of a version that this program does not know. Names file and line."""
 
@@ -57,7 +56,6 @@ def _decode_key(value: Any) -> Any:
     return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
 
 
-# %% nbs/core/trace_files.ipynb #decode_event
 def decode_event(values: list[Any]) -> Event:
     """The event that `encode_event` was given."""
     kind = values[0]
@@ -86,7 +84,6 @@ def _decode_start(plain: dict[str, Any]) -> State:
     return State(**{**plain, "hashes": hashes, "requests": requests})
 
 
-# %% nbs/core/trace_files.ipynb #save
 def _head(trace: Recording) -> str:
     return json.dumps({"trace": asdict(trace.header), "start": _encode_start(trace.start)})
 
@@ -128,7 +125,6 @@ def _save_parquet(path: Path, head: str, lines: list[str], kinds: list[str]) -> 
     pq.write_table(table.replace_schema_metadata({"minivllm.trace": head}), path, compression="zstd")
 
 
-# %% nbs/core/trace_files.ipynb #TraceWriter
 class TraceWriter:
     """Writes a recording while it goes on, in a thread, so that neither memory nor the last moment holds all of it.
 
@@ -184,7 +180,6 @@ class TraceWriter:
         return self._part.replace(self.path.with_suffix(".jsonl"))
 
 
-# %% nbs/core/trace_files.ipynb #load
 def load(path: str | Path) -> Recording:
     """Read a trace that `save` wrote.
 
@@ -245,7 +240,6 @@ def _parquet_lines(path: Path) -> Iterator[tuple[int, str]]:
     yield from enumerate(table.column("event").to_pylist(), start=2)
 
 
-# %% nbs/core/trace_files.ipynb #perfetto_events
 def _span(pid: int, tid: int | None, name: str, start: float, seconds: float, **args: Any) -> dict[str, Any]:
     more = {"args": args} if args else {}
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start, "dur": seconds * 1e6, **more}

@@ -11,13 +11,9 @@ from minivllm.core.events import FoldReader, Recording, read
 
 __all__ = ["tables"]
 
-
-# %% nbs/core/trace_tables.ipynb #code-a65844
 if TYPE_CHECKING:
     import pandas as pd
 
-
-# %% nbs/core/trace_tables.ipynb #_Collector
 _STEP = ["step", "start", "end", "num_tokens", "num_prefill_tokens", "num_decodes", "num_running", "num_waiting",
          "used_blocks", "cached_blocks", "free_blocks", "num_preempted", "num_finished"]  # fmt: skip
 _REQUEST = ["request_id", "user", "priority", "arrival", "num_prompt_tokens", "max_tokens", "num_output_tokens", "num_cached_tokens",
@@ -64,7 +60,6 @@ class _Collector(FoldReader):
     def _decide(self, request: str | None, decision: str, n: Any = None, wanted: Any = None, why: Any = None) -> None:
         self.decisions.append((self.number, request, decision, n, wanted, why))
 
-    # %% nbs/core/trace_tables.ipynb #collector-requests
     def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
         row = self.requests[request]
         row["num_cached_tokens"] = num_cached
@@ -110,7 +105,6 @@ class _Collector(FoldReader):
         if self.steps:
             self.steps[-1]["num_finished"] += 1
 
-    # %% nbs/core/trace_tables.ipynb #collector-blocks
     def _rows(self, event: str, blocks: Any, request: str, group: int, positions: Any) -> None:
         for position, block in zip(positions, blocks, strict=False):
             if block:
@@ -139,7 +133,6 @@ class _Collector(FoldReader):
         self.blocks.append((self.number, self.time, "evicted", block, None, None, None, hash.hex()))
 
 
-# %% nbs/core/trace_tables.ipynb #tables
 def tables(trace: Recording) -> dict[str, pd.DataFrame]:
     """All tables of a trace.
 

@@ -7,8 +7,6 @@ from typing import Any
 
 __all__ = ["find", "provide"]
 
-
-# %% nbs/core/views.ipynb #provide
 _provider: Callable[[], Any] | None = None
 
 

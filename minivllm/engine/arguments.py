@@ -13,8 +13,6 @@ from minivllm.core.config import EngineArgs
 
 __all__ = ["add_engine_arguments", "engine_args_from", "with_config"]
 
-
-# %% nbs/engine/arguments.ipynb #add_engine_arguments
 _PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "dict[str, Any]": json.loads}
 
 
@@ -54,7 +52,6 @@ def engine_args_from(args: argparse.Namespace) -> EngineArgs:
     return EngineArgs(**{f.name: getattr(args, f.name) for f in fields(EngineArgs)})
 
 
-# %% nbs/engine/arguments.ipynb #with_config
 def with_config(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """``argv`` with the flags of ``--config FILE.yaml`` behind it, but for those that it has itself: the command line wins.
 

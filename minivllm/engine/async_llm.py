@@ -24,8 +24,6 @@ from minivllm.sampling.pooling import PoolingParams
 
 __all__ = ["AsyncLLM", "EngineDeadError", "RequestStream", "Wakeup", "logger"]
 
-
-# %% nbs/engine/async_llm.ipynb #RequestStream
 T = TypeVar("T")
 
 
@@ -64,7 +62,6 @@ class EngineDeadError(RuntimeError):
     """The engine has failed or was shut down; nothing more comes from it. ``__cause__`` is the error that ended it."""
 
 
-# %% nbs/engine/async_llm.ipynb #RequestStream-stream
 class RequestStream:
     """The outputs of one request, in the loop that asked for it: ``async for output in stream``.
 
@@ -118,7 +115,6 @@ class RequestStream:
             self._on_close(self.request_id)
 
 
-# %% nbs/engine/async_llm.ipynb #AsyncLLM
 class AsyncLLM:
     """One engine for many callers in asyncio. Make one with `from_engine_args`.
 
@@ -165,7 +161,6 @@ class AsyncLLM:
             warm_up(engine.core.executor, engine.config)
         return cls(engine)
 
-    # %% nbs/engine/async_llm.ipynb #AsyncLLM-config
     @property
     def config(self) -> EngineConfig:
         return self.llm_engine.config
@@ -189,12 +184,10 @@ class AsyncLLM:
         assert factory is not None
         return factory
 
-    # %% nbs/engine/async_llm.ipynb #AsyncLLM-get_default_sampling_params
     def get_default_sampling_params(self) -> dict[str, Any]:
         """See `LLMEngine.default_sampling_params`."""
         return self.llm_engine.default_sampling_params
 
-    # %% nbs/engine/async_llm.ipynb #AsyncLLM-loop
     def _post(self, job: Callable[[LLMEngine], T]) -> "Future[T]":
         """Have ``job`` done between two steps. The future raises EngineDeadError if that can no longer happen."""
         future: Future[T] = Future()
@@ -246,7 +239,6 @@ class AsyncLLM:
                 except Exception as error:  # noqa: BLE001 - the caller's error, not the engine's
                     future.set_exception(error)
 
-    # %% nbs/engine/async_llm.ipynb #AsyncLLM-deliver
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput]]] = {}
         for output in outputs:
@@ -286,7 +278,6 @@ class AsyncLLM:
             if self.dead_error is not None:
                 self.on_death(self.dead_error)
 
-    # %% nbs/engine/async_llm.ipynb #AsyncLLM-submit
     async def submit(
         self,
         prompt: PromptType,
@@ -318,7 +309,6 @@ class AsyncLLM:
             raise
         return stream
 
-    # %% nbs/engine/async_llm.ipynb #AsyncLLM-compile
     async def _compile_grammar(self, params: SamplingParams | PoolingParams) -> None:
         """Wait until the grammar is compiled, so that a wrong one is the caller's error and the engine never waits for one."""
         if params.structured_outputs is None:
@@ -347,7 +337,6 @@ class AsyncLLM:
 
         self._post(job)  # a dead engine has forgotten it already
 
-    # %% nbs/engine/async_llm.ipynb #AsyncLLM-generate
     async def generate(
         self,
         prompt: PromptType,
@@ -373,7 +362,6 @@ class AsyncLLM:
         """End a request: its stream gets a last output with the finish reason "abort". Unknown ids are passed over."""
         await self.call(lambda engine: self._deliver(engine.abort_request(request_id)))
 
-    # %% nbs/engine/async_llm.ipynb #AsyncLLM-call
     async def call(self, job: Callable[[LLMEngine], T]) -> T:
         """Do something with the engine between two steps. Raises what ``job`` raises, or EngineDeadError."""
         return await asyncio.wrap_future(self._post(job))
@@ -409,7 +397,6 @@ class AsyncLLM:
             self._thread.join()
 
 
-# %% nbs/engine/async_llm.ipynb #AsyncLLM-deliver
 def _put_all(pairs: list[tuple[RequestStream, RequestOutput]]) -> None:
     for stream, output in pairs:
         stream.put(output)

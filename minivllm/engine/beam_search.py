@@ -15,7 +15,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/engine/beam_search.ipynb #BeamSearchSequence
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
     """One continuation.
@@ -39,7 +38,6 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-# %% nbs/engine/beam_search.ipynb #Beams
 @dataclass(slots=True)
 class Beams:
     """The search for one prompt. ``running``: (generated tokens, their log-probability), best first."""
@@ -57,7 +55,6 @@ class Beams:
         """Continuations to look at in a step; each running beam must offer so many."""
         return num_candidates(self.params.beam_width, self.end_ids)
 
-    # %% nbs/engine/beam_search.ipynb #Beams-advance
     def advance(self, logprobs: Sequence[dict[int, float]]) -> None:
         """Go on by one token. ``logprobs``: for each running beam the likeliest next tokens."""
         width, length = self.params.beam_width, len(self.running[0][0]) + 1
@@ -89,13 +86,11 @@ class Beams:
         return BeamSearchSequence(kept, total, score, "stop" if ends else "length", token if ends else None)
 
 
-# %% nbs/engine/beam_search.ipynb #Beams
 def num_candidates(beam_width: int, end_ids: Iterable[int]) -> int:
     """Continuations that one step of the search looks at."""
     return max(2, 1 + len(set(end_ids))) * beam_width
 
 
-# %% nbs/engine/beam_search.ipynb #search_beams
 Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
 
 
@@ -131,7 +126,6 @@ def _offers(output: RequestOutput) -> dict[int, float]:
     return {token: entry.logprob for token, entry in completion.logprobs[0].items()}
 
 
-# %% nbs/engine/beam_search.ipynb #beam_search_output
 def beam_search_output(search: Beams, tokenizer: Any | None) -> BeamSearchOutput:
     """The finished beams with their text."""
     if tokenizer is None:

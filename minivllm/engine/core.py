@@ -25,8 +25,6 @@ from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = ["EngineCore", "GrammarQueue", "logger"]
 
-
-# %% nbs/engine/core.ipynb #imports
 if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
     from minivllm.runtime.executor import Executor, PendingStep
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
 logger = logging.getLogger("minivllm.engine")
 
 
-# %% nbs/engine/core.ipynb #EngineCore
 class EngineCore:
     """Scheduler and executor, a step at a time. Knows token ids only.
 
@@ -72,7 +69,6 @@ class EngineCore:
         if config.async_scheduling:
             self.step = self.step_async  # type: ignore[method-assign]
 
-    # %% nbs/engine/core.ipynb #EngineCore-add_request
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
         if request.request_id in self._compiling or request.request_id in self.scheduler.requests:
@@ -99,7 +95,6 @@ class EngineCore:
         """A file that becomes readable when outputs have come by themselves; None, for here `step` makes them."""
         return None
 
-    # %% nbs/engine/core.ipynb #EngineCore-step
     def step(self) -> list[EngineCoreOutput]:
         """Run one step; returns what requests gained. Does nothing when there is nothing to do.
 
@@ -128,7 +123,6 @@ class EngineCore:
             self._update(*self._wait())
         return self._take_outputs()
 
-    # %% nbs/engine/core.ipynb #EngineCore-submit
     def _submit(self, scheduled: SchedulerOutput) -> None:
         try:
             self._in_flight.append((scheduled, self.executor.submit(scheduled)))
@@ -175,13 +169,11 @@ class EngineCore:
                 failed.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error)))
         self._outputs += failed
 
-    # %% nbs/engine/core.ipynb #EngineCore-_give_up
     def _give_up(self, *scheduled: SchedulerOutput) -> None:
         """After a step that was scheduled and not executed: end its requests and those of steps in flight, forget the prefix cache."""
         self.scheduler.abandon([*(before for before, _ in self._in_flight), *scheduled])
         self._in_flight.clear()
 
-    # %% nbs/engine/core.ipynb #EngineCore-record
     @contextmanager
     def record(self, samples: bool = False) -> Iterator[Trace]:
         """Record everything that the scheduler does within the block.
@@ -207,7 +199,6 @@ class EngineCore:
                 if samples:
                     self.executor.keep_samples(None)
 
-    # %% nbs/engine/core.ipynb #EngineCore-record_to
     def record_to(self, path: str) -> None:
         """Record from now on, into a file, until `shutdown`. A disk that is full ends it, and is said in the log.
 
@@ -234,7 +225,6 @@ class EngineCore:
             else:
                 logger.info("the trace of %d steps is in %s", writer.num_steps, place)
 
-    # %% nbs/engine/core.ipynb #EngineCore-get_stats
     def get_stats(self) -> dict[str, float]:
         """Gauges of this moment and counters since the start; the names are those of vLLM's metrics."""
         scheduler = self.scheduler
@@ -273,7 +263,6 @@ class EngineCore:
         self.executor.shutdown()
 
 
-# %% nbs/engine/core.ipynb #GrammarQueue
 class GrammarQueue:
     """Requests whose grammar is being compiled. ``compiler``: None if there can be none."""
 

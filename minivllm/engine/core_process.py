@@ -26,8 +26,6 @@ from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = ["CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "connect_engine", "logger"]
 
-
-# %% nbs/engine/core_process.ipynb #EngineCoreProc
 logger = logging.getLogger("minivllm.engine")
 CALLS = ("reset_prefix_cache", "record_to")
 """Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`)."""
@@ -109,7 +107,6 @@ class EngineCoreProc:
             self._put(["stop"])
 
 
-# %% nbs/engine/core_process.ipynb #main
 def main(file_number: int) -> int:
     """What runs in the engine's process; returns its exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -138,7 +135,6 @@ def main(file_number: int) -> int:
     return status
 
 
-# %% nbs/engine/core_process.ipynb #EngineCoreClient
 class EngineProcessError(RuntimeError):
     """The engine's process has failed or was killed."""
 
@@ -155,7 +151,6 @@ def _as_error(kind: str, text: str) -> Exception:
     return EngineProcessError(f"{kind}: {text}") if known is None else known(text)
 
 
-# %% nbs/engine/core_process.ipynb #EngineCoreClient-class
 class EngineCoreClient:
     """An engine core in a process of its own, with the methods of `EngineCore`. One thread uses it; `get_stats` is for all.
 
@@ -204,7 +199,6 @@ class EngineCoreClient:
             'an engine in another process records with record_to(path); record() needs engine_in="thread"'
         )
 
-    # %% nbs/engine/core_process.ipynb #EngineCoreClient-add_request
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it can never run, or if it brings functions."""
         if request.num_tokens >= self._max_model_len:
@@ -250,7 +244,6 @@ class EngineCoreClient:
                 del self._born[output.request_id]
         return outputs
 
-    # %% nbs/engine/core_process.ipynb #EngineCoreClient-call
     def _send(self, *message: Any) -> None:
         """Raises TypeError, ValueError for what cannot cross; then it does not count as sent."""
         try:
@@ -300,7 +293,6 @@ class EngineCoreClient:
         """See `EngineCore.get_stats`; as of the last message."""
         return self._stats
 
-    # %% nbs/engine/core_process.ipynb #start
     def shutdown(self) -> None:
         """End the process, and wait until it has ended. Twice is no error."""
         self._send("stop")
@@ -322,7 +314,6 @@ class EngineCoreClient:
         self.channel.close()
 
 
-# %% nbs/engine/core_process.ipynb #start
 def _start_process() -> tuple["subprocess.Popen[bytes]", Channel]:
     ours, theirs = socket.socketpair()
     try:
@@ -352,6 +343,5 @@ def connect_engine(args: EngineArgs, *, warm: bool = False, **options: Any) -> L
         raise
 
 
-# %% nbs/engine/core_process.ipynb #main-guard
 if __name__ == "__main__" and "get_ipython" not in globals():
     sys.exit(main(int(sys.argv[1])))

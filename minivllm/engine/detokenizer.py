@@ -14,7 +14,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/engine/detokenizer.ipynb #byte_alphabet
 def byte_alphabet() -> dict[str, int]:
     """Character -> byte, as in GPT-2's byte-level BPE: printable Latin-1 is itself, the rest is moved up from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -22,7 +21,6 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-# %% nbs/engine/detokenizer.ipynb #TokenBytes
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """The tokens that `skip_special_tokens` drops: all that were added as special, not only those with a role (bos, eos, ...)."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -53,7 +51,6 @@ class TokenBytes(dict[int, bytes]):
         return token.encode()
 
 
-# %% nbs/engine/detokenizer.ipynb #Detokenizer
 class Detokenizer(Protocol):
     """Turns tokens into text as they come.
 
@@ -90,7 +87,6 @@ class ByteDetokenizer:
         return self._decode(b"", True)
 
 
-# %% nbs/engine/detokenizer.ipynb #WindowDetokenizer
 class WindowDetokenizer:
     """For every other tokenizer: decode a window of the last tokens and show what is new (the idea of TGI and vLLM).
 
@@ -130,7 +126,6 @@ class WindowDetokenizer:
         """Its vocabulary entry; None if it has no text: such a token does not even end a run of bytes."""
         return None if token_id in self._skipped else self._tokenizer.convert_ids_to_tokens(token_id)
 
-    # %% nbs/engine/detokenizer.ipynb #WindowDetokenizer-push
     def push(self, token_id: int) -> str:
         if (token := self._token(token_id)) is None:
             return ""
@@ -146,7 +141,6 @@ class WindowDetokenizer:
         self._shown = self.decode(self._window)
         return piece
 
-    # %% nbs/engine/detokenizer.ipynb #WindowDetokenizer-flush
     def flush(self) -> str:
         return _after(self._shown, self.decode(self._window))
 
@@ -166,7 +160,6 @@ class WindowDetokenizer:
         return context[::-1], dict(reversed(run.items()))
 
 
-# %% nbs/engine/detokenizer.ipynb #is_byte_token
 def byte_of(token: str) -> int | None:
     """The byte that a vocabulary entry such as ``<0xE4>`` spells; None for any other entry."""
     return int(token[3:5], 16) if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token) else None
@@ -184,7 +177,6 @@ def _after(shown: str, text: str) -> str:
     return text[len(os.path.commonprefix([shown, text])) :]
 
 
-# %% nbs/engine/detokenizer.ipynb #DetokenizerFactory
 class DetokenizerFactory:
     """Makes one detokenizer a request and remembers, per tokenizer, what they share."""
 
@@ -230,7 +222,6 @@ class DetokenizerFactory:
         return self._texts[token_id]
 
 
-# %% nbs/engine/detokenizer.ipynb #is_byte_level
 def is_byte_level(tokenizer: Any) -> bool:
     """Whether the tokenizer decodes by GPT-2's byte alphabet and nothing else."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

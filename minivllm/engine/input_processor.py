@@ -19,8 +19,6 @@ from minivllm.sampling.transforms import check_extra_args
 
 __all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "parse_prompt"]
 
-
-# %% nbs/engine/input_processor.ipynb #Prompt
 PromptType = str | Sequence[int] | dict[str, Any]
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -35,7 +33,6 @@ class Prompt:
     cache_salt: str | None = None
 
 
-# %% nbs/engine/input_processor.ipynb #parse_prompt
 def parse_prompt(prompt: PromptType) -> Prompt:
     """Bring any form of a prompt into one.
 
@@ -84,7 +81,6 @@ def _brief(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-# %% nbs/engine/input_processor.ipynb #ProcessedInput
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
     """A checked request. ``children``: the core's requests, at least one; each has its own parameters."""
@@ -115,7 +111,6 @@ class InputProcessor:
         self._next_seed = RequestSeeds(config.seed)
         self._longest_token = 0  # in characters; found when it is needed
 
-    # %% nbs/engine/input_processor.ipynb #InputProcessor-tokenize
     def tokenize(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> list[int]:
         """Token ids of a prompt, shortened if ``truncate_prompt_tokens`` says so. Raises ValueError if a limit is broken."""
         if prompt.token_ids is not None:
@@ -167,7 +162,6 @@ class InputProcessor:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"prompt_token_ids[{i}] is {token}; token ids of this model are 0..{vocab_size - 1}")
 
-    # %% nbs/engine/input_processor.ipynb #InputProcessor-_why_max_model_len
     def _why_max_model_len(self) -> str:
         return next((d.why for d in self.config.decisions if d.setting == "max_model_len"), "as configured")
 
@@ -185,7 +179,6 @@ class InputProcessor:
             raise InvalidParameter("max_tokens", params.max_tokens, allowed)
         return params.max_tokens
 
-    # %% nbs/engine/input_processor.ipynb #InputProcessor-process
     def process(
         self,
         request_id: str,
@@ -238,7 +231,6 @@ class InputProcessor:
         ]
         return ProcessedInput(parsed.text, token_ids, params, children)
 
-    # %% nbs/engine/input_processor.ipynb #InputProcessor-pooling
     def _process_pooling(
         self,
         request_id: str,
@@ -264,7 +256,6 @@ class InputProcessor:
         )
         return ProcessedInput(prompt.text, token_ids, params, [request])
 
-    # %% nbs/engine/input_processor.ipynb #InputProcessor-_complete
     def _complete(self, params: SamplingParams) -> SamplingParams:
         if params.bad_words and self.tokenizer is None:
             raise ValueError("bad_words needs a tokenizer, and this engine has none")

@@ -15,13 +15,10 @@ from minivllm.core.kv_events import KVEvent
 
 __all__ = ["END_OF_REPLAY", "KVEventPublisher"]
 
-
-# %% nbs/engine/kv_publisher.ipynb #code-e6efc0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _STOP = object()
 
 
-# %% nbs/engine/kv_publisher.ipynb #KVEventPublisher
 class KVEventPublisher:
     """Publishes KV events over ZeroMQ, wire-compatible with vLLM's `ZmqEventPublisher`.
 
@@ -79,7 +76,6 @@ class KVEventPublisher:
         self._thread.join()
         self._context.destroy(linger=1000)
 
-    # %% nbs/engine/kv_publisher.ipynb #KVEventPublisher-_run
     def _run(self) -> None:
         sequence = 0
         while True:

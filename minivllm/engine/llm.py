@@ -28,14 +28,11 @@ from minivllm.sampling.transforms import Transform
 
 __all__ = ["LLM", "Message", "deferred_interrupts"]
 
-
-# %% nbs/engine/llm.ipynb #LLM
 if TYPE_CHECKING:
     import pandas as pd
 Message = dict[str, Any]
 
 
-# %% nbs/engine/llm.ipynb #LLM-class
 class LLM:
     """A language model that answers lists of prompts.
 
@@ -89,12 +86,10 @@ class LLM:
     def get_tokenizer(self) -> Any:
         return self.llm_engine.tokenizer
 
-    # %% nbs/engine/llm.ipynb #LLM-get_default_sampling_params
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used where none are given: the model's generation config, or neutral with ``generation_config="vllm"``."""
         return SamplingParams(**self.llm_engine.default_sampling_params)
 
-    # %% nbs/engine/llm.ipynb #LLM-generate
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -149,7 +144,6 @@ class LLM:
             checked.append((request_id, given))
         return checked
 
-    # %% nbs/engine/llm.ipynb #LLM-_run
     def _run(self, requests: Sequence[tuple[str, ProcessedInput]], use_tqdm: bool) -> list[RequestOutput]:
         """Queue requests and step until they have ended. Whatever goes wrong, none of them is left behind."""
         engine, done = self.llm_engine, {}
@@ -167,7 +161,6 @@ class LLM:
             raise
         return [done[request_id] for request_id, _ in requests]
 
-    # %% nbs/engine/llm.ipynb #LLM-embed
     def embed(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -190,7 +183,6 @@ class LLM:
         outputs = self._run(self._process_all(_as_prompt_list(prompts), params), use_tqdm)
         return [_embedding(output) for output in outputs]
 
-    # %% nbs/engine/llm.ipynb #LLM-chat
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -226,7 +218,6 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    # %% nbs/engine/llm.ipynb #LLM-beam_search
     def beam_search(
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
@@ -289,7 +280,6 @@ class LLM:
         self.close()
 
 
-# %% nbs/engine/llm.ipynb #_Progress
 class _Progress:
     """A tqdm bar that counts finished prompts and shows tokens per second."""
 
@@ -313,7 +303,6 @@ class _Progress:
         self._bar.close()
 
 
-# %% nbs/engine/llm.ipynb #_as_prompt_list
 def _as_prompt_list(prompts: Any) -> list[Any]:
     """One prompt becomes a list of one. A list of numbers is one prompt of token ids."""
     if isinstance(prompts, (str, dict)):
@@ -356,7 +345,6 @@ def _one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) 
     return values
 
 
-# %% nbs/engine/llm.ipynb #deferred_interrupts
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Within the block Ctrl-C waits for a call of the yielded function, which then raises KeyboardInterrupt.

@@ -28,8 +28,6 @@ from minivllm.sampling.transforms import Transform
 
 __all__ = ["PROMPT", "STEPS", "LLMEngine", "rehearsal", "warm_up"]
 
-
-# %% nbs/engine/llm_engine.ipynb #imports
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -46,7 +44,6 @@ FROM_GENERATION_CONFIG = {
 }
 
 
-# %% nbs/engine/llm_engine.ipynb #LLMEngine
 class LLMEngine:
     """Requests in, outputs out, one step at a time. Make one with `from_engine_args`.
 
@@ -71,7 +68,6 @@ class LLMEngine:
         self._told_about_seeds = False
         self._closed = False
 
-    # %% nbs/engine/llm_engine.ipynb #LLMEngine-from_engine_args
     @classmethod
     def from_engine_args(
         cls,
@@ -103,7 +99,6 @@ class LLMEngine:
         engine.input_processor.transforms_read_extra_args = bool(logits_processors)
         return engine
 
-    # %% nbs/engine/llm_engine.ipynb #LLMEngine-defaults
     def _defaults(self) -> dict[str, Any]:
         """The fields of SamplingParams that the model's generation config sets. What is wrong with it is the model's fault, not a request's."""
         fields: dict[str, Any] = {}
@@ -119,7 +114,6 @@ class LLMEngine:
             fields[ours] = value
         return fields
 
-    # %% nbs/engine/llm_engine.ipynb #LLMEngine-add_request
     def add_request(
         self,
         request_id: str,
@@ -138,7 +132,6 @@ class LLMEngine:
         moment = self.clock.now() if arrival_time is None else arrival_time
         self.add_processed(request_id, self.process(request_id, prompt, params, moment, priority, user))
 
-    # %% nbs/engine/llm_engine.ipynb #LLMEngine-process
     def process(
         self,
         request_id: str,
@@ -179,7 +172,6 @@ class LLMEngine:
             raise
         self.num_prompt_tokens += len(given.prompt_token_ids)
 
-    # %% nbs/engine/llm_engine.ipynb #LLMEngine-seeds
     def _tell_about_seeds(self) -> None:
         """Say once that a seed alone does not fix the tokens, if the logits depend on what else is in the batch."""
         name = self.config.attention_backend
@@ -193,7 +185,6 @@ class LLMEngine:
             )
         self._told_about_seeds = True
 
-    # %% nbs/engine/llm_engine.ipynb #LLMEngine-step
     def step(self) -> list[RequestOutput]:
         """Run one step; returns an output for each request that has news (with FINAL_ONLY: that has ended)."""
         if self._closed:
@@ -218,7 +209,6 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return len(self.output_processor.requests)
 
-    # %% nbs/engine/llm_engine.ipynb #LLMEngine-get_metrics
     def get_metrics(self) -> dict[str, float]:
         """Counters since the start, and gauges of this moment; the names are those of vLLM's metrics."""
         return {
@@ -267,7 +257,6 @@ class LLMEngine:
             self.core.shutdown()
 
 
-# %% nbs/engine/llm_engine.ipynb #rehearsal
 PROMPT, STEPS = 32, 3
 """Prompt tokens of each request, and tokens that follow, where there is room for so many."""
 
@@ -299,7 +288,6 @@ def rehearsal(config: EngineConfig) -> Iterator[SchedulerOutput]:
     yield SchedulerOutput(STEPS + 1, {}, 0, finished=names)
 
 
-# %% nbs/engine/llm_engine.ipynb #warm_up
 def warm_up(executor: Executor, config: EngineConfig) -> None:
     """Execute the rehearsal, on an executor that has done nothing else yet. Raises what the executor raises, RuntimeError if a request fails."""
     for output in rehearsal(config):

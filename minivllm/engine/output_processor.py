@@ -17,7 +17,6 @@ from minivllm.sampling.pooling import PoolingParams
 __all__ = ["OutputProcessor", "ProcessedOutputs"]
 
 
-# %% nbs/engine/output_processor.ipynb #CompletionState
 class CompletionState:
     """One answer while it is generated: one request of the engine core.
 
@@ -39,7 +38,6 @@ class CompletionState:
         self._sent_text = 0
         self._sent_tokens = 0
 
-    # %% nbs/engine/output_processor.ipynb #CompletionState-update
     def update(self, output: EngineCoreOutput) -> bool:
         """Take one step's tokens. Returns whether the engine core must be told that this request has ended."""
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
@@ -67,7 +65,6 @@ class CompletionState:
                 return True
         return False
 
-    # %% nbs/engine/output_processor.ipynb #CompletionState-text
     def _add_text(self, piece: str) -> bool:
         """Returns whether a stop string is complete now; then the text is cut and the reason set."""
         start = len(self.text)
@@ -93,11 +90,10 @@ class CompletionState:
     def _take_logprobs(self, output: EngineCoreOutput, count: int) -> None:
         if self.logprobs is None:
             return
-        for token_id, entry in zip(output.new_token_ids[:count], output.logprobs, strict=False):
+        for token_id, entry in zip(output.new_token_ids[:count], output.logprobs or (), strict=False):
             self.logprobs.append(entry)
             self.cumulative_logprob += entry[token_id].logprob
 
-    # %% nbs/engine/output_processor.ipynb #CompletionState-completion
     def completion(self, delta: bool) -> CompletionOutput:
         """The answer so far, or with ``delta`` what was not sent before."""
         end = len(self.text)
@@ -117,7 +113,6 @@ class CompletionState:
         )
 
 
-# %% nbs/engine/output_processor.ipynb #RequestState
 @dataclass(slots=True)
 class RequestState:
     """One request as the caller sees it, with its children: {id in the engine core: the child's state}."""
@@ -147,7 +142,6 @@ class RequestState:
         generated = sum(len(child.token_ids) for child in self.children.values())
         return FinishedRequest(reasons, len(self.prompt_token_ids), generated, self.metrics)
 
-    # %% nbs/engine/output_processor.ipynb #RequestState-output
     def output(self) -> RequestOutput | None:
         """What the caller gets now, or None if it waits for the end."""
         kind, finished = self.params.output_kind, self.finished
@@ -184,7 +178,6 @@ class RequestState:
         return best
 
 
-# %% nbs/engine/output_processor.ipynb #ProcessedOutputs
 @dataclass(slots=True)
 class ProcessedOutputs:
     """``request_outputs`` for callers, and ``reqs_to_abort``: ids in the engine core that a stop string ended."""
@@ -209,7 +202,6 @@ class OutputProcessor:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    # %% nbs/engine/output_processor.ipynb #OutputProcessor-add_request
     def add_request(
         self,
         request_id: str,
@@ -257,7 +249,6 @@ class OutputProcessor:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
 
-    # %% nbs/engine/output_processor.ipynb #OutputProcessor-process_outputs
     def process_outputs(self, core_outputs: Sequence[EngineCoreOutput], now: float) -> ProcessedOutputs:
         """Take the outputs of one step. ``now``: the engine's clock. Outputs of requests that are no longer known are dropped."""
         touched: dict[str, RequestState] = {}
@@ -307,7 +298,6 @@ class OutputProcessor:
             for token_id, logprob in (entry or {}).items():
                 logprob.decoded_token = self.detokenizers.token_text(token_id)
 
-    # %% nbs/engine/output_processor.ipynb #OutputProcessor-abort_requests
     def abort_requests(self, request_ids: Sequence[str], now: float) -> tuple[list[RequestOutput], list[str]]:
         """Forget requests. Returns their last outputs and the ids to abort in the engine core; unknown ids are passed over."""
         results: list[RequestOutput] = []

@@ -11,7 +11,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/engine/outputs.ipynb #CompletionOutput
 @dataclass(slots=True)
 class CompletionOutput:
     """One answer to a prompt.
@@ -48,7 +47,6 @@ class CompletionOutput:
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
-# %% nbs/engine/outputs.ipynb #RequestMetrics
 @dataclass(slots=True)
 class RequestMetrics:
     """Moments of a request on the engine's clock, in seconds; None while they have not come."""
@@ -74,7 +72,6 @@ class FinishedRequest:
     metrics: RequestMetrics
 
 
-# %% nbs/engine/outputs.ipynb #RequestOutput
 @dataclass(slots=True)
 class RequestOutput:
     """All that is known of a request at the end of a step.

@@ -10,7 +10,6 @@ from minivllm.sampling.params import RepetitionDetectionParams
 __all__ = ["REPETITION_STOP_REASON", "StopMatch", "StopStrings", "repeated_pattern_size"]
 
 
-# %% nbs/engine/stop_strings.ipynb #StopMatch
 @dataclass(frozen=True, slots=True)
 class StopMatch:
     """A stop string found in the text at ``text[start:end]``."""
@@ -52,7 +51,6 @@ class StopStrings:
         return 0
 
 
-# %% nbs/engine/stop_strings.ipynb #repeated_pattern_size
 REPETITION_STOP_REASON = "repetition_detected"
 
 

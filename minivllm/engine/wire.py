@@ -18,8 +18,6 @@ from minivllm.sampling import logprobs, params, pooling
 
 __all__ = ["CLASSES", "Channel", "from_columns", "in_columns", "pack", "unpack"]
 
-
-# %% nbs/engine/wire.ipynb #pack
 CLASSES: tuple[type, ...] = (
     config.EngineArgs, config.EngineConfig, config.ModelFacts, config.KVCacheSpec, config.KVCacheGroup, config.KVCacheConfig,
     config.CacheConfig, config.SchedulerConfig, config.Decision,
@@ -100,7 +98,6 @@ def from_columns(columns: Sequence[Any]) -> list[output.EngineCoreOutput]:
     ]
 
 
-# %% nbs/engine/wire.ipynb #Channel
 _LENGTH = struct.Struct(">I")
 
 

@@ -10,7 +10,6 @@ from minivllm.lab.readers import WorkloadFileError, read_workload
 from minivllm.lab.simulation import Run, simulate
 from minivllm.lab.workload import Workload, WorkloadRequest
 
-# %% nbs/lab/index.ipynb #exports
 __all__ = [
     "Constant", "CostModel", "Diff", "ReplayDivergence", "Roofline", "Run", "Workload", "WorkloadFileError", "WorkloadRequest",
     "diff", "fork", "hit_rates", "read_workload", "replay", "simulate",

@@ -16,13 +16,10 @@ __all__ = [
     "COMPARED", "Diff", "Difference", "StepDecision", "decisions", "diff", "first_difference", "standing",
 ]  # fmt: skip
 
-
-# %% nbs/lab/comparison.ipynb #typing
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/lab/comparison.ipynb #decisions
 @dataclass(frozen=True, slots=True)
 class StepDecision:
     """What was decided in one step: tokens per request in order, and who was admitted and preempted."""
@@ -68,7 +65,6 @@ def decisions(trace: Trace, names: dict[str, str] | None = None) -> Iterator[Ste
         yield StepDecision(step, when, scheduled, tuple(admitted), tuple(preempted))
 
 
-# %% nbs/lab/comparison.ipynb #standing
 def standing(trace: Trace, request_id: str, step: int) -> str:
     """Where a request stood in a recorded step, and why, in one line."""
     now, known, word, tokens, cut, lost = -1, request_id in trace.start.requests, "was under way", 0, "", -1
@@ -113,7 +109,6 @@ def _word(event: Event, step: int) -> str:
     return ""
 
 
-# %% nbs/lab/comparison.ipynb #Difference
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first step in which two runs decided differently.
@@ -143,7 +138,6 @@ def _when(decision: StepDecision | None) -> str:
     return "over" if decision is None else f"{decision.time:.3f} s"
 
 
-# %% nbs/lab/comparison.ipynb #first_difference
 def first_difference(a: Trace, b: Trace, names: dict[str, str] | None = None, most: int = 4) -> Difference | None:
     """Where two traces decided differently for the first time; None if nowhere.
 
@@ -175,7 +169,6 @@ def _concerned(x: StepDecision | None, y: StepDecision | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-# %% nbs/lab/comparison.ipynb #Diff
 COMPARED = (
     "queue_time",
     "ttft",
@@ -238,7 +231,6 @@ class Diff:
         return f"{text}\n{self.first_difference or 'all decisions are the same'}"
 
 
-# %% nbs/lab/comparison.ipynb #diff
 def diff(a: Run | Trace, b: Run | Trace, *, match: str = "id") -> Diff:
     """Compare two runs per request and per step.
 

@@ -22,7 +22,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/lab/cost.ipynb #StepWork
 @dataclass(slots=True)
 class StepWork:
     """The amount of work in one step.
@@ -56,7 +55,6 @@ class StepWork:
             self.prefill_pairs += n * computed + n * (n + 1) // 2
 
 
-# %% nbs/lab/cost.ipynb #CostModel
 class CostModel(ABC):
     """How long steps take. Derive from it, or use `Constant`, `Roofline` or `CostModel.fit(trace)`."""
 
@@ -93,7 +91,6 @@ class Constant(CostModel):
         return self.per_step + self.per_token * work.num_tokens
 
 
-# %% nbs/lab/cost.ipynb #Device
 @dataclass(frozen=True)
 class Device:
     """What a roofline needs to know of a device.
@@ -127,7 +124,6 @@ DEVICES = {
 }
 
 
-# %% nbs/lab/cost.ipynb #ModelShape
 @dataclass(frozen=True)
 class ModelShape:
     """What a roofline needs to know of a decoder with gated MLPs."""
@@ -183,7 +179,6 @@ MODELS = {
 }
 
 
-# %% nbs/lab/cost.ipynb #Roofline
 class Roofline(CostModel):
     """Step times from what a device can do and what a model needs.
 
@@ -206,7 +201,6 @@ class Roofline(CostModel):
     def __repr__(self) -> str:
         return f"Roofline({self.device.name!r}, {self.model.name!r})"
 
-    # %% nbs/lab/cost.ipynb #Roofline-parts
     def parts(self, work: StepWork) -> dict[str, float]:
         """Seconds of a step by part: `linear`, `attention`, `elementwise`, `logits`, `swap`, `overhead`."""
         m, d = self.model, self.device
@@ -233,14 +227,12 @@ class Roofline(CostModel):
     def seconds(self, output: SchedulerOutput, work: StepWork) -> float:
         return sum(self.parts(work).values())
 
-    # %% nbs/lab/cost.ipynb #Roofline-num_gpu_blocks
     def num_gpu_blocks(self, block_size: int, utilization: float = 0.9) -> int:
         """KV blocks that fit beside the weights into `utilization` of the memory."""
         room = self.device.memory_bytes * utilization - self.model.weight_bytes
         return max(2, int(room / (block_size * self.model.kv_bytes_per_token)))
 
 
-# %% nbs/lab/cost.ipynb #Roofline
 def _known(value: Any, table: dict[str, Any], what: str) -> Any:
     if not isinstance(value, str):
         return value
@@ -251,7 +243,6 @@ def _known(value: Any, table: dict[str, Any], what: str) -> Any:
     return table[value]
 
 
-# %% nbs/lab/cost.ipynb #timed_steps
 def timed_steps(trace: Trace) -> Iterator[tuple[StepWork, float, float | None]]:
     """Work, seconds until the model had answered, and seconds until the next decision, for each recorded step that came to its end.
 
@@ -292,7 +283,6 @@ def timed_steps(trace: Trace) -> Iterator[tuple[StepWork, float, float | None]]:
         yield work, end - start, None
 
 
-# %% nbs/lab/cost.ipynb #least-squares
 def _nonnegative_least_squares(
     a: np.ndarray, b: np.ndarray, rounds: int = 3000, start: np.ndarray | None = None
 ) -> np.ndarray:
@@ -310,7 +300,6 @@ def _nonnegative_least_squares(
     return x / scale
 
 
-# %% nbs/lab/cost.ipynb #FittedCost
 class FittedCost(CostModel):
     """Step times learned from a recorded run. Made by `CostModel.fit(trace)`.
 
@@ -345,7 +334,6 @@ def features(work: StepWork, knots: Sequence[int]) -> list[float]:
     return [1.0, *ramps, beyond, work.num_sampled, work.decode_context, work.prefill_pairs, work.swapped_tokens]
 
 
-# %% nbs/lab/cost.ipynb #fit_cost
 def fit_cost(trace: Trace, knots: Sequence[int]) -> FittedCost:
     """See `CostModel.fit`."""
     if sorted(set(knots)) != list(knots) or not knots or knots[0] < 1:

@@ -13,7 +13,6 @@ from minivllm.lab.cost import StepWork
 __all__ = ["Executor", "FakeExecutor"]
 
 
-# %% nbs/lab/executor.ipynb #Executor
 class Executor(Protocol):
     """What carries a decision out: a fake model, or a real one."""
 
@@ -42,7 +41,6 @@ class FakeExecutor:
         """What a request will say. Behind the end, and if nothing was set, it says 0."""
         self._answers[request_id] = token_ids
 
-    # %% nbs/lab/executor.ipynb #FakeExecutor-execute
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Carry out one decision."""
         rows, answers = self._rows, self._answers

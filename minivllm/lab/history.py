@@ -23,7 +23,6 @@ from minivllm.lab.workload import Recorded, recorded_requests
 __all__ = ["RecordedStep", "ReplayDivergence", "fork", "recorded_steps", "replay"]
 
 
-# %% nbs/lab/history.ipynb #RecordedStep
 @dataclass(slots=True)
 class RecordedStep:
     """One step of a recording, and what came from outside.
@@ -85,7 +84,6 @@ def recorded_steps(trace: Trace) -> tuple[list[RecordedStep], list[tuple[Any, ..
     return steps, waiting
 
 
-# %% nbs/lab/history.ipynb #restore
 def restore(scheduler: Scheduler, start: State) -> None:
     """Bring a new scheduler into the state in which a recording began.
 
@@ -132,7 +130,6 @@ def restore(scheduler: Scheduler, start: State) -> None:
     scheduler.set_policy(scheduler.policy)  # which blocks can be evicted has changed
 
 
-# %% nbs/lab/history.ipynb #ReplayDivergence
 class ReplayDivergence(ValueError):
     """A replay decided otherwise than the recording.
 
@@ -186,7 +183,6 @@ class _Comparison:
         return old[where] - a == new[where] - b and old[:where] + old[where + 1 :] == new[:where] + new[where + 1 :]
 
 
-# %% nbs/lab/history.ipynb #History
 class History:
     """A recorded run, ready to be run again.
 
@@ -229,7 +225,6 @@ class History:
         self._added += 1
         return self.requests[self._added - 1]
 
-    # %% nbs/lab/history.ipynb #History-cause
     def cause(self, what: tuple[Any, ...]) -> None:
         """Let a recorded cause happen now."""
         session = self.session
@@ -267,7 +262,6 @@ class History:
         scheduler.update_from_output(output, result)
 
 
-# %% nbs/lab/history.ipynb #History
 class _Recorded(CostModel):
     """Stands where no cost is asked for, because the clock is the recording's."""
 
@@ -275,7 +269,6 @@ class _Recorded(CostModel):
         raise AssertionError("a replay takes its times from the recording")
 
 
-# %% nbs/lab/history.ipynb #replay-2
 def replay(
     source: Trace | Run,
     *,
@@ -317,7 +310,6 @@ def _as_run(history: History, trace: Trace, name: str, cost_model: CostModel | N
     )  # fmt: skip
 
 
-# %% nbs/lab/history.ipynb #fork-2
 def fork(
     source: Trace | Run,
     step: int,
@@ -364,7 +356,6 @@ def fork(
     return _as_run(history, trace, f"fork at step {step}", cost_model, started)
 
 
-# %% nbs/lab/history.ipynb #_expect_the_rest
 def _expect_the_rest(history: History, step: int) -> None:
     """Put the causes that are still to come onto the session's clock."""
     now = history.session.clock.now()

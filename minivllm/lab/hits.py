@@ -18,7 +18,6 @@ from minivllm.lab.workload import Workload
 __all__ = ["BlockSequence", "clairvoyant_hits", "hit_rates", "infinite_hits", "real_hits"]
 
 
-# %% nbs/lab/hits.ipynb #BlockSequence
 class BlockSequence:
     """The prompt blocks of a workload, in order of arrival, follow-ups included.
 
@@ -43,13 +42,11 @@ class BlockSequence:
             start = end
 
 
-# %% nbs/lab/hits.ipynb #infinite_hits
 def infinite_hits(sequence: BlockSequence) -> int:
     """Blocks that a cache of unlimited size would have found."""
     return len(sequence.blocks) - sequence.num_different
 
 
-# %% nbs/lab/hits.ipynb #clairvoyant_hits
 def clairvoyant_hits(sequence: BlockSequence, num_blocks: int) -> int:
     """Blocks that a cache of `num_blocks` blocks would have found if it knew what comes.
 
@@ -94,7 +91,6 @@ def _check_fits(needed: int, num_blocks: int) -> None:
         raise ValueError(f"a prompt of {needed} blocks does not fit into num_blocks={num_blocks}")
 
 
-# %% nbs/lab/hits.ipynb #real_hits
 def real_hits(workload: Workload, block_size: int, num_blocks: int, policy: Policy | None = None) -> int:
     """Blocks that the KV cache manager finds with `num_blocks` blocks, prompts going by one after the other.
 
@@ -129,7 +125,6 @@ def real_hits(workload: Workload, block_size: int, num_blocks: int, policy: Poli
     return kv.stats.hit_tokens // block_size
 
 
-# %% nbs/lab/hits.ipynb #hit_rates
 def hit_rates(
     workload: Workload, block_size: int = 512, num_blocks: int | None = None, policy: Policy | None = None
 ) -> dict[str, float]:

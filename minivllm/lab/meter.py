@@ -15,13 +15,10 @@ from minivllm.core.trace import Trace
 
 __all__ = ["LogHistogram", "Meter"]
 
-
-# %% nbs/lab/meter.ipynb #typing
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/lab/meter.ipynb #LogHistogram
 class LogHistogram:
     """Counts of positive numbers in bins of one per cent; numbers below a nanosecond count as zero."""
 
@@ -52,7 +49,6 @@ class LogHistogram:
         return math.nan
 
 
-# %% nbs/lab/meter.ipynb #Meter
 _FLOATS = ("arrival", "scheduled", "first_token", "last_token", "finished")
 _WHOLES = ("priority", "num_prompt_tokens", "max_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions")
 _REASONS = ("", "stop", "length", "abort", "error")
@@ -97,7 +93,6 @@ class Meter(EventReader):
         """Requests seen."""
         return len(self._ids)
 
-    # %% nbs/lab/meter.ipynb #Meter-_open
     def _open(
         self, name: str, arrival: float, priority: int, prompt: int, most: int, user: str | None, outputs: int
     ) -> None:
@@ -135,7 +130,6 @@ class Meter(EventReader):
     def _on_schedule(self, scheduled: dict[str, int]) -> None:
         self.num_tokens += sum(scheduled.values())
 
-    # %% nbs/lab/meter.ipynb #Meter-_on_update
     def _on_update(self, time: float, gained: dict[str, tuple[int, ...]], step: int | None = None) -> None:
         self.end = time
         alive, last, first, outputs = (
@@ -164,7 +158,6 @@ class Meter(EventReader):
         self._floats["finished"][i] = self.end
         self._reasons[i] = _REASONS.index(reason)
 
-    # %% nbs/lab/meter.ipynb #Meter-to_pandas
     def to_pandas(self) -> pd.DataFrame:
         """One row per request, in order of arrival; times in seconds, nan where something has not happened (yet)."""
         import pandas as pd

@@ -20,13 +20,10 @@ __all__ = [
     "summary", "throughput",
 ]  # fmt: skip
 
-
-# %% nbs/lab/metrics.ipynb #typing
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/lab/metrics.ipynb #requests
 def _meter(x: Run | Trace | Meter) -> Meter:
     if isinstance(x, Run):
         return x.meter
@@ -42,7 +39,6 @@ def requests(x: Run | Trace | Meter) -> pd.DataFrame:
     return _meter(x).to_pandas()
 
 
-# %% nbs/lab/metrics.ipynb #latency-code
 LATENCIES = ("queue_time", "ttft", "tpot", "e2e")
 
 
@@ -68,7 +64,6 @@ def latency(x: Run | Trace | Meter, quantiles: Sequence[float] = (0.5, 0.9, 0.95
     return pd.DataFrame(rows, columns=["metric", "statistic", "seconds"])
 
 
-# %% nbs/lab/metrics.ipynb #throughput-code
 def throughput(x: Run | Trace | Meter) -> pd.DataFrame:
     """Rates over the time from the first arrival to the last event. Columns: `metric`, `value`.
 
@@ -101,7 +96,6 @@ def throughput(x: Run | Trace | Meter) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["metric", "value"])
 
 
-# %% nbs/lab/metrics.ipynb #goodput-code
 def goodput(
     x: Run | Trace | Meter, *, ttft: float | None = None, tpot: float | None = None, e2e: float | None = None
 ) -> pd.DataFrame:
@@ -133,7 +127,6 @@ def goodput(
     )
 
 
-# %% nbs/lab/metrics.ipynb #summary-code
 def summary(x: Run | Trace | Meter) -> pd.DataFrame:
     """All of `latency` and `throughput` in one table. Columns: `metric`, `statistic`, `value`."""
     import pandas as pd
@@ -155,7 +148,6 @@ def compare(runs: Mapping[str, Run | Trace | Meter]) -> pd.DataFrame:
     ]
 
 
-# %% nbs/lab/metrics.ipynb #fragmentation-code
 @dataclass(frozen=True, slots=True)
 class Occupancy:
     """The KV cache of the running requests at the end of a step, in token slots. One slot has room for one token in one KV cache group.
@@ -229,7 +221,6 @@ def _trace_of(x: Trace | Run) -> Trace:
     return trace
 
 
-# %% nbs/lab/metrics.ipynb #_occupancy
 def _held(trace: Trace) -> Any:
     """After each step: step, time, and per running request blocks held, blocks left by windows, tokens computed; and all final lengths."""
     lengths = {name: s.num_tokens for name, s in trace.start.requests.items()}

@@ -19,7 +19,6 @@ from minivllm.lab.workload import Workload, WorkloadRequest, text
 __all__ = ["WorkloadFileError", "read_sharegpt", "read_workload", "split_into_tokens", "tell_format"]
 
 
-# %% nbs/lab/readers.ipynb #WorkloadFileError
 class WorkloadFileError(ValueError):
     """A workload file that is broken, or of no known format. Names file and line."""
 
@@ -62,7 +61,6 @@ def _row_reader(path: Path, rows: Iterable[tuple[int, Any]], make: Callable[[int
             yield made
 
 
-# %% nbs/lab/readers.ipynb #_csv_rows
 def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
     """Line number and fields of each row of a CSV file that has (at least) these columns."""
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -94,7 +92,6 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                     ) from error
 
 
-# %% nbs/lab/readers.ipynb #_json_items
 def _json_items(path: Path, chunk: int = 1 << 16) -> Iterator[tuple[int, Any]]:
     """Line number and value of each element of a JSON array, one at a time."""
     decoder, buffer, line, opened = json.JSONDecoder(), "", 1, False
@@ -124,7 +121,6 @@ def _json_items(path: Path, chunk: int = 1 << 16) -> Iterator[tuple[int, Any]]:
             more, buffer = bool(text_read), buffer + text_read
 
 
-# %% nbs/lab/readers.ipynb #read_azure
 _ANSWERS = 1 << 36  # the space of made-up answers, apart from all prompts
 
 
@@ -169,7 +165,6 @@ def _unshared(
     return WorkloadRequest(str(i), moment, (text(i, prompt),), text(_ANSWERS + i, output), **fields)
 
 
-# %% nbs/lab/readers.ipynb #read_mooncake
 MOONCAKE_BLOCK, BAILIAN_BLOCK = 512, 16
 
 
@@ -222,7 +217,6 @@ def _hashed_prompt(hash_ids: Any, length: int, block_size: int) -> tuple[range, 
     return tuple(range(h * block_size, h * block_size + n) for h, n in zip(hash_ids, lengths, strict=True))
 
 
-# %% nbs/lab/readers.ipynb #read_burstgpt
 def read_burstgpt(path: str | Path) -> Workload:
     """BurstGPT: CSV with `Timestamp` (s), `Model`, `Request tokens`, `Response tokens`, and perhaps `Session ID`. Prompts share nothing."""
     return _read_csv(
@@ -233,7 +227,6 @@ def read_burstgpt(path: str | Path) -> Workload:
     )
 
 
-# %% nbs/lab/readers.ipynb #split_into_tokens
 def split_into_tokens(words: str) -> list[int]:
     """A stand-in for a tokenizer: words in pieces of at most six letters, digits and signs one by one. Equal pieces, equal ids."""
     return [
@@ -244,8 +237,6 @@ def split_into_tokens(words: str) -> list[int]:
 
 _PIECES = (1 << 31) - 1  # a prime
 
-
-# %% nbs/lab/readers.ipynb #read_sharegpt
 _ANSWERS_FROM = {"gpt", "assistant", "chatgpt", "bing", "bard", "model"}
 
 
@@ -294,7 +285,6 @@ def _turns(row: Any) -> list[tuple[str, str]]:
     return turns
 
 
-# %% nbs/lab/readers.ipynb #_answer_after
 def _answer_after(
     turns: list[tuple[str, str]],
     start: int,
@@ -324,7 +314,6 @@ def _answer_after(
     return None
 
 
-# %% nbs/lab/readers.ipynb #read_bench_serve
 def read_bench_serve(path: str | Path, seed: int = 0) -> Workload:
     """The result file of `vllm bench serve --save-result --save-detailed`. Prompts share nothing.
 
@@ -382,7 +371,6 @@ def _bench_result(path: Path) -> dict[str, Any]:
     return result
 
 
-# %% nbs/lab/readers.ipynb #read_workload
 def read_workload(
     path: str | Path,
     limit: int | None = None,
@@ -419,7 +407,6 @@ def read_workload(
     return workload if limit is None else workload.head(limit)
 
 
-# %% nbs/lab/readers.ipynb #tell_format
 def tell_format(path: str | Path) -> str:
     """`azure`, `mooncake`, `bailian`, `burstgpt`, `sharegpt`, `bench` or `trace`, told from a file's content."""
     path = Path(path)

@@ -41,13 +41,10 @@ __all__ = [
     "simulate",
 ]  # fmt: skip
 
-
-# %% nbs/lab/simulation.ipynb #typing
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/lab/simulation.ipynb #Settings
 @dataclass(frozen=True)
 class Settings:
     """What a scheduler is made with. `kv_cache` is None for one group of full attention."""
@@ -102,7 +99,6 @@ def make_settings(
     return Settings(SchedulerConfig(**limits), CacheConfig(**cache))
 
 
-# %% nbs/lab/simulation.ipynb #Session
 class Session:
     """The real scheduler on a virtual clock, with a model that says what it is told.
 
@@ -154,7 +150,6 @@ class Session:
         """Do something at a moment, or as soon after it as a step has ended."""
         heapq.heappush(self._later, (moment, next(self._ticket), action))
 
-    # %% nbs/lab/simulation.ipynb #Session-add
     def add(self, request: WorkloadRequest) -> None:
         """Hand a request to the scheduler now. One that it refuses is noted in `refused`."""
         made = request.to_request()
@@ -193,14 +188,12 @@ class Session:
         self.scheduler.finish_requests([request_id], FinishReason.ABORT)
         self._follow(request_id)
 
-    # %% nbs/lab/simulation.ipynb #Session-_follow
     def _follow(self, request_id: str) -> None:
         follow_up = self._follow_ups.pop(request_id, None)
         after = follow_up and follow_up(self.clock.now())
         if after is not None:
             self.at(after.arrival_time, lambda: self.add(after))
 
-    # %% nbs/lab/simulation.ipynb #Session-run
     def expect(self, requests: Iterable[WorkloadRequest]) -> None:
         """Let requests arrive at their times. They are pulled one at a time, and must be in order of arrival."""
         stream, last = iter(requests), -1.0
@@ -238,7 +231,6 @@ class Session:
                         self._follow(out.request_id)
 
 
-# %% nbs/lab/simulation.ipynb #Run
 @dataclass(repr=False)
 class Run:
     """What came of a simulation, a replay or a fork.
@@ -288,7 +280,6 @@ class Run:
         return text + (f", {len(self.refused)} refused)" if self.refused else ")")
 
 
-# %% nbs/lab/simulation.ipynb #POLICIES
 POLICIES: dict[str, Callable[..., Policy]] = {
     policy.__name__: policy
     for policy in (FCFS, Priority, ShortestFirst, FairShare, LongestPrefixMatch, LRU, LFU, DeepestFirst)
@@ -328,7 +319,6 @@ def kv_cache_of(trace: Trace) -> KVCacheConfig | None:
     return KVCacheConfig(head.num_blocks, head.block_size, groups, head.num_cpu_blocks)
 
 
-# %% nbs/lab/simulation.ipynb #simulate-2
 def simulate(
     source: Workload | Trace | Run | Iterable[WorkloadRequest],
     *,
@@ -387,7 +377,6 @@ def simulate(
     return _measure(session, workload, record, subscribers)
 
 
-# %% nbs/lab/simulation.ipynb #_fitting
 def _fitting(kv_cache: KVCacheConfig | None, settings: Settings) -> KVCacheConfig | None:
     """Recorded groups for another block size, if the settings ask for one."""
     if kv_cache is None:
@@ -403,7 +392,6 @@ def _as_workload(source: Any) -> Workload:
     return source if isinstance(source, Workload) else Workload.of(source)
 
 
-# %% nbs/lab/simulation.ipynb #_measure
 def _measure(session: Session, workload: Workload, record: bool, subscribers: Iterable[Callable[[Event], None]]) -> Run:
     started, scheduler = time.perf_counter(), session.scheduler
     trace, meter = (scheduler.record(), None) if record else (None, Meter())

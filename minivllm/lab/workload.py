@@ -24,15 +24,11 @@ __all__ = [
     "closed_loop", "lognormal", "poisson", "recorded_requests", "shared_prefix", "text",
 ]  # fmt: skip
 
-
-# %% nbs/lab/workload.ipynb #typing
 if TYPE_CHECKING:
     import pandas as pd
 
     from minivllm.core.trace import Trace
 
-
-# %% nbs/lab/workload.ipynb #text
 _POSITION_BITS = 24
 
 
@@ -44,7 +40,6 @@ def text(space: int, num_tokens: int, start: int = 0) -> range:
     return range(first, first + num_tokens)
 
 
-# %% nbs/lab/workload.ipynb #WorkloadRequest
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
     """One request of a workload.
@@ -106,7 +101,6 @@ class WorkloadRequest:
         """The prompt, spelled out."""
         return list(chain.from_iterable(self.prompt))
 
-    # %% nbs/lab/workload.ipynb #WorkloadRequest-to_request
     def to_request(self) -> Request:
         """The request as the scheduler takes it. It ends after its answer, by length or by a stop token."""
         length = len(self.output)
@@ -129,7 +123,6 @@ class WorkloadRequest:
             skip_reading_prefix_cache=self.skip_reading_prefix_cache,
         )
 
-    # %% nbs/lab/workload.ipynb #WorkloadRequest-block_names
     def block_names(self, block_size: int) -> list[bytes]:
         """A name for each block of the prompt, the last one included even if it is not full. Equal names, equal prefixes."""
         ids = np.concatenate([_as_array(piece) for piece in self.prompt])
@@ -140,14 +133,12 @@ class WorkloadRequest:
         return names
 
 
-# %% nbs/lab/workload.ipynb #_as_array
 def _as_array(ids: Sequence[int]) -> np.ndarray:
     if isinstance(ids, range):
         return np.arange(ids.start, ids.stop, ids.step, dtype=np.int64)
     return np.asarray(ids, dtype=np.int64)
 
 
-# %% nbs/lab/workload.ipynb #Workload
 class Workload:
     """Requests in the order of arrival. Iterating starts again each time and yields the same requests.
 
@@ -178,7 +169,6 @@ class Workload:
     def __repr__(self) -> str:
         return f"Workload({self.name!r})"
 
-    # %% nbs/lab/workload.ipynb #Workload-unrolled
     def unrolled(self) -> Iterator[WorkloadRequest]:
         """All requests, follow-ups too, in the order in which they would arrive if every answer were complete at once."""
         later: list[tuple[float, int, WorkloadRequest]] = []
@@ -190,7 +180,6 @@ class Workload:
         while later:
             yield from _answer(later, ticket)
 
-    # %% nbs/lab/workload.ipynb #Workload-map
     def map(self, change: Callable[[WorkloadRequest], WorkloadRequest], name: str | None = None) -> Workload:
         """Every request changed by a function, follow-ups too."""
         return self._wrap(name or self.name, lambda inner: (_change(request, change) for request in inner))
@@ -203,7 +192,6 @@ class Workload:
 
         return Workload(name, make)
 
-    # %% nbs/lab/workload.ipynb #Workload-head
     def head(self, num_requests: int) -> Workload:
         """The first requests, with their follow-ups."""
         return self._wrap(self.name, lambda inner: islice(inner, num_requests))
@@ -230,7 +218,6 @@ class Workload:
             lambda inner: (replace(request, arrival_time=t) for request, t in zip(inner, moments(), strict=False)),
         )
 
-    # %% nbs/lab/workload.ipynb #Workload-allowing
     def allowing(self, max_tokens: int) -> Workload:
         """Users who allow `max_tokens` whatever they get: answers end with a stop token, longer ones are cut. No policy knows lengths then."""
 
@@ -253,7 +240,6 @@ class Workload:
 
         return self.map(lambda r: replace(r, prompt=tuple(spell(p) for p in r.prompt), output=spell(r.output)))
 
-    # %% nbs/lab/workload.ipynb #Workload-to_pandas
     def to_pandas(self) -> pd.DataFrame:
         """One row per request, follow-ups too: arrival, lengths, user, session."""
         import pandas as pd
@@ -265,7 +251,6 @@ class Workload:
         ]
         return pd.DataFrame(rows, columns=columns)
 
-    # %% nbs/lab/workload.ipynb #Workload-from_trace
     @classmethod
     def from_trace(cls, trace: Trace) -> Workload:
         """The requests of a recorded run, with their recorded answers. Times count from the first arrival."""
@@ -292,7 +277,6 @@ class Workload:
         return cls("recorded run", make)
 
 
-# %% nbs/lab/workload.ipynb #_answer
 def _answer(later: list[tuple[float, int, WorkloadRequest]], ticket: Iterator[int]) -> Iterator[WorkloadRequest]:
     _, _, request = heapq.heappop(later)
     yield request
@@ -301,7 +285,6 @@ def _answer(later: list[tuple[float, int, WorkloadRequest]], ticket: Iterator[in
         heapq.heappush(later, (after.arrival_time, next(ticket), after))
 
 
-# %% nbs/lab/workload.ipynb #_change
 def _change(request: WorkloadRequest, change: Callable[[WorkloadRequest], WorkloadRequest]) -> WorkloadRequest:
     follow_up = request.follow_up
     if follow_up is None:
@@ -314,7 +297,6 @@ def _change(request: WorkloadRequest, change: Callable[[WorkloadRequest], Worklo
     return replace(change(request), follow_up=changed)
 
 
-# %% nbs/lab/workload.ipynb #_moments
 def _moments(rate: float, burstiness: float, seed: int) -> Callable[[], Iterator[float]]:
     """Arrival times without end: gaps of mean 1 / rate, drawn from a gamma distribution."""
     if not rate > 0:
@@ -332,7 +314,6 @@ def _moments(rate: float, burstiness: float, seed: int) -> Callable[[], Iterator
     return walk
 
 
-# %% nbs/lab/workload.ipynb #_scramble
 def _scramble(ids: np.ndarray) -> np.ndarray:
     """A 64-bit mix of each number (the finaliser of SplitMix64, Steele et al. 2014)."""
     x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -341,7 +322,6 @@ def _scramble(ids: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-# %% nbs/lab/workload.ipynb #lognormal
 Lengths = int | tuple[int, int] | Callable[[np.random.Generator], int]
 
 
@@ -365,7 +345,6 @@ def _drawing(name: str, lengths: Lengths) -> Callable[[np.random.Generator], int
     return lambda generator: int(generator.integers(low, high + 1))
 
 
-# %% nbs/lab/workload.ipynb #poisson
 def poisson(
     rate: float,
     num_requests: int,
@@ -404,7 +383,6 @@ def bursts(rate: float, num_requests: int, *args: Any, burstiness: float = 0.2, 
     return poisson(rate, num_requests, *args, burstiness=burstiness, **kwargs)
 
 
-# %% nbs/lab/workload.ipynb #shared_prefix
 def shared_prefix(
     rate: float,
     num_requests: int,
@@ -446,7 +424,6 @@ def shared_prefix(
     return Workload(f"{num_prefixes} shared prefixes at {rate:g}/s", make)
 
 
-# %% nbs/lab/workload.ipynb #chat
 def chat(
     rate: float,
     num_sessions: int,
@@ -489,7 +466,6 @@ def closed_loop(
     return Workload(f"{num_users} users in a closed loop", lambda _: (start(s, 0.0) for s in range(num_users)))
 
 
-# %% nbs/lab/workload.ipynb #_conversation
 _MOST_TURNS = 1 << 16
 
 
@@ -530,7 +506,6 @@ def _conversation(
     return start
 
 
-# %% nbs/lab/workload.ipynb #Recorded
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """A request that was added during a recording.

@@ -15,8 +15,6 @@ from minivllm.literate.write_back import write_back
 
 __all__ = ["COMMANDS", "FLAGS", "main"]
 
-
-# %% nbs/literate/cli.ipynb #commands
 Outcome = tuple[list[str], list[LiterateError]]
 
 
@@ -51,7 +49,6 @@ def _clean(book: Book, options: argparse.Namespace) -> Outcome:
     return [f"cleaned {name}" for name in changed], book.errors
 
 
-# %% nbs/literate/cli.ipynb #main
 COMMANDS = {"export": _export, "check": _check, "write-back": _write_back, "clean": _clean}
 FLAGS = {"export": ["--force"], "write-back": ["--force"], "check": ["--rebuild"], "clean": []}
 

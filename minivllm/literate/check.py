@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.literate.clean import is_clean
-from minivllm.literate.module import by_cell, read_module
+from minivllm.literate.module import origins, placed, read_module
 from minivllm.literate.notebook import Book, Cell, LiterateError, Notebook, joined, write
-from minivllm.literate.render import render
 from minivllm.literate.sync import compare, edited_side, missing_packages, module_text, out_of_step
 
 __all__ = ["LIMITS", "LONG", "check", "length_errors", "listed_cells", "long_cells", "shorten_list"]
 
 
-# %% nbs/literate/check.ipynb #check
 def check(book: Book, rebuild: bool = False) -> list[LiterateError]:
     """Everything that is out of step. `rebuild` exports again even what the record knows to agree."""
     chapters = list(book.chapters.values())
@@ -25,7 +23,7 @@ def check(book: Book, rebuild: bool = False) -> list[LiterateError]:
     for notebook in (*chapters, *book.plain):
         try:
             if notebook.module and notebook.target in differing:
-                errors += step_errors(notebook, book.root)
+                errors += step_errors(notebook, book.root, differing[notebook.target])
             errors += output_errors(notebook, book.root)
             if not is_clean(notebook):
                 errors.append(LiterateError("holds metadata that changes from run to run: run clean", notebook.name))
@@ -34,19 +32,23 @@ def check(book: Book, rebuild: bool = False) -> list[LiterateError]:
     return errors + length_errors(book) + (orphans(book) if book.whole else [])
 
 
-# %% nbs/literate/check.ipynb #differences
-def differing_cells(notebook: Notebook, text: str) -> list[str]:
-    """Ids of the cells whose code is not the same in the notebook and in the text of its module."""
-    ours, theirs = (by_cell(read_module(side, notebook.target)) for side in (render(notebook), text))
-    return [cell for cell in {**ours, **theirs} if ours.get(cell) != theirs.get(cell)]
+def differing_cells(notebook: Notebook, exported: str, text: str) -> list[str]:
+    """Ids of the cells whose code is not the same in the export of the notebook and in the text of its module."""
+    base, edited = (read_module(side, notebook) for side in (exported, text))
+    places = placed(base, edited, notebook)
+    same = {id(place.was) for place in places if place.was and place.was.normal == place.part.normal}
+    differing = {place.item.cell for place in places if id(place.was) not in same}
+    lost = zip(base.parts, origins(base, notebook), strict=True)
+    differing |= {item.cell for part, item in lost if id(part) not in same}
+    return [cell.id for cell in notebook.exports if cell in differing]
 
 
-def step_errors(notebook: Notebook, root: Path) -> list[LiterateError]:
+def step_errors(notebook: Notebook, root: Path, exported: str) -> list[LiterateError]:
     """How a notebook and a module that is not its export differ: one error for each cell."""
     side = edited_side(notebook, root)
     if side in {"missing", "conflict", "foreign"}:
         return [out_of_step(notebook, side)]
-    cells = differing_cells(notebook, module_text(notebook, root) or "")
+    cells = differing_cells(notebook, exported, module_text(notebook, root) or "")
     errors = [out_of_step(notebook, side, cell) for cell in cells]
     return errors or [out_of_step(notebook, side, what="imports, layout or docstring: ")]
 
@@ -63,7 +65,6 @@ def orphans(book: Book) -> list[LiterateError]:
     return errors
 
 
-# %% nbs/literate/check.ipynb #long-cells
 LIMITS = {"kernels": 120}
 LONG = "nbs/long_cells.txt"
 """Lines such as `nbs/core/trace.ipynb #Fold 84`. Cells leave this list, by `clean`; none may join it."""
@@ -108,7 +109,6 @@ def shorten_list(book: Book) -> list[str]:
     return [LONG]
 
 
-# %% nbs/literate/check.ipynb #machine-traces
 PERSONAL = r"(?:/home/|/Users/|/root/|/tmp/ipykernel_|[A-Z]:\\Users\\)\w+"
 """Paths of some user's machine."""
 

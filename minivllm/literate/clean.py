@@ -10,8 +10,6 @@ from minivllm.literate.notebook import Notebook, joined, write
 
 __all__ = ["METADATA", "VOLATILE_CELL", "WIDGET_VIEW", "clean", "cleaned", "is_clean", "notebook_text"]
 
-
-# %% nbs/literate/clean.ipynb #cleaned
 VOLATILE_CELL = frozenset(
     {"execution", "ExecuteTime", "executionInfo", "collapsed", "scrolled", "trusted", "vscode", "outputId", "colab"}
 )
@@ -50,7 +48,6 @@ def _cleaned_outputs(outputs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return merged
 
 
-# %% nbs/literate/clean.ipynb #notebook-text
 def notebook_text(data: dict[str, Any]) -> str:
     """The file text of a notebook, as Jupyter writes it: sorted keys, one blank of indentation, text as lists of lines."""
     return json.dumps(_in_lines(data), ensure_ascii=False, indent=1, sort_keys=True) + "\n"
@@ -84,7 +81,6 @@ def _output_in_lines(output: dict[str, Any]) -> dict[str, Any]:
     return {key: changed.get(key, value) for key, value in output.items()}
 
 
-# %% nbs/literate/clean.ipynb #clean
 def clean(notebooks: Iterable[Notebook]) -> list[str]:
     """Clean notebook files in place. Returns the names of those that changed."""
     changed = []

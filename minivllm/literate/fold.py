@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from minivllm.literate.notebook import Cell, LiterateError
+from minivllm.literate.notebook import Cell, LiterateError, Notebook
 from minivllm.literate.source import DEFINITIONS, FUNCTIONS, IMPORTS, Piece, bound_names, split, start
 
-__all__ = ["BODY_ONLY", "Item", "fold", "items_of", "method"]
+__all__ = ["BODY_ONLY", "Item", "fold", "items_in", "items_of", "method"]
 
-
-# %% nbs/literate/fold.ipynb #method
 BODY_ONLY = frozenset(
     {"__post_init__", "__eq__", "__init_subclass__", "__class_getitem__", "__set_name__", "__slots__"}
 )
@@ -54,7 +52,6 @@ def method(cls: type) -> Callable[[Any], Any]:
     return put
 
 
-# %% nbs/literate/fold.ipynb #Item
 @dataclass(frozen=True)
 class Item:
     """A statement of an exported cell, as text that can stand in a module. `cls`: the class whose method this is, if any.
@@ -78,6 +75,11 @@ class Item:
 
     def error(self, message: str) -> LiterateError:
         return self.cell.error(message, self.piece.first)
+
+
+def items_in(notebook: Notebook) -> list[Item]:
+    """The items of all exported cells, in order."""
+    return [item for cell in notebook.exports for item in items_of(cell)]
 
 
 def items_of(cell: Cell) -> list[Item]:
@@ -105,7 +107,6 @@ def items_of(cell: Cell) -> list[Item]:
     return items
 
 
-# %% nbs/literate/fold.ipynb #method-class
 def method_class(cell: Cell, node: ast.stmt | None) -> str | None:
     """The class named by a leading `@method(Cls)`, or None. Raises LiterateError when `method` is used in another way."""
     decorators = getattr(node, "decorator_list", [])
@@ -125,7 +126,6 @@ def method_class(cell: Cell, node: ast.stmt | None) -> str | None:
     return call.args[0].id
 
 
-# %% nbs/literate/fold.ipynb #fold
 def fold(items: Sequence[Item]) -> tuple[list[Item], dict[str, list[Item]]]:
     """Split items (imports left out) into those of the top level and the methods of each class.
 
@@ -152,7 +152,6 @@ def fold(items: Sequence[Item]) -> tuple[list[Item], dict[str, list[Item]]]:
     return top, methods
 
 
-# %% nbs/literate/fold.ipynb #second-definitions
 def _refuse_second_definitions(scope: Sequence[Item]) -> None:
     """Raises LiterateError where a function or class shares its name with another statement: the later would win, unnoticed."""
     first: dict[str, Item] = {}
@@ -173,7 +172,6 @@ def _may_share(node: ast.stmt | None) -> bool:
     return bool(names & {"overload", "setter", "getter", "deleter", "register"})
 
 
-# %% nbs/literate/fold.ipynb #late-names
 def _refuse_late_names(items: Sequence[Item], top: Sequence[Item], methods: dict[str, list[Item]]) -> None:
     lazy = any(isinstance(item.node, ast.ImportFrom) and item.node.module == "__future__" for item in items)
     for position, owner in enumerate(top):

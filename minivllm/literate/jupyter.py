@@ -17,7 +17,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/literate/jupyter.ipynb #hooks
 def pre_save_hook(model: dict[str, Any], **_: Any) -> None:
     """Jupyter server hook: clean the notebook that is about to be written."""
     if model.get("type") == "notebook" and model.get("content"):
@@ -42,7 +41,6 @@ def export_saved(path: Path) -> list[str]:
     return written
 
 
-# %% nbs/literate/jupyter.ipynb #Watcher
 class Watcher:
     """Exports the notebooks under `nbs/` that change on disk: a thread that looks at their times twice a second."""
 
@@ -80,7 +78,6 @@ class Watcher:
         self._thread.join()
 
 
-# %% nbs/literate/jupyter.ipynb #extension
 _watching: list[Watcher] = []
 
 

@@ -20,7 +20,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/literate/notebook.ipynb #LiterateError
 class LiterateError(Exception):
     """A mistake in a notebook or a module. The message begins with its place: `path`, `#cell`, line within the cell."""
 
@@ -30,14 +29,13 @@ class LiterateError(Exception):
         self.path = path
 
 
-# %% nbs/literate/notebook.ipynb #Cell
 DIRECTIVES = {"default_exp": True, "doc": True, "export": False, "exporti": False, "hide": False}
 """Name of a directive -> whether it takes an argument."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a notebook. `kind` is code, markdown or raw; `notebook` is the path shown in errors and markers."""
+    """One cell of a notebook. `kind` is code, markdown or raw; `notebook` is the path shown in errors."""
 
     notebook: str
     id: str
@@ -84,7 +82,6 @@ class Cell:
         return "export" in self.directives
 
 
-# %% nbs/literate/notebook.ipynb #Notebook
 @dataclass(frozen=True)
 class Notebook:
     """A notebook of the book: `name` is its path from the repository root, `text` the file, `data` the JSON in it."""
@@ -138,7 +135,6 @@ class Notebook:
         return f"{folder}/{module.replace('.', '/')}.py"
 
 
-# %% nbs/literate/notebook.ipynb #read-notebook
 def read_notebook(path: Path, root: Path) -> Notebook:
     """Read a notebook (format 4.5 or newer: cells need ids). Raises LiterateError when it is not one."""
     return parse_notebook(path.read_text(encoding="utf-8"), path.relative_to(root).as_posix(), path)
@@ -169,7 +165,6 @@ def joined(text: str | list[str]) -> str:
     return text if isinstance(text, str) else "".join(text)
 
 
-# %% nbs/literate/notebook.ipynb #conflict
 CONFLICT = re.compile(r"^<{7} .*\n(?:.*\n)*?={7}\n(?:.*\n)*?>{7} ", re.MULTILINE)
 """What git leaves where both sides of a merge changed the same lines."""
 
@@ -181,7 +176,6 @@ def _conflict_error(above: str, name: str) -> LiterateError:
     return LiterateError(message, name, ids[-1] if ids else None)
 
 
-# %% nbs/literate/notebook.ipynb #root
 def find_root(begin: Path) -> Path:
     """The nearest folder at or above `begin` that holds `nbs/` and `pyproject.toml`."""
     for folder in (begin.resolve(), *begin.resolve().parents):
@@ -202,7 +196,6 @@ def write(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-# %% nbs/literate/notebook.ipynb #book
 @dataclass
 class Book:
     """The notebooks that export a module, by path of the module, the plain ones, and the errors found on the way."""

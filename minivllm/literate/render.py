@@ -1,4 +1,4 @@
-"""Text of a module: docstring, imports, `__all__`, code with cell markers, formatted by ruff."""
+"""Text of a module: docstring, imports, `__all__`, code, formatted by ruff."""
 
 # Generated from nbs/literate/render.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -13,29 +13,27 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from minivllm.literate.fold import Item, fold, items_of
-from minivllm.literate.notebook import Cell, LiterateError, Notebook, write
+from minivllm.literate.fold import Item, fold, items_in
+from minivllm.literate.notebook import LiterateError, Notebook, write
 from minivllm.literate.source import INDENT, bound_names, indent
 
 __all__ = [
     "GENERATED", "WIDTH", "build", "finished", "formatted", "header", "public_names", "render", "wrap_all",
 ]  # fmt: skip
 
-
-# %% nbs/literate/render.ipynb #render
 GENERATED = "# Generated from nbs/"
 
 
 def render(notebook: Notebook) -> str:
     """The module of a notebook, before formatting. Raises LiterateError at the cell that cannot be exported."""
-    items = [item for cell in notebook.exports for item in items_of(cell)]
+    items = items_in(notebook)
     top, methods = fold(items)
     head = [f'"""{notebook.docstring}"""', "", header(notebook.name), ""]
     head += [item.text for item in items if item.is_import] + [""]
     if "__all__" not in bound_names([item.node for item in top if item.node]):
         package = notebook.target.endswith("__init__.py")
         names = public_names([*(item for item in items if package and item.is_import), *top])
-        head += [f"__all__ = {json.dumps(names)}  # fmt: skip" if names else "__all__: list[str] = []", ""]
+        head += [f"__all__ = {json.dumps(names)}  # fmt: skip" if names else "__all__: list[str] = []"]
     return "\n".join([*head, *_body(top, methods)]) + "\n"
 
 
@@ -49,31 +47,16 @@ def public_names(items: Sequence[Item]) -> list[str]:
     return list(dict.fromkeys(name for name in names if not name.startswith("_")))
 
 
-# %% nbs/literate/render.ipynb #body
 def _body(top: Sequence[Item], methods: dict[str, list[Item]]) -> Iterator[str]:
-    current = None
+    cell = None
     for item in top:
-        if item.cell != current:
-            yield f"\n\n{marker(item.cell)}\n{item.text}"
-            current = item.cell
-        else:
-            yield "\n" * item.gap + item.text
+        yield "\n" * (item.gap if item.cell == cell else 1) + item.text
+        cell = item.cell
         if isinstance(item.node, ast.ClassDef) and item.node.name in methods:
-            current = None
-            for method in methods[item.node.name]:
-                if method.cell != current:
-                    yield f"\n{INDENT}{marker(method.cell)}"
-                    current = method.cell
-                yield indent(method.text)
-            current = None
+            yield from ("\n" + indent(method.text) for method in methods[item.node.name])
+            cell = None
 
 
-def marker(cell: Cell) -> str:
-    """The comment above what a module has from a cell."""
-    return f"# %% {cell.notebook} #{cell.id}"
-
-
-# %% nbs/literate/render.ipynb #format
 def formatted(modules: dict[str, str], root: Path, fix: str = "I,F401,RUF022", layout: bool = True) -> dict[str, str]:
     """Let ruff fix its rules `fix` (sort imports, drop unused ones, sort `__all__`) and, if `layout`, format the code.
 
@@ -105,7 +88,6 @@ def _ruff(arguments: list[str], folder: str) -> None:
         raise LiterateError(f"ruff {arguments[0]} failed: {done.stderr.strip()}", "export")
 
 
-# %% nbs/literate/render.ipynb #build
 WIDTH = 110
 
 

@@ -6,7 +6,7 @@ import ast
 import io
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = [
     "DEFINITIONS", "FUNCTIONS", "IMPORTS", "INDENT", "Piece", "bound_names", "dedent", "docstring_nodes",
@@ -14,7 +14,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/literate/source.ipynb #strings
 def string_lines(source: str, docstrings: bool = True) -> set[int]:
     """Numbers (from 1) of the lines that begin inside a string; those of docstrings only if asked. None if it does not parse."""
     try:
@@ -44,7 +43,6 @@ def docstring_nodes(tree: ast.AST) -> Iterator[ast.Constant]:
                 yield first.value
 
 
-# %% nbs/literate/source.ipynb #indent
 INDENT = "    "
 
 
@@ -62,14 +60,13 @@ def dedent(text: str) -> str:
     return "\n".join(line if number in kept else line.removeprefix(INDENT) for number, line in lines)
 
 
-# %% nbs/literate/source.ipynb #Piece
 @dataclass(frozen=True)
 class Piece:
     """Lines `first` to `last` (from 1): a statement and the comments above it, or comments alone (`node` None)."""
 
     first: int
     last: int
-    node: ast.stmt | None
+    node: ast.stmt | None = field(compare=False)
 
 
 def split(lines: Sequence[str], body: Sequence[ast.stmt], first: int, last: int) -> list[Piece]:
@@ -107,7 +104,6 @@ def skip_blank(lines: Sequence[str], number: int, step: int = 1) -> int:
     return number
 
 
-# %% nbs/literate/source.ipynb #bound
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 IMPORTS = (ast.Import, ast.ImportFrom)
@@ -141,7 +137,6 @@ def import_lines(body: Iterable[ast.stmt | None]) -> dict[str, None]:
     return found
 
 
-# %% nbs/literate/source.ipynb #normal
 def normal(text: str) -> str:
     """Code without its layout: the syntax tree and the comments."""
     tree = ast.parse(text)

@@ -20,8 +20,6 @@ __all__ = [
     "remember",
 ]  # fmt: skip
 
-
-# %% nbs/literate/sync.ipynb #record
 RECORD = ".literate.json"
 """A file that git ignores: for each module, digests of notebook and module when they were last seen to agree."""
 
@@ -71,7 +69,6 @@ def module_text(notebook: Notebook, root: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.exists() else None
 
 
-# %% nbs/literate/sync.ipynb #compare
 def compare(
     notebooks: Sequence[Notebook], root: Path, rebuild: bool = False
 ) -> tuple[dict[str, str], list[LiterateError]]:
@@ -94,7 +91,6 @@ def compare(
     return differing, errors
 
 
-# %% nbs/literate/sync.ipynb #edited-side
 def edited_side(notebook: Notebook, root: Path) -> str:
     """What became of a module that is not its notebook's export: a key of `OUT_OF_STEP`.
 
@@ -135,7 +131,6 @@ def _committed_digest(notebook: Notebook, root: Path) -> str | None:
         return None
 
 
-# %% nbs/literate/sync.ipynb #export
 _KEEP_ONE = "export --force keeps the notebook's side, write-back --force the module's"
 OUT_OF_STEP = {
     "missing": "not exported yet: run export",

@@ -2,27 +2,23 @@
 
 # Generated from nbs/literate/write_back.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import ast
-import difflib
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from minivllm.literate.clean import notebook_text
-from minivllm.literate.fold import Item, items_of
-from minivllm.literate.module import Module, Part, read_module
+from minivllm.literate.fold import Item, items_in, items_of
+from minivllm.literate.module import Module, Placed, origins, placed, read_module
 from minivllm.literate.notebook import Cell, LiterateError, Notebook, parse_notebook, write
 from minivllm.literate.render import build, formatted
-from minivllm.literate.source import DEFINITIONS, FUNCTIONS, IMPORTS, import_lines, normal
+from minivllm.literate.source import DEFINITIONS, FUNCTIONS, import_lines
 from minivllm.literate.sync import compare, edited_side, module_text, out_of_step, remember
 
 __all__ = ["write_back"]
 
 
-# %% nbs/literate/write_back.ipynb #write-back
 def write_back(notebook: Notebook, root: Path, force: bool = False) -> bool:
     """Carry the edits of a module into its notebook, then export it. Returns False when the module was not edited.
 
@@ -40,191 +36,143 @@ def write_back(notebook: Notebook, root: Path, force: bool = False) -> bool:
     if side not in {"module", "both", "neither"}:
         return False
     target, text = notebook.target, module_text(notebook, root) or ""
-    read_module(text, target)  # ruff's words for a module that does not parse are worse
-    base = read_module(differing[target], target)
-    edited = read_module(formatted({target: text}, root)[target], target)
+    read_module(text, notebook)  # ruff's words for a module that does not parse are worse
+    base = read_module(differing[target], notebook)
+    edited = read_module(formatted({target: text}, root)[target], notebook)
     carried = carry(notebook, base, edited, root)
     built = build([carried], root)[target]
-    verify(read_module(built, target), base, edited)
+    verify(built, carried, base, edited)
     write(notebook.path, carried.text)
     write(root / target, built)
     remember([carried], root)
     return True
 
 
-# %% nbs/literate/write_back.ipynb #carry
-def carry(notebook: Notebook, base: Module, edited: Module, root: Path) -> Notebook:
-    """The notebook with the differences between two forms of its module carried into its cells."""
-    texts = cell_texts(edited, root)
-    items = {cell.id: items_of(cell) for cell in notebook.exports}
-    blocks = {cell: [[_own_text(item)] for item in found] for cell, found in items.items()}
-    for name, found in items.items():
-        for cls in {part.cls: None for part in (*base.code, *edited.code) if part.cell == name}:
-            mine = [index for index, item in enumerate(found) if item.cls == cls and not item.is_import]
-            old = [part.text for part in base.code if (part.cell, part.cls) == (name, cls)]
-            new = [(part.text, text) for part, text in texts if (part.cell, part.cls) == (name, cls)]
-            carry_parts(blocks[name], mine, old, new)
-    moved = carry_imports(blocks, items, base.imports, edited.imports)
-    sources = {}
-    for cell in notebook.exports:
-        if blocks[cell.id] != [[_own_text(item)] for item in items[cell.id]]:
-            sources[cell.id] = cell_source(cell, items[cell.id], blocks[cell.id])
-    sources |= sorted_imports({name: source for name, source in sources.items() if name in moved}, root)
-    return with_sources(notebook, sources, texts)
+@dataclass
+class Entry:
+    """A text of a cell, and the blank lines above it; `stays`: it has the place, and the blank lines, of the item that it was."""
+
+    text: str
+    gap: int = 0
+    stays: bool = True
+    definition: bool = False
 
 
-def _own_text(item: Item) -> str:
+def own_text(item: Item) -> str:
     """An item as it stands in its cell."""
     return "\n".join(item.cell.code.split("\n")[item.piece.first - 1 : item.piece.last])
 
 
-# %% nbs/literate/write_back.ipynb #carry-parts
-def carry_parts(
-    blocks: list[list[str]], mine: Sequence[int], old: Sequence[str], new: Sequence[tuple[str, str]]
-) -> None:
-    """Turn the difference between `old` and `new` parts of one cell and class into other texts for the cell's items.
-
-    Args:
-        blocks: for each item of the cell the texts that take its place, changed here; one that is added joins the item above it.
-        mine: which items belong to the parts of `old`, one each.
-        old: the text of each part before the edit.
-        new: the text of each part after it, in the module and for the cell.
-    """
-    matcher = difflib.SequenceMatcher(None, old, [text for text, _ in new], autojunk=False)
-    for kind, a1, a2, b1, b2 in matcher.get_opcodes():
-        if kind == "equal":
-            continue
-        texts = [text for _, text in new[b1:b2]]
-        for index in mine[a1:a2]:
-            blocks[index] = [texts.pop(0)] if texts else []
-        if a2:
-            blocks[mine[a2 - 1]] += texts
-        elif mine:
-            blocks[mine[0]] = texts + blocks[mine[0]]
-        elif texts:
-            blocks.append(texts)
+def carry(notebook: Notebook, base: Module, edited: Module, root: Path) -> Notebook:
+    """The notebook with the differences between two forms of its module carried into its cells."""
+    items, home = items_in(notebook), origins(base, notebook)
+    entries: dict[Item, list[Entry]] = {item: [] if item in home else [Entry(own_text(item))] for item in items}
+    groups: list[list[Placed]] = []  # one for each entry: what stands in the cell of a class is one with it
+    for place in placed(base, edited, notebook):
+        if place.part.cls and place.item.cls is None:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    texts = {}
+    for number, (first, *more) in enumerate(groups):
+        parts = [place.part for place in (first, *more)]
+        was = [part for part, item in zip(base.parts, home, strict=True) if first.was and item == first.item]
+        if not was or (was[0].cls, base.text(was)) != (parts[0].cls, edited.text(parts)):
+            texts[f"{number}.py"] = _in_cell(first, edited.text(parts), items, notebook.target) + "\n"
+    texts = formatted(texts, root, fix="")
+    for number, (first, *_) in enumerate(groups):
+        stays = first.was is not None and first.was.gap == first.part.gap
+        text = texts.get(f"{number}.py", own_text(first.item)).strip("\n")
+        entries[first.item].append(Entry(text, first.part.gap, stays, isinstance(first.part.node, DEFINITIONS)))
+    changed = carry_imports(entries, base.imported, edited.imported)
+    return with_sources(notebook, entries, changed, root)
 
 
-def cell_source(cell: Cell, items: Sequence[Item], blocks: Sequence[Sequence[str]]) -> str:
-    """The source of a cell, given the texts for each of its items. Neighbours that stay keep the blank lines between them."""
-    lines = cell.source.split("\n")[: len(cell.directives)]
-    above, kept_above = "", -2
-    for index, texts in enumerate(blocks):
-        item = items[index] if index < len(items) else None
-        for text in texts:
-            kept = index if item and _is_definition(text) == _is_definition(_own_text(item)) else -2
-            gap = item.gap if item and text is texts[0] else 0
-            if kept < 0 or kept_above != kept - 1:
-                gap = max(gap, 2 if _is_definition(text) or _is_definition(above) else 0)
-            lines += [""] * (gap if above else 0) + text.split("\n")
-            above, kept_above = text, kept
-    return "\n".join(lines)
-
-
-def _is_definition(text: str) -> bool:
-    return any(isinstance(node, DEFINITIONS) for node in ast.parse(text).body)
-
-
-# %% nbs/literate/write_back.ipynb #carry-imports
-def carry_imports(
-    blocks: dict[str, list[list[str]]], items: dict[str, list[Item]], old: Iterable[str], new: Iterable[str]
-) -> set[str]:
+def carry_imports(entries: dict[Item, list[Entry]], old: Iterable[str], new: Iterable[str]) -> set[Cell]:
     """Carry added and removed imports (one name each, as source lines) into the cells; returns the cells that changed.
 
     A removed name goes from every exported cell; an added one joins the first imports, or the place of a removed one.
     """
-    gone, added = set(old) - set(new), [line for line in new if line not in set(old)]
-    imports = [(cell, index) for cell, found in items.items() for index, item in enumerate(found) if item.is_import]
+    gone, added = set(old) - set(new), [Entry(line) for line in new if line not in set(old)]
+    imports = [item for item in entries if item.is_import]
     changed = []
-    for cell, index in imports:
-        names = import_lines([items[cell][index].node])
+    for item in imports:
+        names = import_lines([item.node])
         if gone & names.keys():
-            blocks[cell][index] = [name for name in names if name not in gone]
-            changed.append((cell, index))
+            entries[item] = [Entry(name) for name in names if name not in gone]
+            changed.append(item)
     if added:
-        cell, index = [*changed, *imports, (next(iter(items)), 0)][0]
-        here = blocks[cell][index]
-        blocks[cell][index] = [*here, *added] if imports else [*added, *here]
-        changed.append((cell, index))
-    return {cell for cell, _ in changed}
+        item = next(iter([*changed, *imports, *entries]))
+        entries[item] = [*entries[item], *added] if imports else [*added, *entries[item]]
+        changed.append(item)
+    return {item.cell for item in changed}
 
 
-def sorted_imports(sources: dict[str, str], root: Path) -> dict[str, str]:
-    """Cells whose imports changed, with these sorted and nothing else touched."""
-    done = formatted({f"{cell}.py": text + "\n" for cell, text in sources.items()}, root, fix="I", layout=False)
-    return {name.removesuffix(".py"): text.strip("\n") for name, text in done.items()}
+def _in_cell(place: Placed, text: str, items: Iterable[Item], path: str) -> str:
+    """The text of a part as it stands in a notebook: a folded method gets its `@method(Cls)` back. `path` is for errors.
 
-
-# %% nbs/literate/write_back.ipynb #cell-texts
-def cell_texts(module: Module, root: Path) -> list[tuple[Part, str]]:
-    """Each part with its text for the notebook, formatted for the left margin, where more fits on a line."""
-    texts = {f"{number}.py": _with_method(part, module.path) + "\n" for number, part in enumerate(module.code)}
-    done = formatted(texts, root, fix="")
-    return [(part, text.strip("\n")) for part, text in zip(module.code, done.values(), strict=True)]
-
-
-def _with_method(part: Part, path: str) -> str:
-    """A part as it stands in a notebook: a folded method gets its `@method(Cls)` back. `path` is for errors."""
-    if part.cls is None or part.node is None:
-        return part.text
+    Raises LiterateError for what cannot stand in the cell.
+    """
+    part, cls, cell = place.part, place.part.cls, place.item.cell
+    if part.is_head and place.was is None and any(item.cls == part.name[1] for item in items):
+        what = f"class {part.name[1]} has methods in cells of their own: move its cell in the notebook"
+        raise LiterateError(what, path, line=part.first)
+    if cls is None:
+        return text
     if not isinstance(part.node, FUNCTIONS):
-        raise LiterateError(f"only methods can stand below the marker of a method (#{part.cell})", path, line=part.line)
-    lines = part.text.split("\n")
+        what = f"only methods can stand below a method that has a cell of its own (#{cell.id})"
+        raise LiterateError(what, path, line=part.first)
+    lines = text.split("\n")
     top = next(number for number, line in enumerate(lines) if line.startswith(("@", "def ", "async ")))
-    lines = [re.sub(r"^@(\w+)\.(setter|getter|deleter)\b", rf"@{part.cls}.\1.\2", line) for line in lines]
-    return "\n".join([*lines[:top], f"@method({part.cls})", *lines[top:]])
+    lines = [re.sub(r"^@(\w+)\.(setter|getter|deleter)\b", rf"@{cls}.\1.\2", line) for line in lines]
+    return "\n".join([*lines[:top], f"@method({cls})", *lines[top:]])
 
 
-# %% nbs/literate/write_back.ipynb #with-sources
-def with_sources(notebook: Notebook, sources: dict[str, str], texts: Sequence[tuple[Part, str]]) -> Notebook:
-    """A copy of a notebook: cells in `sources` changed (their outputs dropped), emptied cells gone, new cells of `texts` added."""
-    place: dict[str, float] = {cell.id: number for number, cell in enumerate(notebook.cells)}
-    fresh: dict[str, list[str]] = defaultdict(list)
-    for index, (part, text) in enumerate(texts):
-        if part.cell not in place:
-            place[part.cell] = _place_for(index, [part for part, _ in texts], place)
-            fresh[part.cell] = []
-        if part.cell in fresh:
-            fresh[part.cell].append(text)
+def cell_source(cell: Cell, entries: dict[Item, list[Entry]]) -> str:
+    """The source of a cell, given the entries of its items. Neighbours that stay keep the blank lines between them."""
+    lines = cell.source.split("\n")[: len(cell.directives)]
+    above: tuple[int, Entry] | None = None
+    for index, item in enumerate(items_of(cell)):
+        for entry in entries[item]:
+            if above and above[0] == index - 1 and above[1].stays and entry.stays:
+                gap = item.gap
+            else:
+                gap = max(entry.gap, 2 if entry.definition or (above and above[1].definition) else 0)
+            lines += [""] * (gap if above else 0) + entry.text.split("\n")
+            above = index, entry
+    return "\n".join(lines)
+
+
+def with_sources(notebook: Notebook, entries: dict[Item, list[Entry]], imports: set[Cell], root: Path) -> Notebook:
+    """A copy of a notebook, the sources of its cells made from entries; cells that change lose their outputs, emptied ones go.
+
+    `imports`: the cells whose imports are to be sorted.
+    """
+    as_before = {item: [Entry(own_text(item))] for item in entries}
+    sources = {cell: cell_source(cell, entries) for cell in notebook.exports}
+    sources = {cell: text for cell, text in sources.items() if text != cell_source(cell, as_before)}
+    unsorted = {f"{cell.id}.py": text + "\n" for cell, text in sources.items() if cell in imports}
+    done = formatted(unsorted, root, fix="I", layout=False)
     cells = []
-    for raw in notebook.data["cells"]:
-        source = sources.get(raw["id"])
-        if source is None:
+    for raw, cell in zip(notebook.data["cells"], notebook.cells, strict=True):
+        if cell not in sources:
             cells.append(raw)
-        elif Cell(notebook.name, raw["id"], "code", source).code.strip():
+        elif any(entries[item] for item in items_of(cell)):
+            source = done.get(f"{cell.id}.py", sources[cell]).strip("\n")
             cells.append({**raw, "source": source, "outputs": []})
-    new: dict[str, Any] = {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": []}
-    cells += [{**new, "id": cell, "source": "#| export\n" + "\n\n\n".join(found)} for cell, found in fresh.items()]
-    cells.sort(key=lambda raw: place[raw["id"]])
     return parse_notebook(notebook_text({**notebook.data, "cells": cells}), notebook.name, notebook.path)
 
 
-def _place_for(index: int, parts: Sequence[Part], place: dict[str, float]) -> float:
-    """A place between two cells for the new cell of `parts[index]`; `place` holds those of the known cells."""
-    new = parts[index]
-    above = [
-        place[part.cell]
-        for part in parts[:index]
-        if new.cls in (None, part.cls) or (isinstance(part.node, ast.ClassDef) and part.node.name == new.cls)
-    ]
-    below = [place[part.cell] for part in parts[index + 1 :] if part.cls == new.cls and part.cell in place]
-    return max([0.0, *(number for number in above if not below or number < below[0])]) + 0.001
-
-
-# %% nbs/literate/write_back.ipynb #verify
-def verify(built: Module, base: Module, edited: Module) -> None:
-    """Raises LiterateError, naming the place, unless `built` says what `edited` says."""
-
-    def fixed(module: Module) -> list[str]:
-        return [ast.dump(node) for node in module.preamble if not isinstance(node, IMPORTS)]
-
-    for ours, theirs in zip_longest(built.code, edited.code):
-        sides = [(part.cell, part.cls, normal(part.text)) if part else None for part in (ours, theirs)]
-        if sides[0] != sides[1]:
-            part = theirs or ours
-            what = f"this edit has no place in the notebook (near cell #{part.cell})"
-            raise LiterateError(what, edited.path, line=theirs.line if theirs else None)
-    if fixed(edited) not in (fixed(base), fixed(built)):
-        raise LiterateError("the docstring (`#| doc`) and __all__ are computed: edit the notebook", edited.path, line=1)
-    if built.imports != edited.imports or built.comments != edited.comments:
-        raise LiterateError("imports or the comments above them have no place in the notebook", edited.path, line=1)
+def verify(text: str, carried: Notebook, base: Module, edited: Module) -> None:
+    """Raises LiterateError, naming the place, unless `text`, the export of the changed notebook, says what `edited` says."""
+    built, path = read_module(text, carried), carried.target
+    cells = [item.cell.id for item in origins(built, carried)]
+    for ours, theirs, cell in zip_longest(built.parts, edited.parts, cells):
+        if not (ours and theirs and (ours.cls, ours.text) == (theirs.cls, theirs.text)):
+            what = f"this edit has no place in the notebook (near cell #{cell or cells[-1]})"
+            raise LiterateError(what, path, line=theirs.first if theirs else None)
+    doc, names = edited.computed
+    if doc != built.computed[0] or names not in (base.computed[1], built.computed[1]):
+        raise LiterateError("the docstring (`#| doc`) and __all__ are computed: edit the notebook", path, line=1)
+    if sorted(part.text for part in built.imports) != sorted(part.text for part in edited.imports):
+        raise LiterateError("imports or the comments above them have no place in the notebook", path, line=1)

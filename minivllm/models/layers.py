@@ -12,7 +12,6 @@ from minivllm.models.ops.base import LayerOps
 __all__ = ["QKNorm", "RMSNorm"]
 
 
-# %% nbs/models/layers.ipynb #RMSNorm
 class RMSNorm(Module):
     """`x / rms(x) * weight` (Zhang and Sennrich, 2019), by the ops of the model.
 
@@ -48,7 +47,6 @@ class RMSNorm(Module):
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
-# %% nbs/models/layers.ipynb #QKNorm
 class QKNorm(Module):
     """RMS norm of every query and key head by itself, both in one go.
 

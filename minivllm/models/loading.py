@@ -21,8 +21,6 @@ __all__ = [
     "LoadedModel", "TensorRecord", "dummy_tensors", "find_tensors", "load_model", "read_header",
 ]  # fmt: skip
 
-
-# %% nbs/models/loading.ipynb #CheckpointError
 if TYPE_CHECKING:
     import torch
 
@@ -33,7 +31,6 @@ class CheckpointError(ValueError):
     """A model folder that cannot be loaded; the message names the file, and the tensor where there is one."""
 
 
-# %% nbs/models/loading.ipynb #TensorRecord
 @dataclass(frozen=True)
 class TensorRecord:
     """Where one tensor lies: file, safetensors dtype (`F32`, `BF16`, ...), shape."""
@@ -72,7 +69,6 @@ def read_header(file: Path) -> list[TensorRecord]:
         raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
 
 
-# %% nbs/models/loading.ipynb #find_tensors
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -116,7 +112,6 @@ def _sharded(folder: Path) -> list[TensorRecord]:
     return [records[item] for item in weight_map.items()]
 
 
-# %% nbs/models/loading.ipynb #read_json
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file; `CheckpointError` names the file if it is not one."""
     try:
@@ -128,7 +123,6 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-# %% nbs/models/loading.ipynb #iter_tensors
 def iter_tensors(records: list[TensorRecord], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `(name, tensor)` as stored, one at a time and file by file, for a model that computes in `dtype`.
 
@@ -165,7 +159,6 @@ def _checked(record: TensorRecord, tensor: torch.Tensor, dtype: str) -> torch.Te
     return tensor
 
 
-# %% nbs/models/loading.ipynb #dummy_tensors
 def dummy_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield random float32 weights of the given names and shapes: the same for the same seed, whatever the order.
 
@@ -182,7 +175,6 @@ def dummy_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> Iterator[tup
         yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-# %% nbs/models/loading.ipynb #LoadedModel
 @dataclass(frozen=True)
 class LoadedModel:
     """A model folder that has been read but for its weights.
@@ -225,7 +217,6 @@ class LoadedModel:
         (_, first), (_, second) = iter_tensors(records, "float32")
         return not torch.equal(first, second)
 
-    # %% nbs/models/loading.ipynb #LoadedModel-weights
     @property
     def checkpoint_dtype(self) -> str:
         """The dtype that the configuration names, else the one that most of the weights have."""
@@ -264,7 +255,6 @@ class LoadedModel:
         # the output layer has 8 bits, and is there besides the embeddings even if it is tied to them
         return total - (products + head) * size + embedding + int(products * WEIGHT_BITS[linear_kernel]) // 8
 
-    # %% nbs/models/loading.ipynb #LoadedModel-facts
     def facts(
         self, block_size: int, dtype: str, linear_kernel: str | None = None, fp8_kv_cache: bool = False
     ) -> ModelFacts:
@@ -283,7 +273,6 @@ class LoadedModel:
         )
 
 
-# %% nbs/models/loading.ipynb #load_model
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 

@@ -17,8 +17,6 @@ __all__ = [
     "rope_from_parameters",
 ]  # fmt: skip
 
-
-# %% nbs/models/rope.ipynb #RopeSpec
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -69,7 +67,6 @@ class RopeSpec:
         return int(self.original_max_position * self.factor) if self.kind == "yarn" else self.max_position
 
 
-# %% nbs/models/rope.ipynb #_plain
 def _plain(spec: RopeSpec, theta: float | Tensor) -> Tensor:
     exponents = torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim
     return 1.0 / (theta**exponents)
@@ -101,7 +98,6 @@ def _yarn(spec: RopeSpec) -> Tensor:
     return slowed * (1 - keep) + _plain(spec, spec.theta) * keep
 
 
-# %% nbs/models/rope.ipynb #inverse_frequencies
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
     """Angle per position of each pair of dimensions, float32 [dim / 2] (`dynamic`: of positions below `max_position`)."""
     if spec.kind == "llama3":
@@ -127,7 +123,6 @@ def attention_factor(spec: RopeSpec) -> float:
     return rule(1.0)
 
 
-# %% nbs/models/rope.ipynb #Rope
 class Rope(Module):
     """Cosines and sines of a step, for all layers that share a `RopeSpec`.
 
@@ -169,7 +164,6 @@ class Rope(Module):
         cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
         return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
 
-    # %% nbs/models/rope.ipynb #Rope-table
     @cached_property
     def table(self) -> Tensor:
         """Half cosines, half sines of every position: float32 [max_positions, dim]."""
@@ -178,7 +172,6 @@ class Rope(Module):
         return torch.cat((cos[:, 0, :half], sin[:, 0, half:]), -1).contiguous()
 
 
-# %% nbs/models/rope.ipynb #Rotation
 class Rotation:
     """A rotation of the tokens of one step: positions, and what rotates them, worked out when it is first asked for.
 
@@ -197,7 +190,6 @@ class Rotation:
         return self.rope(self.positions, self.dtype)
 
 
-# %% nbs/models/rope.ipynb #apply_rope
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + dim / 2) of each head.
 
@@ -211,7 +203,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
-# %% nbs/models/rope.ipynb #rope_from_parameters
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _FIELDS = {
     "default": {},

@@ -22,7 +22,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/models/spec.ipynb #LayerSpec
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """One layer as a value: two blocks, each behind a norm and added to the residual stream.
@@ -47,7 +46,6 @@ class LayerSpec:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-# %% nbs/models/spec.ipynb #WeightNames
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
     """What a checkpoint calls the tensors outside of the layers; and the prefix of a layer's, `{}` for its number."""
@@ -58,7 +56,6 @@ class WeightNames:
     layer: str = "model.layers.{}."
 
 
-# %% nbs/models/spec.ipynb #DecoderSpec
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """Everything that `Decoder` needs to know to build itself.
@@ -108,19 +105,16 @@ class DecoderSpec:
         """Longest sequence that every layer's rotation was meant for."""
         return min((rope.max_length for rope in self.ropes if rope is not None), default=self.max_position_embeddings)
 
-    # %% nbs/models/spec.ipynb #DecoderSpec-attention_specs
     def attention_specs(
         self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> list[AttentionSpec]:
         """What each layer asks of the attention backend. kv_dtype: see `AttentionSpec`."""
         return [layer.mixer.attention_spec(block_size, dtype, kv_dtype) for layer in self.layers]
 
-    # %% nbs/models/spec.ipynb #DecoderSpec-kv_cache_specs
     def kv_cache_specs(self, block_size: int, dtype_bytes: int = 4) -> list[KVCacheSpec]:
         """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number."""
         return [layer.mixer.kv_cache_spec(block_size, dtype_bytes) for layer in self.layers]
 
-    # %% nbs/models/spec.ipynb #DecoderSpec-weight_shapes
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model holds."""
         n, hidden = self.names, self.hidden_size
@@ -133,13 +127,11 @@ class DecoderSpec:
                 shapes |= {n.layer.format(i) + name: shape for name, shape in part.items()}
         return shapes
 
-    # %% nbs/models/spec.ipynb #DecoderSpec-num_parameters
     def num_parameters(self) -> int:
         """Numbers in a checkpoint; a tied output layer counts once."""
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
 
-# %% nbs/models/spec.ipynb #ConfigReader
 _NEUTRAL_FIELDS = """
     _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
     attention_dropout attn_implementation bos_token_id cache_implementation do_sample dtype early_stopping eos_token_id
@@ -193,7 +185,6 @@ class ConfigReader:
                 )
 
 
-# %% nbs/models/spec.ipynb #family
 Family = Callable[[ConfigReader], DecoderSpec]
 FAMILIES: dict[str, Family] = {}
 """From the name in a config's `architectures` to the function that makes the spec."""
@@ -209,7 +200,6 @@ def family(*architectures: str) -> Callable[[Family], Family]:
     return register
 
 
-# %% nbs/models/spec.ipynb #spec_from_config
 _ARCHITECTURE_OF = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -242,7 +232,6 @@ def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
     return spec
 
 
-# %% nbs/models/spec.ipynb #read_rope
 def read_rope(r: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
     """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before)."""
     parameters, old = r.get("rope_parameters") or {}, r.get("rope_scaling")
@@ -257,7 +246,6 @@ def read_rope(r: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
     )
 
 
-# %% nbs/models/spec.ipynb #read_common
 def read_common(r: ConfigReader, *, tied: bool = False) -> dict[str, Any]:
     """The fields that all families share, under the names of `DecoderSpec`. tied: if the config has no such field."""
     return {
@@ -294,7 +282,6 @@ def read_mlp(r: ConfigReader, **fields: Any) -> GatedMLPSpec:
     return GatedMLPSpec(intermediate_size=r.need("intermediate_size"), **fields)
 
 
-# %% nbs/models/spec.ipynb #read_window_per_layer
 def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int | None]:
     """Qwen's rule: `layer_types`, or a window from layer `max_window_layers` on; nothing without `use_sliding_window`."""
     count = r.need("num_hidden_layers")
@@ -309,7 +296,6 @@ def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int 
     return windows_from_types(r, types, window)
 
 
-# %% nbs/models/spec.ipynb #windows_from_types
 def windows_from_types(r: ConfigReader, types: list[str], window: int | None) -> list[int | None]:
     """A window per layer, from the config's `layer_types`.
 
@@ -326,7 +312,6 @@ def windows_from_types(r: ConfigReader, types: list[str], window: int | None) ->
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-# %% nbs/models/spec.ipynb #llama
 @family("LlamaForCausalLM")
 def llama(r: ConfigReader) -> DecoderSpec:
     """Llama 1 to 3, SmolLM2 and others that use their architecture."""
@@ -336,7 +321,6 @@ def llama(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**read_common(r), layers=(layer,) * r.need("num_hidden_layers"))
 
 
-# %% nbs/models/spec.ipynb #mistral
 @family("MistralForCausalLM")
 def mistral(r: ConfigReader) -> DecoderSpec:
     """Mistral 7B: a window on every layer."""
@@ -345,7 +329,6 @@ def mistral(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**read_common(r), layers=(layer,) * r.need("num_hidden_layers"))
 
 
-# %% nbs/models/spec.ipynb #qwen2
 def windowed_layers(attention: SelfAttentionSpec, mlp: MixerSpec, windows: list[int | None]) -> tuple[LayerSpec, ...]:
     """Layers that differ in nothing but their window."""
     return tuple(LayerSpec(mixer=replace(attention, sliding_window=window), mlp=mlp) for window in windows)
@@ -358,7 +341,6 @@ def qwen2(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**read_common(r), layers=windowed_layers(attention, read_mlp(r), read_window_per_layer(r)))
 
 
-# %% nbs/models/spec.ipynb #qwen3
 @family("Qwen3ForCausalLM")
 def qwen3(r: ConfigReader) -> DecoderSpec:
     """Qwen 3: no bias, but a norm on every query and key head."""
@@ -367,7 +349,6 @@ def qwen3(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**read_common(r), layers=windowed_layers(attention, read_mlp(r), read_window_per_layer(r)))
 
 
-# %% nbs/models/spec.ipynb #read_gemma3_rope
 def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
     """Gemma 3 has a rotation for global layers and one for local ones; old files stretch the global one only."""
     parameters = (r.get("rope_parameters") or {}).get(kind) or {}
@@ -378,7 +359,6 @@ def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: in
     return rope_from_parameters(parameters | scaling, theta=global_theta, dim=head_dim, max_position=max_position)
 
 
-# %% nbs/models/spec.ipynb #gemma3
 @family("Gemma3ForCausalLM")
 def gemma3(r: ConfigReader) -> DecoderSpec:
     """Gemma 3, text only: norms before and after, `1 + weight`, local layers with another rotation."""

@@ -18,13 +18,9 @@ from minivllm.models.hub import EMBEDDED_MODELS, resolve_model
 
 __all__ = ["GENERIC_CLASSES", "apply_chat_template", "get_tokenizer", "render_chat_template"]
 
-
-# %% nbs/models/tokenizer.ipynb #code-0143c0
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# %% nbs/models/tokenizer.ipynb #get_tokenizer
 GENERIC_CLASSES = (
     "PreTrainedTokenizerFast",
     "TokenizersBackend",
@@ -80,7 +76,6 @@ def _load(loader: str, name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-# %% nbs/models/tokenizer.ipynb #apply_chat_template
 def apply_chat_template(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any
 ) -> tuple[str, list[int]]:
@@ -136,7 +131,6 @@ def render_chat_template(
     )
 
 
-# %% nbs/models/tokenizer.ipynb #check_messages
 def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise TypeError(f"a conversation is a list of messages, got {type(messages).__name__}")

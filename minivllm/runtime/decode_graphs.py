@@ -12,8 +12,6 @@ from tqdm import tqdm
 
 __all__ = ["DecodeGraphs", "graph_ladder", "logger", "rung"]
 
-
-# %% nbs/runtime/decode_graphs.ipynb #graph_ladder
 logger = logging.getLogger("minivllm.runtime")
 
 
@@ -30,7 +28,6 @@ def rung(ladder: tuple[int, ...], rows: int) -> int | None:
     return ladder[at] if at < len(ladder) else None
 
 
-# %% nbs/runtime/decode_graphs.ipynb #DecodeGraphs
 class DecodeGraphs:
     """Recordings of decode steps, one for each key, made when first wanted.
 
@@ -59,7 +56,6 @@ class DecodeGraphs:
         self._graphs.clear()
         self.used_bytes, self._full = 0, False
 
-    # %% nbs/runtime/decode_graphs.ipynb #DecodeGraphs-run
     def run(self, key: Hashable, make: Callable[[], tuple[Callable[[], Tensor], object]]) -> Tensor:
         """The step's result, which the next step overwrites.
 

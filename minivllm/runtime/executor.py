@@ -30,13 +30,10 @@ __all__ = [
     "plan_engine",
 ]  # fmt: skip
 
-
-# %% nbs/runtime/executor.ipynb #Executor
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/runtime/executor.ipynb #Executor-protocol
 class PendingStep(Protocol):
     """A step that has begun."""
 
@@ -78,7 +75,6 @@ class Executor(Protocol):
         ...
 
 
-# %% nbs/runtime/executor.ipynb #EnginePlan
 @dataclass(frozen=True)
 class EnginePlan:
     """What is going to be loaded, decided and checked. ``decoder``: the model, if it has been loaded already."""
@@ -120,7 +116,6 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
 
-# %% nbs/runtime/executor.ipynb #load_decoder
 def load_decoder(plan: EnginePlan) -> Decoder:
     """Build the model and read its weights."""
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
@@ -152,7 +147,6 @@ def fit_memory(plan: EnginePlan) -> EnginePlan:
     return replace(plan, config=replace(measured, decisions=(*measured.decisions, decision)), decoder=decoder)
 
 
-# %% nbs/runtime/executor.ipynb #UniProcExecutor
 class UniProcExecutor:
     """Runs the model in the engine's own process. Submitted steps run on a GPU by themselves, on a CPU in a thread."""
 
@@ -202,7 +196,6 @@ class UniProcExecutor:
             torch.cuda.empty_cache()
 
 
-# %% nbs/runtime/executor.ipynb #make_executor
 _LATER = ("mp", "ray", "external_launcher")
 
 

@@ -12,8 +12,6 @@ from minivllm.attention.backend import AttentionBatch
 
 __all__ = ["BlockTable", "InputBatch", "Int32", "Int64", "StepInputs"]
 
-
-# %% nbs/runtime/input_batch.ipynb #BlockTable
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
@@ -44,7 +42,6 @@ class BlockTable:
         return blocks * self.block_size + positions % self.block_size
 
 
-# %% nbs/runtime/input_batch.ipynb #StepInputs
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The arrays of one step, in scheduling order. ``B`` requests, ``T`` tokens.
@@ -68,7 +65,6 @@ class StepInputs:
         return self.attention[0].query_start_loc[1:].astype(np.int64) - 1
 
 
-# %% nbs/runtime/input_batch.ipynb #InputBatch
 class InputBatch:
     """What the model runner remembers of every running request, as numpy rows that never move.
 
@@ -90,7 +86,6 @@ class InputBatch:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.row_of
 
-    # %% nbs/runtime/input_batch.ipynb #InputBatch-add
     def add(
         self, request_id: str, token_ids: Sequence[int], num_computed: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
@@ -119,7 +114,6 @@ class InputBatch:
             table.clear(row)
         self._free_rows.append(row)
 
-    # %% nbs/runtime/input_batch.ipynb #InputBatch-prepare
     def prepare(self, num_scheduled: dict[str, int]) -> StepInputs:
         """Arrays for one step. ``num_scheduled``: {request_id: number of tokens}, in scheduling order; each at least 1."""
         request_ids = list(num_scheduled)
@@ -152,7 +146,6 @@ class InputBatch:
             samples=seq_lens == self.num_tokens[rows],
         )
 
-    # %% nbs/runtime/input_batch.ipynb #InputBatch-advance
     def advance(self, step: StepInputs) -> None:
         """The tokens of this step are computed."""
         self.num_computed[step.rows] += step.counts
@@ -164,7 +157,6 @@ class InputBatch:
         self.token_ids[rows[fits], at[fits]] = token_ids[fits]
         self.num_tokens[rows] = at + 1
 
-    # %% nbs/runtime/input_batch.ipynb #InputBatch-expect_tokens
     def expect_tokens(self, rows: Int64) -> Int64:
         """Append to each of ``rows`` a token that is not known yet: ~row stands for it. Returns the places, for `set_tokens`."""
         places = self.num_tokens[rows]

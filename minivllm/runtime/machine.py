@@ -18,8 +18,6 @@ __all__ = [
     "logger", "machine_facts",
 ]  # fmt: skip
 
-
-# %% nbs/runtime/machine.ipynb #cpu_memory
 logger = logging.getLogger("minivllm.runtime")
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
@@ -50,7 +48,6 @@ def _cached_files(cgroup: Path) -> int:
     return int(counts.get("inactive_file", 0))
 
 
-# %% nbs/runtime/machine.ipynb #cpu_quota
 def cpu_quota(cgroup: Path = _CGROUP) -> int | None:
     """How many cores' time a container may use, rounded up; None without a limit."""
     try:
@@ -89,7 +86,6 @@ def _installed_memory() -> int:
     return int(status[1])
 
 
-# %% nbs/runtime/machine.ipynb #has_native_bf16
 _CPU_BF16 = ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16")
 
 
@@ -105,7 +101,6 @@ def has_native_bf16(device: str) -> bool:
     return any(capabilities.get(name) for name in _CPU_BF16)
 
 
-# %% nbs/runtime/machine.ipynb #choose_device
 def choose_device(asked: str) -> str:
     """`cpu` or `cuda`. Raises ValueError if a GPU is asked for and there is none."""
     if asked == "cuda" and not torch.cuda.is_available():
@@ -129,7 +124,6 @@ def machine_facts(device: str, attention: tuple[str, str], linear: tuple[str, st
     )
 
 
-# %% nbs/runtime/machine.ipynb #environment_report
 _PACKAGES = (
     "minivllm",
     "torch",

@@ -33,7 +33,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/runtime/model_runner.ipynb #zeros_on_demand-code
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU memory is only taken when a page is first touched."""
     if device.type != "cpu":
@@ -71,7 +70,6 @@ def step_bytes(config: EngineConfig) -> int:
     return limits.max_num_batched_tokens * per_token + limits.max_num_seqs * (per_request + table) + (1 << 18)
 
 
-# %% nbs/runtime/model_runner.ipynb #group_attention_specs
 def group_attention_specs(config: KVCacheConfig, layer_specs: list[AttentionSpec]) -> list[AttentionSpec]:
     """The attention spec of each KV cache group.
 
@@ -87,7 +85,6 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[AttentionSpec
     return specs
 
 
-# %% nbs/runtime/model_runner.ipynb #FutureTokens
 class FutureTokens:
     """The newest token of every row, kept where it was chosen.
 
@@ -106,7 +103,6 @@ class FutureTokens:
         return torch.where(token_ids < 0, self.ids[(~token_ids).clamp_(min=0)], token_ids)
 
 
-# %% nbs/runtime/model_runner.ipynb #ModelRunner
 GRAPH_BYTES = 1 << 30  # most memory that CUDA graphs may take
 
 
@@ -158,7 +154,6 @@ class ModelRunner:
             if not config.args.enforce_eager:
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
 
-    # %% nbs/runtime/model_runner.ipynb #ModelRunner-execute
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Execute one step. A request that fails by itself is reported in ``errors``; the others go on."""
         return self.launch(output).result()
@@ -190,7 +185,6 @@ class ModelRunner:
             self._latest = pending
         return pending
 
-    # %% nbs/runtime/model_runner.ipynb #ModelRunner-_update_rows
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for request_id in (*output.preempted, *output.finished):
             self.batch.drop(request_id)
@@ -228,7 +222,6 @@ class ModelRunner:
             self.backend.copy_blocks(device_cache, cpu_cache, output.swap_out)
             self.backend.copy_blocks(cpu_cache, device_cache, output.swap_in)
 
-    # %% nbs/runtime/model_runner.ipynb #ModelRunner-_forward
     def _forward(self, step: StepInputs, chosen: Int64) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Hidden states after the last norm, [T, hidden_size]; and of the requests `chosen`, on the device: the last token's
         place among the T, and the row."""
@@ -256,7 +249,6 @@ class ModelRunner:
             token_ids = self.future.resolve(token_ids)
         return self.model.forward(token_ids, positions, self.kv_caches, plans)
 
-    # %% nbs/runtime/model_runner.ipynb #ModelRunner-_replay
     def _replay(self, step: StepInputs, buffer: StepBuffer) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
         """As `_forward`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one."""
         rows = len(step.token_ids)
@@ -287,7 +279,6 @@ class ModelRunner:
             self._generation, self._capture_problem = generation(), capture_problem(self.model)
         return self._capture_problem is None
 
-    # %% nbs/runtime/model_runner.ipynb #ModelRunner-_sample
     def _chosen(self, step: StepInputs) -> Int64:
         """Which of the step's requests get a token: int64."""
         samples = step.samples
@@ -325,7 +316,6 @@ class ModelRunner:
                 if vector is not None:
                     result.pooled[request_id] = vector
 
-    # %% nbs/runtime/model_runner.ipynb #ModelRunner-_compute_prompt_logprobs
     def _compute_prompt_logprobs(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
         starts = step.attention[0].query_start_loc
         for i, request_id in enumerate(step.request_ids):
@@ -353,7 +343,6 @@ class ModelRunner:
         return reports
 
 
-# %% nbs/runtime/model_runner.ipynb #PendingStep
 class PendingStep:
     """A step that the device has executed or will, and the tokens that the host does not know yet.
 

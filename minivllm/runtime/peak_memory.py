@@ -13,7 +13,6 @@ from minivllm.sampling.transforms import draw, keep_from, top_p_threshold
 __all__ = ["peak_batch", "peak_bytes", "run_largest_step"]
 
 
-# %% nbs/runtime/peak_memory.ipynb #peak_batch
 def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
     """`max_num_batched_tokens` tokens in prompts of `max_model_len`, the last one shorter, each in blocks of its own from block 1 on."""
     tokens, longest = limits.max_num_batched_tokens, limits.max_model_len
@@ -29,7 +28,6 @@ def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
     return AttentionBatch(starts, lens, table, slots.astype(np.int64))
 
 
-# %% nbs/runtime/peak_memory.ipynb #run_largest_step
 @torch.inference_mode()
 def run_largest_step(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig) -> int:
     """Run the step of `peak_batch` with random tokens, and a draw for `max_num_seqs` requests. Gives the bytes of its cache."""

@@ -12,7 +12,6 @@ from minivllm.sampling.pooling import PoolingParams
 __all__ = ["Pooler", "finish_vector"]
 
 
-# %% nbs/runtime/pooler.ipynb #Pooler
 @dataclass(slots=True)
 class _Entry:
     params: PoolingParams

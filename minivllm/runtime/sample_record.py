@@ -19,13 +19,10 @@ from minivllm.sampling.state import RequestView
 
 __all__ = ["SampleLog", "SampleRecord", "explain_sample", "log_samples"]
 
-
-# %% nbs/runtime/sample_record.ipynb #code-129cc1
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/runtime/sample_record.ipynb #SampleRecord
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
     """What the sampler saw when it chose one token.
@@ -69,7 +66,6 @@ def log_samples(log: SampleLog, views: list[RequestView], logits: Tensor) -> Non
         )
 
 
-# %% nbs/runtime/sample_record.ipynb #explain_sample
 def explain_sample(
     record: SampleRecord,
     sampler: Sampler,

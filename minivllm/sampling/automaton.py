@@ -14,8 +14,6 @@ __all__ = [
     "one_of", "parse",
 ]  # fmt: skip
 
-
-# %% nbs/sampling/automaton.ipynb #one_of
 Expression = tuple[Any, ...]
 
 NOTHING: Expression = ("none",)  # matches no text at all
@@ -27,7 +25,6 @@ def one_of(characters: frozenset[str], negated: bool = False) -> Expression:
     return ("set", characters, negated)
 
 
-# %% nbs/sampling/automaton.ipynb #then
 def then(first: Expression, second: Expression) -> Expression:
     """First, followed by second."""
     if NOTHING in (first, second):
@@ -55,7 +52,6 @@ def repeat(inner: Expression) -> Expression:
     return EMPTY if inner in (NOTHING, EMPTY) else inner if inner[0] == "repeat" else ("repeat", inner)
 
 
-# %% nbs/sampling/automaton.ipynb #nullable
 @lru_cache(maxsize=100_000)
 def nullable(e: Expression) -> bool:
     """Whether the expression matches the empty text."""
@@ -87,7 +83,6 @@ def derivative(e: Expression, c: str) -> Expression:
             return NOTHING
 
 
-# %% nbs/sampling/automaton.ipynb #_Reader
 _CLASSES = {
     "d": "0123456789",
     "w": "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_",
@@ -115,7 +110,6 @@ class _Reader:
             raise ValueError(f"expected {character!r} at {self.at} of {self.pattern!r}")
         self.at += 1
 
-    # %% nbs/sampling/automaton.ipynb #_Reader-alternatives
     def alternatives(self) -> Expression:
         options = [self.sequence()]
         while self.peek() == "|":
@@ -123,14 +117,12 @@ class _Reader:
             options.append(self.sequence())
         return either(*options)
 
-    # %% nbs/sampling/automaton.ipynb #_Reader-sequence
     def sequence(self) -> Expression:
         e = EMPTY
         while self.peek() and self.peek() not in "|)":
             e = then(e, self.repeated(self.atom()))
         return e
 
-    # %% nbs/sampling/automaton.ipynb #_Reader-repeated
     def repeated(self, e: Expression) -> Expression:
         while self.peek() and self.peek() in "*+?{":
             sign = self.take()
@@ -146,7 +138,6 @@ class _Reader:
                 e = {"*": repeat(e), "+": then(e, repeat(e)), "?": either(EMPTY, e)}[sign]
         return e
 
-    # %% nbs/sampling/automaton.ipynb #_Reader-bounds
     def bounds(self) -> tuple[int, int]:
         """The numbers of {m}, {m,n}; the brace is read already."""
         end = self.pattern.find("}", self.at)
@@ -156,7 +147,6 @@ class _Reader:
         self.at = end + 1
         return int(parts[0]), int(parts[-1])
 
-    # %% nbs/sampling/automaton.ipynb #_Reader-atom
     def atom(self) -> Expression:
         c = self.take()
         match c:
@@ -198,7 +188,6 @@ class _Reader:
         return one_of(frozenset(characters), negated)
 
 
-# %% nbs/sampling/automaton.ipynb #parse
 def parse(pattern: str) -> Expression:
     """A regular expression: characters, . [...] [^...] | * + ? {m,n} (...) \\d \\w \\s. ValueError for anything else."""
     reader = _Reader(pattern)
@@ -216,7 +205,6 @@ def matches(pattern: str, text: str) -> bool:
     return nullable(e)
 
 
-# %% nbs/sampling/automaton.ipynb #TokenTrie
 class TokenTrie:
     """The vocabulary as a tree of characters. `texts[t]` is the text of token t; None or "" for tokens without one."""
 
@@ -244,7 +232,6 @@ class TokenTrie:
         return found
 
 
-# %% nbs/sampling/automaton.ipynb #RegexMatcher
 class RegexMatcher:
     """A regular expression as a `Matcher` for SamplingState.add. A teaching model: see sampling.grammar for the real one."""
 

@@ -25,7 +25,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/sampling/grammar.ipynb #GrammarError
 class GrammarError(ValueError):
     """A grammar cannot be used; the message says why."""
 
@@ -38,7 +37,6 @@ def _llguidance() -> Any:
     return llguidance
 
 
-# %% nbs/sampling/grammar.ipynb #without_additional_properties
 def without_additional_properties(schema: Any) -> Any:
     """A copy of the schema in which every object that does not say otherwise has `additionalProperties: false`."""
     if isinstance(schema, list):
@@ -77,7 +75,6 @@ def guided(schema: Any, **options: Any) -> dict[str, Any]:
     return {**schema, "x-guidance": {name: value for name, value in options.items() if value is not None}}
 
 
-# %% nbs/sampling/grammar.ipynb #limits
 MAX_TEXT, MAX_RULES, MAX_REFERENCES, MAX_PROPERTIES = 1 << 18, 1000, 200, 1000
 
 
@@ -116,7 +113,6 @@ def check_limits(asked: Mapping[str, Any]) -> None:
         raise GrammarError(f"it has more than {MAX_RULES} lines or rules, the most that is allowed")
 
 
-# %% nbs/sampling/grammar.ipynb #from_json
 def _from_json(params: StructuredOutputsParams) -> str:
     schema: Any = {"type": "object"} if params.json is None else params.json
     if isinstance(schema, str):
@@ -128,7 +124,6 @@ def _from_json(params: StructuredOutputsParams) -> str:
     return str(_llguidance().LLMatcher.grammar_from_json_schema(schema))
 
 
-# %% nbs/sampling/grammar.ipynb #has_finite_value
 def has_finite_value(schema: Any) -> bool:
     """Whether a JSON schema can be satisfied without going round in a circle for ever.
 
@@ -186,7 +181,6 @@ def _target(reference: Any, root: Any) -> Any:
     return root
 
 
-# %% nbs/sampling/grammar.ipynb #_from_choice
 def _from_choice(params: StructuredOutputsParams) -> str:
     assert params.choice is not None
     alternatives = " | ".join(json_lib.dumps(text) for text in params.choice)
@@ -202,7 +196,6 @@ def _from_grammar(params: StructuredOutputsParams) -> str:
         raise GrammarError(str(error)) from error
 
 
-# %% nbs/sampling/grammar.ipynb #_tag_parts
 def _tag_parts(tag: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
     unknown = set(tag) - {"type", "triggers", "structures"}
     if tag.get("type") != "structural_tag" or unknown or not tag.get("triggers") or not tag.get("structures"):
@@ -241,7 +234,6 @@ def _from_structural_tag(params: StructuredOutputsParams, special_tokens: Mappin
     return str(_llguidance().LLMatcher.grammar_from_lark("\n".join(lines)))
 
 
-# %% nbs/sampling/grammar.ipynb #grammar_text
 def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, int] = MappingProxyType({})) -> str:
     """The wish as the text of an llguidance grammar. ``special_tokens``: see `special_token_ids`. GrammarError if it cannot be one."""
     match params.kind:
@@ -258,7 +250,6 @@ def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, i
             return _from_structural_tag(params, special_tokens)
 
 
-# %% nbs/sampling/grammar.ipynb #GrammarMatcher
 class GrammarMatcher:
     """Where one request stands in its grammar."""
 
@@ -292,7 +283,6 @@ def _reason(inner: Any) -> str:
     return "no text of finite length satisfies it" if reason == "NoExtensionBias" else reason
 
 
-# %% nbs/sampling/grammar.ipynb #PendingGrammar
 class PendingGrammar:
     """A grammar that is being compiled. `done()` never waits; `result()` does, and raises GrammarError."""
 
@@ -312,7 +302,6 @@ class PendingGrammar:
             raise GrammarError(f"compiling the grammar took longer than {self._timeout:g} s") from None
 
 
-# %% nbs/sampling/grammar.ipynb #GrammarCompiler
 class GrammarCompiler:
     """Compiles structured outputs for one tokenizer, in threads, with a cache.
 
@@ -340,7 +329,6 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._engine_tokenizer: Future[Any] | None = None
 
-    # %% nbs/sampling/grammar.ipynb #GrammarCompiler-submit
     def submit(self, params: StructuredOutputsParams) -> PendingGrammar:
         """Begin to compile, unless that is done or under way. Never waits. Raises GrammarError if it is too large."""
         if len(params.key) > self.max_bytes:  # ASCII, and no shorter than the grammar's text
@@ -356,19 +344,16 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
         return PendingGrammar(future, self.timeout)
 
-    # %% nbs/sampling/grammar.ipynb #GrammarCompiler-matcher
     def matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
         """A fresh matcher at the start of the text; waits for the compilation. GrammarError with the reason."""
         return GrammarMatcher(self.submit(params).result().deep_copy())
 
-    # %% nbs/sampling/grammar.ipynb #GrammarCompiler-_wrap_tokenizer
     def _wrap_tokenizer(self) -> Any:
         _llguidance()
         from llguidance.hf import from_tokenizer
 
         return from_tokenizer(self.tokenizer, n_vocab=self.vocab_size, eos_token=self.eos_token_ids)
 
-    # %% nbs/sampling/grammar.ipynb #GrammarCompiler-_compile
     def _compile(self, params: StructuredOutputsParams, engine_tokenizer: "Future[Any]") -> Any:
         check_limits({name: getattr(params, name) for name in STRUCTURE_KINDS})
         text = grammar_text(params, special_token_ids(self.tokenizer))
@@ -394,7 +379,6 @@ class GrammarCompiler:
             if not matcher.accept(token):
                 raise GrammarError(_reason(matcher._inner))
 
-    # %% nbs/sampling/grammar.ipynb #GrammarCompiler-shutdown
     def shutdown(self) -> None:
         """Stop the threads; what has not begun is cancelled."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -11,7 +11,6 @@ from torch import Tensor
 __all__ = ["HostCopy", "Logprob", "PendingLogprobs", "compute_logprobs", "gather_logprobs"]
 
 
-# %% nbs/sampling/logprobs.ipynb #Logprob
 @dataclass(slots=True)
 class Logprob:
     """The report on one token: its log probability (or logit, by logprobs_mode), its rank from 1, its text."""
@@ -21,7 +20,6 @@ class Logprob:
     decoded_token: str | None = None
 
 
-# %% nbs/sampling/logprobs.ipynb #HostCopy
 class HostCopy:
     """A tensor on its way to the host. From a GPU it is copied behind what runs there, and nobody waits before `wait`."""
 
@@ -39,7 +37,6 @@ class HostCopy:
         return self._here
 
 
-# %% nbs/sampling/logprobs.ipynb #gather_logprobs
 def gather_logprobs(values: Tensor, token_ids: Tensor, num_logprobs: Sequence[int]) -> list[dict[int, Logprob]]:
     """Reports for chosen tokens.
 
@@ -74,7 +71,6 @@ def _report(token: int, value: float, rank: int, ids: list[int], values: list[fl
     return report
 
 
-# %% nbs/sampling/logprobs.ipynb #compute_logprobs
 _SLICE = 1 << 22  # floats
 
 

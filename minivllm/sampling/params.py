@@ -22,7 +22,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/sampling/params.ipynb #InvalidParameter
 class InvalidParameter(ValueError):
     """A parameter has a value that is not allowed.
 
@@ -41,7 +40,6 @@ class InvalidParameter(ValueError):
         return f"{self.parameter} must be {self.allowed}, got {given if len(given) <= 200 else given[:197] + '...'}"
 
 
-# %% nbs/sampling/params.ipynb #Allowed
 @dataclass(frozen=True)
 class Allowed:
     """A set of allowed values: `test(value)` decides, `text` says the same in words."""
@@ -98,7 +96,6 @@ def _is_real(value: Any) -> bool:
         return True
 
 
-# %% nbs/sampling/params.ipynb #integer
 def integer(low: int, high: int | None = None) -> Allowed:
     """An integer in [low, high]."""
     text = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
@@ -130,7 +127,6 @@ TEXT = Allowed("a non-empty string without lone surrogates", lambda value: _is_t
 TOKEN_ID = integer(0)
 
 
-# %% nbs/sampling/params.ipynb #reject_unknown
 def reject_unknown(owner: str, given: Iterable[str], known: Sequence[str], error: type[Exception] = TypeError) -> None:
     """Raise `error` for the first name in `given` that is not in `known`, with the nearest known name."""
     for name in given:
@@ -140,7 +136,6 @@ def reject_unknown(owner: str, given: Iterable[str], known: Sequence[str], error
             raise error(f"{owner} has no parameter {name!r}{hint}")
 
 
-# %% nbs/sampling/params.ipynb #RequestOutputKind
 class RequestOutputKind(Enum):
     """What each `RequestOutput` of a request carries."""
 
@@ -152,7 +147,6 @@ class RequestOutputKind(Enum):
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
-# %% nbs/sampling/params.ipynb #StructuredOutputsParams
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """What the output must look like: exactly one of the first six fields.
@@ -205,7 +199,6 @@ class StructuredOutputsParams:
 STRUCTURE_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-# %% nbs/sampling/params.ipynb #_is_json
 def _is_json(value: Any, kinds: tuple[type, ...]) -> bool:
     try:
         found = json_lib.loads(value) if isinstance(value, str) else value
@@ -231,7 +224,6 @@ _STRUCTURE_ALLOWED = {
 }
 
 
-# %% nbs/sampling/params.ipynb #RepetitionDetectionParams
 @dataclass(frozen=True, kw_only=True)
 class RepetitionDetectionParams:
     """Stop when the output ends in `min_count` copies of one pattern of min_pattern_size..max_pattern_size tokens.
@@ -258,7 +250,6 @@ class RepetitionDetectionParams:
             raise InvalidParameter("repetition_detection.min_count", self.min_count, "an integer >= 2")
 
 
-# %% nbs/sampling/params.ipynb #code-712bfa
 MAX_N = 16384  # vLLM's default bound on sequences per request
 MIN_TEMPERATURE = 1e-2  # smaller ones are raised, 0 apart, as in vLLM
 logger = logging.getLogger("minivllm.sampling")
@@ -308,7 +299,6 @@ ALLOWED: dict[str, Allowed] = {
 }
 
 
-# %% nbs/sampling/params.ipynb #_as_list
 def _as_list(value: Any) -> Any:
     """None -> [], one string -> [string], any other collection -> list without duplicates, in order."""
     if value is None:
@@ -350,7 +340,6 @@ def _plain(value: Any) -> Any:
         return value
 
 
-# %% nbs/sampling/params.ipynb #_NORMALISE
 def _as_structure(value: Any) -> Any:
     return StructuredOutputsParams(**value) if isinstance(value, dict) else value
 
@@ -376,7 +365,6 @@ _NORMALISE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# %% nbs/sampling/params.ipynb #SamplingParams
 @dataclass(kw_only=True, repr=False)
 class SamplingParams:
     """All the control that a request has over its tokens; vLLM's names and defaults.
@@ -485,7 +473,6 @@ class SamplingParams:
         if complete and name in ALLOWED:
             self._settle(name, before)
 
-    # %% nbs/sampling/params.ipynb #SamplingParams-_settle
     def _settle(self, name: str, before: Any) -> None:
         try:
             self._check_together()
@@ -499,7 +486,6 @@ class SamplingParams:
                 self.stop_token_ids or ()
             )
 
-    # %% nbs/sampling/params.ipynb #SamplingParams-_check_together
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
@@ -517,14 +503,12 @@ class SamplingParams:
             why = f"n={self.n} with output_kind DELTA, for the best outputs are known at the end only"
             raise InvalidParameter("best_of", self.best_of, why)
 
-    # %% nbs/sampling/params.ipynb #SamplingParams-__repr__
     def __repr__(self) -> str:
         """The constructor call with the values that differ from the defaults."""
         plain = SamplingParams()
         changed = [(name, getattr(self, name)) for name in ALLOWED if getattr(self, name) != getattr(plain, name)]
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in changed)})"
 
-    # %% nbs/sampling/params.ipynb #SamplingParams-clone
     def clone(self, **changes: Any) -> "SamplingParams":
         """An independent copy, with some fields changed. Callables are shared, for they may hold state; so are frozen values."""
         other = object.__new__(SamplingParams)
@@ -537,7 +521,6 @@ class SamplingParams:
             other._inherit(self, changes)
         return other
 
-    # %% nbs/sampling/params.ipynb #SamplingParams-_inherit
     def _inherit(self, parent: "SamplingParams", changes: dict[str, Any]) -> None:
         """Keep what tokenizer and model already told the parent, unless its source was changed."""
         self.eos_token_id = None if self.ignore_eos else parent.eos_token_id
@@ -545,7 +528,6 @@ class SamplingParams:
         if "bad_words" not in changes:
             self.bad_words_token_ids = copy.deepcopy(parent.bad_words_token_ids)
 
-    # %% nbs/sampling/params.ipynb #SamplingParams-child
     def child(self, index: int) -> "SamplingParams":
         """Parameters of the index-th of `num_children` sequences: n=1, seed + index (modulo 2**64)."""
         if not 0 <= index < self.num_children:
@@ -554,7 +536,6 @@ class SamplingParams:
         logprobs = 0 if self.ranks_children and self.logprobs is None else self.logprobs
         return self.clone(n=1, best_of=None, seed=seed, logprobs=logprobs)
 
-    # %% nbs/sampling/params.ipynb #SamplingParams-from_optional
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
         """Like the constructor, but None means the default (but for max_tokens), and logit_bias may have string keys."""
@@ -567,7 +548,6 @@ class SamplingParams:
                 raise InvalidParameter("logit_bias", bias, ALLOWED["logit_bias"].text) from None
         return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
 
-    # %% nbs/sampling/params.ipynb #SamplingParams-update_from_tokenizer
     def update_from_tokenizer(self, tokenizer: Any) -> None:
         """Set `bad_words_token_ids`: the token ids of every bad word, with and without a space before it."""
         sequences: list[list[int]] = []
@@ -582,7 +562,6 @@ class SamplingParams:
             )
         self.bad_words_token_ids = sequences
 
-    # %% nbs/sampling/params.ipynb #SamplingParams-update_from_generation_config
     def update_from_generation_config(self, generation_config: dict[str, Any], eos_token_id: int | None = None) -> None:
         """Learn the end tokens of the model: `eos_token_id`, and those of its generation config."""
         ids = generation_config.get("eos_token_id")
@@ -593,7 +572,6 @@ class SamplingParams:
             self.stop_token_ids = [*(self.stop_token_ids or ()), *further]
         self.all_stop_token_ids |= frozenset(further) | ({eos_token_id} if eos_token_id is not None else frozenset())
 
-    # %% nbs/sampling/params.ipynb #SamplingParams-verify
     def verify(self, vocab_size: int, max_logprobs: int = 20) -> None:
         """Check token ids against the vocabulary, and logprobs against the engine's `max_logprobs` (-1: no limit)."""
         listed = {
@@ -613,14 +591,12 @@ class SamplingParams:
                 raise InvalidParameter(name, getattr(self, name), f"at most max_logprobs={limit}")
 
 
-# %% nbs/sampling/params.ipynb #best_indices
 def best_indices(cumulative_logprobs: Sequence[float], lengths: Sequence[int], n: int) -> list[int]:
     """Indices of the n sequences with the highest log probability per token, best first; ties by index."""
     score = [total / max(1, length) for total, length in zip(cumulative_logprobs, lengths, strict=True)]
     return sorted(range(len(score)), key=lambda i: (-score[i], i))[:n]
 
 
-# %% nbs/sampling/params.ipynb #BeamSearchParams
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
     """Parameters of `LLM.beam_search`; vLLM's names.

@@ -18,8 +18,6 @@ from minivllm.sampling.params import (
 
 __all__ = ["POOLING_TYPES", "PoolingParams", "cosine"]
 
-
-# %% nbs/sampling/pooling.ipynb #PoolingParams
 POOLING_TYPES = ("mean", "last")
 
 
@@ -67,7 +65,6 @@ _ALLOWED = {
 }
 
 
-# %% nbs/sampling/pooling.ipynb #cosine
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     """The cosine of the angle between two vectors: 1 for the same direction, 0 for a right angle."""
     dot = sum(x * y for x, y in zip(a, b, strict=True))

@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 __all__ = ["RequestSeeds", "as_seed", "mix64", "random_bits", "uniforms"]
 
-
-# %% nbs/sampling/random.ipynb #code-e009a2
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: steps of it visit every 64-bit number
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
@@ -17,7 +15,6 @@ _S27, _S30, _S31, _S11 = (np.uint64(shift) for shift in (27, 30, 31, 11))
 Uint64s = npt.NDArray[np.uint64]
 
 
-# %% nbs/sampling/random.ipynb #mix64
 def mix64(x: Uint64s) -> Uint64s:
     """The finaliser of SplitMix64: a bijection of the 64-bit numbers that flips about half of the bits for any change."""
     x = (x ^ (x >> _S30)) * _MULTIPLY_1
@@ -25,7 +22,6 @@ def mix64(x: Uint64s) -> Uint64s:
     return x ^ (x >> _S31)
 
 
-# %% nbs/sampling/random.ipynb #random_bits
 def random_bits(seeds: Uint64s, counters: npt.NDArray[np.integer]) -> Uint64s:
     """64 random bits per row from (seed, counter). Two arrays of one shape in, uint64 of that shape out."""
     steps = counters.astype(np.uint64) + np.uint64(1)
@@ -42,7 +38,6 @@ def as_seed(seed: int) -> np.uint64:
     return np.uint64(seed % 2**64)
 
 
-# %% nbs/sampling/random.ipynb #RequestSeeds
 class RequestSeeds:
     """Seeds for requests that bring none: the k-th call gives the k-th number of the engine's own sequence."""
 

@@ -29,13 +29,10 @@ from minivllm.sampling.transforms import (
 
 __all__ = ["Observer", "PendingSample", "Sampler", "SamplerOutput"]
 
-
-# %% nbs/sampling/sampler.ipynb #code-2e7448
 if TYPE_CHECKING:
     import pandas as pd
 
 
-# %% nbs/sampling/sampler.ipynb #SamplerOutput
 @dataclass(slots=True)
 class SamplerOutput:
     """One step's tokens. token_ids [R] int64 on the host, -1 for a request in `errors`; logprobs: a report per row, or None."""
@@ -48,7 +45,6 @@ class SamplerOutput:
 Observer = Callable[[str, Tensor], None]
 
 
-# %% nbs/sampling/sampler.ipynb #Sampler
 class Sampler:
     """Chooses one token per row.
 
@@ -73,7 +69,6 @@ class Sampler:
         lines = [f"{i:2}. {stage!r}" for i, stage in enumerate(self.stages, 1)]
         return "\n".join(["Sampler", *lines, f"{len(lines) + 1:2}. draw: one token by inverse CDF, or the likeliest"])
 
-    # %% nbs/sampling/sampler.ipynb #Sampler-__call__
     def __call__(self, logits: Tensor, batch: SamplingBatch, observe: Observer | None = None) -> SamplerOutput:
         """Sample. logits [R, V] float32 in the order of the batch; **they are overwritten**.
 
@@ -96,13 +91,11 @@ class Sampler:
         token_ids = torch.where(alive, token_ids, -1)
         return PendingSample(batch.request_ids, token_ids, wanted.report(raw, processed, token_ids), errors)
 
-    # %% nbs/sampling/sampler.ipynb #Sampler-_check
     def _check(self, logits: Tensor, batch: SamplingBatch) -> None:
         shape = (len(batch), batch.vocab_size)
         if tuple(logits.shape) != shape or logits.dtype != torch.float32:
             raise ValueError(f"logits must be float32 {list(shape)}, got {logits.dtype} {list(logits.shape)}")
 
-    # %% nbs/sampling/sampler.ipynb #Sampler-_transform
     def _transform(
         self, logits: Tensor, batch: SamplingBatch, wanted: "_Wanted", errors: dict[str, str], observe: Observer | None
     ) -> Tensor:
@@ -123,7 +116,6 @@ class Sampler:
             errors.setdefault(request_id, reason)
         return logits
 
-    # %% nbs/sampling/sampler.ipynb #Sampler-_choose
     def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         greedy = batch.column("greedy")
         if greedy.all():
@@ -140,7 +132,6 @@ class Sampler:
         token_ids[chance], alive[chance] = draw(logits[chance], u[chance])
         return token_ids, alive
 
-    # %% nbs/sampling/sampler.ipynb #Sampler-explain
     def explain(
         self,
         logits: Tensor,
@@ -176,7 +167,6 @@ class Sampler:
         return table.astype({"u": "Float64", "token_id": "Int64"})
 
 
-# %% nbs/sampling/sampler.ipynb #_name
 def _apply_own(row: Tensor, transform: Transform, view: Any, errors: dict[str, str]) -> None:
     """Replace `row` [V] by what the transform makes of it; on failure, note the error of this request."""
     if view.request_id in errors:
@@ -195,7 +185,6 @@ def _apply_own(row: Tensor, transform: Transform, view: Any, errors: dict[str, s
         row.copy_(new)
 
 
-# %% nbs/sampling/sampler.ipynb #_Wanted
 class _Wanted:
     """Which rows want which reports, and which own transforms run where."""
 
@@ -224,7 +213,6 @@ class _Wanted:
         rows = [i for i, mode in self.modes.items() if mode.startswith(kind)]
         return (rows, logits[_there(rows, logits.device)]) if rows else None
 
-    # %% nbs/sampling/sampler.ipynb #_Wanted-report
     def report(
         self, raw: tuple[list[int], Tensor] | None, processed: tuple[list[int], Tensor] | None, token_ids: Tensor
     ) -> list[tuple[list[int], PendingLogprobs]]:
@@ -242,7 +230,6 @@ class _Wanted:
         return out
 
 
-# %% nbs/sampling/sampler.ipynb #PendingSample
 def _there(rows: list[int], device: torch.device) -> Tensor:
     """Row numbers on a device, sent without waiting for what runs there."""
     return torch.tensor(rows).to(device, non_blocking=True)
@@ -277,7 +264,6 @@ class PendingSample:
         return SamplerOutput(token_ids, logprobs, errors)
 
 
-# %% nbs/sampling/sampler.ipynb #_texts
 def _texts(ids: list[int], tokenizer: Any) -> list[Any]:
     return ids if tokenizer is None else [tokenizer.decode([token]) for token in ids]
 

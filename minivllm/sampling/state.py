@@ -16,13 +16,9 @@ from minivllm.sampling.random import as_seed
 
 __all__ = ["NO_LOGPROBS", "Array", "Matcher", "RequestView", "SamplingBatch", "SamplingState"]
 
-
-# %% nbs/sampling/state.ipynb #code-5f37c8
 Array = npt.NDArray[Any]
 NO_LOGPROBS = -2
 
-
-# %% nbs/sampling/state.ipynb #column_values
 COLUMNS: dict[str, type] = {
     "greedy": np.bool_,
     "temperature": np.float32,
@@ -64,7 +60,6 @@ def column_values(params: SamplingParams, seed: int, num_output_tokens: int) -> 
     }
 
 
-# %% nbs/sampling/state.ipynb #Matcher
 class Matcher(Protocol):
     """What the state needs of a grammar: which tokens may come next, and the news that one came."""
 
@@ -90,7 +85,6 @@ class RequestView:
     transforms: list[Any] | None = None  # its own, made when it is first sampled
 
 
-# %% nbs/sampling/state.ipynb #TokenCounts
 class TokenCounts:
     """The tokens that each penalised row has seen: ids, how often in the output, whether in the prompt.
 
@@ -105,7 +99,6 @@ class TokenCounts:
         self.slot: dict[int, int] = {}
         self._place: dict[int, dict[int, int]] = {}
 
-    # %% nbs/sampling/state.ipynb #TokenCounts-add
     def add(self, row: int, prompt: Iterable[int]) -> None:
         """Give `row` a slot and list the tokens of its prompt."""
         used = set(self.slot.values())
@@ -119,7 +112,6 @@ class TokenCounts:
         n = self.length[slot] = len(tokens)
         self.ids[slot, :n], self.in_output[slot, :n], self.in_prompt[slot, :n] = tokens, 0, True
 
-    # %% nbs/sampling/state.ipynb #TokenCounts-append
     def append(self, row: int, token: int) -> None:
         """One more `token` in the output of `row`."""
         slot, place = self.slot[row], self._place[row]
@@ -131,21 +123,18 @@ class TokenCounts:
             self.length[slot] = at + 1
         self.in_output[slot, at] += 1
 
-    # %% nbs/sampling/state.ipynb #TokenCounts-_grow
     def _grow(self, slots: int, capacity: int) -> None:
         add_slots, add_capacity = slots - self.ids.shape[0], capacity - self.ids.shape[1]
         for name in ("ids", "in_output", "in_prompt"):
             setattr(self, name, np.pad(getattr(self, name), ((0, add_slots), (0, add_capacity))))
         self.length = np.pad(self.length, (0, add_slots))
 
-    # %% nbs/sampling/state.ipynb #TokenCounts-remove
     def remove(self, row: int) -> None:
         """Free the slot of `row`, if it has one."""
         self.slot.pop(row, None)
         self._place.pop(row, None)
 
 
-# %% nbs/sampling/state.ipynb #SamplingState
 class SamplingState:
     """The wishes of all running requests, as columns. Rows stay put from `add` to `remove`.
 
@@ -160,7 +149,6 @@ class SamplingState:
         self._free = list(range(max_num_seqs))[::-1]
         self._batch: SamplingBatch | None = None
 
-    # %% nbs/sampling/state.ipynb #SamplingState-add
     def add(
         self,
         request_id: str,
@@ -192,7 +180,6 @@ class SamplingState:
             self.remove(request_id)
             raise
 
-    # %% nbs/sampling/state.ipynb #SamplingState-_check
     def _check(self, request_id: str, params: SamplingParams, seed: int | None, matcher: Matcher | None) -> None:
         if request_id in self.requests:
             raise ValueError(f"request {request_id!r} already has a row")
@@ -205,7 +192,6 @@ class SamplingState:
         if params.structured_outputs is not None and matcher is None:
             raise ValueError(f"request {request_id!r}: structured_outputs need the matcher of a compiled grammar")
 
-    # %% nbs/sampling/state.ipynb #SamplingState-append
     def append(self, request_id: str, token_id: int) -> None:
         """A request has produced one more token."""
         view = self.requests[request_id]
@@ -222,7 +208,6 @@ class SamplingState:
                 f"the grammar does not allow token {token_id} after {len(view.output_token_ids) - 1} output tokens"
             )
 
-    # %% nbs/sampling/state.ipynb #SamplingState-remove
     def remove(self, request_id: str) -> None:
         """Free the row of a request that finished, was aborted or was preempted. Unknown ids raise KeyError."""
         row = self.requests.pop(request_id).row
@@ -230,7 +215,6 @@ class SamplingState:
         self._free.append(row)
         self._batch = None
 
-    # %% nbs/sampling/state.ipynb #SamplingState-batch
     def batch(self, request_ids: Sequence[str]) -> "SamplingBatch":
         """The rows of these requests, in this order. KeyError for a request without a row."""
         ids = list(request_ids)
@@ -241,7 +225,6 @@ class SamplingState:
         return self._batch
 
 
-# %% nbs/sampling/state.ipynb #SamplingBatch
 @dataclass(slots=True)
 class SamplingBatch:
     """The rows of one step, in the order of the logits.

@@ -25,12 +25,8 @@ __all__ = [
     "top_p_threshold", "top_values", "transform_name", "transforms_of", "with_transforms",
 ]  # fmt: skip
 
-
-# %% nbs/sampling/transforms.ipynb #code-bf063a
 NEVER = -math.inf
 
-
-# %% nbs/sampling/transforms.ipynb #tiles
 _TILE = 1 << 21  # floats
 
 
@@ -40,7 +36,6 @@ def tiles(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, logits.shape[0], step))
 
 
-# %% nbs/sampling/transforms.ipynb #Entries
 class Entries(NamedTuple):
     """Some places of the logits: rows [N] int64 and token ids [N] int64, with a value each, [N] float32 (or none)."""
 
@@ -77,7 +72,6 @@ def add_bias(logits: Tensor, at: Entries) -> Tensor:
     return logits
 
 
-# %% nbs/sampling/transforms.ipynb #bitmask_costs
 _BYTES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _COSTS = torch.from_numpy(np.where(_BYTES == 1, 0.0, math.inf).astype(np.float32))
 
@@ -95,7 +89,6 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> Tensor:
     return logits
 
 
-# %% nbs/sampling/transforms.ipynb #Seen
 class Seen(NamedTuple):
     """Tokens that penalised rows have seen: ids [P, L], counts in the output [P, L], in the prompt [P, L] bool."""
 
@@ -118,7 +111,6 @@ def penalise(
     return logits
 
 
-# %% nbs/sampling/transforms.ipynb #keep_from
 def keep_from(logits: Tensor, threshold: Tensor) -> Tensor:
     """Minus infinity where a logit is below its row's threshold [R]; all others as they were."""
     buffer = None
@@ -130,13 +122,11 @@ def keep_from(logits: Tensor, threshold: Tensor) -> Tensor:
     return logits
 
 
-# %% nbs/sampling/transforms.ipynb #min_p_threshold
 def min_p_threshold(logits: Tensor, min_p: Tensor) -> Tensor:
     """The logit of a token min_p [R] times as likely as the likeliest. From "Turning up the heat" (2024)."""
     return logits.amax(-1) + min_p.log()
 
 
-# %% nbs/sampling/transforms.ipynb #top_values
 _PIECE = 32
 
 
@@ -156,7 +146,6 @@ def top_k_threshold(logits: Tensor, k: Tensor, largest_k: int) -> Tensor:
     return top_values(logits, largest_k).gather(1, k[:, None] - 1)[:, 0]
 
 
-# %% nbs/sampling/transforms.ipynb #peak_and_mass
 _FEW = 128
 
 
@@ -183,7 +172,6 @@ def top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
     return threshold
 
 
-# %% nbs/sampling/transforms.ipynb #_threshold_by_histogram
 _BUCKETS, _DEPTH = 4096, 30.0  # the last bucket holds all that is e**30 times less likely than the likeliest
 
 
@@ -205,7 +193,6 @@ def _threshold_by_histogram(logits: Tensor, top_p: Tensor) -> Tensor:
     return values.gather(1, torch.minimum(short, size - 1))[:, 0]
 
 
-# %% nbs/sampling/transforms.ipynb #chunk_sums
 CHUNK = 128
 
 
@@ -218,7 +205,6 @@ def chunk_sums(weights: Tensor) -> Tensor:
     return torch.cat(sums, 1).double()
 
 
-# %% nbs/sampling/transforms.ipynb #_find
 _BELOW_ONE = 1.0 - 2.0**-53
 
 
@@ -254,7 +240,6 @@ def take_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return ids, values.isfinite()
 
 
-# %% nbs/sampling/transforms.ipynb #Stage
 @dataclass(frozen=True)
 class Stage:
     """One transform of the list. `prepare(batch)` -> data, or None: skip. `apply(logits, data, batch)` -> logits."""
@@ -268,7 +253,6 @@ class Stage:
         return f"{self.name}: {self.does}"
 
 
-# %% nbs/sampling/transforms.ipynb #_unusual
 def _unusual(batch: SamplingBatch) -> Iterator[tuple[int, RequestView]]:
     return ((int(i), batch.requests[i]) for i in np.flatnonzero(batch.column("unusual")))
 
@@ -292,7 +276,6 @@ def _apply_grammar(logits: Tensor, data: tuple[Tensor, list[RequestView], np.nda
     return apply_bitmask(logits, rows, torch.from_numpy(bitmask).to(logits.device, non_blocking=True))
 
 
-# %% nbs/sampling/transforms.ipynb #_prepare_allowed
 def _prepare_allowed(batch: SamplingBatch) -> Entries | None:
     places = [(i, token) for i, view in _unusual(batch) for token in view.params.allowed_token_ids or ()]
     return entries(places, batch.device) if places else None
@@ -303,7 +286,6 @@ def _prepare_bias(batch: SamplingBatch) -> Entries | None:
     return entries(list(given), batch.device, list(given.values())) if given else None
 
 
-# %% nbs/sampling/transforms.ipynb #_prepare_bad_words
 def _prepare_bad_words(batch: SamplingBatch) -> list[tuple[int, list[int], RequestView]] | None:
     words = [(i, ids, view) for i, view in _unusual(batch) for ids in view.params.bad_words_token_ids or ()]
     return words or None
@@ -316,7 +298,6 @@ def _apply_bad_words(logits: Tensor, words: list[tuple[int, list[int], RequestVi
     return forbid(logits, entries(places, logits.device)) if places else logits
 
 
-# %% nbs/sampling/transforms.ipynb #_prepare_min_tokens
 def _prepare_min_tokens(batch: SamplingBatch) -> tuple[Entries, np.ndarray, np.ndarray] | None:
     wanted = batch.column("min_tokens")
     places = [
@@ -337,7 +318,6 @@ def _apply_min_tokens(logits: Tensor, data: tuple[Entries, np.ndarray, np.ndarra
     return forbid(logits, Entries(at.rows[active], at.ids[active]))
 
 
-# %% nbs/sampling/transforms.ipynb #_prepare_penalties
 def _prepare_penalties(batch: SamplingBatch) -> tuple[Tensor, np.ndarray, list[Tensor]] | None:
     rows = np.flatnonzero(batch.column("penalised"))
     if len(rows) == 0:
@@ -362,7 +342,6 @@ def _apply_penalties(logits: Tensor, data: tuple[Tensor, np.ndarray, list[Tensor
     return penalise(logits, rows, seen, *penalties)
 
 
-# %% nbs/sampling/transforms.ipynb #Picked
 class Picked(NamedTuple):
     """The rows [P] int64 that want a filter (None: all), their values [P], and the largest value."""
 
@@ -387,7 +366,6 @@ def _filter(logits: Tensor, picked: Picked, threshold: Callable[[Tensor], Tensor
     return logits
 
 
-# %% nbs/sampling/transforms.ipynb #_prepare_top_k
 LADDER = (128, 1024, 8192)
 
 
@@ -409,7 +387,6 @@ def _prepare_temperature(batch: SamplingBatch) -> Tensor | None:
     return batch.tensor("temperature")[:, None] if (batch.column("temperature") != 1).any() else None
 
 
-# %% nbs/sampling/transforms.ipynb #_with_entries
 def _with_entries(function: Callable[[Tensor, Entries], Tensor]) -> Callable[[Tensor, Any, SamplingBatch], Tensor]:
     return lambda logits, at, batch: function(logits, at)
 
@@ -442,7 +419,6 @@ def standard_stages() -> list[Stage]:
     ]
 
 
-# %% nbs/sampling/transforms.ipynb #Transform
 class Transform(Protocol):
     """A user's transform. Optional attribute `after`: the name of the stage that it follows (default "penalties")."""
 
@@ -482,7 +458,6 @@ def each_row(transform: Transform) -> Transform:
     return rows
 
 
-# %% nbs/sampling/transforms.ipynb #with_transforms
 def _apply_to_batch(transform: Transform, logits: Tensor, data: Any, batch: SamplingBatch) -> Tensor:
     new = transform(logits, batch)
     if not isinstance(new, Tensor) or new.shape != logits.shape:
@@ -519,7 +494,6 @@ def with_transforms(stages: Sequence[Stage], transforms: Sequence[Transform]) ->
     return out
 
 
-# %% nbs/sampling/transforms.ipynb #register_transform
 TRANSFORMS: dict[str, Callable[..., Transform]] = {}
 
 

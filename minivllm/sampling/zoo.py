@@ -16,8 +16,6 @@ from minivllm.sampling.transforms import register_transform
 
 __all__ = ["DRY", "XTC", "Mirostat", "TopNSigma", "TypicalP"]
 
-
-# %% nbs/sampling/zoo.ipynb #code-0ea547
 NEVER = -math.inf
 
 
@@ -27,7 +25,6 @@ def _checked(name: str, value: float, allowed: Allowed) -> float:
     return value
 
 
-# %% nbs/sampling/zoo.ipynb #TypicalP
 class TypicalP:
     """Keeps the tokens whose surprise is nearest to the entropy, up to a mass in (0, 1]."""
 
@@ -46,7 +43,6 @@ class TypicalP:
         return logits
 
 
-# %% nbs/sampling/zoo.ipynb #TopNSigma
 class TopNSigma:
     """Keeps logits within n standard deviations below the largest."""
 
@@ -58,7 +54,6 @@ class TopNSigma:
         return logits.masked_fill_(logits < logits.max() - self.n * sigma, NEVER)
 
 
-# %% nbs/sampling/zoo.ipynb #XTC
 class XTC:
     """With the given probability, forbids every token above the threshold but the least likely of them."""
 
@@ -78,7 +73,6 @@ class XTC:
         return logits
 
 
-# %% nbs/sampling/zoo.ipynb #DRY
 class DRY:
     """Subtracts multiplier * base ** (n - allowed_length) from a token that would extend a repetition of n tokens.
 
@@ -108,7 +102,6 @@ class DRY:
         return logits
 
 
-# %% nbs/sampling/zoo.ipynb #Mirostat
 class Mirostat:
     """Holds the average surprise near tau bits. eta: how fast the limit mu is corrected."""
 
@@ -131,7 +124,6 @@ class Mirostat:
         return logits
 
 
-# %% nbs/sampling/zoo.ipynb #zoo-by-name
 register_transform("typical", TypicalP)
 register_transform("top_n_sigma", TopNSigma)
 register_transform("xtc", XTC)

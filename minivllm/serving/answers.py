@@ -17,7 +17,6 @@ from minivllm.serving.tools import TOOL_PARSERS, CallDelta, Function, ToolParser
 __all__ = ["AnswerPart", "AnswerReader", "ParserOptions", "structure", "tool_use"]
 
 
-# %% nbs/serving/answers.ipynb #ParserOptions
 @dataclass(frozen=True)
 class ParserOptions:
     """How one server reads answers. tool_parser: None if models are not known to call functions unasked. auto: they may."""
@@ -49,7 +48,6 @@ def _known(flag: str, name: str | None, parsers: dict[str, Any]) -> Any:
     return parsers[name]
 
 
-# %% nbs/serving/answers.ipynb #tool_use
 def tool_use(body: ToolFields, options: ParserOptions) -> ToolUse | None:
     """What the request says about calls; None if none may be made. Raises ApiError."""
     choice = body.tool_choice
@@ -89,7 +87,6 @@ def _only(functions: Sequence[Function], names: Sequence[str]) -> list[Function]
     return [known[name] for name in dict.fromkeys(names)]
 
 
-# %% nbs/serving/answers.ipynb #structure
 def structure(
     asked: dict[str, Any] | None,
     use: ToolUse | None,
@@ -146,7 +143,6 @@ def _terms(asked: dict[str, Any]) -> str:
     )
 
 
-# %% nbs/serving/answers.ipynb #AnswerPart
 @dataclass(slots=True)
 class AnswerPart:
     """A piece of an answer, divided."""
@@ -185,7 +181,6 @@ class AnswerReader:
             part.thought, part.content = part.thought + thought, part.content + content
         self._thought = self._thought or bool(before or parser.thinking or part.thought)
 
-    # %% nbs/serving/answers.ipynb #AnswerReader-calls
     def count_thought_tokens(self, decode: Callable[[Sequence[int]], str]) -> int:
         """Tokens of the thoughts so far, with their tags."""
         if self.reasoning is None or not self._thought:
@@ -210,7 +205,6 @@ class AnswerReader:
         return completion.finish_reason
 
 
-# %% nbs/serving/answers.ipynb #AnswerReader-calls
 def whole_calls(deltas: Sequence[CallDelta]) -> list[CallDelta]:
     """The calls that pieces add up to."""
     calls: dict[int, CallDelta] = {}

@@ -44,8 +44,6 @@ __all__ = [
     "run_server", "server_config",
 ]  # fmt: skip
 
-
-# %% nbs/serving/app.ipynb #imports
 logger = logging.getLogger("minivllm.serving")
 
 
@@ -55,7 +53,6 @@ def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-# %% nbs/serving/app.ipynb #ServerOptions
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """What an operator may say of a server, besides the engine's arguments. Names are vLLM's where it has one."""
@@ -111,7 +108,6 @@ class ServerOptions:
         return ParserOptions.from_names(self.tool_call_parser, self.enable_auto_tool_choice, self.reasoning_parser)
 
 
-# %% nbs/serving/app.ipynb #create_app
 def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     """The OpenAI-compatible app of a running engine, which it shuts down at its own end.
 
@@ -173,7 +169,6 @@ def _lifespan(state: ServerState, trace_file: str | None) -> Callable[[FastAPI],
     return lifespan
 
 
-# %% nbs/serving/app.ipynb #token_router
 def token_router(state: ServerState) -> APIRouter:
     """`/tokenize` and `/detokenize`, in vLLM's form."""
     router = APIRouter(route_class=JsonRoute)
@@ -213,7 +208,6 @@ def token_router(state: ServerState) -> APIRouter:
     return router
 
 
-# %% nbs/serving/app.ipynb #model_card
 def _model_card(state: ServerState, name: str) -> dict[str, Any]:
     allowed = dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True)
     refused = dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking"), False)
@@ -231,7 +225,6 @@ def _model_card(state: ServerState, name: str) -> dict[str, Any]:
     }
 
 
-# %% nbs/serving/app.ipynb #operation_router
 def _is_stopped(pid: int) -> bool:
     """Whether a process was stopped and waits for SIGCONT; False where there is no /proc."""
     try:
@@ -290,7 +283,6 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     return router
 
 
-# %% nbs/serving/app.ipynb #run_server
 def listen(host: str, port: int) -> socket.socket:
     """A socket that is bound. Raises OSError that names host and port if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -327,7 +319,6 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-# %% nbs/serving/app.ipynb #run_server-restart
 def run_server(
     app: FastAPI,
     sock: socket.socket,
@@ -377,7 +368,6 @@ def run_server(
     return 1 if state.llm.errored else 0
 
 
-# %% nbs/serving/app.ipynb #make_parser
 def _port(text: str) -> int:
     port = int(text)
     if not 0 <= port <= 65535:
@@ -438,7 +428,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# %% nbs/serving/app.ipynb #options_from
 def _words(given: Sequence[str]) -> list[str]:
     """Words, or vLLM's way to give them: one JSON list."""
     if len(given) == 1 and given[0].startswith("["):
@@ -481,7 +470,6 @@ def check_certificate(certificate: str | None, key: str | None) -> None:
         raise ValueError(f"--ssl-certfile {names}: {error.strerror or error}") from error
 
 
-# %% nbs/serving/app.ipynb #main
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `minivllm serve` and `python -m minivllm.serving.app`; returns the exit status."""
     parser = make_parser()
@@ -518,7 +506,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-# %% nbs/serving/app.ipynb #main-guard
 if __name__ == "__main__" and "get_ipython" not in globals():
     try:
         sys.exit(main())

@@ -31,8 +31,6 @@ __all__ = [
     "token_bytes",
 ]  # fmt: skip
 
-
-# %% nbs/serving/chat.ipynb #render_chat
 _RESERVED = {
     "messages", "conversation", "tokenizer", "chat_template", "tools", "documents", "add_generation_prompt",
     "continue_final_message", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length",
@@ -83,7 +81,6 @@ def _uses(template: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", template) is not None
 
 
-# %% nbs/serving/chat.ipynb #render-retry
 def _render(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
     try:
         return render_chat_template(tokenizer, messages, **options)
@@ -126,7 +123,6 @@ def _log_left_out(
             log_no_effect("messages", name, "the model's chat template leaves it out")
 
 
-# %% nbs/serving/chat.ipynb #render_request
 def render_request(
     state: ServerState, body: Any, tools: ToolUse | None = None, effort: str | None = None
 ) -> tuple[str, list[int]]:
@@ -166,7 +162,6 @@ def render_request(
     return text, list(engine.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
 
 
-# %% nbs/serving/chat.ipynb #chat_logprobs
 def chat_logprobs(completion: CompletionOutput, count: int, to_bytes: Any) -> dict[str, Any]:
     """OpenAI's list for chat. ``to_bytes(token_id, text)``: the bytes of a token, or None."""
     content = []
@@ -201,7 +196,6 @@ def token_bytes(tokenizer: Any) -> Any:
     return convert
 
 
-# %% nbs/serving/chat.ipynb #plan_chat
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan(Plan):
     """A conversation as the engine takes it, and how its answers are read. ``reasoning``: makes a parser of thoughts."""
@@ -261,7 +255,6 @@ def plan_chat(body: ChatCompletionRequest, state: ServerState, fields: dict[str,
     )
 
 
-# %% nbs/serving/chat.ipynb #ChatWriter
 class ChatWriter(Writer):
     """Writes the answers of one request."""
 
@@ -296,7 +289,6 @@ class ChatWriter(Writer):
     def _thought(self, part: AnswerPart) -> str | None:
         return (part.thought or None) if self.plan.include_reasoning else None
 
-    # %% nbs/serving/chat.ipynb #ChatWriter-choices
     def choices(self, i: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         for completion in output.outputs:
             reader = self.readers[completion.index]
@@ -320,7 +312,6 @@ class ChatWriter(Writer):
             "prompt_logprobs": prompt_logprobs(output) if self.plan.prompt_logprobs else None,
         }
 
-    # %% nbs/serving/chat.ipynb #ChatWriter-pieces
     def opening(self, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         forced = self.plan.use is not None and self.plan.use.forced
         ids = {"prompt_token_ids": output.prompt_token_ids} if self.plan.return_token_ids else {}
@@ -362,7 +353,6 @@ class ChatWriter(Writer):
                 yield {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.arguments}}]}
 
 
-# %% nbs/serving/chat.ipynb #ChatWriter-pieces
 def _join(first: CompletionOutput | None, second: CompletionOutput) -> CompletionOutput:
     """The tokens of two pieces of one answer."""
     if first is None:
@@ -371,7 +361,6 @@ def _join(first: CompletionOutput | None, second: CompletionOutput) -> Completio
     return replace(second, token_ids=[*first.token_ids, *second.token_ids], logprobs=logprobs)
 
 
-# %% nbs/serving/chat.ipynb #endpoint
 def chat_router(state: ServerState) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 

@@ -17,7 +17,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/serving/client.ipynb #split_events
 class ServerError(RuntimeError):
     """The server has answered with an error. ``status``: of HTTP; 200 if it came in a stream."""
 
@@ -60,7 +59,6 @@ def error_text(body: bytes) -> str:
         return body.decode("utf-8", "replace")[:200]
 
 
-# %% nbs/serving/client.ipynb #post
 def tls_context(insecure: bool = False) -> ssl.SSLContext:
     """Certificates are checked, unless ``insecure``."""
     context = ssl.create_default_context()
@@ -131,7 +129,6 @@ async def get_json(url: str, headers: dict[str, str] | None = None, tls: ssl.SSL
         return json.loads(await response.read())
 
 
-# %% nbs/serving/client.ipynb #post_events
 def post_events(url: str, body: dict[str, Any], api_key: str | None = None, insecure: bool = False) -> Iterator[Any]:
     """The events of a streamed answer. Leaving the loop closes the connection, which aborts the request.
 
@@ -155,7 +152,6 @@ def post_events(url: str, body: dict[str, Any], api_key: str | None = None, inse
         reader.check_end()
 
 
-# %% nbs/serving/client.ipynb #Remote
 class Remote:
     """A server, as the commands `complete` and `chat` use it. ``url``: with or without /v1. ``model``: None for the server's first."""
 

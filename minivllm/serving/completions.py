@@ -24,7 +24,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/serving/completions.ipynb #completion_logprobs
 def completion_logprobs(
     token_ids: Sequence[int], entries: Sequence[dict[int, Any] | None], offsets: Sequence[int], count: int
 ) -> dict[str, Any]:
@@ -54,7 +53,6 @@ def finite(value: float) -> float:
     return max(value, -9999.0)
 
 
-# %% nbs/serving/completions.ipynb #Echo
 class Echo:
     """The prompt of a request, as the beginning of its answer.
 
@@ -95,7 +93,6 @@ def join(first: dict[str, Any], second: dict[str, Any] | None, moved: int) -> di
     return {name: [*first[name], *second[name]] for name in first}
 
 
-# %% nbs/serving/completions.ipynb #CompletionPlan
 @dataclass(frozen=True, kw_only=True)
 class CompletionPlan(Plan):
     """``generates``: False if only the prompt is scored."""
@@ -105,7 +102,6 @@ class CompletionPlan(Plan):
     skip_special_tokens: bool = True
 
 
-# %% nbs/serving/completions.ipynb #Writer
 class CompletionWriter(Writer):
     """Writes the choices of completions."""
 
@@ -162,7 +158,6 @@ class CompletionWriter(Writer):
         return completion_logprobs(completion.token_ids, completion.logprobs, offsets, self.plan.logprobs)
 
 
-# %% nbs/serving/completions.ipynb #prompt_logprobs
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     """vLLM's form: for each prompt token {token id: {logprob, rank, decoded_token}}, null for the first."""
     return [
@@ -176,7 +171,6 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     ]
 
 
-# %% nbs/serving/completions.ipynb #endpoint
 def completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
     """The request as SamplingParams. Raises ApiError or what `SamplingParams` raises."""
     check_limits(body.structure() or {})

@@ -14,7 +14,6 @@ from minivllm.viz.dashboard import Dashboard
 __all__ = ["dashboard_router"]
 
 
-# %% nbs/serving/dashboard.ipynb #dashboard_router
 def dashboard_router(llm: AsyncLLM) -> APIRouter:
     """`/dashboard`, a page that shows the engine live, and `/dashboard/samples?after=NUMBER`, which it asks for what is new."""
     router = APIRouter()

@@ -21,7 +21,6 @@ from minivllm.serving.protocol import ApiModel, Int64, RequestId, as_list
 __all__ = ["EmbeddingPlan", "EmbeddingRequest", "EmbeddingWriter", "embeddings_router", "plan_embedding"]
 
 
-# %% nbs/serving/embeddings.ipynb #EmbeddingRequest
 class EmbeddingRequest(ApiModel):
     """`POST /v1/embeddings`. Below ``user`` stand the fields that vLLM adds, and ``pooling_type``, which is ours."""
 
@@ -50,7 +49,6 @@ class EmbeddingRequest(ApiModel):
         return PoolingParams(**{name: getattr(self, name) for name in names})
 
 
-# %% nbs/serving/embeddings.ipynb #encode_vector
 def encode_vector(vector: Sequence[float], encoding_format: str) -> list[float] | str:
     """A vector as JSON numbers, or as the base64 of its float32 numbers, little-endian."""
     if encoding_format == "float":
@@ -58,7 +56,6 @@ def encode_vector(vector: Sequence[float], encoding_format: str) -> list[float] 
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-# %% nbs/serving/embeddings.ipynb #embed
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingPlan(Plan):
     encoding_format: Literal["float", "base64"] = "float"

@@ -20,8 +20,6 @@ from minivllm.sampling.params import InvalidParameter
 
 __all__ = ["ApiError", "as_api_error", "from_validation", "hide_paths", "install_error_handlers", "logger"]
 
-
-# %% nbs/serving/errors.ipynb #ApiError
 logger = logging.getLogger("minivllm.serving")
 
 _TYPES = {
@@ -59,7 +57,6 @@ class ApiError(Exception):
         return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
-# %% nbs/serving/errors.ipynb #from_validation
 def _place(where: Sequence[Any]) -> str:
     """`("body", "messages", 0, "role")` -> `messages[0].role`; names of union members are no fields and are left out."""
     text = ""
@@ -89,7 +86,6 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     return ApiError(400, fault + shown, param=place or None, code="invalid_value")
 
 
-# %% nbs/serving/errors.ipynb #as_api_error
 _hidden: dict[str, str] = {}
 
 
@@ -133,7 +129,6 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details")
 
 
-# %% nbs/serving/errors.ipynb #install_error_handlers
 _NO_JSON = "There was an error parsing the body"
 """FastAPI's words for whatever was raised while a body was read; what it was is the cause."""
 

@@ -30,8 +30,6 @@ __all__ = [
     "to_json", "unless_disconnected",
 ]  # fmt: skip
 
-
-# %% nbs/serving/generation.ipynb #ServerState
 T = TypeVar("T")
 
 
@@ -63,7 +61,6 @@ class ServerState:
     started: int = field(default_factory=lambda: int(time.time()))
     in_flight: int = 0
 
-    # %% nbs/serving/generation.ipynb #ServerState-checks
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError 404 for a model that is not served."""
         if name is not None and name not in self.model_names:
@@ -97,7 +94,6 @@ class ServerState:
         return priority
 
 
-# %% nbs/serving/generation.ipynb #Plan
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One HTTP request, checked and rendered.
@@ -148,7 +144,6 @@ def plan_fields(body: Any, state: ServerState, request: Request, prefix: str) ->
     return found
 
 
-# %% nbs/serving/generation.ipynb #encode
 async def encode(state: ServerState, text: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a text, made in a thread. Raises ValueError if the text is too long to be looked at."""
     engine = state.llm.llm_engine
@@ -174,7 +169,6 @@ async def engine_prompts(body: Any, prompts: Sequence[Any], state: ServerState) 
     return made
 
 
-# %% nbs/serving/generation.ipynb #Job
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """The error, about the field as the client calls it."""
     error.param = names.get(error.param or "", error.param)
@@ -223,7 +217,6 @@ class Job:
             await stream.aclose()
 
 
-# %% nbs/serving/generation.ipynb #collect
 def check_output(output: RequestOutput) -> None:
     """Raise for a request that failed inside the engine: ApiError 400 if its own grammar went beyond the limits, else 500."""
     if output.error is None:
@@ -271,7 +264,6 @@ async def unless_disconnected(request: Request, work: Awaitable[T], timeout: flo
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-# %% nbs/serving/generation.ipynb #merge
 async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """The outputs of all streams as they come, each with the number of its stream."""
     if len(streams) == 1:
@@ -293,7 +285,6 @@ async def merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Re
             task.cancel()
 
 
-# %% nbs/serving/generation.ipynb #sse
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """One encoder for all events: `json.dumps` with these options would make one for each."""
 
@@ -317,7 +308,6 @@ async def in_time(chunks: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
         yield chunk
 
 
-# %% nbs/serving/generation.ipynb #SSEResponse
 class SSEResponse(Response):
     """Streams ``chunks``, then [DONE]; an error on the way is an event. When the client hangs up, the job is aborted.
 
@@ -377,7 +367,6 @@ class SSEResponse(Response):
             await self.job.close()
 
 
-# %% nbs/serving/generation.ipynb #usage
 class Counter:
     """Adds up usage while pieces go out. With several prompts, all of them. ``details``: also tell cached tokens."""
 
@@ -417,7 +406,6 @@ class Counter:
         }
 
 
-# %% nbs/serving/generation.ipynb #Writer
 class Writer:
     """Writes the answer of one job, whole or in chunks. An endpoint's own writer says what a choice is."""
 
@@ -452,7 +440,6 @@ class Writer:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.plan.id, "object": kind, "created": self.job.created, "model": self.plan.model}
 
-    # %% nbs/serving/generation.ipynb #Writer-whole
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer at once."""
         choices = []
@@ -487,7 +474,6 @@ class Writer:
         return SSEResponse(self.job, self.chunks())
 
 
-# %% nbs/serving/generation.ipynb #answer
 async def answer(
     request: Request, state: ServerState, prepare: Callable[[], Awaitable[Any]]
 ) -> dict[str, Any] | Response:

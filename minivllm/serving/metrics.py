@@ -13,8 +13,6 @@ from minivllm.engine.outputs import FinishedRequest
 
 __all__ = ["Metrics"]
 
-
-# %% nbs/serving/metrics.ipynb #Metrics
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests waiting to be admitted.",
@@ -75,7 +73,6 @@ class Metrics:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
 
-    # %% nbs/serving/metrics.ipynb #Metrics-observe
     def observe(self, finished: FinishedRequest) -> None:
         """Count a request that has ended, whatever the reason."""
         for reason in finished.finish_reasons:

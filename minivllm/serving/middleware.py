@@ -25,8 +25,6 @@ from minivllm.serving.errors import ApiError
 
 __all__ = ["AccessLog", "ApiKey", "BodyLimit", "JsonRoute", "SiteCheck", "access", "http_protocol"]
 
-
-# %% nbs/serving/middleware.ipynb #BodyLimit
 access = logging.getLogger("minivllm.access")
 
 
@@ -68,7 +66,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-# %% nbs/serving/middleware.ipynb #JsonRoute
 class JsonRoute(APIRoute):
     """A route that parses and checks a large JSON body in a thread."""
 
@@ -98,7 +95,6 @@ class _JsonRequest(Request):
         return await asyncio.to_thread(lambda: self.model.model_validate(json.loads(data)))
 
 
-# %% nbs/serving/middleware.ipynb #http_protocol
 def http_protocol(max_head_bytes: int) -> Any:
     """How uvicorn parses HTTP: its protocol in C, with a limit for the head of a request; "h11", which has one, if it is not installed."""
     try:
@@ -131,7 +127,6 @@ def http_protocol(max_head_bytes: int) -> Any:
     return LimitedHead
 
 
-# %% nbs/serving/middleware.ipynb #SiteCheck
 class SiteCheck:
     """Refuses what a web page of another site sends. ``hosts``: names under which the server may be spoken to; empty for any."""
 
@@ -159,7 +154,6 @@ class SiteCheck:
         await (self.app if error is None else error.response())(scope, receive, send)
 
 
-# %% nbs/serving/middleware.ipynb #ApiKey
 class ApiKey:
     """Lets in who sends one of the keys, as ``Authorization: Bearer KEY`` or as a password; and anybody to the paths in ``OPEN``."""
 
@@ -191,7 +185,6 @@ class ApiKey:
         await self.app(scope, receive, send)
 
 
-# %% nbs/serving/middleware.ipynb #AccessLog
 class AccessLog:
     """One line a request in the logger ``minivllm.access``, plain or JSON, and the header X-Request-Id in the answer."""
 

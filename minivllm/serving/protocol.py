@@ -17,8 +17,6 @@ __all__ = [
     "ToolFields", "as_list", "check_count", "log_no_effect",
 ]  # fmt: skip
 
-
-# %% nbs/serving/protocol.ipynb #Request
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Larger numbers can be written in JSON, but cross neither to the engine's process nor into a tensor."""
 
@@ -43,7 +41,6 @@ def log_no_effect(where: str, field: str, why: str) -> None:
     _log.warning("%s: %s has no effect: %s (said once)", where, field, why)
 
 
-# %% nbs/serving/protocol.ipynb #ApiModel
 class ApiModel(BaseModel):
     """A JSON body: no unknown field, no value of another type, and null for a field that was not given.
 
@@ -85,7 +82,6 @@ class ApiModel(BaseModel):
         return table | {name: f"refused: {why}" for name, (_, why) in cls.unsupported.items()}
 
 
-# %% nbs/serving/protocol.ipynb #check_count
 def check_count(name: str, items: Any) -> None:
     """Count messages or items with all that is listed in them, before any is looked at.
 
@@ -103,7 +99,6 @@ def check_count(name: str, items: Any) -> None:
         raise PydanticCustomError("too_many", "{field}: {count} messages and parts; at most {limit} are allowed", what)
 
 
-# %% nbs/serving/protocol.ipynb #ResponseFormat
 class StreamOptions(ApiModel):
     unsupported: ClassVar = {"include_obfuscation": ((False,), "lengths of pieces are not hidden")}
 
@@ -135,7 +130,6 @@ class ResponseFormat(ApiModel):
 Words = Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=1024)]
 
 
-# %% nbs/serving/protocol.ipynb #SamplingFields
 class SamplingFields(ApiModel):
     """What OpenAI and vLLM let a client say about the draw."""
 
@@ -191,7 +185,6 @@ class SamplingFields(ApiModel):
         """Usage with every chunk; as in vLLM, only where usage is asked for at all."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    # %% nbs/serving/protocol.ipynb #SamplingFields-sampling_params
     def structure(self) -> dict[str, Any] | None:
         """What the answer must look like, as fields of StructuredOutputsParams."""
         if self.structured_outputs is not None:
@@ -217,7 +210,6 @@ class SamplingFields(ApiModel):
         )
 
 
-# %% nbs/serving/protocol.ipynb #SamplingFields-sampling_params
 _PASSED_ON = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
     "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
@@ -225,7 +217,6 @@ _PASSED_ON = (
 )  # fmt: skip
 
 
-# %% nbs/serving/protocol.ipynb #CompletionRequest
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`. ``max_tokens`` may be 0 with ``echo``: then the prompt is scored and nothing generated."""
 
@@ -254,7 +245,6 @@ def as_list(prompt: Any) -> list[Any]:
     return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
 
 
-# %% nbs/serving/protocol.ipynb #ContentPart
 class ContentPart(ApiModel):
     no_effect: ClassVar = {
         "cache_control": "the prefix cache finds equal prefixes by itself",
@@ -305,7 +295,6 @@ class ToolCall(ApiModel):
     function: FunctionCall
 
 
-# %% nbs/serving/protocol.ipynb #ChatMessage
 class ChatMessage(ApiModel):
     no_effect: ClassVar = {
         name: "it belongs to an earlier answer, and the model is not shown it"
@@ -350,7 +339,6 @@ class ChatMessage(ApiModel):
         }
 
 
-# %% nbs/serving/protocol.ipynb #FunctionDefinition
 class FunctionDefinition(ApiModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -391,7 +379,6 @@ class AllowedToolChoice(ApiModel):
     allowed_tools: AllowedTools
 
 
-# %% nbs/serving/protocol.ipynb #ToolFields
 class ToolFields(ApiModel):
     """Functions that the model may call."""
 
@@ -410,7 +397,6 @@ class ToolFields(ApiModel):
         return self
 
 
-# %% nbs/serving/protocol.ipynb #ChatTemplateFields
 class ChatTemplateFields(ToolFields):
     """How messages become a prompt."""
 
@@ -439,7 +425,6 @@ class ChatTemplateFields(ToolFields):
         return self
 
 
-# %% nbs/serving/protocol.ipynb #ChatCompletionRequest
 class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     """`POST /v1/chat/completions`."""
 
@@ -481,7 +466,6 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
         return self
 
 
-# %% nbs/serving/protocol.ipynb #TokenizeRequest
 class TokenizeRequest(ChatTemplateFields):
     """`POST /tokenize`: a prompt, or messages as they would go to the model."""
 

@@ -15,7 +15,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/serving/reasoning.ipynb #ReasoningParser
 class ReasoningParser:
     """Divides an answer into thoughts and content: make one for each answer, `push` its text, then `end`.
 
@@ -88,7 +87,6 @@ class ReasoningParser:
                 first.replace("start:", "body:", 1), thought, opening, *spaces, *others]  # fmt: skip
 
 
-# %% nbs/serving/reasoning.ipynb #register
 Parser = TypeVar("Parser", bound=type[ReasoningParser])
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {}
 
@@ -123,7 +121,6 @@ class MistralReasoningParser(ReasoningParser):
     special_tokens = True
 
 
-# %% nbs/serving/reasoning.ipynb #tokens_up_to
 def tokens_up_to(mark: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
     """How many tokens it takes until ``mark`` is in their text, which it is in the end."""
     low, high = 0, len(token_ids)

@@ -20,8 +20,6 @@ from minivllm.serving.protocol import (
 
 __all__ = ["ResponsesRequest", "as_chat", "messages_of"]
 
-
-# %% nbs/serving/response_request.ipynb #items
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -58,7 +56,6 @@ class MessageItem(ApiModel):
     phase: str | None = None
 
 
-# %% nbs/serving/response_request.ipynb #call-items
 class CallItem(ApiModel):
     """A call that the model made."""
 
@@ -97,8 +94,6 @@ class ReasoningItem(ApiModel):
 Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 
-
-# %% nbs/serving/response_request.ipynb #ResponseOptions
 _HOSTED = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
 
 
@@ -153,7 +148,6 @@ class TextOptions(ApiModel):
     format: TextFormat | None = None
 
 
-# %% nbs/serving/response_request.ipynb #ReasoningOptions
 class ReasoningOptions(ApiModel):
     no_effect: ClassVar = {
         "summary": "thoughts are given as they are",
@@ -168,7 +162,6 @@ class ResponseStreamOptions(ApiModel):
     unsupported: ClassVar = {"include_obfuscation": ((False,), "lengths of pieces are not hidden")}
 
 
-# %% nbs/serving/response_request.ipynb #ResponseFields
 class ResponseFields(ApiModel):
     """The fields of `POST /v1/responses`. Below ``user`` stand those that vLLM adds."""
 
@@ -222,7 +215,6 @@ class ResponseFields(ApiModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-# %% nbs/serving/response_request.ipynb #ResponsesRequest
 def _without_tags(where: Sequence[Any]) -> list[Any]:
     """A place inside items, without the names that pydantic gives the kinds of items and parts."""
     return [part for i, part in enumerate(where) if not (isinstance(part, str) and i and isinstance(where[i - 1], int))]
@@ -289,7 +281,6 @@ class ResponsesRequest(ResponseFields):
         return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
 
 
-# %% nbs/serving/response_request.ipynb #messages_of
 def messages_of(items: Sequence[dict[str, Any]], keep_thoughts: bool) -> list[dict[str, Any]]:
     """Items as chat messages. What the model thought, said and called in one turn is one message."""
     messages: list[dict[str, Any]] = []
@@ -330,7 +321,6 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     )
 
 
-# %% nbs/serving/response_request.ipynb #as_chat
 _SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "priority", "cache_salt",
            "chat_template_kwargs", "user", "safety_identifier", "parallel_tool_calls")  # fmt: skip
 

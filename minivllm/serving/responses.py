@@ -34,7 +34,6 @@ from minivllm.serving.response_request import ResponsesRequest, as_chat
 __all__ = ["ResponseStore", "Stored", "responses_router"]
 
 
-# %% nbs/serving/responses.ipynb #ResponseStore
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A response, the input items of its request, and the whole conversation up to its last output."""
@@ -76,7 +75,6 @@ class ResponseStore:
         self._bytes -= self._entries.pop(response_id)[1]
 
 
-# %% nbs/serving/responses.ipynb #ResponsePlan
 @dataclass(frozen=True, kw_only=True)
 class ResponsePlan(ChatPlan):
     """What a response needs besides a chat.
@@ -138,7 +136,6 @@ def plan_response(
     )
 
 
-# %% nbs/serving/responses.ipynb #ItemWriter
 class ItemWriter:
     """Makes the items of one response, and the events that tell of them."""
 
@@ -178,7 +175,6 @@ class ItemWriter:
             yield from self._begin("message")  # an empty answer is an answer
         yield from self._close(status)
 
-    # %% nbs/serving/responses.ipynb #ItemWriter-say
     def _where(self) -> dict[str, Any]:
         assert self._open is not None
         return {"item_id": self._open["id"], "output_index": len(self.output) - 1}
@@ -203,7 +199,6 @@ class ItemWriter:
         self._logprobs = []
         yield self.event("function_call_arguments.delta", **self._where(), delta=text)
 
-    # %% nbs/serving/responses.ipynb #ItemWriter-begin
     def _begin(self, kind: str, **more: Any) -> Iterator[dict[str, Any]]:
         yield from self._close("completed")
         item: dict[str, Any] = {"type": kind, "status": "in_progress"}
@@ -243,14 +238,12 @@ class ItemWriter:
         self._open = None
 
 
-# %% nbs/serving/responses.ipynb #ItemWriter-begin
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
     """The item as it is now."""
     content = item.get("content")
     return dict(item) if content is None else {**item, "content": [dict(part) for part in content]}
 
 
-# %% nbs/serving/responses.ipynb #ResponseWriter
 class ResponseWriter:
     """Makes one response, whole or as events."""
 
@@ -291,7 +284,6 @@ class ResponseWriter:
             "total_tokens": usage["total_tokens"],
         }
 
-    # %% nbs/serving/responses.ipynb #ResponseWriter-events
     def finish(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The last events. The response is stored before the very last, so that a client can go on with it."""
         cut = output.outputs[0].finish_reason == "length"
@@ -340,7 +332,6 @@ class ResponseWriter:
         return EventResponse(self.job, self)
 
 
-# %% nbs/serving/responses.ipynb #EventResponse
 class EventResponse(SSEResponse):
     """Streams the events of a writer under their names. A failure is the last event."""
 
@@ -360,7 +351,6 @@ def _named(event: dict[str, Any]) -> bytes:
     return f"event: {event['type']}\ndata: {to_json(event)}\n\n".encode("utf-8", "replace")
 
 
-# %% nbs/serving/responses.ipynb #respond
 def _page(items: list[dict[str, Any]], order: str, limit: int, after: str | None) -> dict[str, Any]:
     """A page of a list. Raises ApiError."""
     if order not in ("asc", "desc"):

@@ -23,7 +23,6 @@ from minivllm.serving.app import ServerOptions, create_app
 __all__ = ["main", "make_parser", "run_batch"]
 
 
-# %% nbs/serving/run_batch.ipynb #ask_app
 async def ask_app(app: ASGIApp, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
     """POST a JSON body to an ASGI app, in this process. Returns status, headers and the body of the answer."""
     transport = httpx.ASGITransport(app)
@@ -32,7 +31,6 @@ async def ask_app(app: ASGIApp, path: str, body: Any) -> tuple[int, dict[str, st
     return response.status_code, dict(response.headers), response.content
 
 
-# %% nbs/serving/run_batch.ipynb #BatchLine
 class BatchError(ValueError):
     """A line of a batch file that is no request."""
 
@@ -90,7 +88,6 @@ async def answer_line(app: ASGIApp, text: str) -> dict[str, Any]:
     return batch_answer(custom_id, found, {"code": said.get("code") or str(status), "message": said.get("message")})
 
 
-# %% nbs/serving/run_batch.ipynb #run_batch
 async def run_batch(
     app: ASGIApp, source: Path, target: Path, *, window: int, use_tqdm: bool = False
 ) -> tuple[int, int]:

@@ -24,8 +24,6 @@ from minivllm.serving.tools import (
 
 __all__ = ["TEXT_RULE", "HermesToolParser", "Llama3JsonToolParser", "held_back", "marked_rules"]
 
-
-# %% nbs/serving/tool_parsers.ipynb #CallReader
 _SPACE = " \t\r\n"
 _CLOSES = {"{": "}", "[": "]"}
 
@@ -150,7 +148,6 @@ class CallReader:
                 raise NotACall(char)
 
 
-# %% nbs/serving/tool_parsers.ipynb #JsonToolParser
 class JsonToolParser(ToolParser):
     """Calls as JSON objects behind a mark. ``begin``, ``end``: the marks; without ``end`` the calls go on to the end of the text.
 
@@ -315,13 +312,11 @@ class JsonToolParser(ToolParser):
         return False
 
 
-# %% nbs/serving/tool_parsers.ipynb #held_back
 def held_back(text: str, mark: str) -> int:
     """How many characters at the end of ``text`` may be the beginning of ``mark``."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
 
 
-# %% nbs/serving/tool_parsers.ipynb #families
 TEXT_RULE = "TEXT: /(.|\\n)*/"
 
 
@@ -364,7 +359,6 @@ class Llama3JsonToolParser(JsonToolParser):
         return ["start: calls | text", text, *call_rules(cls.form, functions, parallel, tokenizer)]
 
 
-# %% nbs/serving/tool_parsers.ipynb #MistralToolParser
 class NamedCallReader(CallReader):
     """Reads ``name{...}`` or ``name[ARGS]{...}``."""
 
@@ -403,7 +397,6 @@ class MistralToolParser(JsonToolParser):
         return marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
 
 
-# %% nbs/serving/tool_parsers.ipynb #PythonicToolParser
 @register_tool_parser("pythonic", "llama4_pythonic")
 class PythonicToolParser(ToolParser):
     """``[weather(city="Paris"), time()]`` as the whole answer: Python, of which only calls with literal arguments are read."""

@@ -22,7 +22,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/serving/tools.ipynb #ToolError
 @dataclass(frozen=True, slots=True)
 class Function:
     """A function that the model may call. ``parameters``: the JSON schema of its arguments, an object."""
@@ -50,7 +49,6 @@ class Call:
     arguments: str
 
 
-# %% nbs/serving/tools.ipynb #CallDelta
 @dataclass(frozen=True, slots=True)
 class CallDelta:
     """A piece of call number ``index``. The first piece has the name, and every piece more of the arguments' text."""
@@ -68,7 +66,6 @@ class Piece:
     calls: list[CallDelta] = field(default_factory=list)
 
 
-# %% nbs/serving/tools.ipynb #CallFormat
 @dataclass(frozen=True)
 class CallFormat:
     """How a family writes calls down: ``begin``, then ``{"name": ..., "arguments": ...}`` of each call, then ``end``.
@@ -94,7 +91,6 @@ class CallFormat:
         return whole if self.each else self.begin + whole + self.end
 
 
-# %% nbs/serving/tools.ipynb #literal
 def literal(text: str, tokenizer: Any) -> str:
     """``text`` as terms of a Lark rule. A special token of the vocabulary is one token there and not its letters."""
     ids = special_token_ids(tokenizer)
@@ -130,7 +126,6 @@ def call_rules(form: CallFormat, functions: Sequence[Function], parallel: bool, 
     ]
 
 
-# %% nbs/serving/tools.ipynb #ToolParser
 class ToolParser(ABC):
     """Reads calls in what a model writes, a piece at a time: make one for each answer, `push` its text, then `end`.
 
@@ -189,7 +184,6 @@ def load_plugin(path: str) -> None:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# %% nbs/serving/tools.ipynb #ToolUse
 @dataclass(frozen=True)
 class ToolUse:
     """What one request says about calls.
@@ -231,7 +225,6 @@ class ToolUse:
         return None
 
 
-# %% nbs/serving/tools.ipynb #show_tools
 def show_tools(messages: list[dict[str, Any]], use: ToolUse, form: CallFormat) -> list[dict[str, Any]]:
     """Describe the functions in the system message, for a chat template that cannot."""
     definitions = "\n".join(json.dumps(f.definition()["function"], ensure_ascii=False) for f in use.functions)

@@ -5,7 +5,6 @@
 import importlib
 from typing import Any
 
-# %% nbs/viz/index.ipynb #lazy
 _HOMES = {
     "BlockMap": "block_map",
     "Compare": "compare",

@@ -19,8 +19,6 @@ from minivllm.viz.payload import Payload
 
 __all__ = ["document", "fragment", "loader", "pack_modules", "sources", "styles", "version", "widget_module"]
 
-
-# %% nbs/viz/assets.ipynb #sources
 _IMPORT = re.compile(r'(?:\bfrom\s*|\bimport\s*\(?\s*)"\./(\w+)\.js"')
 
 
@@ -66,7 +64,6 @@ def loader() -> str:
     return _read("loader.js").replace("@VERSION@", version())
 
 
-# %% nbs/viz/assets.ipynb #fragment
 def pack_modules(*modules: str) -> str:
     """Modules and styles, deflated, as base64."""
     text = json.dumps({"modules": sources(*modules), "styles": styles()})
@@ -112,7 +109,6 @@ def document(title: str, body: str, heading: bool = True) -> str:
     )
 
 
-# %% nbs/viz/assets.ipynb #widget_module
 def widget_module(*modules: str) -> str:
     """The same program as one ES module for anywidget (its `_esm`)."""
     given: dict[str, Any] = {"modules": sources(*modules), "styles": styles()}

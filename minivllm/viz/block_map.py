@@ -22,13 +22,9 @@ from minivllm.viz.view import MADE_UP, TraceSource, TraceView, most_eventful
 
 __all__ = ["BlockMap", "block_states", "group_names", "request_numbers", "request_tokens", "token_texts"]
 
-
-# %% nbs/viz/block_map.ipynb #code-17d13d
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
-# %% nbs/viz/block_map.ipynb #Op
 HASH_BYTES = 3  # of a content hash that travel, to be read by people
 STATUSES = ("WAITING", "RUNNING", "PREEMPTED", "SWAPPED")
 MODES = ("recompute", "swap")
@@ -52,7 +48,6 @@ WIRE = {  # the events that travel, and their fields
 }
 
 
-# %% nbs/viz/block_map.ipynb #_Numbers
 class _Numbers:
     """Gives every distinct value a number, in order of appearance."""
 
@@ -67,7 +62,6 @@ def _listed(blocks: Sequence[int]) -> list[int]:
     return [len(blocks), *(b - a for a, b in zip((0, *blocks), blocks, strict=False))]
 
 
-# %% nbs/viz/block_map.ipynb #BlockStream
 class BlockStream(FoldReader):
     """The events of `WIRE` in chunks of whole numbers, read beside a fold: `read(trace, stream)`, or `BlockStream.of(trace)`.
 
@@ -113,7 +107,6 @@ class BlockStream(FoldReader):
                 self._name(name, -1, 0, 0)
         self._start_step(0)
 
-    # %% nbs/viz/block_map.ipynb #BlockStream-steps
     def _start_step(self, step: int) -> None:
         if not self.chunks or len(self.chunks[-1][1]) > max(self.LEAST, (1 + self.SHARE) * self._keyframe_size):
             self.chunks.append((step, self._keyframe()))
@@ -148,7 +141,6 @@ class BlockStream(FoldReader):
                 self.origins.append([request, group, position, 1])
         return number
 
-    # %% nbs/viz/block_map.ipynb #BlockStream-keyframe
     def _keyframe(self) -> list[int]:
         """Length; names given so far; number of requests, then each one's number, status, computed tokens, block tables and swapped blocks; the
         queues; the free list; for every block in the order of its first mention, what it holds: 0 or its name + 1, as differences (neighbours hold
@@ -171,7 +163,6 @@ class BlockStream(FoldReader):
         self._filled: dict[tuple[int, int], int] = {}  # (request, group) -> where its last run of new content ended
         return [len(numbers), *numbers]
 
-    # %% nbs/viz/block_map.ipynb #BlockStream-fields
     def _write_request(self, event: Any) -> list[int]:
         """The difference from the request before."""
         number = self.requests(event.request)
@@ -203,7 +194,6 @@ class BlockStream(FoldReader):
             expected = (block for block in reversed(table) if block)
         return [-len(event.blocks)] if list(event.blocks) == list(expected) else _listed(event.blocks)
 
-    # %% nbs/viz/block_map.ipynb #BlockStream-lists
     def _write_block(self, event: Any) -> list[int]:
         """-1 for the first free block behind those without content."""
         behind = len(self.fold.free_blocks) - self.fold.num_cached_free
@@ -241,7 +231,6 @@ class BlockStream(FoldReader):
             self._last = number
         return numbers
 
-    # %% nbs/viz/block_map.ipynb #BlockStream-origins
     def packed_origins(self) -> list[int]:
         """Origins in columns: requests, as differences; groups; positions, from where the last run of the request and the group ended; lengths."""
         ends: dict[tuple[int, int], int] = {}
@@ -254,7 +243,6 @@ class BlockStream(FoldReader):
         return [*requests, *(o[1] for o in self.origins), *jumps, *(o[3] for o in self.origins)]
 
 
-# %% nbs/viz/block_map.ipynb #BlockStream
 _KIND = {kind: number for number, kind in enumerate(SCHEMA)}
 
 
@@ -262,7 +250,6 @@ def _plain(i: int) -> Callable[[Event], list[int]]:
     return lambda event: [event[i]]
 
 
-# %% nbs/viz/block_map.ipynb #request_tokens
 def request_tokens(trace: Trace) -> dict[str, list[int]]:
     """The known token ids of every request that was added while recording, prompt first. A later request of the same id replaces the first."""
     tokens: dict[str, list[int]] = {}
@@ -285,7 +272,6 @@ def token_texts(tokenizer: Any, token_ids: Iterable[int]) -> dict[int, str]:
     return texts
 
 
-# %% nbs/viz/block_map.ipynb #BlockMap
 class BlockMap(TraceView):
     """Every physical block of the KV cache, step by step: who holds it, what it holds, and its history.
 
@@ -355,7 +341,6 @@ class BlockMap(TraceView):
             parts["texts"] = payload.add_json({str(token): text for token, text in texts.items()})
         return parts
 
-    # %% nbs/viz/block_map.ipynb #BlockMap-words
     def describe(self) -> str:
         stream, total = self.reading, self.trace.header.num_blocks - 1
         used, fold = stream.used, stream.fold
@@ -384,7 +369,6 @@ class BlockMap(TraceView):
         axes.set_title(f"KV cache blocks after step {step % count} of {count - 1}{rest}", loc="left", fontsize=10)
 
 
-# %% nbs/viz/block_map.ipynb #BlockMap-words
 def _counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
@@ -408,7 +392,6 @@ def group_names(trace: Trace) -> list[str]:
     ]
 
 
-# %% nbs/viz/block_map.ipynb #request_numbers
 def request_numbers(trace: Trace) -> dict[str, int]:
     """The number of every request, in order of arrival: what its colour is chosen by."""
     ids = [*trace.start.requests, *(event[1] for event in trace.events if event[0] == "add")]
@@ -432,7 +415,6 @@ def block_states(state: State, numbers: dict[str, int]) -> list[tuple[str, int |
     return drawn
 
 
-# %% nbs/viz/block_map.ipynb #draw_blocks
 def _grid(count: int) -> tuple[int, int]:
     """Columns (a power of two) and rows, about twice as wide as high."""
     columns = 2 ** math.ceil(math.log2(max(16.0, math.sqrt(count * 1.8))))

@@ -21,13 +21,10 @@ from minivllm.viz.view import TraceSource, View, most_eventful, open_trace, trac
 
 __all__ = ["Compare"]
 
-
-# %% nbs/viz/compare.ipynb #code-57f577
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# %% nbs/viz/compare.ipynb #_numbered
 def _numbered(ids: list[str]) -> list[tuple[str, int]]:
     """Ids with how often they came before: an id may be used again after its request has ended."""
     seen: Counter[str] = Counter()
@@ -74,7 +71,6 @@ def _on_rows(d: TimelineData, ids: list[str], row_of: list[int]) -> TimelineData
     )  # fmt: skip
 
 
-# %% nbs/viz/compare.ipynb #Compare
 class Compare(View):
     """Two runs of the same requests side by side on one cursor, with the first step in which they decided differently, and both reasons.
 

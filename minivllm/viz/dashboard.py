@@ -14,8 +14,6 @@ from minivllm.viz.view import View
 
 __all__ = ["Dashboard"]
 
-
-# %% nbs/viz/dashboard.ipynb #Dashboard
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -69,7 +67,6 @@ class Dashboard(View):
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    # %% nbs/viz/dashboard.ipynb #Dashboard-build
     def build(self) -> Payload:
         payload = Payload({"fields": list(Sample._fields), "source": self.source})
         payload.header["samples"] = payload.add_json([_row(sample) for sample in self.monitor.samples.copy()])
@@ -85,7 +82,6 @@ class Dashboard(View):
             self.start()
         return View._repr_mimebundle_(self, include, exclude)
 
-    # %% nbs/viz/dashboard.ipynb #Dashboard-_send
     def _send(self, sample: Sample) -> None:
         if (widget := self._shown) is not None:
             widget.send({"samples": [_row(sample)]})
@@ -97,7 +93,6 @@ class Dashboard(View):
     def _answer(self, widget: Any, content: dict[str, Any], buffers: Any) -> None:
         widget.send(self.new_samples(int(content.get("more", -1))))
 
-    # %% nbs/viz/dashboard.ipynb #Dashboard-describe
     def describe(self) -> str:
         if not self.monitor.samples:
             return "Nothing was seen yet."
@@ -126,12 +121,10 @@ class Dashboard(View):
         for one in (axes, share):
             one.spines["top"].set_visible(False)
 
-    # %% nbs/viz/dashboard.ipynb #Dashboard-new_samples
     def new_samples(self, after: int) -> dict[str, Any]:
         """What a page asks a server for with `?after=NUMBER`: the samples after that one, and why no more will come, or None."""
         return {"samples": [_row(sample) for sample in self.monitor.since(after)], "ended": self.monitor.ended}
 
 
-# %% nbs/viz/dashboard.ipynb #_row
 def _row(sample: Sample) -> list[float | None]:
     return [value if value is None else round(value, 6) for value in sample]

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Self
 __all__ = ["EngineMonitor", "Sample"]
 
 
-# %% nbs/viz/monitor.ipynb #Sample
 class Sample(NamedTuple):
     """One look at an engine. Rates are over the last second.
 
@@ -52,7 +51,6 @@ class _Counters(NamedTuple):
     preemptions: int
 
 
-# %% nbs/viz/monitor.ipynb #_Window
 class _Window:
     """What changed within the last `seconds`, from counters that are added one look at a time. While an engine is busy, the window reaches back to
     the end of a step: a step that lasts longer than a second has a rate too.
@@ -83,7 +81,6 @@ class _Window:
         return (busy - busy_before) / steps if steps > 0 and busy > busy_before else None
 
 
-# %% nbs/viz/monitor.ipynb #EngineMonitor
 class EngineMonitor:
     """Looks at an engine many times a second, in a thread of its own and never inside a step.
 
@@ -146,7 +143,6 @@ class EngineMonitor:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    # %% nbs/viz/monitor.ipynb #EngineMonitor-_run
     def _run(self) -> None:
         due = time.monotonic()
         try:
@@ -206,7 +202,6 @@ class EngineMonitor:
         return pd.DataFrame(self.samples.copy(), columns=Sample._fields).set_index("number")
 
 
-# %% nbs/viz/monitor.ipynb #_engine_of
 def _engine_of(given: Any) -> Any:
     """The `LLMEngine` in it."""
     engine = getattr(given, "llm_engine", given)

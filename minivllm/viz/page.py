@@ -19,14 +19,11 @@ from minivllm.viz.waste import Waste
 
 __all__ = ["Message", "Page", "show"]
 
-
-# %% nbs/viz/page.ipynb #code-c5b064
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-# %% nbs/viz/page.ipynb #Page
 class Page(View):
     """Several views, one player. Views of the same trace move together.
 
@@ -98,7 +95,6 @@ def _leading(traces: list[dict[str, Any]]) -> dict[str, Any] | None:
     return next((t for t in traces if keys <= {t["key"], *(other["key"] for other in t.get("of", ()))}), None)
 
 
-# %% nbs/viz/page.ipynb #show
 def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, other: TraceSource | None = None) -> View:
     """The standard page of a trace, or of a saved one: every view of this package that shows a single trace.
 

@@ -13,8 +13,6 @@ __all__ = [
     "owner_colour", "style_sheet", "tint",
 ]  # fmt: skip
 
-
-# %% nbs/viz/palette.ipynb #LIGHT
 LIGHT = {
     "page": "#f6f7f9", "panel": "#ffffff", "raised": "#f3f5f8", "ink": "#1b1f26", "muted": "#59626f", "line": "#d3d8df",
     "accent": "#1f5fd0", "warning": "#a8480a",
@@ -58,7 +56,6 @@ def style_sheet() -> str:
     return "\n".join(rules) + "\n"
 
 
-# %% nbs/viz/palette.ipynb #contrast
 _SIGHT = {
     "normal": np.eye(3),
     "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),

@@ -14,7 +14,6 @@ import numpy as np
 __all__ = ["Payload", "read_varints", "varints"]
 
 
-# %% nbs/viz/payload.ipynb #varints
 def varints(numbers: Iterable[int] | np.ndarray) -> bytes:
     """Whole numbers of 32 bits, small ones in one byte: zigzag-coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), 7 bits a byte, low bits first.
 
@@ -46,7 +45,6 @@ def read_varints(data: bytes) -> np.ndarray:
     return (coded >> 1) ^ -(coded & 1)
 
 
-# %% nbs/viz/payload.ipynb #Payload
 class Payload:
     """A header of plain values, and binary parts, each deflated alone so that the page inflates only what it shows.
 

@@ -15,13 +15,10 @@ from minivllm.viz.view import TraceSource, TraceView
 
 __all__ = ["KINDS", "Predict", "questions"]
 
-
-# %% nbs/viz/predict.ipynb #imports
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# %% nbs/viz/predict.ipynb #Question
 @dataclass(frozen=True)
 class Question:
     """Something that is about to happen.
@@ -50,7 +47,6 @@ class Question:
         return f"no, {self.options[self.answer]}: {self.because}"
 
 
-# %% nbs/viz/predict.ipynb #preempted
 KINDS = ("preempted", "evicted", "steps")
 
 
@@ -78,7 +74,6 @@ def _preempted(event: Event, state: State, step: int) -> Question | None:
     )
 
 
-# %% nbs/viz/predict.ipynb #evicted
 def _evicted(trace: Trace, block: int, fold: Fold, step: int) -> Question | None:
     cached = [b for b in fold.free_blocks if fold.now.hashes[b] is not None]
     if len(cached) < 3 or block not in cached:
@@ -102,7 +97,6 @@ def _evicted(trace: Trace, block: int, fold: Fold, step: int) -> Question | None
     )
 
 
-# %% nbs/viz/predict.ipynb #steps
 def _steps(trace: Trace, request: str, first: int, pieces: list[int]) -> Question | None:
     if len(pieces) < 2:
         return None
@@ -121,7 +115,6 @@ def _steps(trace: Trace, request: str, first: int, pieces: list[int]) -> Questio
     )
 
 
-# %% nbs/viz/predict.ipynb #questions
 @dataclass
 class _Prompt:
     """A prompt under way: the step of its admission, tokens still to compute, and the pieces so far."""
@@ -180,7 +173,6 @@ def _spread(items: list[Question], most: int) -> list[Question]:
     return items if len(items) <= most else [items[i * len(items) // most] for i in range(most)]
 
 
-# %% nbs/viz/predict.ipynb #Predict
 class Predict(TraceView):
     """Questions about a run, asked before the answer is shown; the cursor goes to the step in question.
 

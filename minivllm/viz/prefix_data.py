@@ -21,13 +21,9 @@ __all__ = [
     "TreeState", "prefix_tree_data",
 ]  # fmt: skip
 
-
-# %% nbs/viz/prefix_data.ipynb #code-35e016
 CACHED, HIT, EVICTED, FORGOTTEN = range(4)
 KINDS = ("in use", "kept", "lost", "not yet cached")
 
-
-# %% nbs/viz/prefix_data.ipynb #TreeState
 DEFAULT_ROOT = b"minivllm"  # `core.prefix.root_hash` of a request without salt, adapter or other extra keys
 
 Ints = npt.NDArray[np.int32]
@@ -56,7 +52,6 @@ class TreeState:
         return "lost" if not self.cached[node] else "in use" if self.refs[node] else "kept"
 
 
-# %% nbs/viz/prefix_data.ipynb #PrefixTreeData
 @dataclass(frozen=True)
 class PrefixTreeData:
     """Every block of tokens that was ever cached, once per content and KV cache group, and what happened to it.
@@ -111,7 +106,6 @@ class PrefixTreeData:
         return TreeState(held > 0, hits, users, np.bincount(node[kind == CACHED], minlength=n) > 0)
 
 
-# %% nbs/viz/prefix_data.ipynb #_Text
 @dataclass(slots=True)
 class _Text:
     """One request: its tokens, if the trace has them, and the names of its blocks per group, as far as they are known."""
@@ -163,7 +157,6 @@ class TreeReader(FoldReader):
         self.texts[name] = text
         return text
 
-    # %% nbs/viz/prefix_data.ipynb #TreeReader-nodes
     def _tokens(self, text: _Text, position: int) -> tuple[int, ...]:
         size = self.block_size
         return tuple(text.tokens[position * size : (position + 1) * size]) if text.tokens else ()
@@ -211,7 +204,6 @@ class TreeReader(FoldReader):
             chain[position] = hash_block(chain[position - 1], list(self._tokens(text, position)))
         return chain
 
-    # %% nbs/viz/prefix_data.ipynb #TreeReader-events
     def _cache(self, block: int, node: int, request: int) -> None:
         self.of_block[block] = node
         self.events.append([self.step, node, CACHED, block, request])
@@ -243,7 +235,6 @@ class TreeReader(FoldReader):
     def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
         self.queries.append((self.step, self.texts[request].length, num_computed))
 
-    # %% nbs/viz/prefix_data.ipynb #TreeReader-blocks
     def _on_alloc(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
         self._use(blocks, 1)
         for event in self._pushed_out:
@@ -283,7 +274,6 @@ class TreeReader(FoldReader):
         for block in list(self.of_block):
             self._lose(block, FORGOTTEN)
 
-    # %% nbs/viz/prefix_data.ipynb #_rows
     def data(self, trace: Trace) -> PrefixTreeData:
         """What was read."""
         nodes = _rows(self.nodes, 3)
@@ -296,7 +286,6 @@ class TreeReader(FoldReader):
         )  # fmt: skip
 
 
-# %% nbs/viz/prefix_data.ipynb #_rows
 def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
     return np.array(rows, np.int32).reshape(len(rows), width)
 

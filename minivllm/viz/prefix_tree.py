@@ -17,13 +17,10 @@ from minivllm.viz.view import MADE_UP, TraceView
 
 __all__ = ["Branches", "PrefixTree", "branches", "draw_tree"]
 
-
-# %% nbs/viz/prefix_tree.ipynb #code-e5c56c
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# %% nbs/viz/prefix_tree.ipynb #Branches
 @dataclass(frozen=True, slots=True)
 class Branches:
     """The tree cut where texts part: one branch is a chain of blocks, each the only child of the one before.
@@ -80,7 +77,6 @@ def branches(tree: PrefixTreeData) -> Branches:
     )
 
 
-# %% nbs/viz/prefix_tree.ipynb #PrefixTree
 class PrefixTree(TraceView):
     """The tree of cached prefixes after each step: what is in use, kept, lost, and how often it was found.
 
@@ -129,7 +125,6 @@ class PrefixTree(TraceView):
         )  # fmt: skip
         return payload
 
-    # %% nbs/viz/prefix_tree.ipynb #PrefixTree-words
     @property
     def _caching(self) -> bool:
         return bool(self.trace.header.settings.get("enable_prefix_caching", True))
@@ -178,7 +173,6 @@ class PrefixTree(TraceView):
         draw_tree(axes, self.tree, self.branches, self._step, self._text)
 
 
-# %% nbs/viz/prefix_tree.ipynb #_count
 def _count(n: int, noun: str, plural: str | None = None) -> str:
     return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
 
@@ -210,7 +204,6 @@ def _shown(laid: Branches, most: int = MOST_ROWS) -> tuple[list[tuple[int, int]]
     return rows[:most], sum(n for _, n in rows[most:])
 
 
-# %% nbs/viz/prefix_tree.ipynb #draw_tree
 _LONGEST = 24  # blocks of a branch that a figure shows
 
 

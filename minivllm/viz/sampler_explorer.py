@@ -15,8 +15,6 @@ from minivllm.viz.view import View
 
 __all__ = ["STAGES", "SamplerExplorer", "check_stages", "page_params"]
 
-
-# %% nbs/viz/sampler_explorer.ipynb #planes
 PRECISIONS = ("float32", "float16")
 
 
@@ -25,7 +23,6 @@ def planes(values: np.ndarray) -> bytes:
     return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
 
 
-# %% nbs/viz/sampler_explorer.ipynb #page_params
 STAGES = (
     "grammar", "allowed_token_ids", "logit_bias", "bad_words", "min_tokens", "penalties", "temperature", "min_p", "top_k", "top_p",
 )  # fmt: skip
@@ -61,7 +58,6 @@ def check_stages(sampler: Any) -> None:
         raise NotImplementedError(f"SamplerExplorer: this engine's sampler has {what}, which a page cannot compute")
 
 
-# %% nbs/viz/sampler_explorer.ipynb #grammar_mask
 def grammar_mask(record: Any, grammar: Any) -> np.ndarray | None:
     """What the grammar allowed at this token: uint8 [4 * ceil(V / 32)], a bit a token, lowest first; None without a grammar.
 
@@ -82,7 +78,6 @@ def grammar_mask(record: Any, grammar: Any) -> np.ndarray | None:
     return mask.view(np.uint8)
 
 
-# %% nbs/viz/sampler_explorer.ipynb #named_tokens
 NUM_TEXTS = 400
 
 
@@ -104,7 +99,6 @@ def _likeliest(logits: np.ndarray) -> Iterable[int]:
     return np.argpartition(-logits, count - 1)[:count].tolist()
 
 
-# %% nbs/viz/sampler_explorer.ipynb #SamplerExplorer
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
@@ -177,7 +171,6 @@ class SamplerExplorer(View):
         (self.sampler,) = core.executor.collective_rpc("get_sampler")
         check_stages(self.sampler)
 
-    # %% nbs/viz/sampler_explorer.ipynb #SamplerExplorer-build
     def build(self) -> Payload:
         payload = Payload({"recorded": self.params, "subtitle": self._place(), "note": self._approximation()})
         texts = {} if self.tokenizer is None else self._texts(named_tokens(self.record, self.mask))
@@ -208,7 +201,6 @@ class SamplerExplorer(View):
             return None
         return "The logits are rounded to float16, to about one part in two thousand; all that is shown follows from the rounded ones."
 
-    # %% nbs/viz/sampler_explorer.ipynb #SamplerExplorer-explain
     def explain(self, top: int = 5) -> pd.DataFrame:
         """The stages as a DataFrame: see `minivllm.sampling.sampler.Sampler.explain`."""
         return self.record.explain(self.sampler, grammar=self.grammar, tokenizer=self.tokenizer, top=top)
@@ -241,7 +233,6 @@ class SamplerExplorer(View):
         axes.legend(frameon=False, loc="lower right")
 
 
-# %% nbs/viz/sampler_explorer.ipynb #_refuse
 def _refuse(what: str, **given: Any) -> None:
     for name, value in given.items():
         if value is not None:

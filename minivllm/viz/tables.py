@@ -14,8 +14,6 @@ from minivllm.viz.view import MADE_UP
 
 __all__ = ["javascript", "write"]
 
-
-# %% nbs/viz/tables.ipynb #javascript
 _NUMBERS = {
     "timeline_data": ("WAITING", "PREEMPTED", "SWAPPED", "STALLED", "PREFILL", "DECODE"),
     "prefix_data": ("CACHED", "HIT", "EVICTED", "FORGOTTEN"),

@@ -26,13 +26,10 @@ from minivllm.viz.view import TraceView
 
 __all__ = ["Timeline", "describe_lanes", "draw_lanes", "pack_lanes"]
 
-
-# %% nbs/viz/timeline.ipynb #code-d50b26
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# %% nbs/viz/timeline.ipynb #pack_lanes
 def pack_lanes(payload: Payload, data: TimelineData) -> dict[str, Any]:
     """Add the parts that the page's `readLanes` reads; returns their description for the header."""
     before = np.where(np.diff(data.request, prepend=-1) == 0, np.concatenate([[0], data.end[:-1]]), 0)
@@ -67,7 +64,6 @@ def _columns(rows: np.ndarray) -> np.ndarray:
     return columns
 
 
-# %% nbs/viz/timeline.ipynb #Timeline
 class Timeline(TraceView):
     """Requests by steps (or by seconds): prefill chunks, decodes, waiting and why, preemptions, ends; tokens and queues beneath.
 
@@ -115,7 +111,6 @@ class Timeline(TraceView):
         queue.set_xlabel("step")
 
 
-# %% nbs/viz/timeline.ipynb #describe_lanes
 def describe_lanes(d: TimelineData) -> str:
     """A run in a few sentences."""
     n, counts = len(d.request_ids), np.bincount(d.finish_kind, minlength=len(FINISHES))
@@ -150,7 +145,6 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds else "0 s"
 
 
-# %% nbs/viz/timeline.ipynb #draw_lanes
 # Height of a bar, hatching, and how much is left of the request's colour: kinds are told apart without hue too.
 _STYLE: dict[int, tuple[str, float, float, dict[str, Any]]] = {
     WAITING: ("waiting", 0.12, 0.0, {}),
@@ -214,7 +208,6 @@ def draw_lanes(ax: Axes, d: TimelineData) -> None:
         )  # fmt: skip
 
 
-# %% nbs/viz/timeline.ipynb #draw_strips
 def _draw_tokens(ax: Axes, d: TimelineData) -> None:
     x = np.arange(d.num_steps + 1)
     total = d.prefill_tokens + d.decode_tokens

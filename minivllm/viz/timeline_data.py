@@ -19,8 +19,6 @@ __all__ = [
     "TimelineData", "TimelineReader", "timeline_data",
 ]  # fmt: skip
 
-
-# %% nbs/viz/timeline_data.ipynb #TimelineData
 KINDS = ("waiting", "preempted", "swapped", "stalled", "prefill", "decode")
 WAITING, PREEMPTED, SWAPPED, STALLED, PREFILL, DECODE = range(len(KINDS))
 FINISHES = ("unfinished", "stop", "length", "abort", "error")
@@ -96,7 +94,6 @@ class TimelineData:
         i = low + int(np.searchsorted(self.start[low:high], step, side="right")) - 1
         return int(i) if i >= low and step < self.end[i] else None
 
-    # %% nbs/viz/timeline_data.ipynb #TimelineData-describe
     def describe(self, request: int, step: int) -> str:
         """What happened to a request in a step, and why, in one line."""
         i = self._span(request, step)
@@ -131,7 +128,6 @@ class TimelineData:
         return f"behind {self.names.get(self.request_ids[first], self.request_ids[first])} ({self.reasons[code]})"
 
 
-# %% nbs/viz/timeline_data.ipynb #_Life
 class _Life:
     """Where a request stands while the events go by."""
 
@@ -186,7 +182,6 @@ class TimelineReader(FoldReader):
             self.spans.append((life.number, life.start, step, life.kind, life.tokens, life.wanted, life.reason))
         life.kind, life.start, life.tokens, life.wanted, life.reason = kind, step, tokens, wanted, reason
 
-    # %% nbs/viz/timeline_data.ipynb #TimelineReader-steps
     def _on_step(self, step: int, time: float) -> None:
         self._number = step
         self.starts.append(time)
@@ -234,7 +229,6 @@ class TimelineReader(FoldReader):
         for name, new in tokens.items():
             self.lives[name].output += len(new)
 
-    # %% nbs/viz/timeline_data.ipynb #TimelineReader-requests
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
         reason = self._code("arrived") if self.step >= 0 else 0
         self._fresh.append(self._open(request, num_prompt, len(fields[5]), WAITING, reason))
@@ -267,7 +261,6 @@ class TimelineReader(FoldReader):
         kind = reason if reason in FINISHES else "error"
         self.finishes[life.number] = (self.step, FINISHES.index(kind))
 
-    # %% nbs/viz/timeline_data.ipynb #_rows
     def data(self, trace: Trace, names: dict[str, str] | None = None) -> TimelineData:
         """What was read."""
         for life in self.all:
@@ -297,7 +290,6 @@ class TimelineReader(FoldReader):
         )  # fmt: skip
 
 
-# %% nbs/viz/timeline_data.ipynb #_rows
 def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
     return np.array(rows, np.int32).reshape(len(rows), width)
 

@@ -25,14 +25,10 @@ __all__ = [
     "open_trace", "read_together", "trace_cursor", "trace_key", "trace_note",
 ]  # fmt: skip
 
-
-# %% nbs/viz/view.ipynb #code-fa4ffc
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-# %% nbs/viz/view.ipynb #TraceSource
 TraceSource = Trace | str | Path
 HTML_LIMIT = 2_000_000
 MADE_UP = 1 << 24  # token ids from here on are made up by the lab: no vocabulary is that large
@@ -99,7 +95,6 @@ def trace_note(trace: Trace) -> str | None:
     return " ".join(notes) or None
 
 
-# %% nbs/viz/view.ipynb #trace_key
 def trace_key(trace: Trace) -> str:
     """A name for a trace, the same for every view of it: made of its header, its length, and its first and last events."""
     ends = (trace.events[:50], trace.events[-50:]) if len(trace) > 100 else trace.events
@@ -137,7 +132,6 @@ def trace_cursor(trace: Trace) -> dict[str, Any]:
     return {"key": trace_key(trace), "steps": trace.num_steps, "open": most_eventful(trace)}
 
 
-# %% nbs/viz/view.ipynb #View
 class View:
     """One picture, in four forms: live in a notebook, a page without a kernel, a matplotlib figure, and words.
 
@@ -195,7 +189,6 @@ class View:
         step = (payload.header.get("trace") or {}).get("open", 0)
         return _widget_class(self.modules())(header=payload.json(), payload=payload.bytes(), step=step)
 
-    # %% nbs/viz/view.ipynb #View-data
     def data(self) -> Payload:
         """Header and deflated parts, made once."""
         return self._payload
@@ -211,7 +204,6 @@ class View:
         """The ES modules that the page needs."""
         return (self.module, *self.more_modules)
 
-    # %% nbs/viz/view.ipynb #View-page
     def to_html(self, program: bool = True) -> str:
         """A self-contained piece of HTML. `program=False` leaves the modules out, for a page that has them from another piece further down."""
         return fragment(self.data(), self.modules(), self.summary(), program)
@@ -228,7 +220,6 @@ class View:
         path.write_text(document(self.title, self.to_html(), self.page_heading), encoding="utf-8")
         return path
 
-    # %% nbs/viz/view.ipynb #View-figure
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw with matplotlib, into `ax` or into a new figure of pyplot's; returns the axes.
 
@@ -265,7 +256,6 @@ class View:
             Path(path).write_bytes(image)
         return image
 
-    # %% nbs/viz/view.ipynb #View-live
     def refresh(self) -> None:
         """Build the data again, from what the trace holds now, and show it in the live widget."""
         self.__dict__.pop("_payload", None)
@@ -306,7 +296,6 @@ class View:
         return fragment(small, (), self.summary())
 
 
-# %% nbs/viz/view.ipynb #close_last_run
 _SHOWN: dict[
     str, tuple[str, list[weakref.ref[View]]]
 ] = {}  # by cell: the run of the cell that showed them, and the views
@@ -327,7 +316,6 @@ def _close_last_run(view: View) -> None:
     _SHOWN[cell][1].append(weakref.ref(view))
 
 
-# %% nbs/viz/view.ipynb #new_figure
 def new_figure(size: tuple[float, float]) -> Figure:
     """An empty figure, its size in inches. In a notebook it shows itself; matplotlib's own do that only once pyplot is imported."""
     from matplotlib.figure import Figure as Plain
@@ -346,7 +334,6 @@ def as_png(figure: Figure, dpi: float) -> bytes:
     return buffer.getvalue()
 
 
-# %% nbs/viz/view.ipynb #widget_class
 @cache
 def _widget_class(modules: tuple[str, ...]) -> Any:
     import anywidget
@@ -365,7 +352,6 @@ def _widget_class(modules: tuple[str, ...]) -> Any:
     return ViewWidget
 
 
-# %% nbs/viz/view.ipynb #TraceView
 class TraceView(View):
     """A view of a trace, given as such or as the path of a saved one. All views of one trace on a page share the step, the request and the block.
 

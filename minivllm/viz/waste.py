@@ -21,13 +21,9 @@ from minivllm.viz.view import TraceSource, TraceView
 
 __all__ = ["Waste"]
 
-
-# %% nbs/viz/waste.ipynb #code-aa8bbb
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
-# %% nbs/viz/waste.ipynb #WasteData
 SCHEMES = {
     "paged": "pages (this run)",
     "oracle": "one piece, length known",
@@ -70,7 +66,6 @@ class WasteData:
         return self.share()[:, busy].mean(axis=1) if busy.any() else np.full(len(SCHEMES), np.nan)
 
 
-# %% nbs/viz/waste.ipynb #waste_data
 class UsedBlocks(FoldReader):
     """Counts the blocks that some request holds, after each step."""
 
@@ -107,7 +102,6 @@ def waste_data(trace: Trace, max_model_len: int | None = None, used: Sequence[in
     )
 
 
-# %% nbs/viz/waste.ipynb #Waste
 class Waste(TraceView):
     """Internal fragmentation at every step, and what reserving each request's memory in one piece would have lost.
 
@@ -152,7 +146,6 @@ class Waste(TraceView):
         )  # fmt: skip
         return payload
 
-    # %% nbs/viz/waste.ipynb #Waste-words
     def describe(self) -> str:
         d = self.waste
         if not d.running.any():
@@ -172,12 +165,10 @@ class Waste(TraceView):
         draw_waste(top, bottom, self.waste)
 
 
-# %% nbs/viz/waste.ipynb #Waste-words
 def _plain(values: Iterable[float]) -> list[float | None]:
     return [None if np.isnan(v) else round(float(v), 6) for v in values]
 
 
-# %% nbs/viz/waste.ipynb #draw_waste
 _LINES = {
     "paged": ("prefill", "-", 2.0),
     "oracle": ("swapped", "--", 1.3),

@@ -79,7 +79,7 @@ class Workload:
             watermark=rng.choice([0.0, 0.2]),
         )
         preemption = rng.choice([Recompute(), Swap(rng.choice([3, 8, 60]))])
-        self.scheduler = Scheduler(config, cache, kv, policy=policies(rng), preemption=preemption, policy_timeout=60.0)
+        self.scheduler = Scheduler(config, cache, kv, policy=policies(rng), preemption=preemption, policy_timeout=0)
         self.memory = Memory(self.scheduler)
         self.depth = rng.choice([1, 1, 2])
         self.flying: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()

@@ -17,26 +17,34 @@ from minivllm.lab.workload import Workload, WorkloadRequest, chat, poisson, shar
 
 
 def plain_lru(prompts: list[tuple[list[int], int]], block_size: int, num_blocks: int) -> int:
-    """Hits of an LRU block cache. A prompt is (a name per block, tokens); the last block need not be full.
+    """Hits of vLLM's block cache. A prompt is (a name per block, tokens); the last block need not be full.
 
-    Written from the rules, without the product's code: only full blocks are kept; the block of the last token is always computed; a
-    request needs all its blocks at once; what is computed twice is kept once; suffixes are forgotten before prefixes.
+    Written from the rules, without the product's code: blocks are taken from the front of one list and given back to its end,
+    the last of a request first; only full blocks keep their name, one without goes to the front; the block of the last token is always computed, and what is
+    computed twice is kept twice; of several blocks with one name the oldest is hit.
     """
-    cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+    free: OrderedDict[int, int | None] = OrderedDict.fromkeys(range(num_blocks))  # block -> its name
+    where: dict[int, list[int]] = {}  # name -> blocks, oldest first
     hits = 0
     for names, tokens in prompts:
         full, usable = tokens // block_size, (tokens - 1) // block_size
-        hit = 0
-        while hit < usable and names[hit] in cached:
-            hit += 1
-        hits += hit
-        for name in names[:hit]:
-            del cached[name]  # in use
-        while len(cached) + len(names) > num_blocks:
-            cached.popitem(last=False)
-        for name in reversed(names[:full]):
-            if name not in cached:  # else it was computed a second time, and the first copy stays where it was
-                cached[name] = None
+        table: list[int] = []
+        while len(table) < usable and where.get(names[len(table)]):
+            table.append(where[names[len(table)]][0])
+        hits += len(table)
+        hit = {block: free.pop(block) for block in table}
+        for name in names[len(table) :]:
+            block, old = free.popitem(last=False)
+            if old is not None:
+                where[old].remove(block)
+            table.append(block)
+        for i, block in enumerate(table[:full]):
+            if block not in hit:
+                where.setdefault(names[i], []).append(block)
+        for i in reversed(range(len(table))):
+            free[table[i]] = names[i] if i < full else None
+            if i >= full:
+                free.move_to_end(table[i], last=False)
     return hits
 
 

@@ -81,19 +81,16 @@ from collections.abc import Iterable
 __all__ = ["AFTER", "Base", "Other", "Pool"]
 
 
-# %% nbs/demo.ipynb #base
 class Base:
     pass
 
 
-# %% nbs/demo.ipynb #cls
 class Pool(Base):
     """Blocks."""
 
     size: int = 4
     # a comment that ends the class
 
-    # %% nbs/demo.ipynb #take
     # why it is here
     def take(self, n: int = 1) -> Iterable[int]:
         """Take blocks.
@@ -104,7 +101,6 @@ class Pool(Base):
 at the margin"""
         return itertools.chain([n], [len(text)])
 
-    # %% nbs/demo.ipynb #size
     @property
     def half(self) -> int:
         return self.size // 2
@@ -113,7 +109,6 @@ at the margin"""
     def half(self, value: int) -> None:
         self.size = 2 * value
 
-    # %% nbs/demo.ipynb #make
     @classmethod
     def make(cls) -> "Pool":
         return cls()
@@ -123,7 +118,6 @@ at the margin"""
         return 2 * n
 
 
-# %% nbs/demo.ipynb #cls
 class Other:
     pass
 
@@ -226,7 +220,6 @@ def test_overloads_stay_in_order(repo, run):
     assert load(repo).Pool().get(3) == 3
     text = repo.read("minivllm/pool.py")
     assert text.count("    @overload\n    def get") == 2
-    assert text.count("# %%") == 2
 
 
 def test_imports_keep_comments_and_future_comes_first(repo, run):
@@ -246,7 +239,7 @@ def test_type_checking_imports_stay_where_they_are(repo, run):
     repo.notebook(head=HEAD, a=cell)
     run("export")
     text = repo.read("minivllm/pool.py")
-    assert "# %% nbs/demo.ipynb #a\nif TYPE_CHECKING:\n    from minivllm.x import Y\n" in text
+    assert "\n\nif TYPE_CHECKING:\n    from minivllm.x import Y\n" in text
     assert '__all__ = ["f"]' in text
 
 

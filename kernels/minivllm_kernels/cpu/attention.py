@@ -37,15 +37,12 @@ from minivllm_kernels.cpu.simd import (
 
 __all__ = ["LOWEST", "ONE", "TWO", "ZERO", "attend", "jit", "make_next_tile", "make_online_softmax"]
 
-
-# %% nbs/numba_kernels/cpu/attention.ipynb #code-895ffe
 """Paged attention on the CPU: causal, ragged, decode and prefill alike, grouped heads, window, chunks, soft cap."""
 
 LOWEST, ZERO, ONE, TWO = np.float32(-1e30), np.float32(0), np.float32(1), np.float32(2)
 jit = njit(error_model="numpy")  # a division by zero must not raise: a kernel cannot report an exception
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #vectors_at_once
 def vectors_at_once(s: CPUAttentionShape, rows: int) -> int:
     """Vectors of keys that a row block reads at once: enough for six sums."""
     n = 1
@@ -70,7 +67,6 @@ def make_scores(s: CPUAttentionShape, rows: int) -> Any:
     return compute_scores
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #make_online_softmax
 def make_online_softmax(s: CPUAttentionShape) -> Any:
     D, L, TILES = s.head_dim, s.lanes, s.tiles
     SUM, MAX = D, D + L
@@ -116,7 +112,6 @@ def make_online_softmax(s: CPUAttentionShape) -> Any:
     return online_softmax
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #zipped
 def zipped(s: CPUAttentionShape) -> bool:
     """Whether values are read two to a word, so that sums are held even dimensions first."""
     return s.kv_bits == 16 and s.head_dim // s.lanes % 2 == 0 and not s.tiles
@@ -151,7 +146,6 @@ def make_values(s: CPUAttentionShape, rows: int) -> Any:
     return add_values
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #make_results
 def make_results(s: CPUAttentionShape) -> tuple[Any, Any]:
     L, STATE, TOP = s.lanes, s.state, s.head_dim + s.lanes
 
@@ -176,7 +170,6 @@ def make_results(s: CPUAttentionShape) -> tuple[Any, Any]:
     return clear, fold
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #make_ends
 def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
     D, L, G, STATE, BITS, SUM, ZIPPED = s.head_dim, s.lanes, s.group, s.state, s.q_bits, s.head_dim, zipped(s)
     QUERIES, SCALED, QUERY_BITS = s.offsets["queries"], not s.tiles, 16 if s.tiles else 32
@@ -226,7 +219,6 @@ def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
     return take_queries, write_results
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #make_next_tile
 def make_next_tile(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
     T, BS, SPLIT, BLOCKS, PART, LINE = s.tile, s.block_size, s.split, s.tile // s.block_size, s.part, 512 // s.kv_bits
 
@@ -257,7 +249,6 @@ def make_next_tile(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
     return table_of, find_next_tile, prefetch_part
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #make_split
 def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
     D, BS, L, STATE, T, SPLIT, STRIDE = s.head_dim, s.block_size, s.lanes, s.state, s.tile, s.split, s.score_stride
     PART, STEP, BLOCKS, BITS, G = s.part, BS // L, s.tile // BS, s.kv_bits, s.group
@@ -321,7 +312,6 @@ def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
     return do_split
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #make_parts
 def make_parts(s: CPUAttentionShape) -> tuple[Any, Any]:
     STATE, L, ROOM = s.state, s.lanes, s.item_rows * s.state * 4
     clear, fold = make_results(s)
@@ -357,7 +347,6 @@ def make_parts(s: CPUAttentionShape) -> tuple[Any, Any]:
     return leave, fold_parts
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #make_item
 def make_item(plan: CPUAttentionShape, s: CPUAttentionShape, do_split: Any, row_blocks: tuple[int, int]) -> Any:
     """A function for a work item of a plan. `row_blocks`: how many rows `do_split` works on at a time, of one token and of several."""
     (take_queries, write_results), (clear, fold), (leave, fold_parts) = make_ends(s), make_results(s), make_parts(plan)
@@ -396,7 +385,6 @@ def make_item(plan: CPUAttentionShape, s: CPUAttentionShape, do_split: Any, row_
     return do_item
 
 
-# %% nbs/numba_kernels/cpu/attention.ipynb #attend
 def attend(*params: Any) -> Callable[[Any], None]:
     """Body of the attention kernel for the fields of a `CPUAttentionShape`, in order. Arguments: `planning.AttentionStep`."""
     s = CPUAttentionShape(*params)

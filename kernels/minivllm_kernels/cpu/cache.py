@@ -16,8 +16,6 @@ __all__ = [
     "WRITE_HEADS", "copy", "jit", "split_cache", "write",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/cache.ipynb #split_cache
 """Writing to and copying blocks of the CPU kernels' KV cache.
 
 A layer's cache is `[1, num_blocks, kv_heads, 2, head_dim * block_size]`, bf16 (as uint16) or float32. Inside a block
@@ -32,7 +30,6 @@ def split_cache(cache: np.ndarray, head_dim: int) -> tuple[np.ndarray, np.ndarra
     return keys.reshape(blocks, heads, head_dim, -1), values.reshape(blocks, heads, -1, head_dim)
 
 
-# %% nbs/numba_kernels/cpu/cache.ipynb #write
 (KEYS, VALUES, STRIDE_K, STRIDE_V, SLOTS, WRITE_CACHE, WRITE_HEADS) = range(OWN, OWN + 7)
 """Arguments of `write`: addresses of k and v, numbers from one token to the next in each, address of the slots (int64),
 address of the cache, key-value heads. The work items are tokens."""
@@ -97,7 +94,6 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
     return body
 
 
-# %% nbs/numba_kernels/cpu/cache.ipynb #copy
 (SOURCE, TARGET, WORDS, PAIRS) = range(OWN, OWN + 4)
 """Arguments of `copy`: addresses of two caches, 8-byte words of a block, address of the pairs (int64 [n, 2]: block in the
 source, block in the target). The work items are pairs; no block may be both read and written."""

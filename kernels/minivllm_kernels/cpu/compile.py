@@ -29,8 +29,6 @@ __all__ = [
     "machine_for", "only", "openmp", "pack", "read_cached", "run", "to_llvm", "write_cached",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/compile.ipynb #code-849c2f
 """Kernels for the CPU: compiled once into a file, loaded without numba, run on the threads that torch uses.
 
 A kernel is a Python function `body(args)`, `args` a pointer to int64: [0] the next work item, [1] their number,
@@ -41,7 +39,6 @@ NEXT, COUNT, ENTERED, OWN = 0, 1, 2, 3
 logger = logging.getLogger(__name__)
 
 
-# %% nbs/numba_kernels/cpu/compile.ipynb #host_machine
 @functools.cache
 def host_machine() -> tuple[str, str, str]:
     """(triple, CPU, features) to compile for.
@@ -124,7 +121,6 @@ def only(module: Any, entry: str, machine: Any) -> Any:
     return module
 
 
-# %% nbs/numba_kernels/cpu/compile.ipynb #Kernel
 @dataclass(frozen=True)
 class Kernel:
     """Machine code in memory.
@@ -190,7 +186,6 @@ def compile_kernel(body: Callable[[Any], None]) -> Kernel:
     return Kernel(body.__name__, address, False, time.perf_counter() - start, engine)
 
 
-# %% nbs/numba_kernels/cpu/compile.ipynb #cache_folder
 def cache_folder() -> Path:
     """Where compiled kernels are kept: `kernels` in $MINIVLLM_CACHE, else in the user's cache folder."""
     if chosen := os.environ.get("MINIVLLM_CACHE"):
@@ -232,7 +227,6 @@ def cache_key(builder: str, params: Sequence[int]) -> str:
     return hashlib.sha256("\n".join(parts).encode() + _sources() + _source(builder.partition(":")[0])).hexdigest()[:24]
 
 
-# %% nbs/numba_kernels/cpu/compile.ipynb #read_cached
 def read_cached(path: Path) -> tuple[bytes, str] | None:
     """(object, entry) from the file, or None if there is none or it is damaged."""
     try:
@@ -285,7 +279,6 @@ def kernel(builder: str, *params: int) -> Kernel:
     return Kernel(function, address, cached, time.perf_counter() - start, engine)
 
 
-# %% nbs/numba_kernels/cpu/compile.ipynb #openmp
 @functools.cache
 def openmp() -> Any:
     """`GOMP_parallel` of the OpenMP runtime in this process, or None."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 __all__ = ["LEVELS", "VARIABLE", "Level", "chosen_level", "narrow_torch"]
 
-
-# %% nbs/numba_kernels/cpu/features.ipynb #levels
 """The CPU features that kernels may use, and the environment variable that narrows them."""
 
 VARIABLE = "MINIVLLM_CPU_FEATURES"
@@ -44,7 +42,6 @@ LEVELS = {
 """The levels that a machine can be narrowed to, each with all that the one before has."""
 
 
-# %% nbs/numba_kernels/cpu/features.ipynb #chosen
 def chosen_level() -> Level | None:
     """The level that MINIVLLM_CPU_FEATURES names; None where it is not set: all that the CPU has.
 

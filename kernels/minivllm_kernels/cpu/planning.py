@@ -20,8 +20,6 @@ __all__ = [
     "CPUAttentionShape", "Q", "attention_kernel", "plan_items",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/planning.ipynb #CPUAttentionShape
 """Shapes and work lists of the CPU attention kernels. Pure numpy: nothing here compiles anything."""
 
 
@@ -83,7 +81,6 @@ class CPUAttentionShape:
         ends = np.cumsum([-(-size // 64) * 64 for size in sizes.values()]).tolist()
         return dict(zip([*sizes, "end"], [0, *ends], strict=True))
 
-    # %% nbs/numba_kernels/cpu/planning.ipynb #sizes
     @property
     def tile(self) -> int:
         """Keys between two updates of the softmax: whole blocks, 64 tokens or one block."""
@@ -140,7 +137,6 @@ class CPUAttentionShape:
         return None
 
 
-# %% nbs/numba_kernels/cpu/planning.ipynb #plan_items
 FIELDS = 11
 TOKEN, TOKENS, POSITION, ROW, BEGIN, END, PARTS, COUNTER, SLOT, FIRST, LAST = range(FIELDS)
 """Columns of a work item: first query token in the step, how many, position of the first in its request, row of the block table;
@@ -192,7 +188,6 @@ def plan_items(
     return np.ascontiguousarray(items[np.argsort(-cost, kind="stable")]), int(stored.sum())
 
 
-# %% nbs/numba_kernels/cpu/planning.ipynb #plan_claims
 def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarray:
     """Where each claim begins, and the end: int64 [claims + 1], counted in items x heads, heads together."""
     cost = items[:, TOKENS].astype(np.int64) * (items[:, END] - items[:, BEGIN])
@@ -203,7 +198,6 @@ def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarra
     return np.unique(np.concatenate([[0], np.searchsorted(done, goals) + 1])).clip(max=len(done))
 
 
-# %% nbs/numba_kernels/cpu/planning.ipynb #aligned
 Q, OUT, CACHE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS = range(OWN, OWN + 9)
 WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS, CONFIGS = range(OWN + 9, OWN + 16)
 STEP_ARGS = (COUNT, *range(BLOCK_STRIDE, CONFIGS + 1))
@@ -259,7 +253,6 @@ class AttentionStep:
         memory = factors, scratch, workspace, counters, tile_configs().ctypes.data
         self.args = pack(len(self.claims) - 1, 0, 0, 0, *heads, window, chunk, *memory)
 
-    # %% nbs/numba_kernels/cpu/planning.ipynb #AttentionStep-run
     def run(self, q: int, out: int, cache: int) -> None:
         """Compute a layer. The three are addresses of contiguous memory, q and out [T, heads, head_dim]."""
         args = self.args
@@ -267,7 +260,6 @@ class AttentionStep:
         LAUNCHER.run(self.kernel, args, self.threads)
 
 
-# %% nbs/numba_kernels/cpu/planning.ipynb #AttentionStep-run
 def attention_kernel(shape: CPUAttentionShape) -> Kernel:
     """The kernel of this shape; compiled unless the disk has it."""
     return kernel("minivllm_kernels.cpu.attention:attend", *map(int, astuple(shape)))

@@ -26,8 +26,6 @@ from minivllm_kernels.cpu.simd import (
 
 __all__ = ["LARGEST_OUT", "LARGEST_SIZE", "LARGEST_X", "first_largest"]
 
-
-# %% nbs/numba_kernels/cpu/pointwise.ipynb #add_norm
 """What stands between the products of a decoder on a CPU, each as one kernel. Sums are float32; a row's result does not depend
 on other rows."""
 
@@ -68,7 +66,6 @@ def add_norm(bits: int, lanes: int, eps_bits: int) -> Callable[[Any], None]:
     return body
 
 
-# %% nbs/numba_kernels/cpu/pointwise.ipynb #gated_silu
 (GATED_X, GATED_OUT, GATED_SIZE) = range(OWN + 1, OWN + 4)
 """Arguments of `gated_silu`: addresses of the rows of gate and up, side by side, and of the result; numbers in a row of the
 result. The work items are rows."""
@@ -94,7 +91,6 @@ def gated_silu(bits: int, lanes: int) -> Callable[[Any], None]:
     return body
 
 
-# %% nbs/numba_kernels/cpu/pointwise.ipynb #rotate
 (ROPE_X, ROPE_COS, ROPE_SIN, ROPE_Q, ROPE_K, ROPE_STRIDE, ROPE_HEADS, ROPE_KV_HEADS, ROPE_NORM) = range(
     OWN + 1, OWN + 10
 )
@@ -149,7 +145,6 @@ def rotate(head_dim: int, bits: int, lanes: int, eps_bits: int) -> Callable[[Any
     return body
 
 
-# %% nbs/numba_kernels/cpu/pointwise.ipynb #first_largest
 (LARGEST_X, LARGEST_OUT, LARGEST_SIZE) = range(OWN, OWN + 3)
 """Arguments of `first_largest`: addresses of float32 rows and of an int64 for each; numbers in a row. The work items are rows."""
 

@@ -21,8 +21,6 @@ __all__ = [
     "Program", "Scratch", "aligned", "worker_loop",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/program.ipynb #Launcher
 """Programs: kernel calls that are recorded with their arguments, and run one after the other by a single launch."""
 
 
@@ -75,8 +73,6 @@ class Launcher(threading.local):
 
 LAUNCHER = Launcher()
 
-
-# %% nbs/numba_kernels/cpu/program.ipynb #conduct
 STEPS, YIELD = range(OWN, OWN + 2)
 """Arguments of `worker_loop`: addresses of the steps, and of the system call that yields the core. `COUNT` is the number of steps."""
 ENTRY, ARGS, ENTERED_BY, LEFT_BY, FIELDS = range(5)
@@ -107,7 +103,6 @@ def worker_loop(spins: int, x86: int) -> Callable[[Any], None]:
     return body
 
 
-# %% nbs/numba_kernels/cpu/program.ipynb #look_at_clock
 CLOCK, CLOCK_FIRST, CLOCK_SECOND = range(OWN, OWN + 3)
 """Arguments of `read_clock`: address of `clock_gettime`, and its two arguments."""
 
@@ -123,7 +118,6 @@ def read_clock() -> Callable[[Any], None]:
     return body
 
 
-# %% nbs/numba_kernels/cpu/program.ipynb #Program
 def _addresses(rows: np.ndarray) -> np.ndarray:
     """Address of each row of an array."""
     return rows.ctypes.data + rows.strides[0] * np.arange(len(rows))

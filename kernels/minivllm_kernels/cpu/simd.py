@@ -25,8 +25,6 @@ __all__ = [
     "widen", "zip_lanes", "zip_pairs",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/simd.ipynb #Vector
 """LLVM vector code for numba kernels on the CPU: a register type, and a few dozen things to do with registers.
 
 Every function here exists inside `@njit` code only. `lanes`, counts of rows and numbers of bits must be compile-time constants.
@@ -51,7 +49,6 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(dmm, fe_type, ir.VectorType(F32, fe_type.lanes))
 
 
-# %% nbs/numba_kernels/cpu/simd.ipynb #number
 primitive = intrinsic(prefer_literal=True)
 
 
@@ -95,7 +92,6 @@ def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
     return b.call(cgutils.get_or_insert_function(b.module, fn, f"llvm.fmuladd.v{x.type.count}f32"), [x, y, z])
 
 
-# %% nbs/numba_kernels/cpu/simd.ipynb #widen
 def widen(b: Any, bits16: Any, lanes: int) -> Any:
     return b.bitcast(b.shl(b.zext(bits16, vec(lanes, I32)), const(16, lanes, I32)), vec(lanes))
 
@@ -189,7 +185,6 @@ def transpose(typing: Any, into: Any, to: Any, into_stride: Any, source: Any, at
     return signature(types.void, into, i64, i64, source, i64, i64, lanes), emit
 
 
-# %% nbs/numba_kernels/cpu/simd.ipynb #move
 @primitive
 def move(typing: Any, into: Any, to: Any, source: Any, at: Any) -> Any:
     """`into[to] = source[at]`: one number, float32 or bf16 on either side, rounded as `store` does."""
@@ -209,7 +204,6 @@ def move(typing: Any, into: Any, to: Any, source: Any, at: Any) -> Any:
     return signature(types.void, into, types.int64, source, types.int64), emit
 
 
-# %% nbs/numba_kernels/cpu/simd.ipynb #splat
 @primitive
 def splat(typing: Any, x: Any, lanes: Any) -> Any:
     """The same float32 in every lane."""
@@ -272,7 +266,6 @@ for _python, _instruction in (("add", "fadd"), ("sub", "fsub"), ("mul", "fmul"),
     _operator(getattr(operator, _python), _instruction)
 
 
-# %% nbs/numba_kernels/cpu/simd.ipynb #fold_lanes
 def fold_lanes(b: Any, x: Any, combine: Any) -> Any:
     while x.type.count > 1:
         half = x.type.count // 2
@@ -295,7 +288,6 @@ def total(typing: Any, x: Any) -> Any:
     return signature(types.float32, x), lambda c, b, s, a: fold_lanes(b, a[0], b.fadd)
 
 
-# %% nbs/numba_kernels/cpu/simd.ipynb #exponential
 LOG2_E, LN2_HIGH, LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 ROUNDER = 1.5 * 2**23 + 127
 EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -321,7 +313,6 @@ def exp(typing: Any, x: Any) -> Any:
     return signature(x, x), lambda c, b, s, a: exponential(b, a[0])
 
 
-# %% nbs/numba_kernels/cpu/simd.ipynb #floats_at
 @primitive
 def floats_at(typing: Any, where: Any, bits: Any) -> Any:
     """An address (int64) as a pointer to bf16 (`bits` 16), float32 (32) or int8 (8) elements."""
@@ -401,7 +392,6 @@ def prefetch(typing: Any, array: Any, index: Any, size: Any) -> Any:
     return signature(types.void, array, types.int64, size), emit
 
 
-# %% nbs/numba_kernels/cpu/simd.ipynb #prefetch_rows
 @primitive
 def prefetch_rows(typing: Any, array: Any, index: Any, stride: Any, rows: Any) -> Any:
     """Ask for the cache line of element `index + r * stride`, for each of `rows` rows."""
@@ -415,7 +405,6 @@ def prefetch_rows(typing: Any, array: Any, index: Any, stride: Any, rows: Any) -
     return signature(types.void, array, types.int64, types.int64, rows), emit
 
 
-# %% nbs/numba_kernels/cpu/simd.ipynb #tile_zeros
 @primitive
 def tile_zeros(typing: Any, count: Any, lanes: Any) -> Any:
     """A tile of `count` vectors of zeros."""
@@ -530,7 +519,6 @@ def tile_totals(typing: Any, array: Any, index: Any, stride: Any, columns: Any, 
     return signature(types.void, array, types.int64, types.int64, columns, tile), emit
 
 
-# %% nbs/numba_kernels/cpu/simd.ipynb #load_each
 @primitive
 def load_each(typing: Any, array: Any, starts: Any, first: Any, shift: Any, count: Any, lanes: Any) -> Any:
     """`count` vectors, the i-th from `starts[first + i] + shift`. `starts` holds int64 indices."""
@@ -594,7 +582,6 @@ def zip_lanes(typing: Any, x: Any, y: Any) -> Any:
     )
 
 
-# %% nbs/numba_kernels/cpu/simd.ipynb #field
 def field(b: Any, words: Any, i: int, bits: int) -> Any:
     """Field `i` of int32 words as float32, times `2 ** (bits * i)`; the top field, which would be read as a sign, times one."""
     lanes = words.type.count

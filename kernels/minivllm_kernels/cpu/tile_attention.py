@@ -13,8 +13,6 @@ from minivllm_kernels.cpu.simd import floats_at, ints_at, splat, store, zip_pair
 
 __all__ = ["make_split_by_tiles"]
 
-
-# %% nbs/numba_kernels/cpu/tile_attention.ipynb #make_packing
 """Attention for several tokens of a request at once on AMX. Scores and results are float32; what is multiplied
 is bf16, the softmax's weights too."""
 
@@ -59,7 +57,6 @@ def make_packing(s: CPUAttentionShape) -> tuple[Any, Any]:
     return pack_keys, pack_values
 
 
-# %% nbs/numba_kernels/cpu/tile_attention.ipynb #make_block
 def make_block(s: CPUAttentionShape, count: int) -> Any:
     """A function for a block of rows of `count` tiles."""
     D, L, T, STATE, STRIDE, PANEL = s.head_dim, s.lanes, s.tile, s.state, s.score_stride, 4 * s.head_dim * TILE
@@ -90,7 +87,6 @@ def make_block(s: CPUAttentionShape, count: int) -> Any:
     return do_block
 
 
-# %% nbs/numba_kernels/cpu/tile_attention.ipynb #make_split_by_tiles
 def make_split_by_tiles(s: CPUAttentionShape) -> Any:
     """As `attention.make_split`, by AMX."""
     D, BS, STATE, T, SPLIT, G, PART = s.head_dim, s.block_size, s.state, s.tile, s.split, s.group, s.part

@@ -9,8 +9,6 @@ from minivllm_kernels.cuda.warp import ldg128, pack_e4m3, prmt, stg128
 
 __all__ = ["COPY_SIGNATURE", "RESHAPE_SIGNATURE", "copy_blocks", "reshape_and_cache"]
 
-
-# %% nbs/numba_kernels/cuda/cache.ipynb #reshape_and_cache
 RESHAPE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32* i64*"]  # k, v, k cache, v cache, slots
     + ["f32 f32"]  # of an fp8 cache: 1 / scale of K, of V
@@ -65,7 +63,6 @@ def reshape_and_cache(block_size: int, threads: int = 128, to_fp8: str | None = 
     return write
 
 
-# %% nbs/numba_kernels/cuda/cache.ipynb #copy_blocks
 COPY_SIGNATURE = "u32* u32* i64* i64 i64 i64"
 """source, destination, pairs (source block, destination block), words from K to V in each, words of a block."""
 

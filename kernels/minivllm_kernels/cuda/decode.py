@@ -57,8 +57,6 @@ __all__ = [
     "soft_cap", "words_of_lane",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cuda/decode.ipynb #code-9f2c43
 DECODE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32*"]  # out, q, kc and vc (the K and the V cache): words of two 16-bit floats
     + ["i32* i32*"]  # table (of blocks), work (items)
@@ -69,7 +67,6 @@ DECODE_SIGNATURE = " ".join(
 )
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #softmax
 @device
 def soft_cap(score, cap):
     """cap * tanh(score / 2 ln 2): the caller's scale brings the factor."""
@@ -83,7 +80,6 @@ def online_softmax(m_old, score):
     return m_new, exp2(m_old - m_new), exp2(score - m_new)
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #one_query
 def same_half(shape: AttentionShape) -> Half:
     """The operations of Q, K and V alike. Rungs 1 and 2 know no other cache."""
     if shape.fp8_kv:
@@ -143,7 +139,6 @@ def attend_one(shape: AttentionShape) -> Any:
     return attend
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #naive
 @functools.cache
 def naive(shape: AttentionShape) -> CudaKernel:
     """Rung 1: one warp a (work item, query head). Grid (query heads, items); items must be whole sequences."""
@@ -169,7 +164,6 @@ def naive(shape: AttentionShape) -> CudaKernel:
     return decode_naive
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #merge_streams
 def merge_streams(shape: AttentionShape, parts: int, streams: int, threads: int, stats: int, pitch: int) -> Any:
     """A device function: join the softmaxes of a block's `streams` and write the result, or the block's partial.
 
@@ -209,7 +203,6 @@ def merge_streams(shape: AttentionShape, parts: int, streams: int, threads: int,
     return merge
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #merge_partials
 def merge_partials(shape: AttentionShape, warps: int) -> Any:
     """A device function for the last block of a cut sequence: join the partials of all blocks."""
     D, W, THREADS, WARPS = shape.head_dim, shape.head_dim // 2, warps * 32, warps
@@ -278,7 +271,6 @@ def merge_partials(shape: AttentionShape, warps: int) -> Any:
     return merge
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #block_finish
 def block_finish(shape: AttentionShape, parts: int, streams: int, warps: int, stats: int, pitch: int) -> Any:
     """A device function for the end of a block: merge its streams; the last block of a cut sequence merges all partials.
 
@@ -311,7 +303,6 @@ def block_finish(shape: AttentionShape, parts: int, streams: int, warps: int, st
     return finish
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #fma_parts
 FMA_HEADS = 4  # query heads a block of rung 2 takes: more would not fit in its registers
 
 
@@ -405,7 +396,6 @@ def fma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     return decode_fma
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #cache_format
 @dataclass(frozen=True)
 class CacheFormat:
     """How K and V lie in the cache, and how they become operands of an mma.
@@ -456,7 +446,6 @@ def _same_word(word):
     return word
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #fragments
 def mma_parts(shape: AttentionShape) -> int:
     """Blocks of rung 3 that share a work item and a KV head: an mma has room for 8 query heads."""
     return -(-shape.group // 8)
@@ -528,7 +517,6 @@ def fragment_loaders(shape: AttentionShape) -> tuple[Any, Any, Any]:
     return find_blocks, load_k, load_v
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #products
 def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any, Any]:
     """Device functions load_q_fragments, qk (the scores of a tile) and pv (add its weighted values to the output)."""
     D, (KJ, VH) = shape.head_dim, loads_of_row(shape)
@@ -581,7 +569,6 @@ def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any, Any]:
     return load_q_fragments, qk, pv
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #softmax_of_tile
 @device
 def over_tokens_max(x0, x1):
     """Maxima over the lanes that hold other tokens of the same two heads."""
@@ -609,7 +596,6 @@ def softmax_of_tile(s0, s1, s2, s3, m0, m1):
     return exp2(s0 - x0), exp2(s1 - x1), exp2(s2 - x0), exp2(s3 - x1), x0, x1, exp2(m0 - x0), exp2(m1 - x1)
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #warp_store
 def warp_store(shape: AttentionShape, pitch: int) -> Any:
     """A device function: leave a warp's maxima, sums and outputs in shared memory, as `merge_streams` wants them."""
     D, H, VH, PITCH = shape.head_dim, -(-shape.group // mma_parts(shape)), loads_of_row(shape)[1], pitch
@@ -637,7 +623,6 @@ def warp_store(shape: AttentionShape, pitch: int) -> Any:
     return store_warp
 
 
-# %% nbs/numba_kernels/cuda/decode.ipynb #mma_parts
 @functools.cache
 def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     """Rung 3: split-KV on tensor cores. Grid (KV heads * mma_parts, items). The last block of a cut sequence merges."""

@@ -14,8 +14,6 @@ __all__ = [
     "choose_gemv", "fma_gemv", "mma_gemv", "mma_warps",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cuda/gemv.ipynb #fma_gemv
 GEMV_SIGNATURE = "u32* u32* u32* i32 i32 i32 i32"
 """out, x, weight; rows; outputs; words from one row of x, and of out, to the next."""
 FMA_WARPS = 4  # of a block
@@ -110,7 +108,6 @@ def fma_gemv(dtype: str, features: int, split: int, gated: bool = False) -> Cuda
     return matmul
 
 
-# %% nbs/numba_kernels/cuda/gemv.ipynb #mma_gemv
 MMA_ROWS = (8, 16)
 """Numbers of rows that `mma_gemv` is built for; a batch takes the next larger one."""
 X_WORDS = 64  # of x in a thread's registers
@@ -222,7 +219,6 @@ def mma_gemv(dtype: str, features: int, rows: int, split: int, gated: bool = Fal
     return matmul
 
 
-# %% nbs/numba_kernels/cuda/gemv.ipynb #Gemv
 FMA_BUSY, MMA_BUSY = 16, 6  # warps that a multiprocessor should have at least
 
 

@@ -20,8 +20,6 @@ __all__ = [
     "Launch", "Layout", "cache_dir", "cached_ptx", "compiler_missing", "driver", "fingerprint", "launcher",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cuda/launch.ipynb #Layout
 CODES = {"f32": "f", "i32": "i", "u32": "I", "i64": "q"}
 
 
@@ -40,7 +38,6 @@ class Layout:
         self.size = end
 
 
-# %% nbs/numba_kernels/cuda/launch.ipynb #CudaError
 class CudaError(RuntimeError):
     """A call of the CUDA driver failed."""
 
@@ -103,7 +100,6 @@ def driver() -> Driver:
     return _driver
 
 
-# %% nbs/numba_kernels/cuda/launch.ipynb #compiler_missing
 OLDEST_NUMBA_CUDA = (0, 30)
 
 
@@ -160,7 +156,6 @@ def cached_ptx(kernel: CudaKernel, cc: tuple[int, int]) -> str:
     return text
 
 
-# %% nbs/numba_kernels/cuda/launch.ipynb #Launch
 CONFIG = struct.Struct("=7I4xQQI4x")
 """CUlaunchConfig: grid, block and shared memory; stream; address and number of attributes."""
 OVERLAP, OVERLAP_ID = struct.Struct("=I4xi60x"), 6

@@ -32,15 +32,12 @@ __all__ = [
     "rms_norm", "rope_and_cache", "run", "score_factors", "silu_mul", "upload",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cuda/ops.ipynb #code-89d22b
 OLDEST_FP8 = (8, 9)
 """Compute capability of the first cards that convert e4m3 by themselves: Ada."""
 FP8 = torch.float8_e4m3fn
 HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-# %% nbs/numba_kernels/cuda/ops.ipynb #check
 def check(name: str, x: Tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a tensor that is not on `device`, or not of this dtype and shape (None matches any size)."""
     if x.device != device or x.dtype != dtype:
@@ -77,7 +74,6 @@ def half_name(name: str, x: Tensor) -> str:
     return HALF[x.dtype]
 
 
-# %% nbs/numba_kernels/cuda/ops.ipynb #Card
 @functools.cache
 def _properties(index: int) -> tuple[tuple[int, int], int]:
     """(compute capability, multiprocessors) of CUDA device `index`."""
@@ -123,7 +119,6 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-# %% nbs/numba_kernels/cuda/ops.ipynb #cache_strides
 def check_cache(kv_cache: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
     """Refuse what is not a contiguous cache [2, blocks, block_size, kv_heads, head_dim] with heads of whole 16 bytes,
     and scales that are not above 0, or of a cache that has none."""
@@ -177,7 +172,6 @@ def reshape_and_cache(
     run(kernel, kv_cache.device, (slot_mapping.shape[0], 1), *pointers, 1 / k_scale, 1 / v_scale, *strides)
 
 
-# %% nbs/numba_kernels/cuda/ops.ipynb #copy_blocks
 def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copy blocks pairs int64 [n, 2] (source block, target block) between caches, on the GPU's current stream.
 
@@ -206,7 +200,6 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     run(cache.copy_blocks(), device, grid, *pointers, source.stride(0) * size // 4, target.stride(0) * size // 4, words)
 
 
-# %% nbs/numba_kernels/cuda/ops.ipynb #AttentionPlan
 @dataclass
 class AttentionPlan:
     """One step of one group of layers on the device. Made by `plan_attention`, used by `paged_attention`.
@@ -253,7 +246,6 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     return (scale * LOG2E, 0.0) if soft_cap is None else (scale * 2 * LOG2E / soft_cap, soft_cap * LOG2E)
 
 
-# %% nbs/numba_kernels/cuda/ops.ipynb #decode_work
 def decode_work(
     shape: AttentionShape,
     kv_heads: int,
@@ -309,7 +301,6 @@ def fixed_decode_plan(
     return AttentionPlan(shape, kv_heads, *factors, prefill.NO_WINDOW, slot_mapping, table, items, tiles, warps, slots)
 
 
-# %% nbs/numba_kernels/cuda/ops.ipynb #plan_attention
 def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """Copy int64 and int32 arrays to the device in one transfer from pinned memory."""
     sizes = [-(-a.nbytes // 16) * 16 for a in arrays]
@@ -376,7 +367,6 @@ def plan_attention(
     )
 
 
-# %% nbs/numba_kernels/cuda/ops.ipynb #paged_attention
 def paged_attention(
     q: Tensor,
     kv_cache: Tensor,
@@ -416,7 +406,6 @@ def paged_attention(
     return out
 
 
-# %% nbs/numba_kernels/cuda/ops.ipynb #rms_norm
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """rms_norm(x) * weight for x [T, hidden]; with a residual [T, hidden], first residual += x in place."""
     dtype = half_name("x", x)
@@ -450,7 +439,6 @@ def silu_mul(x: Tensor) -> Tensor:
     return out
 
 
-# %% nbs/numba_kernels/cuda/ops.ipynb #rope_and_cache
 def rope_and_cache(
     qkv: Tensor,
     kv_cache: Tensor,
@@ -496,7 +484,6 @@ def rope_and_cache(
     return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
 
 
-# %% nbs/numba_kernels/cuda/ops.ipynb #gemv
 def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> Tensor:
     """x [T, features] @ weight [size, features].T for T up to 16, by the kernel that `gemv.choose_gemv` names.
 

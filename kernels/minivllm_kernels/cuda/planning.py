@@ -14,8 +14,6 @@ __all__ = [
     "DecodePlan", "cut", "item_rungs", "plan_decode", "plan_prefill", "shape_unsupported", "split_at_chunks",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cuda/planning.ipynb #code-7a3109
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_GROUP = 16
@@ -24,7 +22,6 @@ MAX_ITEMS = 65535  # blocks that a grid may have in its second dimension
 MAX_PARTS = 64  # pieces that one sequence may be cut into: two a lane when they are merged
 
 
-# %% nbs/numba_kernels/cuda/planning.ipynb #AttentionShape
 @dataclass(frozen=True)
 class AttentionShape:
     """What an attention kernel is compiled for.
@@ -65,7 +62,6 @@ def shape_unsupported(dtype: str, head_dim: int, group: int, block_size: int) ->
     return None
 
 
-# %% nbs/numba_kernels/cuda/planning.ipynb #DecodePlan
 WORK_SEQ, WORK_ROW, WORK_FIRST, WORK_END, WORK_SLOT, WORK_FIRST_SLOT, WORK_PARTS = range(7)
 """Fields of a work item, int32 each. SEQ: row of the block table, or -1 for no work. ROW: row of q and of the output.
 FIRST, END: tokens [first, end). SLOT: where the partial goes, or -1 when the item is a whole sequence.
@@ -85,7 +81,6 @@ class DecodePlan:
     warps: int
 
 
-# %% nbs/numba_kernels/cuda/planning.ipynb #cut
 def cut(
     rows: np.ndarray, seqs: np.ndarray, first: np.ndarray, end: np.ndarray, chunk: np.ndarray | int
 ) -> tuple[np.ndarray, int]:
@@ -110,7 +105,6 @@ def cut(
     return items, int(slots.sum())
 
 
-# %% nbs/numba_kernels/cuda/planning.ipynb #choose_chunk
 WAVES = ((8, 1, 4), (4, 3, 8), (2, 6, 8))
 """(warps a block, blocks a multiprocessor, tiles below which a piece is not worth its overhead)."""
 WIDE_WAVES = ((4, 2, 4), (2, 4, 8))
@@ -145,7 +139,6 @@ def _smallest_chunk(tiles: np.ndarray, heads: int, slots: int, low: int) -> int:
     return low
 
 
-# %% nbs/numba_kernels/cuda/planning.ipynb #plan_decode
 FIXED_CHUNK = 32  # tiles of a piece in the batch-invariant mode
 
 
@@ -195,7 +188,6 @@ def item_rungs(num_seqs: int, heads: int, multiprocessors: int = 132, max_warps:
     return tuple(sorted({*filled, num_seqs, most}))
 
 
-# %% nbs/numba_kernels/cuda/planning.ipynb #plan_prefill
 TILE_SEQ, TILE_ROW, TILE_QUERIES, TILE_CONTEXT, TILE_FIRST, TILE_FLOOR = range(6)
 """Fields of a prefill tile, int32 each. SEQ: row of the block table. ROW: the sequence's first row in q. QUERIES: its
 query tokens. CONTEXT: tokens before them. FIRST: first (query, head) row of the tile. FLOOR: keys before it are
@@ -229,7 +221,6 @@ def plan_prefill(
     return tiles[np.argsort(-last_key, kind="stable")]
 
 
-# %% nbs/numba_kernels/cuda/planning.ipynb #split_at_chunks
 def split_at_chunks(
     query_lens: np.ndarray, seq_lens: np.ndarray, rows: np.ndarray, chunk: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -33,8 +33,6 @@ __all__ = [
     "rope_and_cache", "silu_mul", "silu_word",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cuda/pointwise.ipynb #add_rms_norm
 NORM_SIGNATURE = "u32* u32* u32* u32* f32 i32 i32 i32"
 """out, residual, x, weight; eps; 1 if there is a residual to add; words from one row of x and of out to the next."""
 
@@ -108,7 +106,6 @@ def add_rms_norm(dtype: str, hidden: int) -> CudaKernel:
     return norm
 
 
-# %% nbs/numba_kernels/cuda/pointwise.ipynb #rope_and_cache
 ROPE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32* u32*"]  # qkv, kc and vc (the K and the V cache), weight of the q norm, of the k norm
     + ["f32* i64* i64*"]  # table [positions, D] of D/2 cosines then D/2 sines; positions; slots
@@ -216,7 +213,6 @@ def rope_and_cache(
     return rope
 
 
-# %% nbs/numba_kernels/cuda/pointwise.ipynb #silu_mul
 SILU_THREADS = 128
 
 

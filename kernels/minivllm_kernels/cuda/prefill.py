@@ -41,8 +41,6 @@ __all__ = [
     "naive", "pitch_of", "tile_keys", "warp_rows",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cuda/prefill.ipynb #code-afb663
 PREFILL_SIGNATURE = " ".join(
     ["u32* u32* u32* u32*"]  # out, q, kc and vc (the K and the V cache)
     + ["i32* i32*"]  # table (of blocks), tiles
@@ -53,7 +51,6 @@ PREFILL_SIGNATURE = " ".join(
 NO_WINDOW = 1 << 30
 
 
-# %% nbs/numba_kernels/cuda/prefill.ipynb #naive
 @functools.cache
 def naive(shape: AttentionShape) -> CudaKernel:
     """Rung 1: one warp a row. Grid (KV heads, tiles of one row)."""
@@ -79,7 +76,6 @@ def naive(shape: AttentionShape) -> CudaKernel:
     return prefill_naive
 
 
-# %% nbs/numba_kernels/cuda/prefill.ipynb #fma_tiles
 FMA_ROWS = 16
 FMA_KEYS = 16
 
@@ -154,7 +150,6 @@ def fma_tiles(shape: AttentionShape) -> CudaKernel:
     return prefill_fma
 
 
-# %% nbs/numba_kernels/cuda/prefill.ipynb #tile_keys
 U32: Any = types.uint32  # dynamic shared memory wants a numba type, in the simulator too
 
 
@@ -178,7 +173,6 @@ def pitch_of(shape: AttentionShape) -> int:
     return shape.head_dim * 2 + 16
 
 
-# %% nbs/numba_kernels/cuda/prefill.ipynb #loaders
 def tile_loaders(shape: AttentionShape, warps: int) -> tuple[Any, Any]:
     """Device functions load_q and load_kv: from global to shared memory, 16 bytes a thread."""
     D, G = shape.head_dim, shape.group
@@ -229,7 +223,6 @@ def tile_loaders(shape: AttentionShape, warps: int) -> tuple[Any, Any]:
     return load_q, load_kv
 
 
-# %% nbs/numba_kernels/cuda/prefill.ipynb #matmuls
 def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any]:
     """Device functions qk and pv: the two matmuls of a tile, for the 16 or 32 rows of a warp."""
     M = warp_rows(shape) // 16  # tiles of 16 rows a warp
@@ -297,7 +290,6 @@ def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any]:
     return qk, pv
 
 
-# %% nbs/numba_kernels/cuda/prefill.ipynb #softmax
 def tile_softmax(shape: AttentionShape, warps: int) -> tuple[Any, Any, Any]:
     """Device functions mask, softmax and store, on the fragments of a warp.
 
@@ -363,7 +355,6 @@ def tile_softmax(shape: AttentionShape, warps: int) -> tuple[Any, Any, Any]:
     return mask, softmax, store
 
 
-# %% nbs/numba_kernels/cuda/prefill.ipynb #mma_tiles
 @functools.cache
 def mma_tiles(shape: AttentionShape, warps: int) -> CudaKernel:
     """Rung 3: tensor cores. Grid (KV heads, tiles of warps * warp_rows(shape) rows)."""

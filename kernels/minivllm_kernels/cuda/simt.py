@@ -20,7 +20,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/numba_kernels/cuda/simt.ipynb #Half
 @dataclass(frozen=True)
 class Half:
     """The operations of one 16-bit float: unpack a word (low, high), pack two float32, multiply matrices."""
@@ -44,7 +43,6 @@ def half_ops(dtype: str) -> Half:
     return HALVES[dtype]
 
 
-# %% nbs/numba_kernels/cuda/simt.ipynb #numba_types
 NUMPY: dict[str, Any] = {"u16": np.uint16, "u32": np.uint32, "i32": np.int32, "i64": np.int64, "f32": np.float32}
 
 
@@ -62,7 +60,6 @@ def numba_types(signature: str) -> list[Any]:
     return [types.CPointer(_numba(a[:-1])) if a.endswith("*") else _numba(a) for a in signature.split()]
 
 
-# %% nbs/numba_kernels/cuda/simt.ipynb #device
 def device(function: Callable) -> Any:
     """A function that kernels call, always inlined (arrays of registers cannot cross a real call)."""
     return function if SIM else cuda.jit(device=True, inline="always")(function)
@@ -97,7 +94,6 @@ def group_sum(lanes: int) -> Any:
     return sum_of_group
 
 
-# %% nbs/numba_kernels/cuda/simt.ipynb #Pointer
 class Pointer:
     """What a kernel gets for an array in the simulator: flat, and every index is checked."""
 
@@ -144,7 +140,6 @@ if SIM:
     _lock_shared_arrays()
 
 
-# %% nbs/numba_kernels/cuda/simt.ipynb #Kernel
 @dataclass(frozen=True, eq=False)
 class CudaKernel:
     """A kernel before compilation.

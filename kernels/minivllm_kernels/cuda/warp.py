@@ -21,8 +21,6 @@ __all__ = [
     "stg128", "sts128",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cuda/warp.ipynb #code-1f3366
 SIM = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("0", "")
 """Whether the environment variable NUMBA_ENABLE_CUDASIM was set before the import: kernels run in the simulator."""
 
@@ -40,7 +38,6 @@ NUMBA: dict[str, Any] = {"f32": types.float32, "u32": types.uint32, "i32": types
 REGISTER = {"f32": "f", "u32": "r", "i32": "r"}
 
 
-# %% nbs/numba_kernels/cuda/warp.ipynb #ptx
 def ptx(text: str, result: str = "", arguments: str = "", effect: bool = False) -> Any:
     """A kernel function made of inline PTX.
 
@@ -104,7 +101,6 @@ def _call(context, builder, text, constraints, results, wanted, values, effect):
     return cgutils.pack_array(builder, [builder.extract_value(out, i) for i in range(len(results))])
 
 
-# %% nbs/numba_kernels/cuda/warp.ipynb #instruction
 def instruction(text: str, result: str = "", arguments: str = "", effect: bool = False) -> Callable[[Callable], Any]:
     """Decorator: the function is the instruction's form in the simulator; on a GPU the PTX text takes its place.
 
@@ -113,7 +109,6 @@ def instruction(text: str, result: str = "", arguments: str = "", effect: bool =
     return lambda simulated: simulated if SIM else ptx(text, result, arguments, effect)
 
 
-# %% nbs/numba_kernels/cuda/warp.ipynb #code-1f88eb
 @instruction("max.f32 $0, $1, $2;", "f32", "f32 f32")  # numba's max compares and selects: two instructions
 def fmax(a, b):
     """The larger of two float32."""
@@ -139,7 +134,6 @@ def prmt(a, b, selector):
     return np.uint32(sum(source[(int(selector) >> (4 * i)) & 7] << (8 * i) for i in range(4)))
 
 
-# %% nbs/numba_kernels/cuda/warp.ipynb #_bf16
 def _bf16(bits_of: Callable, simulated: Callable) -> Any:
     @intrinsic
     def unpack(typingctx, word):
@@ -167,7 +161,6 @@ def pack_bf16(lo, hi):
     return np.uint32(warp_sim.bf16_bits(lo) | (warp_sim.bf16_bits(hi) << 16))
 
 
-# %% nbs/numba_kernels/cuda/warp.ipynb #f16
 @instruction("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }", "f32", "u32")
 def f16_lo(word):
     """float32 of the low float16 of a word."""
@@ -187,7 +180,6 @@ def pack_f16(lo, hi):
     return np.uint32(low | (high << 16))
 
 
-# %% nbs/numba_kernels/cuda/warp.ipynb #e4m3
 @instruction("{ .reg .b16 a; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.u32.u16 $0, a; }", "u32", "f32 f32")
 def pack_e4m3(lo, hi):
     """Two e4m3 in the low half of a word, rounded to nearest even; what is beyond +-448 becomes +-448."""
@@ -211,7 +203,6 @@ def e4m3_hi(word):
     return _unpack_e4m3(int(word) >> 16)
 
 
-# %% nbs/numba_kernels/cuda/warp.ipynb #_mma
 def _mma(kind: str, simulated: Callable) -> Any:
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
@@ -225,8 +216,6 @@ mma_f16 = _mma("f16", warp_sim.mma_f16)
 shfl_xor = instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "f32", "f32 i32", effect=True)(warp_sim.shfl_xor)
 movmatrix = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "u32", "u32", effect=True)(warp_sim.movmatrix)
 
-
-# %% nbs/numba_kernels/cuda/warp.ipynb #loads
 _FOUR = "u32 u32 u32 u32"
 
 
@@ -254,7 +243,6 @@ def ldcg2(pointer, index):
     return pointer[index], pointer[index + 1]
 
 
-# %% nbs/numba_kernels/cuda/warp.ipynb #stg128
 def _store_four(pointer, index, words):
     for k in range(4):
         pointer[index + k] = words[k]
@@ -294,7 +282,6 @@ def grid_release():
     """Let the next kernel begin, as far as its own `grid_wait`."""
 
 
-# %% nbs/numba_kernels/cuda/warp.ipynb #smem_addr
 @intrinsic
 def _smem_addr(typingctx, array):
     def codegen(context, builder, sig, values):

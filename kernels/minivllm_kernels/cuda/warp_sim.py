@@ -14,8 +14,6 @@ __all__ = [
     "ldmatrix_x4_trans", "mma_bf16", "mma_f16", "movmatrix", "shfl_xor",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cuda/warp_sim.ipynb #Warp
 WAIT_SECONDS = 120.0  # a lane that never arrives (a divergent shuffle) becomes an error instead of a hang
 
 
@@ -55,14 +53,12 @@ def exchange(value: Any, together: Callable[[list], Any] = list) -> tuple[Any, i
     return warp.results[turn], lane
 
 
-# %% nbs/numba_kernels/cuda/warp_sim.ipynb #shfl_xor
 def shfl_xor(value, mask):
     """float32 of lane `lane ^ mask`."""
     board, lane = exchange(np.float32(value))
     return board[lane ^ int(mask)]
 
 
-# %% nbs/numba_kernels/cuda/warp_sim.ipynb #bits
 def bf16_bits(x) -> int:
     """The 16 bits of a float32 rounded to the nearest even bfloat16; NaN stays NaN."""
     bits = int(np.float32(x).view(np.uint32))
@@ -90,7 +86,6 @@ def f16_bits_of_e4m3(code: int) -> int:
     return int((bits.view(np.float16) * np.float16(256)).view(np.uint16))
 
 
-# %% nbs/numba_kernels/cuda/warp_sim.ipynb #_mma
 def _mma(unpack):
     def multiply(board):
         words = np.array(board, np.uint32)  # [lane, (a0 a1 a2 a3 b0 b1)]
@@ -116,7 +111,6 @@ mma_bf16 = _mma(lambda words: np.stack([words << 16, words & 0xFFFF0000], -1).vi
 mma_f16 = _mma(lambda words: words.view(np.float16).astype(np.float32))
 
 
-# %% nbs/numba_kernels/cuda/warp_sim.ipynb #move
 def movmatrix(word):
     """Transpose an 8x8 matrix of 16-bit values that the warp holds one word a lane."""
     board, lane = exchange(int(word))

@@ -18,7 +18,6 @@ from minivllm.core.module import Module
 __all__ = ["HUGE_PAGE", "LinearMethod", "empty_weight", "use_huge_pages"]
 
 
-# %% nbs/models/linear/base.ipynb #LinearMethod
 class LinearMethod(Module):
     """How one linear layer multiplies, and what it keeps of its weight. Each layer has a method object to itself.
 
@@ -56,7 +55,6 @@ class LinearMethod(Module):
     def apply(self, x: Tensor) -> Tensor:
         """x [T, inputs] to [T, outputs]."""
 
-    # %% nbs/models/linear/base.ipynb #LinearMethod-weight
     @property
     @abstractmethod
     def weight(self) -> Tensor:
@@ -73,7 +71,6 @@ class LinearMethod(Module):
         return self.weights.get("weight")
 
 
-# %% nbs/models/linear/base.ipynb #empty_weight
 def empty_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[rows, columns], not initialised.
 

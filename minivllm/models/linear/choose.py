@@ -10,8 +10,6 @@ from minivllm.models.linear.layer import make_linear_method
 
 __all__ = ["explain_linear_method"]
 
-
-# %% nbs/models/linear/choose.ipynb #choose_linear_method
 _NO_NUMBA = "numba is not installed (pip install 'minivllm[kernels]')"
 
 
@@ -46,7 +44,6 @@ def explain_linear_method(
     return wanted, "kernels of our own for up to 16 rows, torch's matmul for more"
 
 
-# %% nbs/models/linear/choose.ipynb #_explain_quantized
 def _explain_quantized(
     name: str, wanted: str, dtype: torch.dtype, device: torch.device, batch_invariant: bool
 ) -> tuple[str, str]:

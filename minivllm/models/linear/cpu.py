@@ -27,8 +27,6 @@ __all__ = [
     "few_rows_matmul", "onednn_block", "onednn_packs", "pack_onednn", "unpack_onednn",
 ]  # fmt: skip
 
-
-# %% nbs/models/linear/cpu.ipynb #few_rows_matmul
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 
 FewRowsKernel = Callable[[int, int, int, int], None]
@@ -43,7 +41,6 @@ def few_rows_matmul(kernel: FewRowsKernel, x: Tensor, outputs: int, dtype: torch
     return out
 
 
-# %% nbs/models/linear/cpu.ipynb #onednn_packs
 @functools.cache
 def onednn_packs() -> bool:
     """Whether torch can hand oneDNN a packed bf16 weight here, and show it; it needs a CPU with bf16 arithmetic."""
@@ -94,7 +91,6 @@ def by_tiles(inputs: int) -> bool:
     return host_tiles() and inputs % (2 * TILE) == 0
 
 
-# %% nbs/models/linear/cpu.ipynb #few_rows
 def few_rows(dtype: torch.dtype, tiles: bool) -> float:
     """Up to how many rows the numba kernel is the faster one, by the tile unit or without."""
     if dtype == torch.bfloat16:
@@ -113,7 +109,6 @@ def explain(dtype: torch.dtype) -> str:
     return f"up to {limit} rows numba{unit}, more rows {then}"
 
 
-# %% nbs/models/linear/cpu.ipynb #CPULinear
 class CPULinear(TorchLinear):
     """The faster matmul for each number of rows. A row's rounding depends on which one it was.
 
@@ -135,7 +130,6 @@ class CPULinear(TorchLinear):
             return "numba is not installed (pip install 'minivllm[kernels]')"
         return row_major_problem(inputs, outputs, BITS[dtype])
 
-    # %% nbs/models/linear/cpu.ipynb #CPULinear-process_weights_after_loading
     def process_weights_after_loading(self) -> None:
         """See `LinearMethod`."""
         if "weight" not in self.weights:
@@ -171,7 +165,6 @@ class CPULinear(TorchLinear):
         out_bits = 8 * self.out_dtype.itemsize
         self._kernel = PackedMatmul(self._memory.data_ptr(), *sizes, self._bias_address(), tiles, out_bits)
 
-    # %% nbs/models/linear/cpu.ipynb #CPULinear-apply
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
         if x.shape[0] <= self.max_rows:
@@ -192,7 +185,6 @@ class CPULinear(TorchLinear):
         return self.weights.get("weight", getattr(self, "_memory", None))
 
 
-# %% nbs/models/linear/cpu.ipynb #CPUInvariantLinear
 class CPUInvariantLinear(CPULinear):
     """The numba kernel for any number of rows, from the weight as it was loaded: bit-identical in any batch.
 

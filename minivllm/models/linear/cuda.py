@@ -11,8 +11,6 @@ from minivllm.models.linear.unquantized import TorchLinear
 
 __all__ = ["MOST_ROWS", "FewRowsLinear", "cuda_kernels"]
 
-
-# %% nbs/models/linear/cuda.ipynb #FewRowsLinear
 MOST_ROWS = 16
 """Up to this many rows a matmul is that of `minivllm_kernels.cuda.gemv`; beyond, torch's."""
 

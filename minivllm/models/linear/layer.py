@@ -19,8 +19,6 @@ __all__ = [
     "register_linear_method",
 ]  # fmt: skip
 
-
-# %% nbs/models/linear/layer.ipynb #register_linear_method
 QUANTIZED = (*WEIGHT_BITS, *(f"torch_{name}" for name in WEIGHT_BITS))
 """Methods that round a weight to 8 bits, or to 4 with a scale for every group of inputs, when it is loaded."""
 
@@ -71,7 +69,6 @@ def method_or_torch(name: str, inputs: int, outputs: int, dtype: torch.dtype, de
     return "torch" if make_linear_method(name).problem(inputs, outputs, dtype, device) else name
 
 
-# %% nbs/models/linear/layer.ipynb #Linear
 class Shard(NamedTuple):
     """Which part of a layer a rank computes: of the outputs, or a partial sum over part of the inputs."""
 
@@ -132,7 +129,6 @@ class Linear(Module):
             self.method.weights = {"weight": weight}
         self._kinds = tuple(self.method.weights)
 
-    # %% nbs/models/linear/layer.ipynb #Linear-weight
     def _make(self, name: str) -> LinearMethod:
         method = make_linear_method(name)
         if problem := method.problem(self.in_features, self.out_features, self.dtype, self.device):
@@ -152,12 +148,10 @@ class Linear(Module):
     def bias(self) -> Tensor | None:
         return self.method.bias
 
-    # %% nbs/models/linear/layer.ipynb #Linear-__call__
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features] to [T, out_features]; parts side by side."""
         return self.method.apply(x)
 
-    # %% nbs/models/linear/layer.ipynb #Linear-use
     def use(self, name: str, weight: Tensor | None = None) -> None:
         """Exchange the method, and keep the weight, or take another one of the same shape and dtype.
 
@@ -170,7 +164,6 @@ class Linear(Module):
         method.process_weights_after_loading()
         self.method, self.method_name = method, name
 
-    # %% nbs/models/linear/layer.ipynb #Linear-part
     def part(self, name: str, kind: str = "weight") -> Tensor:
         """The slice of one part, as a view to load into. `kind`: a name in the method's `weights`.
 
@@ -204,7 +197,6 @@ class Linear(Module):
             for kind in self._kinds:
                 yield f"{name}.{kind}", partial(self.load, name, kind)
 
-    # %% nbs/models/linear/layer.ipynb #Linear-shard
     def shard(self, rank: int, size: int, by: str = "outputs") -> "Linear":
         """The part of this layer that one of `size` ranks computes, with weights still to be loaded.
 

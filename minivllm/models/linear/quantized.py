@@ -19,7 +19,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/models/linear/quantized.ipynb #quantize
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """8 bits, one step a row, symmetric around zero.
 
@@ -52,7 +51,6 @@ def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return u.to(torch.uint8).view(outputs, -1)[:, :inputs], scales
 
 
-# %% nbs/models/linear/quantized.ipynb #pack_words
 def pack_words(u: Tensor, bits: int) -> Tensor:
     """Whole numbers [outputs, inputs] as int32 words, in the order of `QuantizedMatmul`; outputs a multiple of `ITEM`."""
     u = F.pad(u, (0, padded(u.shape[1]) - u.shape[1]))
@@ -94,7 +92,6 @@ def restore(words: Tensor, scales: Tensor, outputs: int, inputs: int, group: int
     return u * step + low
 
 
-# %% nbs/models/linear/quantized.ipynb #Piece
 class _Piece:
     """Memory for some outputs of a weight, written out for torch to multiply with, over and over.
 
@@ -136,7 +133,6 @@ def cut(outputs: int, inputs: int) -> list[tuple[int, int]]:
     return [(first, min(size, outputs - first)) for first in range(0, outputs, size)]
 
 
-# %% nbs/models/linear/quantized.ipynb #QuantizedLinear
 FEW = 8
 """Up to this many rows the numba kernel is the faster one."""
 
@@ -172,7 +168,6 @@ class QuantizedLinear(CPULinear):
             return f"quantized weights are made from float32 or bfloat16 on the CPU, not from {dtype} on {device}"
         return None
 
-    # %% nbs/models/linear/quantized.ipynb #QuantizedLinear-process_weights_after_loading
     def process_weights_after_loading(self) -> None:
         """See `LinearMethod`."""
         if "weight" not in self.weights:
@@ -188,7 +183,6 @@ class QuantizedLinear(CPULinear):
             self.words.data_ptr(), self.scales.data_ptr(), *sizes, self._bias_address()
         )
 
-    # %% nbs/models/linear/quantized.ipynb #QuantizedLinear-apply
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
         if x.shape[0] <= self.max_rows:
@@ -213,7 +207,6 @@ class QuantizedLinear(CPULinear):
         return self.weights.get("weight", getattr(self, "words", None))
 
 
-# %% nbs/models/linear/quantized.ipynb #TorchQuantizedLinear
 class TorchQuantizedLinear(QuantizedLinear):
     """The same numbers, with the whole weight written out by torch in every step: slow, and easy to read."""
 

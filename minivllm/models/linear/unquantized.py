@@ -11,7 +11,6 @@ from minivllm.models.linear.base import LinearMethod, empty_weight
 __all__ = ["BatchInvariantLinear", "TorchLinear"]
 
 
-# %% nbs/models/linear/unquantized.ipynb #TorchLinear
 class TorchLinear(LinearMethod):
     """torch's own matmul, for any weight on any device. Its rounding may depend on the number of rows."""
 
@@ -37,7 +36,6 @@ class TorchLinear(LinearMethod):
         return F.linear(x, self.weights["weight"], self.weights.get("bias"))
 
 
-# %% nbs/models/linear/unquantized.ipynb #BatchInvariantLinear
 _TILE = 16
 
 

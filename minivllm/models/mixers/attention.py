@@ -21,7 +21,6 @@ from minivllm.models.rope import RopeSpec
 __all__ = ["SelfAttention", "SelfAttentionSpec"]
 
 
-# %% nbs/models/mixers/attention.ipynb #SelfAttentionSpec
 @dataclass(frozen=True, kw_only=True)
 class SelfAttentionSpec(TokenMixerSpec):
     """Parameters of `SelfAttention`.
@@ -62,7 +61,6 @@ class SelfAttentionSpec(TokenMixerSpec):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads equally")
 
-    # %% nbs/models/mixers/attention.ipynb #SelfAttentionSpec-linears
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """See `MixerSpec`."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -75,7 +73,6 @@ class SelfAttentionSpec(TokenMixerSpec):
         """See `MixerSpec`."""
         return {self.q_norm: self.head_dim, self.k_norm: self.head_dim} if self.qk_norm else {}
 
-    # %% nbs/models/mixers/attention.ipynb #SelfAttentionSpec-attention_spec
     def attention_spec(self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> AttentionSpec:
         """See `TokenMixerSpec`."""
         return AttentionSpec(
@@ -102,7 +99,6 @@ class SelfAttentionSpec(TokenMixerSpec):
         return KVCacheSpec(kind, block_size, self.num_kv_heads, self.head_dim, window, dtype_bytes)
 
 
-# %% nbs/models/mixers/attention.ipynb #SelfAttention
 @register_mixer(SelfAttentionSpec)
 class SelfAttention(Mixer):
     """QKV matmul; head norms, rotation and cache write; attention; output matmul."""
@@ -123,7 +119,6 @@ class SelfAttention(Mixer):
         self.num_heads, self.head_dim = spec.num_heads, spec.head_dim
         self._scales: dict[str, float] = {}
 
-    # %% nbs/models/mixers/attention.ipynb #SelfAttention-__call__
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] to the same shape; writes the step's keys and values into this layer's cache."""
         kv_cache, plan = context.kv_caches[self.cache], context.plans[self.group]
@@ -139,7 +134,6 @@ class SelfAttention(Mixer):
         )
         return self.o(self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1))
 
-    # %% nbs/models/mixers/attention.ipynb #SelfAttention-targets
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """See `Mixer`."""
         yield from Mixer.targets(self)

@@ -24,7 +24,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# %% nbs/models/mixers/base.ipynb #MixerSpec
 class LinearSpec(NamedTuple):
     """A linear layer: numbers in, outputs of each part by its name in a checkpoint, and whether there is a bias."""
 
@@ -55,7 +54,6 @@ class MixerSpec(ABC):
         return shapes | {f"{name}.weight": (size,) for name, size in self.vectors().items()}
 
 
-# %% nbs/models/mixers/base.ipynb #TokenMixerSpec
 class TokenMixerSpec(MixerSpec):
     """Of a block in which tokens see each other. What they see of the past lies in a cache.
 
@@ -74,7 +72,6 @@ class TokenMixerSpec(MixerSpec):
         """What it asks of the KV cache manager. dtype_bytes: of one stored number."""
 
 
-# %% nbs/models/mixers/base.ipynb #Builder
 @dataclass(frozen=True, kw_only=True)
 class Builder:
     """What modules are built with: the sizes and implementations that all layers of a model share.
@@ -108,7 +105,6 @@ class Builder:
         return Linear(spec.inputs, spec.parts, **how, **kwargs)  # type: ignore[arg-type]
 
 
-# %% nbs/models/mixers/base.ipynb #Mixer
 class Mixer(Module):
     """A block: made from its spec, with a `Linear` for each that the spec names.
 
@@ -140,7 +136,6 @@ class Mixer(Module):
         """Called once everything is loaded, and linear layers have their final form."""
 
 
-# %% nbs/models/mixers/base.ipynb #register_mixer
 MIXERS: dict[type[MixerSpec], type[Mixer]] = {}
 """From the type of a spec to the module that it becomes."""
 

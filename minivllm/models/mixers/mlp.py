@@ -13,7 +13,6 @@ from minivllm.models.ops.torch import ACTIVATIONS
 __all__ = ["GatedMLP", "GatedMLPSpec"]
 
 
-# %% nbs/models/mixers/mlp.ipynb #GatedMLPSpec
 @dataclass(frozen=True, kw_only=True)
 class GatedMLPSpec(MixerSpec):
     """Parameters of `GatedMLP`.
@@ -49,7 +48,6 @@ class GatedMLPSpec(MixerSpec):
         }
 
 
-# %% nbs/models/mixers/mlp.ipynb #GatedMLP
 @register_mixer(GatedMLPSpec)
 class GatedMLP(Mixer):
     """`down(activation(gate(x)) * up(x))`, gate and up as one matmul (Shazeer, 2020)."""

@@ -16,7 +16,6 @@ from minivllm.models.rope import Rotation
 __all__ = ["CapturedSteps", "ForwardContext", "LayerOps"]
 
 
-# %% nbs/models/ops/base.ipynb #ForwardContext
 @dataclass(slots=True)
 class ForwardContext:
     """What the layers of one step need besides their input. vLLM has a class of this name for the same purpose.
@@ -32,7 +31,6 @@ class ForwardContext:
     plans: Sequence[Plan]
 
 
-# %% nbs/models/ops/base.ipynb #CapturedSteps
 class CapturedSteps(Protocol):
     """Steps that were run once and are replayed."""
 
@@ -43,7 +41,6 @@ class CapturedSteps(Protocol):
         ...
 
 
-# %% nbs/models/ops/base.ipynb #LayerOps
 class LayerOps(Module):
     """What stands between the matmuls of a layer. Chosen once, beside the attention backend; see `make_layer_ops`.
 
@@ -68,7 +65,6 @@ class LayerOps(Module):
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Add x [T, size] to the residual stream, in place, and norm the sum: (normed, stream). No residual: x begins it."""
 
-    # %% nbs/models/ops/base.ipynb #LayerOps-rope_and_cache
     @abstractmethod
     def rope_and_cache(
         self,
@@ -95,7 +91,6 @@ class LayerOps(Module):
             The queries, [T, num_heads, head_dim].
         """
 
-    # %% nbs/models/ops/base.ipynb #LayerOps-gated_linear
     @abstractmethod
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
         """`activation(gate) * up`, [T, n], of the two halves of `gate_up(x)` [T, 2 n]."""

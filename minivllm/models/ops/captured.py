@@ -25,7 +25,13 @@ from minivllm_kernels.cpu.program import LAUNCHER, Program, Scratch
 __all__ = ["MOST_ROWS", "Arena", "CapturedCPUSteps", "NotCapturable"]
 
 
-# %% nbs/models/ops/captured.ipynb #Arena
+def _cache_lines(size: int) -> np.ndarray:
+    """Memory that begins with a cache line, as torch's does: a vector that lies in two of them is loaded twice."""
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
+
+
 class Arena:
     """Memory for the tensors of captured steps. What a tensor had is given to another when it is gone, and is never freed."""
 
@@ -36,7 +42,7 @@ class Arena:
         """A tensor that is not initialised."""
         size = -(-max(math.prod(shape) * dtype.itemsize, 1) // 64) * 64
         free = self._free.setdefault(size, [])
-        memory = free.pop() if free else np.empty(size, np.uint8)
+        memory = free.pop() if free else _cache_lines(size)
         view = memory[
             : math.prod(shape) * dtype.itemsize
         ]  # torch holds this object as long as the tensor's storage lives
@@ -44,7 +50,6 @@ class Arena:
         return torch.from_numpy(view).view(dtype).view(*shape)
 
 
-# %% nbs/models/ops/captured.ipynb #NotCapturable
 class NotCapturable(Exception):
     """A step cannot be captured; says why."""
 
@@ -73,7 +78,6 @@ class _OnlyKernels(TorchDispatchMode):
         raise NotCapturable(f"torch computes {name}, which is no kernel of ours")
 
 
-# %% nbs/models/ops/captured.ipynb #CapturedCPUSteps
 MOST_ROWS = 64
 """Tokens of a step that is captured, at most. For more, Python's share is small."""
 
@@ -110,7 +114,6 @@ class CapturedCPUSteps:
         self._programs: dict[int, _Captured | None] = {}
         self._generation, self._bound_to = -1, list[object]()
 
-    # %% nbs/models/ops/captured.ipynb #CapturedCPUSteps-run
     def run(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
     ) -> Tensor | None:
@@ -134,7 +137,6 @@ class CapturedCPUSteps:
         finally:
             self._busy.release()
 
-    # %% nbs/models/ops/captured.ipynb #CapturedCPUSteps-_valid
     def _valid(self, kv_caches: Sequence[Tensor], plans: Sequence[Plan]) -> bool:
         """Whether steps of the model can be captured as it is now. What was captured of it before a change is dropped."""
         if self._generation != generation():
@@ -160,7 +162,6 @@ class CapturedCPUSteps:
                 for rope in model.ropes
             ]
 
-    # %% nbs/models/ops/captured.ipynb #CapturedCPUSteps-_capture
     @torch.no_grad()
     def _capture(self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[Any]) -> _Captured | None:
         """Run the layers for this many tokens, and keep what they launch."""
@@ -185,7 +186,6 @@ class CapturedCPUSteps:
         ]
         return _Captured(program, attentions, result)
 
-    # %% nbs/models/ops/captured.ipynb #CapturedCPUSteps-_replay
     @torch.no_grad()
     def _replay(self, captured: _Captured, token_ids: Tensor, positions: Tensor, plans: Sequence[Any]) -> Tensor:
         model, rows, program = self.model, len(token_ids), captured.program

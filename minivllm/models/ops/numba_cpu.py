@@ -23,8 +23,6 @@ from minivllm_kernels.cpu.program import LAUNCHER
 
 __all__ = ["ALONE", "BITS", "NumbaCPUOps"]
 
-
-# %% nbs/models/ops/numba_cpu.ipynb #launcher
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 ALONE = 200_000
 """Up to this many numbers one thread is not slower than several that have to meet."""
@@ -58,7 +56,6 @@ def _argmax_launcher(size: int) -> Callable[[int, int, int], None]:
     return lambda x, out, rows: LAUNCHER.run(which, pack(rows, x, out, size), torch.get_num_threads())
 
 
-# %% nbs/models/ops/numba_cpu.ipynb #NumbaCPUOps
 class NumbaCPUOps(TorchOps):
     """See `LayerOps`. What has no kernel is torch's: a norm whose weight is wider than x, another gate than SiLU's.
 
@@ -79,7 +76,6 @@ class NumbaCPUOps(TorchOps):
         launch(rows * size, rows, *where, size, int(residual is not None))
         return out, stream
 
-    # %% nbs/models/ops/numba_cpu.ipynb #NumbaCPUOps-rope_and_cache
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -109,7 +105,6 @@ class NumbaCPUOps(TorchOps):
         backend.write(k, heads[:, num_heads + num_kv_heads :], kv_cache, slot_mapping)
         return q
 
-    # %% nbs/models/ops/numba_cpu.ipynb #NumbaCPUOps-gated_linear
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
         """See `LayerOps`."""
         if activation not in ("silu", "swish") or x.dtype not in BITS:
@@ -121,7 +116,6 @@ class NumbaCPUOps(TorchOps):
         _launcher("gated_silu", size, BITS[x.dtype])(10 * rows * size, rows, both.data_ptr(), out.data_ptr(), size)
         return out
 
-    # %% nbs/models/ops/numba_cpu.ipynb #NumbaCPUOps-argmax
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerOps`. torch's takes several times as long on a CPU, and numpy's uses one core."""
         if logits.dtype != torch.float32:

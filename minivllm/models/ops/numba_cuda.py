@@ -18,7 +18,6 @@ from minivllm.models.rope import Rotation
 __all__ = ["NumbaCudaOps"]
 
 
-# %% nbs/models/ops/numba_cuda.ipynb #NumbaCudaOps
 class NumbaCudaOps(TorchOps):
     """See `LayerOps`. What has no kernel is torch's: a norm whose weight is wider than x, another gate than SiLU's."""
 
@@ -32,7 +31,6 @@ class NumbaCudaOps(TorchOps):
             return super().add_rms_norm(x, residual, weight, eps)
         return cuda_kernels().rms_norm(x, weight, eps, residual), x if residual is None else residual
 
-    # %% nbs/models/ops/numba_cuda.ipynb #NumbaCudaOps-rope_and_cache
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -68,7 +66,6 @@ class NumbaCudaOps(TorchOps):
         )
         return q
 
-    # %% nbs/models/ops/numba_cuda.ipynb #NumbaCudaOps-gated_linear
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
         """See `LayerOps`. For few rows the kernel of the matmul ends in `silu(gate) * up` itself."""
         if activation not in ("silu", "swish"):

@@ -8,8 +8,6 @@ from minivllm.models.ops.base import LayerOps
 
 __all__ = ["make_layer_ops"]
 
-
-# %% nbs/models/ops/select.ipynb #make_layer_ops
 _OPS = {
     "torch": "minivllm.models.ops.torch:TorchOps",
     "numba_cpu": "minivllm.models.ops.numba_cpu:NumbaCPUOps",

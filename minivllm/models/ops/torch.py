@@ -16,8 +16,6 @@ from minivllm.models.rope import Rotation, apply_rope
 
 __all__ = ["ACTIVATIONS", "TorchOps"]
 
-
-# %% nbs/models/ops/torch.ipynb #ACTIVATIONS
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -27,7 +25,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# %% nbs/models/ops/torch.ipynb #TorchOps
 class TorchOps(LayerOps):
     """See `LayerOps`."""
 
@@ -45,7 +42,6 @@ class TorchOps(LayerOps):
         residual = x if residual is None else residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
 
-    # %% nbs/models/ops/torch.ipynb #TorchOps-rope_and_cache
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -70,7 +66,6 @@ class TorchOps(LayerOps):
         backend.write(k, v, kv_cache, slot_mapping)
         return q
 
-    # %% nbs/models/ops/torch.ipynb #TorchOps-gated_linear
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
         """See `LayerOps`."""
         gate, up = gate_up(x).chunk(2, -1)

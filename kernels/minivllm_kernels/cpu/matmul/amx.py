@@ -21,8 +21,6 @@ __all__ = [
     "tiles_begin", "tiles_clear", "tiles_end", "tiles_load", "tiles_multiply", "tiles_store",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #instruct
 """RowMajorMatmul of bf16 rows with a weight in oneDNN's order by the CPU's tile unit (Intel AMX). Sums are float32, in an order that does
 not depend on the number of rows: a row's result is bit-identical in any batch."""
 
@@ -43,7 +41,6 @@ def pointer(b: Any, where: Any, offset: Any) -> Any:
     return b.inttoptr(b.add(where, offset), I8.as_pointer())
 
 
-# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #tiles_multiply
 @primitive
 def tiles_begin(typing: Any, config: Any) -> Any:
     """Tell the tile unit how large each register is, by the 64 bytes at an address. All numbers in them become zero."""
@@ -84,7 +81,6 @@ def tiles_multiply(typing: Any, x: Any, x_stride: Any, weight: Any, weight_strid
     return signature(types.void, types.int64, types.int64, types.int64, types.int64, count), emit
 
 
-# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #move_sums
 def move_sums(instruction: str, count: Any) -> Any:
     """Signature and code of a primitive that moves the sums of `count` tiles of rows from or to rows of float32."""
     n = number(count, "count")
@@ -124,7 +120,6 @@ def tiles_clear(typing: Any, count: Any) -> Any:
     return signature(types.void, count), emit
 
 
-# %% nbs/numba_kernels/cpu/matmul/amx.ipynb #matmul
 def make_pass(count: int) -> Any:
     """A function for `count` tiles of rows and two of outputs."""
 

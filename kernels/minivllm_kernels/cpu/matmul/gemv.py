@@ -27,8 +27,6 @@ from minivllm_kernels.cpu.simd import (
 
 __all__ = ["jit", "make_write_row", "matmul", "matmul_loop"]
 
-
-# %% nbs/numba_kernels/cpu/matmul/gemv.ipynb #matmul_loop
 """The loop that the CPU's matmuls share, and the matmul by a row-major weight.
 
 Each weight is read once. Sums are float32, in an order that does not depend on the number of rows: a row's result is
@@ -115,7 +113,6 @@ def matmul_loop(find_outputs: Any, take_row: Any, tiles: Any, write_row: Any, ma
     return body
 
 
-# %% nbs/numba_kernels/cpu/matmul/gemv.ipynb #make_tile
 MARGIN = row_stride(0) // 2
 
 
@@ -155,7 +152,6 @@ def make_tile(rows: int, outputs: int, w_bits: int, lanes: int) -> Any:
     return tile
 
 
-# %% nbs/numba_kernels/cpu/matmul/gemv.ipynb #matmul
 def matmul(w_bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
     """Body of the kernel for weights of `w_bits` (32, 16 or 8) and rows of `x_bits`. Arguments: see `layout.RowMajorMatmul`."""
     L, STEP = lanes, 2 * lanes if w_bits == 16 else lanes

@@ -30,8 +30,6 @@ __all__ = [
     "tile_configs", "tile_outputs",
 ]  # fmt: skip
 
-
-# %% nbs/numba_kernels/cpu/matmul/layout.ipynb #Matmul
 """How weights lie in memory for the CPU's matmuls, and an object for each layout that launches its kernel."""
 
 X, OUT, ROWS, SCRATCH, SCRATCH_BYTES, INPUTS, OUTPUTS, WEIGHT, BIAS, SCALES = range(OWN, OWN + 10)
@@ -76,7 +74,6 @@ class Matmul:
             LAUNCHER.run(self.kernel, args, threads)
 
 
-# %% nbs/numba_kernels/cpu/matmul/layout.ipynb #RowMajorMatmul
 CHUNK = EXTRA
 """Further argument of the row-major matmul: outputs of a work item."""
 
@@ -137,7 +134,6 @@ class RowMajorMatmul(Matmul):
         super().__call__(x, out, rows, threads)
 
 
-# %% nbs/numba_kernels/cpu/matmul/layout.ipynb #PackedMatmul
 PADDED, BLOCK, CONFIGS = range(EXTRA, EXTRA + 3)
 """Further arguments of the packed matmul: inputs with padding, outputs of a block, address of `tile_configs`."""
 TILE = 16
@@ -215,7 +211,6 @@ class PackedMatmul(Matmul):
             self.sum_floats, self.row_floats = 2 * TILE * ITEM, 0
 
 
-# %% nbs/numba_kernels/cpu/matmul/layout.ipynb #QuantizedMatmul
 GROUP, FACTORS, FIRST, STRIDE, WIDE = range(PADDED + 1, PADDED + 6)
 """Further arguments of the quantized matmul, after `PADDED`: inputs of a group, address of the factors on the rows. For
 `dequantize`: first block, numbers from one input to the next, outputs of a block of the result."""
@@ -267,7 +262,6 @@ class QuantizedMatmul(Matmul):
         self.row_floats = padded(inputs) + -(-padded(inputs) // group)  # and a row's sum over each group
         self._dequantize_args = self.args[:]
 
-    # %% nbs/numba_kernels/cpu/matmul/layout.ipynb #dequantize
     def dequantize(self, out: int, first: int, outputs: int, stride: int, wide: int, threads: int) -> None:
         """Write outputs `first` to `first + outputs`, both multiples of `ITEM`, as numbers of `x_bits`.
 

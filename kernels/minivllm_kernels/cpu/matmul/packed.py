@@ -23,8 +23,6 @@ from minivllm_kernels.cpu.simd import (
 
 __all__ = ["find_outputs", "make_tile", "matmul", "tile_vectors"]
 
-
-# %% nbs/numba_kernels/cpu/matmul/packed.ipynb #make_tile
 """Matmul of a few bf16 rows by a weight in oneDNN's packed order. Each weight is read once."""
 
 
@@ -65,7 +63,6 @@ def make_tile(rows: int, vectors: int, lanes: int) -> Any:
     return tile
 
 
-# %% nbs/numba_kernels/cpu/matmul/packed.ipynb #matmul
 def matmul(out_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
     """Body of the kernel. Arguments: see `layout.PackedMatmul`. ``out_bits``: of the results, which are rounded to bf16."""
     L = lanes

@@ -34,8 +34,6 @@ from minivllm_kernels.cpu.simd import (
 
 __all__ = ["dequantize", "matmul"]
 
-
-# %% nbs/numba_kernels/cpu/matmul/quantized.ipynb #make_tile
 """Matmul of a few rows by a quantized weight, and the weight written out for many rows. Each weight is read once."""
 
 ZERO = np.float32(0)
@@ -72,7 +70,6 @@ def make_tile(rows: int, vectors: int, bits: int, lanes: int) -> Any:
     return tile
 
 
-# %% nbs/numba_kernels/cpu/matmul/quantized.ipynb #matmul
 def matmul(bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
     """Body of the kernel for weights of `bits` and rows of `x_bits`. Arguments: see `layout.QuantizedMatmul`."""
     L = lanes
@@ -102,7 +99,6 @@ def matmul(bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[Any]
     return matmul_loop(find_outputs, take_row, tiles, make_write_row(lanes, x_bits))
 
 
-# %% nbs/numba_kernels/cpu/matmul/quantized.ipynb #dequantize
 def dequantize(bits: int, x_bits: int, lanes: int) -> Callable[[Any], None]:
     """Body of the kernel that writes blocks of a weight as numbers of `x_bits`. Arguments: see `layout.QuantizedMatmul`."""
     L, BITS, BITS_OF_SCALE = lanes, bits, SCALE_BITS[bits]
