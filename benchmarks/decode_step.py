@@ -10,6 +10,7 @@ and the keys and values once. Then, for small batches, the same step with every 
 
 import argparse
 import json
+import math
 from itertools import chain
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def main() -> None:
         return
     card, copy = torch.cuda.get_device_name(), copy_bandwidth()
     decoder = make_decoder(args.context)
-    weights = sum(x.numel() * x.element_size() for x in decoder._targets().values())
+    weights = 2 * sum(math.prod(shape) for shape in decoder.spec.weight_shapes().values())
     kv_token = 28 * 2 * 8 * 128 * 2
     rows = []
     print(f"{card}, copy {copy:.0f} GB/s, weights {weights / 1e6:.0f} MB, context {args.context}")

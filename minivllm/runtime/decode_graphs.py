@@ -54,6 +54,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Forget all recordings: the model that was recorded is another one now."""
         self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # the old one ends with its last graph
         self.used_bytes, self._full = 0, False
 
     def run(self, key: Hashable, make: Callable[[], tuple[Callable[[], Tensor], object]]) -> Tensor:
