@@ -145,7 +145,7 @@ def ours(folder: Path, work: list[tuple[list[int], int]], async_scheduling: bool
     }
     runner, watch = core.executor.runner, Stopwatch()
     watch.wrap(core.scheduler, "schedule", "schedule")
-    watch.wrap(core.scheduler, "update", "update")
+    watch.wrap(core.scheduler, "update_from_output", "update")
     watch.wrap(runner, "_update_rows", "rows")
     watch.wrap(runner.batch, "prepare", "prepare")
     watch.wrap(runner, "_forward", "plan and launch")
