@@ -1,8 +1,8 @@
 """Reading a model folder: which files, which dtype, how much memory, and every way in which it can be wrong."""
 
 import json
-import random
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
