@@ -300,14 +300,17 @@ class FCFS(Policy):
 
 
 class Priority(Policy):
-    """Smallest `priority` first, ties by arrival; the least urgent and youngest running request is preempted (vLLM's rule)."""
+    """Smallest `priority` first, ties by arrival. The least urgent running request is preempted, the youngest of several.
+
+    Of requests with one priority and one arrival time, the one that was admitted first is preempted: vLLM's rule.
+    """
 
     @staticmethod
     def key(request: Any) -> Any:
         return (request.priority, request.arrival_time, request.sequence_number)
 
     def victim(self, running: Sequence[Any], view: SchedulerView) -> Any:
-        return max(running, key=self.key)
+        return max(running, key=lambda request: (request.priority, request.arrival_time))
 
 
 class ShortestFirst(Policy):

@@ -334,6 +334,7 @@ _TOLD: dict[str, Callable[[Any], str]] = {
     "admit": lambda e: f"started, {e.num_cached} tokens cached" if e.num_cached else "started",
     "alloc": lambda e: f"took {_blocks(e)}",
     "hit": lambda e: f"shared {_blocks(e)}",
+    "skip": lambda e: f"gave back {_blocks(e)}, which no later token attends to",
     "preempt": lambda e: (
         f"preempted ({e.mode}): "
         + REASONS.get(e.chosen_by, f"request {e.needed_by} needed blocks and none were free; chosen by {e.chosen_by}")

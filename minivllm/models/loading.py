@@ -65,7 +65,7 @@ def read_header(file: Path) -> list[TensorRecord]:
         if announced != size:
             raise ValueError(f"{announced} bytes announced, {size} found: an interrupted download?")
         return [TensorRecord(name, file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
 
 
@@ -134,7 +134,7 @@ def iter_tensors(records: list[TensorRecord], dtype: str) -> Iterator[tuple[str,
     Raises `CheckpointError` for a tensor that is not of a float type, or that `dtype` float16 cannot hold.
     """
     import torch
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -144,6 +144,8 @@ def iter_tensors(records: list[TensorRecord], dtype: str) -> Iterator[tuple[str,
                 for record in records:
                     if record.file == file:
                         yield record.name, _checked(record, tensors.get_tensor(record.name), dtype)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
     finally:
         torch.set_num_threads(threads)
 

@@ -320,6 +320,15 @@ def test_priority_preempts_the_least_urgent():
     assert preempted == ["b"]
 
 
+def test_of_equals_the_first_admitted_is_preempted_as_in_vllm():
+    running = [Request(name, [1], max_tokens=1, priority=1, arrival_time=2.0) for name in ("first", "second")]
+    for number, request in enumerate(running):
+        request.sequence_number = number
+    assert Priority().victim(running, None).request_id == "first"
+    later = Request("later", [1], max_tokens=1, priority=1, arrival_time=3.0)
+    assert Priority().victim([*running, later], None).request_id == "later"
+
+
 def test_lfu_keeps_what_is_hit_often():
     def survivors(policy):
         s = make(policy=policy, blocks=7, length=24)

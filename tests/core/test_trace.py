@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import re
 
 import pytest
 from scheduling import fake_model, kv_config
@@ -143,6 +144,21 @@ def test_why_in_plain_words(trace):
     assert any("waited" in line for r in range(8) for line in trace.why(f"r{r}"))
     with pytest.raises(KeyError, match="no request 'nobody'"):
         trace.why("nobody")
+
+
+def test_why_tells_what_a_window_gives_back():
+    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=40)
+    s = Scheduler(config, CacheConfig(4, 16), kv_config("window", 4, 16))
+    trace = s.record()
+    s.add_request(Request("w", list(range(14)), max_tokens=12))
+    while s.has_requests():
+        output = s.schedule()
+        s.update_from_output(output, fake_model(output, s))
+    took = [block for e in trace.events if e[0] == "alloc" for block in e[3]]
+    given = [block for e in trace.events if e[0] == "skip" for block in e[5]]
+    lines = [line for line in trace.why("w") if "gave back block" in line]
+    assert len(given) >= 3 and set(given) <= set(took)
+    assert [int(n) for line in lines for n in re.findall(r"\d+", line.split("gave back")[1])] == given
 
 
 class Words:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,24 @@ def test_a_damaged_file(folder):
         (folder / "model.safetensors").write_bytes(data)
         with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file"):
             find_tensors(folder)
+
+
+def test_any_damage_to_a_header_names_the_file(folder):
+    """Bytes of the header are replaced at random: the file loads as before, or an error names it."""
+    save_file(tensors(), folder / "model.safetensors")
+    good, rng, named = (folder / "model.safetensors").read_bytes(), random.Random(0), 0
+    length = 8 + int.from_bytes(good[:8], "little")
+    for _ in range(300):
+        broken = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            broken[rng.randrange(length)] = rng.choice(b'{}[]",:0123456789xF\x00\xff')
+        (folder / "model.safetensors").write_bytes(broken)
+        try:
+            loaded(folder)
+        except CheckpointError as error:
+            named += "model.safetensors" in str(error)
+            assert "model.safetensors" in str(error)
+    assert named > 200
 
 
 def test_a_tensor_of_integers_is_named(folder):
