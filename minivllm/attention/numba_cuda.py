@@ -124,7 +124,7 @@ class NumbaCudaBackend(AttentionBackend):
         if not pairs:
             return
         if overlap or not reachable:  # the generic way reads everything before it writes
-            super().copy_blocks(src_cache, dst_cache, pairs)
+            AttentionBackend.copy_blocks(self, src_cache, dst_cache, pairs)
             return
         device = src_cache.device if src_cache.is_cuda else dst_cache.device
         cuda_ops().copy_blocks(src_cache, dst_cache, torch.tensor(pairs, dtype=torch.int64).to(device))

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -35,7 +36,8 @@ def method(cls: type) -> Callable[[Any], Any]:
     """
 
     def put(member: Any) -> Any:
-        function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+        cached = member.func if isinstance(member, cached_property) else None
+        function = cached or getattr(member, "fget", None) or getattr(member, "__func__", member)
         name = function.__name__
         if name in BODY_ONLY:
             raise TypeError(f"{name} only works inside the class body: define it in the cell of {cls.__name__}")
@@ -45,6 +47,8 @@ def method(cls: type) -> Callable[[Any], Any]:
         for accessor in filter(None, accessors):
             accessor.__qualname__ = f"{cls.__qualname__}.{name}"
         setattr(cls, name, member)
+        if cached:
+            member.__set_name__(cls, name)
         abc.update_abstractmethods(cls)
         # What the name meant before the definition, so that a method `sum` does not hide the function in the notebook.
         return sys._getframe(1).f_globals.get(name, getattr(builtins, name, None))

@@ -27,6 +27,11 @@ WITHOUT = {
     "literate/cli": "is a list of commands",
     "book/paging": "is puzzles, with a checker of their own",
     "book/kernel_puzzles": "is puzzles, with a checker of their own",
+    "core/events": "lists the events; the exercises on them are in core/trace and core/trace_tables",
+    "core/recorder": "is the part of the scheduler that records; the exercises are in core/trace",
+    "core/request_queue": "is the part of the scheduler that waits; the exercises are in core/scheduler",
+    "core/views": "is ten lines that keep the core from importing the views",
+    "viz/tables": "generates a table for the browser",
 }
 """Chapters without an `@Exercise`, and why."""
 

@@ -62,6 +62,10 @@ class _OnlyKernels(TorchDispatchMode):
         super().__init__()
         self.arena = arena
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True makes torch import its compiler, a second of every start, for a mode that is never compiled
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
