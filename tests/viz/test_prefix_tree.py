@@ -28,7 +28,8 @@ def test_the_tree_is_the_folded_state(traces, name):
         now = tree.at(step)
         named = {block: content for block, content in enumerate(state.hashes) if content is not None}
         held = [tree.names[node] for node in np.flatnonzero(now.cached)]
-        assert sorted(held) == sorted(named.values())
+        assert len(held) == len(set(held)) or name == "hybrid"  # a group has nodes of its own
+        assert set(held) == set(named.values())
         users: dict = {}
         for block, content in named.items():
             users[content] = users.get(content, 0) + state.ref_cnt[block]
