@@ -236,7 +236,10 @@ def test_one_hue_a_request(traces, open_page, tmp_path):
         y = (row + 0.5 - (0.3 if prefill else 0)) * height  # above the number that stands in a prefill
         hue = owner_colour(row)
         wanted = hue if prefill else tint(hue, DECODE_TINT)
-        assert page.evaluate(PIXEL, [int(data.start[i]), int(data.end[i]), float(y)]) == wanted, (row, data.start[i])
+        drawn = page.evaluate(PIXEL, [int(data.start[i]), int(data.end[i]), float(y)])
+        channels = [[int(c[k : k + 2], 16) for k in (1, 3, 5)] for c in (drawn, wanted)]
+        # A browser blends colours with 8 bits, and rounds otherwise than Python does.
+        assert max(abs(a - b) for a, b in zip(*channels)) <= 2, (row, data.start[i], drawn, wanted)
         checked += 1
     assert checked > 40
 
