@@ -223,7 +223,8 @@ def test_a_server_shows_it_live(path, browser):
     args = EngineArgs(model=path, dtype="float32", num_gpu_blocks=128)
     with live_server(args, ServerOptions(dashboard=True, api_key=["secret"])) as server:
         assert monitors() == []  # nobody looks yet
-        page, errors = browser.new_page(), []
+        signed_in = browser.new_context(http_credentials={"username": "any", "password": "secret"})
+        page, errors = signed_in.new_page(), []
         page.on("console", lambda message: errors.append(message.text))
         page.on(
             "request",
@@ -244,7 +245,7 @@ def test_a_server_shows_it_live(path, browser):
         assert server.get("/dashboard/samples?after=x").status_code == 400
         server.llm.shutdown()
         page.wait_for_function("document.querySelector('.mv-status').textContent === 'the engine was closed'")
-        page.close()
+        signed_in.close()
     assert monitors() == []
 
 
