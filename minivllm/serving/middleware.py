@@ -177,7 +177,8 @@ class ApiKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         guarded = scope["type"] == "http" and scope["path"] not in self.OPEN and scope["method"] != "OPTIONS"
         if guarded and not self.knows(Headers(scope=scope).get("authorization", "")):
-            asks = 'Basic realm="minivllm", Bearer' if scope["method"] == "GET" else "Bearer"
+            # A browser asks its user only where Basic stands alone.
+            asks = 'Basic realm="minivllm"' if scope["method"] == "GET" else "Bearer"
             message = "the API key is missing or wrong"
             error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": asks})
             await error.response()(scope, receive, send)
