@@ -41,7 +41,8 @@ def test_a_packed_weight_is_kept_once_and_can_be_loaded_again():
     layer = loaded(64, {"a": 96}, weight)
     if "weight" in layer.method.weights:
         pytest.skip("nothing is packed on this machine")
-    assert layer.method.memory.numel() == weight.numel()
+    padded = 128 * 64  # oneDNN fills up its blocks of 64 rows where there is no tile unit
+    assert layer.method.memory.numel() in (weight.numel(), padded)
     layer.part("a").mul_(2)
     layer.use("cpu")
     assert torch.equal(layer.weight, 2 * weight)
