@@ -302,7 +302,7 @@ class FCFS(Policy):
 class Priority(Policy):
     """Smallest `priority` first, ties by arrival. The least urgent running request is preempted, the youngest of several.
 
-    Of requests with one priority and one arrival time, the one that was admitted first is preempted: vLLM's rule.
+    Of requests that also arrived together vLLM preempts the one that runs longest, and two of them can then preempt each other for ever.
     """
 
     @staticmethod
@@ -310,7 +310,7 @@ class Priority(Policy):
         return (request.priority, request.arrival_time, request.sequence_number)
 
     def victim(self, running: Sequence[Any], view: SchedulerView) -> Any:
-        return max(running, key=lambda request: (request.priority, request.arrival_time))
+        return max(running, key=self.key)
 
 
 class ShortestFirst(Policy):

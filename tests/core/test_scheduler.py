@@ -320,13 +320,24 @@ def test_priority_preempts_the_least_urgent():
     assert preempted == ["b"]
 
 
-def test_of_equals_the_first_admitted_is_preempted_as_in_vllm():
+def test_of_equals_the_youngest_is_preempted():
     running = [Request(name, [1], max_tokens=1, priority=1, arrival_time=2.0) for name in ("first", "second")]
     for number, request in enumerate(running):
         request.sequence_number = number
-    assert Priority().victim(running, None).request_id == "first"
+    assert Priority().victim(running, None).request_id == "second"
     later = Request("later", [1], max_tokens=1, priority=1, arrival_time=3.0)
     assert Priority().victim([*running, later], None).request_id == "later"
+
+
+def test_two_equals_do_not_preempt_each_other_for_ever():
+    """Each grows chunk by chunk, and the pool holds only one of them: the older must get through."""
+    limits = {"long_prefill_token_threshold": 3, "scheduler_reserve_full_isl": False}
+    s = make(policy=Priority(), seqs=2, blocks=5, length=16, caching=False, **limits)
+    for name in "ab":
+        s.add_request(Request(name, [1] * 13, max_tokens=1))
+    for _ in range(20):
+        step(s)
+    assert not s.requests
 
 
 def test_lfu_keeps_what_is_hit_often():
