@@ -331,10 +331,11 @@ class FoldReader(EventReader):
     """An `EventReader` beside a fold: when a method is called, `fold` is as it was before the event.
 
     Attributes:
-        fold: set by `read`.
+        header, fold: set by `read`.
         step: recorded steps are counted from 0; -1 before the first.
     """
 
+    header: TraceHeader
     fold: Fold
     step = -1
 
@@ -349,7 +350,7 @@ def read(recording: Recording, *readers: FoldReader) -> Fold:
     """Fold a recording once, with readers beside the fold; gives the fold, at the end."""
     fold = Fold(recording.start)
     for reader in readers:
-        reader.fold = fold
+        reader.header, reader.fold = recording.header, fold
         reader.begin()
     for event in recording.events:
         if event[0] == "step":
