@@ -13,8 +13,8 @@ from minivllm.sampling.params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "MAX_ANSWERS", "MAX_PARTS", "ApiModel", "ChatCompletionRequest", "ChatMessage", "ChatTemplateFields",
-    "CompletionRequest", "DetokenizeRequest", "Int64", "RequestId", "SamplingFields", "TokenizeRequest",
-    "ToolFields", "as_list", "check_count", "log_no_effect",
+    "CompletionRequest", "DetokenizeRequest", "Int64", "RequestFields", "RequestId", "SamplingFields",
+    "TokenizeRequest", "ToolFields", "as_list", "check_count", "log_no_effect",
 ]  # fmt: skip
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -130,10 +130,25 @@ class ResponseFormat(ApiModel):
 Words = Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=1024)]
 
 
-class SamplingFields(ApiModel):
-    """What OpenAI and vLLM let a client say about the draw."""
+class RequestFields(ApiModel):
+    """What a client can say of every request to the engine."""
 
     model: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    priority: Int64 = 0
+    cache_salt: str | None = None
+    request_id: RequestId | None = None
+
+    @property
+    def end_user(self) -> str | None:
+        """Whose request it is, for policies that are fair to users."""
+        return self.user or self.safety_identifier
+
+
+class SamplingFields(RequestFields):
+    """What OpenAI and vLLM let a client say about the draw."""
+
     n: Annotated[int, Field(le=128)] = 1
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -159,11 +174,6 @@ class SamplingFields(ApiModel):
     structured_outputs: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    priority: Int64 = 0
-    cache_salt: str | None = None
-    request_id: RequestId | None = None
     return_token_ids: bool = False
     vllm_xargs: dict[str, Any] | None = None
 
@@ -464,6 +474,11 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
         if both and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to show for each token; None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeRequest(ChatTemplateFields):
