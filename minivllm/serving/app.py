@@ -303,34 +303,29 @@ def _port(text: str) -> int:
     return port
 
 
-def _add_program_flags(group: Any) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    group.add_argument("--port", type=_port, default=8000, help="port (default: 8000; 0: any that is free)")
-    group.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, help="seconds that open requests get at the end (default: 30)"
-    )
-    group.add_argument(
-        "--disable-frontend-multiprocessing",
-        action="store_true",
-        help="run the engine in a thread of the server, not in a process of its own",
-    )
-    group.add_argument(
-        "--max-engine-restarts",
-        type=int,
-        default=0,
-        help="engines to start after one has died, before the server ends with status 1 (default: 0)",
-    )
-    group.add_argument(
-        "--h11-max-incomplete-event-size",
-        type=int,
-        default=1 << 16,
-        metavar="BYTES",
-        help="largest head of a request: its first line and headers (default: 65536)",
-    )
-    group.add_argument("--ssl-keyfile", help="private key, for https")
-    group.add_argument("--ssl-certfile", help="certificate, for https")
-    levels = ["debug", "info", "warning", "error"]
-    group.add_argument("--log-level", default="info", choices=levels, help="(default: info)")
+_PROGRAM_FLAGS: dict[str, dict[str, Any]] = {
+    "--host": {"default": "127.0.0.1", "help": "address to listen on (default: this machine only)"},
+    "--port": {"type": _port, "default": 8000, "help": "port (default: 8000; 0: any that is free)"},
+    "--shutdown-timeout": {
+        "type": float, "default": 30.0, "help": "seconds that open requests get at the end (default: 30)"
+    },
+    "--disable-frontend-multiprocessing": {
+        "action": "store_true", "help": "run the engine in a thread of the server, not in a separate process"
+    },
+    "--max-engine-restarts": {
+        "type": int, "default": 0,
+        "help": "engines to start after one has died, before the server ends with status 1 (default: 0)",
+    },
+    "--h11-max-incomplete-event-size": {
+        "type": int, "default": 1 << 16, "metavar": "BYTES",
+        "help": "largest head of a request: its first line and headers (default: 65536)",
+    },
+    "--ssl-keyfile": {"help": "private key, for https"},
+    "--ssl-certfile": {"help": "certificate, for https"},
+    "--log-level": {
+        "default": "info", "choices": ["debug", "info", "warning", "error"], "help": "(default: info)"
+    },
+}  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -341,7 +336,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
     group = parser.add_argument_group("server")
-    _add_program_flags(group)
+    for flag, settings in _PROGRAM_FLAGS.items():
+        group.add_argument(flag, **settings)
     for f in fields(ServerOptions):
         flag, kind, text = "--" + f.name.replace("_", "-"), str(f.type).removesuffix(" | None"), f.metadata["help"]
         if kind == "<class 'bool'>":
@@ -381,7 +377,7 @@ def options_from(args: argparse.Namespace) -> ServerOptions:
     if args.host in local and not given["api_key"] and not given["allowed_hosts"]:
         given["allowed_hosts"] = sorted(local)
     if args.host not in local and not given["api_key"]:
-        logger.warning("no --api-key: whoever can reach %s may use this server", args.host)
+        logger.warning("no --api-key: anyone who can reach %s may use this server", args.host)
     return ServerOptions(**given)
 
 
@@ -407,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     options, engine_args = options_from(args), engine_args_from(args)
     if args.max_engine_restarts and args.disable_frontend_multiprocessing:
-        raise ValueError("--max-engine-restarts needs an engine in a process of its own")
+        raise ValueError("--max-engine-restarts needs an engine in a separate process")
     if args.max_engine_restarts and options.trace:
         raise ValueError("--trace records one engine from its start to its end; it excludes --max-engine-restarts")
     check_certificate(args.ssl_certfile, args.ssl_keyfile)

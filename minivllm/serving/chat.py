@@ -16,7 +16,7 @@ from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.models.tokenizer import render_chat_template
 from minivllm.sampling.grammar import check_limits
 from minivllm.sampling.params import SamplingParams, check_text
-from minivllm.serving.answers import AnswerPart, AnswerReader, structure, tool_use, whole_calls
+from minivllm.serving.answers import AnswerReader, structure, tool_use, whole_calls
 from minivllm.serving.completions import finite, prompt_logprobs
 from minivllm.serving.errors import ApiError
 from minivllm.serving.generation import Job, Plan, ServerState, Writer, answer, plan_fields
@@ -24,7 +24,7 @@ from minivllm.serving.middleware import JsonRoute
 from minivllm.serving.protocol import ChatCompletionRequest, ChatMessage, log_no_effect
 from minivllm.serving.reasoning import ReasoningParser
 from minivllm.serving.tool_parsers import HermesToolParser
-from minivllm.serving.tools import CallDelta, CallFormat, ToolUse, show_calls, show_tools
+from minivllm.serving.tools import CallDelta, CallFormat, Piece, ToolUse, show_calls, show_tools
 
 __all__ = [
     "ChatPlan", "chat_logprobs", "chat_params", "chat_router", "plan_chat", "render_chat", "render_request",
@@ -282,7 +282,7 @@ class ChatWriter(Writer):
         function = {"name": delta.name, "arguments": delta.arguments}
         return {"id": self.plan.use.parser.new_id(), "type": "function", "function": function}
 
-    def _thought(self, part: AnswerPart) -> str | None:
+    def _thought(self, part: Piece) -> str | None:
         return (part.thought or None) if self.body.include_reasoning else None
 
     def choices(self, i: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
@@ -340,7 +340,7 @@ class ChatWriter(Writer):
             yield {"index": index, "delta": delta, **self._details(tokens), **end}
             tokens = replace(tokens, token_ids=[], logprobs=[])
 
-    def _deltas(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
+    def _deltas(self, part: Piece) -> Iterator[dict[str, Any]]:
         thought = self._thought(part)
         if thought is not None:
             yield {"reasoning": thought, "reasoning_content": thought}
@@ -367,11 +367,7 @@ def chat_router(state: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> dict[str, Any] | Response:
         """Answer a conversation."""
-
-        async def prepare() -> ChatWriter:
-            fields = plan_fields(body, state, request, "chatcmpl")
-            return ChatWriter(Job(state, await state.llm.run_input(lambda: plan_chat(body, state, fields))))
-
-        return await answer(request, state, prepare)
+        plan = state.llm.run_input(lambda: plan_chat(body, state, plan_fields(body, state, request, "chatcmpl")))
+        return await answer(request, state, plan, ChatWriter)
 
     return router

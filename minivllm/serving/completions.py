@@ -201,10 +201,6 @@ def completions_router(state: ServerState) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> dict[str, Any] | Response:
         """Complete one or more prompts."""
-
-        async def prepare() -> CompletionWriter:
-            return CompletionWriter(Job(state, await plan_completion(body, request, state)))
-
-        return await answer(request, state, prepare)
+        return await answer(request, state, plan_completion(body, request, state), CompletionWriter)
 
     return router

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.serving.errors import ApiError
-from minivllm.serving.generation import Job, Plan, ServerState, Writer, answer, engine_prompts, plan_fields
+from minivllm.serving.generation import Plan, ServerState, Writer, answer, engine_prompts, plan_fields
 from minivllm.serving.middleware import JsonRoute
 from minivllm.serving.protocol import Int64, RequestFields, as_list
 
@@ -84,10 +84,6 @@ def embeddings_router(state: ServerState) -> APIRouter:
     @router.post("/v1/embeddings", response_model=None)
     async def create_embedding(body: EmbeddingRequest, request: Request) -> dict[str, Any] | Response:
         """A vector for each input."""
-
-        async def prepare() -> EmbeddingWriter:
-            return EmbeddingWriter(Job(state, await plan_embedding(body, request, state)))
-
-        return await answer(request, state, prepare)
+        return await answer(request, state, plan_embedding(body, request, state), EmbeddingWriter)
 
     return router

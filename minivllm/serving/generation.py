@@ -508,12 +508,13 @@ class Writer:
 
 
 async def answer(
-    request: Request, state: ServerState, prepare: Callable[[], Awaitable[Any]]
+    request: Request, state: ServerState, plan: Awaitable[Plan], make_writer: Callable[[Job], Any]
 ) -> dict[str, Any] | Response:
     """Plan, generate, answer. All of it ends when the client hangs up.
 
     Args:
-        prepare: Makes the writer of the answer; it has a job, `response` for a stream, and `whole`.
+        plan: Of the request.
+        make_writer: Makes what writes the answer of a job: `response` for a stream, or `whole`.
 
     Raises:
         ApiError: the request is at fault, takes too long, or its client has gone.
@@ -521,10 +522,10 @@ async def answer(
 
     async def work() -> dict[str, Any] | Response:
         try:
-            writer = await prepare()
+            job = Job(state, await plan)
+            writer = make_writer(job)
         except Exception as error:
             raise as_api_error(error) from error
-        job: Job = writer.job
         await job.submit()
         if job.plan.body.stream:
             return writer.response()

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -229,12 +230,12 @@ class ItemWriter:
 class ResponseWriter:
     """Makes one response, whole or as events."""
 
-    def __init__(self, job: Job, plan: ResponsePlan, store: ResponseStore) -> None:
+    def __init__(self, job: Job, store: ResponseStore) -> None:
+        plan: Any = job.plan
         self.job, self.plan, self.store = job, plan, store
         self.tokenizer = job.state.llm.get_tokenizer()
         self.items = ItemWriter(plan, token_bytes(self.tokenizer) if plan.body.logprobs else None)
         self.counter = Counter(job.state.options.enable_prompt_tokens_details)
-        params: Any = plan.params
         self.response_object: dict[str, Any] = {
             "id": plan.id,
             "object": "response",
@@ -246,8 +247,8 @@ class ResponseWriter:
             "output": [],
             **_repeated(plan.request),
             "service_tier": "default",
-            "temperature": params.temperature,
-            "top_p": params.top_p,
+            "temperature": plan.params.temperature,
+            "top_p": plan.params.top_p,
             "truncation": "disabled",
         }
 
@@ -356,15 +357,11 @@ def responses_router(state: ServerState) -> APIRouter:
     @router.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> dict[str, Any] | Response:
         """Answer items with items."""
-
-        async def prepare() -> ResponseWriter:
-            before: Sequence[dict[str, Any]] = ()
-            if body.previous_response_id is not None:
-                before = store.get(body.previous_response_id, "previous_response_id").conversation
-            plan = await state.llm.run_input(lambda: plan_response(body, request, state, before))
-            return ResponseWriter(Job(state, plan), plan, store)
-
-        return await answer(request, state, prepare)
+        before: Sequence[dict[str, Any]] = ()
+        if body.previous_response_id is not None:
+            before = store.get(body.previous_response_id, "previous_response_id").conversation
+        plan = state.llm.run_input(lambda: plan_response(body, request, state, before))
+        return await answer(request, state, plan, partial(ResponseWriter, store=store))
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(response_id: str, stream: bool = False) -> dict[str, Any]:
