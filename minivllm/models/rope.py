@@ -139,9 +139,7 @@ class Rope(Module):
         self.inv_freq = inverse_frequencies(spec).to(device)
         self.factor = attention_factor(spec)
 
-    def _angles(self, positions: Tensor) -> Tensor:
-        if self.spec.kind != "dynamic":
-            return positions[:, None].float() * self.inv_freq
+    def _dynamic_angles(self, positions: Tensor) -> Tensor:
         # transformers grows the base with the longest position of a call. Taken per position, as here, that is the
         # same when tokens come one by one, and does not depend on chunking, on other requests or on cached prefixes.
         s = self.spec
@@ -160,7 +158,8 @@ class Rope(Module):
         Returns:
             cos and sin, each [T, 1, dim]; the first half of sin is negated.
         """
-        angles = self._angles(positions)
+        dynamic = self.spec.kind == "dynamic"
+        angles = self._dynamic_angles(positions) if dynamic else positions[:, None].float() * self.inv_freq
         cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
         return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
 
@@ -172,6 +171,7 @@ class Rope(Module):
         return torch.cat((cos[:, 0, :half], sin[:, 0, half:]), -1).contiguous()
 
 
+@dataclass
 class Rotation:
     """A rotation of the tokens of one step: positions, and what rotates them, worked out when it is first asked for.
 
@@ -181,8 +181,9 @@ class Rotation:
         dtype: of queries and keys.
     """
 
-    def __init__(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> None:
-        self.rope, self.positions, self.dtype = rope, positions, dtype
+    rope: Rope
+    positions: Tensor
+    dtype: torch.dtype
 
     @cached_property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
