@@ -3,9 +3,9 @@
 # Generated from nbs/models/decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
@@ -63,6 +63,7 @@ class Decoder(Module):
     Attributes:
         ops: what is computed between the linear layers.
         eager: every kernel is launched by itself; counts from the next `bind` on.
+        lora: adapters of the rows (`minivllm.lora.linear.LoRAModel`), or None.
         captured: runs steps that were captured, or None; from `bind` on.
     """
 
@@ -100,6 +101,7 @@ class Decoder(Module):
         self.head = self._make_head(builder)
         self.ropes = ModuleList(None if rope is None else Rope(rope, device, max_model_len) for rope in spec.ropes)
         self.eager = False
+        self.lora: Any = None
         self._captured: CapturedSteps | None = None
 
     def _make_head(self, builder: Builder) -> Linear:
@@ -163,10 +165,14 @@ class Decoder(Module):
             if hidden is not None:
                 return hidden
         rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
-        x = F.embedding(token_ids, self.embedding)
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
-        return self._run_layers(x, ForwardContext(rotations, kv_caches, plans))
+        return self._run_layers(self.embed(token_ids), ForwardContext(rotations, kv_caches, plans))
+
+    def embed(self, token_ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """The embeddings [T, hidden_size] of tokens, in `out` if it is given."""
+        x = torch.index_select(self.embedding, 0, token_ids, out=out)
+        if self.lora is not None:
+            self.lora.embed(token_ids, x)
+        return x if self.embedding_scale == 1.0 else x.mul_(self.embedding_scale)
 
     def _run_layers(self, x: Tensor, context: ForwardContext) -> Tensor:
         """From embeddings to hidden states, both [T, hidden_size]."""
