@@ -244,9 +244,9 @@ class LoRAModel:
 
     def set_slot(self, slot: int, adapter: Adapter) -> None:
         """Copy an adapter into a slot, in place of what it held."""
-        for prefix, linear, method in self._methods:
+        for prefix, linear, wrapped in self._methods:
             found = {part: adapter.modules.get(prefix + part) for part in linear.parts}
-            method.set_slot(slot, {part: weights for part, weights in found.items() if weights is not None})
+            wrapped.set_slot(slot, {part: weights for part, weights in found.items() if weights is not None})
         self._embeddings.pop(slot, None)
         if (weights := adapter.modules.get(self._embedding)) is not None:
             device = self.batch.device

@@ -5,6 +5,8 @@
 import math
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
 from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.lora.adapter import lora_targets
+from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
@@ -134,6 +138,8 @@ class ModelRunner:
         model.eager = config.args.enforce_eager
         model.bind(kv)
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, [g.spec.block_size for g in kv.groups])
+        self.adapters = self._make_adapters() if config.args.enable_lora else None
+        self.lora_slots = np.full(limits.max_num_seqs, -1)
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         self.pooler = Pooler()
@@ -153,6 +159,21 @@ class ModelRunner:
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
             if not config.args.enforce_eager:
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
+
+    def _make_adapters(self) -> AdapterStore:
+        args, model, targets = self.config.args, self.model, lora_targets(self.model.spec)
+        keep = args.max_cpu_loras or args.max_loras
+        return AdapterStore(model.lora, targets, args.max_lora_rank, model.dtype, keep)
+
+    def _use_adapters(self, slots: Int64) -> None:
+        """Say which adapter each row of what the model computes next has."""
+        if self.adapters is not None:
+            self.adapters.model.batch.set(slots)
+
+    def prefetch_lora(self, key: str, path: str, digest: str) -> Future[Any]:
+        """Have an adapter read into main memory; see `AdapterStore`."""
+        assert self.adapters is not None, "enable_lora is off"
+        return self.adapters.prefetch(key, path, digest)
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Execute one step. A request that fails by itself is reported in ``errors``; the others go on."""
@@ -193,10 +214,17 @@ class ModelRunner:
         for request_id in output.finished:
             self._prompt_done.pop(request_id, None)
             self.pooler.drop(request_id)
+        for slot, key in output.lora_loads:
+            assert self.adapters is not None, "enable_lora is off"
+            self.adapters.load(slot, key)
         for new in output.new_requests:
             known = [*new.prompt_token_ids, *new.output_token_ids]
             self.batch.add(new.request_id, known, new.num_computed_tokens, new.block_ids)
             params = new.sampling_params
+            self.lora_slots[self.batch.row_of[new.request_id]] = new.lora_slot
+            if self.adapters is not None and (why := self.adapters.error(new.lora_slot)) is not None:
+                result.errors[new.request_id] = why
+                continue
             if isinstance(params, PoolingParams):
                 self.pooler.add(new.request_id, params, len(known), new.num_computed_tokens)
                 continue
@@ -225,6 +253,7 @@ class ModelRunner:
     def _forward(self, step: StepInputs, chosen: Int64) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Hidden states after the last norm, [T, hidden_size]; and of the requests `chosen`, on the device: the last token's
         place among the T, and the row."""
+        self._use_adapters(np.repeat(self.lora_slots[step.rows], step.counts))
         arrays = step.token_ids, step.positions, step.last_token[chosen], step.rows[chosen]
         if self.buffer is None:
             plans = [
@@ -253,6 +282,8 @@ class ModelRunner:
         """As `_forward`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)
+        if self.model.lora is not None and self.model.lora.active:
+            return None
         if self.graphs is None or padded is None or len(step.request_ids) != rows or not self._may_replay(self.graphs):
             return None
         buffer.begin()
@@ -297,6 +328,7 @@ class ModelRunner:
         """Choose a token for each of the requests `chosen`; hidden: [len(chosen), hidden_size]; rows_there: their rows, on the device."""
         rows = step.rows[chosen]
         batch = self.sampling.batch([step.request_ids[i] for i in chosen])
+        self._use_adapters(self.lora_slots[rows])
         logits = self.model.compute_logits(hidden)
         if self._latest is not None and (self._looks_back or self.sample_log is not None or batch.looks_back):
             self._latest.result()
@@ -330,15 +362,18 @@ class ModelRunner:
                 continue
             at = int(starts[i]) - computed
             result.prompt_logprobs[request_id] = self._logprobs_of(
-                hidden[at + first : at + end], prompt[first + 1 : end + 1], count
+                hidden[at + first : at + end], prompt[first + 1 : end + 1], count, self.lora_slots[row]
             )
             self._prompt_done[request_id] = end
 
-    def _logprobs_of(self, hidden: Tensor, token_ids: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+    def _logprobs_of(
+        self, hidden: Tensor, token_ids: Sequence[int], count: int, lora_slot: int
+    ) -> list[dict[int, Logprob]]:
         """Reports on ``token_ids`` [R] after the hidden states [R, hidden_size], a slice at a time."""
         reports: list[dict[int, Logprob]] = []
         for start in range(0, len(hidden), self.PROMPT_SLICE):
             part = slice(start, start + self.PROMPT_SLICE)
+            self._use_adapters(np.full(len(hidden[part]), lora_slot))
             reports += compute_logprobs(self.model.compute_logits(hidden[part]), token_ids[part], count)
         return reports
 

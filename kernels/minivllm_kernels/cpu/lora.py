@@ -20,7 +20,7 @@ from minivllm_kernels.cpu.simd import (
     tile_outer,
     tile_totals,
     tile_zeros,
-)
+)  # fmt: skip
 
 __all__ = [
     "AT_ONCE", "EXPAND_B", "EXPAND_CHUNKS", "EXPAND_H", "EXPAND_OUT", "EXPAND_OUTPUTS", "ORDER", "PARTS",
