@@ -623,10 +623,8 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     Raises:
         ValueError: a setting is out of range for this model or machine; the message names value and range.
     """
-    decisions = [
-        dtype,
-        Decision("device", machine.device, "asked for" if args.device != "auto" else "the best one found"),
-    ]
+    why = "asked for" if args.device != "auto" else "the best one found"
+    decisions = [dtype, Decision("device", machine.device, why)]
 
     def choose(setting: str, asked: Any, default: Any, why: str) -> Any:
         decisions.append(Decision(setting, default if asked is None else asked, why if asked is None else "asked for"))

@@ -95,7 +95,7 @@ def test_few_slots_little_memory(tiny_model_path, expected, preemption):  # noqa
         assert kinds.count("lora_evict") >= 6 and kinds.count("preempt") > 3
         assert any(event.kind == "wait" and event.reason == "max_loras" for event in trace)
         trace.check()
-        assert trace.at(len(trace.to_pandas().steps) - 1).loras.keys() == {0, 1}
+        assert trace.at(len(trace.to_pandas()["steps"]) - 1).loras.keys() == {0, 1}
 
 
 def test_logits_and_prompt_logprobs(tiny_model_path, adapters):  # noqa: F811
