@@ -4,6 +4,7 @@ Weights are large enough that greedy choices are clear, and biases and norms are
 a norm left out shows.
 """
 
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,17 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 48}
+TINY_MODELS |= {
+    "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("qwen2_moe", {**_MOE, "num_experts": 8, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 2}),
+    "qwen3-moe": ("qwen3_moe", {**_MOE, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 12}),
+}  # fmt: skip
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3")
 """One of each family, for tests that cannot afford all."""
+EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")
+"""Mixtures of experts. In bfloat16 a rounding may choose another expert, so these are compared in float32."""
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
@@ -78,7 +88,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() > 1:
-            noise *= 1.0 if "embed_tokens" in name or "lm_head" in name else 1.5 / parameter.shape[1] ** 0.5
+            noise *= 1.0 if "embed_tokens" in name or "lm_head" in name else 1.5 / parameter.shape[-1] ** 0.5
         else:
             noise *= 0.3
             noise += 1.0 if name.endswith("norm.weight") and "gemma" not in type(model).__name__.lower() else 0.0
@@ -101,6 +111,16 @@ def hf_model(name: str, implementation: str = "eager") -> Any:
     model = AutoModelForCausalLM.from_config(hf_config(name), attn_implementation=implementation).eval()
     randomise(model)
     return model
+
+
+@cache
+def checkpoint(model: Any, original_format: bool = True) -> dict[str, torch.Tensor]:
+    """The tensors of a transformers model, under the names and in the forms that it saves them in."""
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, save_original_format=original_format)
+        return load_file(f"{folder}/model.safetensors")
 
 
 def tiny_tokenizer() -> Any:

@@ -73,7 +73,7 @@ class EngineCore:
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
-        if request.request_id in self._compiling or request.request_id in self.scheduler.requests:
+        if request.request_id in self._compiling.waiting or request.request_id in self.scheduler.requests:
             raise ValueError(f"request id {request.request_id!r} is already in use")
         adapter = None if request.lora_name is None else self._adapters[request.lora_name]
         if getattr(request.sampling_params, "structured_outputs", None) is None and (
@@ -102,7 +102,7 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether `step` has anything to do, be it only rows to drop."""
-        return self.scheduler.has_requests() or any((self._compiling, self._in_flight, self._outputs))
+        return self.scheduler.has_requests() or any((self._compiling.waiting, self._in_flight, self._outputs))
 
     def compile_grammar(self, params: StructuredOutputsParams) -> PendingGrammar:
         """Begin to compile a grammar, for a caller that waits for it before `add_request`. Raises ValueError if it cannot be one."""
@@ -119,7 +119,8 @@ class EngineCore:
             PolicyError: a hook of the policy failed; no request is lost.
             Exception: whatever the executor raises; the requests of the step have ended then (see `_give_up`).
         """
-        self._admit_compiled()
+        if self._compiling.waiting:
+            self._admit_compiled()
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             try:
@@ -128,17 +129,20 @@ class EngineCore:
                 self._give_up(scheduled)
                 raise
             self._update(scheduled, result)
-        return self._take_outputs()
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def step_async(self) -> list[EngineCoreOutput]:
         """Begin one step, and return what requests gained in the one before, which ran meanwhile. Raises as `step`."""
-        self._admit_compiled()
+        if self._compiling.waiting:
+            self._admit_compiled()
         more = self.scheduler.has_requests()
         if more:
             self._submit(self.scheduler.schedule())
         if len(self._in_flight) > more:
             self._update(*self._wait())
-        return self._take_outputs()
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def _submit(self, scheduled: SchedulerOutput) -> None:
         try:
@@ -165,10 +169,6 @@ class EngineCore:
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
 
-    def _take_outputs(self) -> list[EngineCoreOutput]:
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
     def drain(self) -> None:
         """Wait for the steps in flight. What requests gained comes with the next `step`."""
         while self._in_flight:
@@ -176,8 +176,6 @@ class EngineCore:
 
     def _admit_compiled(self) -> None:
         """Let requests whose grammar is compiled join the scheduler; those whose grammar is wrong end."""
-        if not self._compiling:
-            return
         ready, failed = self._compiling.take_ready(wait=not (self.scheduler.has_requests() or self._in_flight))
         for request in ready:
             try:
@@ -247,7 +245,7 @@ class EngineCore:
         scheduler = self.scheduler
         return {
             "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting) + len(self._compiling),
+            "num_requests_waiting": len(scheduler.waiting) + len(self._compiling.waiting),
             "kv_cache_usage_perc": scheduler.kv_cache_manager.block_pool.usage,
             "prefix_cache_queries": scheduler.kv_cache_manager.stats.query_tokens,
             "prefix_cache_hits": scheduler.kv_cache_manager.stats.hit_tokens,
@@ -285,17 +283,18 @@ def _is_read(adapter: Future[Any]) -> bool:
 
 
 class GrammarQueue:
-    """Requests whose grammar is being compiled, or whose adapter is being read. ``compiler``: None if there can be none."""
+    """Requests whose grammar is being compiled, or whose adapter is being read.
+
+    Args:
+        compiler: None if there can be none.
+
+    Attributes:
+        waiting: {request id: request, and what it waits for}, in the order of arrival.
+    """
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self.compiler = compiler
-        self._waiting: dict[str, tuple[Request, list[PendingGrammar | Future[Any]]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waiting
+        self.waiting: dict[str, tuple[Request, list[PendingGrammar | Future[Any]]]] = {}
 
     def compile(self, params: StructuredOutputsParams) -> PendingGrammar:
         """Begin to compile. Raises ValueError without a compiler, GrammarError for a grammar that is too large."""
@@ -308,11 +307,11 @@ class GrammarQueue:
         pending: list[PendingGrammar | Future[Any]] = [] if adapter is None else [adapter]
         if (structure := getattr(request.sampling_params, "structured_outputs", None)) is not None:
             pending.append(self.compile(structure))
-        self._waiting[request.request_id] = request, pending
+        self.waiting[request.request_id] = request, pending
 
     def remove(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests; returns those that were here."""
-        return [request_id for request_id in request_ids if self._waiting.pop(request_id, None) is not None]
+        return [request_id for request_id in request_ids if self.waiting.pop(request_id, None) is not None]
 
     def take_ready(self, wait: bool) -> tuple[list[Request], list[EngineCoreOutput]]:
         """Requests that have what they wait for, in the order of arrival, and the last outputs of those that cannot get it.
@@ -321,11 +320,11 @@ class GrammarQueue:
         """
         ready: list[Request] = []
         failed: list[EngineCoreOutput] = []
-        for request_id, (request, pending) in list(self._waiting.items()):
+        for request_id, (request, pending) in list(self.waiting.items()):
             if not wait and not all(each.done() for each in pending):
                 continue
             wait = False
-            del self._waiting[request_id]
+            del self.waiting[request_id]
             try:
                 for each in pending:
                     each.result()

@@ -120,7 +120,7 @@ class LLMEngine:
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter, by its `lora_int_id`. Requests that have it go on. Returns whether it was known."""
         adapters = self.input_processor.adapters
-        known = adapters and adapters.by_id(lora_id)
+        known = None if adapters is None else adapters.by_id(lora_id)
         if adapters is None or known is None:
             return False
         self.core.unpin_lora(known.key)

@@ -124,10 +124,10 @@ class LoRALinear(LinearMethod):
 
     def _allocate(self) -> None:
         """Room for the slots. Sets attributes, so steps that were captured before are thrown away."""
-        parts, how = len(self._parts), {"dtype": self._dtype, "device": self._device}
-        self._b = torch.zeros(self._slots, self._rank, self._outputs, **how)  # type: ignore[arg-type]
+        parts, how = len(self._parts), dict[str, Any](dtype=self._dtype, device=self._device)
+        self._b = torch.zeros(self._slots, self._rank, self._outputs, **how)
         self._ranks = np.zeros((self._slots, parts), np.int64)
-        self._a = torch.zeros(self._slots, parts, self._rank, self._inputs, **how)  # type: ignore[arg-type]
+        self._a = torch.zeros(self._slots, parts, self._rank, self._inputs, **how)
         if self._device.type == "cpu" and self._dtype in _BITS and importlib.util.find_spec("numba") is not None:
             sizes = (self._inputs, self._outputs, self._rank)
             self._kernels = _CPUKernels(self._batch, self._a, self._b, self._ranks, self._spans, sizes)

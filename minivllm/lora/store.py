@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from minivllm.lora.adapter import Adapter, AdapterError, LoRARequest, check_adapter, load_adapter
@@ -133,6 +135,10 @@ class AdapterStore:
             self._failed.pop(slot, None)
         except (AdapterError, OSError, KeyError) as error:
             self._failed[slot] = f"adapter {key!r} cannot be loaded: {error}"
+
+    def use(self, slots: npt.NDArray[np.int64]) -> None:
+        """Say which slot each row of what the model computes next has, -1 for none."""
+        self.model.batch.set(slots)
 
     def error(self, slot: int) -> str | None:
         """Why the adapter of a slot is not there."""

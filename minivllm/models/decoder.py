@@ -227,7 +227,7 @@ class Decoder(Module):
         targets, waiting = dict(self.targets()), self._quantized_early()
         seen: set[str] = set()
         head: Tensor | None = None
-        for name, tensor in weights:
+        for name, tensor in self.spec.unpacked(weights):
             if name.endswith(".rotary_emb.inv_freq"):
                 continue  # old Llama checkpoints carry this table; it follows from the config
             if name == self.spec.names.head and self.spec.tie_word_embeddings:

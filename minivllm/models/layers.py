@@ -2,6 +2,8 @@
 
 # Generated from nbs/models/layers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from minivllm.core.module import Module
 from minivllm.models.ops.base import LayerOps
 
-__all__ = ["QKNorm", "RMSNorm"]
+__all__ = ["ProjectionQKNorm", "QKNorm", "RMSNorm"]
 
 
 class RMSNorm(Module):
@@ -86,3 +88,24 @@ class QKNorm(Module):
         if qk.dtype == self.weight.dtype:
             return F.rms_norm(qk, shape, None, self.eps).mul_(self.weight)
         return F.rms_norm(qk.float(), shape, None, self.eps).mul_(self.weight).to(qk.dtype)
+
+
+class ProjectionQKNorm(QKNorm):
+    """RMS norm of all query heads as one vector, and of all key heads as another (OLMo 2).
+
+    Attributes:
+        q_weight, k_weight: [num_heads * head_dim] and [num_kv_heads * head_dim].
+    """
+
+    capturable = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.q_weight, self.k_weight = self.q_weight.flatten(), self.k_weight.flatten()
+
+    def __call__(self, qk: Tensor) -> Tensor:
+        """[T, num_heads + num_kv_heads, head_dim] to the same shape and dtype."""
+        weights = (self.q_weight, self.k_weight)
+        parts = qk.flatten(1).split([len(weight) for weight in weights], 1)
+        normed = [F.rms_norm(x.float(), w.shape, None, self.eps) * w for x, w in zip(parts, weights, strict=True)]
+        return torch.cat(normed, 1).view(qk.shape).to(qk.dtype)

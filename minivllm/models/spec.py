@@ -3,11 +3,12 @@
 # Generated from nbs/models/spec.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minivllm.attention.backend import AttentionSpec
 from minivllm.core.config import KVCacheSpec
@@ -17,8 +18,9 @@ from minivllm.models.mixers.mlp import GatedMLPSpec
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
-    "FAMILIES", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "WeightNames", "family",
-    "spec_from_config",
+    "FAMILIES", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "Unpack", "WeightNames", "family",
+    "qwen2", "read_attention", "read_common", "read_mlp", "read_rope", "read_window_per_layer",
+    "spec_from_config", "windowed_layers", "windows_from_types",
 ]  # fmt: skip
 
 
@@ -56,6 +58,19 @@ class WeightNames:
     layer: str = "model.layers.{}."
 
 
+@dataclass(frozen=True)
+class Unpack:
+    """A tensor of a checkpoint that is kept there in another form than here.
+
+    Attributes:
+        suffix: what its name ends with.
+        parts: gives the tensors that it becomes, by what takes the place of the suffix in their names.
+    """
+
+    suffix: str
+    parts: Callable[[Tensor], Mapping[str, Tensor]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """Everything that `Decoder` needs to know to build itself.
@@ -71,6 +86,7 @@ class DecoderSpec:
         embedding_scale: factor on the embeddings.
         tie_word_embeddings: the output layer is the embedding.
         names: of the checkpoint's tensors outside of the layers.
+        unpack: of its tensors that have another form than `weight_shapes` says.
     """
 
     family: str
@@ -84,6 +100,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     tie_word_embeddings: bool = False
     names: WeightNames = field(default_factory=WeightNames)
+    unpack: tuple[Unpack, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_position_embeddings"):
@@ -127,6 +144,26 @@ class DecoderSpec:
                 shapes |= {n.layer.format(i) + name: shape for name, shape in part.items()}
         return shapes
 
+    def unpacked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """A checkpoint's tensors in the form of `weight_shapes`.
+
+        Raises:
+            ValueError: a tensor cannot be taken apart; names it.
+        """
+        for name, tensor in weights:
+            rule = next((rule for rule in self.unpack if name.endswith(rule.suffix)), None)
+            if rule is None:
+                yield name, tensor
+                continue
+            try:
+                parts = rule.parts(tensor)
+            except (RuntimeError, ValueError, IndexError) as error:
+                shape = tuple(tensor.shape)
+                raise ValueError(
+                    f"{self.family}: tensor {name!r} of shape {shape} cannot be taken apart: {error}"
+                ) from None
+            yield from ((name.removesuffix(rule.suffix) + part, value) for part, value in parts.items())
+
     def num_parameters(self) -> int:
         """Numbers in a checkpoint; a tied output layer counts once."""
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
@@ -134,10 +171,11 @@ class DecoderSpec:
 
 _NEUTRAL_FIELDS = """
     _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
-    attention_dropout attn_implementation bos_token_id cache_implementation do_sample dtype early_stopping eos_token_id
-    finetuning_task id2label initializer_range is_llama_config keys_to_ignore_at_inference label2id length_penalty
+    attention_dropout attn_implementation attn_pdrop bos_token_id cache_implementation do_sample dtype early_stopping embd_pdrop
+    eos_token_id finetuning_task hidden_dropout id2label initializer_range is_llama_config keys_to_ignore_at_inference label2id length_penalty
     max_length max_new_tokens min_length model_type name_or_path num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states pad_token_id pretraining_tp problem_type repetition_penalty return_dict
+    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type repetition_penalty resid_pdrop
+    return_dict router_aux_loss_coef router_jitter_noise
     task_specific_params temperature tokenizer_class top_k top_p torch_dtype transformers.js_config transformers_version
     typical_p unsloth_fixed unsloth_version use_cache
 """
@@ -188,29 +226,21 @@ class ConfigReader:
 Family = Callable[[ConfigReader], DecoderSpec]
 FAMILIES: dict[str, Family] = {}
 """From the name in a config's `architectures` to the function that makes the spec."""
+_ARCHITECTURE_OF: dict[str, str] = {}
 
 
-def family(*architectures: str) -> Callable[[Family], Family]:
-    """Register a family under the architectures that it serves. A decorator."""
+def family(architecture: str, model_type: str) -> Callable[[Family], Family]:
+    """Register a family under its architecture, and the `model_type` of configs that name none. A decorator."""
 
     def register(make: Family) -> Family:
-        FAMILIES.update(dict.fromkeys(architectures, make))
+        FAMILIES[architecture], _ARCHITECTURE_OF[model_type] = make, architecture
         return make
 
     return register
 
 
-_ARCHITECTURE_OF = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
-
-
 def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
-    """The spec of the model that a `config.json` describes.
+    """The spec of the model that a `config.json` describes, of a family that is registered.
 
     Args:
         hf_config: the parsed file, of transformers 5 or older.
@@ -232,14 +262,14 @@ def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
     return spec
 
 
-def read_rope(r: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
+def read_rope(r: ConfigReader, head_dim: int, max_position: int, default_theta: float = 10000.0) -> RopeSpec:
     """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before)."""
     parameters, old = r.get("rope_parameters") or {}, r.get("rope_scaling")
     parameters = old or parameters
     theta = r.get("rope_theta")
     return rope_from_parameters(
         parameters,
-        theta=10000.0 if theta is None else theta,
+        theta=default_theta if theta is None else theta,
         dim=head_dim,
         max_position=max_position,
         original_max_position=r.get("original_max_position_embeddings"),
@@ -259,19 +289,24 @@ def read_common(r: ConfigReader, *, tied: bool = False) -> dict[str, Any]:
 
 
 def read_attention(
-    r: ConfigReader, *, head_dim: int | None = None, num_kv_heads: int | None = None, **fields: Any
+    r: ConfigReader,
+    *,
+    head_dim: int | None = None,
+    num_kv_heads: int | None = None,
+    theta: float = 10000.0,
+    **fields: Any,
 ) -> SelfAttentionSpec:
     """Self-attention with one rotation for all layers.
 
     Args:
-        head_dim, num_kv_heads: what transformers assumes if the config has no such field; None for the rule
+        head_dim, num_kv_heads, theta: what transformers assumes if the config has no such field; None for the rule
             (`hidden_size / num_attention_heads`, and as many as query heads).
         fields: more of `SelfAttentionSpec`; a `rope` among them is taken instead of the one in the config.
     """
     num_heads = r.need("num_attention_heads")
     dim = r.get("head_dim", head_dim) or r.need("hidden_size") // num_heads
     if "rope" not in fields:
-        fields["rope"] = read_rope(r, dim, r.need("max_position_embeddings"))
+        fields["rope"] = read_rope(r, dim, r.need("max_position_embeddings"), theta)
     kv_heads = r.get("num_key_value_heads", num_kv_heads) or num_heads
     return SelfAttentionSpec(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim, **fields)
 
@@ -279,7 +314,8 @@ def read_attention(
 def read_mlp(r: ConfigReader, **fields: Any) -> GatedMLPSpec:
     """The gated MLP. fields: more of `GatedMLPSpec`."""
     fields.setdefault("activation", r.get("hidden_act", "silu"))
-    return GatedMLPSpec(intermediate_size=r.need("intermediate_size"), **fields)
+    fields.setdefault("intermediate_size", r.need("intermediate_size"))
+    return GatedMLPSpec(**fields)
 
 
 def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int | None]:
@@ -312,7 +348,7 @@ def windows_from_types(r: ConfigReader, types: list[str], window: int | None) ->
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-@family("LlamaForCausalLM")
+@family("LlamaForCausalLM", "llama")
 def llama(r: ConfigReader) -> DecoderSpec:
     """Llama 1 to 3, SmolLM2 and others that use their architecture."""
     bias = r.get("attention_bias", False)
@@ -321,7 +357,7 @@ def llama(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**read_common(r), layers=(layer,) * r.need("num_hidden_layers"))
 
 
-@family("MistralForCausalLM")
+@family("MistralForCausalLM", "mistral")
 def mistral(r: ConfigReader) -> DecoderSpec:
     """Mistral 7B: a window on every layer."""
     attention = read_attention(r, num_kv_heads=8, sliding_window=r.get("sliding_window", 4096))
@@ -334,14 +370,14 @@ def windowed_layers(attention: SelfAttentionSpec, mlp: MixerSpec, windows: list[
     return tuple(LayerSpec(mixer=replace(attention, sliding_window=window), mlp=mlp) for window in windows)
 
 
-@family("Qwen2ForCausalLM")
+@family("Qwen2ForCausalLM", "qwen2")
 def qwen2(r: ConfigReader) -> DecoderSpec:
     """Qwen 2 and 2.5: a bias on queries, keys and values."""
     attention = read_attention(r, num_kv_heads=32, qkv_bias=True)
     return DecoderSpec(**read_common(r), layers=windowed_layers(attention, read_mlp(r), read_window_per_layer(r)))
 
 
-@family("Qwen3ForCausalLM")
+@family("Qwen3ForCausalLM", "qwen3")
 def qwen3(r: ConfigReader) -> DecoderSpec:
     """Qwen 3: no bias, but a norm on every query and key head."""
     bias = r.get("attention_bias", False)
@@ -359,7 +395,7 @@ def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: in
     return rope_from_parameters(parameters | scaling, theta=global_theta, dim=head_dim, max_position=max_position)
 
 
-@family("Gemma3ForCausalLM")
+@family("Gemma3ForCausalLM", "gemma3_text")
 def gemma3(r: ConfigReader) -> DecoderSpec:
     """Gemma 3, text only: norms before and after, `1 + weight`, local layers with another rotation."""
     common = read_common(r, tied=True)

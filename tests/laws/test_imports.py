@@ -136,7 +136,11 @@ def violations(path: Path, source: str) -> list[str]:
         ours = target.split(".")[0] in {"minivllm", "minivllm_kernels"}
         if ours and part_of(target) not in DOWNHILL[part] | {part}:
             wrong.append(f"{name} imports {target}")
-        if part in {"attention", "models", "lora"} and part_of(target) == "minivllm_kernels" and name not in KERNEL_DOORS:
+        if (
+            part in {"attention", "models", "lora"}
+            and part_of(target) == "minivllm_kernels"
+            and name not in KERNEL_DOORS
+        ):
             wrong.append(f"{name} imports {target}, and is none of the doors to the kernels")
         if part in TORCH_FREE and name not in TORCH_DOOR and target.split(".")[0] in HEAVY:
             wrong.append(f"{name} imports {target}, which is not light")

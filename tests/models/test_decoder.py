@@ -3,12 +3,12 @@
 import pytest
 import torch
 from paged import CPU, PagedDecoder, make_decoder
-from tiny_models import FAMILIES, TINY_MODELS, VOCAB_SIZE, hf_model
+from tiny_models import EXPERTS, FAMILIES, TINY_MODELS, VOCAB_SIZE, hf_model
 
 from minivllm.attention.select import make_backend
 from minivllm.core.config import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from minivllm.models.decoder import Decoder
-from minivllm.models.spec import spec_from_config
+from minivllm.models.families.registry import spec_from_config
 
 BACKENDS = ("reference", "sdpa")
 
@@ -73,11 +73,11 @@ def test_dynamic_ntk_beyond_its_limit_generates_what_transformers_does():
         assert paged.generate({"r": tokens}, 40)["r"] == want
 
 
-@pytest.mark.parametrize(("name", "threads"), [*((name, 1) for name in FAMILIES), ("llama", 2)])
+@pytest.mark.parametrize(("name", "threads"), [*((name, 1) for name in FAMILIES + EXPERTS), ("llama", 2)])
 def test_reference_logits_are_bit_identical_in_any_batch_chunking_and_placement(name, threads):
     torch.set_num_threads(threads)
     decoder = make_decoder(hf_model(name), "reference")
-    assert decoder.layers[0].mlp.down.method_name == "batch_invariant"
+    assert {linear.method_name for linear in decoder.linears()} == {"batch_invariant"}
     tokens = prompt(50)
     alone = PagedDecoder(decoder)
     alone.add("r", tokens)
