@@ -165,14 +165,12 @@ class Decoder(Module):
             if hidden is not None:
                 return hidden
         rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
-        return self._run_layers(self.embed(token_ids), ForwardContext(rotations, kv_caches, plans))
-
-    def embed(self, token_ids: Tensor, out: Tensor | None = None) -> Tensor:
-        """The embeddings [T, hidden_size] of tokens, in `out` if it is given."""
-        x = torch.index_select(self.embedding, 0, token_ids, out=out)
+        x = torch.index_select(self.embedding, 0, token_ids)
         if self.lora is not None:
             self.lora.embed(token_ids, x)
-        return x if self.embedding_scale == 1.0 else x.mul_(self.embedding_scale)
+        if self.embedding_scale != 1.0:
+            x *= self.embedding_scale
+        return self._run_layers(x, ForwardContext(rotations, kv_caches, plans))
 
     def _run_layers(self, x: Tensor, context: ForwardContext) -> Tensor:
         """From embeddings to hidden states, both [T, hidden_size]."""
