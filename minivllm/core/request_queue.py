@@ -16,28 +16,32 @@ __all__: list[str] = []
 
 
 class WaitingQueue:
-    """Requests that wait, in order of arrival, preempted ones in front; and, if a policy has a key, in the order of that key."""
+    """Requests that wait, in order of arrival, preempted ones in front; and, if a policy has a key, in the order of that key.
+
+    Attributes:
+        requests: {request id: request}, in order of arrival.
+    """
 
     def __init__(self, guard: PolicyGuard | None = None) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self.requests: OrderedDict[str, Request] = OrderedDict()
         self._guard = guard
         self._heap: list[tuple[Any, int, Request]] | None = []
         self._ticket = 0
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return iter(self.requests.values())
 
     def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._requests
+        return request.request_id in self.requests
 
     def add(self, request: Request, front: bool = False) -> None:
         """Join at the end, or in front after a preemption."""
-        self._requests[request.request_id] = request
+        self.requests[request.request_id] = request
         if front:
-            self._requests.move_to_end(request.request_id, last=False)
+            self.requests.move_to_end(request.request_id, last=False)
         self._ticket += 1
         if self._guard is not None and self._heap is not None:
             try:
@@ -47,14 +51,14 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Leave, from any place."""
-        del self._requests[request.request_id]
+        del self.requests[request.request_id]
 
     def first(self) -> Request:
         """The longest waiting request, or the one with the smallest key. Raises PolicyError if the keys are no good."""
         if self._guard is None:
-            return next(iter(self._requests.values()))
+            return next(iter(self.requests.values()))
         heap = self._heap = self._rank(self._guard) if self._heap is None else self._heap
-        while self._requests.get(heap[0][2].request_id) is not heap[0][2]:
+        while self.requests.get(heap[0][2].request_id) is not heap[0][2]:
             heapq.heappop(heap)
         return heap[0][2]
 

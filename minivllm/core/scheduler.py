@@ -250,7 +250,7 @@ class Scheduler(Recorder):
         if self._listener is not None:
             self._guard.tell()
         self._schedule_running(draft)
-        if self.waiting:
+        if self.waiting.requests:
             if not draft.budget:
                 self._wait(self.waiting.first(), "budget")
             elif draft.closed:

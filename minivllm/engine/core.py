@@ -71,7 +71,7 @@ class EngineCore:
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
-        if request.request_id in self._compiling or request.request_id in self.scheduler.requests:
+        if request.request_id in self._compiling.waiting or request.request_id in self.scheduler.requests:
             raise ValueError(f"request id {request.request_id!r} is already in use")
         if getattr(request.sampling_params, "structured_outputs", None) is None:
             self.scheduler.add_request(request)
@@ -85,7 +85,7 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether `step` has anything to do, be it only rows to drop."""
-        return self.scheduler.has_requests() or any((self._compiling, self._in_flight, self._outputs))
+        return self.scheduler.has_requests() or any((self._compiling.waiting, self._in_flight, self._outputs))
 
     def compile_grammar(self, params: StructuredOutputsParams) -> PendingGrammar:
         """Begin to compile a grammar, for a caller that waits for it before `add_request`. Raises ValueError if it cannot be one."""
@@ -102,7 +102,8 @@ class EngineCore:
             PolicyError: a hook of the policy failed; no request is lost.
             Exception: whatever the executor raises; the requests of the step have ended then (see `_give_up`).
         """
-        self._admit_compiled()
+        if self._compiling.waiting:
+            self._admit_compiled()
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             try:
@@ -111,17 +112,20 @@ class EngineCore:
                 self._give_up(scheduled)
                 raise
             self._update(scheduled, result)
-        return self._take_outputs()
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def step_async(self) -> list[EngineCoreOutput]:
         """Begin one step, and return what requests gained in the one before, which ran meanwhile. Raises as `step`."""
-        self._admit_compiled()
+        if self._compiling.waiting:
+            self._admit_compiled()
         more = self.scheduler.has_requests()
         if more:
             self._submit(self.scheduler.schedule())
         if len(self._in_flight) > more:
             self._update(*self._wait())
-        return self._take_outputs()
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def _submit(self, scheduled: SchedulerOutput) -> None:
         try:
@@ -148,10 +152,6 @@ class EngineCore:
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
 
-    def _take_outputs(self) -> list[EngineCoreOutput]:
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
     def drain(self) -> None:
         """Wait for the steps in flight. What requests gained comes with the next `step`."""
         while self._in_flight:
@@ -159,8 +159,6 @@ class EngineCore:
 
     def _admit_compiled(self) -> None:
         """Let requests whose grammar is compiled join the scheduler; those whose grammar is wrong end."""
-        if not self._compiling:
-            return
         ready, failed = self._compiling.take_ready(wait=not (self.scheduler.has_requests() or self._in_flight))
         for request in ready:
             try:
@@ -230,7 +228,7 @@ class EngineCore:
         scheduler = self.scheduler
         return {
             "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting) + len(self._compiling),
+            "num_requests_waiting": len(scheduler.waiting) + len(self._compiling.waiting),
             "kv_cache_usage_perc": scheduler.kv_cache_manager.block_pool.usage,
             "prefix_cache_queries": scheduler.kv_cache_manager.stats.query_tokens,
             "prefix_cache_hits": scheduler.kv_cache_manager.stats.hit_tokens,
@@ -264,17 +262,18 @@ class EngineCore:
 
 
 class GrammarQueue:
-    """Requests whose grammar is being compiled. ``compiler``: None if there can be none."""
+    """Requests whose grammar is being compiled.
+
+    Args:
+        compiler: None if there can be none.
+
+    Attributes:
+        waiting: {request id: request and grammar}, in the order of arrival.
+    """
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self.compiler = compiler
-        self._waiting: dict[str, tuple[Request, PendingGrammar]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waiting
+        self.waiting: dict[str, tuple[Request, PendingGrammar]] = {}
 
     def compile(self, params: StructuredOutputsParams) -> PendingGrammar:
         """Begin to compile. Raises ValueError without a compiler, GrammarError for a grammar that is too large."""
@@ -284,11 +283,11 @@ class GrammarQueue:
 
     def add(self, request: Request) -> None:
         """Begin to compile the grammar that the request's parameters ask for."""
-        self._waiting[request.request_id] = request, self.compile(request.sampling_params.structured_outputs)
+        self.waiting[request.request_id] = request, self.compile(request.sampling_params.structured_outputs)
 
     def remove(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests; returns those that were here."""
-        return [request_id for request_id in request_ids if self._waiting.pop(request_id, None) is not None]
+        return [request_id for request_id in request_ids if self.waiting.pop(request_id, None) is not None]
 
     def take_ready(self, wait: bool) -> tuple[list[Request], list[EngineCoreOutput]]:
         """Requests whose grammar is compiled, in the order of arrival, and the last outputs of those whose grammar is wrong.
@@ -297,11 +296,11 @@ class GrammarQueue:
         """
         ready: list[Request] = []
         failed: list[EngineCoreOutput] = []
-        for request_id, (request, pending) in list(self._waiting.items()):
+        for request_id, (request, pending) in list(self.waiting.items()):
             if not pending.done() and not wait:
                 continue
             wait = False
-            del self._waiting[request_id]
+            del self.waiting[request_id]
             try:
                 pending.result()
                 ready.append(request)

@@ -36,11 +36,6 @@ class BlockTable:
     def clear(self, row: int) -> None:
         self.num_blocks[row] = 0
 
-    def slots(self, rows: Int64, positions: Int64) -> Int64:
-        """Cache slot of each (row, position) pair: int64, the shape of ``positions``."""
-        blocks = self.ids[rows, positions // self.block_size].astype(np.int64)
-        return blocks * self.block_size + positions % self.block_size
-
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
@@ -133,15 +128,11 @@ class InputBatch:
 
         row_of_token = np.repeat(rows, counts)
         positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts)
-        attention = [
-            AttentionBatch(
-                query_start_loc=starts,
-                seq_lens=seq_lens.astype(np.int32),
-                block_table=table.ids[rows, : max(1, int(table.num_blocks[rows].max()))],
-                slot_mapping=table.slots(row_of_token, positions),
-            )
-            for table in self.block_tables
-        ]
+        attention = []
+        for table in self.block_tables:
+            size, longest = table.block_size, max(1, int(table.num_blocks[rows].max()))
+            slots = table.ids[row_of_token, positions // size].astype(np.int64) * size + positions % size
+            attention.append(AttentionBatch(starts, seq_lens.astype(np.int32), table.ids[rows, :longest], slots))
         return StepInputs(
             request_ids=request_ids,
             rows=rows,
