@@ -96,8 +96,7 @@ class Decoder(Module):
     ) -> None:
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops(backend.layer_ops, backend.batch_invariant)
-        default = "batch_invariant" if backend.batch_invariant else backend.linear_method
-        self.linear_method = linear_method or default
+        self.linear_method = linear_method or ("batch_invariant" if backend.batch_invariant else backend.linear_method)
         builder = Builder(
             hidden_size=spec.hidden_size,
             norm_eps=spec.norm_eps,
