@@ -114,12 +114,8 @@ def matmul(out_bits: int) -> Callable[[Any], None]:
 
     def body(args):
         sums = args[layout.SCRATCH] + claim(args, ENTERED, 1) * args[layout.SCRATCH_BYTES]
-        rows, block, stride, steps = (
-            args[layout.ROWS],
-            args[layout.BLOCK],
-            2 * args[layout.INPUTS],
-            args[layout.INPUTS] // (2 * TILE),
-        )
+        rows, block = args[layout.ROWS], args[layout.BLOCK]
+        stride, steps = 2 * args[layout.INPUTS], args[layout.INPUTS] // (2 * TILE)
         while True:
             item = claim(args, NEXT, 1)
             if item >= args[COUNT]:
@@ -134,9 +130,8 @@ def matmul(out_bits: int) -> Callable[[Any], None]:
                 else:
                     two(args[layout.X] + r * stride, stride, weight, 4 * block, steps, sums)
                 for i in range(left):
-                    write_row(
-                        args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, min(first + ITEM, args[layout.OUTPUTS])
-                    )
+                    end = min(first + ITEM, args[layout.OUTPUTS])
+                    write_row(args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, end)
         tiles_end()
 
     return body
