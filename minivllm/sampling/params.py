@@ -382,35 +382,27 @@ _NORMALISE: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(kw_only=True, repr=False)
 class SamplingParams(CheckedParams):
-    """All the control that a request has over its tokens; vLLM's names and defaults.
+    """All the control that a request has over its tokens; vLLM's names and defaults. Raises as `CheckedParams`.
 
     Attributes:
-        n: outputs per prompt.
-        best_of: generate this many, return the `n` with the highest log probability per token (OpenAI's definition of best), best first.
-        presence_penalty, frequency_penalty: subtracted from the logit of a token that is in the output so far, once, or once per occurrence.
-        repetition_penalty: divides a positive logit (multiplies a negative one) of a token that is in the prompt or the output.
-        temperature: divides the logits; 0 means greedy. Between 0 and 0.01 it is raised to 0.01, as in vLLM.
-        top_k, top_p, min_p: keep the k likeliest tokens; the likeliest ones that together reach probability p; those at least min_p times as
-            likely as the likeliest.
-        seed: the same seed gives the same random numbers, alone or in any batch; and the same tokens with an attention backend that is
-            batch-invariant (`numba_cpu_invariant`, ...). With others rounding may tip a close choice. Child i of n gets seed + i. -1 means None.
-        stop, stop_token_ids: texts and tokens that end an answer. include_stop_str_in_output: the text is part of it.
-        ignore_eos: go on after the end token.
-        max_tokens, min_tokens: None for as many as fit; before the least, neither the end token nor a stop token id can be drawn.
-        bad_words: words that cannot be generated (`update_from_tokenizer` turns them into token ids).
-        logprobs, prompt_logprobs: number of likeliest tokens to report beside the chosen one; -1 all, True means 1.
+        n, best_of: outputs per prompt; generate `best_of` of them and return the `n` of the highest log probability per token.
+        presence_penalty, frequency_penalty: subtracted from the logit of a token of the output so far, once or once per occurrence.
+        repetition_penalty: divides a positive logit (multiplies a negative one) of a token of the prompt or the output.
+        temperature: divides the logits; 0 is greedy. Between 0 and 0.01 it is raised to 0.01, as in vLLM.
+        top_k, top_p, min_p: keep the k best tokens; the best that together reach probability p; those min_p times as likely as the best.
+        seed: gives the same random numbers in any batch; and the same tokens with a backend that is batch-invariant. With
+            others rounding may tip a close choice. Child i of n gets seed + i. -1 means None.
+        stop, stop_token_ids, repetition_detection: texts, tokens and loops that end an answer.
+        include_stop_str_in_output, ignore_eos: whether the stop string is part of the text; whether to go on after the end token.
+        max_tokens, min_tokens: None for as many as fit; before the least, no end or stop token can be drawn.
+        bad_words, allowed_token_ids, logit_bias: words that cannot be generated; the only tokens that can; {token id: bias}.
+        logprobs, prompt_logprobs: how many of the best tokens to report beside the chosen one; -1 all, True means 1.
         logprobs_mode: raw or processed, logprobs or logits; None is the engine's.
         detokenize, skip_special_tokens, spaces_between_special_tokens: how token ids become text.
-        logits_processors: callables `transform(logits, view) -> logits` of this request alone.
+        logits_processors, extra_args: own transforms `(logits, view) -> logits`; others by name, as `{"typical": 0.9}`.
         truncate_prompt_tokens: keep only the last so many tokens of the prompt; -1 as many as fit.
-        output_kind: what each RequestOutput carries.
-        structured_outputs: what the output must look like.
-        logit_bias: {token id: bias} added to the logits.
-        allowed_token_ids: nothing else can be drawn.
-        repetition_detection: stop a request that loops.
-        extra_args: transforms by name, `{"typical": 0.9}` (see `register_transform`); your own ones find it in `view.params.extra_args`.
-    Raises:
-        InvalidParameter: a value out of range, or two that contradict each other (a ValueError). TypeError: an unknown name.
+        output_kind, structured_outputs: what each RequestOutput carries; what the output must look like.
+        bad_words_token_ids, eos_token_id, all_stop_token_ids: set from tokenizer and model; `min_tokens` forbids the last.
     """
 
     n: int = 1
@@ -444,13 +436,9 @@ class SamplingParams(CheckedParams):
     allowed_token_ids: list[int] | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     extra_args: dict[str, Any] | None = None
-
     bad_words_token_ids: list[list[int]] | None = field(default=None, init=False)
-    """The token sequences of `bad_words`; None until `update_from_tokenizer`."""
     eos_token_id: int | None = field(default=None, init=False)
-    """The model's end token; None until `update_from_generation_config`, or with `ignore_eos`."""
     all_stop_token_ids: frozenset[int] = field(default=frozenset(), init=False)
-    """Every id that ends an output, the end tokens included: what `min_tokens` forbids."""
 
     @property
     def is_greedy(self) -> bool:
