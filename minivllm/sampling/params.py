@@ -161,6 +161,10 @@ class CheckedParams:
         for name, allowed in self.allowed.items():
             if not allowed.test(getattr(self, name)):
                 raise InvalidParameter(self.place + name, getattr(self, name), allowed.text)
+        self._after_init()
+
+    def _after_init(self) -> None:
+        """Check fields against each other, and set what follows from them."""
 
 
 class RequestOutputKind(Enum):
@@ -227,8 +231,7 @@ class StructuredOutputsParams(CheckedParams):
     allowed: ClassVar[dict[str, Allowed]] = _STRUCTURE_ALLOWED
     place: ClassVar[str] = "structured_outputs."
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _after_init(self) -> None:
         asked = [name for name in STRUCTURE_KINDS if getattr(self, name) is not None]
         if len(asked) != 1:
             raise InvalidParameter("structured_outputs", asked, f"exactly one of {', '.join(STRUCTURE_KINDS)}")
@@ -264,8 +267,7 @@ class RepetitionDetectionParams(CheckedParams):
     )
     place: ClassVar[str] = "repetition_detection."
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _after_init(self) -> None:
         if self.min_pattern_size > self.max_pattern_size:
             allowed = f"at most max_pattern_size={self.max_pattern_size}"
             raise InvalidParameter("repetition_detection.min_pattern_size", self.min_pattern_size, allowed)
@@ -455,7 +457,7 @@ class SamplingParams(CheckedParams):
         """Whether more sequences are generated than returned, so that the best must be found."""
         return self.num_children > self.n
 
-    def __post_init__(self) -> None:
+    def _after_init(self) -> None:
         self._check_together()
         self.all_stop_token_ids = frozenset(self.stop_token_ids or ())
 
