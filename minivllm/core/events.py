@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = [
     "EVENTS", "SCHEMA", "TRACE_VERSION", "Event", "EventReader", "Fold", "FoldReader", "Recording",
-    "RequestSnapshot", "State", "TraceHeader", "named", "read",
+    "RequestSnapshot", "State", "TraceHeader", "by_step", "named", "read",
 ]  # fmt: skip
 
 Event = tuple[Any, ...]
@@ -331,10 +331,11 @@ class FoldReader(EventReader):
     """An `EventReader` beside a fold: when a method is called, `fold` is as it was before the event.
 
     Attributes:
-        fold: set by `read`.
+        header, fold: set by `read`.
         step: recorded steps are counted from 0; -1 before the first.
     """
 
+    header: TraceHeader
     fold: Fold
     step = -1
 
@@ -349,7 +350,7 @@ def read(recording: Recording, *readers: FoldReader) -> Fold:
     """Fold a recording once, with readers beside the fold; gives the fold, at the end."""
     fold = Fold(recording.start)
     for reader in readers:
-        reader.fold = fold
+        reader.header, reader.fold = recording.header, fold
         reader.begin()
     for event in recording.events:
         if event[0] == "step":
@@ -364,3 +365,14 @@ def read(recording: Recording, *readers: FoldReader) -> Fold:
         if reader.step >= 0:
             reader.end_step()
     return fold
+
+
+def by_step(events: Iterable[Event]) -> Iterator[tuple[int, list[Event]]]:
+    """The events of each recorded step, counted from 0; first, as step -1, those before all steps."""
+    step, of_step = -1, list[Event]()
+    for event in events:
+        if event[0] == "step":
+            yield step, of_step
+            step, of_step = step + 1, []
+        of_step.append(event)
+    yield step, of_step

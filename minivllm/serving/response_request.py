@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from minivllm.serving.errors import ApiError, from_validation
 from minivllm.serving.protocol import (
+    HINTS,
     ApiModel,
     ChatCompletionRequest,
     FunctionDefinition,
@@ -165,13 +166,7 @@ class ResponseStreamOptions(ApiModel):
 class ResponseFields(ApiModel):
     """The fields of `POST /v1/responses`. Below ``user`` stand those that vLLM adds."""
 
-    no_effect: ClassVar = {
-        "client_metadata": "nothing is stored here",
-        "prompt_cache_key": "the prefix cache finds equal prefixes by itself; cache_salt keeps users apart",
-        "prompt_cache_options": "the prefix cache has no options",
-        "prompt_cache_retention": "cached prefixes are kept while there is room",
-        "service_tier": "there is one tier",
-    }
+    no_effect: ClassVar = HINTS
     unsupported: ClassVar = {
         "access_programs": ((), "not implemented"),
         "background": ((False,), "ask and wait, or stream"),

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from minivllm.sampling.grammar import special_token_ids
+from minivllm.serving.protocol import FunctionDefinition
 from minivllm.serving.tools import (
     CallDelta,
     CallFormat,
-    Function,
     Piece,
     ToolParser,
     call_rules,
@@ -321,7 +321,7 @@ TEXT_RULE = "TEXT: /(.|\\n)*/"
 
 
 def marked_rules(
-    form: CallFormat, begin: str, functions: Sequence[Function], parallel: bool, tokenizer: Any
+    form: CallFormat, begin: str, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any
 ) -> list[str]:
     """Rules for free text in which whatever stands behind the mark ``begin`` is a call that fits."""
     special = begin in special_token_ids(tokenizer)
@@ -341,7 +341,7 @@ class HermesToolParser(JsonToolParser):
     form = CallFormat("<tool_call>\n", "\n</tool_call>", each=True)
 
     @classmethod
-    def free_rules(cls, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:
+    def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
         return marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
 
 
@@ -354,7 +354,7 @@ class Llama3JsonToolParser(JsonToolParser):
     form = CallFormat(separator="; ", arguments="parameters")
 
     @classmethod
-    def free_rules(cls, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:
+    def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
         text = "text: /([^{ \\t\\r\\n<](.|\\n)*)?/"
         return ["start: calls | text", text, *call_rules(cls.form, functions, parallel, tokenizer)]
 
@@ -393,7 +393,7 @@ class MistralToolParser(JsonToolParser):
         return "".join(alphabet[number // 62**i % 62] for i in range(9))
 
     @classmethod
-    def free_rules(cls, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:
+    def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
         return marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
 
 

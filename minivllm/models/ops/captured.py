@@ -102,7 +102,7 @@ class CapturedCPUSteps:
     Whatever was captured is thrown away when `generation` says that a part of some model was changed.
 
     Args:
-        model: whose layers are captured; has `embedding`, `embedding_scale` and `ropes`.
+        model: whose layers are captured; has `embedding`, `embed` and `ropes`.
         run: its layers.
 
     Attributes:
@@ -193,9 +193,7 @@ class CapturedCPUSteps:
     @torch.no_grad()
     def _replay(self, captured: _Captured, token_ids: Tensor, positions: Tensor, plans: Sequence[Any]) -> Tensor:
         model, rows, program = self.model, len(token_ids), captured.program
-        torch.index_select(model.embedding, 0, token_ids, out=self._stream[:rows])
-        if model.embedding_scale != 1.0:
-            self._stream[:rows] *= model.embedding_scale
+        model.embed(token_ids, positions, self._stream[:rows])
         for rope, tables in zip(model.ropes, self._tables, strict=True):
             if tables is not None:
                 tables[0, :rows], tables[1, :rows] = rope(positions, model.embedding.dtype)
