@@ -38,7 +38,7 @@ from minivllm.lab.workload import Workload, WorkloadRequest
 
 __all__ = [
     "POLICIES", "Run", "Session", "Settings", "kv_cache_of", "make_settings", "policy_of", "preemption_of",
-    "simulate",
+    "simulate", "trace_of",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -280,6 +280,14 @@ class Run:
         return text + (f", {len(self.refused)} refused)" if self.refused else ")")
 
 
+def trace_of(x: Trace | Run) -> Trace:
+    """The trace itself, or that of a run. Raises ValueError for a run that was not recorded."""
+    trace = x.trace if isinstance(x, Run) else x
+    if trace is None:
+        raise ValueError(f"{x!r} was not recorded; simulate with record=True")
+    return trace
+
+
 POLICIES: dict[str, Callable[..., Policy]] = {
     policy.__name__: policy
     for policy in (FCFS, Priority, ShortestFirst, FairShare, LongestPrefixMatch, LRU, LFU, DeepestFirst)
@@ -353,9 +361,7 @@ def simulate(
     Raises:
         PolicyError: the policy failed. ValueError, TypeError: settings that make no sense, or requests out of order.
     """
-    trace = source.trace if isinstance(source, Run) else source if isinstance(source, Trace) else None
-    if isinstance(source, Run) and trace is None:
-        raise ValueError(f"{source!r} was not recorded, so its requests are not known; simulate it with record=True")
+    trace = trace_of(source) if isinstance(source, Run | Trace) else None
     if isinstance(executor, str) and executor != "fake":
         raise ValueError(f'executor must be "fake" or an object with execute_model(output), got {executor!r}')
     model = None if isinstance(executor, str) else executor

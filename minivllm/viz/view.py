@@ -21,8 +21,8 @@ from minivllm.viz.assets import document, fragment, widget_module
 from minivllm.viz.payload import Payload
 
 __all__ = [
-    "HTML_LIMIT", "MADE_UP", "TraceSource", "TraceView", "View", "as_png", "most_eventful", "new_figure",
-    "open_trace", "read_together", "trace_cursor", "trace_key", "trace_note",
+    "HTML_LIMIT", "MADE_UP", "TraceSource", "TraceView", "View", "as_png", "counted", "most_eventful",
+    "new_figure", "open_trace", "read_together", "trace_cursor", "trace_key", "trace_note",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -258,8 +258,10 @@ class View:
 
     def refresh(self) -> None:
         """Build the data again, from what the trace holds now, and show it in the live widget."""
-        self.__dict__.pop("_payload", None)
-        self.__dict__.pop("_summary", None)
+        for cls in type(self).__mro__:
+            for name, value in vars(cls).items():
+                if isinstance(value, cached_property) and name != "widget":
+                    self.__dict__.pop(name, None)
         if "widget" in self.__dict__:
             payload = self.data()
             with self.widget.hold_sync():
@@ -314,6 +316,11 @@ def _close_last_run(view: View) -> None:
                 other.close()
         _SHOWN[cell] = (run, [])
     _SHOWN[cell][1].append(weakref.ref(view))
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """ "1 block", "2,000 blocks"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
@@ -388,10 +395,7 @@ class TraceView(View):
         return self.trace.names(self.tokenizer)
 
     def refresh(self) -> None:
-        """Build the data again, from what the trace holds now, and show it in the live widget."""
         self.trace, self.problem = open_trace(self.source)
-        for name in ("reading", "names"):
-            self.__dict__.pop(name, None)
         super().refresh()
 
     def header(self, **more: Any) -> dict[str, Any]:
