@@ -580,7 +580,9 @@ class Scheduler(Recorder):
         if self._ended_in_flight:
             self._drop_late(output, result)
         tokens_of, requests, drafts = result.sampled_token_ids, self.requests, output.scheduled_spec_decode_tokens
-        self._check_counts(output, result)
+        all_sampled = len(tokens_of) == len(output.num_scheduled_tokens)
+        if drafts or not all_sampled or max(map(len, tokens_of.values()), default=1) != 1:
+            self._check_counts(output, result)
         for request_id in output.num_scheduled_tokens:
             request, new = requests.get(request_id), tokens_of.get(request_id)
             if request is None or not new:
@@ -622,9 +624,6 @@ class Scheduler(Recorder):
     def _check_counts(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Raise ValueError for an executor that returned too many tokens for a request, or none where one was due; nothing has changed then."""
         tokens_of, drafts = result.sampled_token_ids, output.scheduled_spec_decode_tokens
-        all_sampled = len(tokens_of) == len(output.num_scheduled_tokens)
-        if all_sampled and not drafts and max(map(len, tokens_of.values()), default=1) == 1:
-            return
         alone = output.step == self.step - 1
         for request_id in output.num_scheduled_tokens:
             new = tokens_of.get(request_id, ())
