@@ -27,7 +27,7 @@ class RopeSpec:
     Attributes:
         kind: one of `ROPE_KINDS`.
         theta: base of the frequencies.
-        dim: rotated dimensions of a head (all of them), even.
+        dim: rotated dimensions of a head, even; all of them, or the first ones.
         max_position: length that the configuration gives (`max_position_embeddings`).
         factor: how far the context is stretched; all kinds but `default`.
         original_max_position: length before stretching (`llama3`, `yarn`).
@@ -192,15 +192,17 @@ class Rotation:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + dim / 2) of each head.
+    """Rotate the pairs (i, i + dim / 2) of the first `dim` numbers of each head; the rest stays as it is.
 
     Args:
-        x: [T, heads, dim].
+        x: [T, heads, at least dim].
         cos, sin: from `Rope`.
 
     Returns:
         A new tensor like `x`.
     """
+    if (dim := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((apply_rope(x[..., :dim], cos, sin), x[..., dim:]), -1)
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 

@@ -71,8 +71,6 @@ class ReasoningParser:
         text, self._buffer = self._buffer[:count], self._buffer[count:]
         return text
 
-    # The same in a grammar, for an answer that must have a form behind the thoughts.
-
     def rules(self, body: Sequence[str], tokenizer: Any) -> list[str]:
         """Lark rules that let thoughts come before what ``body``, rules from ``start`` on, allows."""
         if self.thinking is False:

@@ -57,8 +57,6 @@ class CallReader:
         except StopIteration:
             self.done = True
 
-    # Each part returns the character behind it.
-
     def _object(self) -> Generator[None, str, None]:
         char = yield
         if char != "{":
@@ -179,7 +177,7 @@ class JsonToolParser(ToolParser):
 
     def end(self) -> Piece:
         piece = Piece()
-        rest, self._buffer = self._buffer, ""
+        rest = self._take(len(self._buffer))
         if self._announced and self._reader is not None:
             self._broken = True
             self._argue(piece, rest)
@@ -201,14 +199,16 @@ class JsonToolParser(ToolParser):
                 return True
         at = self._buffer.find(self.begin)
         if at >= 0:
-            self._say(piece, self._buffer[:at])
-            self._inside, self._made, self._raw = True, False, self.begin
-            self._buffer = self._buffer[at + len(self.begin) :]
+            self._say(piece, self._take(at))
+            self._inside, self._made, self._raw = True, False, self._take(len(self.begin))
             return True
-        held = held_back(self._buffer, self.begin)
-        self._say(piece, self._buffer[: len(self._buffer) - held])
-        self._buffer = self._buffer[len(self._buffer) - held :]
+        self._say(piece, self._take(len(self._buffer) - held_back(self._buffer, self.begin)))
         return False
+
+    def _take(self, count: int) -> str:
+        """Remove characters from the front of the buffer."""
+        taken, self._buffer = self._buffer[:count], self._buffer[count:]
+        return taken
 
     def _say(self, piece: Piece, text: str) -> None:
         """White space is held back: before a call it means nothing."""
@@ -223,11 +223,12 @@ class JsonToolParser(ToolParser):
             return self._between(piece)
         if self._broken:
             return self._to_the_end_mark(piece)
-        char, self._buffer = self._buffer[0], self._buffer[1:]
+        char = self._take(1)
         self._raw += char
         try:
             self._reader.push(char)
-            if self._reader.begun and not self._announced and not self._is_offered(self._reader.name):
+            foreign = self.bare and self._reader.name not in self.names
+            if foreign and self._reader.begun and not self._announced:
                 raise NotACall(self._reader.name)
         except NotACall:
             self._fail(piece)
@@ -242,24 +243,19 @@ class JsonToolParser(ToolParser):
         self._reader, self._announced, self._broken, self._made, self._raw = None, False, False, True, ""
         self._count += 1
 
-    def _is_offered(self, name: str | None) -> bool:
-        return not self.bare or name in self.names
-
     def _between(self, piece: Piece) -> bool:
         if self.end_mark and self._buffer.startswith(self.end_mark):
             self._inside, self._raw, self._space = False, "", ""
-            self._buffer = self._buffer[len(self.end_mark) :]
+            self._take(len(self.end_mark))
             return True
-        if self.end_mark and self.end_mark.startswith(self._buffer):
-            return False
         if self._buffer.startswith(self.begin):  # a family may repeat the mark
-            self._buffer = self._buffer[len(self.begin) :]
+            self._take(len(self.begin))
             return True
-        if len(self._buffer) < len(self.begin) and self.begin.startswith(self._buffer):
+        if self.begin.startswith(self._buffer) or self.end_mark.startswith(self._buffer):
             return False
         char = self._buffer[0]
         if char in _SPACE or char in "[],;":
-            self._raw, self._buffer = self._raw + char, self._buffer[1:]
+            self._raw += self._take(1)
         elif (reader := self.start_call(char)) is not None:
             self._reader = reader
         else:
@@ -302,13 +298,10 @@ class JsonToolParser(ToolParser):
     def _to_the_end_mark(self, piece: Piece) -> bool:
         at = self._buffer.find(self.end_mark) if self.end_mark else -1
         if at >= 0:
-            self._argue(piece, self._buffer[:at].rstrip(_SPACE))
-            self._buffer = self._buffer[at:]
+            self._argue(piece, self._take(at).rstrip(_SPACE))
             self._close()
             return True
-        held = held_back(self._buffer, self.end_mark) if self.end_mark else 0
-        self._argue(piece, self._buffer[: len(self._buffer) - held])
-        self._buffer = self._buffer[len(self._buffer) - held :]
+        self._argue(piece, self._take(len(self._buffer) - held_back(self._buffer, self.end_mark)))
         return False
 
 
