@@ -38,10 +38,7 @@ from minivllm.serving.middleware import AccessLog, ApiKey, BodyLimit, JsonRoute,
 from minivllm.serving.protocol import DetokenizeRequest, TokenizeRequest
 from minivllm.serving.responses import responses_router
 
-__all__ = [
-    "check_certificate", "create_app", "listen", "main", "make_parser", "options_from", "run_server",
-    "server_config",
-]  # fmt: skip
+__all__ = ["create_app", "listen", "main", "make_parser", "options_from", "run_server", "server_config"]
 
 logger = logging.getLogger("minivllm.serving")
 
@@ -381,7 +378,7 @@ def options_from(args: argparse.Namespace) -> ServerOptions:
     return ServerOptions(**given)
 
 
-def check_certificate(certificate: str | None, key: str | None) -> None:
+def _check_certificate(certificate: str | None, key: str | None) -> None:
     """Raises ValueError that names the file, before a model is loaded for nothing."""
     if certificate is None:
         if key is not None:
@@ -406,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError("--max-engine-restarts needs an engine in a separate process")
     if args.max_engine_restarts and options.trace:
         raise ValueError("--trace records one engine from its start to its end; it excludes --max-engine-restarts")
-    check_certificate(args.ssl_certfile, args.ssl_keyfile)
+    _check_certificate(args.ssl_certfile, args.ssl_keyfile)
     place = "thread" if args.disable_frontend_multiprocessing else "process"
     sock = listen(args.host, args.port)
 
