@@ -90,28 +90,11 @@ class Puzzle:
                 return KernelVerdict(f"it raised: {error}", lens)
             except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
                 return KernelVerdict(f"it raised {type(error).__name__}: {error}", lens)
-            complaint = _outside(lens) or _race(lens) or _first_wrong(lens, arguments, right)
+            complaint = next(lens.faults(), None) or _first_wrong(lens, arguments, right)
             complaint = complaint or _alone(lens, self.grid * self.threads) or (self.demand and self.demand(lens))
             if complaint:
                 return KernelVerdict(complaint, lens)
         return KernelVerdict("right")
-
-
-def _outside(lens: Lens) -> str | None:
-    for a in lens.outside():
-        does, size = ("writes", "reads")[not a.write], lens.arrays[a.array].shape
-        return f"thread {a.thread} of block {a.block} {does} outside {a.array}, which has shape {size}: {lens.source(a.line)}"
-    return None
-
-
-def _race(lens: Lens) -> str | None:
-    for w, other in lens.races():
-        does, what = ("write", "read")[not other.write], lens.element(w.array, w.index)
-        return (
-            f"a race: thread {w.thread} of block {w.block} writes {what} and thread {other.thread} of block {other.block} may {does} it at the"
-            f" same time: {lens.source(w.line)}"
-        )
-    return None
 
 
 def _alone(lens: Lens, num_threads: int) -> str | None:

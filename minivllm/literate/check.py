@@ -71,7 +71,7 @@ LONG = "nbs/long_cells.txt"
 
 
 def long_cells(book: Book) -> dict[str, tuple[Cell, int, int]]:
-    """Exported cells with more lines than a reader can take in: place -> cell, lines, and how many are allowed."""
+    """Exported cells that are too long to read at a glance: place -> cell, lines, and how many are allowed."""
     found = {}
     for notebook in book.chapters.values():
         limit = LIMITS.get(notebook.target.split("/")[0], 60)

@@ -165,8 +165,8 @@ def chat_logprobs(completion: CompletionOutput, count: int, to_bytes: Any) -> di
     """OpenAI's list for chat. ``to_bytes(token_id, text)``: the bytes of a token, or None."""
     content = []
     for token_id, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
-        likeliest = sorted((p.rank or 0, other) for other, p in entry.items() if (p.rank or 0) <= count)
-        tops = [_one(other, entry[other], to_bytes) for _, other in likeliest]
+        top = sorted((p.rank or 0, other) for other, p in entry.items() if (p.rank or 0) <= count)
+        tops = [_one(other, entry[other], to_bytes) for _, other in top]
         content.append({**_one(token_id, entry[token_id], to_bytes), "top_logprobs": tops})
     return {"content": content, "refusal": None}
 

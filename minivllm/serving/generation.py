@@ -282,7 +282,7 @@ async def _unless_disconnected(request: Request, work: Awaitable[T], timeout: fl
     """The result of ``work``, which is cancelled when the client hangs up or the time is over.
 
     Raises:
-        ApiError: 408 after ``timeout`` seconds, 499 when the client has gone (nobody reads it then).
+        ApiError: 408 after ``timeout`` seconds, 499 when the client has gone (it is not sent then).
     """
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request.receive))
     try:
