@@ -272,6 +272,7 @@ class SchedulerConfig:
         max_num_partial_prefills: most requests in the middle of a prompt at once; None for no cap. (vLLM's default is 1, which its V1 scheduler does not use.)
         policy: `fcfs` or `priority`, when no policy object is given.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits into the free blocks, not just its first chunk.
+        max_loras: most different LoRA adapters in a step; 0 for no limit (and no adapter weights).
         starvation_limit: a policy may let younger requests overtake the oldest waiting one, preempt one request, or give a request no
             tokens in steps on end, this often.
     """
@@ -284,10 +285,12 @@ class SchedulerConfig:
     max_num_partial_prefills: int | None = None
     policy: str = "fcfs"
     scheduler_reserve_full_isl: bool = True
+    max_loras: int = 0
     starvation_limit: int = 1000
 
     def __post_init__(self) -> None:
         _at_least("starvation_limit", self.starvation_limit, 1)
+        _at_least("max_loras", self.max_loras, 0)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             _at_least(name, getattr(self, name), 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -440,6 +443,10 @@ class EngineArgs:
     quantization_config: dict[str, Any] | None = _arg(  # noqa: RUF009
         None, 'of int4: {"group_size": 32, 64 or 128}, inputs that share a scale (as JSON in a flag)'
     )
+    enable_lora: bool = _arg(False, "let requests bring LoRA adapters")
+    max_loras: int = _arg(1, "most different adapters in a step")
+    max_lora_rank: int = _arg(16, "largest rank of an adapter")
+    max_cpu_loras: int | None = _arg(None, "adapters kept in main memory; default: max_loras")
     max_logprobs: int = _arg(20, "most log-probabilities a request may ask for per token; -1: the whole vocabulary")
     async_scheduling: bool | None = _arg(
         None, "decide a step, and deliver the tokens of the one before, while the model computes"
@@ -460,7 +467,8 @@ class EngineArgs:
             if choices and value != f.default:
                 _one_of(f.name, value, choices)
         least = {"block_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
-                 "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1}  # fmt: skip
+                 "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1, "max_loras": 1, "max_lora_rank": 1,
+                 "max_cpu_loras": self.max_loras}  # fmt: skip
         for name, value in least.items():
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), value)
@@ -471,6 +479,8 @@ class EngineArgs:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise TypeError(f"hf_overrides must be a dict of config.json entries, got {self.hf_overrides!r}")
         self._check_quantization()
+        if not self.enable_lora and (self.max_loras, self.max_lora_rank, self.max_cpu_loras) != (1, 16, None):
+            raise ValueError("max_loras, max_lora_rank and max_cpu_loras need enable_lora=True")
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
@@ -613,10 +623,8 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     Raises:
         ValueError: a setting is out of range for this model or machine; the message names value and range.
     """
-    decisions = [
-        dtype,
-        Decision("device", machine.device, "asked for" if args.device != "auto" else "the best one found"),
-    ]
+    why = "asked for" if args.device != "auto" else "the best one found"
+    decisions = [dtype, Decision("device", machine.device, why)]
 
     def choose(setting: str, asked: Any, default: Any, why: str) -> Any:
         decisions.append(Decision(setting, default if asked is None else asked, why if asked is None else "asked for"))
@@ -678,6 +686,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
         max_num_partial_prefills=args.max_num_partial_prefills,
         policy=args.scheduling_policy,
         scheduler_reserve_full_isl=args.scheduler_reserve_full_isl,
+        max_loras=args.max_loras if args.enable_lora else 0,
         starvation_limit=args.starvation_limit,
     )
     mentioned = {d.setting for d in decisions}

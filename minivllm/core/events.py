@@ -44,6 +44,8 @@ SCHEMA = {
         "note": "label value policy",
         "draft": "tokens",
         "rollback": "num_rejected",
+        "lora_load": "adapter slot",
+        "lora_evict": "adapter slot",
     }.items()
 }
 _OPTIONAL = {"update": (None,)}
@@ -105,6 +107,7 @@ class State:
         hashes: per physical block, None where nothing reusable is held.
         free: free blocks in the order of reuse.
         cpu_free: free blocks of the swap pool, likewise.
+        loras: adapter of each slot that has one.
     """
 
     num_groups: int
@@ -115,6 +118,7 @@ class State:
     hashes: list[bytes | None]
     free: list[int]
     cpu_free: list[int]
+    loras: dict[int, str] = field(default_factory=dict)
 
     @staticmethod
     def empty(num_blocks: int, num_groups: int = 1, num_cpu_blocks: int = 0) -> State:
@@ -132,7 +136,7 @@ class State:
         }
         return State(
             self.num_groups, requests, list(self.waiting), list(self.running),
-            list(self.ref_cnt), list(self.hashes), list(self.free), list(self.cpu_free),
+            list(self.ref_cnt), list(self.hashes), list(self.free), list(self.cpu_free), dict(self.loras),
         )  # fmt: skip
 
     def owners(self, block_id: int) -> list[str]:
@@ -205,6 +209,12 @@ class Fold(EventReader):
         state.status = "SWAPPED" if mode == "swap" else "PREEMPTED"
         if mode != "swap":
             state.num_computed_tokens = 0
+
+    def _on_lora_load(self, adapter: str, slot: int) -> None:
+        self.now.loras[slot] = adapter
+
+    def _on_lora_evict(self, adapter: str, slot: int) -> None:
+        del self.now.loras[slot]
 
     def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
         for request, n in num_scheduled.items():

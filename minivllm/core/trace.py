@@ -310,6 +310,7 @@ REASONS = {
     "no_blocks": "too few KV blocks were free",
     "after_preemption": "a running request had just lost its blocks; nobody is admitted in such a step",
     "max_num_partial_prefills": "as many prompts were half done as max_num_partial_prefills allows",
+    "max_loras": "as many adapters were in use as max_loras allows",
     "no_chunked_prefill": "the rest of the budget is too small for the whole prompt, and enable_chunked_prefill is off",
     "behind": "another request was first in the queue and had to wait",
     "policy": "the policy gave it no tokens",

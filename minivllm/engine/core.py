@@ -7,8 +7,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineConfig
@@ -20,7 +21,7 @@ from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
 from minivllm.core.trace import Trace
 from minivllm.core.trace_files import TraceWriter
 from minivllm.engine.kv_publisher import KVEventPublisher
-from minivllm.sampling.grammar import GrammarCompiler, GrammarError, PendingGrammar
+from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = ["EngineCore", "GrammarQueue", "logger"]
@@ -57,6 +58,7 @@ class EngineCore:
             config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
         )
         self._compiling = GrammarQueue(grammar)
+        self._adapters: dict[str, Future[Any]] = {}  # that are read, or will be
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self._outputs: list[EngineCoreOutput] = []  # what the next step returns
         self._recording: TraceWriter | None = None
@@ -73,10 +75,25 @@ class EngineCore:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
         if request.request_id in self._compiling.waiting or request.request_id in self.scheduler.requests:
             raise ValueError(f"request id {request.request_id!r} is already in use")
-        if getattr(request.sampling_params, "structured_outputs", None) is None:
+        adapter = None if request.lora_name is None else self._adapters[request.lora_name]
+        if getattr(request.sampling_params, "structured_outputs", None) is None and (
+            adapter is None or _is_read(adapter)
+        ):
             self.scheduler.add_request(request)
         else:
-            self._compiling.add(request)
+            self._compiling.add(request, adapter)
+
+    def prefetch_lora(self, key: str, path: str, digest: str) -> None:
+        """Have an adapter read into main memory. Requests with it, which may come now, join the scheduler when it is there."""
+        self._adapters[key] = self.executor.collective_rpc("prefetch_lora", key, path, digest)[0]
+
+    def pin_lora(self, key: str) -> None:
+        """Keep an adapter in its slot once it has one. Raises ValueError if too few slots would be left."""
+        self.scheduler.adapters.pin(key)
+
+    def unpin_lora(self, key: str) -> None:
+        """Let an adapter give way again."""
+        self.scheduler.adapters.pinned.discard(key)
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
         """End requests in any state; unknown ids are passed over. Returns those that were ended."""
@@ -261,19 +278,23 @@ class EngineCore:
         self.executor.shutdown()
 
 
+def _is_read(adapter: Future[Any]) -> bool:
+    return adapter.done() and adapter.exception() is None
+
+
 class GrammarQueue:
-    """Requests whose grammar is being compiled.
+    """Requests whose grammar is being compiled, or whose adapter is being read.
 
     Args:
         compiler: None if there can be none.
 
     Attributes:
-        waiting: {request id: request and grammar}, in the order of arrival.
+        waiting: {request id: request, and what it waits for}, in the order of arrival.
     """
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self.compiler = compiler
-        self.waiting: dict[str, tuple[Request, PendingGrammar]] = {}
+        self.waiting: dict[str, tuple[Request, list[PendingGrammar | Future[Any]]]] = {}
 
     def compile(self, params: StructuredOutputsParams) -> PendingGrammar:
         """Begin to compile. Raises ValueError without a compiler, GrammarError for a grammar that is too large."""
@@ -281,29 +302,33 @@ class GrammarQueue:
             raise ValueError("structured_outputs need a tokenizer, and this engine has none")
         return self.compiler.submit(params)
 
-    def add(self, request: Request) -> None:
-        """Begin to compile the grammar that the request's parameters ask for."""
-        self.waiting[request.request_id] = request, self.compile(request.sampling_params.structured_outputs)
+    def add(self, request: Request, adapter: Future[Any] | None = None) -> None:
+        """Begin to compile the grammar that the request's parameters ask for, if they do. ``adapter``: to wait for, too."""
+        pending: list[PendingGrammar | Future[Any]] = [] if adapter is None else [adapter]
+        if (structure := getattr(request.sampling_params, "structured_outputs", None)) is not None:
+            pending.append(self.compile(structure))
+        self.waiting[request.request_id] = request, pending
 
     def remove(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests; returns those that were here."""
         return [request_id for request_id in request_ids if self.waiting.pop(request_id, None) is not None]
 
     def take_ready(self, wait: bool) -> tuple[list[Request], list[EngineCoreOutput]]:
-        """Requests whose grammar is compiled, in the order of arrival, and the last outputs of those whose grammar is wrong.
+        """Requests that have what they wait for, in the order of arrival, and the last outputs of those that cannot get it.
 
         With ``wait``, when there is nothing else to do, the first one is waited for.
         """
         ready: list[Request] = []
         failed: list[EngineCoreOutput] = []
         for request_id, (request, pending) in list(self.waiting.items()):
-            if not pending.done() and not wait:
+            if not wait and not all(each.done() for each in pending):
                 continue
             wait = False
             del self.waiting[request_id]
             try:
-                pending.result()
+                for each in pending:
+                    each.result()
                 ready.append(request)
-            except GrammarError as error:
+            except ValueError as error:  # GrammarError, AdapterError
                 failed.append(EngineCoreOutput(request_id, [], FinishReason.ERROR, error=str(error)))
         return ready, failed

@@ -261,8 +261,25 @@ class OutputProcessor:
             if state is None:
                 continue
             touched[state.request_id] = state
-            if self._update(state, output, now):
+            child = state.children[output.request_id]
+            if output.new_token_ids:
+                state.metrics.first_token_time = state.metrics.first_token_time or now
+                state.metrics.last_token_time = now
+                state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+            if output.error is not None:
+                state.error = output.error
+            if output.pooled is not None:
+                state.pooled, state.num_cached_tokens = output.pooled, output.num_cached_tokens
+            if output.logprobs or output.prompt_logprobs:
+                self._name_tokens(output)
+            if output.prompt_logprobs:
+                state.prompt_logprobs = [*(state.prompt_logprobs or ()), *output.prompt_logprobs]
+            if child.update(output):
                 to_abort.append(output.request_id)
+            state.changed.add(child.index)
+            if child.finish_reason is not None:
+                del self.parent_of[output.request_id]
+                state.finished = all(other.finish_reason is not None for other in state.children.values())
         results = []
         for state in touched.values():
             if state.finished:
@@ -270,27 +287,6 @@ class OutputProcessor:
             if (result := state.output()) is not None:
                 results.append(result)
         return ProcessedOutputs(results, to_abort)
-
-    def _update(self, state: RequestState, output: EngineCoreOutput, now: float) -> bool:
-        child = state.children[output.request_id]
-        if output.new_token_ids:
-            state.metrics.first_token_time = state.metrics.first_token_time or now
-            state.metrics.last_token_time = now
-            state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
-        if output.error is not None:
-            state.error = output.error
-        if output.pooled is not None:
-            state.pooled, state.num_cached_tokens = output.pooled, output.num_cached_tokens
-        if output.logprobs or output.prompt_logprobs:
-            self._name_tokens(output)
-        if output.prompt_logprobs:
-            state.prompt_logprobs = [*(state.prompt_logprobs or ()), *output.prompt_logprobs]
-        core_must_stop = child.update(output)
-        state.changed.add(child.index)
-        if child.finish_reason is not None:
-            del self.parent_of[output.request_id]
-            state.finished = all(other.finish_reason is not None for other in state.children.values())
-        return core_must_stop
 
     def _finish(self, state: RequestState, now: float) -> None:
         state.metrics.finished_time = now
@@ -307,17 +303,8 @@ class OutputProcessor:
 
     def abort_requests(self, request_ids: Sequence[str], now: float) -> tuple[list[RequestOutput], list[str]]:
         """Forget requests. Returns their last outputs and the ids to abort in the engine core; unknown ids are passed over."""
-        results: list[RequestOutput] = []
-        core_ids: list[str] = []
-        for request_id in request_ids:
-            state = self.requests.get(request_id)
-            if state is None:
-                continue
-            for child_id, child in state.children.items():
-                if child.finish_reason is None:
-                    core_ids.append(child_id)
-                    self._update(state, EngineCoreOutput(child_id, [], FinishReason.ABORT), now)
-            self._finish(state, now)
-            if (result := state.output()) is not None:
-                results.append(result)
-        return results, core_ids
+        states = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
+        running = ((name, child) for state in states for name, child in state.children.items())
+        core_ids = [name for name, child in running if child.finish_reason is None]
+        aborted = [EngineCoreOutput(name, [], FinishReason.ABORT) for name in core_ids]
+        return self.process_outputs(aborted, now).request_outputs, core_ids

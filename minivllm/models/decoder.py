@@ -3,6 +3,7 @@
 # Generated from nbs/models/decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +78,7 @@ class Decoder(Module):
     Attributes:
         ops: what is computed between the linear layers.
         eager: every kernel is launched by itself; counts from the next `bind` on.
+        lora: adapters of the rows (`minivllm.lora.linear.LoRAModel`), or None.
         captured: runs steps that were captured, or None; from `bind` on.
     """
 
@@ -94,8 +96,7 @@ class Decoder(Module):
     ) -> None:
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops(backend.layer_ops, backend.batch_invariant)
-        default = "batch_invariant" if backend.batch_invariant else backend.linear_method
-        self.linear_method = linear_method or default
+        self.linear_method = linear_method or ("batch_invariant" if backend.batch_invariant else backend.linear_method)
         builder = Builder(
             hidden_size=spec.hidden_size,
             norm_eps=spec.norm_eps,
@@ -118,6 +119,7 @@ class Decoder(Module):
         self.head = self._make_head(builder)
         self.ropes = ModuleList(None if rope is None else Rope(rope, device, max_model_len) for rope in spec.ropes)
         self.eager = False
+        self.lora: Any = None
         self._captured: CapturedSteps | None = None
 
     def _make_positions(self) -> Tensor | None:
@@ -192,6 +194,8 @@ class Decoder(Module):
     def embed(self, token_ids: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
         """What the first layer reads, [T, hidden_size], of token ids and positions, int64 [T]; written to `out` if given."""
         x = torch.index_select(self.embedding, 0, token_ids, out=out)
+        if self.lora is not None:
+            self.lora.embed(token_ids, x)
         if self.embedding_scale != 1.0:
             x *= self.embedding_scale
         if self.positions is not None:

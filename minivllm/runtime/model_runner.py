@@ -5,7 +5,9 @@
 import math
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,8 @@ from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
 from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.lora.adapter import lora_targets
+from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
@@ -135,6 +139,8 @@ class ModelRunner:
         model.eager = config.args.enforce_eager
         model.bind(kv)
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, [g.spec.block_size for g in kv.groups])
+        self.adapters = self._make_adapters() if config.args.enable_lora else None
+        self.lora_slots = np.full(limits.max_num_seqs, -1)
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         self.pooler = Pooler()
@@ -154,6 +160,16 @@ class ModelRunner:
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
             if not config.args.enforce_eager:
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
+
+    def _make_adapters(self) -> AdapterStore:
+        args, model, targets = self.config.args, self.model, lora_targets(self.model.spec)
+        keep = args.max_cpu_loras or args.max_loras
+        return AdapterStore(model.lora, targets, args.max_lora_rank, model.dtype, keep)
+
+    def prefetch_lora(self, key: str, path: str, digest: str) -> Future[Any]:
+        """Have an adapter read into main memory; see `AdapterStore`."""
+        assert self.adapters is not None, "enable_lora is off"
+        return self.adapters.prefetch(key, path, digest)
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Execute one step. A request that fails by itself is reported in ``errors``; the others go on."""
@@ -175,6 +191,8 @@ class ModelRunner:
             return pending
         step = self.batch.prepare(output.num_scheduled_tokens)
         chosen = np.flatnonzero(step.samples)
+        if self.adapters is not None:
+            self.adapters.use(np.repeat(self.lora_slots[step.rows], step.counts))
         arrays = step.token_ids, step.positions, step.last_token[chosen], step.rows[chosen]
         if self.buffer is None:
             token_ids, positions, last, rows = map(torch.from_numpy, arrays)
@@ -200,10 +218,17 @@ class ModelRunner:
         for request_id in output.finished:
             self._prompt_done.pop(request_id, None)
             self.pooler.drop(request_id)
+        for slot, key in output.lora_loads:
+            assert self.adapters is not None, "enable_lora is off"
+            self.adapters.load(slot, key)
         for new in output.new_requests:
             known = [*new.prompt_token_ids, *new.output_token_ids]
             row = self.batch.add(new.request_id, known, new.num_computed_tokens, new.block_ids)
-            params = new.sampling_params
+            params, self.lora_slots[row] = new.sampling_params, new.lora_slot
+            if self.adapters is not None and (why := self.adapters.error(new.lora_slot)) is not None:
+                self.batch.draws[row] = False
+                result.errors[new.request_id] = why
+                continue
             if isinstance(params, PoolingParams):
                 self.pooler.add(new.request_id, params, len(known), new.num_computed_tokens)
                 self.batch.draws[row] = False
@@ -258,6 +283,8 @@ class ModelRunner:
         """As `_forward_buffered`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)
+        if self.adapters is not None and self.adapters.model.active:
+            return None  # the adapters' matmuls on a GPU are launched one by one
         if self.graphs is None or padded is None or len(step.request_ids) != rows or not self._may_replay(self.graphs):
             return None
         buffer.begin()
@@ -294,6 +321,8 @@ class ModelRunner:
         """Choose a token for each of the requests `chosen`; hidden: [len(chosen), hidden_size]; rows_there: their rows, on the device."""
         rows = step.rows[chosen]
         batch = self.sampling.batch([step.request_ids[i] for i in chosen])
+        if self.adapters is not None:
+            self.adapters.use(self.lora_slots[rows])
         logits = self.model.compute_logits(hidden)
         if self._latest is not None and (self._looks_back or self.sample_log is not None or batch.looks_back):
             self._latest.result()
@@ -329,15 +358,19 @@ class ModelRunner:
                 continue
             at = int(starts[i]) - computed
             result.prompt_logprobs[request_id] = self._logprobs_of(
-                hidden[at + first : at + end], prompt[first + 1 : end + 1], count
+                hidden[at + first : at + end], prompt[first + 1 : end + 1], count, self.lora_slots[row]
             )
             self._prompt_done[request_id] = end
 
-    def _logprobs_of(self, hidden: Tensor, token_ids: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+    def _logprobs_of(
+        self, hidden: Tensor, token_ids: Sequence[int], count: int, lora_slot: int
+    ) -> list[dict[int, Logprob]]:
         """Reports on ``token_ids`` [R] after the hidden states [R, hidden_size], a slice at a time."""
         reports: list[dict[int, Logprob]] = []
         for start in range(0, len(hidden), self.PROMPT_SLICE):
             part = slice(start, start + self.PROMPT_SLICE)
+            if self.adapters is not None:
+                self.adapters.use(np.full(len(hidden[part]), lora_slot))
             reports += compute_logprobs(self.model.compute_logits(hidden[part]), token_ids[part], count)
         return reports
 

@@ -32,6 +32,7 @@ from minivllm.serving.completions import completions_router
 from minivllm.serving.embeddings import embeddings_router
 from minivllm.serving.errors import ApiError, as_api_error, hide_paths, install_error_handlers
 from minivllm.serving.generation import ServerOptions, ServerState, encode
+from minivllm.serving.lora import lora_router, serve_adapters
 from minivllm.serving.metrics import Metrics
 from minivllm.serving.middleware import AccessLog, ApiKey, BodyLimit, JsonRoute, SiteCheck, http_protocol
 from minivllm.serving.protocol import DetokenizeRequest, TokenizeRequest
@@ -51,6 +52,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     """
     options = options or ServerOptions()
     state = ServerState(llm, options)
+    serve_adapters(state)
     metrics = Metrics(lambda: state.llm, state.model_names[0])
     state.observe = metrics.observe
     llm.observe(state.observe)
@@ -62,7 +64,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     )
     app = FastAPI(title="minivllm", version=installed_version("minivllm"), lifespan=_lifespan(state, options.trace))
     app.state.server = state
-    endpoints = (completions_router, chat_router, responses_router, embeddings_router, token_router)
+    endpoints = (completions_router, chat_router, responses_router, embeddings_router, token_router, lora_router)
     for router in (*(make(state) for make in endpoints), operation_router(state, metrics)):
         app.include_router(router)
     if options.dashboard:
@@ -138,14 +140,14 @@ def _model_card(state: ServerState, name: str) -> dict[str, Any]:
     allowed = dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True)
     refused = dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking"), False)
     about = {"id": f"modelperm-{name}", "object": "model_permission", "created": state.started}
-    config = state.llm.config
+    config, adapter = state.llm.config, state.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": state.started,
         "owned_by": "minivllm",
-        "root": config.model.name,
-        "parent": None,
+        "root": config.model.name if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else state.model_names[0],
         "max_model_len": config.scheduler.max_model_len,
         "permission": [{**about, **allowed, **refused, "organization": "*", "group": None}],
     }

@@ -23,7 +23,7 @@ __all__ = ["EmbeddingRequest", "EmbeddingWriter", "embeddings_router"]
 class EmbeddingRequest(RequestFields):
     """`POST /v1/embeddings`. ``dimensions`` and ``encoding_format`` are OpenAI's, ``pooling_type`` is ours, the others are vLLM's."""
 
-    unsupported: ClassVar = {"lora_request": ((), "not implemented")}
+    unsupported: ClassVar = {"lora_request": ((), "name the adapter as the model")}
     n: ClassVar = 1
     stream: ClassVar = False
 

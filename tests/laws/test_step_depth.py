@@ -28,5 +28,5 @@ def test_the_trace_counts_functions_and_their_depth():
     step_depth = load_benchmark()
     calls, depth = step_depth.traced(lambda: step_depth.minivllm.SamplingParams(temperature=0).clone())
     names = {name for _, name in calls}
-    assert {"SamplingParams.__post_init__", "SamplingParams.clone"} <= names and depth >= 3
+    assert {"CheckedParams.__post_init__", "SamplingParams.clone"} <= names and depth >= 3
     assert all(file.startswith(("minivllm/", "kernels/")) for file, _ in calls)

@@ -102,7 +102,7 @@ class CapturedCPUSteps:
     Whatever was captured is thrown away when `generation` says that a part of some model was changed.
 
     Args:
-        model: whose layers are captured; has `embedding`, `embed` and `ropes`.
+        model: whose layers are captured; has `embedding`, `embed`, `lora` and `ropes`.
         run: its layers.
 
     Attributes:
@@ -115,7 +115,7 @@ class CapturedCPUSteps:
         self.problem: str | None = None
         self.refused: dict[int, str] = {}
         self._arena, self._scratch, self._busy = Arena(), Scratch(), threading.Lock()
-        self._programs: dict[int, _Captured | None] = {}
+        self._programs: dict[tuple[int, bool], _Captured | None] = {}
         self._generation, self._bound_to = -1, list[object]()
 
     def run(
@@ -134,9 +134,10 @@ class CapturedCPUSteps:
         try:
             if not self._valid(kv_caches, plans):
                 return None
-            if rows not in self._programs:
-                self._programs[rows] = self._capture(rows, kv_caches, plans)
-            captured = self._programs[rows]
+            key = rows, self.model.lora is not None and self.model.lora.active  # without adapters less is launched
+            if key not in self._programs:
+                self._programs[key] = self._capture(rows, kv_caches, plans)
+            captured = self._programs[key]
             return None if captured is None else self._replay(captured, token_ids, positions, plans)
         finally:
             self._busy.release()
