@@ -415,8 +415,7 @@ class EngineArgs:
     num_cpu_blocks: int = _arg(0, "KV blocks of the swap pool")
     kv_cache_memory_bytes: int | None = _arg(None, "memory for the KV cache; default: from gpu_memory_utilization")
     gpu_memory_utilization: float = _arg(
-        0.9,
-        "share of a GPU's memory that the engine may use; on a CPU half of this share of the free memory, at most 4 GiB for the cache",
+        0.9, "share of a GPU's memory to use; on a CPU half of this share of what is free, at most 4 GiB for the cache"
     )
     enable_prefix_caching: bool = _arg(True, "reuse KV blocks of equal prefixes")
     prefix_cache_index: str = _arg("hash", "how cached prefixes are found", ("hash", "radix"))
@@ -445,9 +444,7 @@ class EngineArgs:
     max_lora_rank: int = _arg(16, "largest rank of an adapter")
     max_cpu_loras: int | None = _arg(None, "adapters kept in main memory; default: max_loras")
     max_logprobs: int = _arg(20, "most log-probabilities a request may ask for per token; -1: the whole vocabulary")
-    async_scheduling: bool | None = _arg(
-        None, "decide a step, and deliver the tokens of the one before, while the model computes"
-    )
+    async_scheduling: bool | None = _arg(None, "decide a step, and deliver tokens, while the model computes")
     logprobs_mode: str = _arg("raw_logprobs", "what `logprobs` reports", _LOGPROBS_MODES)
     kv_events_endpoint: str | None = _arg(None, "ZeroMQ address to publish KV events on, such as tcp://127.0.0.1:5557")
     kv_events_replay_endpoint: str | None = _arg(None, "ZeroMQ address that replays KV events")
@@ -455,6 +452,9 @@ class EngineArgs:
     generation_config: str = _arg("auto", "sampling defaults: auto (the model's), or vllm (neutral)", ("auto", "vllm"))
 
     def __post_init__(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
         for f in fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
             if choices and value != f.default:

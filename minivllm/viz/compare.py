@@ -133,7 +133,7 @@ class Compare(View):
 
     def refresh(self) -> None:
         (self.a, _), (self.b, _) = (open_trace(source) for source in self.sources)
-        super().refresh()
+        View.refresh(self)
 
     def build(self) -> Payload:
         payload, (a, b), first = Payload({}), self.runs, self.difference

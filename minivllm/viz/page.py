@@ -71,7 +71,7 @@ class Page(View):
     def refresh(self) -> None:
         for view in self.views:
             view.refresh()
-        super().refresh()
+        View.refresh(self)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         raise TypeError("a page has several axes: figure() and to_png() draw it, and each view has its own plot()")
