@@ -29,8 +29,8 @@ from minivllm.serving.tools import load_plugin
 
 __all__ = [
     "Counter", "Job", "Plan", "SSEResponse", "ServerOptions", "ServerState", "Writer", "answer",
-    "check_output", "collect", "encode", "engine_prompts", "event", "in_time", "merge", "plan_fields",
-    "renamed", "to_json", "unless_disconnected",
+    "check_output", "collect", "encode", "engine_prompts", "event", "merge", "plan_fields", "renamed",
+    "to_json",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -295,11 +295,11 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(request: Request, work: Awaitable[T], timeout: float | None) -> T:
+async def _unless_disconnected(request: Request, work: Awaitable[T], timeout: float | None) -> T:
     """The result of ``work``, which is cancelled when the client hangs up or the time is over.
 
     Raises:
-        ApiError: 408 after ``timeout`` seconds, 499 when the client has gone (nobody reads it then).
+        ApiError: 408 after ``timeout`` seconds, 499 when the client has gone (it is not sent then).
     """
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request.receive))
     try:
@@ -345,7 +345,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + to_json(body).encode("utf-8", "replace") + b"\n\n"
 
 
-async def in_time(chunks: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
+async def _in_time(chunks: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
     """Pass on what comes; ApiError 408 if the last has not come after ``seconds``."""
     end = asyncio.get_running_loop().time() + seconds
     while True:
@@ -371,7 +371,7 @@ class SSEResponse(Response):
 
     def __init__(self, job: Job, chunks: AsyncIterator[dict[str, Any]]) -> None:
         self.job, limit = job, job.state.options.request_timeout
-        self.chunks = chunks if limit is None else in_time(chunks, limit)
+        self.chunks = chunks if limit is None else _in_time(chunks, limit)
         self._since: float | None = None  # the moment from which on a client has not taken a piece
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
@@ -551,4 +551,4 @@ async def answer(
         finally:
             await job.close()
 
-    return await unless_disconnected(request, work(), state.options.request_timeout)
+    return await _unless_disconnected(request, work(), state.options.request_timeout)
