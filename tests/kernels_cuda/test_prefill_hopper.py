@@ -10,7 +10,7 @@ import pytest
 from minivllm_kernels.cuda import prefill_hopper, simt, wgmma
 from minivllm_kernels.cuda.launch import Layout
 from minivllm_kernels.cuda.planning import BLOCK_SIZES, HEAD_DIMS, AttentionShape, plan_prefill, split_at_chunks
-from minivllm_kernels.cuda.prefill_hopper import HopperTile, best_stages, hopper_unsupported
+from minivllm_kernels.cuda.prefill_hopper import HopperTile, hopper_unsupported
 
 SHAPES = [
     AttentionShape("bfloat16", dim, group, block)
@@ -36,14 +36,14 @@ def test_one_rule_says_which_rung(cc, fp8, reason, dim):
 
 
 def test_a_kernel_of_hopper_is_refused_elsewhere():
-    kernel = prefill_hopper.wgmma_tiles(SHAPES[0], 2)
+    kernel = prefill_hopper.wgmma_tiles(SHAPES[0])
     with pytest.raises(ValueError, match=r"runs on compute capability 9\.0 only, not on 8\.9"):
         kernel.ptx((8, 9))
 
 
 def test_every_shape_fits():
     for shape in SHAPES:
-        tile = HopperTile(shape, best_stages(shape))
+        tile = HopperTile(shape)
         assert tile.shared_bytes <= prefill_hopper.SHARED_LIMIT, shape
         assert 112 < tile.rows <= 128 and tile.rows % shape.group == 0
         assert tile.keys % tile.box == 0 and shape.block_size % tile.box == 0
@@ -75,7 +75,7 @@ def fields(descriptor):
 
 
 def test_descriptors():
-    tile = HopperTile(AttentionShape("bfloat16", 128, 4, 16), 2)
+    tile = HopperTile(AttentionShape("bfloat16", 128, 4, 16))
     assert fields(wgmma.K_MAJOR) == {"address": 0, "lead": 16, "stride": 1024, "swizzle": 1}
     columns = wgmma.column_descriptor(tile.kv_part) | (tile.v_at + 1024) >> 4
     assert fields(columns) == {"address": tile.v_at + 1024, "lead": 128 * 128, "stride": 1024, "swizzle": 1}
@@ -110,7 +110,7 @@ EXTRA = [{}, {"window": 50}, {"window": 1}, {"window": 700}, {"chunk": 48}]
 @pytest.mark.parametrize("group", [1, 4, 7])
 def test_tiles_of_keys_hold_all_that_a_tile_sees_and_no_more(group, extra):
     rng = np.random.default_rng(group)
-    tile = HopperTile(AttentionShape("bfloat16", 128, group, 16), 2)
+    tile = HopperTile(AttentionShape("bfloat16", 128, group, 16))
     work = getattr(prefill_hopper.work_of_tile(tile), "py_func", prefill_hopper.work_of_tile(tile))
     new = rng.integers(1, 300, 12)
     lens, rows, floor = new + rng.integers(0, 500, 12), np.cumsum([0, *new[:-1]]), 0
@@ -142,9 +142,9 @@ def test_tensor_maps_describe_the_cache(monkeypatch):
             assert dtype == shape.dtype and sizes == (shape.head_dim, 3, shape.block_size, 11)
             assert steps == (strides[3], strides[2], strides[1]) and all(step % 16 == 0 for step in steps)
             assert box[0] * 2 == wgmma.SWIZZLE and max(box) <= 256
-        assert (k[4][2], one[4][2]) == (min(shape.block_size, HopperTile(shape, 2).keys), 1)
+        assert (k[4][2], one[4][2]) == (min(shape.block_size, HopperTile(shape).keys), 1)
         assert q[2:4] == ((shape.head_dim, 3 * shape.group, 9), (shape.head_dim * 2, 8192))
-        assert q[4][1] * q[4][2] == HopperTile(shape, 2).rows
+        assert q[4][1] * q[4][2] == HopperTile(shape).rows
 
 
 def test_a_map_travels_with_the_launch():

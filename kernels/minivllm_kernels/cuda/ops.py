@@ -212,7 +212,8 @@ class AttentionPlan:
 
     Attributes:
         scale, cap: as the kernels take them (see `score_factors`).
-        table: int32 [sequences, blocks]. items, tiles: work of the two kernels, int32 [n, 8] (see `planning`).
+        table: int32 [sequences, blocks]. items, tiles: work of the two kernels, int32 [n, 8] (see `planning`);
+            after the tiles of rung 4 comes a row of zeros to count in.
         warps: a block of the decode kernel has. slots: partial results of decode.
     """
 
@@ -236,7 +237,7 @@ class AttentionPlan:
         if len(self.items):
             self.decode_kernel = decode.mma_split_kv(shape, self.warps)
         if len(self.tiles) and uses_wgmma(shape, device):
-            self.prefill_kernel = prefill_hopper.wgmma_tiles(shape, prefill_hopper.best_stages(shape))
+            self.prefill_kernel = prefill_hopper.wgmma_tiles(shape)
         elif len(self.tiles):
             self.prefill_kernel = prefill.mma_tiles(shape, prefill.best_warps(shape))
         if self.slots:  # outputs; (max, sum); counts of arrivals, which are zero here and after every launch
@@ -360,7 +361,7 @@ def plan_attention(
             lens, ends, rows, which, floor = split_at_chunks(lens, ends, rows, chunk)
             seqs = seqs[which]
         wgmma = uses_wgmma(shape, device)
-        tile_rows = HopperTile(shape, 1).rows if wgmma else prefill.best_warps(shape) * prefill.warp_rows(shape)
+        tile_rows = HopperTile(shape).rows if wgmma else prefill.best_warps(shape) * prefill.warp_rows(shape)
         tiles = plan_prefill(lens, ends, rows=rows, seqs=seqs, group=shape.group, tile_rows=tile_rows, floor=floor)
         tiles = np.pad(tiles, ((0, 1), (0, 0))) if wgmma else tiles
     arrays: list[np.ndarray] = [
@@ -411,14 +412,14 @@ def paged_attention(
         grid = plan.decode_blocks, len(plan.items)
         run(plan.decode_kernel, device, grid, *pointers, plan.items.data_ptr(), *partials, *scales, *strides)
     if plan.prefill_kernel is not None and plan.prefill_kernel.hopper_only:
-        _prefill_by_wgmma(q, kv_cache, plan, out)
+        _prefill_by_wgmma(plan.prefill_kernel, q, kv_cache, plan, out)
     elif plan.prefill_kernel is not None:
         grid = plan.kv_heads, len(plan.tiles)
         run(plan.prefill_kernel, device, grid, *pointers, plan.tiles.data_ptr(), *scales, plan.window, *strides)
     return out
 
 
-def _prefill_by_wgmma(q: Tensor, kv_cache: Tensor, plan: AttentionPlan, out: Tensor) -> None:
+def _prefill_by_wgmma(kernel: CudaKernel, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, out: Tensor) -> None:
     """Launch rung 4: one block a multiprocessor, which takes work items until there are none left."""
     shape, heads, device = plan.shape, plan.kv_heads, kv_cache.device
     work = (len(plan.tiles) - 1) * heads
@@ -428,7 +429,7 @@ def _prefill_by_wgmma(q: Tensor, kv_cache: Tensor, plan: AttentionPlan, out: Ten
     )
     pointers = (out.data_ptr(), *maps, plan.table.data_ptr(), plan.tiles.data_ptr())
     numbers = (plan.scale, plan.cap, plan.window, plan.table.shape[1], out.stride(0) // 2, heads, work)
-    run(plan.prefill_kernel, device, (min(work, _multiprocessors(device)), 1), *pointers, *numbers)
+    run(kernel, device, (min(work, _multiprocessors(device)), 1), *pointers, *numbers)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from minivllm_kernels.cuda.planning import (
 )
 from minivllm_kernels.cuda.prefill import U32
 from minivllm_kernels.cuda.simt import NEG, CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel, u32
-from minivllm_kernels.cuda.warp import atomic_inc, exp2, fmax, shfl_xor, smem_addr
+from minivllm_kernels.cuda.warp import atomic_inc, exp2, fmax, shfl_xor, smem_addr, stg128
 from minivllm_kernels.cuda.wgmma import (
     K_MAJOR,
     SWIZZLE,
@@ -36,6 +36,7 @@ from minivllm_kernels.cuda.wgmma import (
     mbarrier_init,
     mbarrier_wait,
     more_registers,
+    shfl_word,
     sts32,
     tensor_map,
     tma_load_3d,
@@ -46,7 +47,7 @@ from minivllm_kernels.cuda.wgmma import (
 )
 
 __all__ = [
-    "HOPPER", "HOPPER_SIGNATURE", "HOPPER_THREADS", "SHARED_LIMIT", "HopperTile", "attention_maps", "best_stages",
+    "HOPPER", "HOPPER_SIGNATURE", "HOPPER_THREADS", "SHARED_LIMIT", "HopperTile", "attention_maps",
     "hopper_unsupported", "query_map", "wgmma_tiles",
 ]  # fmt: skip
 
@@ -75,7 +76,7 @@ class HopperTile:
     """Tiles of a shape and where they lie in shared memory. Sizes in bytes unless they count something."""
 
     shape: AttentionShape
-    stages: int  # tiles of K, and of V, that are in shared memory at a time
+    stages: int = 2  # tiles of K, and of V, that are in shared memory at a time; on an H200 three are no faster
 
     rows_held = 128  # rows of Q in shared memory: 64 for each computing warpgroup
 
@@ -127,18 +128,13 @@ class HopperTile:
 
     @property
     def next_at(self) -> int:
-        """Two words: the index of the next work item, written in turns."""
+        """Two words, written in turns: the index of the next work item."""
         return self.barriers_at + 8 * (4 * self.stages + 6)
 
     @property
     def shared_bytes(self) -> int:
         """All of it, and what it takes to start at a multiple of 1024."""
         return self.next_at + 8 + 1024
-
-
-def best_stages(shape: AttentionShape) -> int:
-    """Stages of K and of V: what was fastest on an H200."""
-    return 4 if shape.head_dim <= 64 else 2
 
 
 def work_of_tile(tile: HopperTile) -> Any:
@@ -279,7 +275,8 @@ def producer(tile: HopperTile) -> Any:
                     place = block
                     if box < low or box > high:
                         place = i32(-1)  # outside the array: zeros
-                    tma_load_4d(to + stage * TILE, source, full + 8 * stage, column, kvh, (box & (PER_BLOCK - 1)) * BOX, place)
+                    token = (box & (PER_BLOCK - 1)) * BOX
+                    tma_load_4d(to + stage * TILE, source, full + 8 * stage, column, kvh, token, place)
                 if by_rows:
                     last = table[pages + (high >> BLOCK_SHIFT)]
                     target = stages + stage * TILE + (high - tile_box) * (BOX * SWIZZLE)
@@ -296,34 +293,75 @@ def producer(tile: HopperTile) -> Any:
             else:
                 index = i32(take(sa, turn, lane))
             turn = i32(turn + 1)
-        if warp == 0 and lane == 0:
-            if atomic_inc(tiles, counter + 1) == grid - 1:  # the last block leaves the counters as it found them
-                tiles[counter] = 0
-                tiles[counter + 1] = 0
+        if warp == 0 and lane == 0 and atomic_inc(tiles, counter + 1) == grid - 1:
+            tiles[counter] = 0  # the last block leaves the counters as it found them
+            tiles[counter + 1] = 0
 
     return produce
 
 
+@device
+def pick(condition, a, b):
+    """a or b."""
+    x = b
+    if condition:
+        x = a
+    return x
+
+
+@device
+def exchange(w0, w1, w2, w3, t):
+    """Four lanes with a word of each of four pieces of 16 bytes: lane t gets piece t whole, for one store of 16 bytes."""
+    high = t >= 2
+    odd = (t & 1) == 1
+    r0 = shfl_word(pick(high, w0, w2), 2)
+    r1 = shfl_word(pick(high, w1, w3), 2)
+    k0 = pick(high, w2, w0)
+    k1 = pick(high, w3, w1)
+    even_low = pick(high, r0, k0)  # of the even piece, from the lane of the lower pair, then from that of the upper
+    even_high = pick(high, k0, r0)
+    odd_low = pick(high, r1, k1)
+    odd_high = pick(high, k1, r1)
+    low = shfl_word(pick(odd, even_low, odd_low), 1)
+    up = shfl_word(pick(odd, even_high, odd_high), 1)
+    return (
+        pick(odd, low, even_low),
+        pick(odd, odd_low, low),
+        pick(odd, up, even_high),
+        pick(odd, odd_high, up),
+    )
+
+
 def row_functions(tile: HopperTile) -> tuple[Any, ...]:
-    """Device functions mask, softmax, to_words, clear, rescale and store, on the fragments of a warpgroup.
+    """Device functions mask_after, mask_before, softmax, to_words, clear, rescale and store, on the fragments of a warpgroup.
 
     Row r of a lane (0 or 1) is row 8 r + lane / 4 of its warp's 16. Its scores are s[4 j + 2 r + y], of key
     8 j + 2 (lane % 4) + y; its outputs lie in o alike. The scores of 16 keys, packed, are the words of A for them.
     clear and rescale take at most 64 outputs at a time: the compiler unrolls no longer loop, and an index that is not a
     constant would put the array into memory.
     """
-    G, W, KEY_TILES, O_TILES, ROWS = tile.shape.group, tile.shape.head_dim // 2, tile.keys // 8, tile.shape.head_dim // 8, tile.rows
-    WORDS, SOME = tile.keys // 4, min(64, tile.shape.head_dim // 2)
+    G, D, ROWS = tile.shape.group, tile.shape.head_dim, tile.rows
+    W, KEY_TILES, O_TILES, WORDS, SOME = D // 2, tile.keys // 8, D // 8, tile.keys // 4, min(64, D // 2)
     pack = half_ops(tile.shape.dtype).pack
 
     @device
-    def mask(s, base, column, position, least):
-        """Scores of keys that a row does not see become NEG."""
+    def mask_after(s, start, position):
+        """Scores of keys behind a row's position become NEG. start: the lane's first key."""
         for r in range(2):
+            most = i32(position[r] - start)
             for j in range(KEY_TILES):
                 for y in range(2):
-                    key = i32(base + column + (8 * j + y))
-                    if key > position[r] or key < least[r]:
+                    if 8 * j + y > most:
+                        s[4 * j + 2 * r + y] = f32(NEG)
+
+    @device
+    def mask_before(s, start, least):
+        """Scores of keys before a row's first become NEG."""
+        for r in range(2):
+            fewest = i32(least[r] - start)
+            for j in range(KEY_TILES):
+                for y in range(2):
+                    if 8 * j + y < fewest:
                         s[4 * j + 2 * r + y] = f32(NEG)
 
     @device
@@ -357,13 +395,24 @@ def row_functions(tile: HopperTile) -> tuple[Any, ...]:
         for r in range(2):
             total[r] += shfl_xor(total[r], 1)
             total[r] += shfl_xor(total[r], 2)
-            row = r0 + 8 * r
+            row = i32(r0 + 8 * r)
             inverse = f32(1.0) / total[r]
-            if row < queries * G and row < first + ROWS:
-                at = (i64(row0) + row // G) * o_s + (kvh * G + row % G) * W + t
-                for j in range(O_TILES):
-                    e = 4 * j + 2 * r
-                    out[at + 4 * j] = pack(o[e] * inverse, o[e + 1] * inverse)
+            exists = row < queries * G and row < first + ROWS
+            at = (i64(row0) + row // G) * o_s + (kvh * G + row % G) * W
+            for j in range(O_TILES // 4):
+                e = 16 * j + 2 * r
+                words = exchange(
+                    pack(o[e] * inverse, o[e + 1] * inverse),
+                    pack(o[e + 4] * inverse, o[e + 5] * inverse),
+                    pack(o[e + 8] * inverse, o[e + 9] * inverse),
+                    pack(o[e + 12] * inverse, o[e + 13] * inverse),
+                    t,
+                )
+                if exists:
+                    stg128(out, at + 16 * j + 4 * t, words)
+            for j in range(O_TILES // 4 * 4, O_TILES):
+                if exists:
+                    out[at + 4 * j + t] = pack(o[4 * j + 2 * r] * inverse, o[4 * j + 2 * r + 1] * inverse)
 
     @device
     def clear(o, start):
@@ -375,7 +424,7 @@ def row_functions(tile: HopperTile) -> tuple[Any, ...]:
         for e in range(SOME):
             o[start + e] *= factor[e // 2 % 2]
 
-    return mask, softmax, to_words, clear, rescale, store
+    return mask_after, mask_before, softmax, to_words, clear, rescale, store
 
 
 def consumer(tile: HopperTile) -> Any:
@@ -383,7 +432,7 @@ def consumer(tile: HopperTile) -> Any:
 
     The scores of the next tile and the output of this one are in flight together, and the softmax runs under the latter.
     """
-    shape, G, KEYS, STAGES, PARTS, TILE = tile.shape, tile.shape.group, tile.keys, tile.stages, tile.parts, tile.kv_bytes
+    shape, G, KEYS, STAGES, TILE = tile.shape, tile.shape.group, tile.keys, tile.stages, tile.kv_bytes
     SN, ON, PN, CAP = KEYS // 2, shape.head_dim // 2, KEYS // 4, shape.soft_cap
     K0, V0, V_COLUMNS = tile.k_at, tile.v_at, column_descriptor(tile.kv_part)
     BAR = tile.barriers_at
@@ -393,7 +442,7 @@ def consumer(tile: HopperTile) -> Any:
     pv = wgmma_registers(shape.dtype, shape.head_dim, [i * SWIZZLE for i in range(KEYS // 16)])
     wait_all_s, wait_older, wait_all = wgmma_wait(0, SN), wgmma_wait(1, SN), wgmma_wait(0, ON)
     work, take, advance = work_of_tile(tile), take_next(tile), next_stage(tile)
-    mask, softmax, to_words, clear, rescale, store = row_functions(tile)
+    mask_after, mask_before, softmax, to_words, clear, rescale, store = row_functions(tile)
 
     @device
     def consume(sa, tid, me, out, tiles, scale, cap, window, o_s, kv_heads, items):
@@ -422,7 +471,7 @@ def consumer(tile: HopperTile) -> Any:
             item = i32(index // kv_heads * FIELDS)
             queries, context, first = tiles[item + TILE_QUERIES], tiles[item + TILE_CONTEXT], tiles[item + TILE_FIRST]
             floor = tiles[item + TILE_FLOOR]
-            oldest, newest, start, count = work(context, queries, first, floor, window)
+            _, _, start, count = work(context, queries, first, floor, window)
             top = i32(first + 64 * me)
             r0 = i32(top + warp * 16 + lane // 4)
             for r in range(2):
@@ -445,7 +494,10 @@ def consumer(tile: HopperTile) -> Any:
             if CAP:
                 for e in range(SN):
                     s[e] = soft_cap(s[e] * scale, cap)
-            mask(s, (start + count - 1) * KEYS, column, position, least)
+            base = i32((start + count - 1) * KEYS)
+            mask_after(s, i32(base + column), position)
+            if base < safe:
+                mask_before(s, i32(base + column), least)
             softmax(s, biggest, total, factor, unit)
             to_words(s, p)
             for n in range(1, count):
@@ -462,9 +514,11 @@ def consumer(tile: HopperTile) -> Any:
                 if CAP:
                     for e in range(SN):
                         s[e] = soft_cap(s[e] * scale, cap)
-                base = i32((start + count - 1 - n) * KEYS)
-                if base + KEYS - 1 > lowest or base < safe:
-                    mask(s, base, column, position, least)
+                base = i32(base - KEYS)
+                if base + KEYS - 1 > lowest:
+                    mask_after(s, i32(base + column), position)
+                if base < safe:
+                    mask_before(s, i32(base + column), least)
                 softmax(s, biggest, total, factor, unit)
                 after(total[0] + total[1])
                 wait_all(o)
@@ -489,17 +543,15 @@ def consumer(tile: HopperTile) -> Any:
 
 
 @functools.cache
-def wgmma_tiles(shape: AttentionShape, stages: int) -> CudaKernel:
+def wgmma_tiles(shape: AttentionShape) -> CudaKernel:
     """Rung 4: warpgroups multiply straight from shared memory. Grid (multiprocessors, 1), or fewer if there is less work."""
-    tile = HopperTile(shape, stages)
-    STAGES, BAR = stages, tile.barriers_at
+    tile = HopperTile(shape)
+    STAGES, BAR = tile.stages, tile.barriers_at
     produce, consume = producer(tile), consumer(tile)
-    name = f"prefill_wgmma_{shape.name}_s{stages}"
+    name = f"prefill_wgmma_{shape.name}"
 
     @kernel(HOPPER_SIGNATURE, HOPPER_THREADS, name, min_blocks=1, shared_bytes=tile.shared_bytes, hopper_only=True)
-    def prefill_wgmma(
-        out, q_map, k_map, v_map, row_map, table, tiles, scale, cap, window, t_s, o_s, kv_heads, items
-    ):
+    def prefill_wgmma(out, q_map, k_map, v_map, row_map, table, tiles, scale, cap, window, t_s, o_s, kv_heads, items):
         shared = cuda.shared.array(0, U32)
         tid = cuda.threadIdx.x
         sa = (i32(smem_addr(shared)) + 1023) & -1024
@@ -533,13 +585,13 @@ def attention_maps(
     head = shape.head_dim * 2
     sizes = (shape.head_dim, kv_heads, shape.block_size, blocks)
     strides = (head, kv_heads * head, shape.block_size * kv_heads * head)
-    box = (64, 1, HopperTile(shape, 1).box, 1)
+    box = (64, 1, HopperTile(shape).box, 1)
     maps = [tensor_map(at, shape.dtype, sizes, strides, box) for at in (keys, values)]
     return maps[0], maps[1], tensor_map(values, shape.dtype, sizes, strides, (64, 1, 1, 1))
 
 
 def query_map(shape: AttentionShape, q: int, tokens: int, kv_heads: int, q_stride: int) -> bytes:
     """Tensor map of queries [tokens, heads, head_dim] at an address, `q_stride` bytes from one token to the next."""
-    heads, tile = kv_heads * shape.group, HopperTile(shape, 1)
+    heads, tile = kv_heads * shape.group, HopperTile(shape)
     box = (64, shape.group, tile.rows // shape.group)
     return tensor_map(q, shape.dtype, (shape.head_dim, heads, tokens), (shape.head_dim * 2, q_stride), box)

@@ -14,10 +14,10 @@ from minivllm_kernels.cuda.launch import driver
 from minivllm_kernels.cuda.warp import LLVM, NUMBA, REGISTER, intrinsic, ptx, signature, types
 
 __all__ = [
-    "K_MAJOR", "SWIZZLE", "after", "base_descriptor", "column_descriptor", "first_lane", "fewer_registers", "lds32", "map_address",
-    "mbarrier_arrive", "mbarrier_expect", "mbarrier_fence", "mbarrier_init", "mbarrier_wait", "more_registers",
-    "sts32", "swizzled", "tensor_map", "tma_load_3d", "tma_load_4d", "wgmma_shared", "wgmma_text",
-    "wgmma_registers", "wgmma_wait",
+    "K_MAJOR", "SWIZZLE", "after", "base_descriptor", "column_descriptor", "fewer_registers", "first_lane",
+    "lds32", "map_address", "mbarrier_arrive", "mbarrier_expect", "mbarrier_fence", "mbarrier_init",
+    "mbarrier_wait", "more_registers", "shfl_word", "sts32", "swizzled", "tensor_map", "tma_load_3d",
+    "tma_load_4d", "wgmma_registers", "wgmma_shared", "wgmma_text", "wgmma_wait",
 ]  # fmt: skip
 
 SWIZZLE = 128  # bytes of a row of a swizzled tile: 64 columns of 16 bits
@@ -60,7 +60,8 @@ def _on_registers(text: str, registers: str, arguments: str) -> Any:
         sig = signature(types.void, *given[: len(arrays)], *[NUMBA[kind] for kind in scalars])
 
         def codegen(context, builder, sig, values):
-            written, read = [], []  # (address or value, type), and its constraint
+            written: list[tuple] = []  # address, type, constraint
+            read: list[tuple] = []  # value, constraint
             for array, typ, (mode, kind, count) in zip(values, sig.args, arrays):
                 data = context.make_array(typ)(context, builder, array).data
                 slots = [builder.gep(data, [ir.Constant(ir.IntType(32), i)]) for i in range(int(count))]
@@ -156,6 +157,7 @@ tma_load_4d = ptx(_TMA % (4, "$3,$4,$5,$6"), "", "i32 i64 i32 i32 i32 i32 i32", 
 more_registers = ptx("setmaxnreg.inc.sync.aligned.u32 216;", effect=True)
 fewer_registers = ptx("setmaxnreg.dec.sync.aligned.u32 72;", effect=True)
 first_lane = ptx("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "i32", "i32", effect=True)
+shfl_word = ptx("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "u32", "u32 i32", effect=True)
 sts32 = ptx("st.shared.b32 [$0], $1;", "", "i32 i32", effect=True)
 lds32 = ptx("ld.shared.b32 $0, [$1];", "i32", "i32", effect=True)
 
