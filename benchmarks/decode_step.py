@@ -22,8 +22,8 @@ from minivllm.attention.numba_cuda import NumbaCudaBackend
 from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.config import KVCacheConfig, make_kv_cache_groups
 from minivllm.models.decoder import Decoder
+from minivllm.models.families.registry import spec_from_config
 from minivllm.models.linear import cuda as cuda_linear
-from minivllm.models.spec import spec_from_config
 from minivllm.runtime.decode_graphs import DecodeGraphs
 from minivllm_kernels.cuda.launch import _launches as launches
 

@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_models import checkpoint
 
 from minivllm.attention.backend import AttentionBackend, AttentionBatch
 from minivllm.attention.select import make_backend
 from minivllm.core.config import KVCacheConfig, make_kv_cache_groups
 from minivllm.models.decoder import Decoder
-from minivllm.models.spec import spec_from_config
+from minivllm.models.families.registry import spec_from_config
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ def make_decoder(hf_model: Any, backend: str | AttentionBackend = "reference", *
     backend = make_backend(backend) if isinstance(backend, str) else backend
     dtype = kwargs.pop("dtype", torch.float32)
     decoder = Decoder(spec_from_config(hf_model.config.to_dict()), backend, dtype, CPU, **kwargs)
-    decoder.load_weights(hf_model.state_dict().items())
+    decoder.load_weights(checkpoint(hf_model).items())
     return decoder
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -13,9 +14,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
+from minivllm.core.events import EventReader
 from minivllm.core.request import Request, RequestStatus
 
 __all__ = [
@@ -86,48 +88,47 @@ class BlockTree:
 
     def on_reset(self) -> None:
         """All content is forgotten."""
-        self._filled: dict[
-            int, tuple[Request, int, tuple[int, bytes]]
-        ] = {}  # by block: request, position, group and hash
-        self._holds: dict[tuple[int, bytes], int] = {}
-        self._children: dict[tuple[int, bytes], set[int]] = {}
+        self._filled: dict[int, tuple[Request, int, int]] = {}  # by block: request, group, position
+        self._holds: dict[tuple[int, bytes] | None, int] = {}
+        self._children: dict[tuple[int, bytes] | None, set[int]] = {}
+
+    def _content(self, block: int, before: int = 0) -> tuple[int, bytes] | None:
+        """Group and hash of a block, or of the one `before` it in the same text; None where that is not known."""
+        request, group, position = self._filled.get(block, (None, 0, 0))
+        return None if request is None or position < before else (group, request.block_hashes[position - before])
 
     def on_cache(self, request: Request, group: int, positions: Sequence[int], blocks: Sequence[int]) -> None:
         """Blocks of a request became reusable."""
         for position, block in zip(positions, blocks, strict=True):
-            name = group, request.block_hashes[position]
-            self._filled[block], self._holds[name] = (request, position, name), block
+            self._filled[block] = request, group, position
+            self._holds[self._content(block)] = block
             if position:
-                self._children.setdefault((group, request.block_hashes[position - 1]), set()).add(block)
+                self._children.setdefault(self._content(block, 1), set()).add(block)
 
     def on_evict(self, block: int) -> None:
         """A block's content was forgotten."""
-        request, position, name = self._filled.pop(block, (None, 0, (0, b"")))
+        name, above = self._content(block), self._content(block, 1)
+        self._filled.pop(block, None)
         self._holds.pop(name, None)
-        if request is not None and position:
-            above = name[0], request.block_hashes[position - 1]
+        if above is not None:
             self._children[above].discard(block)
             if not self._children[above]:
                 del self._children[above]
 
     def parent(self, block: KVCacheBlock) -> KVCacheBlock | None:
         """The block before it, if that is cached."""
-        request, position, name = self._filled.get(block.block_id, (None, 0, (0, b"")))
-        above = (
-            self._holds.get((name[0], request.block_hashes[position - 1])) if request is not None and position else None
-        )
+        above = self._holds.get(self._content(block.block_id, 1))
         return None if above is None else self._pool.blocks[above]
 
     def children(self, block: KVCacheBlock) -> list[KVCacheBlock]:
         """The cached blocks that go on from it."""
-        name = self._filled[block.block_id][2] if block.block_id in self._filled else None
-        return [self._pool.blocks[i] for i in sorted(self._children.get(name, ()))] if name else []
+        return [self._pool.blocks[i] for i in sorted(self._children.get(self._content(block.block_id), ()))]
 
     def token_ids(self, block: KVCacheBlock) -> tuple[int, ...] | None:
         """Its tokens."""
         if block.block_id not in self._filled:
             return None
-        request, position, _ = self._filled[block.block_id]
+        request, _, position = self._filled[block.block_id]
         return tuple(request.all_token_ids[position * self._block_size : (position + 1) * self._block_size])
 
     def owner(self, block: KVCacheBlock) -> str | None:
@@ -453,50 +454,56 @@ class _TimeOut(BaseException):
 
 
 class Watchdog:
-    """Interrupts Python code that runs for too long. One thread serves all calls; it sleeps while nothing is watched.
+    """Interrupts Python code that runs for too long. One thread serves all watchdogs of a process, and sleeps while nothing is watched.
 
     Args:
         seconds: how long a watched block may take.
     """
 
+    _changed = threading.Condition()
+    _thread: ClassVar[threading.Thread | None] = None
+    _deadlines: ClassVar[dict[int, float]] = {}  # by the thread that is watched
+    _wakes = 0.0  # when the thread looks next, if nothing wakes it before
+
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._lock = threading.Condition()
-        self._deadline: float | None = None
-        self._target = 0
-        self._thread: threading.Thread | None = None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Raise inside the block if it takes too long."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True, name="minivllm-policy-watchdog")
-                self._thread.start()
-            self._target, self._deadline = threading.get_ident(), time.monotonic() + self.seconds
-            self._lock.notify()
+        """Raise inside the block if it takes too long. A block inside another one ends no later than that."""
+        me, due, deadlines = threading.get_ident(), time.monotonic() + self.seconds, Watchdog._deadlines
+        with Watchdog._changed:
+            if Watchdog._thread is None or not Watchdog._thread.is_alive():  # the first time, or after a fork
+                Watchdog._thread = threading.Thread(target=self._run, daemon=True, name="minivllm-policy-watchdog")
+                Watchdog._thread.start()
+            outer = deadlines.get(me, math.inf)
+            deadlines[me] = min(due, outer)
+            if due < Watchdog._wakes:
+                Watchdog._changed.notify()
         try:
             yield
         finally:
-            with self._lock:
-                self._deadline = None
+            with Watchdog._changed:
+                deadlines[me] = outer
+                if outer == math.inf:
+                    del deadlines[me]
 
-    def _run(self) -> None:
-        with self._lock:
+    @staticmethod
+    def _run() -> None:
+        with Watchdog._changed:
             while True:
-                if self._deadline is None:
-                    self._lock.wait()
-                elif (left := self._deadline - time.monotonic()) > 0:
-                    self._lock.wait(left)
-                else:
-                    self._deadline = None
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._target), ctypes.py_object(_TimeOut))
+                now, deadlines = time.monotonic(), Watchdog._deadlines
+                for thread in [thread for thread, due in deadlines.items() if due <= now]:
+                    deadlines[thread] = math.inf
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TimeOut))
+                Watchdog._wakes = min(deadlines.values(), default=math.inf)
+                Watchdog._changed.wait(None if Watchdog._wakes == math.inf else Watchdog._wakes - now)
 
 
 _EVENTS = ("on_add", "on_admit", "on_preempt", "on_tokens", "on_hit", "on_free", "on_finish")
 
 
-class Listener:
+class Listener(EventReader):
     """Turns events of the trace into calls of a policy's `on_...` methods.
 
     Args:
@@ -508,13 +515,15 @@ class Listener:
 
     def __init__(self, methods: dict[str, list[Callable[..., None]]], requests: Mapping[str, Request], pool: BlockPool,
                  tree: BlockTree | None) -> None:  # fmt: skip
+        super().__init__()
         self._methods, self._requests, self._pool, self._tree = methods, requests, pool, tree
         self._known: dict[str, Request] = {}
         self._computed: dict[str, int] = {}
         self._prompt: dict[str, int] = {}
         self._events: deque[tuple[Any, ...]] = deque()
         self.method = ""
-        self._handlers = {name[4:]: getattr(self, name) for name in dir(type(self)) if name.startswith("_do_")}
+        if tree is not None:
+            self._handlers |= {"evict": lambda block, name: tree.on_evict(block), "reset": tree.on_reset}
         for name, request in requests.items():
             self.note(("add", name))
             if request.status is RequestStatus.RUNNING:
@@ -530,9 +539,7 @@ class Listener:
     def tell(self) -> None:
         """Tell what has been noted. One whose telling fails is not told again."""
         while self._events:
-            event = self._events.popleft()
-            if event[0] in self._handlers:
-                self._handlers[event[0]](*event[1:])
+            self.feed(self._events.popleft())
 
     def _call(self, method: str, request: str, *args: Any) -> None:
         self.method = method
@@ -542,55 +549,47 @@ class Listener:
     def _blocks(self, blocks: Sequence[int]) -> tuple[BlockView, ...]:
         return tuple(BlockView(self._pool.blocks[i], self._tree) for i in blocks if i)
 
-    def _do_add(self, request: Request) -> None:
+    def _on_add(self, request: Request) -> None:
         self._known[request.request_id] = request
         self._call("on_add", request.request_id)
 
-    def _do_admit(self, request: str, computed: int, cached: int) -> None:
+    def _on_admit(self, request: str, computed: int, cached: int) -> None:
         self._computed[request] = computed
         self._call("on_admit", request)
 
-    def _do_preempt(self, request: str, *rest: Any) -> None:
+    def _on_preempt(self, request: str, *rest: Any) -> None:
         self._call("on_preempt", request)
 
-    def _do_schedule(self, counts: dict[str, int]) -> None:
+    def _on_schedule(self, counts: dict[str, int]) -> None:
         for request, n in counts.items():
             before, length = self._computed[request], self._known[request].num_prompt_tokens
             self._computed[request] = before + n
             if before < length:
                 self._prompt[request] = self._prompt.get(request, 0) + min(before + n, length) - before
 
-    def _do_update(self, time: float, gained: dict[str, tuple[int, ...]], *rest: Any) -> None:
+    def _on_update(self, time: float, gained: dict[str, tuple[int, ...]], *rest: Any) -> None:
         prompt, self._prompt = self._prompt, {}
         for request in {**prompt, **gained}:
             if request in self._known:
                 self._call("on_tokens", request, prompt.get(request, 0), len(gained.get(request, ())))
 
-    def _do_hit(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+    def _on_hit(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
         self._call("on_hit", request, self._blocks(blocks))
 
-    def _do_free(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
+    def _on_free(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
         if blocks:
             self._call("on_free", request, self._blocks(blocks))
 
-    def _do_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
-        self._do_free(request, group, blocks)
+    def _on_skip(self, request: str, group: int, start: int, end: int, blocks: tuple[int, ...]) -> None:
+        self._on_free(request, group, blocks)
 
-    def _do_cache(
+    def _on_cache(
         self, request: str, group: int, positions: tuple[int, ...], blocks: tuple[int, ...], *rest: Any
     ) -> None:
         if self._tree is not None:
             self._tree.on_cache(self._known[request], group, positions, blocks)
 
-    def _do_evict(self, block: int, name: bytes) -> None:
-        if self._tree is not None:
-            self._tree.on_evict(block)
-
-    def _do_reset(self) -> None:
-        if self._tree is not None:
-            self._tree.on_reset()
-
-    def _do_finish(self, request: str, *rest: Any) -> None:
+    def _on_finish(self, request: str, *rest: Any) -> None:
         if request in self._known:
             self._call("on_finish", request)
             for table in (self._known, self._computed, self._prompt):
@@ -682,19 +681,17 @@ class PolicyGuard:
             ordered = [None]
         if None in ordered:
             self.fail("order", f"must return the views it was given, got {answer!r}")
-        known = {id(request) for request in waiting}
-        seen: set[int] = set()
+        left = {id(request): request for request in waiting}
         for request in ordered:
-            if id(request) not in known:
-                self.fail("order", f"returned a request that is not waiting: {request!r}")
-            if id(request) in seen:
-                self.fail("order", f"returned request {request.request_id!r} twice")
-            seen.add(id(request))
-        if len(seen) < len(known):
-            lost = next(request.request_id for request in waiting if id(request) not in seen)
-            self.fail(
-                "order", f"dropped {len(known) - len(seen)} of {len(known)} waiting requests, {lost!r} among them"
-            )
+            if left.pop(id(request), None) is None:
+                again = any(request is known for known in waiting)
+                what = (
+                    f"request {request.request_id!r} twice" if again else f"a request that is not waiting: {request!r}"
+                )
+                self.fail("order", f"returned {what}")
+        if left:
+            lost = next(iter(left.values())).request_id
+            self.fail("order", f"dropped {len(left)} of {len(waiting)} waiting requests, {lost!r} among them")
         return ordered
 
     def chunk(self, request: Request, budget: int, view: SchedulerView | None) -> int:

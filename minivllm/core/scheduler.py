@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
 from minivllm.core.kv_cache import KVCacheManager
@@ -50,20 +51,17 @@ Preemption = Recompute | Swap
 
 @dataclass(slots=True)
 class _Draft:
-    scheduled: dict[str, int]
-    new_requests: dict[str, NewRequestData]
-    new_block_ids: dict[str, tuple[list[int], ...]]
-    preempted: list[str]
-    swap_out: dict[str, tuple[tuple[int, int], ...]]
-    swap_in: dict[str, tuple[tuple[int, int], ...]]
+    scheduled: dict[str, int] = field(default_factory=dict)
+    new_requests: dict[str, NewRequestData] = field(default_factory=dict)
+    new_block_ids: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
+    preempted: list[str] = field(default_factory=list)
+    swap_out: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    swap_in: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    spec: dict[str, list[int]] = field(default_factory=dict)
+    lora_loads: list[tuple[int, str]] = field(default_factory=list)
     budget: int = 0
     threshold: int = 0
-    closed: bool = False  # a running request lost its blocks: none is admitted
-    spec: dict[str, list[int]] = field(default_factory=dict)
-
-    @staticmethod
-    def empty() -> _Draft:
-        return _Draft({}, {}, {}, [], {}, {})
+    closed: bool = False  # a running request lost its blocks: no request is admitted
 
 
 class Scheduler(Recorder):
@@ -82,6 +80,7 @@ class Scheduler(Recorder):
         requests: unfinished requests by id.
         waiting, running: the queues.
         kv_cache_manager: the KV cache manager.
+        adapters: which LoRA adapter lies in which slot.
         trace: None, or a function that takes an event (see `record` and `subscribe`).
     """
 
@@ -105,6 +104,7 @@ class Scheduler(Recorder):
         self.kv_cache_manager = KVCacheManager(cache, kv_cache, config.max_num_batched_tokens)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
+        self.adapters = AdapterSlots(config.max_loras)
         self.step = 0
         self.num_preemptions = 0
         self._arrivals = 0
@@ -116,7 +116,7 @@ class Scheduler(Recorder):
         self._finished: list[str] = []
         self._newest_result = -1
         self._ended_in_flight: dict[str, int] = {}
-        self._draft = _Draft.empty()
+        self._draft = _Draft()
         self._policy_timeout = policy_timeout
         self.waiting = WaitingQueue()
         self.set_policy(policy or (Priority() if config.policy == "priority" else FCFS()))
@@ -229,7 +229,7 @@ class Scheduler(Recorder):
             if trace is not None and isinstance(error, PolicyError):
                 trace(("policy_error", str(error)))
             raise
-        self._draft = _Draft.empty()
+        self._draft = _Draft()
         for request_id in draft.swap_in:
             self.kv_cache_manager.free_cpu(request_id)
         if trace is not None and draft.scheduled:
@@ -244,6 +244,7 @@ class Scheduler(Recorder):
             finished=tuple(self._finished),
             swap_out=tuple(pair for pairs in draft.swap_out.values() for pair in pairs),
             swap_in=tuple(pair for pairs in draft.swap_in.values() for pair in pairs),
+            lora_loads=tuple(draft.lora_loads),
             scheduled_spec_decode_tokens=draft.spec,
         )
         self._finished = []
@@ -254,7 +255,7 @@ class Scheduler(Recorder):
         if self._listener is not None:
             self._guard.tell()
         self._schedule_running(draft)
-        if self.waiting:
+        if self.waiting.requests:
             if not draft.budget:
                 self._wait(self.waiting.first(), "budget")
             elif draft.closed:
@@ -293,9 +294,7 @@ class Scheduler(Recorder):
             n = request.num_tokens - computed
             if request.spec_token_ids:  # at least one token is left for after the drafts
                 n += min(len(request.spec_token_ids), request.max_total_tokens - request.num_tokens - 1)
-            if (
-                n <= 0
-            ):  # its newest token is still in flight: this step goes on from it, unless the request ends with it
+            if n <= 0:  # its newest token is in flight: this step goes on from it, unless the request ends with it
                 if computed + 1 >= request.max_total_tokens:
                     continue
                 n = 1
@@ -408,29 +407,35 @@ class Scheduler(Recorder):
             self.trace(("preempt", request_id, mode, needed_by, chosen_by))
 
     def _schedule_waiting(self, draft: _Draft) -> None:
-        for request in self._candidates(draft):
-            reason = self._admit(request, draft)
-            if reason is not None:
-                self._wait(request, reason)
-                break
+        try:
+            for request in self._candidates(draft):
+                reason = self._admit(request, draft)
+                if reason is not None:
+                    self._wait(request, reason)
+                if reason == "max_loras" and self._overtaken < self.config.starvation_limit:
+                    self.waiting.hold(request)  # others need no slot, or have theirs
+                elif reason is not None:
+                    break
+        finally:
+            self.waiting.release()
 
     def _candidates(self, draft: _Draft) -> Iterator[Request]:
-        """Waiting requests in the order of admission; each must be admitted before the next is taken."""
+        """Waiting requests in the order of admission; each must be admitted, or held, before the next is taken."""
         if len(self.running) >= self.config.max_num_seqs:
             yield self.waiting.first()
             return
         if not self._guard.has_order:
-            while self.waiting and draft.budget:
+            while self.waiting.open and draft.budget:
                 yield self._next_in_line(self.waiting.first())
             return
-        while self.policy.order_per_admission and self.waiting and draft.budget:
-            yield self._next_in_line(self._ordered(draft)[0])
+        while self.policy.order_per_admission and self.waiting.open and draft.budget:
+            yield self._next_in_line(next(filter(self.waiting.is_open, self._ordered(draft))))
         if self.policy.order_per_admission:
             return
         for request in self._ordered(draft):
             if not draft.budget:
                 return
-            while request in self.waiting:
+            while self.waiting.is_open(request):
                 yield self._next_in_line(request)
 
     def _ordered(self, draft: _Draft) -> list[Request]:
@@ -463,6 +468,8 @@ class Scheduler(Recorder):
             partial = sum(r.num_computed_tokens < r.num_prompt_tokens for r in self.running)
             if partial >= config.max_num_partial_prefills:
                 return "max_num_partial_prefills"
+        if not self._has_slot(request.lora_name):
+            return "max_loras"
         if request.status is RequestStatus.SWAPPED:
             return self._admit_swapped(request, draft)
         hit = self.kv_cache_manager.get_computed_blocks(request)
@@ -482,6 +489,30 @@ class Scheduler(Recorder):
             request.num_cached_tokens = hit.num_tokens
         self._start(request, n, blocks, draft)
         return None
+
+    def _has_slot(self, lora_name: str | None) -> bool:
+        """Whether an adapter (None: no adapter) lies in a slot, or could get one."""
+        if lora_name is None or not self.adapters.count:
+            return True
+        return self.adapters.can_take(lora_name, self._adapters_in_use())
+
+    def _adapters_in_use(self) -> set[str]:
+        return {request.lora_name for request in self.running if request.lora_name is not None}
+
+    def _take_slot(self, request: Request, draft: _Draft) -> int:
+        """The slot of the request's adapter; -1 if it has none. What must be loaded for it goes into the draft."""
+        name, adapters = request.lora_name, self.adapters
+        if name is None or not adapters.count:
+            return -1
+        is_new = name not in adapters.slot_of
+        slot, evicted = adapters.take(name, self._adapters_in_use())
+        if is_new:
+            draft.lora_loads.append((slot, name))
+            if self.trace is not None:
+                if evicted is not None:
+                    self.trace(("lora_evict", evicted, slot))
+                self.trace(("lora_load", name, slot))
+        return slot
 
     def _keep_free(self) -> int:
         """Blocks that an admission must leave free, so that running requests can grow; 0 if there are none."""
@@ -511,6 +542,7 @@ class Scheduler(Recorder):
         overtakes = request is not next(iter(self.waiting))
         self._overtaken = self._overtaken + 1 if overtakes else 0
         self.waiting.remove(request)
+        slot = self._take_slot(request, draft)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         if self.trace is not None:
@@ -523,6 +555,7 @@ class Scheduler(Recorder):
             block_ids=blocks,
             num_computed_tokens=request.num_computed_tokens,
             lora_name=request.lora_name,
+            lora_slot=slot,
         )
         self._keep_account(request, -1)
         draft.scheduled[request.request_id] = n
@@ -547,7 +580,9 @@ class Scheduler(Recorder):
         if self._ended_in_flight:
             self._drop_late(output, result)
         tokens_of, requests, drafts = result.sampled_token_ids, self.requests, output.scheduled_spec_decode_tokens
-        self._check_counts(output, result)
+        all_sampled = len(tokens_of) == len(output.num_scheduled_tokens)
+        if drafts or not all_sampled or max(map(len, tokens_of.values()), default=1) != 1:
+            self._check_counts(output, result)
         for request_id in output.num_scheduled_tokens:
             request, new = requests.get(request_id), tokens_of.get(request_id)
             if request is None or not new:
@@ -559,7 +594,7 @@ class Scheduler(Recorder):
                     ended.append(request)
                     break
             outputs.append(
-                EngineCoreOutput(
+                EngineCoreOutput(  # by position: keywords would cost a tenth of a step
                     request_id, new, request.finish_reason, request.stop_reason, None, None, request.num_cached_tokens
                 )
             )
@@ -589,12 +624,6 @@ class Scheduler(Recorder):
     def _check_counts(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Raise ValueError for an executor that returned too many tokens for a request, or none where one was due; nothing has changed then."""
         tokens_of, drafts = result.sampled_token_ids, output.scheduled_spec_decode_tokens
-        if (
-            len(tokens_of) == len(output.num_scheduled_tokens)
-            and not drafts
-            and max(map(len, tokens_of.values()), default=1) == 1
-        ):
-            return
         alone = output.step == self.step - 1
         for request_id in output.num_scheduled_tokens:
             new = tokens_of.get(request_id, ())
@@ -626,13 +655,11 @@ class Scheduler(Recorder):
             raise ValueError(
                 "draft tokens need async_scheduling=False: the step that could verify them has been decided already"
             )
-        drafts = {
-            request_id: list(tokens) for request_id, tokens in drafts.items() if tokens and request_id in self.requests
-        }
-        for request_id, tokens in drafts.items():
-            self.requests[request_id].spec_token_ids = tokens
-        if drafts and self.trace is not None:
-            self.trace(("draft", {request_id: tuple(tokens) for request_id, tokens in drafts.items()}))
+        kept = {name: tuple(tokens) for name, tokens in drafts.items() if tokens and name in self.requests}
+        for request_id, tokens in kept.items():
+            self.requests[request_id].spec_token_ids = list(tokens)
+        if kept and self.trace is not None:
+            self.trace(("draft", kept))
 
     def _drop_late(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Forget what a step brings to requests that ended while it ran: their ids may be in use again."""
@@ -669,6 +696,8 @@ class Scheduler(Recorder):
         if request.status is RequestStatus.RUNNING:
             self._keep_account(request, 1)
         request.status = RequestStatus.FINISHED
+        if request.lora_name is not None:
+            self.adapters.touch(request.lora_name)
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
         self._finished.append(request.request_id)

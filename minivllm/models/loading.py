@@ -202,7 +202,7 @@ class LoadedModel:
     @cached_property
     def spec(self) -> DecoderSpec:
         """What `models.spec` makes of the configuration; raises for an architecture that is not implemented."""
-        from minivllm.models.spec import spec_from_config
+        from minivllm.models.families.registry import spec_from_config
 
         spec = spec_from_config(self.hf_config)
         return (

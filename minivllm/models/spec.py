@@ -3,11 +3,12 @@
 # Generated from nbs/models/spec.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minivllm.attention.backend import AttentionSpec
 from minivllm.core.config import KVCacheSpec
@@ -17,8 +18,9 @@ from minivllm.models.mixers.mlp import GatedMLPSpec
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
-    "FAMILIES", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "WeightNames", "family",
-    "spec_from_config",
+    "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "Unpack", "WeightNames",
+    "family", "qwen2", "read_attention", "read_common", "read_mlp", "read_rope", "read_rope_of_type",
+    "read_window_per_layer", "spec_from_config", "windowed_layers", "windows_from_types",
 ]  # fmt: skip
 
 
@@ -29,16 +31,21 @@ class LayerSpec:
     Attributes:
         mixer: parameters of the block in which tokens see each other.
         mlp: parameters of the block in which each token is by itself.
-        mixer_norm, mlp_norm: names, after the layer's prefix, of the norms before the blocks.
+        mixer_norm, mlp_norm: names, after the layer's prefix, of the norms before the blocks; None for none.
         mixer_post_norm, mlp_post_norm: of the norms after them; None for none.
+        parallel: both blocks read the stream as it comes into the layer, and their sum is added to it. Without a
+            `mlp_norm` they share the norm.
+        residual_scale: factor on what is added to the stream.
     """
 
     mixer: TokenMixerSpec
     mlp: MixerSpec
-    mixer_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
+    mixer_norm: str | None = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
     mixer_post_norm: str | None = None
     mlp_post_norm: str | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0
 
     def norms(self) -> dict[str, str]:
         """Of each norm that there is: {attribute: name in a checkpoint}."""
@@ -48,12 +55,32 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
-    """What a checkpoint calls the tensors outside of the layers; and the prefix of a layer's, `{}` for its number."""
+    """What a checkpoint calls the tensors outside of the layers; and the prefix of a layer's, `{}` for its number.
+
+    Attributes:
+        positions: of learned position embeddings; None for none.
+        prefix: what names begin with in some checkpoints of a family, and not in others.
+    """
 
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     layer: str = "model.layers.{}."
+    positions: str | None = None
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Unpack:
+    """A tensor of a checkpoint that is kept there in another form than here.
+
+    Attributes:
+        suffix: what its name ends with.
+        parts: gives the tensors that it becomes, by what takes the place of the suffix in their names.
+    """
+
+    suffix: str
+    parts: Callable[[Tensor], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +92,16 @@ class DecoderSpec:
         vocab_size, hidden_size: the usual sizes.
         layers: one per layer.
         max_position_embeddings: as the configuration says.
-        norm_eps: of every RMS norm.
+        norm_eps: of every norm.
         norm_offset: norms multiply by `1 + weight`, in float32 (Gemma).
+        layer_norm, norm_bias: norms are layer norms, with a bias or without; else RMS norms.
+        position_offset: rows of the learned position embeddings, if there are any, before that of position 0.
+        logits_scale: factor on logits.
         logits_soft_cap: `cap * tanh(x / cap)` on logits; None for none.
         embedding_scale: factor on the embeddings.
         tie_word_embeddings: the output layer is the embedding.
         names: of the checkpoint's tensors outside of the layers.
+        unpack: of its tensors that have another form than `weight_shapes` says.
     """
 
     family: str
@@ -80,10 +111,15 @@ class DecoderSpec:
     max_position_embeddings: int
     norm_eps: float
     norm_offset: bool = False
+    layer_norm: bool = False
+    norm_bias: bool = False
+    position_offset: int = 0
+    logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     embedding_scale: float = 1.0
     tie_word_embeddings: bool = False
     names: WeightNames = field(default_factory=WeightNames)
+    unpack: tuple[Unpack, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_position_embeddings"):
@@ -118,14 +154,40 @@ class DecoderSpec:
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model holds."""
         n, hidden = self.names, self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {n.embedding: (self.vocab_size, hidden), n.final_norm: (hidden,)}
+        shapes: dict[str, tuple[int, ...]] = {n.embedding: (self.vocab_size, hidden)}
+        if n.positions is not None:
+            shapes[n.positions] = (self.max_position_embeddings + self.position_offset, hidden)
+        kinds = ("weight", "bias") if self.norm_bias else ("weight",)
+        shapes |= {f"{n.final_norm.removesuffix('weight')}{kind}": (hidden,) for kind in kinds}
         if not self.tie_word_embeddings:
             shapes[n.head] = (self.vocab_size, hidden)
         for i, layer in enumerate(self.layers):
-            norms = {f"{name}.weight": (hidden,) for name in layer.norms().values()}
+            norms = {f"{name}.{kind}": (hidden,) for name in layer.norms().values() for kind in kinds}
             for part in (layer.mixer.weight_shapes(hidden), layer.mlp.weight_shapes(hidden), norms):
                 shapes |= {n.layer.format(i) + name: shape for name, shape in part.items()}
         return shapes
+
+    def unpacked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """A checkpoint's tensors in the form of `weight_shapes`.
+
+        Raises:
+            ValueError: a tensor cannot be taken apart; names it.
+        """
+        own, head = self.names.prefix, self.names.head
+        for name, tensor in weights:
+            name = name if name.startswith(own) or name == head else own + name
+            rule = next((rule for rule in self.unpack if name.endswith(rule.suffix)), None)
+            if rule is None:
+                yield name, tensor
+                continue
+            try:
+                parts = rule.parts(tensor)
+            except (RuntimeError, ValueError, IndexError) as error:
+                shape = tuple(tensor.shape)
+                raise ValueError(
+                    f"{self.family}: tensor {name!r} of shape {shape} cannot be taken apart: {error}"
+                ) from None
+            yield from ((name.removesuffix(rule.suffix) + part, value) for part, value in parts.items())
 
     def num_parameters(self) -> int:
         """Numbers in a checkpoint; a tied output layer counts once."""
@@ -134,10 +196,13 @@ class DecoderSpec:
 
 _NEUTRAL_FIELDS = """
     _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
-    attention_dropout attn_implementation bos_token_id cache_implementation do_sample dtype early_stopping eos_token_id
-    finetuning_task id2label initializer_range is_llama_config keys_to_ignore_at_inference label2id length_penalty
-    max_length max_new_tokens min_length model_type name_or_path num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states pad_token_id pretraining_tp problem_type repetition_penalty return_dict
+    attention_dropout attn_implementation attn_pdrop bos_token_id cache_implementation do_sample dtype early_stopping embd_pdrop
+    eos_token_id finetuning_task hidden_dropout id2label initializer_range is_llama_config keys_to_ignore_at_inference label2id length_penalty
+    layerdrop max_length max_new_tokens min_length model_type name_or_path num_beam_groups num_beams num_return_sequences dropout
+    embedding_dropout residual_dropout summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    summary_use_proj classifier_dropout init_std
+    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type repetition_penalty resid_pdrop
+    return_dict router_aux_loss_coef router_jitter_noise
     task_specific_params temperature tokenizer_class top_k top_p torch_dtype transformers.js_config transformers_version
     typical_p unsloth_fixed unsloth_version use_cache
 """
@@ -154,9 +219,16 @@ class ConfigReader:
     def __init__(self, config: dict[str, Any], family: str) -> None:
         self.config, self.family = config, family
         self._taken: set[str] = set()
+        self._names: dict[str, str] = {}
+
+    def rename(self, **names: str) -> None:
+        """Say what the family's configs call a field: `usual_name="its_name"`."""
+        self._names |= names
 
     def get(self, name: str, default: Any = None) -> Any:
         """The field's value (which may be None, if the config says so), or `default` if there is no such field."""
+        if name not in self.config:
+            name = self._names.get(name, name)
         self._taken.add(name)
         return self.config.get(name, default)
 
@@ -169,6 +241,19 @@ class ConfigReader:
         value = self.get(name)
         if value is None:
             raise ValueError(f"the config has no {name!r}")
+        return value
+
+    def only(self, name: str, *allowed: Any) -> Any:
+        """The field's value, which must be one of `allowed`, the first if there is no such field.
+
+        Raises:
+            ValueError: it is another; names it.
+        """
+        value = self.get(name, allowed[0])
+        if value not in allowed:
+            raise ValueError(
+                f"config field {name}={value!r} is not supported; supported: {', '.join(map(repr, allowed))}"
+            )
         return value
 
     def finish(self) -> None:
@@ -188,29 +273,21 @@ class ConfigReader:
 Family = Callable[[ConfigReader], DecoderSpec]
 FAMILIES: dict[str, Family] = {}
 """From the name in a config's `architectures` to the function that makes the spec."""
+_ARCHITECTURE_OF: dict[str, str] = {}
 
 
-def family(*architectures: str) -> Callable[[Family], Family]:
-    """Register a family under the architectures that it serves. A decorator."""
+def family(architecture: str, model_type: str) -> Callable[[Family], Family]:
+    """Register a family under its architecture, and the `model_type` of configs that name none. A decorator."""
 
     def register(make: Family) -> Family:
-        FAMILIES.update(dict.fromkeys(architectures, make))
+        FAMILIES[architecture], _ARCHITECTURE_OF[model_type] = make, architecture
         return make
 
     return register
 
 
-_ARCHITECTURE_OF = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
-
-
 def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
-    """The spec of the model that a `config.json` describes.
+    """The spec of the model that a `config.json` describes, of a family that is registered.
 
     Args:
         hf_config: the parsed file, of transformers 5 or older.
@@ -232,46 +309,60 @@ def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
     return spec
 
 
-def read_rope(r: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
-    """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before)."""
+def read_rope(
+    r: ConfigReader, head_dim: int, max_position: int, default_theta: float = 10000.0, part: float | None = None
+) -> RopeSpec:
+    """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before).
+
+    part: of a head that is rotated, in a family where that may be less than all, if the config has no such field.
+    """
     parameters, old = r.get("rope_parameters") or {}, r.get("rope_scaling")
     parameters = old or parameters
     theta = r.get("rope_theta")
+    if part is not None:
+        parameters = dict(parameters)
+        head_dim = int(head_dim * parameters.pop("partial_rotary_factor", r.get("partial_rotary_factor", part)))
     return rope_from_parameters(
         parameters,
-        theta=10000.0 if theta is None else theta,
+        theta=default_theta if theta is None else theta,
         dim=head_dim,
         max_position=max_position,
         original_max_position=r.get("original_max_position_embeddings"),
     )
 
 
-def read_common(r: ConfigReader, *, tied: bool = False) -> dict[str, Any]:
-    """The fields that all families share, under the names of `DecoderSpec`. tied: if the config has no such field."""
+def read_common(r: ConfigReader, *, tied: bool = False, eps: float = 1e-6) -> dict[str, Any]:
+    """The fields that all families share, under the names of `DecoderSpec`. tied, eps: if the config has no such field."""
     return {
         "family": r.family,
         "vocab_size": r.need("vocab_size"),
         "hidden_size": r.need("hidden_size"),
         "max_position_embeddings": r.need("max_position_embeddings"),
-        "norm_eps": r.get("rms_norm_eps", 1e-6),
+        "norm_eps": r.get("rms_norm_eps", eps),
         "tie_word_embeddings": r.get("tie_word_embeddings", tied),
     }
 
 
 def read_attention(
-    r: ConfigReader, *, head_dim: int | None = None, num_kv_heads: int | None = None, **fields: Any
+    r: ConfigReader,
+    *,
+    head_dim: int | None = None,
+    num_kv_heads: int | None = None,
+    theta: float = 10000.0,
+    part: float | None = None,
+    **fields: Any,
 ) -> SelfAttentionSpec:
     """Self-attention with one rotation for all layers.
 
     Args:
-        head_dim, num_kv_heads: what transformers assumes if the config has no such field; None for the rule
+        head_dim, num_kv_heads, theta, part: what transformers assumes if the config has no such field; None for the rule
             (`hidden_size / num_attention_heads`, and as many as query heads).
         fields: more of `SelfAttentionSpec`; a `rope` among them is taken instead of the one in the config.
     """
     num_heads = r.need("num_attention_heads")
     dim = r.get("head_dim", head_dim) or r.need("hidden_size") // num_heads
     if "rope" not in fields:
-        fields["rope"] = read_rope(r, dim, r.need("max_position_embeddings"))
+        fields["rope"] = read_rope(r, dim, r.need("max_position_embeddings"), theta, part)
     kv_heads = r.get("num_key_value_heads", num_kv_heads) or num_heads
     return SelfAttentionSpec(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim, **fields)
 
@@ -279,7 +370,8 @@ def read_attention(
 def read_mlp(r: ConfigReader, **fields: Any) -> GatedMLPSpec:
     """The gated MLP. fields: more of `GatedMLPSpec`."""
     fields.setdefault("activation", r.get("hidden_act", "silu"))
-    return GatedMLPSpec(intermediate_size=r.need("intermediate_size"), **fields)
+    fields.setdefault("intermediate_size", r.need("intermediate_size"))
+    return GatedMLPSpec(**fields)
 
 
 def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int | None]:
@@ -312,7 +404,7 @@ def windows_from_types(r: ConfigReader, types: list[str], window: int | None) ->
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-@family("LlamaForCausalLM")
+@family("LlamaForCausalLM", "llama")
 def llama(r: ConfigReader) -> DecoderSpec:
     """Llama 1 to 3, SmolLM2 and others that use their architecture."""
     bias = r.get("attention_bias", False)
@@ -321,7 +413,7 @@ def llama(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**read_common(r), layers=(layer,) * r.need("num_hidden_layers"))
 
 
-@family("MistralForCausalLM")
+@family("MistralForCausalLM", "mistral")
 def mistral(r: ConfigReader) -> DecoderSpec:
     """Mistral 7B: a window on every layer."""
     attention = read_attention(r, num_kv_heads=8, sliding_window=r.get("sliding_window", 4096))
@@ -334,14 +426,14 @@ def windowed_layers(attention: SelfAttentionSpec, mlp: MixerSpec, windows: list[
     return tuple(LayerSpec(mixer=replace(attention, sliding_window=window), mlp=mlp) for window in windows)
 
 
-@family("Qwen2ForCausalLM")
+@family("Qwen2ForCausalLM", "qwen2")
 def qwen2(r: ConfigReader) -> DecoderSpec:
     """Qwen 2 and 2.5: a bias on queries, keys and values."""
     attention = read_attention(r, num_kv_heads=32, qkv_bias=True)
     return DecoderSpec(**read_common(r), layers=windowed_layers(attention, read_mlp(r), read_window_per_layer(r)))
 
 
-@family("Qwen3ForCausalLM")
+@family("Qwen3ForCausalLM", "qwen3")
 def qwen3(r: ConfigReader) -> DecoderSpec:
     """Qwen 3: no bias, but a norm on every query and key head."""
     bias = r.get("attention_bias", False)
@@ -349,17 +441,30 @@ def qwen3(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**read_common(r), layers=windowed_layers(attention, read_mlp(r), read_window_per_layer(r)))
 
 
-def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
-    """Gemma 3 has a rotation for global layers and one for local ones; old files stretch the global one only."""
+def read_rope_of_type(
+    r: ConfigReader, kind: str, head_dim: int, max_position: int, theta: float, local_theta: float | None
+) -> RopeSpec:
+    """Gemma 3 has a rotation for global layers and one for local ones; old files stretch the global one only.
+
+    theta, local_theta: if the config has no such fields; None for the same.
+    """
     parameters = (r.get("rope_parameters") or {}).get(kind) or {}
-    global_theta, local_theta = r.get("rope_theta", 1e6), r.get("rope_local_base_freq", 1e4)
+    global_theta = r.get("rope_theta", theta)
+    local_theta = global_theta if local_theta is None else r.get("rope_local_base_freq", local_theta)
     scaling = r.get("rope_scaling") or {}
     if kind == "sliding_attention":
         return rope_from_parameters(parameters, theta=local_theta, dim=head_dim, max_position=max_position)
     return rope_from_parameters(parameters | scaling, theta=global_theta, dim=head_dim, max_position=max_position)
 
 
-@family("Gemma3ForCausalLM")
+GEMMA_NORMS: dict[str, Any] = {
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mixer_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+
+@family("Gemma3ForCausalLM", "gemma3_text")
 def gemma3(r: ConfigReader) -> DecoderSpec:
     """Gemma 3, text only: norms before and after, `1 + weight`, local layers with another rotation."""
     common = read_common(r, tied=True)
@@ -379,18 +484,13 @@ def gemma3(r: ConfigReader) -> DecoderSpec:
     if types is None:
         types = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)]
     sizes = (attention.head_dim, common["max_position_embeddings"])
-    ropes = {kind: read_gemma3_rope(r, kind, *sizes) for kind in ("full_attention", "sliding_attention")}
-    norms = {
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mixer_post_norm": "post_attention_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    }
+    ropes = {kind: read_rope_of_type(r, kind, *sizes, 1e6, 1e4) for kind in ("full_attention", "sliding_attention")}
     mlp = read_mlp(r, activation=r.get("hidden_activation", "gelu_pytorch_tanh"))
     windows = zip(types, windows_from_types(r, types, r.get("sliding_window", 4096)), strict=True)
     layers = [replace(attention, rope=ropes[kind], sliding_window=window) for kind, window in windows]
     return DecoderSpec(
         **common,
-        layers=tuple(LayerSpec(mixer=mixer, mlp=mlp, **norms) for mixer in layers),
+        layers=tuple(LayerSpec(mixer=mixer, mlp=mlp, **GEMMA_NORMS) for mixer in layers),
         norm_offset=True,
         logits_soft_cap=r.get("final_logit_softcapping"),
         embedding_scale=common["hidden_size"] ** 0.5,

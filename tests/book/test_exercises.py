@@ -6,9 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from puzzles import load_puzzles
 
-from minivllm.book.kernel_puzzles import PUZZLES as KERNELS
-from minivllm.book.paging import PUZZLES as BLOCKS
 from minivllm.literate import notebook_paths
 
 ROOT = Path(__file__).parents[2]
@@ -79,8 +78,9 @@ EACH = pytest.mark.parametrize(("path", "name"), exercises(), ids=lambda x: x if
 
 
 def test_there_are_enough_of_them():
-    assert len(BLOCKS) >= 12 and len(KERNELS) >= 12
-    assert len(exercises()) + len(BLOCKS) + len(KERNELS) >= 40
+    blocks, kernels = load_puzzles("paging"), load_puzzles("kernel_puzzles")
+    assert len(blocks) >= 12 and len(kernels) >= 12
+    assert len(exercises()) + len(blocks) + len(kernels) >= 40
 
 
 def test_every_chapter_has_one_or_a_reason():

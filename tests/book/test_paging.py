@@ -3,10 +3,12 @@
 import re
 
 import pytest
+from puzzles import load_puzzles
 
-from minivllm.book.paging import PUZZLES, Puzzle
+from minivllm.book.paging import Puzzle
 from minivllm.viz import BlockMap
 
+PUZZLES = load_puzzles("paging")
 WRONG = [(puzzle, function) for puzzle in PUZZLES for function in puzzle.wrong]
 
 

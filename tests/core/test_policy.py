@@ -1,6 +1,8 @@
 """What policies see and hear: read-only views, events, the tree of blocks, the eviction heap, and fairness as published."""
 
 import random
+import threading
+import time
 from collections import defaultdict
 
 import pytest
@@ -9,7 +11,7 @@ from scheduling import Driver
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
-from minivllm.core.policy import FCFS, LFU, DeepestFirst, FairShare, Policy, PolicyError, View, combine
+from minivllm.core.policy import FCFS, LFU, DeepestFirst, FairShare, Policy, PolicyError, View, Watchdog, combine
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.lab import Constant, simulate
@@ -368,6 +370,47 @@ class Notes(FCFS):
     def order(self, waiting, view):
         view.note("queue", self.value(waiting))
         return waiting
+
+
+def test_one_thread_watches_all_policies():
+    """However many policies there were, and whatever runs in another thread or inside a policy."""
+
+    def watchers():
+        return [t for t in threading.enumerate() if t.name == "minivllm-policy-watchdog"]
+
+    for _ in range(5):
+        scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_gpu_blocks=20))
+        scheduler.add_request(Request("0", [1, 2, 3], max_tokens=2))
+        for policy in (FairShare(), LFU(), FairShare()):
+            scheduler.set_policy(policy)
+            scheduler.schedule()
+    assert len(watchers()) == 1
+
+
+def test_watched_blocks_do_not_disturb_each_other():
+    caught = []
+
+    def spin(seconds, limit):
+        try:
+            with Watchdog(limit).watch():
+                end = time.monotonic() + seconds
+                while time.monotonic() < end:
+                    pass
+        except BaseException as error:  # noqa: BLE001 - the watchdog's own class is private
+            caught.append((limit, type(error).__name__))
+
+    threads = [threading.Thread(target=spin, args=(10, limit)) for limit in (0.3, 0.1)]
+    threads.append(threading.Thread(target=spin, args=(0.2, 20.0)))  # in time
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(9)
+    assert caught == [(0.1, "_TimeOut"), (0.3, "_TimeOut")]
+    with Watchdog(20.0).watch():
+        spin(10, 0.1)
+    with Watchdog(0.1).watch():  # a block inside another one ends with that
+        spin(10, 20.0)
+    assert caught[2:] == [(0.1, "_TimeOut"), (20.0, "_TimeOut")]
 
 
 def test_a_note_stands_in_the_trace_and_in_its_file(tmp_path):

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from chapter import chapter_cells
 
 from minivllm_kernels.cuda import cache, decode, gemv, launch, pointwise, prefill, prefill_hopper
 from minivllm_kernels.cuda.planning import AttentionShape
@@ -32,8 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=f
 
 BF16, FP16 = "bfloat16", "float16"
 KERNELS = {
-    "decode naive": (lambda: decode.naive(AttentionShape(BF16, 128, 4, 16)), 64),
-    "decode fma": (lambda: decode.fma_split_kv(AttentionShape(BF16, 128, 4, 16)), 128),
+    "decode naive": (lambda: decode_rungs().naive(AttentionShape(BF16, 128, 4, 16)), 64),
+    "decode fma": (lambda: decode_rungs().fma_split_kv(AttentionShape(BF16, 128, 4, 16)), 128),
     "decode mma 64": (lambda: decode.mma_split_kv(AttentionShape(BF16, 64, 3, 16), 2), 168),
     "decode mma 80": (lambda: decode.mma_split_kv(AttentionShape(FP16, 80, 1, 32), 4), 168),
     "decode mma 96": (lambda: decode.mma_split_kv(AttentionShape(BF16, 96, 8, 8, True), 4), 168),
@@ -45,8 +46,7 @@ KERNELS = {
     "decode mma 96, fp8": (lambda: decode.mma_split_kv(AttentionShape(FP16, 96, 8, 8, True, True), 4), 128),
     "decode mma 128, fp8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 128, 4, 16, fp8_kv=True), 8), 128),
     "decode mma 256, fp8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 256, 4, 16, fp8_kv=True), 4), 255),
-    "prefill naive": (lambda: prefill.naive(AttentionShape(BF16, 128, 4, 16)), 64),
-    "prefill fma": (lambda: prefill.fma_tiles(AttentionShape(BF16, 128, 4, 16)), 128),
+    "prefill fma": (lambda: prefill_rungs().fma_tiles(AttentionShape(BF16, 128, 4, 16)), 128),
     "prefill mma 64": (lambda: mma_tiles(AttentionShape(FP16, 64, 3, 16, True)), 255),
     "prefill mma 80": (lambda: mma_tiles(AttentionShape(BF16, 80, 1, 32)), 255),
     "prefill mma 96": (lambda: mma_tiles(AttentionShape(BF16, 96, 8, 8)), 255),
@@ -72,6 +72,14 @@ KERNELS = {
     "gemv mma, gated": (lambda: gemv.mma_gemv(FP16, 1000, 16, 2, True), 168),
     "silu": (lambda: pointwise.silu_mul(FP16, 4096), 64),
 }
+
+
+def decode_rungs():
+    return chapter_cells("numba_kernels/cuda/decode", "online_softmax", "one_query", "naive", "fma_parts")
+
+
+def prefill_rungs():
+    return chapter_cells("numba_kernels/cuda/prefill", "fma_tiles")
 
 
 def mma_tiles(shape):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from minivllm.models import hub
+from minivllm.models.families.registry import spec_from_config
 from minivllm.models.gguf import (
     GGUFError,
     config_from_gguf,
@@ -24,7 +25,6 @@ from minivllm.models.gguf import (
     tokenizer_from_gguf,
     write_safetensors,
 )
-from minivllm.models.spec import spec_from_config
 
 Q = gguf_package.GGMLQuantizationType
 

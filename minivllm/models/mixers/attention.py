@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minivllm.attention.backend import AttentionSpec, KVScales
 from minivllm.core.config import KVCacheSpec
-from minivllm.models.layers import QKNorm
+from minivllm.models.layers import ProjectionQKNorm, QKNorm
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, TokenMixerSpec, register_mixer
 from minivllm.models.ops.base import ForwardContext
@@ -31,8 +31,10 @@ class SelfAttentionSpec(TokenMixerSpec):
         scale: factor on the scores; None for `head_dim ** -0.5`.
         sliding_window, chunk, soft_cap: see `AttentionSpec`.
         qkv_bias, o_bias: which linear layers have a bias.
-        qk_norm: an RMS norm of each query and key head before the rotation.
+        qk_norm: an RMS norm of queries and keys before the rotation; of each head, or with `qk_norm_over_projection` of
+            all query heads as one vector, and all key heads as another.
         q, k, v, o, q_norm, k_norm: names of the weights in a checkpoint, after the layer's prefix.
+        qkv: name of the weight that holds those of q, k and v below each other, if the checkpoint has it so.
     """
 
     num_heads: int
@@ -46,12 +48,14 @@ class SelfAttentionSpec(TokenMixerSpec):
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over_projection: bool = False
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    qkv: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -64,14 +68,18 @@ class SelfAttentionSpec(TokenMixerSpec):
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """See `MixerSpec`."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = {self.q: q, self.k: kv, self.v: kv} if self.qkv is None else {self.qkv: q + 2 * kv}
         return {
-            "qkv": LinearSpec(hidden_size, {self.q: q, self.k: kv, self.v: kv}, self.qkv_bias),
+            "qkv": LinearSpec(hidden_size, parts, self.qkv_bias),
             "o": LinearSpec(q, {self.o: hidden_size}, self.o_bias),
         }
 
     def vectors(self) -> dict[str, int]:
         """See `MixerSpec`."""
-        return {self.q_norm: self.head_dim, self.k_norm: self.head_dim} if self.qk_norm else {}
+        if not self.qk_norm:
+            return {}
+        heads = (self.num_heads, self.num_kv_heads) if self.qk_norm_over_projection else (1, 1)
+        return {self.q_norm: heads[0] * self.head_dim, self.k_norm: heads[1] * self.head_dim}
 
     def attention_spec(self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> AttentionSpec:
         """See `TokenMixerSpec`."""
@@ -115,7 +123,8 @@ class SelfAttention(Mixer):
         if spec.qk_norm:
             how = {"dtype": builder.dtype, "device": builder.device, "offset": builder.norm_offset}
             sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-            self.qk_norm = QKNorm(*sizes, builder.norm_eps, **how)  # type: ignore[arg-type]
+            kind = ProjectionQKNorm if spec.qk_norm_over_projection else QKNorm
+            self.qk_norm = kind(*sizes, builder.norm_eps, **how)  # type: ignore[arg-type]
         self.num_heads, self.head_dim = spec.num_heads, spec.head_dim
         self._scales: dict[str, float] = {}
 

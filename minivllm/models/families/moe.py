@@ -1,0 +1,145 @@
+"""Families with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE."""
+
+# Generated from nbs/models/families/moe.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from minivllm.models.families.dense import granite
+from minivllm.models.mixers.base import MixerSpec
+from minivllm.models.mixers.mlp import GatedMLPSpec
+from minivllm.models.mixers.moe import MoESpec, RouterSpec
+from minivllm.models.spec import (
+    ConfigReader,
+    DecoderSpec,
+    LayerSpec,
+    Unpack,
+    family,
+    read_attention,
+    read_common,
+    read_mlp,
+    read_window_per_layer,
+)
+
+__all__ = ["STACKED", "each_expert", "read_experts"]
+
+
+def each_expert(suffix: str, *names: str) -> Unpack:
+    """A tensor [E, sum of outputs, inputs] that holds equal parts of all experts, by the names of the parts, `{}` for the number."""
+
+    def parts(tensor: Tensor) -> dict[str, Tensor]:
+        experts = enumerate(tensor.unbind())
+        return {
+            name.format(e): part
+            for e, expert in experts
+            for name, part in zip(names, expert.chunk(len(names)), strict=True)
+        }
+
+    return Unpack(suffix, parts)
+
+
+STACKED = (
+    each_expert("mlp.experts.gate_up_proj", "mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    each_expert("mlp.experts.down_proj", "mlp.experts.{}.down_proj.weight"),
+)
+"""Experts as transformers 5 keeps them in memory, and may save them."""
+
+
+def read_experts(r: ConfigReader, count: int, size: int, router: RouterSpec, **fields: Any) -> MoESpec:
+    """Experts with the usual names.
+
+    Args:
+        count: of them, if the config has no such field.
+        size: numbers inside each.
+        fields: more of `MoESpec`.
+    """
+    names: dict[str, Any] = {part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+    expert = GatedMLPSpec(intermediate_size=size, activation=r.get("hidden_act", "silu"), **names)
+    given = [r.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    return MoESpec(num_experts=next((n for n in given if n is not None), count), router=router, expert=expert, **fields)
+
+
+@family("MixtralForCausalLM", "mixtral")
+def mixtral(r: ConfigReader) -> DecoderSpec:
+    """Mixtral: Mistral with experts, under names of its own."""
+    router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), normalize=True, name="block_sparse_moe.gate")
+    moe = read_experts(r, 8, r.need("intermediate_size"), router)
+    weights = {"gate": "w1", "up": "w3", "down": "w2"}
+    names: dict[str, Any] = {part: f"block_sparse_moe.experts.{{}}.{name}" for part, name in weights.items()}
+    attention = read_attention(r, num_kv_heads=8, theta=1e6, sliding_window=r.get("sliding_window"))
+    layer = LayerSpec(mixer=attention, mlp=replace(moe, expert=replace(moe.expert, **names)))
+    common = read_common(r) | {"norm_eps": r.get("rms_norm_eps", 1e-5)}
+    stacked = (
+        Unpack("mlp.gate.weight", lambda tensor: {"block_sparse_moe.gate.weight": tensor}),
+        each_expert("mlp.experts.gate_up_proj", f"{names['gate']}.weight", f"{names['up']}.weight"),
+        each_expert("mlp.experts.down_proj", f"{names['down']}.weight"),
+    )
+    return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"), unpack=stacked)
+
+
+def qwen_mlps(r: ConfigReader, moe: MoESpec) -> list[MixerSpec]:
+    """Experts or a plain MLP, for each layer."""
+    step, dense, mlp = r.get("decoder_sparse_step", 1), r.get("mlp_only_layers") or [], read_mlp(r)
+    count = r.need("num_hidden_layers")
+    return [moe if i not in dense and (i + 1) % step == 0 else mlp for i in range(count)]
+
+
+@family("Qwen2MoeForCausalLM", "qwen2_moe")
+def qwen2_moe(r: ConfigReader) -> DecoderSpec:
+    """Qwen 1.5 and 2 with experts; a shared expert behind a gate."""
+    router = RouterSpec(top_k=r.get("num_experts_per_tok", 4), normalize=r.get("norm_topk_prob", False))
+    names = {part: f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+    shared = read_mlp(r, intermediate_size=r.get("shared_expert_intermediate_size", 5632), **names)
+    size = r.get("moe_intermediate_size", 1408)
+    moe = read_experts(r, 60, size, router, shared=shared, shared_gate="mlp.shared_expert_gate")
+    attention = read_attention(r, num_kv_heads=16, qkv_bias=r.get("qkv_bias", True))
+    windows = zip(qwen_mlps(r, moe), read_window_per_layer(r), strict=True)
+    layers = tuple(LayerSpec(mixer=replace(attention, sliding_window=window), mlp=mlp) for mlp, window in windows)
+    return DecoderSpec(**read_common(r), layers=layers, unpack=STACKED)
+
+
+@family("Qwen3MoeForCausalLM", "qwen3_moe")
+def qwen3_moe(r: ConfigReader) -> DecoderSpec:
+    """Qwen 3 with experts."""
+    router = RouterSpec(top_k=r.get("num_experts_per_tok", 8), normalize=r.get("norm_topk_prob", False))
+    moe = read_experts(r, 128, r.get("moe_intermediate_size", 768), router)
+    window = r.get("sliding_window", 4096) if r.get("use_sliding_window", False) else None
+    bias = r.get("attention_bias", False)
+    attention = read_attention(r, num_kv_heads=4, qkv_bias=bias, o_bias=bias, qk_norm=True, sliding_window=window)
+    r.get("max_window_layers")  # its window, if there is one, is on every layer
+    layers = tuple(LayerSpec(mixer=attention, mlp=mlp) for mlp in qwen_mlps(r, moe))
+    return DecoderSpec(**read_common(r), layers=layers, unpack=STACKED)
+
+
+@family("OlmoeForCausalLM", "olmoe")
+def olmoe(r: ConfigReader) -> DecoderSpec:
+    """OLMoE: 64 experts, and a norm over whole queries and keys."""
+    router = RouterSpec(top_k=r.get("num_experts_per_tok", 8), normalize=r.get("norm_topk_prob", False))
+    moe = read_experts(r, 64, r.get("intermediate_size", 2048), router)
+    bias = r.get("attention_bias", False)
+    attention = read_attention(r, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_over_projection=True)
+    common = read_common(r) | {"norm_eps": r.get("rms_norm_eps", 1e-5)}
+    layers = (LayerSpec(mixer=attention, mlp=moe),) * r.need("num_hidden_layers")
+    return DecoderSpec(**common, layers=layers, unpack=STACKED)
+
+
+@family("GraniteMoeForCausalLM", "granitemoe")
+def granitemoe(r: ConfigReader) -> DecoderSpec:
+    """Granite with experts, which its checkpoints stack."""
+    router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), normalize=True, name="block_sparse_moe.router.layer")
+    moe = read_experts(r, 8, r.need("intermediate_size"), router)
+    weights = {part: f"mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")}
+    base = granite(r)
+    return replace(
+        base,
+        layers=tuple(replace(layer, mlp=moe) for layer in base.layers),
+        unpack=(
+            each_expert("block_sparse_moe.input_linear.weight", weights["gate"], weights["up"]),
+            each_expert("block_sparse_moe.output_linear.weight", weights["down"]),
+            each_expert("block_sparse_moe.experts.gate_up_proj", weights["gate"], weights["up"]),
+            each_expert("block_sparse_moe.experts.down_proj", weights["down"]),
+            Unpack("block_sparse_moe.router.weight", lambda t: {f"{router.name}.weight": t}),
+        ),
+    )

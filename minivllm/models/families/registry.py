@@ -1,0 +1,30 @@
+"""All model families, and the spec of any of them from a Hugging Face config."""
+
+# Generated from nbs/models/families/registry.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from typing import Any
+
+from minivllm.models import spec
+from minivllm.models.families import dense, moe
+from minivllm.models.spec import DecoderSpec
+
+__all__ = ["architectures", "spec_from_config"]
+
+_MODULES = (spec, dense, moe)  # importing them has registered their families
+
+
+def architectures() -> tuple[str, ...]:
+    """Names of `architectures` in a config that `spec_from_config` knows."""
+    return tuple(spec.FAMILIES)
+
+
+def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
+    """The spec of the model that a `config.json` describes.
+
+    Args:
+        hf_config: the parsed file, of transformers 5 or older.
+
+    Raises:
+        ValueError: unknown architecture, unsupported field or value; names it.
+    """
+    return spec.spec_from_config(hf_config)

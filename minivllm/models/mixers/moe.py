@@ -1,0 +1,234 @@
+"""Mixture of experts, as a block of a layer."""
+
+# Generated from nbs/models/mixers/moe.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.module import ModuleList
+from minivllm.models.linear.layer import Linear
+from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, build_mixer, register_mixer
+from minivllm.models.mixers.mlp import GatedMLP, GatedMLPSpec
+
+__all__ = ["MoE", "MoESpec", "RouterSpec", "numbered", "route"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How a token chooses its experts.
+
+    Attributes:
+        top_k: experts of a token.
+        score: `softmax` over all experts, or `sigmoid` of each.
+        normalize: divide the weights of the chosen by their sum (plus `epsilon`).
+        scale: factor on the weights.
+        groups, top_groups: experts form so many groups, and only those of the best groups can be chosen.
+        group_score: members of a group whose scores add up to the group's: 1 (the best) or 2.
+        bias: the scores have a bias of the matmul.
+        float32: the matmul is float32, whatever the model is.
+        name: of the weight in a checkpoint, after the layer's prefix.
+        correction: name of a vector that is added to the scores for the choice, and not for the weights; None for none.
+    """
+
+    top_k: int
+    score: str = "softmax"
+    normalize: bool = False
+    epsilon: float = 0.0
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: int = 1
+    bias: bool = False
+    float32: bool = False
+    name: str = "mlp.gate"
+    correction: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.score not in ("softmax", "sigmoid"):
+            raise ValueError(f"router score {self.score!r} is not supported; supported: softmax, sigmoid")
+        for name in ("top_k", "groups", "top_groups"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"router {name} must be a whole number of at least 1, got {value!r}")
+
+
+def route(scores: Tensor, spec: RouterSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The experts of each token.
+
+    Args:
+        scores: float32 [T, num_experts], after softmax or sigmoid.
+        correction: float32 [num_experts], see `RouterSpec`.
+
+    Returns:
+        Weights, float32 [T, top_k], and the experts' numbers, int64 [T, top_k].
+    """
+    choice = scores if correction is None else scores + correction
+    if spec.groups > 1:
+        members = choice.unflatten(-1, (spec.groups, -1))
+        best = members.topk(spec.group_score, -1).values.sum(-1).topk(spec.top_groups, -1).indices
+        allowed = torch.zeros_like(members[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+        choice = members.masked_fill(~allowed[..., None], -torch.inf).flatten(-2)
+    ids = choice.topk(spec.top_k, -1).indices
+    weights = scores.gather(-1, ids)
+    if spec.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + spec.epsilon)
+    return weights * spec.scale, ids
+
+
+def numbered(spec: Any, number: int) -> Any:
+    """The spec with `{}` in its names replaced by a number."""
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return replace(spec, **{name: v.format(number) for name, v in values.items() if isinstance(v, str)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec(MixerSpec):
+    """Parameters of `MoE`.
+
+    Attributes:
+        num_experts: how many there are.
+        router: how a token chooses among them.
+        expert: of each, with `{}` for its number in the names of its weights.
+        shared: of the expert that every token visits, or None.
+        shared_gate: name of the weight of the gate that the shared expert goes through; None for no gate.
+    """
+
+    num_experts: int
+    router: RouterSpec
+    expert: GatedMLPSpec
+    shared: GatedMLPSpec | None = None
+    shared_gate: str | None = None
+
+    def __post_init__(self) -> None:
+        count, router = self.num_experts, self.router
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"num_experts must be a whole number of at least 1, got {count!r}")
+        if count % router.groups or router.top_groups > router.groups:
+            raise ValueError(f"{count} experts, {router.groups} groups, {router.top_groups} of them: that does not go")
+        if router.top_k > count // router.groups * router.top_groups:
+            raise ValueError(f"a token cannot have {router.top_k} experts of {count}")
+
+    @property
+    def experts(self) -> list[GatedMLPSpec]:
+        """One for each expert."""
+        return [numbered(self.expert, e) for e in range(self.num_experts)]
+
+    def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
+        """See `MixerSpec`. Of the router, and of the gate of the shared expert; experts are blocks themselves."""
+        router = {"router": LinearSpec(hidden_size, {self.router.name: self.num_experts}, self.router.bias)}
+        gate = {"shared_gate": LinearSpec(hidden_size, {self.shared_gate: 1})} if self.shared_gate else {}
+        return router | gate
+
+    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """See `MixerSpec`."""
+        shapes = MixerSpec.weight_shapes(self, hidden_size)
+        if self.router.correction is not None:
+            shapes[self.router.correction] = (self.num_experts,)
+        for block in (*self.experts, self.shared):
+            shapes |= block.weight_shapes(hidden_size) if block is not None else {}
+        return shapes
+
+
+@register_mixer(MoESpec)
+class MoE(Mixer):
+    """A router, experts, and a shared expert if there is one.
+
+    Attributes:
+        experts: one block for each.
+        stacked: gate-up [E, 2 n, hidden_size] and down [E, hidden_size, n] of all experts, where one grouped matmul
+            computes them; the experts' own weights are views of them.
+    """
+
+    spec: MoESpec
+    router: Linear
+    shared_gate: Linear
+
+    def __init__(self, spec: MoESpec, builder: Builder) -> None:
+        plain = "batch_invariant" if builder.ops.batch_invariant else "torch"  # a router is small, and never quantized
+        own = replace(builder, linear_method=plain, dtype=torch.float32 if spec.router.float32 else builder.dtype)
+        super().__init__(spec, own)
+        self.experts = ModuleList(build_mixer(expert, builder) for expert in spec.experts)
+        self.shared = None if spec.shared is None else build_mixer(spec.shared, builder)
+        self.correction: Tensor | None = None
+        if spec.router.correction is not None:
+            self.correction = torch.empty(spec.num_experts, device=builder.device)
+        self.grouped = builder.device.type == "cuda" and builder.dtype == torch.bfloat16
+        self.stacked: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] to the same shape."""
+        weights, ids = self.route(x)
+        order = ids.flatten().argsort(stable=True)
+        counts = (ids.flatten() == torch.arange(self.spec.num_experts, device=x.device)[:, None]).sum(1)
+        out = x.new_empty(len(order), x.shape[1])
+        out[order] = self._by_expert(x[order // ids.shape[1]], counts)
+        each = out.view(*ids.shape, -1).unbind(1)
+        total = each[0] * weights[:, :1]
+        for part, weight in zip(each[1:], weights.unbind(1)[1:], strict=True):
+            total += part * weight[:, None]
+        total = total.to(x.dtype)
+        return total if self.shared is None else total + self._shared(x)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights, float32 [T, top_k], and experts, int64 [T, top_k], of tokens [T, hidden_size]."""
+        logits = self.router(x.to(self.router.dtype)).float()
+        scores = torch.softmax(logits, -1) if self.spec.router.score == "softmax" else self._sigmoid(logits)
+        return route(scores, self.spec.router, self.correction)
+
+    def _sigmoid(self, x: Tensor) -> Tensor:
+        by_row = self.ops.batch_invariant and x.device.type == "cpu"  # see `TorchOps.gated_linear`
+        return torch.stack([row.sigmoid() for row in x]) if by_row else x.sigmoid()
+
+    def _shared(self, x: Tensor) -> Tensor:
+        assert self.shared is not None
+        out: Tensor = self.shared(x)
+        return out if self.spec.shared_gate is None else out * self._sigmoid(self.shared_gate(x))
+
+    def _by_expert(self, x: Tensor, counts: Tensor) -> Tensor:
+        """The experts' outputs of rows that are sorted by expert. counts: int64 [E], rows of each."""
+        if self.stacked is None:
+            segments = zip(self.experts, x.split(counts.tolist()), strict=True)
+            return torch.cat([expert(rows) for expert, rows in segments if len(rows)])
+        ends, (gate_up, down) = counts.cumsum(0, dtype=torch.int32), self.stacked
+
+        def both(rows: Tensor) -> Tensor:
+            return torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
+
+        inner = self.ops.gated_linear(x, both, self.experts[0].activation)
+        return torch._grouped_mm(inner, down.transpose(1, 2), offs=ends)
+
+    def process_weights_after_loading(self) -> None:
+        """See `Mixer`. Stacks the experts if a grouped matmul can compute them: gated MLPs with whole weights, no bias."""
+        kinds = {type(expert) for expert in self.experts}
+        if not self.grouped or kinds != {GatedMLP}:
+            return
+        stacks = []
+        for name in ("gate_up", "down"):
+            linears = [getattr(expert, name) for expert in self.experts]
+            outputs, inputs = linears[0].out_features, linears[0].in_features
+            if outputs % 8 or inputs % 8 or any(set(linear.method.weights) != {"weight"} for linear in linears):
+                return
+            stacks.append([linear.method.weights for linear in linears])
+        stacked = []
+        for weights in stacks:
+            stacked.append(torch.stack([each["weight"] for each in weights]))
+            for each, view in zip(weights, stacked[-1], strict=True):
+                each["weight"] = view
+        self.stacked = (stacked[0], stacked[1])
+
+    def _blocks(self) -> list[Mixer]:
+        return [*self.experts, *([] if self.shared is None else [self.shared])]
+
+    def linears(self) -> list[Linear]:
+        """See `Mixer`."""
+        return [*Mixer.linears(self), *(linear for block in self._blocks() for linear in block.linears())]
+
+    def targets(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
+        """See `Mixer`."""
+        yield from Mixer.targets(self)  # of `linears`
+        if self.spec.router.correction is not None:
+            assert self.correction is not None
+            yield self.spec.router.correction, self.correction.copy_

@@ -1,0 +1,161 @@
+"""Mixtures of experts: routing against transformers' routers, sorted experts against a loop, both forms of a checkpoint."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from paged import CPU, PagedDecoder, make_decoder
+from tiny_models import EXPERTS, VOCAB_SIZE, checkpoint, hf_model
+
+from minivllm.attention.select import make_backend
+from minivllm.models.decoder import Decoder
+from minivllm.models.families.registry import spec_from_config
+from minivllm.models.mixers.mlp import GatedMLPSpec
+from minivllm.models.mixers.moe import MoE, MoESpec, RouterSpec, route
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def dense(weights: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.zeros(len(weights), count).scatter_(1, ids, weights)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_router_of_deepseek_v3(groups):
+    """Sigmoid, groups by their two best, a correction in the choice only."""
+    from transformers import AutoConfig
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+    sizes = {"n_routed_experts": 16, "num_experts_per_tok": 3, "n_group": groups, "topk_group": max(groups // 2, 1)}
+    config = AutoConfig.for_model("deepseek_v3", hidden_size=24, moe_intermediate_size=8, **sizes)
+    theirs = DeepseekV3MoE(config)
+    torch.manual_seed(0)
+    theirs.gate.weight.data.normal_()
+    theirs.gate.e_score_correction_bias.data.normal_(std=0.2)
+    x = torch.randn(50, 24)
+    with torch.inference_mode():
+        _, weights, ids = theirs.gate(x)
+        scores = torch.sigmoid(x @ theirs.gate.weight.T)
+    spec = RouterSpec(
+        top_k=3, score="sigmoid", normalize=True, epsilon=1e-20, scale=2.5, groups=groups,
+        top_groups=max(groups // 2, 1), group_score=2,
+    )  # fmt: skip
+    ours = route(scores, spec, theirs.gate.e_score_correction_bias)
+    torch.testing.assert_close(dense(*ours, 16), dense(weights, ids, 16), atol=1e-6, rtol=0)
+    plain = route(scores, spec)
+    assert not torch.equal(dense(*plain, 16), dense(*ours, 16))  # the correction matters
+
+
+def test_groups_by_their_best_against_brute_force():
+    """DeepSeek-V2's rule: the groups with the largest single scores, and the best experts within them."""
+    scores = torch.softmax(torch.randn(40, 12, generator=torch.Generator().manual_seed(1)), -1)
+    _, ids = route(scores, RouterSpec(top_k=3, groups=4, top_groups=2))
+    for row, chosen in zip(scores.tolist(), ids.tolist(), strict=True):
+        best = sorted(range(4), key=lambda g: -max(row[3 * g : 3 * g + 3]))[:2]
+        allowed = [e for g in best for e in range(3 * g, 3 * g + 3)]
+        assert chosen == sorted(allowed, key=lambda e: -row[e])[:3]
+
+
+def decoder_of(name: str, backend: str = "sdpa", original_format: bool = True) -> Decoder:
+    model = hf_model(name)
+    decoder = Decoder(spec_from_config(model.config.to_dict()), make_backend(backend), torch.float32, CPU)
+    decoder.load_weights(checkpoint(model, original_format).items())
+    return decoder
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_stacked_checkpoints_give_the_same_model(name):
+    assert set(checkpoint(hf_model(name))) != set(checkpoint(hf_model(name), False))
+    outputs = []
+    for original_format in (True, False):
+        paged = PagedDecoder(decoder_of(name, original_format=original_format))
+        paged.add("r", tokens(20))
+        outputs.append(paged.step({"r": 20})["r"])
+    assert torch.equal(*outputs)
+
+
+def moe_of(decoder: Decoder) -> MoE:
+    return next(layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoE))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_sorted_segments_are_each_token_by_itself(rows):
+    """One token after the other, expert by expert, is the definition; and an expert without tokens is not run."""
+    moe = moe_of(decoder_of("qwen2-moe"))
+    x = torch.randn(rows, 72, generator=torch.Generator().manual_seed(0))
+    calls = []
+    removers = [
+        expert.register_forward_hook(lambda module, args, out, e=e: calls.append((e, len(args[0]))))
+        for e, expert in enumerate(moe.experts)
+    ]
+    got = moe(x)
+    for remove in removers:
+        remove()
+    sizes = dict(calls)
+    weights, ids = moe.route(x)
+    assert sorted(sizes) == sorted(set(ids.flatten().tolist())) and sum(sizes.values()) == 3 * rows
+    for row in range(rows):
+        want = sum(w * moe.experts[e](x[row : row + 1]) for w, e in zip(weights[row], ids[row].tolist(), strict=True))
+        want = want + moe.shared(x[row : row + 1]) * torch.sigmoid(moe.shared_gate(x[row : row + 1]))
+        torch.testing.assert_close(got[row : row + 1], want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_grouped_matmul_is_the_loop_over_experts():
+    decoder = decoder_of("qwen3-moe", "reference")
+    moe = moe_of(decoder)
+    x = torch.randn(33, 72, generator=torch.Generator().manual_seed(0))
+    want = moe(x)
+    assert moe.stacked is None
+    moe.grouped = True
+    moe.process_weights_after_loading()
+    assert moe.stacked is not None and moe.stacked[0].shape == (8, 96, 72)
+    assert moe.experts[3].down.weight.data_ptr() == moe.stacked[1][3].data_ptr()  # no second copy
+    torch.testing.assert_close(moe(x), want, atol=1e-5, rtol=1e-5)
+
+
+def test_quantized_experts_stay_close_and_the_router_exact():
+    decoder = make_decoder(hf_model("olmoe"), "sdpa", linear_method="torch_int8")
+    moe, exact = moe_of(decoder), moe_of(decoder_of("olmoe"))
+    assert moe.experts[0].down.method_name == "torch_int8" and moe.router.method_name == "torch"
+    x = torch.randn(20, 72, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(moe.route(x)[1], exact.route(x)[1])
+    error = (moe(x) - exact(x)).norm() / exact(x).norm()
+    assert 0 < error < 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 0}, "num_experts must be .* got 0"),
+        ({"router": RouterSpec(top_k=9)}, "cannot have 9 experts of 8"),
+        ({"router": RouterSpec(top_k=2, groups=3)}, "8 experts, 3 groups"),
+        ({"router": RouterSpec(top_k=5, groups=2)}, "cannot have 5 experts of 8"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(change, message):
+    spec = MoESpec(num_experts=8, router=RouterSpec(top_k=2), expert=GatedMLPSpec(intermediate_size=4, gate="{}.g"))
+    with pytest.raises(ValueError, match=message):
+        replace(spec, **change)
+    with pytest.raises(ValueError, match="router score 'tanh'"):
+        RouterSpec(top_k=2, score="tanh")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_broken_checkpoint_is_refused_by_the_tensors_name(stacked):
+    model = hf_model("olmoe")
+    tensors = checkpoint(model, not stacked)
+    name = "model.layers.1.mlp.experts.down_proj" if stacked else "model.layers.1.mlp.experts.5.down_proj.weight"
+    spec = spec_from_config(model.config.to_dict())
+
+    def load(changed):
+        Decoder(spec, make_backend("sdpa"), torch.float32, CPU).load_weights(changed.items())
+
+    with pytest.raises(ValueError, match=r"lacks model.layers.1.mlp.experts.\d.down_proj.weight"):
+        load({key: tensor for key, tensor in tensors.items() if key != name})
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.experts.\d.down_proj.weight' must have shape"):
+        load(tensors | {name: tensors[name][..., :-1]})
+    if stacked:
+        with pytest.raises(ValueError, match="experts.gate_up_proj' of shape .* cannot be taken apart"):
+            load(tensors | {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(())})
