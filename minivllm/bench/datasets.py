@@ -13,11 +13,11 @@ import numpy as np
 from minivllm.lab.readers import read_sharegpt, read_workload
 
 __all__ = [
-    "DATASETS", "Sample", "add_dataset_arguments", "file_samples", "make_samples", "ordinary_tokens",
-    "prefix_repetition_samples", "random_samples", "samples_for",
+    "Sample", "add_dataset_arguments", "make_samples", "ordinary_tokens", "prefix_repetition_samples",
+    "random_samples", "samples_for",
 ]  # fmt: skip
 
-DATASETS = ("random", "sharegpt", "prefix_repetition", "workload")
+_DATASETS = ("random", "sharegpt", "prefix_repetition", "workload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def prefix_repetition_samples(
     return [Sample(prompts[i], output_len) for i in generator.permutation(count)]
 
 
-def file_samples(
+def _file_samples(
     name: str, path: str, count: int, tokens: np.ndarray, tokenize: Callable[[str], Sequence[int]],
     output_len: int | None = None,
 ) -> Iterator[Sample]:  # fmt: skip
@@ -92,7 +92,7 @@ def file_samples(
 def add_dataset_arguments(parser: argparse.ArgumentParser, num_prompts: int = 1000) -> None:
     """vLLM's flags for datasets, and ``workload`` for the files that the lab reads."""
     group = parser.add_argument_group("dataset")
-    group.add_argument("--dataset-name", choices=DATASETS, default="random", help="(default: random)")
+    group.add_argument("--dataset-name", choices=_DATASETS, default="random", help="(default: random)")
     files = "for sharegpt and workload (Azure, Mooncake, BurstGPT, traces, results)"
     group.add_argument("--dataset-path", metavar="FILE", help=files)
     group.add_argument("--num-prompts", type=int, default=num_prompts, help=f"requests (default: {num_prompts})")
@@ -138,7 +138,7 @@ def make_samples(args: argparse.Namespace, tokenizer: Any, max_model_len: int) -
         )  # fmt: skip
     else:
         length = args.sharegpt_output_len if args.dataset_name == "sharegpt" else None
-        made = list(file_samples(
+        made = list(_file_samples(
             args.dataset_name, args.dataset_path, args.num_prompts, tokens,
             lambda text: tokenizer.encode(text, add_special_tokens=False), length,
         ))  # fmt: skip

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "DETAILS", "METRICS", "Measured", "make_report", "meets", "parse_goodput", "render_report", "save_report",
-]  # fmt: skip
+__all__ = ["METRICS", "Measured", "make_report", "meets", "parse_goodput", "render_report", "save_report"]
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _TITLES = {
@@ -96,7 +94,7 @@ def peak_tokens_per_second(done: Sequence[Measured]) -> int:
     return int(np.bincount(np.concatenate(moments).astype(int)).max())
 
 
-DETAILS = {
+_DETAILS = {
     "input_lens": "prompt_len", "output_lens": "output_len", "start_times": "start", "ttfts": "ttft", "itls": "itl",
     "generated_texts": "text", "errors": "error",
 }  # fmt: skip
@@ -125,7 +123,7 @@ def make_report(
     }
     for metric in metrics:
         report |= statistics(metric, done, percentiles)
-    return report | {name: [getattr(r, kept) for r in requests] for name, kept in DETAILS.items()}
+    return report | {name: [getattr(r, kept) for r in requests] for name, kept in _DETAILS.items()}
 
 
 def render_report(report: dict[str, Any], metrics: Sequence[str], title: str = "Serving Benchmark Result") -> str:
@@ -155,6 +153,6 @@ def render_report(report: dict[str, Any], metrics: Sequence[str], title: str = "
 def save_report(report: dict[str, Any], path: Path, facts: dict[str, Any], detailed: bool) -> None:
     """Write ``facts`` (of the run) and the figures as one JSON object."""
     head = {"date": datetime.now().strftime("%Y%m%d-%H%M%S"), **facts}
-    kept = {name: value for name, value in report.items() if detailed or name not in DETAILS}
+    kept = {name: value for name, value in report.items() if detailed or name not in _DETAILS}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(head | kept), encoding="utf-8")

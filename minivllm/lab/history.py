@@ -118,24 +118,13 @@ def restore(scheduler: Scheduler, start: State) -> None:
         stand_in.block_hashes = [block.block_hash or b""]
         index.insert(stand_in, 0, block)
     pool.num_cached_free = len(named)
-    for queue, blocks, order in (
-        (pool.free_queue, pool.blocks, start.free),
-        *(
-            [
-                (
-                    scheduler.kv_cache_manager.cpu_pool.free_queue,
-                    scheduler.kv_cache_manager.cpu_pool.blocks,
-                    start.cpu_free,
-                )
-            ]
-            if scheduler.kv_cache_manager.cpu_pool
-            else []
-        ),
-    ):
+    pools = [(pool, start.free)]
+    if scheduler.kv_cache_manager.cpu_pool is not None:
+        pools.append((scheduler.kv_cache_manager.cpu_pool, start.cpu_free))
+    for each, order in pools:
         for i in order:
-            queue.remove(blocks[i])
-        for i in order:
-            queue.append(blocks[i])
+            each.free_queue.remove(each.blocks[i])
+            each.free_queue.append(each.blocks[i])
     scheduler.set_policy(scheduler.policy)  # which blocks can be evicted has changed
 
 

@@ -130,14 +130,9 @@ class Session:
             raise ValueError("a fake model takes no time of its own: give a cost_model")
         self.settings, self.cost_model, self.clock = settings, cost_model, VirtualClock()
         self.scheduler = Scheduler(
-            settings.scheduler,
-            settings.cache,
-            settings.kv_cache,
-            policy=policy,
-            preemption=preemption,
-            clock=self.clock,
-            policy_timeout=policy_timeout,
-        )
+            settings.scheduler, settings.cache, settings.kv_cache, policy=policy, preemption=preemption,
+            clock=self.clock, policy_timeout=policy_timeout,
+        )  # fmt: skip
         self.fake = executor if isinstance(executor, FakeExecutor) else FakeExecutor(settings.cache.block_size)
         self.executor = None if isinstance(executor, FakeExecutor) else executor
         self.refused: list[tuple[str, str]] = []
@@ -164,7 +159,7 @@ class Session:
             self._follow_ups[request.request_id] = request.follow_up
 
     def step(self) -> list[EngineCoreOutput]:
-        """Decide, carry out, move the clock, take in."""
+        """Schedule, execute, move the clock, update."""
         output = self.scheduler.schedule()
         result = self.fake.execute_model(output)
         started = time.perf_counter()
@@ -375,7 +370,10 @@ def simulate(
         settings = Settings(settings.scheduler, settings.cache, kv_cache)
     if trace is not None:
         policy, preemption = policy or policy_of(trace), preemption or preemption_of(trace)
-    workload = _as_workload(source if trace is None else trace)
+    if trace is not None:
+        workload = Workload.from_trace(trace)
+    else:
+        workload = source if isinstance(source, Workload) else Workload.of(source)  # type: ignore[arg-type]
     session = Session(
         settings, policy, cost_model, executor=model, preemption=preemption, sampling_params=sampling_params,
         policy_timeout=policy_timeout,
@@ -392,12 +390,6 @@ def _fitting(kv_cache: KVCacheConfig | None, settings: Settings) -> KVCacheConfi
     return replace(kv_cache, block_size=size, groups=groups)
 
 
-def _as_workload(source: Any) -> Workload:
-    if isinstance(source, Trace):
-        return Workload.from_trace(source)
-    return source if isinstance(source, Workload) else Workload.of(source)
-
-
 def _measure(session: Session, workload: Workload, record: bool, subscribers: Iterable[Callable[[Event], None]]) -> Run:
     started, scheduler = time.perf_counter(), session.scheduler
     trace, meter = (scheduler.record(), None) if record else (None, Meter())
@@ -408,13 +400,6 @@ def _measure(session: Session, workload: Workload, record: bool, subscribers: It
     session.expect(workload)
     session.run()
     return Run(
-        workload.name,
-        scheduler.policy.name,
-        session.settings,
-        session.cost_model,
-        trace,
-        session.refused,
-        dict(workload.skipped),
-        time.perf_counter() - started,
-        meter,
-    )
+        workload.name, scheduler.policy.name, session.settings, session.cost_model, trace, session.refused,
+        dict(workload.skipped), time.perf_counter() - started, meter,
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.layer import Linear
 
-__all__ = ["CHUNK", "KERNEL_ROWS", "RANKS", "LoRABatch", "LoRALinear", "LoRAModel"]
+__all__ = ["CHUNK", "RANKS", "LoRABatch", "LoRALinear", "LoRAModel"]
 
 
 class LoRABatch:
@@ -64,8 +64,6 @@ class LoRABatch:
 _BITS = {torch.float32: 32, torch.bfloat16: 16}
 RANKS = 8
 """Ranks are padded to a multiple of this: what the kernels multiply at once."""
-KERNEL_ROWS = 64
-"""Up to so many rows the kernels are the faster ones on a CPU; beyond, torch, one adapter after the other."""
 
 
 def _of_base(name: str) -> Any:
@@ -152,7 +150,7 @@ class LoRALinear(LinearMethod):
         out = self.base.apply(x)
         if self._a is None or not self._batch.active:
             return out
-        if self._kernels is not None and (len(x) <= KERNEL_ROWS or self._invariant):
+        if self._kernels is not None:
             self._kernels.add(x, out)
             return out
         for slot, rows in self._batch.groups:

@@ -21,7 +21,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
@@ -29,19 +29,18 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.serving.answers import tool_use
 from minivllm.serving.chat import chat_router, render_request
 from minivllm.serving.completions import completions_router
-from minivllm.serving.dashboard import dashboard_router
 from minivllm.serving.embeddings import embeddings_router
 from minivllm.serving.errors import ApiError, as_api_error, hide_paths, install_error_handlers
 from minivllm.serving.generation import ServerOptions, ServerState, encode
+from minivllm.serving.lora import lora_router, serve_adapters
 from minivllm.serving.metrics import Metrics
 from minivllm.serving.middleware import AccessLog, ApiKey, BodyLimit, JsonRoute, SiteCheck, http_protocol
 from minivllm.serving.protocol import DetokenizeRequest, TokenizeRequest
 from minivllm.serving.responses import responses_router
+from minivllm.viz.assets import document
+from minivllm.viz.dashboard import Dashboard
 
-__all__ = [
-    "check_certificate", "create_app", "listen", "main", "make_parser", "options_from", "run_server",
-    "server_config",
-]  # fmt: skip
+__all__ = ["create_app", "listen", "main", "make_parser", "options_from", "run_server", "server_config"]
 
 logger = logging.getLogger("minivllm.serving")
 
@@ -53,6 +52,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     """
     options = options or ServerOptions()
     state = ServerState(llm, options)
+    serve_adapters(state)
     metrics = Metrics(lambda: state.llm, state.model_names[0])
     state.observe = metrics.observe
     llm.observe(state.observe)
@@ -64,7 +64,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     )
     app = FastAPI(title="minivllm", version=installed_version("minivllm"), lifespan=_lifespan(state, options.trace))
     app.state.server = state
-    endpoints = (completions_router, chat_router, responses_router, embeddings_router, token_router)
+    endpoints = (completions_router, chat_router, responses_router, embeddings_router, token_router, lora_router)
     for router in (*(make(state) for make in endpoints), operation_router(state, metrics)):
         app.include_router(router)
     if options.dashboard:
@@ -140,14 +140,14 @@ def _model_card(state: ServerState, name: str) -> dict[str, Any]:
     allowed = dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True)
     refused = dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking"), False)
     about = {"id": f"modelperm-{name}", "object": "model_permission", "created": state.started}
-    config = state.llm.config
+    config, adapter = state.llm.config, state.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": state.started,
         "owned_by": "minivllm",
-        "root": config.model.name,
-        "parent": None,
+        "root": config.model.name if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else state.model_names[0],
         "max_model_len": config.scheduler.max_model_len,
         "permission": [{**about, **allowed, **refused, "organization": "*", "group": None}],
     }
@@ -207,6 +207,26 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
         if (await state.llm.reset_prefix_cache(reset_running_requests)) is False:
             raise ApiError(409, "requests are running, and their blocks cannot be forgotten; try again later")
         return {"success": True}
+
+    return router
+
+
+def dashboard_router(llm: AsyncLLM) -> APIRouter:
+    """`/dashboard`, a page that shows the engine live, and `/dashboard/samples?after=NUMBER`, which it asks for what is new."""
+    router = APIRouter()
+    dashboard = Dashboard(llm, source="dashboard/samples")
+
+    @router.get("/dashboard", response_class=HTMLResponse)
+    async def page() -> str:
+        """A self-contained page."""
+        if not dashboard.monitor.ended:
+            dashboard.start()
+        return document("minivllm", dashboard.to_html())
+
+    @router.get("/dashboard/samples")
+    async def samples(after: int = -1) -> dict[str, Any]:
+        """The samples after the one with this number."""
+        return dashboard.new_samples(after)
 
     return router
 
@@ -381,7 +401,7 @@ def options_from(args: argparse.Namespace) -> ServerOptions:
     return ServerOptions(**given)
 
 
-def check_certificate(certificate: str | None, key: str | None) -> None:
+def _check_certificate(certificate: str | None, key: str | None) -> None:
     """Raises ValueError that names the file, before a model is loaded for nothing."""
     if certificate is None:
         if key is not None:
@@ -406,7 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError("--max-engine-restarts needs an engine in a separate process")
     if args.max_engine_restarts and options.trace:
         raise ValueError("--trace records one engine from its start to its end; it excludes --max-engine-restarts")
-    check_certificate(args.ssl_certfile, args.ssl_keyfile)
+    _check_certificate(args.ssl_certfile, args.ssl_keyfile)
     place = "thread" if args.disable_frontend_multiprocessing else "process"
     sock = listen(args.host, args.port)
 

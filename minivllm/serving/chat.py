@@ -27,8 +27,7 @@ from minivllm.serving.tool_parsers import HermesToolParser
 from minivllm.serving.tools import CallDelta, CallFormat, Piece, ToolUse, show_calls, show_tools
 
 __all__ = [
-    "ChatPlan", "chat_logprobs", "chat_params", "chat_router", "plan_chat", "render_chat", "render_request",
-    "token_bytes",
+    "ChatPlan", "chat_logprobs", "chat_router", "plan_chat", "render_chat", "render_request", "token_bytes",
 ]  # fmt: skip
 
 _RESERVED = {
@@ -166,8 +165,8 @@ def chat_logprobs(completion: CompletionOutput, count: int, to_bytes: Any) -> di
     """OpenAI's list for chat. ``to_bytes(token_id, text)``: the bytes of a token, or None."""
     content = []
     for token_id, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
-        likeliest = sorted((p.rank or 0, other) for other, p in entry.items() if (p.rank or 0) <= count)
-        tops = [_one(other, entry[other], to_bytes) for _, other in likeliest]
+        top = sorted((p.rank or 0, other) for other, p in entry.items() if (p.rank or 0) <= count)
+        tops = [_one(other, entry[other], to_bytes) for _, other in top]
         content.append({**_one(token_id, entry[token_id], to_bytes), "top_logprobs": tops})
     return {"content": content, "refusal": None}
 
@@ -213,7 +212,7 @@ class ChatPlan(Plan):
         return AnswerReader(self.use, None if self.reasoning is None else self.reasoning())
 
 
-def chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: Any) -> SamplingParams:
+def _chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: Any) -> SamplingParams:
     """The request as SamplingParams. ``more``: fields that follow from the rest. Raises what `SamplingParams` raises."""
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return body.sampling_params(
@@ -232,7 +231,7 @@ def plan_chat(body: ChatCompletionRequest, state: ServerState, fields: dict[str,
     for function in use.functions if use is not None else ():
         check_limits({"json": function.parameters})
     check_limits(body.structure() or {})
-    chat_params(body, defaults)  # what is wrong with it is said before what is wrong with the messages
+    _chat_params(body, defaults)  # what is wrong with it is said before what is wrong with the messages
     effort = None if body.reasoning_effort == "none" else body.reasoning_effort
     text, token_ids = render_request(state, body, use, effort)
     reasoning = None if reasoner is None else partial(reasoner, text)
@@ -244,7 +243,7 @@ def plan_chat(body: ChatCompletionRequest, state: ServerState, fields: dict[str,
     return ChatPlan(
         **fields,
         prompts=[{"prompt": text, "prompt_token_ids": token_ids, **salt}],
-        params=chat_params(body, defaults, **more),
+        params=_chat_params(body, defaults, **more),
         cut_max_tokens=body.max_completion_tokens is None and body.max_tokens is None,
         use=use,
         reasoning=reasoning,

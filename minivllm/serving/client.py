@@ -11,10 +11,7 @@ from typing import Any
 
 import httpx
 
-__all__ = [
-    "Remote", "ServerError", "bearer", "error_text", "get_json", "post_events", "read_events", "request",
-    "tls_context",
-]  # fmt: skip
+__all__ = ["Remote", "ServerError", "bearer", "get_json", "read_events", "request", "tls_context"]
 
 
 class ServerError(RuntimeError):
@@ -26,7 +23,7 @@ class ServerError(RuntimeError):
         self.status, self.message = status, message
 
 
-def error_text(body: bytes) -> str:
+def _error_text(body: bytes) -> str:
     """The message of an error body, whatever its shape."""
     try:
         found = json.loads(body)
@@ -49,7 +46,7 @@ async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[Any]:
         if data:
             event = json.loads(data)
             if event.get("error"):
-                raise ServerError(200, error_text(data.encode()))
+                raise ServerError(200, _error_text(data.encode()))
             yield event
     raise ConnectionError("the stream has ended without [DONE]")
 
@@ -93,7 +90,7 @@ async def request(
             client.stream(method, url, json=body, headers=headers) as response,
         ):
             if response.status_code >= 400:
-                raise ServerError(response.status_code, error_text(await response.aread()))
+                raise ServerError(response.status_code, _error_text(await response.aread()))
             yield response
 
 
@@ -108,7 +105,7 @@ def bearer(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
-def post_events(url: str, body: dict[str, Any], api_key: str | None = None, insecure: bool = False) -> Iterator[Any]:
+def _post_events(url: str, body: dict[str, Any], api_key: str | None = None, insecure: bool = False) -> Iterator[Any]:
     """The events of a streamed answer. Leaving the loop closes the connection, which aborts the request.
 
     Raises:
@@ -148,7 +145,7 @@ class Remote:
 
     def complete(self, prompt: str, **fields: Any) -> Iterator[tuple[int, str]]:
         """Pieces of completions, each with the number of its completion. ``fields``: of the request."""
-        for event in post_events(
+        for event in _post_events(
             self.base + "/completions", {"model": self.model, "prompt": prompt} | fields, self.api_key, self.insecure
         ):
             for choice in event["choices"]:
@@ -157,6 +154,6 @@ class Remote:
     def chat(self, messages: list[dict[str, str]], **fields: Any) -> Iterator[str]:
         """Pieces of the answer to a conversation."""
         body = {"model": self.model, "messages": messages} | fields
-        for event in post_events(self.base + "/chat/completions", body, self.api_key, self.insecure):
+        for event in _post_events(self.base + "/chat/completions", body, self.api_key, self.insecure):
             for choice in event["choices"]:
                 yield choice["delta"].get("content") or ""

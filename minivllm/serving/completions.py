@@ -17,10 +17,7 @@ from minivllm.serving.generation import Job, Plan, ServerState, Writer, answer, 
 from minivllm.serving.middleware import JsonRoute
 from minivllm.serving.protocol import CompletionRequest
 
-__all__ = [
-    "completion_logprobs", "completion_params", "completions_router", "finite", "plan_completion",
-    "prompt_logprobs",
-]  # fmt: skip
+__all__ = ["completion_logprobs", "completions_router", "finite", "prompt_logprobs"]
 
 
 def completion_logprobs(
@@ -162,7 +159,7 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     ]
 
 
-def completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
+def _completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
     """The request as SamplingParams. Raises ApiError or what `SamplingParams` raises."""
     check_limits(body.structure() or {})
     scores_only = body.max_tokens == 0
@@ -180,10 +177,10 @@ def completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> Samp
     )
 
 
-async def plan_completion(body: CompletionRequest, request: Request, state: ServerState) -> Plan:
+async def _plan_completion(body: CompletionRequest, request: Request, state: ServerState) -> Plan:
     """Check a body and make its prompts. Raises ApiError or what `SamplingParams` raises."""
     fields = plan_fields(body, state, request, "cmpl")
-    params = completion_params(body, state.llm.get_default_sampling_params())
+    params = _completion_params(body, state.llm.get_default_sampling_params())
     prompts = body.prompts()
     if not prompts:
         raise ApiError(400, "prompt: an empty list; give at least one prompt", param="prompt")
@@ -201,6 +198,6 @@ def completions_router(state: ServerState) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> dict[str, Any] | Response:
         """Complete one or more prompts."""
-        return await answer(request, state, plan_completion(body, request, state), CompletionWriter)
+        return await answer(request, state, _plan_completion(body, request, state), CompletionWriter)
 
     return router

@@ -17,13 +17,13 @@ from minivllm.serving.generation import Plan, ServerState, Writer, answer, engin
 from minivllm.serving.middleware import JsonRoute
 from minivllm.serving.protocol import Int64, RequestFields, as_list
 
-__all__ = ["EmbeddingRequest", "EmbeddingWriter", "embeddings_router", "plan_embedding"]
+__all__ = ["EmbeddingRequest", "EmbeddingWriter", "embeddings_router"]
 
 
 class EmbeddingRequest(RequestFields):
     """`POST /v1/embeddings`. ``dimensions`` and ``encoding_format`` are OpenAI's, ``pooling_type`` is ours, the others are vLLM's."""
 
-    unsupported: ClassVar = {"lora_request": ((), "not implemented")}
+    unsupported: ClassVar = {"lora_request": ((), "name the adapter as the model")}
     n: ClassVar = 1
     stream: ClassVar = False
 
@@ -66,7 +66,7 @@ class EmbeddingWriter(Writer):
         return {**self._head("list"), "data": data, "usage": usage}
 
 
-async def plan_embedding(body: EmbeddingRequest, request: Request, state: ServerState) -> Plan:
+async def _plan_embedding(body: EmbeddingRequest, request: Request, state: ServerState) -> Plan:
     """Check a body and make its prompts. Raises ApiError, InvalidParameter."""
     inputs = body.inputs()
     if not inputs:
@@ -84,6 +84,6 @@ def embeddings_router(state: ServerState) -> APIRouter:
     @router.post("/v1/embeddings", response_model=None)
     async def create_embedding(body: EmbeddingRequest, request: Request) -> dict[str, Any] | Response:
         """A vector for each input."""
-        return await answer(request, state, plan_embedding(body, request, state), EmbeddingWriter)
+        return await answer(request, state, _plan_embedding(body, request, state), EmbeddingWriter)
 
     return router

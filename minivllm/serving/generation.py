@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from minivllm.core.policy import FCFS
 from minivllm.engine.async_llm import AsyncLLM, RequestStream
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
+from minivllm.lora.adapter import LoRARequest
 from minivllm.sampling.params import SamplingParams, check_text
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.serving.answers import ParserOptions
@@ -28,8 +29,8 @@ from minivllm.serving.tools import load_plugin
 
 __all__ = [
     "Counter", "Job", "Plan", "SSEResponse", "ServerOptions", "ServerState", "Writer", "answer",
-    "check_output", "collect", "encode", "engine_prompts", "event", "in_time", "merge", "plan_fields",
-    "renamed", "to_json", "unless_disconnected",
+    "check_output", "collect", "encode", "engine_prompts", "event", "merge", "plan_fields", "renamed",
+    "to_json",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -69,6 +70,8 @@ class ServerOptions:
         None, "how this model marks its thoughts: qwen3, deepseek_r1, mistral, or a plugin's"
     )
     reasoning_parser_plugin: str | None = _option(None, "Python file that registers a reasoning parser")
+    lora_modules: list[str] = _option([], "adapters to serve as models of their own: name=path")  # noqa: RUF009
+    enable_runtime_lora: bool = _option(False, "let clients load and unload adapters")
     dashboard: bool = _option(False, "show the engine live at /dashboard")
     log_json: bool = _option(False, "write the access log as JSON")
     trace: str | None = _option(None, "record the scheduler in this file (.jsonl or .parquet)")
@@ -86,6 +89,17 @@ class ServerOptions:
         if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
             raise ValueError(f"trace: there is no folder {Path(self.trace).absolute().parent}")
         self.parsers()
+        self.adapters()
+
+    def adapters(self) -> dict[str, str]:
+        """Folder of each adapter by its name. Raises ValueError for what is no `name=path`, and for a name given twice."""
+        found: dict[str, str] = {}
+        for module in self.lora_modules:
+            name, _, path = module.partition("=")
+            if not name or not path or name in found:
+                raise ValueError(f"lora_modules: each must be name=path with a name of its own, got {module!r}")
+            found[name] = path
+        return found
 
     def parsers(self) -> ParserOptions:
         """How answers are read; runs the plugins. Raises ValueError for an unknown name."""
@@ -102,12 +116,14 @@ class ServerState:
     Attributes:
         observe: Counts requests that end, for the metrics.
         in_flight: Engine requests of open HTTP requests.
+        adapters: By the names that clients use.
     """
 
     llm: AsyncLLM
     options: ServerOptions = field(default_factory=ServerOptions)
     observe: Callable[[FinishedRequest], None] = lambda finished: None
     in_flight: int = 0
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parsers = self.options.parsers()
@@ -116,7 +132,7 @@ class ServerState:
     @property
     def model_names(self) -> Sequence[str]:
         """Names that clients may use; the first is the one in answers."""
-        return self.options.served_model_name or [self.llm.config.model.name]
+        return [*(self.options.served_model_name or [self.llm.config.model.name]), *self.adapters]
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError 404 for a model that is not served."""
@@ -235,6 +251,7 @@ class Job:
                 stream = await state.llm.submit(
                     dict(prompt), plan.params, name,
                     priority=plan.body.priority, user=plan.body.end_user, cut_max_tokens=plan.cut_max_tokens,
+                    lora_request=state.adapters.get(plan.model),
                 )  # fmt: skip
                 self.streams.append(stream)
         except BaseException as error:
@@ -278,11 +295,11 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(request: Request, work: Awaitable[T], timeout: float | None) -> T:
+async def _unless_disconnected(request: Request, work: Awaitable[T], timeout: float | None) -> T:
     """The result of ``work``, which is cancelled when the client hangs up or the time is over.
 
     Raises:
-        ApiError: 408 after ``timeout`` seconds, 499 when the client has gone (nobody reads it then).
+        ApiError: 408 after ``timeout`` seconds, 499 when the client has gone (it is not sent then).
     """
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request.receive))
     try:
@@ -328,7 +345,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + to_json(body).encode("utf-8", "replace") + b"\n\n"
 
 
-async def in_time(chunks: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
+async def _in_time(chunks: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
     """Pass on what comes; ApiError 408 if the last has not come after ``seconds``."""
     end = asyncio.get_running_loop().time() + seconds
     while True:
@@ -354,7 +371,7 @@ class SSEResponse(Response):
 
     def __init__(self, job: Job, chunks: AsyncIterator[dict[str, Any]]) -> None:
         self.job, limit = job, job.state.options.request_timeout
-        self.chunks = chunks if limit is None else in_time(chunks, limit)
+        self.chunks = chunks if limit is None else _in_time(chunks, limit)
         self._since: float | None = None  # the moment from which on a client has not taken a piece
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
@@ -534,4 +551,4 @@ async def answer(
         finally:
             await job.close()
 
-    return await unless_disconnected(request, work(), state.options.request_timeout)
+    return await _unless_disconnected(request, work(), state.options.request_timeout)

@@ -228,7 +228,7 @@ class CompletionRequest(SamplingFields):
     unsupported: ClassVar = {
         "suffix": (("",), "the models served here complete at the end of a text, they do not fill in"),
         "prompt_embeds": ((), "not implemented"),
-        "lora_request": ((), "not implemented"),
+        "lora_request": ((), "name the adapter as the model"),
     }
 
     prompt: str | list[str] | list[int] | list[list[int]]

@@ -38,7 +38,7 @@ class ReasoningParser:
         self._at_start = not skips
 
     def push(self, text: str) -> tuple[str, str]:
-        """Take more of the text; returns the thoughts and the content that can be told by now."""
+        """Take more of the text; returns the thoughts and the content that are certain so far."""
         self._buffer += text
         if self._at_start:
             self._look_for_start()

@@ -351,7 +351,7 @@ def _page(items: list[dict[str, Any]], order: str, limit: int, after: str | None
 
 
 def responses_router(state: ServerState) -> APIRouter:
-    """``/v1/responses``, with a store of its own."""
+    """``/v1/responses``, with a separate store."""
     router, store = APIRouter(route_class=JsonRoute), ResponseStore()
 
     @router.post("/v1/responses", response_model=None)

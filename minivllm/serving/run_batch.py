@@ -24,12 +24,11 @@ from minivllm.serving.errors import from_validation
 __all__ = ["main", "make_parser", "run_batch"]
 
 
-async def ask_app(app: ASGIApp, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
-    """POST a JSON body to an ASGI app, in this process. Returns status, headers and the body of the answer."""
+async def ask_app(app: ASGIApp, path: str, body: Any) -> httpx.Response:
+    """POST a JSON body to an ASGI app, in this process."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:
-        response = await client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
-    return response.status_code, dict(response.headers), response.content
+        return await client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
 
 
 class BatchLine(BaseModel):
@@ -61,17 +60,17 @@ async def answer_line(app: ASGIApp, text: str) -> dict[str, Any]:
     """The answer to one line. Never raises for what stands in the line."""
     try:
         line = BatchLine.model_validate_json(text)
-    except ValidationError as error:
-        message = from_validation(error.errors()).message
+    except ValidationError as invalid:
+        message = from_validation(invalid.errors()).message
         return batch_answer(None, None, {"code": "invalid_request", "message": message})
-    status, headers, body = await ask_app(app, line.url, line.body)
-    found = {"status_code": status, "request_id": headers.get("x-request-id"), "body": json.loads(body)}
+    response = await ask_app(app, line.url, line.body)
+    status, body = response.status_code, response.json()
+    found = {"status_code": status, "request_id": response.headers.get("x-request-id"), "body": body}
     if status < 400:
         return batch_answer(line.custom_id, found, None)
-    fault = found["body"].get("error", {})
-    return batch_answer(
-        line.custom_id, found, {"code": fault.get("code") or str(status), "message": fault.get("message")}
-    )
+    fault = body.get("error", {})
+    error = {"code": fault.get("code") or str(status), "message": fault.get("message")}
+    return batch_answer(line.custom_id, found, error)
 
 
 async def run_batch(

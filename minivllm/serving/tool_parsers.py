@@ -22,7 +22,7 @@ from minivllm.serving.tools import (
     register_tool_parser,
 )
 
-__all__ = ["TEXT_RULE", "HermesToolParser", "Llama3JsonToolParser", "held_back", "marked_rules"]
+__all__ = ["HermesToolParser", "Llama3JsonToolParser", "held_back"]
 
 _SPACE = " \t\r\n"
 _CLOSES = {"{": "}", "[": "]"}
@@ -310,10 +310,10 @@ def held_back(text: str, mark: str) -> int:
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
 
 
-TEXT_RULE = "TEXT: /(.|\\n)*/"
+_TEXT_RULE = "TEXT: /(.|\\n)*/"
 
 
-def marked_rules(
+def _marked_rules(
     form: CallFormat, begin: str, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any
 ) -> list[str]:
     """Rules for free text in which whatever stands behind the mark ``begin`` is a call that fits."""
@@ -322,7 +322,7 @@ def marked_rules(
     rest = CallFormat(form.begin.removeprefix(begin), form.end, form.separator, form.each, form.arguments)
     tail = "(head calls)* TEXT" if parallel and form.each else "(head calls)? TEXT"
     rules = call_rules(rest, functions, parallel and not form.each, tokenizer)
-    return [f"start: {tail}", TEXT_RULE, head, *rules]
+    return [f"start: {tail}", _TEXT_RULE, head, *rules]
 
 
 @register_tool_parser("hermes", "qwen", "smollm2")
@@ -335,7 +335,7 @@ class HermesToolParser(JsonToolParser):
 
     @classmethod
     def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
-        return marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
+        return _marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
 
 
 @register_tool_parser("llama3_json", "llama4_json")
@@ -387,7 +387,7 @@ class MistralToolParser(JsonToolParser):
 
     @classmethod
     def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
-        return marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
+        return _marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
 
 
 @register_tool_parser("pythonic", "llama4_pythonic")

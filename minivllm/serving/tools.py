@@ -124,7 +124,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def push(self, text: str) -> Piece:
-        """Take more of the text; returns what can be told by now."""
+        """Take more of the text; returns what is certain so far."""
 
     @abstractmethod
     def end(self) -> Piece:
