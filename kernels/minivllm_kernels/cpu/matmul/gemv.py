@@ -44,12 +44,12 @@ def make_write_row(lanes: int, bits: int, out_bits: int = 0) -> Any:
 
     @jit
     def write_row(args, sums, row, begin, end):
-        out, bias, to = floats_at(args[layout.OUT], out_bits), args[layout.BIAS], row * args[layout.OUTPUTS]
-        whole = begin + (end - begin) // lanes * lanes
-        for n in range(begin, whole, lanes):
-            write_many(out, to + n, sums, n - begin, bias, n)
-        for n in range(whole, end):
-            write_one(out, to + n, sums, n - begin, bias, n)
+        out, bias, to = floats_at(args[layout.OUT], out_bits), args[layout.BIAS], row * args[layout.OUTPUTS] + begin
+        whole = (end - begin) // lanes * lanes
+        for i in range(0, whole, lanes):
+            write_many(out, to + i, sums, i, bias, begin + i)
+        for i in range(whole, end - begin):
+            write_one(out, to + i, sums, i, bias, begin + i)
 
     return write_row
 
