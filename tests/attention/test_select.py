@@ -109,7 +109,7 @@ def test_sinks_are_refused_by_kernels_that_have_none():
     spec = AttentionSpec(
         num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, block_size=16, dtype=torch.float32, sinks=True
     )
-    backend, why = select_backend("auto", spec, torch.device("cpu"))
+    backend, why = select.select_backend("auto", spec, torch.device("cpu"))
     assert backend.name == "sdpa" and "no attention sinks" in why
     with pytest.raises(ValueError, match="numba_cpu' cannot run this model .* no attention sinks"):
-        select_backend("numba_cpu", spec, torch.device("cpu"))
+        select.select_backend("numba_cpu", spec, torch.device("cpu"))
