@@ -130,8 +130,8 @@ def matmul(out_bits: int) -> Callable[[Any], None]:
                 else:
                     two(args[layout.X] + r * stride, stride, weight, 4 * block, steps, sums)
                 for i in range(left):
-                    end = first + min(ITEM, args[layout.OUTPUTS] - first)
-                    write_row(args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, end)
+                    outputs = min(args[layout.OUTPUTS] - first, ITEM)
+                    write_row(args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, outputs)
         tiles_end()
 
     return body
