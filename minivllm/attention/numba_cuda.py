@@ -62,6 +62,8 @@ class NumbaCudaBackend(AttentionBackend):
     capturable = True
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        if (beyond := spec.beyond_kernels) is not None:
+            return beyond
         if device.type != "cuda":
             return f"it needs an NVIDIA GPU, and the device is {device}"
         try:
