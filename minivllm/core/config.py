@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from math import gcd
 from typing import Any
 
+from minivllm.core.speculative import SpeculativeConfig
+
 __all__ = [
     "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "WEIGHT_BITS", "CacheConfig",
     "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup",
@@ -440,6 +442,9 @@ class EngineArgs:
     quantization_config: dict[str, Any] | None = _arg(  # noqa: RUF009
         None, 'of int4: {"group_size": 32, 64 or 128}, inputs that share a scale (as JSON in a flag)'
     )
+    speculative_config: dict[str, Any] | None = _arg(  # noqa: RUF009
+        None, 'draft tokens: {"method": "ngram", "num_speculative_tokens": 4, ...} (as JSON in a flag)'
+    )
     max_logprobs: int = _arg(20, "most log-probabilities a request may ask for per token; -1: the whole vocabulary")
     async_scheduling: bool | None = _arg(
         None, "decide a step, and deliver the tokens of the one before, while the model computes"
@@ -471,6 +476,10 @@ class EngineArgs:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise TypeError(f"hf_overrides must be a dict of config.json entries, got {self.hf_overrides!r}")
         self._check_quantization()
+        if self.speculative is not None and self.async_scheduling:
+            raise ValueError(
+                "speculative_config needs async_scheduling=False: a step verifies what the one before it led to"
+            )
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
@@ -485,6 +494,11 @@ class EngineArgs:
         if self.quantization != _INT4:
             raise ValueError(f"quantization_config goes with quantization={_INT4!r}, not with {self.quantization!r}")
         _one_of('quantization_config["group_size"]', config["group_size"], GROUP_SIZES)
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """What `speculative_config` says, checked; None without."""
+        return None if self.speculative_config is None else SpeculativeConfig.from_dict(self.speculative_config)
 
     @property
     def fp8_kv_cache(self) -> bool:
@@ -538,6 +552,11 @@ class EngineConfig:
     seed: int
     decisions: tuple[Decision, ...]
     async_scheduling: bool = False
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """See `EngineArgs.speculative`."""
+        return self.args.speculative
 
     def explain(self) -> str:
         """A table of every setting that was chosen, and why. One line each."""
@@ -626,10 +645,8 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ValueError(f"max_model_len={args.max_model_len} is longer than the model was made for ({longest})")
     max_model_len = choose("max_model_len", args.max_model_len, longest, "the model's own limit")
-    default_seqs, why = (
-        _CPU_MAX_NUM_SEQS if machine.device == "cpu" else _GPU_MAX_NUM_SEQS,
-        f"default on {machine.device}",
-    )
+    default_seqs = _CPU_MAX_NUM_SEQS if machine.device == "cpu" else _GPU_MAX_NUM_SEQS
+    why = f"default on {machine.device}"
     if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < default_seqs:
         default_seqs, why = (
             args.max_num_batched_tokens,
@@ -641,7 +658,8 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     if not args.enable_chunked_prefill and budget < max_model_len:
         budget, why = max_model_len, "max_model_len, since prompts may not be cut"
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
-    overlap = choose("async_scheduling", args.async_scheduling, machine.device != "cpu", f"default on {machine.device}")
+    overlaps = machine.device != "cpu" and args.speculative is None
+    overlap = choose("async_scheduling", args.async_scheduling, overlaps, f"default on {machine.device}")
     decisions.append(Decision("attention_backend", machine.attention_backend, machine.attention_backend_why))
     if not args.fp8_kv_cache:
         decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))

@@ -52,13 +52,14 @@ class CompletionState:
     def _add_tokens(self, output: EngineCoreOutput) -> bool:
         """Returns whether a stop string or a loop ended the answer; tokens behind it are dropped."""
         hidden_at, loop = self._hidden_token(output), self.params.repetition_detection
+        last = len(output.new_token_ids) - 1
         for i, token_id in enumerate(output.new_token_ids):
             self.token_ids.append(token_id)
             if self.text_offsets is not None:
                 self.text_offsets.append(len(self.text))
             if i != hidden_at and self.detokenizer is not None and self._add_text(self.detokenizer.push(token_id)):
                 return True
-            may_stop = output.finish_reason is None and len(self.token_ids) >= self.params.min_tokens
+            may_stop = (output.finish_reason is None or i < last) and len(self.token_ids) >= self.params.min_tokens
             if loop is not None and may_stop and repeated_pattern_size(self.token_ids, loop):
                 self.finish_reason, self.stop_reason = FinishReason.STOP, REPETITION_STOP_REASON
                 self._flush()

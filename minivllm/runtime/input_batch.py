@@ -46,14 +46,16 @@ class BlockTable:
 class StepInputs:
     """The arrays of one step, in scheduling order. ``B`` requests, ``T`` tokens.
 
-    request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step.
-    token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group.
-    samples: bool [B], whether the last scheduled token is the last known one, so that a new token is sampled.
+    request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step. starts: int64 [B + 1],
+    where they begin among the T. token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group; a
+    draft token, and the token before the first, is a request of its own there.
+    samples: bool [B], whether the last scheduled token is the last known one, or a draft token, so that a new token is sampled.
     """
 
     request_ids: list[str]
     rows: Int64
     counts: Int64
+    starts: Int64
     token_ids: Int64
     positions: Int64
     attention: list[AttentionBatch]
@@ -62,7 +64,23 @@ class StepInputs:
     @property
     def last_token(self) -> Int64:
         """Index into the T tokens of each request's last one: int64 [B]."""
-        return self.attention[0].query_start_loc[1:].astype(np.int64) - 1
+        return self.starts[1:] - 1
+
+
+def _split(
+    rows: Int64, starts: Int64, seq_lens: Int64, positions: Int64, drafted: Sequence[bool]
+) -> tuple[Int64, Int64, Int64]:
+    """Queries of the attention when each token of the requests `drafted` is one by itself, which attends to what stands before it.
+
+    Returns row [Q], length [Q] and begin [Q + 1] of each query.
+    """
+    of, lengths, begins = list[int](), list[int](), list[int]()
+    for i, split in enumerate(drafted):
+        places = range(starts[i], starts[i + 1]) if split else starts[i : i + 1]
+        of += [int(rows[i])] * len(places)
+        lengths += (positions[starts[i] : starts[i + 1]] + 1).tolist() if split else [int(seq_lens[i])]
+        begins += [int(place) for place in places]
+    return np.array(of, np.int64), np.array(lengths, np.int64), np.array([*begins, starts[-1]], np.int64)
 
 
 class InputBatch:
@@ -114,24 +132,33 @@ class InputBatch:
             table.clear(row)
         self._free_rows.append(row)
 
-    def prepare(self, num_scheduled: dict[str, int]) -> StepInputs:
-        """Arrays for one step. ``num_scheduled``: {request_id: number of tokens}, in scheduling order; each at least 1."""
+    def prepare(self, num_scheduled: dict[str, int], drafts: dict[str, list[int]] | None = None) -> StepInputs:
+        """Arrays for one step.
+
+        Args:
+            num_scheduled: {request_id: number of tokens}, in scheduling order; each at least 1.
+            drafts: the draft tokens among them, which are a request's last.
+        """
         request_ids = list(num_scheduled)
         num_reqs = len(request_ids)
         rows = np.fromiter((self.row_of[r] for r in request_ids), np.int64, num_reqs)
         counts = np.fromiter(num_scheduled.values(), np.int64, num_reqs)
-        starts = np.zeros(num_reqs + 1, np.int32)
+        starts = np.zeros(num_reqs + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         computed = self.num_computed[rows]
         seq_lens = computed + counts
+        if drafts:
+            self._write(drafts)
 
         row_of_token = np.repeat(rows, counts)
         positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts)
+        queries = _split(rows, starts, seq_lens, positions, [r in drafts for r in request_ids]) if drafts else None
+        of, lengths, begins = queries or (rows, seq_lens, starts)
         attention = [
             AttentionBatch(
-                query_start_loc=starts,
-                seq_lens=seq_lens.astype(np.int32),
-                block_table=table.ids[rows, : max(1, int(table.num_blocks[rows].max()))],
+                query_start_loc=begins.astype(np.int32),
+                seq_lens=lengths.astype(np.int32),
+                block_table=table.ids[of, : max(1, int(table.num_blocks[rows].max()))],
                 slot_mapping=table.slots(row_of_token, positions),
             )
             for table in self.block_tables
@@ -140,11 +167,27 @@ class InputBatch:
             request_ids=request_ids,
             rows=rows,
             counts=counts,
+            starts=starts,
             token_ids=self.token_ids[row_of_token, positions].astype(np.int64),
             positions=positions,
             attention=attention,
-            samples=seq_lens == self.num_tokens[rows],
+            samples=seq_lens >= self.num_tokens[rows],
         )
+
+    def _write(self, drafts: dict[str, list[int]]) -> None:
+        """Put draft tokens behind the known ones, without counting them."""
+        for request_id, token_ids in drafts.items():
+            row = self.row_of[request_id]
+            known = self.num_tokens[row]
+            self.token_ids[row, known : known + len(token_ids)] = token_ids
+
+    def accept(self, request_id: str, num_drafts: int, token_ids: Sequence[int]) -> None:
+        """After `advance` over a step with draft tokens: append what was sampled, and take back what was computed for the others."""
+        row = self.row_of[request_id]
+        known = self.num_tokens[row]
+        self.token_ids[row, known : known + len(token_ids)] = token_ids[: self.token_ids.shape[1] - known]
+        self.num_tokens[row] = known + len(token_ids)
+        self.num_computed[row] -= num_drafts + 1 - len(token_ids)
 
     def advance(self, step: StepInputs) -> None:
         """The tokens of this step are computed."""

@@ -21,8 +21,9 @@ DOWNHILL: dict[str, set[str]] = {
     "attention": {"core", "minivllm_kernels"},
     "models": {"core", "attention", "minivllm_kernels"},
     "sampling": {"core"},
-    "runtime": {"core", *NUMERIC, "minivllm_kernels"},  # the CPU's features
-    "engine": {"core", *NUMERIC, "runtime"},
+    "spec_decode": {"core", *NUMERIC},
+    "runtime": {"core", *NUMERIC, "spec_decode", "minivllm_kernels"},  # the CPU's features
+    "engine": {"core", *NUMERIC, "spec_decode", "runtime"},
     "serving": {"core", *NUMERIC, "runtime", "engine", "viz"},  # its dashboard
     "bench": {"core", "lab", *NUMERIC, "runtime", "engine", "serving"},
     "minivllm_kernels": set(),
