@@ -240,7 +240,6 @@ def watch_engine(watch: Stopwatch, backend: type) -> None:
         (Scheduler, "schedule", "schedule"),
         (ModelRunner, "_update_rows", "prepare"),
         (InputBatch, "prepare", "prepare"),
-        (InputBatch, "advance", "prepare"),
         (backend, "plan", "prepare"),
         (Rope, "__call__", "norm and rope"),
         (Sampler, "start", "sample"),
@@ -248,7 +247,7 @@ def watch_engine(watch: Stopwatch, backend: type) -> None:
         (PendingStep, "result", "sample"),
         (ModelRunner, "_sample", "sample"),
         (Decoder, "compute_logits", "sample"),
-        (Scheduler, "update", "output"),
+        (Scheduler, "update_from_output", "output"),
         (OutputProcessor, "process_outputs", "output"),
     ):
         watch.watch(owner, name, part)

@@ -85,7 +85,7 @@ class GpuTime:
 
     def __init__(self, runner: Any) -> None:
         self.pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        forward, send, choose = runner._forward, runner.buffer.send, runner.sampler._choose
+        forward, send, choose = runner._forward_buffered, runner.buffer.send, runner.sampler._argmax
 
         def begin() -> None:
             pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -103,7 +103,7 @@ class GpuTime:
             self.pairs[-1][1].record()
             return result
 
-        runner.buffer.send, runner._forward, runner.sampler._choose = begin, layers, end
+        runner.buffer.send, runner._forward_buffered, runner.sampler._argmax = begin, layers, end
 
     def seconds(self) -> float:
         torch.cuda.synchronize()
@@ -148,10 +148,10 @@ def ours(folder: Path, work: list[tuple[list[int], int]], async_scheduling: bool
     watch.wrap(core.scheduler, "update_from_output", "update")
     watch.wrap(runner, "_update_rows", "rows")
     watch.wrap(runner.batch, "prepare", "prepare")
-    watch.wrap(runner, "_forward", "plan and launch")
+    watch.wrap(runner, "_forward_buffered", "plan and launch")
     watch.wrap(runner, "_sample", "launch of logits and sampling")
     watch.wrap(PendingStep, "result", "wait for the tokens, append")
-    watch.wrap(runner.sampler, "_choose", "launch of the choice")
+    watch.wrap(runner.sampler, "_argmax", "launch of the choice")
     watch.wrap(llm.llm_engine.output_processor, "process_outputs", "detokenize, outputs")
     gpu, before = GpuTime(runner), core.scheduler.step
     timed, _ = generate(llm, work)

@@ -76,8 +76,10 @@ def random_batch(query_lens: np.ndarray, seq_lens: np.ndarray, block: int) -> tu
     return AttentionBatch(starts, seq_lens.astype(np.int32), table, np.zeros(starts[-1], np.int64)), int(need.sum()) + 1
 
 
-def make_spec(heads: int, kv_heads: int, dim: int, kv_dtype: torch.dtype | None = None) -> AttentionSpec:
-    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "block_size": 16}
+def make_spec(
+    heads: int, kv_heads: int, dim: int, kv_dtype: torch.dtype | None = None, block_size: int = 16
+) -> AttentionSpec:
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "block_size": block_size}
     return AttentionSpec(**sizes, scale=dim**-0.5, dtype=torch.bfloat16, kv_dtype=kv_dtype)
 
 

@@ -24,7 +24,7 @@ import psutil
 from server_overhead import start_server
 
 from minivllm.core.trace import Trace
-from minivllm.serving.client import ServerError, get_json, request
+from minivllm.serving.client import ServerError, get_json, read_events, request
 
 EXACT = ("--dtype", "float32", "--attention-backend", "numba_cpu_invariant")
 """Flags of a server whose answers do not depend on what else is in the batch, not even by rounding."""
@@ -57,7 +57,7 @@ async def ask(url: str, body: dict[str, Any], leave_after: int | None = None) ->
     text = ""
     async with request("POST", url + "/v1/completions", body) as response:
         events = 0
-        async for event in response.events():
+        async for event in read_events(response.aiter_lines()):
             text += event["choices"][0]["text"]
             events += 1
             if events == leave_after:
@@ -96,7 +96,7 @@ async def run_round(
 async def gauges(url: str) -> dict[str, float]:
     """Requests anywhere in the server, and the share of blocks in use."""
     async with request("GET", url + "/metrics") as response:
-        lines = (await response.read()).decode().splitlines()
+        lines = (await response.aread()).decode().splitlines()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     found = {name: float(line.split()[-1]) for name in names for line in lines if line.startswith(name + "{")}
     return found | {"load": (await get_json(url + "/load"))["server_load"]}

@@ -46,7 +46,7 @@ async def through_http(url: str, streams: int, tokens: int) -> int:
         body["stream_options"] = {"include_usage": True}
         found = None
         async with request("POST", url + "/v1/completions", body) as response:
-            async for piece in response.pieces():
+            async for piece in response.aiter_bytes():
                 found = USAGE.search(piece) or found
         return int(found[1]) if found else 0
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from minivllm.engine.llm import LLM
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.engine.outputs import CompletionOutput, RequestOutput
+    from minivllm.lora.adapter import LoRARequest
     from minivllm.sampling.params import SamplingParams
     from minivllm.sampling.pooling import PoolingParams
 
@@ -30,6 +31,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "LoRARequest",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
@@ -43,6 +45,7 @@ _HOMES = {
     "EngineArgs": "minivllm.core.config",
     "LLM": "minivllm.engine.llm",
     "LLMEngine": "minivllm.engine.llm_engine",
+    "LoRARequest": "minivllm.lora.adapter",
     "PoolingParams": "minivllm.sampling.pooling",
     "RequestOutput": "minivllm.engine.outputs",
     "SamplingParams": "minivllm.sampling.params",

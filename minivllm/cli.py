@@ -4,7 +4,6 @@
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -20,18 +19,6 @@ _ELSEWHERE = {
     "bench": "minivllm.bench",
     "run-batch": "minivllm.serving.run_batch",
 }
-
-
-def run_elsewhere(command: str, arguments: Sequence[str]) -> int:
-    """Hand a command over to its own module. Raises RuntimeError if that is not part of this installation."""
-    module = _ELSEWHERE[command]
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is missing
-        found = False
-    if not found:
-        raise RuntimeError(f"`minivllm {command}` is not part of this installation: there is no {module}")
-    return int(importlib.import_module(module).main(list(arguments)) or 0)
 
 
 def run_demo_command(args: argparse.Namespace, out: TextIO) -> None:
@@ -84,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         place = arguments[1:] if debug else arguments
         if place and place[0] in _ELSEWHERE:
-            return run_elsewhere(place[0], place[1:])
+            return int(importlib.import_module(_ELSEWHERE[place[0]]).main(place[1:]) or 0)
         parser = make_parser()
         args = parser.parse_args(with_config(arguments, parser))
         args.run(args, sys.stdout)

@@ -2,8 +2,9 @@
 
 # Generated from nbs/demo.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from minivllm.core.events import Fold, State
@@ -14,7 +15,7 @@ __all__ = ["NARROW", "QUESTIONS", "run_demo"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One step: the tokens of each request, the state while they are computed, and what else happened.
+    """One step: the tokens of each request, the state while they are computed, and what else happened in the step.
 
     ``notes`` tell of prefix hits, preemptions and ends.
     """
@@ -22,46 +23,41 @@ class Moment:
     step: int
     scheduled: dict[str, int]
     state: State
-    notes: tuple[str, ...]
+    notes: list[str]
+
+    def kind(self) -> Any:
+        """Equal for steps that look alike: all requests decode one token. Any other step is like no other."""
+        plain = not self.notes and set(self.scheduled.values()) == {1}
+        return frozenset(self.scheduled) if plain else self.step
 
 
-def moments(trace: Trace, letters: dict[str, str]) -> Iterator[Moment]:
+def moments(trace: Trace, letters: dict[str, str]) -> list[Moment]:
     """The steps of a trace that computed something, in order. ``letters``: a short name for each request id."""
     fold, step = Fold(trace.start), -1
     notes: list[str] = []
-    pending: Moment | None = None
+    found: list[Moment] = []
     for event in trace.events:
+        fold.apply(event)
         kind = event[0]
         if kind == "step":
-            if pending is not None:
-                yield pending
-            step, notes, pending = event[1], [], None
-        fold.apply(event)
-        if kind == "admit" and event[3]:
+            step, notes = event[1], []
+        elif kind == "schedule":
+            found.append(Moment(step, event[1], fold.state(), notes))  # later notes of the step still join
+        elif kind == "admit" and event[3]:
             notes.append(f"{letters[event[1]]} finds {event[3]} tokens cached")
         elif kind == "preempt":
-            notes.append(f"{letters[event[1]]} gives way to {letters[event[3]]}")
+            notes.append(f"{letters[event[1]]} is preempted for {letters[event[3]]}")
         elif kind == "finish":
             notes.append(f"{letters[event[1]]} ends ({event[2]})")
-        if kind == "schedule":
-            pending = Moment(step, event[1], fold.state(), ())
-        if pending is not None:
-            pending = Moment(pending.step, pending.scheduled, pending.state, tuple(notes))
-    if pending is not None:
-        yield pending
+    return found
 
 
 def draw_blocks(state: State, letters: dict[str, str]) -> str:
     """The pool in one line, without the null block."""
-    owners: dict[int, set[str]] = {}
-    for request_id, request in state.requests.items():
-        for table in request.tables:
-            for block in table:
-                owners.setdefault(block, set()).add(letters[request_id])
     signs = []
     for block in range(1, len(state.ref_cnt)):
-        held = owners.get(block, set())
-        signs.append("#" if len(held) > 1 else held.pop() if held else "+" if state.hashes[block] else "·")
+        owners = [letters[request] for request in state.owners(block)]
+        signs.append("#" if len(owners) > 1 else owners[0] if owners else "+" if state.hashes[block] else "·")
     return "".join(signs)
 
 
@@ -69,34 +65,13 @@ def step_table(trace: Trace, request_ids: Sequence[str]) -> str:
     """The steps of a trace as text: tokens of each request, and the pool. Runs of plain decoding steps are shortened."""
     letters = {request_id: chr(ord("A") + i) for i, request_id in enumerate(request_ids)}
     lines = ["step  tokens  " + "  ".join(f"{letters[r]:>2}" for r in request_ids) + "   KV blocks"]
-    skipped = 0
-    before: Moment | None = None
-    for moment in moments(trace, letters):
-        if (
-            _is_plain(moment)
-            and before is not None
-            and _is_plain(before)
-            and set(moment.scheduled) == set(before.scheduled)
-        ):
-            skipped += 1
-        else:
-            lines += _folded(skipped)
-            lines.append(_line(moment, letters))
-            skipped = 0
-        before = moment
-    return "\n".join(lines + _folded(skipped))
-
-
-def _is_plain(moment: Moment) -> bool:
-    return not moment.notes and set(moment.scheduled.values()) == {1}
-
-
-def _folded(skipped: int) -> list[str]:
-    return (
-        [f"      … {skipped} more steps like this, each request one token" if skipped > 1 else "      … one more step"]
-        if skipped
-        else []
-    )
+    for _, alike in groupby(moments(trace, letters), Moment.kind):
+        first, *others = alike
+        lines.append(_line(first, letters))
+        if others:
+            more = f"{len(others)} more steps like this, each request one token" if others[1:] else "one more step"
+            lines.append(f"      … {more}")
+    return "\n".join(lines)
 
 
 def _line(moment: Moment, letters: dict[str, str]) -> str:

@@ -83,9 +83,11 @@ def scripted_model(server: LiveServer, *, against_grammar: bool = False) -> Iter
 
 
 @contextmanager
-def live_server(args: EngineArgs, options: ServerOptions | None = None) -> Iterator[LiveServer]:
+def live_server(
+    args: EngineArgs, options: ServerOptions | None = None, engine_in: str = "thread"
+) -> Iterator[LiveServer]:
     """Serve for the time of the block."""
-    llm = AsyncLLM.from_engine_args(args)
+    llm = AsyncLLM.from_engine_args(args, engine_in=engine_in)
     options = options or ServerOptions()
     app, sock = create_app(llm, options), listen("127.0.0.1", 0)
     server = uvicorn.Server(server_config(app, shutdown_timeout=5))

@@ -31,6 +31,9 @@ _SIZES: dict[str, Any] = {
 }
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
+DROP = object()
+"""In the place of a size: the family has no such field."""
+
 TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied-biased": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -75,11 +78,54 @@ TINY_MODELS |= {
     "qwen2-moe": ("qwen2_moe", {**_MOE, "num_experts": 8, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 2}),
     "qwen3-moe": ("qwen3_moe", {**_MOE, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 12}),
+    "granitemoe": ("granitemoe", {"num_local_experts": 8, "residual_multiplier": 0.3, "attention_multiplier": 0.2}),
 }  # fmt: skip
+_PLAIN = {"num_key_value_heads": 6, "head_dim": 12}  # hidden_size / num_attention_heads
+_LAYER_NORM = {"head_dim": DROP, "num_key_value_heads": 6, "rms_norm_eps": DROP}
+_FALCON = {**_LAYER_NORM, "num_key_value_heads": DROP, "intermediate_size": DROP}
+_GPT2 = {name: DROP for name in _SIZES if name not in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+_WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 1.7}
+_ROTARY = {"partial_rotary_factor": 0.5, "rope_type": "default", "rope_theta": 1e4}
+TINY_MODELS |= {
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}),
+    "ministral": ("ministral", _WINDOWS),
+    "olmo2": ("olmo2", {**_PLAIN, "num_key_value_heads": 3}),
+    "olmo3": ("olmo3", {**_PLAIN, **_WINDOWS}),
+    "gemma2": ("gemma2", {**_WINDOWS, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 9.0}),
+    "phi3": ("phi3", {**_PLAIN, "num_key_value_heads": 2, "sliding_window": 24}),
+    "granite": ("granite", _GRANITE),
+    "glm": ("glm", {"rope_parameters": _ROTARY}),
+    "glm4": ("glm4", {"rope_parameters": _ROTARY}),
+    "cohere": ("cohere", {**_LAYER_NORM, "logit_scale": 0.7}),
+    "cohere2": ("cohere2", {**_LAYER_NORM, **_WINDOWS, "logit_scale": 0.7, "head_dim": 16, "num_key_value_heads": 2}),
+    "stablelm": (
+        "stablelm",
+        {**_LAYER_NORM, "num_key_value_heads": 2, "use_qkv_bias": True, "rope_parameters": _ROTARY},
+    ),
+    "stablelm-parallel": ("stablelm", {**_LAYER_NORM, "use_parallel_residual": True, "rope_parameters": _ROTARY}),
+    "starcoder2": ("starcoder2", {**_LAYER_NORM, "num_key_value_heads": 2}),
+    "falcon": ("falcon", {**_FALCON, "bias": True}),
+    "falcon-new": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-sequential": ("falcon", {**_FALCON, "parallel_attn": False, "multi_query": False}),
+    "gpt2": ("gpt2", {**_GPT2, "n_embd": 72, "n_layer": 4, "n_head": 6, "n_positions": 256}),
+    "opt": ("opt", {**_FALCON, "ffn_dim": 100, "word_embed_proj_dim": 72}),
+    "gpt-neox": (
+        "gpt_neox",
+        {**_LAYER_NORM, "num_key_value_heads": DROP, "rope_parameters": {**_ROTARY, "partial_rotary_factor": 0.34}},
+    ),
+    "gpt-neox-sequential": (
+        "gpt_neox",
+        {**_LAYER_NORM, "num_key_value_heads": DROP, "use_parallel_residual": False, "rope_parameters": _ROTARY},
+    ),
+}
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3")
 """One of each family, for tests that cannot afford all."""
-EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")
+EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granitemoe")
 """Mixtures of experts. In bfloat16 a rounding may choose another expert, so these are compared in float32."""
+
+
+_NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
@@ -88,10 +134,14 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() > 1:
-            noise *= 1.0 if "embed_tokens" in name or "lm_head" in name else 1.5 / parameter.shape[-1] ** 0.5
+            noise *= (
+                1.0
+                if any(part in name for part in ("embed", "lm_head", "wte", "wpe"))
+                else 1.5 / parameter.shape[-1] ** 0.5
+            )
         else:
             noise *= 0.3
-            noise += 1.0 if name.endswith("norm.weight") and "gemma" not in type(model).__name__.lower() else 0.0
+            noise += 1.0 if name.endswith(_NORMS) and "gemma" not in type(model).__name__.lower() else 0.0
         parameter.data.copy_(noise)
 
 
@@ -100,7 +150,8 @@ def hf_config(name: str) -> Any:
     from transformers import AutoConfig
 
     model_type, changes = TINY_MODELS[name]
-    return AutoConfig.for_model(model_type, **{**_SIZES, **changes})
+    sizes = {name: value for name, value in {**_SIZES, **changes}.items() if value is not DROP}
+    return AutoConfig.for_model(model_type, **sizes)
 
 
 @cache

@@ -129,8 +129,7 @@ class AttentionBatch:
         Raises:
             ValueError: names the first thing that is wrong.
         """
-        b, t = self.num_reqs, self.num_tokens
-        lens = self.query_lens
+        b, t, lens = len(self.seq_lens), len(self.slot_mapping), np.diff(self.query_start_loc)
         if self.query_start_loc.shape != (b + 1,) or self.query_start_loc[0] != 0 or self.query_start_loc[-1] != t:
             raise ValueError(
                 f"AttentionBatch.query_start_loc must be {b + 1} offsets from 0 to {t}, got {self.query_start_loc}"
@@ -143,10 +142,11 @@ class AttentionBatch:
             raise ValueError(
                 f"AttentionBatch.block_table must be [{b}, max_blocks], got shape {self.block_table.shape}"
             )
-        if self.max_seq_len > self.block_table.shape[1] * block_size:
+        longest = self.seq_lens.max(initial=0)
+        if longest > self.block_table.shape[1] * block_size:
             raise ValueError(
                 f"AttentionBatch.block_table has {self.block_table.shape[1]} blocks of {block_size} tokens a request,"
-                f" too few for a sequence of {self.max_seq_len}"
+                f" too few for a sequence of {longest}"
             )
 
 
@@ -271,9 +271,11 @@ class AttentionBackend(Module):
             kv_cache: the layer's cache, changed in place.
             slot_mapping: int64 [T], one slot a token.
         """
-        for half, x, scale in zip(as_bytes(kv_cache), (k, v), self.scales, strict=True):
-            stored = as_bytes(to_fp8(x, scale)) if kv_cache.dtype == FP8 else x
-            half.flatten(0, 1).index_copy_(0, slot_mapping, stored)
+        if kv_cache.dtype == FP8:
+            k, v = (as_bytes(to_fp8(x, scale)) for x, scale in zip((k, v), self.scales, strict=True))
+            kv_cache = as_bytes(kv_cache)
+        for half, x in zip(kv_cache, (k, v), strict=True):
+            half.flatten(0, 1).index_copy_(0, slot_mapping, x)
 
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, between two caches (swapping) or within one. All are read before any is written.

@@ -72,7 +72,7 @@ def plan_decode(batch: AttentionBatch, rows: np.ndarray, spec: AttentionSpec, de
     slots = slots_of(batch.block_table[rows], np.minimum(positions, last[:, None]), spec.block_size)
     tokens = batch.query_start_loc[rows].astype(np.int64)
     return DecodeCall(
-        rows=None if len(rows) == batch.num_tokens else torch.as_tensor(tokens, device=device),
+        rows=None if len(rows) == len(batch.slot_mapping) else torch.as_tensor(tokens, device=device),
         slots=torch.as_tensor(slots.reshape(-1), device=device),
         mask=None if valid.all() else torch.as_tensor(valid[:, None, None, :], device=device),
         width=width,
@@ -125,7 +125,7 @@ class SDPABackend(AttentionBackend):
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> SDPAPlan:
         """See `AttentionBackend.plan`."""
         batch.check(spec.block_size)
-        single = batch.query_lens == 1
+        single = np.diff(batch.query_start_loc) == 1
         rows = np.flatnonzero(single)
         last = batch.seq_lens[rows].astype(np.int64) - 1
         return SDPAPlan(
@@ -141,7 +141,8 @@ class SDPABackend(AttentionBackend):
         spec = plan.spec
         if self.scales.k != 1.0:
             spec = replace(spec, scale=spec.scale * self.scales.k)
-        keys, values = as_bytes(kv_cache).view(2, -1, spec.num_kv_heads * spec.head_dim)
+        pages = as_bytes(kv_cache) if kv_cache.dtype == FP8 else kv_cache
+        keys, values = pages.view(2, -1, spec.num_kv_heads * spec.head_dim)
         if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
             out = _decode(q, keys, values, plan.decodes[0], spec)
         else:

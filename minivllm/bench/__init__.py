@@ -12,15 +12,12 @@ from typing import Any, TextIO
 
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
 
-__all__ = [
-    "PERCENTILES", "Any", "Path", "Sequence", "TextIO", "add_engine_arguments", "engine_args_from", "main",
-    "make_parser", "run_latency", "run_throughput", "with_config",
-]  # fmt: skip
+__all__ = ["main", "make_parser"]
 
 
-def run_throughput(args: argparse.Namespace, out: TextIO) -> int:
+def _run_throughput(args: argparse.Namespace, out: TextIO) -> int:
     """`bench throughput`: all requests at once, offline. Returns the exit status."""
-    from minivllm.bench.datasets import make_samples
+    from minivllm.bench.datasets import samples_for
     from minivllm.engine.llm import LLM
     from minivllm.sampling.params import SamplingParams
 
@@ -28,37 +25,23 @@ def run_throughput(args: argparse.Namespace, out: TextIO) -> int:
         args.random_input_len = args.input_len
     if args.output_len is not None:
         args.random_output_len = args.sharegpt_output_len = args.prefix_repetition_output_len = args.output_len
+    common = {"ignore_eos": True, "temperature": args.temperature, "detokenize": not args.disable_detokenize}
     with LLM.from_engine_args(engine_args_from(args)) as llm:
-        samples, left_out = make_samples(args, llm.get_tokenizer(), llm.config.scheduler.max_model_len)
-        if left_out:
-            print(f"{left_out} requests are too long for the model and were left out", file=out)
-        params = [
-            SamplingParams(
-                max_tokens=s.output_len,
-                ignore_eos=True,
-                temperature=args.temperature,
-                detokenize=not args.disable_detokenize,
-            )
-            for s in samples
-        ]
-        llm.generate(
-            samples[0].prompt_token_ids, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False
-        )  # warm up
+        samples = samples_for(args, llm.get_tokenizer(), llm.config.scheduler.max_model_len, out)
+        prompts = [sample.prompt_token_ids for sample in samples]
+        params = [SamplingParams(max_tokens=sample.output_len, **common) for sample in samples]
+        llm.generate(prompts[0], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)  # warm up
         llm.llm_engine.reset_prefix_cache()
         begin = time.perf_counter()
-        outputs = llm.generate([s.prompt_token_ids for s in samples], params, use_tqdm=sys.stderr.isatty())
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         seconds = time.perf_counter() - begin
     new = sum(len(output.outputs[0].token_ids) for output in outputs)
-    total = new + sum(len(sample.prompt_token_ids) for sample in samples)
-    result = {
-        "elapsed_time": seconds, "num_requests": len(samples), "total_num_tokens": total,
-        "requests_per_second": len(samples) / seconds, "tokens_per_second": total / seconds, "output_tokens_per_second": new / seconds,
-    }  # fmt: skip
-    print(
-        f"Throughput: {len(samples) / seconds:.2f} requests/s, {total / seconds:.2f} total tokens/s, {new / seconds:.2f} output tokens/s",
-        file=out,
-    )
-    _write(args.output_json, result)
+    total = new + sum(map(len, prompts))
+    rates = {"requests": len(samples) / seconds, "total tokens": total / seconds, "output tokens": new / seconds}
+    print("Throughput:", ", ".join(f"{rate:.2f} {what}/s" for what, rate in rates.items()), file=out)
+    names = ("requests_per_second", "tokens_per_second", "output_tokens_per_second")
+    result = {"elapsed_time": seconds, "num_requests": len(samples), "total_num_tokens": total}
+    _write(args.output_json, result | dict(zip(names, rates.values(), strict=True)))
     return 0
 
 
@@ -67,10 +50,10 @@ def _write(path: str | None, result: dict[str, Any]) -> None:
         Path(path).write_text(json.dumps(result), encoding="utf-8")
 
 
-PERCENTILES = (10, 25, 50, 75, 90, 99)
+_PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-def run_latency(args: argparse.Namespace, out: TextIO) -> int:
+def _run_latency(args: argparse.Namespace, out: TextIO) -> int:
     """`bench latency`: the time of one batch. Returns the exit status. Raises ValueError for counts below 1."""
     import numpy as np
 
@@ -100,20 +83,19 @@ def run_latency(args: argparse.Namespace, out: TextIO) -> int:
         for _ in range(args.num_iters_warmup):
             once()
         seconds = np.array([once() for _ in range(args.num_iters)])
-    found = {str(p): float(np.percentile(seconds, p)) for p in PERCENTILES}
+    found = {str(p): float(np.percentile(seconds, p)) for p in _PERCENTILES}
     print(f"Avg latency: {seconds.mean()} seconds", file=out)
     for name, value in found.items():
         print(f"{name}% percentile latency: {value} seconds", file=out)
-    _write(
-        args.output_json, {"avg_latency": float(seconds.mean()), "latencies": seconds.tolist(), "percentiles": found}
-    )
+    result = {"avg_latency": float(seconds.mean()), "latencies": seconds.tolist(), "percentiles": found}
+    _write(args.output_json, result)
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The flags of `minivllm bench`."""
     from minivllm.bench.datasets import add_dataset_arguments
-    from minivllm.bench.serve import add_serve_arguments
+    from minivllm.bench.serve import add_serve_arguments, run_serve
 
     parser = argparse.ArgumentParser(prog="minivllm bench", description="Measure an engine or a server.")
     commands = parser.add_subparsers(dest="measure", required=True, metavar="throughput | latency | serve")
@@ -122,30 +104,24 @@ def make_parser() -> argparse.ArgumentParser:
     throughput.add_argument("--input-len", type=int, help="tokens of a random prompt")
     throughput.add_argument("--output-len", type=int, help="tokens of an answer")
     throughput.add_argument("--temperature", type=float, default=1.0, help="(default: 1)")
-    throughput.set_defaults(run=run_throughput)
+    throughput.set_defaults(run=_run_throughput)
     latency = commands.add_parser("latency", help="seconds of one batch")
     for flag, default, text in (
         ("--input-len", 32, "tokens of a prompt"), ("--output-len", 128, "tokens of an answer"), ("--batch-size", 8, "prompts"),
         ("--n", 1, "answers to a prompt"), ("--num-iters-warmup", 10, "runs before"), ("--num-iters", 30, "runs that count"),
     ):  # fmt: skip
         latency.add_argument(flag, type=int, default=default, help=f"{text} (default: {default})")
-    latency.set_defaults(run=run_latency)
+    latency.set_defaults(run=_run_latency)
     for command in (throughput, latency):
         command.add_argument("--output-json", metavar="FILE", help="write the result there")
         command.add_argument("--disable-detokenize", action="store_true", help="make no text")
         add_engine_arguments(command, besides=("seed",) if command is throughput else ())
     serve = commands.add_parser("serve", help="load a running server")
     add_serve_arguments(serve)
-    serve.set_defaults(run=_run_serve)
+    serve.set_defaults(run=run_serve)
     for command in (throughput, latency, serve):
         command.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
     return parser
-
-
-def _run_serve(args: argparse.Namespace, out: TextIO) -> int:
-    from minivllm.bench.serve import run_serve
-
-    return run_serve(args, out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,18 +5,19 @@
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TextIO
 
 import numpy as np
 
 from minivllm.lab.readers import read_sharegpt, read_workload
 
 __all__ = [
-    "DATASETS", "Sample", "add_dataset_arguments", "file_samples", "make_samples", "ordinary_tokens",
-    "prefix_repetition_samples", "random_samples",
+    "Sample", "add_dataset_arguments", "make_samples", "ordinary_tokens", "prefix_repetition_samples",
+    "random_samples", "samples_for",
 ]  # fmt: skip
 
-DATASETS = ("random", "sharegpt", "prefix_repetition", "workload")
+_DATASETS = ("random", "sharegpt", "prefix_repetition", "workload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,9 @@ def ordinary_tokens(tokenizer: Any) -> np.ndarray:
 
 
 def random_samples(
-    tokens: np.ndarray,
-    count: int,
-    input_len: int,
-    output_len: int,
-    *,
-    range_ratio: float = 0.0,
-    prefix_len: int = 0,
-    seed: int = 0,
-) -> list[Sample]:
+    tokens: np.ndarray, count: int, input_len: int, output_len: int, *,
+    range_ratio: float = 0.0, prefix_len: int = 0, seed: int = 0,
+) -> list[Sample]:  # fmt: skip
     """Independent random prompts behind one common prefix; lengths uniform in length * (1 - ratio) to length * (1 + ratio).
 
     Raises:
@@ -64,44 +59,29 @@ def random_samples(
 
 
 def prefix_repetition_samples(
-    tokens: np.ndarray,
-    count: int,
-    prefix_len: int,
-    suffix_len: int,
-    num_prefixes: int,
-    output_len: int,
-    *,
+    tokens: np.ndarray, count: int, prefix_len: int, suffix_len: int, num_prefixes: int, output_len: int, *,
     seed: int = 0,
-) -> list[Sample]:
+) -> list[Sample]:  # fmt: skip
     """Prompts that share one of a few beginnings, in random order."""
     if min(count, prefix_len, suffix_len, num_prefixes, output_len) < 1:
         raise ValueError("lengths and counts of prefix_repetition must be at least 1")
     generator = np.random.default_rng(seed)
     prefixes = [generator.choice(tokens, prefix_len).tolist() for _ in range(num_prefixes)]
-    made = [
-        Sample(prefixes[i % num_prefixes] + generator.choice(tokens, suffix_len).tolist(), output_len)
-        for i in range(count)
-    ]
-    return [made[i] for i in generator.permutation(count)]
+    prompts = [prefixes[i % num_prefixes] + generator.choice(tokens, suffix_len).tolist() for i in range(count)]
+    return [Sample(prompts[i], output_len) for i in generator.permutation(count)]
 
 
-def file_samples(
-    name: str,
-    path: str,
-    count: int,
-    tokens: np.ndarray,
-    tokenize: Callable[[str], Sequence[int]],
+def _file_samples(
+    name: str, path: str, count: int, tokens: np.ndarray, tokenize: Callable[[str], Sequence[int]],
     output_len: int | None = None,
-) -> Iterator[Sample]:
+) -> Iterator[Sample]:  # fmt: skip
     """The first ``count`` requests of a file. ``output_len``: instead of the file's own answers' lengths.
 
     Raises:
         FileNotFoundError; WorkloadFileError: a broken file, or of no known format.
     """
     workload = read_sharegpt(path, tokenize) if name == "sharegpt" else read_workload(path, tokenize=tokenize)
-    for i, request in enumerate(workload):
-        if i >= count:
-            return
+    for request in islice(workload, count):
         ids = np.asarray(request.prompt_token_ids(), dtype=np.int64)
         if name != "sharegpt":
             ids = tokens[ids % len(tokens)]
@@ -112,10 +92,9 @@ def file_samples(
 def add_dataset_arguments(parser: argparse.ArgumentParser, num_prompts: int = 1000) -> None:
     """vLLM's flags for datasets, and ``workload`` for the files that the lab reads."""
     group = parser.add_argument_group("dataset")
-    group.add_argument("--dataset-name", choices=DATASETS, default="random", help="(default: random)")
-    group.add_argument(
-        "--dataset-path", metavar="FILE", help="for sharegpt and workload (Azure, Mooncake, BurstGPT, traces, results)"
-    )
+    group.add_argument("--dataset-name", choices=_DATASETS, default="random", help="(default: random)")
+    files = "for sharegpt and workload (Azure, Mooncake, BurstGPT, traces, results)"
+    group.add_argument("--dataset-path", metavar="FILE", help=files)
     group.add_argument("--num-prompts", type=int, default=num_prompts, help=f"requests (default: {num_prompts})")
     group.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: 0)")
     for flag, default, text in (
@@ -144,9 +123,8 @@ def make_samples(args: argparse.Namespace, tokenizer: Any, max_model_len: int) -
         raise ValueError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     from_file = args.dataset_name in ("sharegpt", "workload")
     if from_file != (args.dataset_path is not None):
-        raise ValueError(
-            f"--dataset-path is {'needed' if from_file else 'not used'} with --dataset-name {args.dataset_name}"
-        )
+        use = "needed" if from_file else "not used"
+        raise ValueError(f"--dataset-path is {use} with --dataset-name {args.dataset_name}")
     tokens = ordinary_tokens(tokenizer)
     if args.dataset_name == "random":
         made = random_samples(
@@ -160,13 +138,19 @@ def make_samples(args: argparse.Namespace, tokenizer: Any, max_model_len: int) -
         )  # fmt: skip
     else:
         length = args.sharegpt_output_len if args.dataset_name == "sharegpt" else None
-        made = list(
-            file_samples(
-                args.dataset_name, args.dataset_path, args.num_prompts, tokens,
-                lambda text: tokenizer.encode(text, add_special_tokens=False), length,
-            )
-        )  # fmt: skip
+        made = list(_file_samples(
+            args.dataset_name, args.dataset_path, args.num_prompts, tokens,
+            lambda text: tokenizer.encode(text, add_special_tokens=False), length,
+        ))  # fmt: skip
     kept = [sample for sample in made if len(sample.prompt_token_ids) + sample.output_len <= max_model_len]
     if not kept:
         raise ValueError(f"no request of the dataset fits into {max_model_len} tokens, prompt and answer together")
     return kept, len(made) - len(kept)
+
+
+def samples_for(args: argparse.Namespace, tokenizer: Any, max_model_len: int, out: TextIO) -> list[Sample]:
+    """`make_samples`, which says in ``out`` how many were left out."""
+    samples, left_out = make_samples(args, tokenizer, max_model_len)
+    if left_out:
+        print(f"{left_out} requests are too long for the model and were left out", file=out)
+    return samples

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "DETAILS", "METRICS", "Measured", "make_report", "meets", "parse_goodput", "render_report", "save_report",
-]  # fmt: skip
+__all__ = ["METRICS", "Measured", "make_report", "meets", "parse_goodput", "render_report", "save_report"]
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _TITLES = {
@@ -96,14 +94,17 @@ def peak_tokens_per_second(done: Sequence[Measured]) -> int:
     return int(np.bincount(np.concatenate(moments).astype(int)).max())
 
 
+_DETAILS = {
+    "input_lens": "prompt_len", "output_lens": "output_len", "start_times": "start", "ttfts": "ttft", "itls": "itl",
+    "generated_texts": "text", "errors": "error",
+}  # fmt: skip
+"""What only ``--save-detailed`` writes, one entry for each request: name of the list -> field of `Measured`."""
+
+
 def make_report(
-    requests: Sequence[Measured],
-    duration: float,
-    *,
-    percentiles: Sequence[float] = (99,),
-    metrics: Sequence[str] = METRICS,
-    goals: dict[str, float] | None = None,
-) -> dict[str, Any]:
+    requests: Sequence[Measured], duration: float, *, percentiles: Sequence[float] = (99,),
+    metrics: Sequence[str] = METRICS, goals: dict[str, float] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """All figures of a run of ``duration`` seconds. Times are in milliseconds, but for the lists of single values (seconds)."""
     done = [request for request in requests if request.success]
     inputs, outputs = sum(r.prompt_len for r in done), sum(r.output_len for r in done)
@@ -122,20 +123,7 @@ def make_report(
     }
     for metric in metrics:
         report |= statistics(metric, done, percentiles)
-    report |= {
-        "input_lens": [r.prompt_len for r in requests],
-        "output_lens": [r.output_len for r in requests],
-        "start_times": [r.start for r in requests],
-        "ttfts": [r.ttft for r in requests],
-        "itls": [r.itl for r in requests],
-        "generated_texts": [r.text for r in requests],
-        "errors": [r.error for r in requests],
-    }
-    return report
-
-
-DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
-"""The fields that only ``--save-detailed`` writes: one entry for each request."""
+    return report | {name: [getattr(r, kept) for r in requests] for name, kept in _DETAILS.items()}
 
 
 def render_report(report: dict[str, Any], metrics: Sequence[str], title: str = "Serving Benchmark Result") -> str:
@@ -151,9 +139,7 @@ def render_report(report: dict[str, Any], metrics: Sequence[str], title: str = "
     for text, name in rows:
         value = report[name]
         if value is not None:
-            lines.append(
-                f"{text + ':':<45}{value:>15.2f}" if isinstance(value, float) else f"{text + ':':<45}{value:>15}"
-            )
+            lines.append(f"{text + ':':<45}" + (f"{value:>15.2f}" if isinstance(value, float) else f"{value:>15}"))
     for metric in metrics:
         lines.append(f"{_TITLES[metric]:-^60}")
         for name, value in report.items():
@@ -167,6 +153,6 @@ def render_report(report: dict[str, Any], metrics: Sequence[str], title: str = "
 def save_report(report: dict[str, Any], path: Path, facts: dict[str, Any], detailed: bool) -> None:
     """Write ``facts`` (of the run) and the figures as one JSON object."""
     head = {"date": datetime.now().strftime("%Y%m%d-%H%M%S"), **facts}
-    kept = {name: value for name, value in report.items() if detailed or name not in DETAILS}
+    kept = {name: value for name, value in report.items() if detailed or name not in _DETAILS}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(head | kept), encoding="utf-8")

@@ -5,18 +5,21 @@
 import argparse
 import asyncio
 import json
+import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from minivllm.bench.datasets import Sample, add_dataset_arguments, make_samples
+from minivllm.bench.datasets import Sample, add_dataset_arguments, samples_for
 from minivllm.bench.report import METRICS, Measured, make_report, parse_goodput, render_report, save_report
-from minivllm.serving.client import get_json, request, tls_context
+from minivllm.serving.client import bearer, get_json, read_events, request, tls_context
 
 __all__ = ["add_serve_arguments", "arrival_times", "run_serve"]
 
@@ -40,50 +43,54 @@ def arrival_times(samples: Sequence[Sample], rate: float | None, burstiness: flo
     return [float(moment) for moment in moments * (len(samples) / rate / moments[-1])]
 
 
+@dataclass(frozen=True)
 class Target:
-    """Where requests go, and in which form: ``backend`` "openai" (token ids to /v1/completions) or "openai-chat" (text to /v1/chat/completions)."""
+    """Where requests go, and in which form.
 
-    def __init__(
-        self, base_url: str, model: str, *, backend: str = "openai", endpoint: str | None = None, headers: dict[str, str] | None = None,
-        extra_body: dict[str, Any] | None = None, ignore_eos: bool = False, insecure: bool = False,
-        decode: Callable[[list[int]], str] | None = None,
-    ) -> None:  # fmt: skip
-        if backend == "openai-chat" and decode is None:
-            raise ValueError("openai-chat needs a function that turns token ids into text")
-        path = endpoint or ("/v1/chat/completions" if backend == "openai-chat" else "/v1/completions")
-        self.url, self.model, self.backend = base_url.rstrip("/") + path, model, backend
-        self.headers, self.extra_body, self.ignore_eos, self.decode = (
-            headers or {},
-            extra_body or {},
-            ignore_eos,
-            decode,
-        )
-        self.tls = tls_context(insecure) if base_url.startswith("https") else None
+    Attributes:
+        backend: "openai" sends token ids to /v1/completions, "openai-chat" text to /v1/chat/completions.
+        endpoint: another path. headers, extra_body: of every request.
+        decode: from token ids to text, for "openai-chat".
+    """
+
+    base_url: str
+    model: str
+    backend: str = "openai"
+    endpoint: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    insecure: bool = False
+    decode: Callable[[list[int]], str] = str
+
+    @property
+    def url(self) -> str:
+        path = "/v1/chat/completions" if self.backend == "openai-chat" else "/v1/completions"
+        return self.base_url.rstrip("/") + (self.endpoint or path)
+
+    @cached_property
+    def tls(self) -> ssl.SSLContext | None:
+        return tls_context(self.insecure) if self.base_url.startswith("https") else None
 
     def body(self, sample: Sample) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self.backend == "openai-chat":
-            assert self.decode is not None
             body["messages"] = [{"role": "user", "content": self.decode(sample.prompt_token_ids)}]
             body["max_completion_tokens"] = sample.output_len
         else:
             body |= {"prompt": sample.prompt_token_ids, "max_tokens": sample.output_len}
-        return body | ({"ignore_eos": True} if self.ignore_eos else {}) | self.extra_body
+        return body | self.extra_body
 
     async def measure(self, sample: Sample, clock: Callable[[], float]) -> Measured:
-        """Send a request and note what it meets. An error is noted, not raised."""
+        """Send a request and note when its tokens come. An error is noted, not raised."""
         found = Measured(len(sample.prompt_token_ids), start=clock())
         last = found.start
         try:
             async with request("POST", self.url, self.body(sample), self.headers, self.tls) as response:
-                async for event in response.events():
+                async for event in read_events(response.aiter_lines()):
                     now = clock()
                     for choice in event["choices"]:
-                        piece = (
-                            (choice.get("delta") or {}).get("content")
-                            if self.backend == "openai-chat"
-                            else choice["text"]
-                        )
+                        chat = self.backend == "openai-chat"
+                        piece = (choice.get("delta") or {}).get("content") if chat else choice["text"]
                         if not piece and choice.get("finish_reason") is None:
                             continue
                         if found.ttft == 0.0:
@@ -92,9 +99,8 @@ class Target:
                             found.itl.append(now - last)
                         last = now
                         found.text += piece or ""
-                    if event.get("usage"):
-                        found.output_len = event["usage"]["completion_tokens"]
-                        found.prompt_len = event["usage"]["prompt_tokens"]
+                    if usage := event.get("usage"):
+                        found.output_len, found.prompt_len = usage["completion_tokens"], usage["prompt_tokens"]
             found.latency = last - found.start
             found.success = found.output_len > 0
             found.error = "" if found.success else "no token, or no usage, came"
@@ -104,13 +110,9 @@ class Target:
 
 
 async def run_load(
-    target: Target,
-    samples: Sequence[Sample],
-    moments: Sequence[float],
-    *,
-    max_concurrency: int | None = None,
-    progress: Callable[[int], Any] = lambda done: None,
-) -> tuple[list[Measured], float]:
+    target: Target, samples: Sequence[Sample], moments: Sequence[float], *,
+    max_concurrency: int | None = None, progress: Callable[[int], Any] = lambda done: None,
+) -> tuple[list[Measured], float]:  # fmt: skip
     """Send every request at its moment. Returns what each met, and the seconds that it all took."""
     gate = asyncio.Semaphore(max_concurrency or len(samples))
     begin = time.perf_counter()
@@ -129,11 +131,13 @@ async def run_load(
     return list(found), clock()
 
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """vLLM's flags of `bench serve`."""
-    parser.add_argument(
-        "--backend", choices=["openai", "openai-chat"], default="openai", help="completions or chat (default: openai)"
-    )
+    backends = ["openai", "openai-chat"]
+    parser.add_argument("--backend", choices=backends, default="openai", help="completions or chat (default: openai)")
     parser.add_argument("--base-url", metavar="URL", help="http://host:port; default: from --host and --port")
     parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="(default: 8000)")
@@ -144,21 +148,19 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="name in the requests; default: the first that the server has")
     parser.add_argument("--tokenizer", help="alias, folder or hub id; default: what the server says its model is")
     parser.add_argument(
-        "--request-rate", type=float, help="requests a second, or inf; default: the dataset's own times, else inf"
+        "--request-rate", type=float, help="requests a second, or inf; default: the dataset's own times"
     )
     parser.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, smaller is burstier (default: 1)")
     parser.add_argument("--max-concurrency", type=int, help="most open requests")
     parser.add_argument("--num-warmups", type=int, default=0, help="requests before, that do not count (default: 0)")
     parser.add_argument("--ignore-eos", action="store_true", help="answers are as long as the dataset says")
     parser.add_argument("--extra-body", type=json.loads, metavar="JSON", help="merged into every request")
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in _SAMPLING:
         kind = int if name == "top_k" else float
         parser.add_argument("--" + name.replace("_", "-"), type=kind, help="of every request")
     parser.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", help="(default: all: ttft,tpot,itl,e2el)")
     parser.add_argument("--metric-percentiles", default="99", help="such as 25,50,99 (default: 99)")
-    parser.add_argument(
-        "--goodput", nargs="+", default=[], metavar="NAME:MS", help="goals for ttft, tpot, e2el in milliseconds"
-    )
+    parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="goals for ttft, tpot, e2el, in ms")
     parser.add_argument("--save-result", action="store_true", help="write a JSON file")
     parser.add_argument("--save-detailed", action="store_true", help="with one entry for each request")
     parser.add_argument("--result-dir", default=".", help="(default: here)")
@@ -190,7 +192,7 @@ def run_serve(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
         raise ValueError(f"--percentile-metrics takes {', '.join(METRICS)}; got {', '.join(sorted(unknown))}")
     goals, percentiles = parse_goodput(args.goodput), [float(p) for p in args.metric_percentiles.split(",")]
     base = args.base_url or f"http://{args.host}:{args.port}"
-    headers = ({"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}) | _pairs(args.header, "--header")
+    headers = bearer(args.api_key) | _pairs(args.header, "--header")
     tls = tls_context(args.insecure) if base.startswith("https") else None
     cards = asyncio.run(get_json(base.rstrip("/") + "/v1/models", headers, tls))["data"]
     card = next((card for card in cards if args.model in (None, card["id"])), None)
@@ -198,17 +200,12 @@ def run_serve(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
         raise ValueError(f"--model {args.model}: the server has {', '.join(card['id'] for card in cards)}")
     tokenizer_id = args.tokenizer or card.get("root") or card["id"]
     tokenizer = get_tokenizer(resolve_model(tokenizer_id))
-    samples, left_out = make_samples(args, tokenizer, card.get("max_model_len") or 1 << 30)
-    if left_out:
-        print(f"{left_out} requests are too long for the model and were left out", file=out)
-    sampling = {
-        name: getattr(args, name)
-        for name in ("temperature", "top_p", "top_k", "min_p")
-        if getattr(args, name) is not None
-    }
+    samples = samples_for(args, tokenizer, card.get("max_model_len") or 1 << 30, out)
+    more = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    more |= ({"ignore_eos": True} if args.ignore_eos else {}) | (args.extra_body or {})
     target = Target(
-        base, card["id"], backend=args.backend, endpoint=args.endpoint, headers=headers, extra_body=sampling | (args.extra_body or {}),
-        ignore_eos=args.ignore_eos, insecure=args.insecure, decode=lambda ids: str(tokenizer.decode(ids)),
+        base, card["id"], args.backend, args.endpoint, headers, more, args.insecure,
+        decode=lambda ids: str(tokenizer.decode(ids)),
     )  # fmt: skip
     moments = arrival_times(samples, args.request_rate, args.burstiness, args.seed)
     with tqdm(total=len(samples), disable=args.disable_tqdm or not sys.stderr.isatty()) as bar:
@@ -237,10 +234,7 @@ def _save(args: argparse.Namespace, report: dict[str, Any], model: str, tokenize
         "num_prompts": args.num_prompts, **_pairs(args.metadata, "--metadata"), "request_rate": rate, "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
     }  # fmt: skip
-    name = (
-        args.result_filename
-        or f"{args.label or args.backend}-{rate}qps-{Path(model).name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    )
-    path = Path(args.result_dir) / name
+    name = f"{args.label or args.backend}-{rate}qps-{Path(model).name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path = Path(args.result_dir) / (args.result_filename or name)
     save_report(report, path, facts, args.save_detailed)
     return path

@@ -191,7 +191,7 @@ def _is_dots(function: Any) -> bool:
 
 
 def _in_a_loop(judging: Coroutine[Any, Any, str | None]) -> str | None:
-    """What a coroutine returns, from a loop of its own: a notebook's is running already."""
+    """What a coroutine returns, from a separate loop: a notebook's is running already."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, judging).result()
 
@@ -206,7 +206,7 @@ def _place(error: Exception, answer: tuple[Any, ...]) -> str:
 
 
 def _guess(error: Exception, answer: tuple[Any, ...]) -> str:
-    """What an error in the checker itself says about the answer, in the cases that happen to everybody."""
+    """What an error in the checker itself says about the answer, in the most common cases."""
     if isinstance(error, TypeError) and "missing" in str(error) and any(isinstance(part, type) for part in answer):
         return ": this is a class, and an object of it is wanted: put () behind its name"
     if "NoneType" in str(error) and any(map(callable, answer)):

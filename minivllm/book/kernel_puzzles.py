@@ -11,23 +11,20 @@ from typing import Any
 
 import numpy as np
 
+from minivllm.book.exercise import Verdict
 from minivllm.book.lens import Lens
 
 __all__ = ["Puzzle"]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What `Puzzle.check` found; true if the kernel is right."""
+@dataclass(frozen=True, repr=False)
+class KernelVerdict(Verdict):
+    """What `Puzzle.check` found; true if the kernel is right and fast. ``lens``: what the kernel did."""
 
-    text: str
     lens: Lens | None = None
 
     def __bool__(self) -> bool:
         return self.text == "right"
-
-    def __repr__(self) -> str:
-        return self.text
 
     def _repr_html_(self) -> str:
         picture = "" if self or self.lens is None else self.lens.svg()
@@ -81,7 +78,7 @@ class Puzzle:
     def __repr__(self) -> str:
         return f"{self.name}: {self.task}"
 
-    def check(self, kernel: Callable) -> Verdict:
+    def check(self, kernel: Callable) -> KernelVerdict:
         """Try the kernel on three cases. TypeError if its arguments have other names than the puzzle's."""
         for seed in range(3):
             (arguments, right), lens = self.deal(seed), Lens()
@@ -90,31 +87,14 @@ class Puzzle:
             except TypeError as error:
                 if not lens.accesses and kernel.__name__ in str(error):
                     raise
-                return Verdict(f"it raised: {error}", lens)
+                return KernelVerdict(f"it raised: {error}", lens)
             except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
-                return Verdict(f"it raised {type(error).__name__}: {error}", lens)
-            complaint = _outside(lens) or _race(lens) or _first_wrong(lens, arguments, right)
+                return KernelVerdict(f"it raised {type(error).__name__}: {error}", lens)
+            complaint = next(lens.faults(), None) or _first_wrong(lens, arguments, right)
             complaint = complaint or _alone(lens, self.grid * self.threads) or (self.demand and self.demand(lens))
             if complaint:
-                return Verdict(complaint, lens)
-        return Verdict("right")
-
-
-def _outside(lens: Lens) -> str | None:
-    for a in lens.outside():
-        does, size = ("writes", "reads")[not a.write], lens.arrays[a.array].shape
-        return f"thread {a.thread} of block {a.block} {does} outside {a.array}, which has shape {size}: {lens.source(a.line)}"
-    return None
-
-
-def _race(lens: Lens) -> str | None:
-    for w, other in lens.races():
-        does, what = ("write", "read")[not other.write], lens.element(w.array, w.index)
-        return (
-            f"a race: thread {w.thread} of block {w.block} writes {what} and thread {other.thread} of block {other.block} may {does} it at the"
-            f" same time: {lens.source(w.line)}"
-        )
-    return None
+                return KernelVerdict(complaint, lens)
+        return KernelVerdict("right")
 
 
 def _alone(lens: Lens, num_threads: int) -> str | None:

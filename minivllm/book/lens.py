@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class Access:
 
 
 class Watched:
-    """An array for a kernel in the simulator, which tells a lens about every access. Made by `Lens.run`."""
+    """An array for a kernel in the simulator, which reports every access to a lens. Made by `Lens.run`."""
 
     def __init__(self, name: str, array: np.ndarray, lens: "Lens", space: str = "global") -> None:
         self.name, self.array, self.lens, self.space = name, array, lens, space
@@ -263,27 +264,29 @@ class Lens:
         place = np.unravel_index(index, shape) if inside else (index,)
         return f"{array}[{', '.join(str(int(i)) for i in place)}]"
 
+    def faults(self) -> Iterator[str]:
+        """In words: accesses outside of an array, then races."""
+        for a in self.outside():
+            does, place = (
+                "writes" if a.write else "reads",
+                f"{a.array}[{a.index}] of shape {self.arrays[a.array].shape}",
+            )
+            who = f"thread {a.thread} of block {a.block}"
+            yield f"{who} {does} outside {a.array}, at {place}: {self.source(a.line)}"
+        for w, other in self.races():
+            does, what = "writes" if other.write else "reads", self.element(w.array, w.index)
+            yield (
+                f"a race: thread {w.thread} of block {w.block} writes {what}, thread {other.thread} of block {other.block}"
+                f" {does} it, and no barrier is between them: {self.source(w.line)}"
+            )
+
     def report(self) -> str:
-        """In words: what lies outside, races, and what each line costs. Lines count from the kernel's `def`."""
-        lines = []
-        for a in self.outside()[:5]:
-            size = self.arrays[a.array].size
-            does = "writes" if a.write else "reads"
-            lines.append(
-                f"outside: thread {a.thread} of block {a.block} {does} {a.array}[{a.index}] of {size}: {self.source(a.line)}"
-            )
-        for w, other in self.races()[:5]:
-            does = "writes" if other.write else "reads"
-            lines.append(
-                f"race: thread {w.thread} of block {w.block} writes {self.element(w.array, w.index)}, thread {other.thread} of block"
-                f" {other.block} {does} it, and no barrier is between them: {self.source(w.line)}"
-            )
+        """In words: the first faults, and what each line costs. Lines count from the kernel's `def`."""
+        lines = list(islice(self.faults(), 5))
         for row in self.table():
-            cost = (
-                f"{row['ways']}-way"
-                if row["space"] == "shared"
-                else f"{row['pieces']} pieces of 32 bytes; {row['needed']} would do"
-            )
+            cost = f"{row['pieces']} pieces of 32 bytes; {row['needed']} would do"
+            if row["space"] == "shared":
+                cost = f"{row['ways']}-way"
             lines.append(f"{row['does']:6} {row['array']}: {cost}: {row['source']}")
         return "\n".join(lines)
 
@@ -356,7 +359,7 @@ class Lens:
 
 
 def _noted(operation: Callable) -> Callable:
-    """An atomic operation of the simulator which tells the lens that a thread reads and writes one element at once."""
+    """An atomic operation of the simulator which reports to the lens that a thread reads and writes one element at once."""
 
     def atomic(self: Any, array: Any, index: Any, *more: Any) -> Any:
         if not isinstance(array, Watched):

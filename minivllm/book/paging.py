@@ -47,7 +47,7 @@ class Replay:
         return BlockMap(self.trace)
 
     def svg(self) -> str:
-        """One line of blocks a step: the letter of the request that holds it, outlined if it holds reusable content and nobody, a ring where something changed."""
+        """One line of blocks a step: the letter of the request that holds it, outlined if it is free but its content can be reused, a ring where something changed."""
         states = [self.trace.start, *(state for _, state in self.trace.states())]
         numbers: dict[str, int] = {}
         for state in states:
@@ -147,7 +147,7 @@ class Game:
         self.trace.events.append(event)
 
     def enter(self, request: str, num_tokens: int, blocks: Iterable[int] = ()) -> None:
-        """A request with so many prompt tokens runs from now on, and takes blocks."""
+        """A request with this many prompt tokens runs from now on, and takes blocks."""
         self.tell("add", request, num_tokens, 16, 0.0, 0, None, None, (), len(self.fold.now.requests))
         self.tell("admit", request, 0, 0)
         self.take(request, blocks)
@@ -166,7 +166,7 @@ class Game:
         self.tell("cache", request, 0, tuple(range(len(table))), tuple(table), names)
 
     def leave(self, request: str, blocks: Sequence[int]) -> None:
-        """It gives blocks back, in this order, and ends."""
+        """It frees blocks, in this order, and ends."""
         self.tell("free", request, 0, tuple(blocks))
         self.tell("finish", request, "length", None)
 

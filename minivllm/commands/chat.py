@@ -9,25 +9,19 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
+from minivllm.commands import flags
 from minivllm.commands.complete import stream_answer
-from minivllm.commands.flags import (
-    add_remote_arguments,
-    add_sampling_arguments,
-    connect,
-    request_fields,
-    sampling_params_from,
-    say_loading,
-)
-from minivllm.engine.arguments import add_engine_arguments, engine_args_from
+from minivllm.commands.flags import connect, request_fields, sampling_params_from, say_loading
+from minivllm.engine.arguments import engine_args_from
 
-__all__ = ["CHAT_HELP", "ChatSession", "RemoteChatSession", "add_parser", "run_chat"]
+__all__ = ["ChatSession", "RemoteChatSession", "add_parser"]
 
 if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.sampling.params import SamplingParams
     from minivllm.serving.client import Remote
 
-CHAT_HELP = """/help            this text
+_CHAT_HELP = """/help            this text
 /system TEXT     set the system message and start over
 /reset           start over
 /exit            leave (so does Ctrl-D); Ctrl-C stops an answer"""
@@ -54,7 +48,7 @@ class ChatSession:
         if command == "/exit":
             return False
         if command == "/help":
-            self.say(CHAT_HELP)
+            self.say(_CHAT_HELP)
         elif command == "/reset":
             self.reset()
         elif command == "/system":
@@ -114,7 +108,7 @@ class RemoteChatSession(ChatSession):
         return self.remote.chat(messages, **self.fields)
 
 
-def run_chat(args: argparse.Namespace, out: TextIO) -> None:
+def _run_chat(args: argparse.Namespace, out: TextIO) -> None:
     """Talk with a model until the end of the input."""
     interactive = sys.stdin.isatty()
     if args.url is not None:
@@ -134,24 +128,14 @@ def _chat(session: ChatSession, interactive: bool, with_whom: str) -> None:
         import readline  # noqa: F401 - gives input() line editing and history
 
         session.say(f"{with_whom}. /help lists the commands.")
-    session.run(input if interactive else _read_piped, "> " if interactive else "")
-
-
-def _read_piped(prompt: str) -> str:
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line
+    session.run(input, "> " if interactive else "")
 
 
 def add_parser(commands: Any) -> None:
     """The flags of `minivllm chat`. ``commands``: what argparse's `add_subparsers` gives."""
     parser = commands.add_parser(
-        "chat", help="talk with a model", epilog=CHAT_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        "chat", help="talk with a model", epilog=_CHAT_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    add_sampling_arguments(parser, max_tokens=512)
-    add_engine_arguments(parser)
-    add_remote_arguments(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
-    parser.set_defaults(run=run_chat)
+    flags.add_answer_arguments(parser, max_tokens=512)
+    parser.set_defaults(run=_run_chat)

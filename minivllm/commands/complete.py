@@ -9,15 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
-from minivllm.commands.flags import (
-    add_remote_arguments,
-    add_sampling_arguments,
-    connect,
-    request_fields,
-    sampling_params_from,
-    say_loading,
-)
-from minivllm.engine.arguments import add_engine_arguments, engine_args_from
+from minivllm.commands import flags
+from minivllm.commands.flags import connect, request_fields, sampling_params_from, say_loading
+from minivllm.engine.arguments import engine_args_from
 
 __all__ = ["stream_answer"]
 
@@ -55,34 +49,32 @@ _BETWEEN = "\n" + "-" * 8 + "\n"
 def run_complete(args: argparse.Namespace, out: TextIO) -> None:
     """Print completions of one text."""
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    answer = _complete_here if args.url is None else _complete_remotely
-    answer(args, prompt, out)
+    texts, streams = [""] * args.n, args.stream and args.n == 1
+    for index, piece in (_complete_here if args.url is None else _complete_remotely)(args, prompt):
+        texts[index] += piece
+        if streams:
+            print(piece, end="", file=out, flush=True)
+    print("" if streams else _BETWEEN.join(texts), file=out)
 
 
-def _complete_here(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
+def _complete_here(args: argparse.Namespace, prompt: str) -> Iterator[tuple[int, str]]:
+    """Pieces of the completions, each with the number of its completion."""
     from minivllm.engine.llm import LLM
 
     say_loading(args.model)
     with LLM.from_engine_args(engine_args_from(args)) as llm:
         params = sampling_params_from(args, llm.get_default_sampling_params(), n=args.n)
         if args.stream and args.n == 1:
-            for piece in stream_answer(llm.llm_engine, prompt, params):
-                print(piece, end="", file=out, flush=True)
-            print(file=out)
+            yield from ((0, piece) for piece in stream_answer(llm.llm_engine, prompt, params))
             return
         output = llm.generate(prompt, params, use_tqdm=False)[0]
         if output.error is not None:
             raise RuntimeError(output.error)
-        print(_BETWEEN.join(completion.text for completion in output.outputs), file=out)
+        yield from ((completion.index, completion.text) for completion in output.outputs)
 
 
-def _complete_remotely(args: argparse.Namespace, prompt: str, out: TextIO) -> None:
-    texts = [""] * args.n
-    for index, piece in connect(args).complete(prompt, n=args.n, **request_fields(args)):
-        texts[index] += piece
-        if args.stream and args.n == 1:
-            print(piece, end="", file=out, flush=True)
-    print(_BETWEEN.join(texts) if args.n > 1 or not args.stream else "", file=out)
+def _complete_remotely(args: argparse.Namespace, prompt: str) -> Iterator[tuple[int, str]]:
+    return connect(args).complete(prompt, n=args.n, **request_fields(args))
 
 
 def add_parser(commands: Any) -> None:
@@ -91,8 +83,5 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("prompt", help="the text; - reads it from standard input")
     parser.add_argument("--n", type=int, default=1, help="number of completions (default: 1)")
     parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="print as it comes")
-    add_sampling_arguments(parser, max_tokens=64)
-    add_engine_arguments(parser)
-    add_remote_arguments(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
+    flags.add_answer_arguments(parser, max_tokens=64)
     parser.set_defaults(run=run_complete)

@@ -8,9 +8,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from minivllm.engine.arguments import add_engine_arguments
+
 __all__ = [
-    "add_remote_arguments", "add_sampling_arguments", "connect", "request_fields", "sampling_params_from",
-    "say_loading",
+    "add_answer_arguments", "add_remote_arguments", "add_sampling_arguments", "connect", "request_fields",
+    "sampling_params_from", "say_loading",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 
 _SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "temperature": (float, "0 is greedy; higher is more varied"),
-    "top_p": (float, "keep the likeliest tokens that together reach this probability"),
-    "top_k": (int, "keep the k likeliest tokens; 0 for all"),
-    "min_p": (float, "keep tokens at least this times as likely as the likeliest"),
+    "top_p": (float, "keep the most likely tokens that together reach this probability"),
+    "top_k": (int, "keep the k most likely tokens; 0 for all"),
+    "min_p": (float, "keep tokens at least this times as likely as the most likely one"),
     "presence_penalty": (float, "subtracted from tokens that occurred"),
     "frequency_penalty": (float, "subtracted from tokens for each time they occurred"),
     "repetition_penalty": (float, "above 1 makes repetition less likely"),
@@ -35,12 +37,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> 
     group = parser.add_argument_group("sampling")
     for name, (kind, help_text) in _SAMPLING_FLAGS.items():
         default = max_tokens if name == "max_tokens" else None
-        group.add_argument(
-            "--" + name.replace("_", "-"), type=kind, default=default, metavar=name.upper(), help=help_text
-        )
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated"
-    )
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, type=kind, default=default, metavar=name.upper(), help=help_text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
 
 
@@ -62,6 +61,14 @@ def add_remote_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model-name", metavar="NAME", help="one of its models (default: its first)")
     group.add_argument("--api-key", metavar="KEY", help="its key")
     group.add_argument("--insecure", action="store_true", help="do not check its certificate")
+
+
+def add_answer_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """The flags of a command that gets answers from an engine here, or from a server."""
+    add_sampling_arguments(parser, max_tokens)
+    add_engine_arguments(parser)
+    add_remote_arguments(parser)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
 
 
 def connect(args: argparse.Namespace) -> Remote:

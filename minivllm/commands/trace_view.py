@@ -10,10 +10,10 @@ import webbrowser
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["add_parser", "run_trace_view"]
+__all__ = ["add_parser"]
 
 
-def run_trace_view(args: argparse.Namespace, out: TextIO) -> None:
+def _run_trace_view(args: argparse.Namespace, out: TextIO) -> None:
     """Write the page of a saved trace and open it in the browser.
 
     Raises:
@@ -61,4 +61,4 @@ def add_parser(commands: Any) -> None:
         "--open", action=argparse.BooleanOptionalAction, default=True, help="open the page in the browser"
     )
     view.add_argument("--tokenizer", metavar="MODEL", help="show tokens as text, with this model's tokenizer")
-    view.set_defaults(run=run_trace_view)
+    view.set_defaults(run=_run_trace_view)

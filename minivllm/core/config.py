@@ -274,6 +274,7 @@ class SchedulerConfig:
         max_num_partial_prefills: most requests in the middle of a prompt at once; None for no cap. (vLLM's default is 1, which its V1 scheduler does not use.)
         policy: `fcfs` or `priority`, when no policy object is given.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits into the free blocks, not just its first chunk.
+        max_loras: most different LoRA adapters in a step; 0 for no limit (and no adapter weights).
         starvation_limit: a policy may let younger requests overtake the oldest waiting one, preempt one request, or give a request no
             tokens in steps on end, this often.
     """
@@ -286,10 +287,12 @@ class SchedulerConfig:
     max_num_partial_prefills: int | None = None
     policy: str = "fcfs"
     scheduler_reserve_full_isl: bool = True
+    max_loras: int = 0
     starvation_limit: int = 1000
 
     def __post_init__(self) -> None:
         _at_least("starvation_limit", self.starvation_limit, 1)
+        _at_least("max_loras", self.max_loras, 0)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             _at_least(name, getattr(self, name), 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -333,7 +336,7 @@ class ModelFacts:
         kv_specs: one per layer, for the block size and dtype in use.
         weight_bytes: size of the weights in the dtype in use.
         checkpoint_dtype: dtype named by the model's own configuration.
-        hidden_size: numbers in a hidden state; None if nobody will ask.
+        hidden_size: numbers in a hidden state; None where it is not needed.
     """
 
     name: str
@@ -359,7 +362,7 @@ class MachineFacts:
         num_cores: physical cores.
         attention_backend: the backend chosen for "auto" (or the one asked for).
         attention_backend_why: the reason for it.
-        linear_kernel, linear_kernel_why: the matrix products that the model gets, likewise.
+        linear_kernel, linear_kernel_why: the matmuls that the model gets, and the reason for them.
     """
 
     device: str
@@ -387,6 +390,9 @@ WEIGHT_BITS = {"int8": 8.0} | {f"int4_{group}": 4 + 32 / group for group in GROU
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two mean the same
 
 
+_LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+
+
 def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
@@ -406,12 +412,8 @@ class EngineArgs:
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
     max_model_len: int | None = _arg(None, "most tokens of a request, prompt and output together")
     block_size: int = _arg(16, "tokens per KV block")
-    kv_cache_dtype: str = _arg(
-        "auto", "of keys and values in the cache: that of the model, or a byte each (e4m3)", KV_CACHE_DTYPES
-    )
-    num_gpu_blocks: int | None = _arg(
-        None, "physical KV blocks, the null block included (also on a CPU); default: from memory"
-    )
+    kv_cache_dtype: str = _arg("auto", "of keys and values: the model's, or a byte each (e4m3)", KV_CACHE_DTYPES)
+    num_gpu_blocks: int | None = _arg(None, "physical KV blocks, null block included; default: from memory")
     num_cpu_blocks: int = _arg(0, "KV blocks of the swap pool")
     kv_cache_memory_bytes: int | None = _arg(None, "memory for the KV cache; default: from gpu_memory_utilization")
     gpu_memory_utilization: float = _arg(
@@ -427,9 +429,7 @@ class EngineArgs:
     long_prefill_token_threshold: int = _arg(0, "most tokens of one request in a step; 0: no cap")
     max_num_partial_prefills: int | None = _arg(None, "most requests in the middle of a prompt at once")
     scheduler_reserve_full_isl: bool = _arg(True, "admit a request only if its whole prompt fits the free blocks")
-    starvation_limit: int = _arg(
-        1000, "how often a policy may pass over the oldest waiting request, or preempt one request"
-    )
+    starvation_limit: int = _arg(1000, "how often a policy may pass over the oldest request, or preempt one")
     scheduling_policy: str = _arg("fcfs", "order of the waiting queue", ("fcfs", "priority"))
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
@@ -442,18 +442,16 @@ class EngineArgs:
     quantization_config: dict[str, Any] | None = _arg(  # noqa: RUF009
         None, 'of int4: {"group_size": 32, 64 or 128}, inputs that share a scale (as JSON in a flag)'
     )
-    speculative_config: dict[str, Any] | None = _arg(  # noqa: RUF009
-        None, 'draft tokens: {"method": "ngram", "num_speculative_tokens": 4, ...} (as JSON in a flag)'
-    )
+    speculative_config: dict[str, Any] | None = _arg(None, "of draft tokens (as JSON in a flag)")  # noqa: RUF009
+    enable_lora: bool = _arg(False, "let requests bring LoRA adapters")
+    max_loras: int = _arg(1, "most different adapters in a step")
+    max_lora_rank: int = _arg(16, "largest rank of an adapter")
+    max_cpu_loras: int | None = _arg(None, "adapters kept in main memory; default: max_loras")
     max_logprobs: int = _arg(20, "most log-probabilities a request may ask for per token; -1: the whole vocabulary")
     async_scheduling: bool | None = _arg(
         None, "decide a step, and deliver the tokens of the one before, while the model computes"
     )
-    logprobs_mode: str = _arg(
-        "raw_logprobs",
-        "what `logprobs` reports",
-        ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
-    )
+    logprobs_mode: str = _arg("raw_logprobs", "what `logprobs` reports", _LOGPROBS_MODES)
     kv_events_endpoint: str | None = _arg(None, "ZeroMQ address to publish KV events on, such as tcp://127.0.0.1:5557")
     kv_events_replay_endpoint: str | None = _arg(None, "ZeroMQ address that replays KV events")
     kv_events_topic: str = _arg("", "first frame of every KV event message")
@@ -465,7 +463,8 @@ class EngineArgs:
             if choices and value != f.default:
                 _one_of(f.name, value, choices)
         least = {"block_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
-                 "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1}  # fmt: skip
+                 "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1, "max_loras": 1, "max_lora_rank": 1,
+                 "max_cpu_loras": self.max_loras}  # fmt: skip
         for name, value in least.items():
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), value)
@@ -480,6 +479,8 @@ class EngineArgs:
             raise ValueError(
                 "speculative_config needs async_scheduling=False: a step verifies what the one before it led to"
             )
+        if not self.enable_lora and (self.max_loras, self.max_lora_rank, self.max_cpu_loras) != (1, 16, None):
+            raise ValueError("max_loras, max_lora_rank and max_cpu_loras need enable_lora=True")
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
@@ -626,16 +627,29 @@ _CPU_MAX_NUM_SEQS, _GPU_MAX_NUM_SEQS = 128, 256
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
+def _shared(cls: type[CacheConfig | SchedulerConfig], args: EngineArgs, **chosen: Any) -> dict[str, Any]:
+    """Fields of a configuration: those chosen, and the others as the user gave them under the same name."""
+    return {f.name: chosen[f.name] if f.name in chosen else getattr(args, f.name) for f in fields(cls)}
+
+
+def _left_as_given(args: EngineArgs, known: set[str]) -> list[Decision]:
+    """The settings of which nothing was chosen: as the user gave them, or their defaults."""
+    values = {f: getattr(args, f.name) for f in fields(args) if f.name not in known}
+    return [
+        Decision(f.name, value, "default" if value == f.default else "asked for")
+        for f, value in values.items()
+        if value not in (None, "auto")
+    ]
+
+
 def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: Decision) -> EngineConfig:
     """Choose every setting that the user left open. Pure: same input, same configuration.
 
     Raises:
         ValueError: a setting is out of range for this model or machine; the message names value and range.
     """
-    decisions = [
-        dtype,
-        Decision("device", machine.device, "asked for" if args.device != "auto" else "the best one found"),
-    ]
+    why = "asked for" if args.device != "auto" else "the best one found"
+    decisions = [dtype, Decision("device", machine.device, why)]
 
     def choose(setting: str, asked: Any, default: Any, why: str) -> Any:
         decisions.append(Decision(setting, default if asked is None else asked, why if asked is None else "asked for"))
@@ -645,21 +659,18 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ValueError(f"max_model_len={args.max_model_len} is longer than the model was made for ({longest})")
     max_model_len = choose("max_model_len", args.max_model_len, longest, "the model's own limit")
-    default_seqs = _CPU_MAX_NUM_SEQS if machine.device == "cpu" else _GPU_MAX_NUM_SEQS
-    why = f"default on {machine.device}"
+    usual = f"default on {machine.device}"
+    default_seqs, why = _CPU_MAX_NUM_SEQS if machine.device == "cpu" else _GPU_MAX_NUM_SEQS, usual
     if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < default_seqs:
-        default_seqs, why = (
-            args.max_num_batched_tokens,
-            "max_num_batched_tokens, so that every running request can decode",
-        )
+        default_seqs = args.max_num_batched_tokens
+        why = "max_num_batched_tokens, so that every running request can decode"
     max_num_seqs = choose("max_num_seqs", args.max_num_seqs, default_seqs, why)
-    budget = max(_DEFAULT_BATCHED_TOKENS[machine.device], max_num_seqs)
-    why = f"default on {machine.device}"
+    budget, why = max(_DEFAULT_BATCHED_TOKENS[machine.device], max_num_seqs), usual
     if not args.enable_chunked_prefill and budget < max_model_len:
         budget, why = max_model_len, "max_model_len, since prompts may not be cut"
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
     overlaps = machine.device != "cpu" and args.speculative is None
-    overlap = choose("async_scheduling", args.async_scheduling, overlaps, f"default on {machine.device}")
+    overlap = choose("async_scheduling", args.async_scheduling, overlaps, usual)
     decisions.append(Decision("attention_backend", machine.attention_backend, machine.attention_backend_why))
     if not args.fp8_kv_cache:
         decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))
@@ -679,40 +690,13 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
         max_model_len = holds
         decisions = [d for d in decisions if d.setting != "max_model_len"]
         decisions.append(Decision("max_model_len", holds, "all that the KV cache can hold of one request"))
-    cache = CacheConfig(
-        block_size=args.block_size,
-        num_gpu_blocks=blocks.value,
-        num_cpu_blocks=args.num_cpu_blocks,
-        enable_prefix_caching=args.enable_prefix_caching,
-        prefix_cache_index=args.prefix_cache_index,
-        watermark=args.watermark,
-    )
-    scheduler = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=max_model_len,
-        enable_chunked_prefill=args.enable_chunked_prefill,
-        long_prefill_token_threshold=args.long_prefill_token_threshold,
-        max_num_partial_prefills=args.max_num_partial_prefills,
-        policy=args.scheduling_policy,
-        scheduler_reserve_full_isl=args.scheduler_reserve_full_isl,
-        starvation_limit=args.starvation_limit,
-    )
-    mentioned = {d.setting for d in decisions}
-    for f in fields(args):
-        if f.name not in mentioned and getattr(args, f.name) not in (None, "auto"):
-            value = getattr(args, f.name)
-            decisions.append(Decision(f.name, value, "default" if value == f.default else "asked for"))
+    cache = CacheConfig(**_shared(CacheConfig, args, num_gpu_blocks=blocks.value))
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_model_len": max_model_len}
+    limits["max_loras"] = args.max_loras if args.enable_lora else 0
+    scheduler = SchedulerConfig(**_shared(SchedulerConfig, args, policy=args.scheduling_policy, **limits))
+    decisions += _left_as_given(args, {d.setting for d in decisions})
+    kv_cache = KVCacheConfig(blocks.value, args.block_size, groups, args.num_cpu_blocks)
     return EngineConfig(
-        args=args,
-        model=model,
-        cache=cache,
-        scheduler=scheduler,
-        kv_cache=KVCacheConfig(blocks.value, args.block_size, groups, args.num_cpu_blocks),
-        dtype=dtype.value,
-        device=machine.device,
-        attention_backend=machine.attention_backend,
-        seed=args.seed,
-        decisions=tuple(decisions),
-        async_scheduling=overlap,
-    )
+        args, model, cache, scheduler, kv_cache, dtype.value, machine.device, machine.attention_backend, args.seed,
+        tuple(decisions), overlap,
+    )  # fmt: skip

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = [
     "EVENTS", "SCHEMA", "TRACE_VERSION", "Event", "EventReader", "Fold", "FoldReader", "Recording",
-    "RequestSnapshot", "State", "TraceHeader", "named", "read",
+    "RequestSnapshot", "State", "TraceHeader", "by_step", "named", "read",
 ]  # fmt: skip
 
 Event = tuple[Any, ...]
@@ -44,6 +44,8 @@ SCHEMA = {
         "note": "label value policy",
         "draft": "tokens",
         "rollback": "num_rejected",
+        "lora_load": "adapter slot",
+        "lora_evict": "adapter slot",
     }.items()
 }
 _OPTIONAL = {"update": (None,)}
@@ -105,6 +107,7 @@ class State:
         hashes: per physical block, None where nothing reusable is held.
         free: free blocks in the order of reuse.
         cpu_free: free blocks of the swap pool, likewise.
+        loras: adapter of each slot that has one.
     """
 
     num_groups: int
@@ -115,6 +118,7 @@ class State:
     hashes: list[bytes | None]
     free: list[int]
     cpu_free: list[int]
+    loras: dict[int, str] = field(default_factory=dict)
 
     @staticmethod
     def empty(num_blocks: int, num_groups: int = 1, num_cpu_blocks: int = 0) -> State:
@@ -132,7 +136,7 @@ class State:
         }
         return State(
             self.num_groups, requests, list(self.waiting), list(self.running),
-            list(self.ref_cnt), list(self.hashes), list(self.free), list(self.cpu_free),
+            list(self.ref_cnt), list(self.hashes), list(self.free), list(self.cpu_free), dict(self.loras),
         )  # fmt: skip
 
     def owners(self, block_id: int) -> list[str]:
@@ -205,6 +209,12 @@ class Fold(EventReader):
         state.status = "SWAPPED" if mode == "swap" else "PREEMPTED"
         if mode != "swap":
             state.num_computed_tokens = 0
+
+    def _on_lora_load(self, adapter: str, slot: int) -> None:
+        self.now.loras[slot] = adapter
+
+    def _on_lora_evict(self, adapter: str, slot: int) -> None:
+        del self.now.loras[slot]
 
     def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
         for request, n in num_scheduled.items():
@@ -331,10 +341,11 @@ class FoldReader(EventReader):
     """An `EventReader` beside a fold: when a method is called, `fold` is as it was before the event.
 
     Attributes:
-        fold: set by `read`.
+        header, fold: set by `read`.
         step: recorded steps are counted from 0; -1 before the first.
     """
 
+    header: TraceHeader
     fold: Fold
     step = -1
 
@@ -349,7 +360,7 @@ def read(recording: Recording, *readers: FoldReader) -> Fold:
     """Fold a recording once, with readers beside the fold; gives the fold, at the end."""
     fold = Fold(recording.start)
     for reader in readers:
-        reader.fold = fold
+        reader.header, reader.fold = recording.header, fold
         reader.begin()
     for event in recording.events:
         if event[0] == "step":
@@ -364,3 +375,14 @@ def read(recording: Recording, *readers: FoldReader) -> Fold:
         if reader.step >= 0:
             reader.end_step()
     return fold
+
+
+def by_step(events: Iterable[Event]) -> Iterator[tuple[int, list[Event]]]:
+    """The events of each recorded step, counted from 0; first, as step -1, those before all steps."""
+    step, of_step = -1, list[Event]()
+    for event in events:
+        if event[0] == "step":
+            yield step, of_step
+            step, of_step = step + 1, []
+        of_step.append(event)
+    yield step, of_step

@@ -24,6 +24,7 @@ class NewRequestData:
         block_ids: one block table per KV cache group.
         num_computed_tokens: tokens already in the cache: a prefix hit, or a swapped-in history.
         lora_name: adapter, or None.
+        lora_slot: where it lies; -1 for no adapter.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class NewRequestData:
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
     lora_name: str | None = None
+    lora_slot: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class SchedulerOutput:
         finished: rows to drop for good, finished or aborted since the last step.
         swap_out: `(gpu block, cpu block)` copies to make before the step, and before `swap_in`.
         swap_in: `(cpu block, gpu block)` copies to make before the step.
+        lora_loads: `(slot, adapter)` to load before the step, in this order.
         scheduled_spec_decode_tokens: draft tokens to verify, by request: the last of its scheduled tokens, which are not known yet.
     """
 
@@ -61,6 +64,7 @@ class SchedulerOutput:
     finished: tuple[str, ...] = ()
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
+    lora_loads: tuple[tuple[int, str], ...] = ()
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
 
 

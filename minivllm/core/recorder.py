@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
+from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
 from minivllm.core.events import Event, RequestSnapshot, State, TraceHeader
 from minivllm.core.kv_cache import KVCacheManager
@@ -34,6 +35,7 @@ class Recorder:
     kv_cache_manager: KVCacheManager
     preemption: Any
     requests: dict[str, Request]
+    adapters: AdapterSlots
     waiting: WaitingQueue
     running: list[Request]
 
@@ -61,6 +63,7 @@ class Recorder:
             hashes=[block.block_hash for block in pool.blocks],
             free=[block.block_id for block in pool.free_queue],
             cpu_free=[block.block_id for block in cpu.free_queue] if cpu else [],
+            loras={slot: name for name, slot in self.adapters.slot_of.items()},
         )
         for request_id, r in self.requests.items():
             held = request_id in kv.groups[0].tables

@@ -16,28 +16,34 @@ __all__: list[str] = []
 
 
 class WaitingQueue:
-    """Requests that wait, in order of arrival, preempted ones in front; and, if a policy has a key, in the order of that key."""
+    """Requests that wait, in order of arrival, preempted ones in front; and, if a policy has a key, in the order of that key.
+
+    Attributes:
+        requests: {request id: request}, in order of arrival.
+    """
 
     def __init__(self, guard: PolicyGuard | None = None) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self.requests: OrderedDict[str, Request] = OrderedDict()
         self._guard = guard
         self._heap: list[tuple[Any, int, Request]] | None = []
         self._ticket = 0
+        self._held: set[str] = set()
+        self._aside: list[tuple[Any, int, Request]] = []
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return iter(self.requests.values())
 
     def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._requests
+        return request.request_id in self.requests
 
     def add(self, request: Request, front: bool = False) -> None:
         """Join at the end, or in front after a preemption."""
-        self._requests[request.request_id] = request
+        self.requests[request.request_id] = request
         if front:
-            self._requests.move_to_end(request.request_id, last=False)
+            self.requests.move_to_end(request.request_id, last=False)
         self._ticket += 1
         if self._guard is not None and self._heap is not None:
             try:
@@ -47,15 +53,37 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Leave, from any place."""
-        del self._requests[request.request_id]
+        del self.requests[request.request_id]
+
+    def hold(self, request: Request) -> None:
+        """Let the others pass this one until `release`: `first` and `open` leave it out. It keeps its place."""
+        self._held.add(request.request_id)
+
+    def release(self) -> None:
+        """No request is held any more."""
+        self._held.clear()
+        while self._aside and self._heap is not None:
+            heapq.heappush(self._heap, self._aside.pop())
+        self._aside.clear()
+
+    @property
+    def open(self) -> int:
+        """How many requests are not held."""
+        return len(self.requests) - len(self._held)
+
+    def is_open(self, request: Request) -> bool:
+        """Whether the request waits here and is not held."""
+        return request.request_id in self.requests and request.request_id not in self._held
 
     def first(self) -> Request:
         """The longest waiting request, or the one with the smallest key. Raises PolicyError if the keys are no good."""
         if self._guard is None:
-            return next(iter(self._requests.values()))
+            return next(r for r in self.requests.values() if r.request_id not in self._held)
         heap = self._heap = self._rank(self._guard) if self._heap is None else self._heap
-        while self._requests.get(heap[0][2].request_id) is not heap[0][2]:
-            heapq.heappop(heap)
+        while not self.is_open(heap[0][2]) or self.requests[heap[0][2].request_id] is not heap[0][2]:
+            entry = heapq.heappop(heap)
+            if entry[2].request_id in self._held:
+                self._aside.append(entry)
         return heap[0][2]
 
     def _rank(self, guard: PolicyGuard) -> list[tuple[Any, int, Request]]:

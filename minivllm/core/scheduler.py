@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
 from minivllm.core.kv_cache import KVCacheManager
@@ -59,6 +60,7 @@ class _Draft:
     swap_out: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     swap_in: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     spec: dict[str, list[int]] = field(default_factory=dict)
+    lora_loads: list[tuple[int, str]] = field(default_factory=list)
     budget: int = 0
     threshold: int = 0
     closed: bool = False  # a running request lost its blocks: no request is admitted
@@ -81,6 +83,7 @@ class Scheduler(Recorder):
         waiting, running: the queues.
         kv_cache_manager: the KV cache manager.
         spec_stats: counters of draft tokens.
+        adapters: which LoRA adapter lies in which slot.
         trace: None, or a function that takes an event (see `record` and `subscribe`).
     """
 
@@ -104,6 +107,7 @@ class Scheduler(Recorder):
         self.kv_cache_manager = KVCacheManager(cache, kv_cache, config.max_num_batched_tokens)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
+        self.adapters = AdapterSlots(config.max_loras)
         self.step = 0
         self.num_preemptions = 0
         self.spec_stats = SpecDecodingStats()
@@ -244,6 +248,7 @@ class Scheduler(Recorder):
             finished=tuple(self._finished),
             swap_out=tuple(pair for pairs in draft.swap_out.values() for pair in pairs),
             swap_in=tuple(pair for pairs in draft.swap_in.values() for pair in pairs),
+            lora_loads=tuple(draft.lora_loads),
             scheduled_spec_decode_tokens=draft.spec,
         )
         self._finished = []
@@ -254,7 +259,7 @@ class Scheduler(Recorder):
         if self._listener is not None:
             self._guard.tell()
         self._schedule_running(draft)
-        if self.waiting:
+        if self.waiting.requests:
             if not draft.budget:
                 self._wait(self.waiting.first(), "budget")
             elif draft.closed:
@@ -406,29 +411,35 @@ class Scheduler(Recorder):
             self.trace(("preempt", request_id, mode, needed_by, chosen_by))
 
     def _schedule_waiting(self, draft: _Draft) -> None:
-        for request in self._candidates(draft):
-            reason = self._admit(request, draft)
-            if reason is not None:
-                self._wait(request, reason)
-                break
+        try:
+            for request in self._candidates(draft):
+                reason = self._admit(request, draft)
+                if reason is not None:
+                    self._wait(request, reason)
+                if reason == "max_loras" and self._overtaken < self.config.starvation_limit:
+                    self.waiting.hold(request)  # others need no slot, or have theirs
+                elif reason is not None:
+                    break
+        finally:
+            self.waiting.release()
 
     def _candidates(self, draft: _Draft) -> Iterator[Request]:
-        """Waiting requests in the order of admission; each must be admitted before the next is taken."""
+        """Waiting requests in the order of admission; each must be admitted, or held, before the next is taken."""
         if len(self.running) >= self.config.max_num_seqs:
             yield self.waiting.first()
             return
         if not self._guard.has_order:
-            while self.waiting and draft.budget:
+            while self.waiting.open and draft.budget:
                 yield self._next_in_line(self.waiting.first())
             return
-        while self.policy.order_per_admission and self.waiting and draft.budget:
-            yield self._next_in_line(self._ordered(draft)[0])
+        while self.policy.order_per_admission and self.waiting.open and draft.budget:
+            yield self._next_in_line(next(filter(self.waiting.is_open, self._ordered(draft))))
         if self.policy.order_per_admission:
             return
         for request in self._ordered(draft):
             if not draft.budget:
                 return
-            while request in self.waiting:
+            while self.waiting.is_open(request):
                 yield self._next_in_line(request)
 
     def _ordered(self, draft: _Draft) -> list[Request]:
@@ -461,6 +472,8 @@ class Scheduler(Recorder):
             partial = sum(r.num_computed_tokens < r.num_prompt_tokens for r in self.running)
             if partial >= config.max_num_partial_prefills:
                 return "max_num_partial_prefills"
+        if not self._has_slot(request.lora_name):
+            return "max_loras"
         if request.status is RequestStatus.SWAPPED:
             return self._admit_swapped(request, draft)
         hit = self.kv_cache_manager.get_computed_blocks(request)
@@ -480,6 +493,30 @@ class Scheduler(Recorder):
             request.num_cached_tokens = hit.num_tokens
         self._start(request, n, blocks, draft)
         return None
+
+    def _has_slot(self, lora_name: str | None) -> bool:
+        """Whether an adapter (None: no adapter) lies in a slot, or could get one."""
+        if lora_name is None or not self.adapters.count:
+            return True
+        return self.adapters.can_take(lora_name, self._adapters_in_use())
+
+    def _adapters_in_use(self) -> set[str]:
+        return {request.lora_name for request in self.running if request.lora_name is not None}
+
+    def _take_slot(self, request: Request, draft: _Draft) -> int:
+        """The slot of the request's adapter; -1 if it has none. What must be loaded for it goes into the draft."""
+        name, adapters = request.lora_name, self.adapters
+        if name is None or not adapters.count:
+            return -1
+        is_new = name not in adapters.slot_of
+        slot, evicted = adapters.take(name, self._adapters_in_use())
+        if is_new:
+            draft.lora_loads.append((slot, name))
+            if self.trace is not None:
+                if evicted is not None:
+                    self.trace(("lora_evict", evicted, slot))
+                self.trace(("lora_load", name, slot))
+        return slot
 
     def _keep_free(self) -> int:
         """Blocks that an admission must leave free, so that running requests can grow; 0 if there are none."""
@@ -509,6 +546,7 @@ class Scheduler(Recorder):
         overtakes = request is not next(iter(self.waiting))
         self._overtaken = self._overtaken + 1 if overtakes else 0
         self.waiting.remove(request)
+        slot = self._take_slot(request, draft)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         if self.trace is not None:
@@ -521,6 +559,7 @@ class Scheduler(Recorder):
             block_ids=blocks,
             num_computed_tokens=request.num_computed_tokens,
             lora_name=request.lora_name,
+            lora_slot=slot,
         )
         self._keep_account(request, -1)
         draft.scheduled[request.request_id] = n
@@ -545,7 +584,9 @@ class Scheduler(Recorder):
         if self._ended_in_flight:
             self._drop_late(output, result)
         tokens_of, requests, drafts = result.sampled_token_ids, self.requests, output.scheduled_spec_decode_tokens
-        self._check_counts(output, result)
+        all_sampled = len(tokens_of) == len(output.num_scheduled_tokens)
+        if drafts or not all_sampled or max(map(len, tokens_of.values()), default=1) != 1:
+            self._check_counts(output, result)
         for request_id in output.num_scheduled_tokens:
             request, new = requests.get(request_id), tokens_of.get(request_id)
             if request is None or not new:
@@ -585,9 +626,6 @@ class Scheduler(Recorder):
     def _check_counts(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Raise ValueError for an executor that returned too many tokens for a request, or none where one was due; nothing has changed then."""
         tokens_of, drafts = result.sampled_token_ids, output.scheduled_spec_decode_tokens
-        all_sampled = len(tokens_of) == len(output.num_scheduled_tokens)
-        if all_sampled and not drafts and max(map(len, tokens_of.values()), default=1) == 1:
-            return
         alone = output.step == self.step - 1
         for request_id in output.num_scheduled_tokens:
             new = tokens_of.get(request_id, ())
@@ -666,6 +704,8 @@ class Scheduler(Recorder):
         if request.status is RequestStatus.RUNNING:
             self._keep_account(request, 1)
         request.status = RequestStatus.FINISHED
+        if request.lora_name is not None:
+            self.adapters.touch(request.lora_name)
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
         self._finished.append(request.request_id)

@@ -16,6 +16,7 @@ from minivllm.core.events import (
     Recording,
     State,
     TraceHeader,
+    by_step,
     named,
 )
 
@@ -99,13 +100,12 @@ class Trace(Recording):
 
     def states(self) -> Iterator[tuple[int, State]]:
         """Every recorded step with the state after it, in order. Cheaper than `at` for all of them."""
-        self._scan()
-        fold, done = Fold(self.start), 0
-        for i in range(len(self._step_starts)):
-            for event in self.events[done : self._end_of(i)]:
+        fold = Fold(self.start)
+        for step, events in by_step(self.events):
+            for event in events:
                 fold.apply(event)
-            done = self._end_of(i)
-            yield i, fold.state()
+            if step >= 0:
+                yield step, fold.state()
 
     def check(self) -> None:
         """Fold the whole trace and test every invariant after every step, and each block table for growing only at its end.
@@ -113,30 +113,29 @@ class Trace(Recording):
         Raises:
             TraceError: names the first bad event or step.
         """
-        self._scan()
-        budget = self.header.settings.get("max_num_batched_tokens")
-        fold, done, finished = Fold(self.start), 0, set()
-        for step in range(-1, len(self._step_starts)):
-            end = self._end_of(step) if step >= 0 else (self._step_starts[0] if self._step_starts else len(self.events))
-            for i in range(done, end):
-                event = self.events[i]
-                if event[0] in _OF_A_REQUEST and event[1] in finished:
-                    raise TraceError(f"event {i} {event}: the request has finished")
-                if event[0] == "finish":
-                    finished.add(event[1])
-                elif event[0] == "add":
-                    finished.discard(event[1])
-                if event[0] == "schedule" and budget is not None and sum(event[1].values()) > budget:
-                    raise TraceError(f"event {i} {event}: more than the budget of {budget} tokens")
-                if event[0] == "update" and (fault := _too_early(fold.now, *event[2:])):
+        fold, i, finished = Fold(self.start), 0, set[str]()
+        for step, events in by_step(self.events):
+            for event in events:
+                if fault := self._fault(event, fold.now, finished):
                     raise TraceError(f"event {i} {event}: {fault}")
                 try:
                     fold.apply(event)
                 except ValueError as error:
                     raise TraceError(f"event {i}: {error}") from error
-            done = end
+                i += 1
             if fault := find_fault(fold.state()):
-                raise TraceError(f"after step {step} (event {end - 1}): {fault}")
+                raise TraceError(f"after step {step} (event {i - 1}): {fault}")
+
+    def _fault(self, event: Event, state: State, finished: set[str]) -> str | None:
+        """What is wrong with an event before which the state was this; None if nothing. Keeps `finished` up to date."""
+        budget = self.header.settings.get("max_num_batched_tokens")
+        if event[0] in _OF_A_REQUEST and event[1] in finished:
+            return "the request has finished"
+        if event[0] in ("add", "finish"):
+            (finished.add if event[0] == "finish" else finished.discard)(event[1])
+        if event[0] == "schedule" and budget is not None and sum(event[1].values()) > budget:
+            return f"more than the budget of {budget} tokens"
+        return _too_early(state, *event[2:]) if event[0] == "update" else None
 
     def why(self, request_id: str, step: int | None = None) -> list[str]:
         """What happened to a request and the reasons for it, in plain words. Decode steps in a row are one line.
@@ -305,14 +304,13 @@ def find_fault(state: State, ahead: int = 0) -> str | None:
     return None
 
 
-_OF_A_REQUEST = frozenset(kind for kind, fields in SCHEMA.items() if fields[:1] == ("request",)) - {"add", "finish"}
-
 REASONS = {
     "max_num_seqs": "as many requests were running as max_num_seqs allows",
     "budget": "the token budget of the step was used up",
     "no_blocks": "too few KV blocks were free",
     "after_preemption": "a running request had just lost its blocks; nobody is admitted in such a step",
     "max_num_partial_prefills": "as many prompts were half done as max_num_partial_prefills allows",
+    "max_loras": "as many adapters were in use as max_loras allows",
     "no_chunked_prefill": "the rest of the budget is too small for the whole prompt, and enable_chunked_prefill is off",
     "behind": "another request was first in the queue and had to wait",
     "policy": "the policy gave it no tokens",
@@ -345,20 +343,19 @@ _TOLD: dict[str, Callable[[Any], str]] = {
 
 def _story(trace: Trace, request: str) -> list[list[Any]]:
     """What happened to a request, as [step, text]; a step's computed and sampled tokens as [step, count, token ids]."""
-    names, lines, open_, step = trace.names(), list[list[Any]](), list[list[Any]](), -1
-    for event in trace:
-        if event.kind == "step":
-            step += 1
-        elif event.kind == "schedule" and request in event.num_scheduled:
-            open_.append([step, event.num_scheduled[request], ()])
-            lines.append(open_[-1])
-        elif event.kind == "update" and request in event.tokens and open_:
-            open_.pop(0)[2] = event.tokens[request]
-        elif event.kind in _TOLD and event.request == request:
-            if event.kind == "preempt":
-                name = names.get(event.needed_by, event.needed_by)
-                event = event._replace(needed_by=name if name == event.needed_by else f"“{name}”")
-            lines.append([step, _TOLD[event.kind](event)])
+    names, lines, open_ = trace.names(), list[list[Any]](), list[list[Any]]()
+    for step, events in by_step(trace.events):
+        for event in map(named, events):
+            if event.kind == "schedule" and request in event.num_scheduled:
+                open_.append([step, event.num_scheduled[request], ()])
+                lines.append(open_[-1])
+            elif event.kind == "update" and request in event.tokens and open_:
+                open_.pop(0)[2] = event.tokens[request]
+            elif event.kind in _TOLD and event.request == request:
+                if event.kind == "preempt":
+                    name = names.get(event.needed_by, event.needed_by)
+                    event = event._replace(needed_by=name if name == event.needed_by else f"“{name}”")
+                lines.append([step, _TOLD[event.kind](event)])
     return lines
 
 

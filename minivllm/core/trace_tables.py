@@ -4,20 +4,116 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from minivllm.core.events import FoldReader, Recording, read
+import numpy as np
 
-__all__ = ["tables"]
+from minivllm.core.events import EventReader, FoldReader, Recording, read
+
+__all__ = ["RequestTable", "tables"]
 
 if TYPE_CHECKING:
     import pandas as pd
 
+_TIMES = ("arrival", "scheduled", "first_token", "last_token", "finished")
+_COUNTS = ("priority", "num_prompt_tokens", "max_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions")
+_REQUEST = ["request_id", "user", "priority", "arrival", "num_prompt_tokens", "max_tokens", "num_output_tokens",
+            "num_cached_tokens", "scheduled", "first_token", "finished", "finish_reason", "num_preemptions",
+            "queue_time", "ttft", "tpot", "e2e"]  # fmt: skip
+
+
+class RequestTable(EventReader):
+    """Takes events, keeps one row of numbers per request.
+
+    Attributes:
+        start, end: first and last moment seen, in seconds on the engine's clock.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start: float | None = None
+        self.end = 0.0
+        self._texts: dict[str, list[str | None]] = {"request_id": [], "user": [], "finish_reason": []}
+        self._times = {name: array("d") for name in _TIMES}
+        self._counts = {name: array("q") for name in _COUNTS}
+        self._alive: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, trace: Recording) -> Self:
+        """What a recording says. Requests that were under way when it began have no arrival and no queue time."""
+        table = cls()
+        for name, state in trace.start.requests.items():
+            prompt = state.num_prompt_tokens
+            table._open(name, None, math.nan, 0, prompt, -1, state.num_tokens - prompt)
+        table.feed_all(trace.events)
+        return table
+
+    def __len__(self) -> int:
+        """Requests seen."""
+        return len(self._times["arrival"])
+
+    def _open(self, name: str, user: str | None, arrival: float, *counts: int) -> None:
+        """A new row. `counts`: priority, tokens of the prompt, most and present tokens of the answer."""
+        self._alive[name] = len(self)
+        for texts, text in zip(self._texts.values(), (name, user, None), strict=True):
+            texts.append(text)
+        for times, time in zip(self._times.values(), (arrival, *[math.nan] * 4), strict=True):
+            times.append(time)
+        for numbers, number in zip(self._counts.values(), (*counts, 0, 0), strict=True):
+            numbers.append(number)
+
+    def _on_add(
+        self, request: str, num_prompt: int, max_tokens: int, arrival: float, priority: int, user: Any, *rest: Any
+    ) -> None:
+        self._open(request, user, arrival, priority, num_prompt, max_tokens, len(rest[1]))
+
+    def _on_step(self, step: int, time: float) -> None:
+        self.end = time
+        self.start = time if self.start is None else self.start
+
+    def _on_admit(self, name: str, computed: int, cached: int) -> None:
+        i = self._alive[name]
+        self._counts["num_cached_tokens"][i] = cached
+        if math.isnan(self._times["scheduled"][i]):
+            self._times["scheduled"][i] = self.end
+
+    def _on_preempt(self, name: str, *rest: Any) -> None:
+        self._counts["num_preemptions"][self._alive[name]] += 1
+
+    def _on_update(self, time: float, gained: dict[str, tuple[int, ...]], step: int | None = None) -> None:
+        self.end, alive, outputs = time, self._alive, self._counts["num_output_tokens"]
+        last, first = self._times["last_token"], self._times["first_token"]
+        for name, tokens in gained.items():
+            i = alive[name]
+            if not last[i] >= 0:  # nan is not
+                first[i] = time
+            last[i] = time
+            outputs[i] += len(tokens)
+
+    def _on_finish(self, name: str, reason: str, stop_reason: Any) -> None:
+        i = self._alive.pop(name)
+        self._times["finished"][i], self._texts["finish_reason"][i] = self.end, reason
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per request, in order of arrival; times in seconds, nan where something has not happened (yet)."""
+        import pandas as pd
+
+        numbers = {name: np.array(column) for name, column in (self._times | self._counts).items()}
+        table = pd.DataFrame({name: pd.Series(texts, dtype=object) for name, texts in self._texts.items()} | numbers)
+        table["max_tokens"] = table["max_tokens"].where(table["max_tokens"] >= 0)  # -1: not known
+        outputs = table["num_output_tokens"]
+        table["queue_time"] = table["scheduled"] - table["arrival"]
+        table["ttft"] = table["first_token"] - table["arrival"]
+        table["tpot"] = (table["finished"] - table["first_token"]) / (outputs - 1).where(outputs > 1)
+        table["e2e"] = table["finished"] - table["arrival"]
+        return table[_REQUEST]
+
+
 _STEP = ["step", "start", "end", "num_tokens", "num_prefill_tokens", "num_decodes", "num_running", "num_waiting",
          "used_blocks", "cached_blocks", "free_blocks", "num_preempted", "num_finished"]  # fmt: skip
-_REQUEST = ["request_id", "user", "priority", "arrival", "num_prompt_tokens", "max_tokens", "num_output_tokens", "num_cached_tokens",
-            "scheduled", "first_token", "finished", "finish_reason", "num_preemptions"]  # fmt: skip
 _BLOCK = ["step", "time", "event", "block_id", "request_id", "group", "position", "hash"]
 _TOKEN = ["request_id", "position", "token_id", "step", "time"]
 _DECISION = ["step", "request_id", "decision", "num_tokens", "wanted", "reason"]
@@ -32,13 +128,6 @@ class _Collector(FoldReader):
         self.blocks: list[tuple[Any, ...]] = []
         self.tokens: list[tuple[Any, ...]] = []
         self.decisions: list[tuple[Any, ...]] = []
-        self.requests: dict[str, dict[str, Any]] = {}
-        for request_id, state in self.fold.now.requests.items():
-            output = state.num_tokens - state.num_prompt_tokens
-            self._open(request_id, None, 0, float("nan"), state.num_prompt_tokens, None, output)
-
-    def _open(self, *values: Any) -> None:
-        self.requests[values[0]] = dict(zip(_REQUEST, (*values, 0, None, None, None, None, 0), strict=True))
 
     def end_step(self) -> None:
         state, free, cached = self.fold.now, len(self.fold.free_blocks), self.fold.num_cached_free
@@ -51,19 +140,10 @@ class _Collector(FoldReader):
         self.number, self.time = step, time
         self.steps.append(dict.fromkeys(_STEP, 0) | {"step": step, "start": time, "end": None})
 
-    def _on_add(
-        self, request: str, num_prompt: int, max_tokens: int, arrival: float, priority: int, user: Any,
-        prompt: Any, output: Any, number: int,
-    ) -> None:  # fmt: skip
-        self._open(request, user, priority, arrival, num_prompt, max_tokens, len(output))
-
     def _decide(self, request: str | None, decision: str, n: Any = None, wanted: Any = None, why: Any = None) -> None:
         self.decisions.append((self.number, request, decision, n, wanted, why))
 
     def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
-        row = self.requests[request]
-        row["num_cached_tokens"] = num_cached
-        row["scheduled"] = self.time if row["scheduled"] is None else row["scheduled"]
         self._decide(request, "admit")
 
     def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
@@ -85,7 +165,6 @@ class _Collector(FoldReader):
         self._decide(request, "wait", why=reason)
 
     def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
-        self.requests[request]["num_preemptions"] += 1
         self.steps[-1]["num_preempted"] += 1
         self._decide(request, f"preempt ({mode})", why=f"request {needed_by} needed blocks; chosen by {chosen_by}")
 
@@ -94,14 +173,10 @@ class _Collector(FoldReader):
         if (late := self.number - step) < len(self.steps):
             self.steps[-1 - late]["end"] = time
         for request, new in tokens.items():
-            row = self.requests[request]
-            row["first_token"] = time if row["first_token"] is None else row["first_token"]
-            for token in new:
-                self.tokens.append((request, row["num_prompt_tokens"] + row["num_output_tokens"], token, step, time))
-                row["num_output_tokens"] += 1
+            first = self.fold.now.requests[request].num_tokens
+            self.tokens += [(request, position, token, step, time) for position, token in enumerate(new, first)]
 
     def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
-        self.requests[request].update(finished=self.time, finish_reason=reason)
         if self.steps:
             self.steps[-1]["num_finished"] += 1
 
@@ -137,10 +212,11 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
     """All tables of a trace.
 
     Returns:
-        `steps`: one row per step. `start`, `end` and `duration` in seconds; tokens scheduled, by kind; queue lengths and block counts
-        at the end of the step. `used_blocks` are held by requests, `cached_blocks` are free but hold reusable content.
-        `requests`: one row per request. `queue_time` from arrival to its first schedule, `ttft` to its first token, `tpot` the mean time
-        between tokens, `e2e` to its end, all in seconds.
+        `steps`: one row per step. `start`, `end` and `duration` in seconds; tokens scheduled, by kind; queue lengths and
+        block counts at the end of the step. `used_blocks` are held by requests, `cached_blocks` are free but hold
+        reusable content.
+        `requests`: one row per request. `queue_time` from arrival to its first schedule, `ttft` to its first token, `tpot`
+        the mean time between tokens, `e2e` to its end, all in seconds.
         `blocks`: one row per event of a block. Integers that a row lacks are `<NA>`, here and in `decisions`.
         `tokens`: one row per sampled token.
         `decisions`: one row per decision about a request in a step, with the reason where it got less than it wanted.
@@ -152,19 +228,11 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
     steps = pd.DataFrame(collector.steps, columns=_STEP)
     steps["end"] = steps["end"].astype(float)
     steps.insert(3, "duration", steps["end"] - steps["start"])
-    requests = pd.DataFrame(list(collector.requests.values()), columns=_REQUEST)
-    for name in ("arrival", "scheduled", "first_token", "finished"):
-        requests[name] = requests[name].astype(float)
-    requests["queue_time"] = requests["scheduled"] - requests["arrival"]
-    requests["ttft"] = requests["first_token"] - requests["arrival"]
-    gaps = (requests["num_output_tokens"] - 1).where(requests["num_output_tokens"] > 1)
-    requests["tpot"] = (requests["finished"] - requests["first_token"]) / gaps
-    requests["e2e"] = requests["finished"] - requests["arrival"]
     blocks = pd.DataFrame(collector.blocks, columns=_BLOCK)
     decisions = pd.DataFrame(collector.decisions, columns=_DECISION)
     return {
         "steps": steps,
-        "requests": requests,
+        "requests": RequestTable.of(trace).to_pandas(),
         "blocks": blocks.astype({"group": "Int64", "position": "Int64"}),
         "tokens": pd.DataFrame(collector.tokens, columns=_TOKEN),
         "decisions": decisions.astype({"num_tokens": "Int64", "wanted": "Int64"}),

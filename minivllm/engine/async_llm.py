@@ -19,6 +19,7 @@ from minivllm.engine.detokenizer import DetokenizerFactory
 from minivllm.engine.input_processor import ProcessedInput, PromptType
 from minivllm.engine.llm_engine import LLMEngine, warm_up
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
+from minivllm.lora.adapter import LoRARequest
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 
@@ -287,6 +288,7 @@ class AsyncLLM:
         priority: int = 0,
         user: str | None = None,
         cut_max_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Queue a request and return its stream; when this returns, the engine has accepted it.
 
@@ -298,7 +300,9 @@ class AsyncLLM:
         name = f"async-{next(self._ids)}" if request_id is None else request_id
         arrival = self.llm_engine.clock.now()
         given = await self.run_input(
-            lambda: self.llm_engine.process(name, prompt, sampling_params, arrival, priority, user, cut_max_tokens)
+            lambda: self.llm_engine.process(
+                name, prompt, sampling_params, arrival, priority, user, cut_max_tokens, lora_request
+            )
         )
         await self._compile_grammar(given.params)
         stream = RequestStream(name, given.params.output_kind is RequestOutputKind.DELTA, self._forget)
@@ -345,13 +349,15 @@ class AsyncLLM:
         *,
         priority: int = 0,
         user: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request as they come. Leaving the loop early aborts the request.
 
         Raises:
             TypeError, ValueError: a bad prompt, parameter or id. EngineDeadError: the engine failed.
         """
-        stream = await self.submit(prompt, sampling_params, request_id, priority=priority, user=user)
+        about = {"priority": priority, "user": user, "lora_request": lora_request}
+        stream = await self.submit(prompt, sampling_params, request_id, **about)  # type: ignore[arg-type]
         try:
             async for output in stream:
                 yield output
@@ -361,6 +367,24 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End a request: its stream gets a last output with the finish reason "abort". Unknown ids are passed over."""
         await self.call(lambda engine: self._deliver(engine.abort_request(request_id)))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See `LLMEngine.add_lora`. The file is checked in a thread, so that no step waits for it."""
+        adapter = await self.run_input(lambda: self.llm_engine.input_processor.register(lora_request))
+        await self.call(lambda engine: engine.prefetch_lora(adapter))
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """See `LLMEngine.remove_lora`."""
+        return await self.call(lambda engine: engine.remove_lora(lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """See `LLMEngine.list_loras`."""
+        return self.llm_engine.list_loras()
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """See `LLMEngine.pin_lora`."""
+        return await self.call(lambda engine: engine.pin_lora(lora_id))
 
     async def call(self, job: Callable[[LLMEngine], T]) -> T:
         """Do something with the engine between two steps. Raises what ``job`` raises, or EngineDeadError."""

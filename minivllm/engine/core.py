@@ -7,8 +7,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineConfig
@@ -20,7 +21,7 @@ from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
 from minivllm.core.trace import Trace
 from minivllm.core.trace_files import TraceWriter
 from minivllm.engine.kv_publisher import KVEventPublisher
-from minivllm.sampling.grammar import GrammarCompiler, GrammarError, PendingGrammar
+from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = ["EngineCore", "GrammarQueue", "logger"]
@@ -57,6 +58,7 @@ class EngineCore:
             config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
         )
         self._compiling = GrammarQueue(grammar)
+        self._adapters: dict[str, Future[Any]] = {}  # that are read, or will be
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self._outputs: list[EngineCoreOutput] = []  # what the next step returns
         self._recording: TraceWriter | None = None
@@ -71,12 +73,27 @@ class EngineCore:
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
-        if request.request_id in self._compiling or request.request_id in self.scheduler.requests:
+        if request.request_id in self._compiling.waiting or request.request_id in self.scheduler.requests:
             raise ValueError(f"request id {request.request_id!r} is already in use")
-        if getattr(request.sampling_params, "structured_outputs", None) is None:
+        adapter = None if request.lora_name is None else self._adapters[request.lora_name]
+        if getattr(request.sampling_params, "structured_outputs", None) is None and (
+            adapter is None or _is_read(adapter)
+        ):
             self.scheduler.add_request(request)
         else:
-            self._compiling.add(request)
+            self._compiling.add(request, adapter)
+
+    def prefetch_lora(self, key: str, path: str, digest: str) -> None:
+        """Have an adapter read into main memory. Requests with it, which may come now, join the scheduler when it is there."""
+        self._adapters[key] = self.executor.collective_rpc("prefetch_lora", key, path, digest)[0]
+
+    def pin_lora(self, key: str) -> None:
+        """Keep an adapter in its slot once it has one. Raises ValueError if too few slots would be left."""
+        self.scheduler.adapters.pin(key)
+
+    def unpin_lora(self, key: str) -> None:
+        """Let an adapter give way again."""
+        self.scheduler.adapters.pinned.discard(key)
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
         """End requests in any state; unknown ids are passed over. Returns those that were ended."""
@@ -85,7 +102,7 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether `step` has anything to do, be it only rows to drop."""
-        return self.scheduler.has_requests() or any((self._compiling, self._in_flight, self._outputs))
+        return self.scheduler.has_requests() or any((self._compiling.waiting, self._in_flight, self._outputs))
 
     def compile_grammar(self, params: StructuredOutputsParams) -> PendingGrammar:
         """Begin to compile a grammar, for a caller that waits for it before `add_request`. Raises ValueError if it cannot be one."""
@@ -102,7 +119,8 @@ class EngineCore:
             PolicyError: a hook of the policy failed; no request is lost.
             Exception: whatever the executor raises; the requests of the step have ended then (see `_give_up`).
         """
-        self._admit_compiled()
+        if self._compiling.waiting:
+            self._admit_compiled()
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             try:
@@ -111,17 +129,20 @@ class EngineCore:
                 self._give_up(scheduled)
                 raise
             self._update(scheduled, result)
-        return self._take_outputs()
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def step_async(self) -> list[EngineCoreOutput]:
         """Begin one step, and return what requests gained in the one before, which ran meanwhile. Raises as `step`."""
-        self._admit_compiled()
+        if self._compiling.waiting:
+            self._admit_compiled()
         more = self.scheduler.has_requests()
         if more:
             self._submit(self.scheduler.schedule())
         if len(self._in_flight) > more:
             self._update(*self._wait())
-        return self._take_outputs()
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def _submit(self, scheduled: SchedulerOutput) -> None:
         try:
@@ -148,10 +169,6 @@ class EngineCore:
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
 
-    def _take_outputs(self) -> list[EngineCoreOutput]:
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
     def drain(self) -> None:
         """Wait for the steps in flight. What requests gained comes with the next `step`."""
         while self._in_flight:
@@ -159,8 +176,6 @@ class EngineCore:
 
     def _admit_compiled(self) -> None:
         """Let requests whose grammar is compiled join the scheduler; those whose grammar is wrong end."""
-        if not self._compiling:
-            return
         ready, failed = self._compiling.take_ready(wait=not (self.scheduler.has_requests() or self._in_flight))
         for request in ready:
             try:
@@ -230,7 +245,7 @@ class EngineCore:
         scheduler = self.scheduler
         return {
             "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting) + len(self._compiling),
+            "num_requests_waiting": len(scheduler.waiting) + len(self._compiling.waiting),
             "kv_cache_usage_perc": scheduler.kv_cache_manager.block_pool.usage,
             "prefix_cache_queries": scheduler.kv_cache_manager.stats.query_tokens,
             "prefix_cache_hits": scheduler.kv_cache_manager.stats.hit_tokens,
@@ -264,18 +279,23 @@ class EngineCore:
         self.executor.shutdown()
 
 
+def _is_read(adapter: Future[Any]) -> bool:
+    return adapter.done() and adapter.exception() is None
+
+
 class GrammarQueue:
-    """Requests whose grammar is being compiled. ``compiler``: None if there can be none."""
+    """Requests whose grammar is being compiled, or whose adapter is being read.
+
+    Args:
+        compiler: None if there can be none.
+
+    Attributes:
+        waiting: {request id: request, and what it waits for}, in the order of arrival.
+    """
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self.compiler = compiler
-        self._waiting: dict[str, tuple[Request, PendingGrammar]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waiting
+        self.waiting: dict[str, tuple[Request, list[PendingGrammar | Future[Any]]]] = {}
 
     def compile(self, params: StructuredOutputsParams) -> PendingGrammar:
         """Begin to compile. Raises ValueError without a compiler, GrammarError for a grammar that is too large."""
@@ -283,29 +303,33 @@ class GrammarQueue:
             raise ValueError("structured_outputs need a tokenizer, and this engine has none")
         return self.compiler.submit(params)
 
-    def add(self, request: Request) -> None:
-        """Begin to compile the grammar that the request's parameters ask for."""
-        self._waiting[request.request_id] = request, self.compile(request.sampling_params.structured_outputs)
+    def add(self, request: Request, adapter: Future[Any] | None = None) -> None:
+        """Begin to compile the grammar that the request's parameters ask for, if they do. ``adapter``: to wait for, too."""
+        pending: list[PendingGrammar | Future[Any]] = [] if adapter is None else [adapter]
+        if (structure := getattr(request.sampling_params, "structured_outputs", None)) is not None:
+            pending.append(self.compile(structure))
+        self.waiting[request.request_id] = request, pending
 
     def remove(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests; returns those that were here."""
-        return [request_id for request_id in request_ids if self._waiting.pop(request_id, None) is not None]
+        return [request_id for request_id in request_ids if self.waiting.pop(request_id, None) is not None]
 
     def take_ready(self, wait: bool) -> tuple[list[Request], list[EngineCoreOutput]]:
-        """Requests whose grammar is compiled, in the order of arrival, and the last outputs of those whose grammar is wrong.
+        """Requests that have what they wait for, in the order of arrival, and the last outputs of those that cannot get it.
 
         With ``wait``, when there is nothing else to do, the first one is waited for.
         """
         ready: list[Request] = []
         failed: list[EngineCoreOutput] = []
-        for request_id, (request, pending) in list(self._waiting.items()):
-            if not pending.done() and not wait:
+        for request_id, (request, pending) in list(self.waiting.items()):
+            if not wait and not all(each.done() for each in pending):
                 continue
             wait = False
-            del self._waiting[request_id]
+            del self.waiting[request_id]
             try:
-                pending.result()
+                for each in pending:
+                    each.result()
                 ready.append(request)
-            except GrammarError as error:
+            except ValueError as error:  # GrammarError, AdapterError
                 failed.append(EngineCoreOutput(request_id, [], FinishReason.ERROR, error=str(error)))
         return ready, failed

@@ -21,13 +21,14 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.models.tokenizer import get_tokenizer
+from minivllm.runtime.executor import read_model
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = ["CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "connect_engine", "logger"]
 
 logger = logging.getLogger("minivllm.engine")
-CALLS = ("reset_prefix_cache", "record_to")
+CALLS = ("reset_prefix_cache", "record_to", "pin_lora", "unpin_lora")
 """Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`)."""
 
 
@@ -88,6 +89,8 @@ class EngineCoreProc:
                 self.core.add_request(request)
             except ValueError as error:
                 return [EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error))]
+        elif kind == "prefetch_lora":
+            self.core.prefetch_lora(*what)
         elif kind == "abort":
             self.core.abort(what[0])
         elif kind == "call" and what[0] in CALLS:
@@ -289,6 +292,18 @@ class EngineCoreClient:
         """Record from now on; the file is written at the shutdown. Raises RuntimeError if a recording is under way."""
         self._call("record_to", os.path.abspath(path))
 
+    def prefetch_lora(self, key: str, path: str, digest: str) -> None:
+        """See `EngineCore.prefetch_lora`. If the adapter cannot be read, its requests fail."""
+        self._send("prefetch_lora", key, os.path.abspath(path), digest)
+
+    def pin_lora(self, key: str) -> None:
+        """See `EngineCore.pin_lora`."""
+        self._call("pin_lora", key)
+
+    def unpin_lora(self, key: str) -> None:
+        """See `EngineCore.unpin_lora`."""
+        self._call("unpin_lora", key)
+
     def get_stats(self) -> dict[str, float]:
         """See `EngineCore.get_stats`; as of the last message."""
         return self._stats
@@ -337,7 +352,10 @@ def connect_engine(args: EngineArgs, *, warm: bool = False, **options: Any) -> L
         ends = [tokenizer.eos_token_id, *(found if isinstance(found, list) else [found])]
         known = [token for token in dict.fromkeys(ends) if token is not None]
         core.grammar = GrammarCompiler(tokenizer, config.model.vocab_size, known)
-        return LLMEngine(config, cast(EngineCore, core), tokenizer, core.generation_config)
+        engine = LLMEngine(config, cast(EngineCore, core), tokenizer, core.generation_config)
+        if args.enable_lora:
+            engine.know_adapters(read_model(args).spec)
+        return engine
     except BaseException:
         core.shutdown()
         raise

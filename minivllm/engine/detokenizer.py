@@ -39,16 +39,15 @@ class TokenBytes(dict[int, bytes]):
         self.skipped = special_token_ids(tokenizer) if skip_special_tokens else frozenset()
 
     def __missing__(self, token_id: int) -> bytes:
-        self[token_id] = piece = self._spell(token_id)
-        return piece
-
-    def _spell(self, token_id: int) -> bytes:
         token = None if token_id in self.skipped else self.backend.id_to_token(token_id)
         if token is None:
-            return b""
-        if all(char in self.alphabet for char in token):
-            return bytes(self.alphabet[char] for char in token)
-        return token.encode()
+            piece = b""
+        elif all(char in self.alphabet for char in token):
+            piece = bytes(self.alphabet[char] for char in token)
+        else:
+            piece = token.encode()
+        self[token_id] = piece
+        return piece
 
 
 class Detokenizer(Protocol):

@@ -12,6 +12,8 @@ import numpy as np
 
 from minivllm.core.config import EngineConfig
 from minivllm.core.request import Request
+from minivllm.lora.adapter import LoRARequest
+from minivllm.lora.store import AdapterRegistry, RegisteredAdapter
 from minivllm.sampling.params import InvalidParameter, SamplingParams, check_text
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.random import RequestSeeds
@@ -89,6 +91,7 @@ class ProcessedInput:
     prompt_token_ids: list[int]
     params: SamplingParams | PoolingParams
     children: list[Request]
+    adapter: RegisteredAdapter | None = None
 
 
 class InputProcessor:
@@ -107,6 +110,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.generation_config = generation_config or {}
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
+        self.adapters: AdapterRegistry | None = None  # set by an engine with enable_lora
         self.transforms_read_extra_args = False  # set by an engine that has transforms of its own
         self._next_seed = RequestSeeds(config.seed)
         self._longest_token = 0  # in characters; found when it is needed
@@ -189,6 +193,7 @@ class InputProcessor:
         priority: int = 0,
         user: str | None = None,
         cut_max_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
         """Check everything and make the core's requests; nothing is queued yet.
 
@@ -202,8 +207,11 @@ class InputProcessor:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be a whole number (smaller is more urgent), got {_brief(priority)}")
         parsed = parse_prompt(prompt)
+        adapter = None if lora_request is None else self.register(lora_request)
+        about: dict[str, Any] = {"arrival_time": arrival_time, "priority": priority, "user": user}
+        about |= {"cache_salt": parsed.cache_salt, "lora_name": adapter and adapter.key}
         if isinstance(params, PoolingParams):
-            return self._process_pooling(request_id, parsed, params, arrival_time, priority, user)
+            return self._process_pooling(request_id, parsed, params, adapter, about)
         params = self._complete(params)
         token_ids = self.tokenize(parsed, params)
         max_tokens = self.max_tokens(len(token_ids), params, cut_max_tokens)
@@ -221,24 +229,26 @@ class InputProcessor:
                 stop_token_ids=frozenset(child.stop_token_ids or ()),
                 ignore_eos=child.ignore_eos,
                 sampling_params=child,
-                arrival_time=arrival_time,
-                priority=priority,
-                user=user,
-                cache_salt=parsed.cache_salt,
                 skip_reading_prefix_cache=child.prompt_logprobs is not None,
+                **about,
             )
             for child_id, child in self._children(request_id, params)
         ]
-        return ProcessedInput(parsed.text, token_ids, params, children)
+        return ProcessedInput(parsed.text, token_ids, params, children, adapter)
+
+    def register(self, lora_request: LoRARequest) -> RegisteredAdapter:
+        """Check an adapter, or find it. Raises ValueError if it cannot be used, or the engine was made without adapters."""
+        if self.adapters is None:
+            raise ValueError("lora_request: this engine was made without enable_lora=True")
+        return self.adapters.add(lora_request)
 
     def _process_pooling(
         self,
         request_id: str,
         prompt: Prompt,
         params: PoolingParams,
-        arrival_time: float,
-        priority: int,
-        user: str | None,
+        adapter: RegisteredAdapter | None,
+        about: dict[str, Any],
     ) -> ProcessedInput:
         """A request that ends when its prompt is computed. A mean needs every token's hidden state, so no cached prefix will do."""
         params.verify(self.config.model.hidden_size)
@@ -248,13 +258,10 @@ class InputProcessor:
             token_ids,
             max_tokens=1,
             sampling_params=params,
-            arrival_time=arrival_time,
-            priority=priority,
-            user=user,
-            cache_salt=prompt.cache_salt,
             skip_reading_prefix_cache=params.pooling_type == "mean",
+            **about,
         )
-        return ProcessedInput(prompt.text, token_ids, params, [request])
+        return ProcessedInput(prompt.text, token_ids, params, [request], adapter)
 
     def _complete(self, params: SamplingParams) -> SamplingParams:
         if params.bad_words and self.tokenizer is None:

@@ -21,6 +21,7 @@ from minivllm.engine.beam_search import Beams, BeamSearchOutput, beam_search_out
 from minivllm.engine.input_processor import ProcessedInput, PromptType, parse_prompt
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from minivllm.lora.adapter import LoRARequest
 from minivllm.models.tokenizer import apply_chat_template
 from minivllm.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
@@ -98,18 +99,20 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         user: Sequence[str | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; the answers come in their order.
 
         ``prompts``: a text, a list of token ids, a dict (`{"prompt": ...}` or `{"prompt_token_ids": ...}`), or a list of these.
         ``sampling_params``: one for all, or one for each. ``priority``, ``user``: one for each prompt, for policies that ask.
+        ``lora_request``: an adapter for all, or one for each (None: the base model); needs ``enable_lora=True``.
 
         Raises:
             TypeError, ValueError: a bad prompt or parameter, found before anything runs.
             KeyboardInterrupt: the rest is aborted; the engine stays usable.
         """
         listed = _as_prompt_list(prompts)
-        return self._run(self._process_all(listed, sampling_params, priority, user), use_tqdm)
+        return self._run(self._process_all(listed, sampling_params, priority, user, lora_request), use_tqdm)
 
     def _process_all(
         self,
@@ -117,12 +120,14 @@ class LLM:
         sampling_params: SamplingParams | PoolingParams | Sequence[SamplingParams] | Sequence[PoolingParams] | None,
         priority: Sequence[int] | None = None,
         user: Sequence[str | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[tuple[str, ProcessedInput]]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _one_each("sampling_params", sampling_params, len(prompts), (SamplingParams, PoolingParams))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts), int)
         users = _one_each("user", user, len(prompts), (str, type(None)))
+        loras = _one_each("lora_request", lora_request, len(prompts), LoRARequest)
         if self.llm_engine.has_unfinished_requests():
             raise RuntimeError(
                 f"{self.llm_engine.get_num_unfinished_requests()} requests that were added to llm.llm_engine are unfinished:"
@@ -135,7 +140,7 @@ class LLM:
             request_id = str(next(self._ids))
             try:
                 given = self.llm_engine.process(
-                    request_id, prompt, final[id(params[i])], moment, priorities[i], users[i]
+                    request_id, prompt, final[id(params[i])], moment, priorities[i], users[i], True, loras[i]
                 )
             except (TypeError, ValueError) as error:
                 if len(prompts) == 1:
@@ -194,11 +199,13 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (a list of `{"role": ..., "content": ...}`), or each of a list of conversations.
 
         ``chat_template``: Jinja text in place of the model's own. ``continue_final_message``: go on with the last message instead of answering it
         (then set ``add_generation_prompt=False``). ``chat_template_kwargs``: further variables of the template.
+        ``lora_request``: see `generate`.
 
         Raises:
             ValueError: the model has no template, or it refuses the messages.
@@ -216,7 +223,7 @@ class LLM:
                 **(chat_template_kwargs or {}),
             )
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: bool = False

@@ -19,6 +19,9 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, ProcessedInput, PromptType
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import RequestOutput
+from minivllm.lora.adapter import LoRARequest, lora_targets
+from minivllm.lora.store import AdapterRegistry, RegisteredAdapter
+from minivllm.models.spec import DecoderSpec
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import Executor, fit_memory, make_executor, plan_engine
 from minivllm.sampling.grammar import GrammarCompiler
@@ -97,7 +100,48 @@ class LLMEngine:
         )
         engine = cls(plan.config, core, tokenizer, plan.model.generation_config)
         engine.input_processor.transforms_read_extra_args = bool(logits_processors)
+        engine.know_adapters(plan.model.spec)
         return engine
+
+    def know_adapters(self, spec: DecoderSpec) -> None:
+        """Let requests bring adapters for the model that the spec describes, if ``enable_lora`` is on."""
+        if self.config.args.enable_lora:
+            targets, max_rank = lora_targets(spec), self.config.args.max_lora_rank
+            self.input_processor.adapters = AdapterRegistry(targets, max_rank)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter and have it read into main memory; True, as in vLLM. Raises ValueError if it cannot be used."""
+        self.prefetch_lora(self.input_processor.register(lora_request))
+        return True
+
+    def prefetch_lora(self, adapter: RegisteredAdapter) -> None:
+        self.core.prefetch_lora(adapter.key, adapter.request.lora_path, adapter.digest)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter, by its `lora_int_id`. Requests that have it go on. Returns whether it was known."""
+        adapters = self.input_processor.adapters
+        known = None if adapters is None else adapters.by_id(lora_id)
+        if adapters is None or known is None:
+            return False
+        self.core.unpin_lora(known.key)
+        return adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """The `lora_int_id` of each adapter that is known."""
+        adapters = self.input_processor.adapters
+        return set() if adapters is None else adapters.ids()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in its slot once it has one.
+
+        Raises:
+            ValueError: no such adapter, or no slot would be left for the others.
+        """
+        known = self.input_processor.adapters and self.input_processor.adapters.by_id(lora_id)
+        if not known:
+            raise ValueError(f"pin_lora: no adapter has lora_int_id {lora_id!r}; known: {sorted(self.list_loras())}")
+        self.core.pin_lora(known.key)
+        return True
 
     def _defaults(self) -> dict[str, Any]:
         """The fields of SamplingParams that the model's generation config sets. What is wrong with it is the model's fault, not a request's."""
@@ -123,14 +167,18 @@ class LLMEngine:
         arrival_time: float | None = None,
         priority: int = 0,
         user: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request. ``arrival_time``: seconds on ``clock``, now if None. ``priority``: smaller is more urgent.
+        ``lora_request``: the adapter to run it with.
 
         Raises:
             TypeError, ValueError: a bad prompt, parameter or id; says what is allowed. Other requests are not touched.
         """
         moment = self.clock.now() if arrival_time is None else arrival_time
-        self.add_processed(request_id, self.process(request_id, prompt, params, moment, priority, user))
+        self.add_processed(
+            request_id, self.process(request_id, prompt, params, moment, priority, user, True, lora_request)
+        )
 
     def process(
         self,
@@ -141,6 +189,7 @@ class LLMEngine:
         priority: int = 0,
         user: str | None = None,
         cut_max_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
         """Check and tokenise a request without queueing it; see `InputProcessor.process`."""
         if self._closed:
@@ -155,6 +204,7 @@ class LLMEngine:
             priority=priority,
             user=user,
             cut_max_tokens=cut_max_tokens,
+            lora_request=lora_request,
         )
 
     def add_processed(self, request_id: str, given: ProcessedInput) -> None:
@@ -165,6 +215,8 @@ class LLMEngine:
             request_id, given.prompt, given.prompt_token_ids, given.params, children, arrival
         )
         try:
+            if given.adapter is not None:
+                self.prefetch_lora(given.adapter)
             for child in given.children:
                 self.core.add_request(child)
         except Exception:

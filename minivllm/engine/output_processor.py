@@ -11,7 +11,7 @@ from minivllm.core.request import FinishReason
 from minivllm.engine.detokenizer import Detokenizer, DetokenizerFactory
 from minivllm.engine.outputs import CompletionOutput, FinishedRequest, RequestMetrics, RequestOutput
 from minivllm.engine.stop_strings import REPETITION_STOP_REASON, StopStrings, repeated_pattern_size
-from minivllm.sampling.params import RequestOutputKind, SamplingParams, best_indices
+from minivllm.sampling.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, best_indices
 from minivllm.sampling.pooling import PoolingParams
 
 __all__ = ["OutputProcessor", "ProcessedOutputs"]
@@ -41,36 +41,32 @@ class CompletionState:
     def update(self, output: EngineCoreOutput) -> bool:
         """Take one step's tokens. Returns whether the engine core must be told that this request has ended."""
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-        before = len(self.token_ids)
-        ended_here = self._add_tokens(output)
+        before, loop, ended_here = len(self.token_ids), self.params.repetition_detection, False
+        num_visible = len(output.new_token_ids)
+        if output.finish_reason is FinishReason.STOP and not self.params.include_stop_str_in_output:
+            num_visible -= 1  # the end-of-sequence or stop token
+        for i, token_id in enumerate(output.new_token_ids):
+            self.token_ids.append(token_id)
+            if self.text_offsets is not None:
+                self.text_offsets.append(len(self.text))
+            if i < num_visible and self.detokenizer is not None:
+                start = len(self.text)
+                self.text += self.detokenizer.push(token_id)
+                ended_here = self.stops is not None and self._cut_at_stop(start)
+            goes_on = output.finish_reason is None or i + 1 < len(output.new_token_ids)
+            if loop is not None and not ended_here and goes_on:
+                ended_here = self._ends_in(loop)
+            if ended_here:  # further tokens are dropped
+                break
         if self.finish_reason is not None and not ended_here:
             ended_here = self._flush()
         if output.logprobs:
             self._take_logprobs(output, len(self.token_ids) - before)
         return ended_here and output.finish_reason is None
 
-    def _add_tokens(self, output: EngineCoreOutput) -> bool:
-        """Returns whether a stop string or a loop ended the answer; tokens behind it are dropped."""
-        hidden_at, loop = self._hidden_token(output), self.params.repetition_detection
-        last = len(output.new_token_ids) - 1
-        for i, token_id in enumerate(output.new_token_ids):
-            self.token_ids.append(token_id)
-            if self.text_offsets is not None:
-                self.text_offsets.append(len(self.text))
-            if i != hidden_at and self.detokenizer is not None and self._add_text(self.detokenizer.push(token_id)):
-                return True
-            may_stop = (output.finish_reason is None or i < last) and len(self.token_ids) >= self.params.min_tokens
-            if loop is not None and may_stop and repeated_pattern_size(self.token_ids, loop):
-                self.finish_reason, self.stop_reason = FinishReason.STOP, REPETITION_STOP_REASON
-                self._flush()
-                return True
-        return False
-
-    def _add_text(self, piece: str) -> bool:
-        """Returns whether a stop string is complete now; then the text is cut and the reason set."""
-        start = len(self.text)
-        self.text += piece
-        if self.stops is None or not piece or len(self.token_ids) <= self.params.min_tokens:
+    def _cut_at_stop(self, start: int) -> bool:
+        """Whether the text from ``start`` on completes a stop string; then the text is cut and the reason set."""
+        if self.stops is None or start == len(self.text) or len(self.token_ids) <= self.params.min_tokens:
             return False
         match = self.stops.find(self.text, start)
         if match is None:
@@ -79,14 +75,20 @@ class CompletionState:
         self.finish_reason, self.stop_reason = FinishReason.STOP, match.stop
         return True
 
-    def _flush(self) -> bool:
-        return self.detokenizer is not None and self._add_text(self.detokenizer.flush())
+    def _ends_in(self, loop: RepetitionDetectionParams) -> bool:
+        """Whether the answer ends in a repeated pattern; then the reason is set."""
+        if len(self.token_ids) < self.params.min_tokens or not repeated_pattern_size(self.token_ids, loop):
+            return False
+        self.finish_reason, self.stop_reason = FinishReason.STOP, REPETITION_STOP_REASON
+        self._flush()
+        return True
 
-    def _hidden_token(self, output: EngineCoreOutput) -> int | None:
-        """Place of the token that ended the request and is not part of the text: an end-of-sequence or stop token."""
-        if output.finish_reason is FinishReason.STOP and not self.params.include_stop_str_in_output:
-            return len(output.new_token_ids) - 1
-        return None
+    def _flush(self) -> bool:
+        if self.detokenizer is None:
+            return False
+        start = len(self.text)
+        self.text += self.detokenizer.flush()
+        return self._cut_at_stop(start)
 
     def _take_logprobs(self, output: EngineCoreOutput, count: int) -> None:
         if self.logprobs is None:
@@ -130,10 +132,11 @@ class RequestState:
     changed: set[int] = field(default_factory=set)
     wants_vector: bool = False
     pooled: list[float] | None = None
+    finished: bool = False
+    ranks_children: bool = field(init=False)
 
-    @property
-    def finished(self) -> bool:
-        return all(child.finish_reason is not None for child in self.children.values())
+    def __post_init__(self) -> None:
+        self.ranks_children = self.params.ranks_children
 
     def counts(self) -> FinishedRequest:
         """For the metrics, when it has ended."""
@@ -146,13 +149,13 @@ class RequestState:
     def output(self) -> RequestOutput | None:
         """What the caller gets now, or None if it waits for the end."""
         kind, finished = self.params.output_kind, self.finished
-        if not finished and (kind is RequestOutputKind.FINAL_ONLY or self.params.ranks_children):
+        if not finished and (kind is RequestOutputKind.FINAL_ONLY or self.ranks_children):
             return None
         delta = kind is RequestOutputKind.DELTA
         children = [c for c in self.children.values() if not delta or c.index in self.changed]
         self.changed.clear()
         outputs = [] if self.wants_vector else [child.completion(delta) for child in children]
-        if self.params.ranks_children:
+        if self.ranks_children:
             outputs = self._best(outputs)
         return RequestOutput(
             request_id=self.request_id,
@@ -259,37 +262,37 @@ class OutputProcessor:
             if state is None:
                 continue
             touched[state.request_id] = state
-            if self._update(state, output, now):
+            child = state.children[output.request_id]
+            if output.new_token_ids:
+                state.metrics.first_token_time = state.metrics.first_token_time or now
+                state.metrics.last_token_time = now
+                state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+            if output.error is not None:
+                state.error = output.error
+            if output.pooled is not None:
+                state.pooled, state.num_cached_tokens = output.pooled, output.num_cached_tokens
+            if output.logprobs or output.prompt_logprobs:
+                self._name_tokens(output)
+            if output.prompt_logprobs:
+                state.prompt_logprobs = [*(state.prompt_logprobs or ()), *output.prompt_logprobs]
+            if child.update(output):
                 to_abort.append(output.request_id)
-        results = [result for state in touched.values() if (result := self._emit(state, now)) is not None]
+            state.changed.add(child.index)
+            if child.finish_reason is not None:
+                del self.parent_of[output.request_id]
+                state.finished = all(other.finish_reason is not None for other in state.children.values())
+        results = []
+        for state in touched.values():
+            if state.finished:
+                self._finish(state, now)
+            if (result := state.output()) is not None:
+                results.append(result)
         return ProcessedOutputs(results, to_abort)
 
-    def _update(self, state: RequestState, output: EngineCoreOutput, now: float) -> bool:
-        child = state.children[output.request_id]
-        if output.new_token_ids:
-            state.metrics.first_token_time = state.metrics.first_token_time or now
-            state.metrics.last_token_time = now
-            state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
-        if output.error is not None:
-            state.error = output.error
-        if output.pooled is not None:
-            state.pooled, state.num_cached_tokens = output.pooled, output.num_cached_tokens
-        if output.logprobs or output.prompt_logprobs:
-            self._name_tokens(output)
-        if output.prompt_logprobs:
-            state.prompt_logprobs = [*(state.prompt_logprobs or ()), *output.prompt_logprobs]
-        core_must_stop = child.update(output)
-        state.changed.add(child.index)
-        if child.finish_reason is not None:
-            del self.parent_of[output.request_id]
-        return core_must_stop
-
-    def _emit(self, state: RequestState, now: float) -> RequestOutput | None:
-        if state.finished:
-            state.metrics.finished_time = now
-            del self.requests[state.request_id]
-            self.on_finished(state.counts())
-        return state.output()
+    def _finish(self, state: RequestState, now: float) -> None:
+        state.metrics.finished_time = now
+        del self.requests[state.request_id]
+        self.on_finished(state.counts())
 
     def _name_tokens(self, output: EngineCoreOutput) -> None:
         """Write the text of each token into the log-probabilities."""
@@ -301,16 +304,8 @@ class OutputProcessor:
 
     def abort_requests(self, request_ids: Sequence[str], now: float) -> tuple[list[RequestOutput], list[str]]:
         """Forget requests. Returns their last outputs and the ids to abort in the engine core; unknown ids are passed over."""
-        results: list[RequestOutput] = []
-        core_ids: list[str] = []
-        for request_id in request_ids:
-            state = self.requests.get(request_id)
-            if state is None:
-                continue
-            for child_id, child in state.children.items():
-                if child.finish_reason is None:
-                    core_ids.append(child_id)
-                    self._update(state, EngineCoreOutput(child_id, [], FinishReason.ABORT), now)
-            if (result := self._emit(state, now)) is not None:
-                results.append(result)
-        return results, core_ids
+        states = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
+        running = ((name, child) for state in states for name, child in state.children.items())
+        core_ids = [name for name, child in running if child.finish_reason is None]
+        aborted = [EngineCoreOutput(name, [], FinishReason.ABORT) for name in core_ids]
+        return self.process_outputs(aborted, now).request_outputs, core_ids

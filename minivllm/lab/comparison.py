@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.events import Event
+from minivllm.core.events import Event, by_step
 from minivllm.core.trace import REASONS, Trace
-from minivllm.lab.simulation import Run, make_settings
+from minivllm.lab.simulation import Run, make_settings, trace_of
 
 __all__ = [
     "COMPARED", "Diff", "Difference", "StepDecision", "decisions", "diff", "first_difference", "standing",
@@ -41,28 +41,17 @@ class StepDecision:
 
 def decisions(trace: Trace, names: dict[str, str] | None = None) -> Iterator[StepDecision]:
     """The decision of each recorded step. `names` gives requests other names."""
-    step, when = -1, 0.0
-    scheduled: dict[str, int] = {}
-    admitted: list[str] = []
-    preempted: list[str] = []
 
     def call(name: str) -> str:
         return names.get(name, name) if names else name
 
-    for event in trace.events:
-        kind = event[0]
-        if kind == "step":
-            if step >= 0:
-                yield StepDecision(step, when, scheduled, tuple(admitted), tuple(preempted))
-            step, when, scheduled, admitted, preempted = step + 1, event[2], {}, [], []
-        elif kind == "schedule":
-            scheduled = {call(name): n for name, n in event[1].items()}
-        elif kind == "admit":
-            admitted.append(call(event[1]))
-        elif kind == "preempt":
-            preempted.append(call(event[1]))
-    if step >= 0:
-        yield StepDecision(step, when, scheduled, tuple(admitted), tuple(preempted))
+    for step, events in by_step(trace.events):
+        if step >= 0:
+            scheduled = {call(name): n for event in events if event[0] == "schedule" for name, n in event[1].items()}
+            admitted, preempted = (
+                tuple(call(event[1]) for event in events if event[0] == kind) for kind in ("admit", "preempt")
+            )
+            yield StepDecision(step, events[0][2], scheduled, admitted, preempted)
 
 
 def standing(trace: Trace, request_id: str, step: int) -> str:
@@ -170,15 +159,8 @@ def _concerned(x: StepDecision | None, y: StepDecision | None) -> list[str]:
 
 
 COMPARED = (
-    "queue_time",
-    "ttft",
-    "tpot",
-    "e2e",
-    "finished",
-    "num_cached_tokens",
-    "num_preemptions",
-    "num_output_tokens",
-)
+    "queue_time", "ttft", "tpot", "e2e", "finished", "num_cached_tokens", "num_preemptions", "num_output_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -207,18 +189,8 @@ class Diff:
         rows = []
         for name in COMPARED:
             a, b, delta = (self.requests[f"{name}_{x}"] for x in ("a", "b", "delta"))
-            rows.append(
-                (
-                    name,
-                    a.median(),
-                    b.median(),
-                    a.mean(),
-                    b.mean(),
-                    (delta < 0).sum(),
-                    (delta == 0).sum(),
-                    (delta > 0).sum(),
-                )
-            )
+            signs = ((delta < 0).sum(), (delta == 0).sum(), (delta > 0).sum())
+            rows.append((name, a.median(), b.median(), a.mean(), b.mean(), *signs))
         columns = ["measurement", "median_a", "median_b", "mean_a", "mean_b", "smaller", "equal", "larger"]
         return pd.DataFrame(rows, columns=columns)
 
@@ -258,13 +230,11 @@ def diff(a: Run | Trace, b: Run | Trace, *, match: str = "id") -> Diff:
     for name in COMPARED:
         table[f"{name}_delta"] = table[f"{name}_b"] - table[f"{name}_a"]
     table = table[["request_id", *(f"{name}_{x}" for name in COMPARED for x in ("a", "b", "delta"))]]
-    both = left.trace is not None and right.trace is not None
-    first = (
-        first_difference(left.trace, right.trace, names) if left.trace is not None and right.trace is not None else None
-    )
+    recorded = left.trace is not None and right.trace is not None
+    first = first_difference(trace_of(left), trace_of(right), names) if recorded else None
     ids_a, ids_b = set(frame_a["request_id"]), set(frame_b["request_id"])
     return Diff(
-        f"{left.name} ({left.policy})", f"{right.name} ({right.policy})", table, first, both,
+        f"{left.name} ({left.policy})", f"{right.name} ({right.policy})", table, first, recorded,
         tuple(sorted(ids_a - ids_b)), tuple(sorted(ids_b - ids_a)),
     )  # fmt: skip
 

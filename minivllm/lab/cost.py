@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from minivllm.core.events import FoldReader, read
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.trace import Trace
 
@@ -243,6 +244,46 @@ def _known(value: Any, table: dict[str, Any], what: str) -> Any:
     return table[value]
 
 
+class _StepTimes(FoldReader):
+    """Work and times of the recorded steps that came to their end."""
+
+    def begin(self) -> None:
+        self.found: list[tuple[StepWork, float, float | None]] = []
+        self._end: float | None = None
+        self._on_step(-1, 0.0)
+
+    def close(self, next_start: float | None) -> None:
+        """The next step begins, or None does."""
+        if self._end is not None:
+            total = None if self._idle or next_start is None else next_start - self._start
+            self.found.append((self._work, self._end - self._start, total))
+
+    def _on_step(self, step: int, time: float) -> None:
+        self.close(time)
+        self._work, self._start, self._end, self._idle = StepWork(), time, None, False
+
+    def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
+        for name, n in num_scheduled.items():
+            self._work.add(self.fold.now.requests[name].num_computed_tokens, n)
+
+    def _on_swap_out(self, request: str, blocks: Sequence[Any]) -> None:
+        self._work.swapped_tokens += len(blocks) * self.header.block_size
+
+    _on_free_cpu = _on_swap_out
+
+    def _on_rollback(self, num_rejected: dict[str, int]) -> None:
+        self._work.num_sampled += sum(num_rejected.values())
+
+    def _on_update(self, time: float, tokens: dict[str, tuple[int, ...]], step: int | None = None) -> None:
+        if step is not None:
+            raise ValueError("steps of a recording with async_scheduling overlap; record with async_scheduling=False")
+        self._end = time
+        self._work.num_sampled += sum(map(len, tokens.values()))
+
+    def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
+        self._idle = self._idle or len(self.fold.now.requests) == 1
+
+
 def timed_steps(trace: Trace) -> Iterator[tuple[StepWork, float, float | None]]:
     """Work, seconds until the model had answered, and seconds until the next decision, for each recorded step that came to its end.
 
@@ -251,36 +292,10 @@ def timed_steps(trace: Trace) -> Iterator[tuple[StepWork, float, float | None]]:
     Raises:
         ValueError: steps overlapped (async scheduling), so that none has a time of its own.
     """
-    computed = {name: state.num_computed_tokens for name, state in trace.start.requests.items()}
-    alive = set(computed)
-    work, start, end, idle = StepWork(), None, None, False
-    for event in trace.events:
-        kind = event[0]
-        if kind == "step":
-            if start is not None and end is not None:
-                yield work, end - start, None if idle else event[2] - start
-            work, start, end, idle = StepWork(), event[2], None, False
-        elif kind == "admit":
-            computed[event[1]] = event[2]
-        elif kind == "schedule":
-            for name, n in event[1].items():
-                work.add(computed[name], n)
-                computed[name] += n
-        elif kind in ("swap_out", "free_cpu"):
-            work.swapped_tokens += len(event[2]) * trace.header.block_size
-        elif kind == "update":
-            if len(event) > 3:
-                raise ValueError(
-                    "steps of a recording with async_scheduling overlap; record with async_scheduling=False"
-                )
-            end, work.num_sampled = event[1], len(event[2])
-        elif kind == "add":
-            alive.add(event[1])
-        elif kind == "finish":
-            alive.discard(event[1])
-            idle = idle or not alive
-    if start is not None and end is not None:
-        yield work, end - start, None
+    reader = _StepTimes()
+    read(trace, reader)
+    reader.close(None)
+    return iter(reader.found)
 
 
 def _nonnegative_least_squares(

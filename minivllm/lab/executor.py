@@ -14,7 +14,7 @@ __all__ = ["Executor", "FakeExecutor"]
 
 
 class Executor(Protocol):
-    """What carries a decision out: a fake model, or a real one."""
+    """What executes a decision: a fake model, or a real one."""
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
@@ -35,20 +35,24 @@ class FakeExecutor:
         self.work = StepWork()
         self.exhausted: list[str] = []
         self._answers: dict[str, Sequence[int]] = {}
+        self._new_answers: set[str] = set()  # since the last step
         self._rows: dict[str, list[int]] = {}
 
     def set_answer(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """What a request will say. Behind the end, and if nothing was set, it says 0."""
+        """What a request will say. After its end, and if nothing was set, it says 0."""
         self._answers[request_id] = token_ids
+        self._new_answers.add(request_id)
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Carry out one decision."""
+        """Execute one decision."""
         rows, answers = self._rows, self._answers
         for name in output.preempted:
             rows.pop(name, None)
         for name in output.finished:
             rows.pop(name, None)
-            answers.pop(name, None)
+            if name not in self._new_answers:  # else its id is in use again
+                answers.pop(name, None)
+        self._new_answers.clear()
         for new in output.new_requests:
             said = len(new.output_token_ids)
             rows[new.request_id] = [new.num_computed_tokens, len(new.prompt_token_ids) + said, said]

@@ -17,7 +17,16 @@ from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Scheduler
 from minivllm.core.trace import Trace
 from minivllm.lab.cost import CostModel
-from minivllm.lab.simulation import Run, Session, Settings, kv_cache_of, make_settings, policy_of, preemption_of
+from minivllm.lab.simulation import (
+    Run,
+    Session,
+    Settings,
+    kv_cache_of,
+    make_settings,
+    policy_of,
+    preemption_of,
+    trace_of,
+)
 from minivllm.lab.workload import Recorded, recorded_requests
 
 __all__ = ["RecordedStep", "ReplayDivergence", "fork", "recorded_steps", "replay"]
@@ -109,24 +118,13 @@ def restore(scheduler: Scheduler, start: State) -> None:
         stand_in.block_hashes = [block.block_hash or b""]
         index.insert(stand_in, 0, block)
     pool.num_cached_free = len(named)
-    for queue, blocks, order in (
-        (pool.free_queue, pool.blocks, start.free),
-        *(
-            [
-                (
-                    scheduler.kv_cache_manager.cpu_pool.free_queue,
-                    scheduler.kv_cache_manager.cpu_pool.blocks,
-                    start.cpu_free,
-                )
-            ]
-            if scheduler.kv_cache_manager.cpu_pool
-            else []
-        ),
-    ):
+    pools = [(pool, start.free)]
+    if scheduler.kv_cache_manager.cpu_pool is not None:
+        pools.append((scheduler.kv_cache_manager.cpu_pool, start.cpu_free))
+    for each, order in pools:
         for i in order:
-            queue.remove(blocks[i])
-        for i in order:
-            queue.append(blocks[i])
+            each.free_queue.remove(each.blocks[i])
+            each.free_queue.append(each.blocks[i])
     scheduler.set_policy(scheduler.policy)  # which blocks can be evicted has changed
 
 
@@ -202,9 +200,7 @@ class History:
         kv_cache: KVCacheConfig | None = None,
         cost_model: CostModel | None = None,
     ) -> None:
-        trace = source.trace if isinstance(source, Run) else source
-        if trace is None:
-            raise ValueError(f"{source!r} was not recorded; simulate with record=True")
+        trace = trace_of(source)
         kv_cache = kv_cache or kv_cache_of(trace)
         made = make_settings(None, trace.header.settings)
         self.trace, self.settings = trace, Settings(made.scheduler, made.cache, kv_cache)
@@ -338,8 +334,7 @@ def fork(
     """
     started = time.perf_counter()
     known = source.cost_model if isinstance(source, Run) else None
-    trace = source.trace if isinstance(source, Run) else source
-    cost_model = cost_model or known or (CostModel.fit(trace) if trace is not None else None)
+    cost_model = cost_model or known or CostModel.fit(trace_of(source))
     history = History(source, recorded_policy, preemption, kv_cache, cost_model)
     if not 0 <= step <= len(history.steps):
         raise IndexError(f"step {step} of a recording with {len(history.steps)} steps")

@@ -7,17 +7,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minivllm.core.events import FoldReader, RequestSnapshot, read
 from minivllm.core.trace import Trace
 from minivllm.lab.meter import Meter
-from minivllm.lab.simulation import Run
+from minivllm.lab.simulation import Run, trace_of
 
 __all__ = [
-    "LATENCIES", "Occupancy", "compare", "fragmentation", "goodput", "latency", "occupancy", "requests",
-    "summary", "throughput",
+    "LATENCIES", "Occupancy", "OccupancyReader", "compare", "fragmentation", "goodput", "latency",
+    "occupancy", "requests", "summary", "throughput",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -167,6 +168,53 @@ class Occupancy:
     empty: list[int]
 
 
+class OccupancyReader(FoldReader):
+    """Notes the occupancy at the end of each step: `read(trace, reader)`, then `reader.occupancies()`.
+
+    Args:
+        max_model_len: what "max_len" reserves per request; None for the recorded limit.
+    """
+
+    def __init__(self, max_model_len: int | None = None) -> None:
+        super().__init__()
+        self.longest = max_model_len
+
+    def begin(self) -> None:
+        """Raises ValueError if no limit is recorded and none is given."""
+        self.longest = self.longest or self.header.settings.get("max_model_len")
+        if self.longest is None:
+            raise ValueError("the trace does not say how long a request may be; give max_model_len=")
+        self.time = 0.0
+        self._found: list[tuple[Occupancy, list[RequestSnapshot]]] = []
+
+    def _on_step(self, step: int, time: float) -> None:
+        self.time = time
+
+    def end_step(self) -> None:
+        running = [self.fold.now.requests[name] for name in self.fold.now.running]
+        if not running:
+            return
+        size, groups = self.header.block_size, self.header.num_groups
+        computed = [request.num_computed_tokens for request in running]
+        slots = [size * sum(map(len, request.tables)) for request in running]
+        left = size * sum(table.count(0) for request in running for table in request.tables)  # behind windows
+        reserved = {
+            "paged": sum(slots) - left,
+            "oracle": 0,  # not known yet
+            "power_of_two": groups * sum(1 << (max(1, n) - 1).bit_length() for n in computed),
+            "max_len": groups * int(self.longest or 0) * len(running),
+        }
+        empty = [n // groups - tokens for n, tokens in zip(slots, computed, strict=True)]
+        stored = groups * sum(computed) - left
+        self._found.append((Occupancy(self.step, self.time, stored, reserved, empty), running))
+
+    def occupancies(self) -> Iterator[Occupancy]:
+        """What was noted. The final lengths are those that the fold has counted up to now."""
+        for at, running in self._found:
+            at.reserved["oracle"] = self.header.num_groups * sum(request.num_tokens for request in running)
+            yield at
+
+
 def occupancy(trace: Trace | Run, max_model_len: int | None = None) -> Iterator[Occupancy]:
     """What is reserved and what is used, at the end of each step with running requests.
 
@@ -176,22 +224,9 @@ def occupancy(trace: Trace | Run, max_model_len: int | None = None) -> Iterator[
     Raises:
         ValueError: the run was not recorded, or no limit is recorded and none is given.
     """
-    trace = _trace_of(trace)
-    longest = max_model_len or trace.header.settings.get("max_model_len")
-    if longest is None:
-        raise ValueError("the trace does not say how long a request may be; give max_model_len=")
-    block, groups = trace.header.block_size, trace.header.num_groups
-    for step, time, blocks, left, computed, lengths in _held(trace):
-        paged = sum(blocks.values()) * block
-        stored = groups * sum(computed.values()) - block * sum(left.get(name, 0) for name in computed)
-        reserved = {
-            "paged": paged,
-            "oracle": groups * sum(lengths[name] for name in computed),
-            "power_of_two": groups * sum(1 << (max(1, n) - 1).bit_length() for n in computed.values()),
-            "max_len": groups * longest * len(computed),
-        }
-        empty = [(blocks[name] + left.get(name, 0)) * block // groups - n for name, n in computed.items()]
-        yield Occupancy(step, time, stored, reserved, empty)
+    reader = OccupancyReader(max_model_len)
+    read(trace_of(trace), reader)
+    yield from reader.occupancies()
 
 
 def fragmentation(trace: Trace | Run, max_model_len: int | None = None) -> pd.DataFrame:
@@ -207,54 +242,9 @@ def fragmentation(trace: Trace | Run, max_model_len: int | None = None) -> pd.Da
     import pandas as pd
 
     rows = [
-        (at.step, at.time, scheme, n, at.stored, 1 - at.stored / n if n else 0.0)
+        (at.step, at.time, scheme, n, at.stored)
         for at in occupancy(trace, max_model_len)
         for scheme, n in at.reserved.items()
     ]
-    return pd.DataFrame(rows, columns=["step", "time", "scheme", "reserved_tokens", "stored_tokens", "waste"])
-
-
-def _trace_of(x: Trace | Run) -> Trace:
-    trace = x.trace if isinstance(x, Run) else x
-    if trace is None:
-        raise ValueError(f"{x!r} was not recorded; simulate with record=True")
-    return trace
-
-
-def _held(trace: Trace) -> Any:
-    """After each step: step, time, and per running request blocks held, blocks left by windows, tokens computed; and all final lengths."""
-    lengths = {name: s.num_tokens for name, s in trace.start.requests.items()}
-    for event in trace.events:
-        if event[0] == "add":
-            lengths[event[1]] = event[2] + len(event[8])
-        elif event[0] == "update":
-            for name, tokens in event[2].items():
-                lengths[name] += len(tokens)
-    running = {name: s for name, s in trace.start.requests.items() if s.status == "RUNNING"}
-    computed = {name: s.num_computed_tokens for name, s in running.items()}
-    blocks = {name: sum(block > 0 for table in s.tables for block in table) for name, s in running.items()}
-    left = {name: sum(block == 0 for table in s.tables for block in table) for name, s in running.items()}
-    step, time = -1, 0.0
-    for event in trace.events:
-        kind = event[0]
-        if kind == "step":
-            if step >= 0 and computed:
-                yield step, time, blocks, left, computed, lengths
-            step, time = step + 1, event[2]
-        elif kind == "admit":
-            computed[event[1]] = event[2]
-        elif kind in ("alloc", "hit"):
-            some = sum(map(bool, event[3]))
-            blocks[event[1]] = blocks.get(event[1], 0) + some
-            left[event[1]] = left.get(event[1], 0) + len(event[3]) - some
-        elif kind == "skip":
-            blocks[event[1]] -= len(event[5])
-            left[event[1]] += len(event[5])
-        elif kind == "free":
-            for counts in (blocks, left, computed):
-                counts.pop(event[1], None)
-        elif kind == "schedule":
-            for name, n in event[1].items():
-                computed[name] += n
-    if step >= 0 and computed:
-        yield step, time, blocks, left, computed, lengths
+    table = pd.DataFrame(rows, columns=["step", "time", "scheme", "reserved_tokens", "stored_tokens"])
+    return table.assign(waste=(1 - table.stored_tokens / table.reserved_tokens).fillna(0.0))

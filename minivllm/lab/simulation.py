@@ -38,7 +38,7 @@ from minivllm.lab.workload import Workload, WorkloadRequest
 
 __all__ = [
     "POLICIES", "Run", "Session", "Settings", "kv_cache_of", "make_settings", "policy_of", "preemption_of",
-    "simulate",
+    "simulate", "trace_of",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -130,14 +130,9 @@ class Session:
             raise ValueError("a fake model takes no time of its own: give a cost_model")
         self.settings, self.cost_model, self.clock = settings, cost_model, VirtualClock()
         self.scheduler = Scheduler(
-            settings.scheduler,
-            settings.cache,
-            settings.kv_cache,
-            policy=policy,
-            preemption=preemption,
-            clock=self.clock,
-            policy_timeout=policy_timeout,
-        )
+            settings.scheduler, settings.cache, settings.kv_cache, policy=policy, preemption=preemption,
+            clock=self.clock, policy_timeout=policy_timeout,
+        )  # fmt: skip
         self.fake = executor if isinstance(executor, FakeExecutor) else FakeExecutor(settings.cache.block_size)
         self.executor = None if isinstance(executor, FakeExecutor) else executor
         self.refused: list[tuple[str, str]] = []
@@ -164,7 +159,7 @@ class Session:
             self._follow_ups[request.request_id] = request.follow_up
 
     def step(self) -> list[EngineCoreOutput]:
-        """Decide, carry out, move the clock, take in."""
+        """Schedule, execute, move the clock, update."""
         output = self.scheduler.schedule()
         result = self.fake.execute_model(output)
         started = time.perf_counter()
@@ -280,6 +275,14 @@ class Run:
         return text + (f", {len(self.refused)} refused)" if self.refused else ")")
 
 
+def trace_of(x: Trace | Run) -> Trace:
+    """The trace itself, or that of a run. Raises ValueError for a run that was not recorded."""
+    trace = x.trace if isinstance(x, Run) else x
+    if trace is None:
+        raise ValueError(f"{x!r} was not recorded; simulate with record=True")
+    return trace
+
+
 POLICIES: dict[str, Callable[..., Policy]] = {
     policy.__name__: policy
     for policy in (FCFS, Priority, ShortestFirst, FairShare, LongestPrefixMatch, LRU, LFU, DeepestFirst)
@@ -353,9 +356,7 @@ def simulate(
     Raises:
         PolicyError: the policy failed. ValueError, TypeError: settings that make no sense, or requests out of order.
     """
-    trace = source.trace if isinstance(source, Run) else source if isinstance(source, Trace) else None
-    if isinstance(source, Run) and trace is None:
-        raise ValueError(f"{source!r} was not recorded, so its requests are not known; simulate it with record=True")
+    trace = trace_of(source) if isinstance(source, Run | Trace) else None
     if isinstance(executor, str) and executor != "fake":
         raise ValueError(f'executor must be "fake" or an object with execute_model(output), got {executor!r}')
     model = None if isinstance(executor, str) else executor
@@ -369,7 +370,10 @@ def simulate(
         settings = Settings(settings.scheduler, settings.cache, kv_cache)
     if trace is not None:
         policy, preemption = policy or policy_of(trace), preemption or preemption_of(trace)
-    workload = _as_workload(source if trace is None else trace)
+    if trace is not None:
+        workload = Workload.from_trace(trace)
+    else:
+        workload = source if isinstance(source, Workload) else Workload.of(source)  # type: ignore[arg-type]
     session = Session(
         settings, policy, cost_model, executor=model, preemption=preemption, sampling_params=sampling_params,
         policy_timeout=policy_timeout,
@@ -386,12 +390,6 @@ def _fitting(kv_cache: KVCacheConfig | None, settings: Settings) -> KVCacheConfi
     return replace(kv_cache, block_size=size, groups=groups)
 
 
-def _as_workload(source: Any) -> Workload:
-    if isinstance(source, Trace):
-        return Workload.from_trace(source)
-    return source if isinstance(source, Workload) else Workload.of(source)
-
-
 def _measure(session: Session, workload: Workload, record: bool, subscribers: Iterable[Callable[[Event], None]]) -> Run:
     started, scheduler = time.perf_counter(), session.scheduler
     trace, meter = (scheduler.record(), None) if record else (None, Meter())
@@ -402,13 +400,6 @@ def _measure(session: Session, workload: Workload, record: bool, subscribers: It
     session.expect(workload)
     session.run()
     return Run(
-        workload.name,
-        scheduler.policy.name,
-        session.settings,
-        session.cost_model,
-        trace,
-        session.refused,
-        dict(workload.skipped),
-        time.perf_counter() - started,
-        meter,
-    )
+        workload.name, scheduler.policy.name, session.settings, session.cost_model, trace, session.refused,
+        dict(workload.skipped), time.perf_counter() - started, meter,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from minivllm.literate.module import origins, placed, read_module
 from minivllm.literate.notebook import Book, Cell, LiterateError, Notebook, joined, write
 from minivllm.literate.sync import compare, edited_side, missing_packages, module_text, out_of_step
 
-__all__ = ["LIMITS", "LONG", "check", "length_errors", "listed_cells", "long_cells", "shorten_list"]
+__all__ = ["LIMITS", "LONG", "check", "listed_cells", "long_cells", "shorten_list"]
 
 
 def check(book: Book, rebuild: bool = False) -> list[LiterateError]:
@@ -29,7 +29,7 @@ def check(book: Book, rebuild: bool = False) -> list[LiterateError]:
                 errors.append(LiterateError("holds metadata that changes from run to run: run clean", notebook.name))
         except LiterateError as error:
             errors.append(error)
-    return errors + length_errors(book) + (orphans(book) if book.whole else [])
+    return errors + _length_errors(book) + (orphans(book) if book.whole else [])
 
 
 def differing_cells(notebook: Notebook, exported: str, text: str) -> list[str]:
@@ -71,7 +71,7 @@ LONG = "nbs/long_cells.txt"
 
 
 def long_cells(book: Book) -> dict[str, tuple[Cell, int, int]]:
-    """Exported cells with more lines than a reader can take in: place -> cell, lines, and how many are allowed."""
+    """Exported cells that are too long to read at a glance: place -> cell, lines, and how many are allowed."""
     found = {}
     for notebook in book.chapters.values():
         limit = LIMITS.get(notebook.target.split("/")[0], 60)
@@ -88,7 +88,7 @@ def listed_cells(root: Path) -> dict[str, int]:
     return {place: int(count) for place, _, count in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
 
-def length_errors(book: Book) -> list[LiterateError]:
+def _length_errors(book: Book) -> list[LiterateError]:
     """One error for each long cell that is not listed, or has grown."""
     listed = listed_cells(book.root)
     return [

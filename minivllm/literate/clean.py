@@ -8,12 +8,12 @@ from typing import Any
 
 from minivllm.literate.notebook import Notebook, joined, write
 
-__all__ = ["METADATA", "VOLATILE_CELL", "WIDGET_VIEW", "clean", "cleaned", "is_clean", "notebook_text"]
+__all__ = ["METADATA", "clean", "cleaned", "is_clean", "notebook_text"]
 
-VOLATILE_CELL = frozenset(
+_VOLATILE_CELL = frozenset(
     {"execution", "ExecuteTime", "executionInfo", "collapsed", "scrolled", "trusted", "vscode", "outputId", "colab"}
 )
-WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -24,7 +24,7 @@ def cleaned(data: dict[str, Any]) -> dict[str, Any]:
     """A notebook's JSON without execution counts, timestamps, versions and widget state. Outputs stay; `data` is not changed."""
     cells = []
     for raw in data["cells"]:
-        cell = {**raw, "metadata": {k: v for k, v in raw["metadata"].items() if k not in VOLATILE_CELL}}
+        cell = {**raw, "metadata": {k: v for k, v in raw["metadata"].items() if k not in _VOLATILE_CELL}}
         if raw["cell_type"] == "code":
             cell |= {"execution_count": None, "outputs": _cleaned_outputs(raw.get("outputs", []))}
         cells.append(cell)
@@ -44,7 +44,7 @@ def _cleaned_outputs(outputs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         merged.append({**output, **({"execution_count": None} if "execution_count" in output else {})})
         if "data" in output:
-            merged[-1]["data"] = {mime: value for mime, value in output["data"].items() if mime != WIDGET_VIEW}
+            merged[-1]["data"] = {mime: value for mime, value in output["data"].items() if mime != _WIDGET_VIEW}
     return merged
 
 

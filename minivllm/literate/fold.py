@@ -17,9 +17,9 @@ from typing import Any
 from minivllm.literate.notebook import Cell, LiterateError, Notebook
 from minivllm.literate.source import DEFINITIONS, FUNCTIONS, IMPORTS, Piece, bound_names, split, start
 
-__all__ = ["BODY_ONLY", "Item", "fold", "items_in", "items_of", "method"]
+__all__ = ["Item", "fold", "items_in", "items_of", "method"]
 
-BODY_ONLY = frozenset(
+_BODY_ONLY = frozenset(
     {"__post_init__", "__eq__", "__init_subclass__", "__class_getitem__", "__set_name__", "__slots__"}
 )
 """Names that Python looks at while it creates a class, so that adding them later means something else."""
@@ -39,7 +39,7 @@ def method(cls: type) -> Callable[[Any], Any]:
         cached = member.func if isinstance(member, cached_property) else None
         function = cached or getattr(member, "fget", None) or getattr(member, "__func__", member)
         name = function.__name__
-        if name in BODY_ONLY:
+        if name in _BODY_ONLY:
             raise TypeError(f"{name} only works inside the class body: define it in the cell of {cls.__name__}")
         if "super" in getattr(getattr(function, "__code__", None), "co_names", ()):
             raise TypeError(f"super() needs the class body: in {name} call the method of the base class by name")

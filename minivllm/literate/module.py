@@ -53,7 +53,7 @@ class Part:
 
     @cached_property
     def name(self) -> tuple[str | None, str]:
-        """What tells a part from the others: its class, and the names that it binds or else all of its text."""
+        """What distinguishes a part from the others: its class, and the names that it binds or else all of its text."""
         return self.cls, ", ".join(bound_names([self.node] if self.node else [])) or self.normal
 
 

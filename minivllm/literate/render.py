@@ -17,9 +17,7 @@ from minivllm.literate.fold import Item, fold, items_in
 from minivllm.literate.notebook import LiterateError, Notebook, write
 from minivllm.literate.source import INDENT, bound_names, indent
 
-__all__ = [
-    "GENERATED", "WIDTH", "build", "finished", "formatted", "header", "public_names", "render", "wrap_all",
-]  # fmt: skip
+__all__ = ["GENERATED", "WIDTH", "build", "finished", "formatted", "header", "render"]
 
 GENERATED = "# Generated from nbs/"
 
@@ -32,7 +30,7 @@ def render(notebook: Notebook) -> str:
     head += [item.text for item in items if item.is_import] + [""]
     if "__all__" not in bound_names([item.node for item in top if item.node]):
         package = notebook.target.endswith("__init__.py")
-        names = public_names([*(item for item in items if package and item.is_import), *top])
+        names = _public_names([*(item for item in items if package and item.is_import), *top])
         head += [f"__all__ = {json.dumps(names)}  # fmt: skip" if names else "__all__: list[str] = []"]
     return "\n".join([*head, *_body(top, methods)]) + "\n"
 
@@ -41,7 +39,7 @@ def header(name: str) -> str:
     return f"{GENERATED}{name.removeprefix('nbs/')}; after an edit here run `python -m minivllm.literate write-back`."
 
 
-def public_names(items: Sequence[Item]) -> list[str]:
+def _public_names(items: Sequence[Item]) -> list[str]:
     """Names for `__all__`: what public cells bind, without underscores and type variables."""
     names = bound_names([item.node for item in items if item.node and item.cell.public])
     return list(dict.fromkeys(name for name in names if not name.startswith("_")))
@@ -98,10 +96,10 @@ def build(notebooks: Sequence[Notebook], root: Path) -> dict[str, str]:
 
 def finished(rendered: dict[str, str], root: Path) -> dict[str, str]:
     """Rendered modules, by path, as they are written."""
-    return {name: wrap_all(text) for name, text in formatted(rendered, root).items()}
+    return {name: _wrap_all(text) for name, text in formatted(rendered, root).items()}
 
 
-def wrap_all(text: str) -> str:
+def _wrap_all(text: str) -> str:
     """Break the one line of `__all__` where it is too long: ruff alone would give each name a line."""
 
     def wrapped(found: re.Match[str]) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
-    "DEFINITIONS", "FUNCTIONS", "IMPORTS", "INDENT", "Piece", "bound_names", "dedent", "docstring_nodes",
-    "import_lines", "indent", "normal", "skip_blank", "split", "start", "string_lines",
+    "DEFINITIONS", "FUNCTIONS", "IMPORTS", "INDENT", "Piece", "bound_names", "dedent", "import_lines",
+    "indent", "normal", "split", "start", "string_lines",
 ]  # fmt: skip
 
 
@@ -20,7 +20,7 @@ def string_lines(source: str, docstrings: bool = True) -> set[int]:
         tree = ast.parse(source)
     except SyntaxError:
         return set()
-    skipped = set() if docstrings else {id(node) for node in docstring_nodes(tree)}
+    skipped = set() if docstrings else {id(node) for node in _docstring_nodes(tree)}
     inside: set[int] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.JoinedStr | ast.Constant) or id(node) in skipped:
@@ -30,7 +30,7 @@ def string_lines(source: str, docstrings: bool = True) -> set[int]:
     return inside
 
 
-def docstring_nodes(tree: ast.AST) -> Iterator[ast.Constant]:
+def _docstring_nodes(tree: ast.AST) -> Iterator[ast.Constant]:
     """The docstrings of a module, its classes and its functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -74,10 +74,10 @@ def split(lines: Sequence[str], body: Sequence[ast.stmt], first: int, last: int)
     found: list[Piece] = []
     for index, node in enumerate(body):
         end = _end(lines, node, start(body[index + 1]) if index + 1 < len(body) else last + 1)
-        found.append(Piece(skip_blank(lines, first), end, node))
+        found.append(Piece(_skip_blank(lines, first), end, node))
         first = end + 1
-    first = skip_blank(lines, first)
-    return found + ([Piece(first, skip_blank(lines, last, -1), None)] if first <= last else [])
+    first = _skip_blank(lines, first)
+    return found + ([Piece(first, _skip_blank(lines, last, -1), None)] if first <= last else [])
 
 
 def start(node: ast.stmt) -> int:
@@ -97,7 +97,7 @@ def _end(lines: Sequence[str], node: ast.stmt, limit: int) -> int:
     return end
 
 
-def skip_blank(lines: Sequence[str], number: int, step: int = 1) -> int:
+def _skip_blank(lines: Sequence[str], number: int, step: int = 1) -> int:
     """The first line from `number` on, or with step -1 back from it, that is not blank."""
     while 0 < number <= len(lines) and not lines[number - 1].strip():
         number += step
@@ -140,7 +140,7 @@ def import_lines(body: Iterable[ast.stmt | None]) -> dict[str, None]:
 def normal(text: str) -> str:
     """Code without its layout: the syntax tree and the comments."""
     tree = ast.parse(text)
-    for node in docstring_nodes(tree):
+    for node in _docstring_nodes(tree):
         node.value = "\n".join(line.strip() for line in str(node.value).strip().split("\n"))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = [token.string.lstrip("#").strip() for token in tokens if token.type == tokenize.COMMENT]

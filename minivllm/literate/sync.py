@@ -15,16 +15,15 @@ from minivllm.literate.notebook import CONFLICT, LiterateError, Notebook, parse_
 from minivllm.literate.render import GENERATED, finished, render
 
 __all__ = [
-    "OUT_OF_STEP", "RECORD", "committed", "compare", "digest", "edited_side", "entry", "export",
-    "exporter_digest", "missing_packages", "module_text", "notebook_digest", "out_of_step", "read_record",
-    "remember",
+    "RECORD", "committed", "compare", "digest", "edited_side", "entry", "export", "exporter_digest",
+    "missing_packages", "module_text", "out_of_step", "remember",
 ]  # fmt: skip
 
 RECORD = ".literate.json"
 """A file that git ignores: for each module, digests of notebook and module when they were last seen to agree."""
 
 
-def read_record(root: Path) -> dict[str, list[str]]:
+def _read_record(root: Path) -> dict[str, list[str]]:
     """Path of a module -> digests of the exporter, the notebook and the module at their last agreement here."""
     try:
         record = json.loads((root / RECORD).read_text(encoding="utf-8"))
@@ -35,7 +34,7 @@ def read_record(root: Path) -> dict[str, list[str]]:
 
 def remember(notebooks: Sequence[Notebook], root: Path) -> None:
     """Record that these notebooks and their modules agree."""
-    record = read_record(root)
+    record = _read_record(root)
     now = record | {notebook.target: entry(notebook, root) for notebook in notebooks}
     if now != record:
         with suppress(OSError):  # where nothing can be written the check still works, each time from scratch
@@ -44,7 +43,7 @@ def remember(notebooks: Sequence[Notebook], root: Path) -> None:
 
 def entry(notebook: Notebook, root: Path) -> list[str]:
     """What the record says of a module when it agrees with its notebook as both are now."""
-    return [exporter_digest(root), notebook_digest(notebook), digest(module_text(notebook, root) or "")]
+    return [exporter_digest(root), _notebook_digest(notebook), digest(module_text(notebook, root) or "")]
 
 
 @cache
@@ -54,7 +53,7 @@ def exporter_digest(root: Path) -> str:
     return digest("".join(path.read_text(encoding="utf-8") for path in paths))
 
 
-def notebook_digest(notebook: Notebook) -> str:
+def _notebook_digest(notebook: Notebook) -> str:
     """Digest of everything that `render` reads: name, module, docstring, and the code of the exported cells."""
     cells = [[cell.id, cell.public, cell.code.strip()] for cell in notebook.exports]
     return digest(json.dumps([notebook.name, notebook.module, notebook.docstring, cells]))
@@ -76,7 +75,7 @@ def compare(
 
     What the record knows to agree is not exported again, unless `rebuild`.
     """
-    record = {} if rebuild else read_record(root)
+    record = {} if rebuild else _read_record(root)
     rendered, errors = {}, []
     for notebook in notebooks:
         try:
@@ -92,7 +91,7 @@ def compare(
 
 
 def edited_side(notebook: Notebook, root: Path) -> str:
-    """What became of a module that is not its notebook's export: a key of `OUT_OF_STEP`.
+    """What became of a module that is not its notebook's export: a key of `_OUT_OF_STEP`.
 
     A side was edited when it is neither as in git's HEAD nor as in the record.
     """
@@ -103,10 +102,10 @@ def edited_side(notebook: Notebook, root: Path) -> str:
         return "conflict"
     if f"\n{GENERATED}" not in module:
         return "foreign"
-    recorded = [*read_record(root).get(notebook.target, []), "", "", ""]
+    recorded = [*_read_record(root).get(notebook.target, []), "", "", ""]
     if digest(module) == recorded[2]:
         return "notebook"
-    now = notebook_digest(notebook)
+    now = _notebook_digest(notebook)
     as_committed = now == _committed_digest(notebook, root)
     if module != committed(notebook.target, root):
         return "module" if as_committed or now == recorded[1] else "both"
@@ -126,13 +125,13 @@ def _committed_digest(notebook: Notebook, root: Path) -> str | None:
     """The digest of a notebook in git's HEAD; None where it is not there, or cannot be exported by the rules of today."""
     text = committed(notebook.name, root)
     try:
-        return None if text is None else notebook_digest(parse_notebook(text, notebook.name, notebook.path))
+        return None if text is None else _notebook_digest(parse_notebook(text, notebook.name, notebook.path))
     except LiterateError:
         return None
 
 
 _KEEP_ONE = "export --force keeps the notebook's side, write-back --force the module's"
-OUT_OF_STEP = {
+_OUT_OF_STEP = {
     "missing": "not exported yet: run export",
     "conflict": "git left a conflict in the module: run export",
     "notebook": "the notebook changed since the last export: run export",
@@ -145,7 +144,7 @@ OUT_OF_STEP = {
 
 def out_of_step(notebook: Notebook, side: str, cell: str | None = None, what: str = "") -> LiterateError:
     """The error of a notebook, or of one of its cells, that differs from the module. `what`: what else differs."""
-    return LiterateError(f"{what}differs from {notebook.target} ({OUT_OF_STEP[side]})", notebook.name, cell)
+    return LiterateError(f"{what}differs from {notebook.target} ({_OUT_OF_STEP[side]})", notebook.name, cell)
 
 
 def export(notebooks: Sequence[Notebook], root: Path, force: bool = False) -> tuple[list[str], list[LiterateError]]:

@@ -3,14 +3,15 @@
 # Generated from nbs/models/decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
 from minivllm.core.config import KVCacheConfig
 from minivllm.core.module import Module, ModuleList
+from minivllm.models.layers import NoNorm, Scale
 from minivllm.models.linear.base import use_huge_pages
 from minivllm.models.linear.layer import QUANTIZED, Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, build_mixer
@@ -19,7 +20,7 @@ from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.rope import Rope, Rotation
 from minivllm.models.spec import DecoderSpec, LayerSpec
 
-__all__ = ["Decoder", "DecoderLayer"]
+__all__ = ["Decoder", "DecoderLayer", "ParallelDecoderLayer"]
 
 
 class DecoderLayer(Module):
@@ -28,9 +29,11 @@ class DecoderLayer(Module):
     capturable = True
 
     def __init__(self, spec: LayerSpec, builder: Builder) -> None:
-        self.mixer_norm, self.mlp_norm = builder.norm(), builder.norm()
-        self.mixer_post_norm = builder.norm() if spec.mixer_post_norm else None
-        self.mlp_post_norm = builder.norm() if spec.mlp_post_norm else None
+        scale = None if spec.residual_scale == 1.0 else Scale(spec.residual_scale)
+        self.mixer_norm = builder.norm() if spec.mixer_norm else NoNorm()
+        self.mlp_norm = builder.norm() if spec.mlp_norm else NoNorm()
+        self.mixer_post_norm = builder.norm() if spec.mixer_post_norm else scale
+        self.mlp_post_norm = builder.norm() if spec.mlp_post_norm else scale
         self.mixer, self.mlp = build_mixer(spec.mixer, builder), build_mixer(spec.mlp, builder)
 
     def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
@@ -44,6 +47,18 @@ class DecoderLayer(Module):
         if self.mlp_post_norm is not None:
             x = self.mlp_post_norm(x)
         return x, residual
+
+
+class ParallelDecoderLayer(DecoderLayer):
+    """Two blocks side by side, which share a norm or have one each."""
+
+    capturable = True
+
+    def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer`."""
+        x, residual = self.mixer_norm.add(x, residual)
+        inner = x if isinstance(self.mlp_norm, NoNorm) else self.mlp_norm(residual)
+        return self.mixer(x, context) + self.mlp(inner), residual
 
 
 class Decoder(Module):
@@ -63,6 +78,7 @@ class Decoder(Module):
     Attributes:
         ops: what is computed between the linear layers.
         eager: every kernel is launched by itself; counts from the next `bind` on.
+        lora: adapters of the rows (`minivllm.lora.linear.LoRAModel`), or None.
         captured: runs steps that were captured, or None; from `bind` on.
     """
 
@@ -80,8 +96,7 @@ class Decoder(Module):
     ) -> None:
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops(backend.layer_ops, backend.batch_invariant)
-        default = "batch_invariant" if backend.batch_invariant else backend.linear_method
-        self.linear_method = linear_method or default
+        self.linear_method = linear_method or ("batch_invariant" if backend.batch_invariant else backend.linear_method)
         builder = Builder(
             hidden_size=spec.hidden_size,
             norm_eps=spec.norm_eps,
@@ -92,15 +107,26 @@ class Decoder(Module):
             dtype=dtype,
             device=device,
             kv_dtype=kv_dtype,
+            layer_norm=spec.layer_norm,
+            norm_bias=spec.norm_bias,
         )
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        self.layers = ModuleList(DecoderLayer(layer, builder) for layer in spec.layers)
+        self.positions = self._make_positions()
+        kinds = (ParallelDecoderLayer if layer.parallel else DecoderLayer for layer in spec.layers)
+        self.layers = ModuleList(kind(layer, builder) for kind, layer in zip(kinds, spec.layers, strict=True))
         self.final_norm = builder.norm()
         self.head = self._make_head(builder)
         self.ropes = ModuleList(None if rope is None else Rope(rope, device, max_model_len) for rope in spec.ropes)
         self.eager = False
+        self.lora: Any = None
         self._captured: CapturedSteps | None = None
+
+    def _make_positions(self) -> Tensor | None:
+        if self.spec.names.positions is None:
+            return None
+        rows = self.spec.max_position_embeddings + self.spec.position_offset
+        return torch.empty(rows, self.spec.hidden_size, dtype=self.dtype, device=self.device)
 
     def _make_head(self, builder: Builder) -> Linear:
         """The output layer, which gives float32 if its method can; over the embeddings' memory if it is tied to them."""
@@ -163,10 +189,18 @@ class Decoder(Module):
             if hidden is not None:
                 return hidden
         rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
-        x = F.embedding(token_ids, self.embedding)
+        return self._run_layers(self.embed(token_ids, positions), ForwardContext(rotations, kv_caches, plans))
+
+    def embed(self, token_ids: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
+        """What the first layer reads, [T, hidden_size], of token ids and positions, int64 [T]; written to `out` if given."""
+        x = torch.index_select(self.embedding, 0, token_ids, out=out)
+        if self.lora is not None:
+            self.lora.embed(token_ids, x)
         if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
-        return self._run_layers(x, ForwardContext(rotations, kv_caches, plans))
+            x *= self.embedding_scale
+        if self.positions is not None:
+            x += self.positions[positions + self.spec.position_offset]
+        return x
 
     def _run_layers(self, x: Tensor, context: ForwardContext) -> Tensor:
         """From embeddings to hidden states, both [T, hidden_size]."""
@@ -178,6 +212,8 @@ class Decoder(Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] from `forward`, only the rows that are wanted, to float32 [R, vocab_size]."""
         logits = self.head(hidden).float()
+        if self.spec.logits_scale != 1.0:
+            logits = logits * self.spec.logits_scale
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -185,13 +221,17 @@ class Decoder(Module):
         """(name in a checkpoint, function that loads the tensor of that name) for all that it must hold."""
         n = self.spec.names
         yield n.embedding, self.embedding.copy_  # type: ignore[misc]
-        yield n.final_norm, self.final_norm.load
+        if n.positions is not None and self.positions is not None:
+            yield n.positions, self.positions.copy_  # type: ignore[misc]
+        for kind, load in self.final_norm.targets():
+            yield n.final_norm.removesuffix("weight") + kind, load
         if not self.spec.tie_word_embeddings:
             yield from self.head.targets()
         for i, (layer, spec) in enumerate(zip(self.layers, self.spec.layers, strict=True)):
             prefix = n.layer.format(i)
             for attribute, name in spec.norms().items():
-                yield f"{prefix}{name}.weight", getattr(layer, attribute).load
+                for kind, load in getattr(layer, attribute).targets():
+                    yield f"{prefix}{name}.{kind}", load
             for block in (layer.mixer, layer.mlp):
                 for name, load in block.targets():
                     yield prefix + name, load

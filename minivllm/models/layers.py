@@ -2,6 +2,7 @@
 
 # Generated from nbs/models/layers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from minivllm.core.module import Module
 from minivllm.models.ops.base import LayerOps
 
-__all__ = ["ProjectionQKNorm", "QKNorm", "RMSNorm"]
+__all__ = ["LayerNorm", "NoNorm", "ProjectionQKNorm", "QKNorm", "RMSNorm", "Scale"]
 
 
 class RMSNorm(Module):
@@ -47,6 +48,10 @@ class RMSNorm(Module):
         x: a layer's output; or the embeddings, with no residual yet.
         """
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def targets(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
+        """(kind of a tensor in a checkpoint, function that loads it)."""
+        yield "weight", self.load
 
 
 class QKNorm(Module):
@@ -109,3 +114,56 @@ class ProjectionQKNorm(QKNorm):
         parts = qk.flatten(1).split([len(weight) for weight in weights], 1)
         normed = [F.rms_norm(x.float(), w.shape, None, self.eps) * w for x, w in zip(parts, weights, strict=True)]
         return torch.cat(normed, 1).view(qk.shape).to(qk.dtype)
+
+
+class LayerNorm(Module):
+    """`(x - mean(x)) / std(x) * weight + bias` (Ba et al., 2016). Args as for `RMSNorm`; bias: whether there is one."""
+
+    capturable = True
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
+        self.eps, self.weight = eps, torch.empty(size, dtype=dtype, device=device)
+        self.bias = torch.empty_like(self.weight) if bias else None
+
+    def targets(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
+        """See `RMSNorm.targets`."""
+        yield "weight", self.weight.copy_
+        if self.bias is not None:
+            yield "bias", self.bias.copy_
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., size] to the same shape and dtype."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `RMSNorm.add`."""
+        residual = x if residual is None else residual.add_(x)
+        return self(residual), residual
+
+
+class NoNorm(Module):
+    """Stands where a layer has no norm."""
+
+    capturable = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The same tensor."""
+        return x
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `RMSNorm.add`. Both results are the stream; what reads the first must not write to it."""
+        residual = x if residual is None else residual.add_(x)
+        return residual, residual
+
+
+class Scale(Module):
+    """Multiplies by a constant."""
+
+    capturable = True
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, size] to the same shape."""
+        return x * self.factor

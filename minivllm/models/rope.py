@@ -27,7 +27,7 @@ class RopeSpec:
     Attributes:
         kind: one of `ROPE_KINDS`.
         theta: base of the frequencies.
-        dim: rotated dimensions of a head (all of them), even.
+        dim: rotated dimensions of a head, even; all of them, or the first ones.
         max_position: length that the configuration gives (`max_position_embeddings`).
         factor: how far the context is stretched; all kinds but `default`.
         original_max_position: length before stretching (`llama3`, `yarn`).
@@ -139,9 +139,7 @@ class Rope(Module):
         self.inv_freq = inverse_frequencies(spec).to(device)
         self.factor = attention_factor(spec)
 
-    def _angles(self, positions: Tensor) -> Tensor:
-        if self.spec.kind != "dynamic":
-            return positions[:, None].float() * self.inv_freq
+    def _dynamic_angles(self, positions: Tensor) -> Tensor:
         # transformers grows the base with the longest position of a call. Taken per position, as here, that is the
         # same when tokens come one by one, and does not depend on chunking, on other requests or on cached prefixes.
         s = self.spec
@@ -160,7 +158,8 @@ class Rope(Module):
         Returns:
             cos and sin, each [T, 1, dim]; the first half of sin is negated.
         """
-        angles = self._angles(positions)
+        dynamic = self.spec.kind == "dynamic"
+        angles = self._dynamic_angles(positions) if dynamic else positions[:, None].float() * self.inv_freq
         cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
         return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
 
@@ -172,6 +171,7 @@ class Rope(Module):
         return torch.cat((cos[:, 0, :half], sin[:, 0, half:]), -1).contiguous()
 
 
+@dataclass
 class Rotation:
     """A rotation of the tokens of one step: positions, and what rotates them, worked out when it is first asked for.
 
@@ -181,8 +181,9 @@ class Rotation:
         dtype: of queries and keys.
     """
 
-    def __init__(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> None:
-        self.rope, self.positions, self.dtype = rope, positions, dtype
+    rope: Rope
+    positions: Tensor
+    dtype: torch.dtype
 
     @cached_property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
@@ -191,40 +192,32 @@ class Rotation:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + dim / 2) of each head.
+    """Rotate the pairs (i, i + dim / 2) of the first `dim` numbers of each head; the rest stays as it is.
 
     Args:
-        x: [T, heads, dim].
+        x: [T, heads, at least dim].
         cos, sin: from `Rope`.
 
     Returns:
         A new tensor like `x`.
     """
+    if (dim := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((apply_rope(x[..., :dim], cos, sin), x[..., dim:]), -1)
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
-_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_FIELDS = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "dynamic": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_position",
-    },
-    "yarn": {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_max_position",
-        "attention_factor": "attention_factor",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-        "truncate": "truncate",
-    },
+_ORIGINAL = "original_max_position_embeddings"
+_PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_ORIGINAL,)),
+    "yarn": (
+        (),
+        ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
 }
+"""The parameters that each rope type needs, and those that it may have."""
 
 
 def rope_from_parameters(
@@ -243,27 +236,23 @@ def rope_from_parameters(
         ValueError: unknown rope type, unknown field, or a field missing; names it.
     """
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in _FIELDS:
+    if kind not in ROPE_KINDS:
         raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    required, optional = _PARAMETERS[kind]
     given = {name: value for name, value in parameters.items() if value is not None}
     for name, value in given.items():
-        if name not in _COMMON and name not in _FIELDS[kind]:
+        if name not in ("rope_type", "type", "rope_theta", "partial_rotary_factor", *required, *optional):
             raise ValueError(f"rope parameter {name}={value!r} is not supported with rope type {kind!r}")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"rope parameter partial_rotary_factor={given['partial_rotary_factor']!r} is not supported")
-    values = {field: given[name] for name, field in _FIELDS[kind].items() if name in given}
-    if "original_max_position_embeddings" in _FIELDS[kind]:
-        values["original_max_position"] = original_max_position or values.get("original_max_position", max_position)
+    if missing := [name for name in required if name not in given]:
+        raise ValueError(f"rope type {kind!r} needs the rope parameter {missing[0]}, got {parameters}")
+    values = {name: given[name] for name in (*required, *optional) if name in given}
+    if _ORIGINAL in optional:
+        named = values.pop(_ORIGINAL, max_position)
+        values["original_max_position"] = original_max_position or named
     if kind == "yarn" and "factor" not in values:
         values["factor"] = max_position / values["original_max_position"]
-    required = {
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    }
-    for name in required.get(kind, ()):
-        if name not in values:
-            raise ValueError(f"rope type {kind!r} needs the rope parameter {name}, got {parameters}")
     return RopeSpec(
         kind=kind, theta=float(given.get("rope_theta", theta)), dim=dim, max_position=max_position, **values
     )

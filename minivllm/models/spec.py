@@ -18,9 +18,9 @@ from minivllm.models.mixers.mlp import GatedMLPSpec
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
-    "FAMILIES", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "Unpack", "WeightNames", "family",
-    "qwen2", "read_attention", "read_common", "read_mlp", "read_rope", "read_window_per_layer",
-    "spec_from_config", "windowed_layers", "windows_from_types",
+    "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "Unpack", "WeightNames",
+    "family", "qwen2", "read_attention", "read_common", "read_mlp", "read_rope", "read_rope_of_type",
+    "read_window_per_layer", "spec_from_config", "windowed_layers", "windows_from_types",
 ]  # fmt: skip
 
 
@@ -31,16 +31,21 @@ class LayerSpec:
     Attributes:
         mixer: parameters of the block in which tokens see each other.
         mlp: parameters of the block in which each token is by itself.
-        mixer_norm, mlp_norm: names, after the layer's prefix, of the norms before the blocks.
+        mixer_norm, mlp_norm: names, after the layer's prefix, of the norms before the blocks; None for none.
         mixer_post_norm, mlp_post_norm: of the norms after them; None for none.
+        parallel: both blocks read the stream as it comes into the layer, and their sum is added to it. Without a
+            `mlp_norm` they share the norm.
+        residual_scale: factor on what is added to the stream.
     """
 
     mixer: TokenMixerSpec
     mlp: MixerSpec
-    mixer_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
+    mixer_norm: str | None = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
     mixer_post_norm: str | None = None
     mlp_post_norm: str | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0
 
     def norms(self) -> dict[str, str]:
         """Of each norm that there is: {attribute: name in a checkpoint}."""
@@ -50,12 +55,19 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
-    """What a checkpoint calls the tensors outside of the layers; and the prefix of a layer's, `{}` for its number."""
+    """What a checkpoint calls the tensors outside of the layers; and the prefix of a layer's, `{}` for its number.
+
+    Attributes:
+        positions: of learned position embeddings; None for none.
+        prefix: what names begin with in some checkpoints of a family, and not in others.
+    """
 
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     layer: str = "model.layers.{}."
+    positions: str | None = None
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,11 @@ class DecoderSpec:
         vocab_size, hidden_size: the usual sizes.
         layers: one per layer.
         max_position_embeddings: as the configuration says.
-        norm_eps: of every RMS norm.
+        norm_eps: of every norm.
         norm_offset: norms multiply by `1 + weight`, in float32 (Gemma).
+        layer_norm, norm_bias: norms are layer norms, with a bias or without; else RMS norms.
+        position_offset: rows of the learned position embeddings, if there are any, before that of position 0.
+        logits_scale: factor on logits.
         logits_soft_cap: `cap * tanh(x / cap)` on logits; None for none.
         embedding_scale: factor on the embeddings.
         tie_word_embeddings: the output layer is the embedding.
@@ -96,6 +111,10 @@ class DecoderSpec:
     max_position_embeddings: int
     norm_eps: float
     norm_offset: bool = False
+    layer_norm: bool = False
+    norm_bias: bool = False
+    position_offset: int = 0
+    logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     embedding_scale: float = 1.0
     tie_word_embeddings: bool = False
@@ -135,11 +154,15 @@ class DecoderSpec:
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model holds."""
         n, hidden = self.names, self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {n.embedding: (self.vocab_size, hidden), n.final_norm: (hidden,)}
+        shapes: dict[str, tuple[int, ...]] = {n.embedding: (self.vocab_size, hidden)}
+        if n.positions is not None:
+            shapes[n.positions] = (self.max_position_embeddings + self.position_offset, hidden)
+        kinds = ("weight", "bias") if self.norm_bias else ("weight",)
+        shapes |= {f"{n.final_norm.removesuffix('weight')}{kind}": (hidden,) for kind in kinds}
         if not self.tie_word_embeddings:
             shapes[n.head] = (self.vocab_size, hidden)
         for i, layer in enumerate(self.layers):
-            norms = {f"{name}.weight": (hidden,) for name in layer.norms().values()}
+            norms = {f"{name}.{kind}": (hidden,) for name in layer.norms().values() for kind in kinds}
             for part in (layer.mixer.weight_shapes(hidden), layer.mlp.weight_shapes(hidden), norms):
                 shapes |= {n.layer.format(i) + name: shape for name, shape in part.items()}
         return shapes
@@ -150,7 +173,9 @@ class DecoderSpec:
         Raises:
             ValueError: a tensor cannot be taken apart; names it.
         """
+        own, head = self.names.prefix, self.names.head
         for name, tensor in weights:
+            name = name if name.startswith(own) or name == head else own + name
             rule = next((rule for rule in self.unpack if name.endswith(rule.suffix)), None)
             if rule is None:
                 yield name, tensor
@@ -173,7 +198,9 @@ _NEUTRAL_FIELDS = """
     _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
     attention_dropout attn_implementation attn_pdrop bos_token_id cache_implementation do_sample dtype early_stopping embd_pdrop
     eos_token_id finetuning_task hidden_dropout id2label initializer_range is_llama_config keys_to_ignore_at_inference label2id length_penalty
-    max_length max_new_tokens min_length model_type name_or_path num_beam_groups num_beams num_return_sequences
+    layerdrop max_length max_new_tokens min_length model_type name_or_path num_beam_groups num_beams num_return_sequences dropout
+    embedding_dropout residual_dropout summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    summary_use_proj classifier_dropout init_std
     output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type repetition_penalty resid_pdrop
     return_dict router_aux_loss_coef router_jitter_noise
     task_specific_params temperature tokenizer_class top_k top_p torch_dtype transformers.js_config transformers_version
@@ -192,9 +219,16 @@ class ConfigReader:
     def __init__(self, config: dict[str, Any], family: str) -> None:
         self.config, self.family = config, family
         self._taken: set[str] = set()
+        self._names: dict[str, str] = {}
+
+    def rename(self, **names: str) -> None:
+        """Say what the family's configs call a field: `usual_name="its_name"`."""
+        self._names |= names
 
     def get(self, name: str, default: Any = None) -> Any:
         """The field's value (which may be None, if the config says so), or `default` if there is no such field."""
+        if name not in self.config:
+            name = self._names.get(name, name)
         self._taken.add(name)
         return self.config.get(name, default)
 
@@ -207,6 +241,19 @@ class ConfigReader:
         value = self.get(name)
         if value is None:
             raise ValueError(f"the config has no {name!r}")
+        return value
+
+    def only(self, name: str, *allowed: Any) -> Any:
+        """The field's value, which must be one of `allowed`, the first if there is no such field.
+
+        Raises:
+            ValueError: it is another; names it.
+        """
+        value = self.get(name, allowed[0])
+        if value not in allowed:
+            raise ValueError(
+                f"config field {name}={value!r} is not supported; supported: {', '.join(map(repr, allowed))}"
+            )
         return value
 
     def finish(self) -> None:
@@ -262,11 +309,19 @@ def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
     return spec
 
 
-def read_rope(r: ConfigReader, head_dim: int, max_position: int, default_theta: float = 10000.0) -> RopeSpec:
-    """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before)."""
+def read_rope(
+    r: ConfigReader, head_dim: int, max_position: int, default_theta: float = 10000.0, part: float | None = None
+) -> RopeSpec:
+    """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before).
+
+    part: of a head that is rotated, in a family where that may be less than all, if the config has no such field.
+    """
     parameters, old = r.get("rope_parameters") or {}, r.get("rope_scaling")
     parameters = old or parameters
     theta = r.get("rope_theta")
+    if part is not None:
+        parameters = dict(parameters)
+        head_dim = int(head_dim * parameters.pop("partial_rotary_factor", r.get("partial_rotary_factor", part)))
     return rope_from_parameters(
         parameters,
         theta=default_theta if theta is None else theta,
@@ -276,14 +331,14 @@ def read_rope(r: ConfigReader, head_dim: int, max_position: int, default_theta: 
     )
 
 
-def read_common(r: ConfigReader, *, tied: bool = False) -> dict[str, Any]:
-    """The fields that all families share, under the names of `DecoderSpec`. tied: if the config has no such field."""
+def read_common(r: ConfigReader, *, tied: bool = False, eps: float = 1e-6) -> dict[str, Any]:
+    """The fields that all families share, under the names of `DecoderSpec`. tied, eps: if the config has no such field."""
     return {
         "family": r.family,
         "vocab_size": r.need("vocab_size"),
         "hidden_size": r.need("hidden_size"),
         "max_position_embeddings": r.need("max_position_embeddings"),
-        "norm_eps": r.get("rms_norm_eps", 1e-6),
+        "norm_eps": r.get("rms_norm_eps", eps),
         "tie_word_embeddings": r.get("tie_word_embeddings", tied),
     }
 
@@ -294,19 +349,20 @@ def read_attention(
     head_dim: int | None = None,
     num_kv_heads: int | None = None,
     theta: float = 10000.0,
+    part: float | None = None,
     **fields: Any,
 ) -> SelfAttentionSpec:
     """Self-attention with one rotation for all layers.
 
     Args:
-        head_dim, num_kv_heads, theta: what transformers assumes if the config has no such field; None for the rule
+        head_dim, num_kv_heads, theta, part: what transformers assumes if the config has no such field; None for the rule
             (`hidden_size / num_attention_heads`, and as many as query heads).
         fields: more of `SelfAttentionSpec`; a `rope` among them is taken instead of the one in the config.
     """
     num_heads = r.need("num_attention_heads")
     dim = r.get("head_dim", head_dim) or r.need("hidden_size") // num_heads
     if "rope" not in fields:
-        fields["rope"] = read_rope(r, dim, r.need("max_position_embeddings"), theta)
+        fields["rope"] = read_rope(r, dim, r.need("max_position_embeddings"), theta, part)
     kv_heads = r.get("num_key_value_heads", num_kv_heads) or num_heads
     return SelfAttentionSpec(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim, **fields)
 
@@ -385,14 +441,27 @@ def qwen3(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**read_common(r), layers=windowed_layers(attention, read_mlp(r), read_window_per_layer(r)))
 
 
-def read_gemma3_rope(r: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
-    """Gemma 3 has a rotation for global layers and one for local ones; old files stretch the global one only."""
+def read_rope_of_type(
+    r: ConfigReader, kind: str, head_dim: int, max_position: int, theta: float, local_theta: float | None
+) -> RopeSpec:
+    """Gemma 3 has a rotation for global layers and one for local ones; old files stretch the global one only.
+
+    theta, local_theta: if the config has no such fields; None for the same.
+    """
     parameters = (r.get("rope_parameters") or {}).get(kind) or {}
-    global_theta, local_theta = r.get("rope_theta", 1e6), r.get("rope_local_base_freq", 1e4)
+    global_theta = r.get("rope_theta", theta)
+    local_theta = global_theta if local_theta is None else r.get("rope_local_base_freq", local_theta)
     scaling = r.get("rope_scaling") or {}
     if kind == "sliding_attention":
         return rope_from_parameters(parameters, theta=local_theta, dim=head_dim, max_position=max_position)
     return rope_from_parameters(parameters | scaling, theta=global_theta, dim=head_dim, max_position=max_position)
+
+
+GEMMA_NORMS: dict[str, Any] = {
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mixer_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 
 
 @family("Gemma3ForCausalLM", "gemma3_text")
@@ -415,18 +484,13 @@ def gemma3(r: ConfigReader) -> DecoderSpec:
     if types is None:
         types = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)]
     sizes = (attention.head_dim, common["max_position_embeddings"])
-    ropes = {kind: read_gemma3_rope(r, kind, *sizes) for kind in ("full_attention", "sliding_attention")}
-    norms = {
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mixer_post_norm": "post_attention_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    }
+    ropes = {kind: read_rope_of_type(r, kind, *sizes, 1e6, 1e4) for kind in ("full_attention", "sliding_attention")}
     mlp = read_mlp(r, activation=r.get("hidden_activation", "gelu_pytorch_tanh"))
     windows = zip(types, windows_from_types(r, types, r.get("sliding_window", 4096)), strict=True)
     layers = [replace(attention, rope=ropes[kind], sliding_window=window) for kind, window in windows]
     return DecoderSpec(
         **common,
-        layers=tuple(LayerSpec(mixer=mixer, mlp=mlp, **norms) for mixer in layers),
+        layers=tuple(LayerSpec(mixer=mixer, mlp=mlp, **GEMMA_NORMS) for mixer in layers),
         norm_offset=True,
         logits_soft_cap=r.get("final_logit_softcapping"),
         embedding_scale=common["hidden_size"] ** 0.5,

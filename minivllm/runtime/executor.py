@@ -15,6 +15,7 @@ from minivllm.attention.backend import FP8, AttentionBackend
 from minivllm.attention.select import select_backend
 from minivllm.core.config import Decision, EngineArgs, EngineConfig, KVCacheConfig, MachineFacts, choose_dtype, resolve
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.lora.linear import LoRAModel
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
@@ -27,7 +28,7 @@ from minivllm.sampling.transforms import Transform
 
 __all__ = [
     "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder", "make_executor",
-    "plan_engine",
+    "plan_engine", "read_model",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -90,13 +91,9 @@ def _kv_dtype(args: EngineArgs) -> torch.dtype | None:
     return FP8 if args.fp8_kv_cache else None
 
 
-def plan_engine(args: EngineArgs) -> EnginePlan:
-    """Find the model, look at the machine, and decide.
-
-    Raises:
-        ValueError: an unknown model, an architecture that is not implemented, or a setting out of range; names it.
-    """
-    loaded = load_model(
+def read_model(args: EngineArgs) -> LoadedModel:
+    """Find the model, and read everything but its weights."""
+    return load_model(
         args.model,
         load_format=args.load_format,
         download_dir=args.download_dir,
@@ -104,6 +101,15 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         hf_overrides=args.hf_overrides,
         seed=args.seed,
     )
+
+
+def plan_engine(args: EngineArgs) -> EnginePlan:
+    """Find the model, look at the machine, and decide.
+
+    Raises:
+        ValueError: an unknown model, an architecture that is not implemented, or a setting out of range; names it.
+    """
+    loaded = read_model(args)
     device = choose_device(args.device)
     limit_threads(cpu_quota())
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
@@ -123,6 +129,8 @@ def load_decoder(plan: EnginePlan) -> Decoder:
     longest = plan.config.scheduler.max_model_len
     decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest)
     decoder.load_weights(plan.model.weights(plan.config.dtype))
+    if (args := plan.config.args).enable_lora:
+        LoRAModel(decoder, args.max_loras, args.max_lora_rank, plan.config.scheduler.max_num_batched_tokens)
     return decoder
 
 
@@ -190,6 +198,8 @@ class UniProcExecutor:
 
     def shutdown(self) -> None:
         self._thread.shutdown()
+        if self._runner is not None and self._runner.adapters is not None:
+            self._runner.adapters.close()
         self._runner = None
         gc.collect()
         if torch.cuda.is_available():

@@ -36,20 +36,17 @@ class BlockTable:
     def clear(self, row: int) -> None:
         self.num_blocks[row] = 0
 
-    def slots(self, rows: Int64, positions: Int64) -> Int64:
-        """Cache slot of each (row, position) pair: int64, the shape of ``positions``."""
-        blocks = self.ids[rows, positions // self.block_size].astype(np.int64)
-        return blocks * self.block_size + positions % self.block_size
-
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The arrays of one step, in scheduling order. ``B`` requests, ``T`` tokens.
 
-    request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step. starts: int64 [B + 1],
+    request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step. starts: int32 [B + 1],
     where they begin among the T. token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group; a
     draft token, and the token before the first, is a request of its own there.
-    samples: bool [B], whether the last scheduled token is the last known one, or a draft token, so that a new token is sampled.
+    last_token: int64 [B], index into the T tokens of each request's last one.
+    samples: bool [B], whether a new token is sampled: the last scheduled token is the last known one, or a draft token, and the
+    row draws.
     """
 
     request_ids: list[str]
@@ -59,12 +56,8 @@ class StepInputs:
     token_ids: Int64
     positions: Int64
     attention: list[AttentionBatch]
+    last_token: Int64
     samples: npt.NDArray[np.bool_]
-
-    @property
-    def last_token(self) -> Int64:
-        """Index into the T tokens of each request's last one: int64 [B]."""
-        return self.starts[1:] - 1
 
 
 def _split(
@@ -87,6 +80,7 @@ class InputBatch:
     """What the model runner remembers of every running request, as numpy rows that never move.
 
     token_ids: int32 [max_num_seqs, max_model_len], all known tokens. num_tokens, num_computed: int64 [max_num_seqs].
+    draws: bool [max_num_seqs], False for a request that gets no tokens (it wants a vector, or failed).
     block_tables: one for each KV cache group.
     """
 
@@ -95,6 +89,7 @@ class InputBatch:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
+        self.draws = np.zeros(max_num_seqs, np.bool_)
         self.block_tables = [BlockTable(max_num_seqs, max_model_len, size) for size in block_sizes]
         self._free_rows = list(range(max_num_seqs))[::-1]
 
@@ -106,8 +101,13 @@ class InputBatch:
 
     def add(
         self, request_id: str, token_ids: Sequence[int], num_computed: int, block_ids: Sequence[Sequence[int]]
-    ) -> None:
-        """Give a request a row. ``token_ids``: prompt and output so far; ``block_ids``: one list for each KV cache group."""
+    ) -> int:
+        """Give a request a row, and return it.
+
+        Args:
+            token_ids: prompt and output so far.
+            block_ids: one list for each KV cache group.
+        """
         if request_id in self.row_of:
             raise ValueError(f"request {request_id!r} already has a row")
         row = self._free_rows.pop()
@@ -115,7 +115,9 @@ class InputBatch:
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
         self.num_computed[row] = num_computed
+        self.draws[row] = True
         self.append_blocks(request_id, block_ids)
+        return row
 
     def append_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         row = self.row_of[request_id]
@@ -154,15 +156,11 @@ class InputBatch:
         positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts)
         queries = _split(rows, starts, seq_lens, positions, [r in drafts for r in request_ids]) if drafts else None
         of, lengths, begins = queries or (rows, seq_lens, starts)
-        attention = [
-            AttentionBatch(
-                query_start_loc=begins.astype(np.int32),
-                seq_lens=lengths.astype(np.int32),
-                block_table=table.ids[of, : max(1, int(table.num_blocks[rows].max()))],
-                slot_mapping=table.slots(row_of_token, positions),
-            )
-            for table in self.block_tables
-        ]
+        begins, lengths, attention = begins.astype(np.int32), lengths.astype(np.int32), []
+        for table in self.block_tables:
+            size, longest = table.block_size, max(1, int(table.num_blocks[rows].max()))
+            slots = table.ids[row_of_token, positions // size].astype(np.int64) * size + positions % size
+            attention.append(AttentionBatch(begins, lengths, table.ids[of, :longest], slots))
         return StepInputs(
             request_ids=request_ids,
             rows=rows,
@@ -171,7 +169,8 @@ class InputBatch:
             token_ids=self.token_ids[row_of_token, positions].astype(np.int64),
             positions=positions,
             attention=attention,
-            samples=seq_lens >= self.num_tokens[rows],
+            last_token=starts[1:].astype(np.int64) - 1,
+            samples=(seq_lens >= self.num_tokens[rows]) & self.draws[rows],
         )
 
     def _write(self, drafts: dict[str, list[int]]) -> None:
@@ -189,24 +188,14 @@ class InputBatch:
         self.num_tokens[row] = known + len(token_ids)
         self.num_computed[row] -= num_drafts + 1 - len(token_ids)
 
-    def advance(self, step: StepInputs) -> None:
-        """The tokens of this step are computed."""
-        self.num_computed[step.rows] += step.counts
-
-    def append_tokens(self, rows: Int64, token_ids: Int64) -> None:
-        """Append one sampled token to each of ``rows``. A row that is full (``max_model_len``) keeps its tokens: its request ends now."""
-        at = self.num_tokens[rows]
-        fits = at < self.token_ids.shape[1]
-        self.token_ids[rows[fits], at[fits]] = token_ids[fits]
-        self.num_tokens[rows] = at + 1
-
-    def expect_tokens(self, rows: Int64) -> Int64:
-        """Append to each of ``rows`` a token that is not known yet: ~row stands for it. Returns the places, for `set_tokens`."""
+    def append_tokens(self, rows: Int64, token_ids: Int64) -> Int64:
+        """Append a token to each of ``rows`` and return the places. A row that is full (``max_model_len``) keeps its tokens."""
         places = self.num_tokens[rows]
-        self.append_tokens(rows, ~rows)
+        self.set_tokens(rows, places, token_ids)
+        self.num_tokens[rows] = places + 1
         return places
 
     def set_tokens(self, rows: Int64, places: Int64, token_ids: Int64) -> None:
-        """Say which tokens they were."""
+        """Write one token into each of ``rows``, unless its place is past the end of a full row."""
         fits = places < self.token_ids.shape[1]
         self.token_ids[rows[fits], places[fits]] = token_ids[fits]

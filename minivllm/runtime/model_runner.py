@@ -6,6 +6,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +19,8 @@ from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
 from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.lora.adapter import lora_targets
+from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
@@ -25,7 +30,7 @@ from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.sampler import PendingSample
-from minivllm.sampling.state import RequestView, SamplingBatch, SamplingState
+from minivllm.sampling.state import RequestView, SamplingState
 from minivllm.sampling.transforms import Transform
 from minivllm.spec_decode.drafter import Drafter, make_drafter
 from minivllm.spec_decode.proposers import DraftRequest
@@ -148,6 +153,8 @@ class ModelRunner:
         model.eager = config.args.enforce_eager
         model.bind(kv)
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, [g.spec.block_size for g in kv.groups])
+        self.adapters = self._make_adapters() if config.args.enable_lora else None
+        self.lora_slots = np.full(limits.max_num_seqs, -1)
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = RejectionSampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         self.drafter: Drafter | None = None
@@ -174,6 +181,16 @@ class ModelRunner:
             if not config.args.enforce_eager:
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
 
+    def _make_adapters(self) -> AdapterStore:
+        args, model, targets = self.config.args, self.model, lora_targets(self.model.spec)
+        keep = args.max_cpu_loras or args.max_loras
+        return AdapterStore(model.lora, targets, args.max_lora_rank, model.dtype, keep)
+
+    def prefetch_lora(self, key: str, path: str, digest: str) -> Future[Any]:
+        """Have an adapter read into main memory; see `AdapterStore`."""
+        assert self.adapters is not None, "enable_lora is off"
+        return self.adapters.prefetch(key, path, digest)
+
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Execute one step. A request that fails by itself is reported in ``errors``; the others go on."""
         start = time.perf_counter()
@@ -189,31 +206,35 @@ class ModelRunner:
         With `future` the next may be launched before the result of this one is asked for.
         """
         pending = PendingStep(self)
-        result = pending.output
-        self._update_rows(output, result)
-        self._swap_blocks(output)
-        if output.total_num_scheduled_tokens:
-            step = self.batch.prepare(output.num_scheduled_tokens, output.scheduled_spec_decode_tokens)
-            chosen = self._chosen(step)
-            drafts = (
-                [self._draft(step.request_ids[i], output) for i in chosen]
-                if output.scheduled_spec_decode_tokens
-                else []
-            )
-            places, of = _sampled_places(step, chosen, drafts)
-            hidden, (there, rows) = self._forward(step, places, of)
-            if self._prompt_done:
-                self._compute_prompt_logprobs(step, hidden, result)
-            if self.pooler:
-                self._pool(step, hidden, result)
-            self.batch.advance(step)
-            if len(chosen):
-                sampled = hidden if len(places) == len(step.token_ids) else hidden[there]
-                if drafts:
-                    self._verify(step, chosen, sampled, drafts, result)
-                else:
-                    self._sample(step, chosen, sampled, rows, pending)
-            self._latest = pending
+        self._update_rows(output, pending.output)
+        if output.swap_out or output.swap_in:
+            self._swap_blocks(output)
+        if not output.total_num_scheduled_tokens:
+            return pending
+        guesses = output.scheduled_spec_decode_tokens
+        step = self.batch.prepare(output.num_scheduled_tokens, guesses)
+        chosen = np.flatnonzero(step.samples)
+        drafts = [self._draft(step.request_ids[i], guesses) for i in chosen] if guesses else []
+        if self.adapters is not None:
+            self.adapters.use(np.repeat(self.lora_slots[step.rows], step.counts))
+        arrays = step.token_ids, step.positions, *_sampled_places(step, chosen, drafts)
+        if self.buffer is None:
+            token_ids, positions, last, rows = map(torch.from_numpy, arrays)
+            plans = [self.backend.plan(*group, self.device) for group in zip(step.attention, self.specs, strict=True)]
+            hidden = self.model.forward(token_ids, positions, self.kv_caches, plans)
+        else:
+            hidden, last, rows = self._forward_buffered(step, arrays, self.buffer)
+        if self._prompt_done:
+            self._compute_prompt_logprobs(step, hidden, pending.output)
+        if self.pooler.entries:
+            self._pool(step, hidden, pending.output)
+        self.batch.num_computed[step.rows] += step.counts
+        sampled = hidden if len(last) == len(hidden) else hidden[last]
+        if drafts:
+            self._verify(step, chosen, sampled, drafts, pending.output)
+        elif len(chosen):
+            self._sample(step, chosen, sampled, rows, pending)
+        self._latest = pending
         return pending
 
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
@@ -224,18 +245,27 @@ class ModelRunner:
         for request_id in output.finished:
             self._prompt_done.pop(request_id, None)
             self.pooler.drop(request_id)
+        for slot, key in output.lora_loads:
+            assert self.adapters is not None, "enable_lora is off"
+            self.adapters.load(slot, key)
         for new in output.new_requests:
             known = [*new.prompt_token_ids, *new.output_token_ids]
-            self.batch.add(new.request_id, known, new.num_computed_tokens, new.block_ids)
-            params = new.sampling_params
+            row = self.batch.add(new.request_id, known, new.num_computed_tokens, new.block_ids)
+            params, self.lora_slots[row] = new.sampling_params, new.lora_slot
+            if self.adapters is not None and (why := self.adapters.error(new.lora_slot)) is not None:
+                self.batch.draws[row] = False
+                result.errors[new.request_id] = why
+                continue
             if isinstance(params, PoolingParams):
                 self.pooler.add(new.request_id, params, len(known), new.num_computed_tokens)
+                self.batch.draws[row] = False
                 continue
             if params.prompt_logprobs is not None:
                 self._prompt_done.setdefault(new.request_id, 0)
             try:
                 self._add_sampling_row(new)
             except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the other requests
+                self.batch.draws[row] = False
                 result.errors[new.request_id] = f"{type(error).__name__}: {error}"
         for request_id, block_ids in output.new_block_ids.items():
             self.batch.append_blocks(request_id, block_ids)
@@ -247,48 +277,43 @@ class ModelRunner:
         self.sampling.add(new.request_id, params, new.prompt_token_ids, new.output_token_ids, params.seed, matcher)
 
     def _swap_blocks(self, output: SchedulerOutput) -> None:
-        if not output.swap_out and not output.swap_in:
-            return
         for device_cache, cpu_cache in zip(self.kv_caches, self.swap_caches, strict=True):
             self.backend.copy_blocks(device_cache, cpu_cache, output.swap_out)
             self.backend.copy_blocks(cpu_cache, device_cache, output.swap_in)
 
-    def _forward(self, step: StepInputs, places: Int64, of: Int64) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Hidden states after the last norm, [T, hidden_size]; and `places` and `of`, on the device."""
-        arrays = step.token_ids, step.positions, places, of
-        if self.buffer is None:
-            plans = [
-                self.backend.plan(batch, spec, self.device)
-                for batch, spec in zip(step.attention, self.specs, strict=True)
-            ]
-            token_ids, positions, *rows = (torch.from_numpy(x) for x in arrays)
-            return self._layers(token_ids, positions, plans), (rows[0], rows[1])
-        if len(places) == len(step.token_ids) and (replayed := self._replay(step, self.buffer)) is not None:
+    def _forward_buffered(
+        self, step: StepInputs, arrays: tuple[Int64, Int64, Int64, Int64], buffer: StepBuffer
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Send all arrays of a step in one copy, and run the layers.
+
+        Args:
+            arrays: token ids and positions [T]; of each request that samples, the last token's place among the T, and the row.
+
+        Returns:
+            Hidden states after the last norm, [T, hidden_size], and the last two of the arrays, on the device.
+        """
+        if len(arrays[3]) == len(step.token_ids) and (replayed := self._replay(step, buffer)) is not None:
             return replayed
-        self.buffer.begin()
-        token_ids, positions, *rows = (self.buffer.put(x) for x in arrays)
-        plans = [
-            self.backend.plan_into(batch, spec, self.buffer)
-            for batch, spec in zip(step.attention, self.specs, strict=True)
-        ]
-        self.buffer.send()
-        return self._layers(token_ids, positions, plans), (rows[0], rows[1])
+        buffer.begin()
+        token_ids, positions, last, rows = map(buffer.put, arrays)
+        groups = zip(step.attention, self.specs, strict=True)
+        plans = [self.backend.plan_into(batch, spec, buffer) for batch, spec in groups]
+        buffer.send()
+        return self._layers(token_ids, positions, plans), last, rows
 
     def _layers(self, token_ids: Tensor, positions: Tensor, plans: list[Plan]) -> Tensor:
         if self.future is not None:
             token_ids = self.future.resolve(token_ids)
         return self.model.forward(token_ids, positions, self.kv_caches, plans)
 
-    def _replay(self, step: StepInputs, buffer: StepBuffer) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
-        """As `_forward`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one."""
+    def _replay(self, step: StepInputs, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor] | None:
+        """As `_forward_buffered`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)
-        if (
-            self.graphs is None
-            or padded is None
-            or len(step.attention[0].seq_lens) != rows
-            or not self._may_replay(self.graphs)
-        ):
+        if self.adapters is not None and self.adapters.model.active:
+            return None  # the adapters' matmuls on a GPU are launched one by one
+        one_each = len(step.attention[0].seq_lens) == rows
+        if self.graphs is None or padded is None or not one_each or not self._may_replay(self.graphs):
             return None
         buffer.begin()
         (ids, token_ids), (at, positions), (of, rows_there) = (buffer.reserve((padded,), np.int64) for _ in range(3))
@@ -305,7 +330,7 @@ class ModelRunner:
             made = [fixed.plan() for fixed in plans]
             return lambda: self._layers(token_ids, positions, made), (token_ids, positions, made)
 
-        return self.graphs.run(key, make)[:rows], (rows_there[:rows], rows_there[:rows])
+        return self.graphs.run(key, make)[:rows], rows_there[:rows], rows_there[:rows]
 
     def _may_replay(self, graphs: DecodeGraphs) -> bool:
         """Whether a graph can stand for the model as it is now. Graphs of the model before a change are dropped."""
@@ -313,14 +338,6 @@ class ModelRunner:
             graphs.clear()
             self._generation, self._capture_problem = generation(), capture_problem(self.model)
         return self._capture_problem is None
-
-    def _chosen(self, step: StepInputs) -> Int64:
-        """Which of the step's requests get a token: int64."""
-        samples = step.samples
-        if len(self.sampling.requests) < len(self.batch):  # some want a vector, or failed when they were added
-            draws = (r in self.sampling.requests for r in step.request_ids)
-            samples = samples & np.fromiter(draws, bool, len(samples))
-        return np.flatnonzero(samples)
 
     def get_sampler(self) -> RejectionSampler:
         """What chooses the tokens, for those who show how."""
@@ -332,6 +349,8 @@ class ModelRunner:
         """Choose a token for each of the requests `chosen`; hidden: [len(chosen), hidden_size]; rows_there: their rows, on the device."""
         rows = step.rows[chosen]
         batch = self.sampling.batch([step.request_ids[i] for i in chosen])
+        if self.adapters is not None:
+            self.adapters.use(self.lora_slots[rows])
         logits = self.model.compute_logits(hidden)
         if self._latest is not None and (self._looks_back or self.sample_log is not None or batch.looks_back):
             self._latest.result()
@@ -340,11 +359,13 @@ class ModelRunner:
         drawn = self.sampler.start(logits, batch)
         if self.future is not None:
             self.future.put(rows_there, drawn.token_ids)
-        pending.expect(drawn, batch, rows)
+        places = self.batch.append_tokens(rows, ~rows)  # ~row stands for a token that the host does not know yet
+        pending.drawn, pending.views, pending.rows, pending.places = drawn, batch.requests, rows, places
+        batch.expect()
 
-    def _draft(self, request_id: str, output: SchedulerOutput) -> Draft:
+    def _draft(self, request_id: str, guesses: dict[str, list[int]]) -> Draft:
         """What the step is to verify of a request."""
-        token_ids = output.scheduled_spec_decode_tokens.get(request_id, ())
+        token_ids = guesses.get(request_id, ())
         return Draft(token_ids) if self.drafter is None else self.drafter.scheduled(request_id, token_ids)
 
     def _propose(
@@ -380,6 +401,8 @@ class ModelRunner:
     ) -> None:
         """As `_sample`, in a step with draft tokens: accept some, and wait for it. hidden: [sum of (drafts + 1), hidden_size]."""
         batch = self.sampling.batch([step.request_ids[i] for i in chosen])
+        if self.adapters is not None:
+            self.adapters.use(np.repeat(self.lora_slots[step.rows[chosen]], [len(d.token_ids) + 1 for d in drafts]))
         logits = self.model.compute_logits(hidden)
         if self.sample_log is not None:
             log_samples(self.sample_log, batch.requests, logits, [draft.token_ids for draft in drafts])
@@ -420,49 +443,52 @@ class ModelRunner:
                 continue
             at = int(starts[i]) - computed
             result.prompt_logprobs[request_id] = self._logprobs_of(
-                hidden[at + first : at + end], prompt[first + 1 : end + 1], count
+                hidden[at + first : at + end], prompt[first + 1 : end + 1], count, self.lora_slots[row]
             )
             self._prompt_done[request_id] = end
 
-    def _logprobs_of(self, hidden: Tensor, token_ids: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+    def _logprobs_of(
+        self, hidden: Tensor, token_ids: Sequence[int], count: int, lora_slot: int
+    ) -> list[dict[int, Logprob]]:
         """Reports on ``token_ids`` [R] after the hidden states [R, hidden_size], a slice at a time."""
         reports: list[dict[int, Logprob]] = []
         for start in range(0, len(hidden), self.PROMPT_SLICE):
             part = slice(start, start + self.PROMPT_SLICE)
+            if self.adapters is not None:
+                self.adapters.use(np.full(len(hidden[part]), lora_slot))
             reports += compute_logprobs(self.model.compute_logits(hidden[part]), token_ids[part], count)
         return reports
 
 
+@dataclass(slots=True)
 class PendingStep:
     """A step that the device has executed or will, and the tokens that the host does not know yet.
 
     Attributes:
         output: what is known of the result.
+        drawn: the tokens, or None if there are none or they have been taken.
+        views, rows, places: of the requests that get a token: their views, rows in the `InputBatch` (which can differ from those in the
+            `SamplingState`), and where in the row it belongs.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.output, self._runner = ModelRunnerOutput(), runner
-        self._drawn: PendingSample | None = None
-        self._views: list[RequestView] = []
-
-    def expect(self, drawn: PendingSample, batch: SamplingBatch, rows: Int64) -> None:
-        """Give every request of `batch` a token that is not known yet. rows: their rows in the `InputBatch`, which can differ
-        from those in the `SamplingState`."""
-        self._drawn, self._views, self._rows = drawn, batch.requests, rows
-        self._places = self._runner.batch.expect_tokens(rows)
-        batch.expect()
+    runner: ModelRunner
+    output: ModelRunnerOutput = field(default_factory=ModelRunnerOutput)
+    drawn: PendingSample | None = None
+    views: Sequence[RequestView] = ()
+    rows: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    places: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the tokens, and put them into their rows."""
-        if self._drawn is None:
+        if self.drawn is None:
             return self.output
-        drawn, self._drawn = self._drawn.finish(), None
-        runner, output, token_ids = self._runner, self.output, drawn.token_ids.numpy()
-        alive = [runner.sampling.requests.get(view.request_id) is view for view in self._views]  # else it lost its row
+        drawn, self.drawn = self.drawn.finish(), None
+        runner, output, token_ids = self.runner, self.output, drawn.token_ids.numpy()
+        alive = [runner.sampling.requests.get(view.request_id) is view for view in self.views]  # else it lost its row
         keep = np.flatnonzero(alive)
         known = token_ids[keep].clip(min=0)  # -1 for one that failed: it may be in the next step already, in vain
-        runner.batch.set_tokens(self._rows[keep], self._places[keep], known)
-        for view, token_id, logprobs, lives in zip(self._views, token_ids.tolist(), drawn.logprobs, alive, strict=True):
+        runner.batch.set_tokens(self.rows[keep], self.places[keep], known)
+        for view, token_id, logprobs, lives in zip(self.views, token_ids.tolist(), drawn.logprobs, alive, strict=True):
             if view.request_id in drawn.errors:
                 continue
             if lives:

@@ -24,30 +24,30 @@ class Pooler:
     """Gathers the hidden states of requests that want a vector, chunk by chunk.
 
     Sums are kept in float64, so that how a prompt was cut into chunks leaves no trace in float32.
+
+    Attributes:
+        entries: {request id: what is known of it}.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
+        self.entries: dict[str, _Entry] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
+        return request_id in self.entries
 
     def add(self, request_id: str, params: PoolingParams, num_tokens: int, num_computed: int) -> None:
         """Expect a request, or expect it back: from the beginning, or from where a swapped one had come to."""
-        entry = self._entries.get(request_id)
+        entry = self.entries.get(request_id)
         if entry is None or entry.done != num_computed:
-            self._entries[request_id] = _Entry(params, num_tokens, num_computed)
+            self.entries[request_id] = _Entry(params, num_tokens, num_computed)
 
     def drop(self, request_id: str) -> None:
         """Forget a request; an unknown one is no error."""
-        self._entries.pop(request_id, None)
+        self.entries.pop(request_id, None)
 
     def take(self, request_id: str, hidden: Tensor) -> list[float] | None:
         """Take the hidden states [n, H] of its next n tokens. Returns the vector when the prompt is complete."""
-        entry = self._entries[request_id]
+        entry = self.entries[request_id]
         entry.done += len(hidden)
         if entry.params.pooling_type == "mean":
             part = hidden.to(torch.float64).sum(0)

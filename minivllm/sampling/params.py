@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 __all__ = [
     "ALLOWED", "FLAG", "LOGPROBS_MODES", "MAX_N", "MIN_TEMPERATURE", "NONE", "STRUCTURE_KINDS", "TEXT",
-    "TOKEN_ID", "Allowed", "BeamSearchParams", "InvalidParameter", "RepetitionDetectionParams",
-    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "best_indices", "check_text",
-    "instance", "integer", "list_of", "logger", "lone_surrogate", "real", "reject_unknown",
+    "TOKEN_ID", "Allowed", "BeamSearchParams", "CheckedParams", "InvalidParameter",
+    "RepetitionDetectionParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
+    "best_indices", "check_text", "instance", "integer", "list_of", "logger", "lone_surrogate", "one_of",
+    "real", "reject_unknown",
 ]  # fmt: skip
 
 
@@ -121,6 +122,11 @@ def instance(kind: type, text: str) -> Allowed:
     return Allowed(text, lambda value: isinstance(value, kind))
 
 
+def one_of(names: Sequence[str]) -> Allowed:
+    """One of some texts."""
+    return Allowed(f"one of {', '.join(names)}", lambda value: value in names)
+
+
 NONE = Allowed("None", lambda value: value is None)
 FLAG = Allowed("True or False", lambda value: isinstance(value, bool))
 TEXT = Allowed("a non-empty string without lone surrogates", lambda value: _is_text(value) and value != "")
@@ -136,6 +142,31 @@ def reject_unknown(owner: str, given: Iterable[str], known: Sequence[str], error
             raise error(f"{owner} has no parameter {name!r}{hint}")
 
 
+class CheckedParams:
+    """A dataclass of parameters: an unknown keyword raises TypeError, a value out of range InvalidParameter.
+
+    Attributes:
+        allowed: by field.
+        place: what stands before the name of a field in an error.
+    """
+
+    allowed: ClassVar[dict[str, Allowed]] = {}
+    place: ClassVar[str] = ""
+
+    def __new__(cls, **given: Any) -> Self:
+        reject_unknown(cls.__name__, given, [f.name for f in fields(cls) if f.init])  # type: ignore[arg-type]
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, allowed in self.allowed.items():
+            if not allowed.test(getattr(self, name)):
+                raise InvalidParameter(self.place + name, getattr(self, name), allowed.text)
+        self._after_init()
+
+    def _after_init(self) -> None:
+        """Check fields against each other, and set what follows from them."""
+
+
 class RequestOutputKind(Enum):
     """What each `RequestOutput` of a request carries."""
 
@@ -145,55 +176,6 @@ class RequestOutputKind(Enum):
 
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StructuredOutputsParams:
-    """What the output must look like: exactly one of the first six fields.
-
-    json: a JSON schema (a dict or its text). json_object: any JSON object. regex: a regular expression that the whole
-    output matches. choice: one of these strings. grammar: a context-free grammar, Lark or EBNF (GBNF) text.
-    structural_tag: parts of the output that follow a schema (a dict or its text).
-
-    disable_any_whitespace: JSON without optional white space. disable_additional_properties: objects have no members
-    that the schema does not list. whitespace_pattern: a regular expression for the white space that JSON may hold.
-    """
-
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | dict[str, Any] | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
-
-    def __new__(cls, **given: Any) -> Self:
-        reject_unknown(cls.__name__, given, [f.name for f in fields(cls)])
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        for name, allowed in _STRUCTURE_ALLOWED.items():
-            if not allowed.test(getattr(self, name)):
-                raise InvalidParameter(f"structured_outputs.{name}", getattr(self, name), allowed.text)
-        asked = [name for name in STRUCTURE_KINDS if getattr(self, name) is not None]
-        if len(asked) != 1:
-            raise InvalidParameter("structured_outputs", asked, f"exactly one of {', '.join(STRUCTURE_KINDS)}")
-        if self.kind not in ("json", "json_object"):
-            for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
-                if getattr(self, name):
-                    raise InvalidParameter(f"structured_outputs.{name}", getattr(self, name), "used with json only")
-
-    @property
-    def kind(self) -> str:
-        """The name of the one field that is set."""
-        return next(name for name in STRUCTURE_KINDS if getattr(self, name) is not None)
-
-    @cached_property
-    def key(self) -> str:
-        """A text that is equal for equal params; compiled grammars are cached by it."""
-        return json_lib.dumps({f.name: getattr(self, f.name) for f in fields(self)}, sort_keys=False)
 
 
 STRUCTURE_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -225,7 +207,52 @@ _STRUCTURE_ALLOWED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepetitionDetectionParams:
+class StructuredOutputsParams(CheckedParams):
+    """What the output must look like: exactly one of the first six fields.
+
+    json: a JSON schema (a dict or its text). json_object: any JSON object. regex: a regular expression that the whole
+    output matches. choice: one of these strings. grammar: a context-free grammar, Lark or EBNF (GBNF) text.
+    structural_tag: parts of the output that follow a schema (a dict or its text).
+
+    disable_any_whitespace: JSON without optional white space. disable_additional_properties: objects have no members
+    that the schema does not list. whitespace_pattern: a regular expression for the white space that JSON may hold.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    allowed: ClassVar[dict[str, Allowed]] = _STRUCTURE_ALLOWED
+    place: ClassVar[str] = "structured_outputs."
+
+    def _after_init(self) -> None:
+        asked = [name for name in STRUCTURE_KINDS if getattr(self, name) is not None]
+        if len(asked) != 1:
+            raise InvalidParameter("structured_outputs", asked, f"exactly one of {', '.join(STRUCTURE_KINDS)}")
+        if self.kind not in ("json", "json_object"):
+            for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+                if getattr(self, name):
+                    raise InvalidParameter(f"structured_outputs.{name}", getattr(self, name), "used with json only")
+
+    @property
+    def kind(self) -> str:
+        """The name of the one field that is set."""
+        return next(name for name in STRUCTURE_KINDS if getattr(self, name) is not None)
+
+    @cached_property
+    def key(self) -> str:
+        """A text that is equal for equal params; compiled grammars are cached by it."""
+        return json_lib.dumps({f.name: getattr(self, f.name) for f in fields(self)}, sort_keys=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionDetectionParams(CheckedParams):
     """Stop when the output ends in `min_count` copies of one pattern of min_pattern_size..max_pattern_size tokens.
 
     `max_pattern_size=0` switches the detection off; `min_pattern_size=0` means 1. vLLM's names and rules.
@@ -235,14 +262,12 @@ class RepetitionDetectionParams:
     min_pattern_size: int = 0
     min_count: int = 0
 
-    def __new__(cls, **given: Any) -> Self:
-        reject_unknown(cls.__name__, given, [f.name for f in fields(cls)])
-        return super().__new__(cls)
+    allowed: ClassVar[dict[str, Allowed]] = dict.fromkeys(
+        ("max_pattern_size", "min_pattern_size", "min_count"), integer(0)
+    )
+    place: ClassVar[str] = "repetition_detection."
 
-    def __post_init__(self) -> None:
-        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
-            if not integer(0).test(getattr(self, name)):
-                raise InvalidParameter(f"repetition_detection.{name}", getattr(self, name), integer(0).text)
+    def _after_init(self) -> None:
         if self.min_pattern_size > self.max_pattern_size:
             allowed = f"at most max_pattern_size={self.max_pattern_size}"
             raise InvalidParameter("repetition_detection.min_pattern_size", self.min_pattern_size, allowed)
@@ -261,6 +286,7 @@ _BIAS = Allowed(
         and all(TOKEN_ID.test(token) and real(-100, 100).test(bias) for token, bias in value.items())
     ),
 )
+_NUM_LOGPROBS = NONE | Allowed("an integer >= 0, or -1 for the whole vocabulary", integer(-1).test)
 
 ALLOWED: dict[str, Allowed] = {
     "n": integer(1, MAX_N),
@@ -282,9 +308,8 @@ ALLOWED: dict[str, Allowed] = {
     "ignore_eos": FLAG,
     "max_tokens": NONE | integer(1),
     "min_tokens": integer(0),
-    "logprobs": NONE | Allowed("an integer >= 0, or -1 for the whole vocabulary", integer(-1).test),
-    "prompt_logprobs": NONE | Allowed("an integer >= 0, or -1 for the whole vocabulary", integer(-1).test),
-    "logprobs_mode": NONE | Allowed(f"one of {', '.join(LOGPROBS_MODES)}", lambda value: value in LOGPROBS_MODES),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), _NUM_LOGPROBS),
+    "logprobs_mode": NONE | one_of(LOGPROBS_MODES),
     "detokenize": FLAG,
     "skip_special_tokens": FLAG,
     "spaces_between_special_tokens": FLAG,
@@ -340,14 +365,6 @@ def _plain(value: Any) -> Any:
         return value
 
 
-def _as_structure(value: Any) -> Any:
-    return StructuredOutputsParams(**value) if isinstance(value, dict) else value
-
-
-def _as_detection(value: Any) -> Any:
-    return RepetitionDetectionParams(**value) if isinstance(value, dict) else value
-
-
 _NORMALISE: dict[str, Callable[[Any], Any]] = {
     "temperature": _as_temperature,
     "logit_bias": _as_bias,
@@ -360,42 +377,34 @@ _NORMALISE: dict[str, Callable[[Any], Any]] = {
     "logits_processors": lambda value: list(value) if isinstance(value, (list, tuple)) else value,
     "logprobs": _as_count,
     "prompt_logprobs": _as_count,
-    "structured_outputs": _as_structure,
-    "repetition_detection": _as_detection,
+    "structured_outputs": lambda value: StructuredOutputsParams(**value) if isinstance(value, dict) else value,
+    "repetition_detection": lambda value: RepetitionDetectionParams(**value) if isinstance(value, dict) else value,
 }
 
 
 @dataclass(kw_only=True, repr=False)
-class SamplingParams:
-    """All the control that a request has over its tokens; vLLM's names and defaults.
+class SamplingParams(CheckedParams):
+    """All the control that a request has over its tokens; vLLM's names and defaults. Raises as `CheckedParams`.
 
     Attributes:
-        n: outputs per prompt.
-        best_of: generate this many, return the `n` with the highest log probability per token (OpenAI's definition of best), best first.
-        presence_penalty, frequency_penalty: subtracted from the logit of a token that is in the output so far, once, or once per occurrence.
-        repetition_penalty: divides a positive logit (multiplies a negative one) of a token that is in the prompt or the output.
-        temperature: divides the logits; 0 means greedy. Between 0 and 0.01 it is raised to 0.01, as in vLLM.
-        top_k, top_p, min_p: keep the k likeliest tokens; the likeliest ones that together reach probability p; those at least min_p times as
-            likely as the likeliest.
-        seed: the same seed gives the same random numbers, alone or in any batch; and the same tokens with an attention backend that is
-            batch-invariant (`numba_cpu_invariant`, ...). With others rounding may tip a close choice. Child i of n gets seed + i. -1 means None.
-        stop, stop_token_ids: texts and tokens that end an answer. include_stop_str_in_output: the text is part of it.
-        ignore_eos: go on after the end token.
-        max_tokens, min_tokens: None for as many as fit; before the least, neither the end token nor a stop token id can be drawn.
-        bad_words: words that cannot be generated (`update_from_tokenizer` turns them into token ids).
-        logprobs, prompt_logprobs: number of likeliest tokens to report beside the chosen one; -1 all, True means 1.
+        n, best_of: outputs per prompt; generate `best_of` of them and return the `n` of the highest log probability per token.
+        presence_penalty, frequency_penalty: subtracted from the logit of a token of the output so far, once or once per occurrence.
+        repetition_penalty: divides a positive logit (multiplies a negative one) of a token of the prompt or the output.
+        temperature: divides the logits; 0 is greedy. Between 0 and 0.01 it is raised to 0.01, as in vLLM.
+        top_k, top_p, min_p: keep the k best tokens; the best that together reach probability p; those min_p times as likely as the best.
+        seed: gives the same random numbers in any batch; and the same tokens with a backend that is batch-invariant. With
+            others rounding may tip a close choice. Child i of n gets seed + i. -1 means None.
+        stop, stop_token_ids, repetition_detection: texts, tokens and loops that end an answer.
+        include_stop_str_in_output, ignore_eos: whether the stop string is part of the text; whether to go on after the end token.
+        max_tokens, min_tokens: None for as many as fit; before the least, no end or stop token can be drawn.
+        bad_words, allowed_token_ids, logit_bias: words that cannot be generated; the only tokens that can; {token id: bias}.
+        logprobs, prompt_logprobs: how many of the best tokens to report beside the chosen one; -1 all, True means 1.
         logprobs_mode: raw or processed, logprobs or logits; None is the engine's.
         detokenize, skip_special_tokens, spaces_between_special_tokens: how token ids become text.
-        logits_processors: callables `transform(logits, view) -> logits` of this request alone.
+        logits_processors, extra_args: own transforms `(logits, view) -> logits`; others by name, as `{"typical": 0.9}`.
         truncate_prompt_tokens: keep only the last so many tokens of the prompt; -1 as many as fit.
-        output_kind: what each RequestOutput carries.
-        structured_outputs: what the output must look like.
-        logit_bias: {token id: bias} added to the logits.
-        allowed_token_ids: nothing else can be drawn.
-        repetition_detection: stop a request that loops.
-        extra_args: transforms by name, `{"typical": 0.9}` (see `register_transform`); your own ones find it in `view.params.extra_args`.
-    Raises:
-        InvalidParameter: a value out of range, or two that contradict each other (a ValueError). TypeError: an unknown name.
+        output_kind, structured_outputs: what each RequestOutput carries; what the output must look like.
+        bad_words_token_ids, eos_token_id, all_stop_token_ids: set from tokenizer and model; `min_tokens` forbids the last.
     """
 
     n: int = 1
@@ -429,13 +438,9 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     extra_args: dict[str, Any] | None = None
-
     bad_words_token_ids: list[list[int]] | None = field(default=None, init=False)
-    """The token sequences of `bad_words`; None until `update_from_tokenizer`."""
     eos_token_id: int | None = field(default=None, init=False)
-    """The model's end token; None until `update_from_generation_config`, or with `ignore_eos`."""
     all_stop_token_ids: frozenset[int] = field(default=frozenset(), init=False)
-    """Every id that ends an output, the end tokens included: what `min_tokens` forbids."""
 
     @property
     def is_greedy(self) -> bool:
@@ -452,11 +457,7 @@ class SamplingParams:
         """Whether more sequences are generated than returned, so that the best must be found."""
         return self.num_children > self.n
 
-    def __new__(cls, **given: Any) -> Self:
-        reject_unknown(cls.__name__, given, list(ALLOWED))
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
+    def _after_init(self) -> None:
         self._check_together()
         self.all_stop_token_ids = frozenset(self.stop_token_ids or ())
 
@@ -598,7 +599,7 @@ def best_indices(cumulative_logprobs: Sequence[float], lengths: Sequence[int], n
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamSearchParams:
+class BeamSearchParams(CheckedParams):
     """Parameters of `LLM.beam_search`; vLLM's names.
 
     A finished beam's score is its log probability / (number of tokens ** length_penalty), as in transformers.
@@ -611,19 +612,11 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
 
-    def __new__(cls, **given: Any) -> Self:
-        reject_unknown(cls.__name__, given, [f.name for f in fields(cls)])
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        allowed = {
-            "beam_width": integer(1, MAX_N),
-            "max_tokens": integer(1),
-            "ignore_eos": FLAG,
-            "temperature": real(0, 2),
-            "length_penalty": Allowed("a finite number", _is_real),
-            "include_stop_str_in_output": FLAG,
-        }
-        for name, rule in allowed.items():
-            if not rule.test(getattr(self, name)):
-                raise InvalidParameter(name, getattr(self, name), rule.text)
+    allowed: ClassVar[dict[str, Allowed]] = {
+        "beam_width": integer(1, MAX_N),
+        "max_tokens": integer(1),
+        "ignore_eos": FLAG,
+        "temperature": real(0, 2),
+        "length_penalty": Allowed("a finite number", _is_real),
+        "include_stop_str_in_output": FLAG,
+    }

@@ -78,48 +78,50 @@ class Sampler:
 
     def start(self, logits: Tensor, batch: SamplingBatch, observe: Observer | None = None) -> "PendingSample":
         """The same, but do not wait for a GPU: the tokens are there already, the host asks for them with `finish`."""
-        self._check(logits, batch)
+        shape = (len(batch.rows), batch.state.vocab_size)
+        if logits.shape != shape or logits.dtype != torch.float32:
+            raise ValueError(f"logits must be float32 {list(shape)}, got {logits.dtype} {list(logits.shape)}")
         errors: dict[str, str] = {}
         if self not in batch.prepared:
-            batch.prepared[self] = _Wanted(batch, self.logprobs_mode, [stage.name for stage in self.stages])
-        wanted = batch.prepared[self]
+            batch.prepared[self] = _Wanted(batch, self)
+        wanted: _Wanted = batch.prepared[self]
         raw = wanted.keep("raw", logits) if wanted.modes else None
-        logits = self._transform(logits, batch, wanted, errors, observe)
-        errors |= {view.request_id: view.error for view in batch.requests if view.error is not None}
+        if wanted.steps or wanted.errors or observe is not None:
+            logits = self._transform(logits, batch, wanted, errors, observe)
         processed = wanted.keep("processed", logits) if wanted.modes else None
-        token_ids, alive = self._choose(logits, batch)
+        token_ids, alive = self._choose(logits, batch, wanted.greedy)
         token_ids = torch.where(alive, token_ids, -1)
-        return PendingSample(batch.request_ids, token_ids, wanted.report(raw, processed, token_ids), errors)
-
-    def _check(self, logits: Tensor, batch: SamplingBatch) -> None:
-        shape = (len(batch), batch.vocab_size)
-        if tuple(logits.shape) != shape or logits.dtype != torch.float32:
-            raise ValueError(f"logits must be float32 {list(shape)}, got {logits.dtype} {list(logits.shape)}")
+        reports = wanted.report(raw, processed, token_ids) if wanted.modes else []
+        copy = HostCopy(token_ids) if token_ids.is_cuda else None
+        return PendingSample(batch.request_ids, token_ids, reports, errors, copy)
 
     def _transform(
         self, logits: Tensor, batch: SamplingBatch, wanted: "_Wanted", errors: dict[str, str], observe: Observer | None
     ) -> Tensor:
+        """Apply what the batch wants; note the errors of requests whose own transforms or grammars failed."""
         if observe is not None:
             observe("model", logits)
-        for stage in self.stages:
-            if stage not in batch.prepared:
-                batch.prepared[stage] = stage.prepare(batch)
-            if (data := batch.prepared[stage]) is not None:
+        for stage, data, own in wanted.steps:
+            if data is not None:
                 logits = stage.apply(logits, data, batch)
                 if observe is not None:
                     observe(stage.name, logits)
-            for i, transform in wanted.transforms.get(stage.name, ()):
+            for i, transform in own:
                 _apply_own(logits[i], transform, batch.requests[i], errors)
                 if observe is not None:
                     observe(transform_name(transform), logits)
-        for request_id, reason in wanted.misplaced.items():
+        for request_id, reason in wanted.errors.items():
             errors.setdefault(request_id, reason)
+        errors |= {view.request_id: view.error for view in batch.requests if view.error is not None}
         return logits
 
-    def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor, batch: SamplingBatch, greedy: bool) -> tuple[Tensor, Tensor]:
+        """A token for each row, and whether there is one. greedy: all rows are."""
+        return self._argmax(logits) if greedy else self._draw(logits, batch)
+
+    def _draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+        """Draw a token for each row that is not greedy, and take the argmax of the others."""
         greedy = batch.column("greedy")
-        if greedy.all():
-            return self._argmax(logits)
         u = torch.from_numpy(uniforms(batch.column("seed"), batch.column("num_output_tokens")))
         u = u.to(logits.device, non_blocking=True)
         if not greedy.any():
@@ -186,14 +188,23 @@ def _apply_own(row: Tensor, transform: Transform, view: Any, errors: dict[str, s
 
 
 class _Wanted:
-    """Which rows want which reports, and which own transforms run where."""
+    """What the requests of a batch want of a sampler: found once for a set of requests.
 
-    def __init__(self, batch: SamplingBatch, default_mode: str, places: Sequence[str]) -> None:
+    Attributes:
+        greedy: whether all rows take the argmax.
+        counts, modes: of the rows that want reports: how many tokens, and of what.
+        steps: (stage, its data or None, own transforms behind it with their rows) of the stages that have something to do.
+        errors: of requests whose own transforms cannot be made, or have no place among the stages.
+    """
+
+    def __init__(self, batch: SamplingBatch, sampler: Sampler) -> None:
         asked = batch.column("logprobs")
+        self.greedy = bool(batch.column("greedy").all())
         self.counts = {int(i): int(asked[i]) for i in np.flatnonzero(asked != NO_LOGPROBS)}
-        self.modes = {i: batch.requests[i].params.logprobs_mode or default_mode for i in self.counts}
-        self.transforms: dict[str, list[tuple[int, Transform]]] = {}
-        self.misplaced: dict[str, str] = {}
+        self.modes = {i: batch.requests[i].params.logprobs_mode or sampler.logprobs_mode for i in self.counts}
+        self.errors = {view.request_id: view.error for view in batch.requests if view.error is not None}
+        places = [stage.name for stage in sampler.stages]
+        own: dict[str, list[tuple[int, Transform]]] = {place: [] for place in places}
         for i in np.flatnonzero(batch.column("unusual")).tolist():
             view = batch.requests[i]
             if view.transforms is None:
@@ -201,12 +212,17 @@ class _Wanted:
                     view.transforms = transforms_of(view.params)
                 except ValueError as error:  # this request alone fails
                     view.transforms, view.error = [], str(error)
+                    self.errors[view.request_id] = view.error
             for transform in view.transforms:
-                place = place_of(transform)
-                self.transforms.setdefault(place, []).append((i, transform))
-                if place not in places:
-                    reason = f"transform {transform_name(transform)} wants to run after {place!r}, which is none of {list(places)}"
-                    self.misplaced[batch.request_ids[i]] = reason
+                if (place := place_of(transform)) in own:
+                    own[place].append((i, transform))
+                    continue
+                reason = (
+                    f"transform {transform_name(transform)} wants to run after {place!r}, which is none of {places}"
+                )
+                self.errors.setdefault(view.request_id, reason)
+        prepared = ((stage, stage.prepare(batch), own[stage.name]) for stage in sampler.stages)
+        self.steps = [(stage, data, after) for stage, data, after in prepared if data is not None or after]
 
     def keep(self, kind: str, logits: Tensor) -> tuple[list[int], Tensor] | None:
         """A copy of the rows whose mode is of this kind, before later stages overwrite them."""
@@ -235,30 +251,40 @@ def _there(rows: list[int], device: torch.device) -> Tensor:
     return torch.tensor(rows).to(device, non_blocking=True)
 
 
+@dataclass(slots=True)
 class PendingSample:
-    """Tokens that are chosen, or will be when the GPU comes to it. token_ids [R] int64: on the device, -1 where none can be drawn."""
+    """Tokens that are chosen, or will be when the GPU comes to it.
 
-    def __init__(
-        self,
-        request_ids: Sequence[str],
-        token_ids: Tensor,
-        reports: list[tuple[list[int], PendingLogprobs]],
-        errors: dict[str, str],
-    ) -> None:
-        self.token_ids = token_ids
-        self._request_ids, self._reports, self._errors = request_ids, reports, errors
-        self._here = HostCopy(token_ids)
+    Attributes:
+        request_ids: of the rows.
+        token_ids: int64 [R], on the device, -1 where none can be drawn.
+        reports: rows that want log-probabilities, and these.
+        errors: by request id.
+        copy: of the tokens on its way to the host; None if they are there.
+    """
+
+    request_ids: Sequence[str]
+    token_ids: Tensor
+    reports: list[tuple[list[int], PendingLogprobs]]
+    errors: dict[str, str]
+    copy: HostCopy | None = None
 
     def finish(self) -> SamplerOutput:
         """Wait for the tokens. From a GPU they, and reports, are all that is waited for."""
-        token_ids, errors, ids = self._here.wait().clone(), self._errors, self._request_ids
+        token_ids, errors, ids = (
+            self.token_ids if self.copy is None else self.copy.wait(),
+            self.errors,
+            self.request_ids,
+        )
         if int(token_ids.min()) < 0:
             for i in torch.nonzero(token_ids < 0)[:, 0].tolist():
                 errors.setdefault(ids[i], "no token can be drawn: every logit is -inf, or one is nan or +inf")
         failed = [i for i, request_id in enumerate(ids) if request_id in errors] if errors else []
-        token_ids[failed] = -1
+        if failed:
+            token_ids = token_ids.clone()
+            token_ids[failed] = -1
         logprobs: list[dict[int, Logprob] | None] = [None] * len(ids)
-        for rows, pending in self._reports:
+        for rows, pending in self.reports:
             for i, report in zip(rows, pending.wait(), strict=True):
                 logprobs[i] = None if i in failed else report
         return SamplerOutput(token_ids, logprobs, errors)

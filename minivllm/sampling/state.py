@@ -221,7 +221,8 @@ class SamplingState:
         if self._batch is None or self._batch.request_ids != ids:
             requests = [self.requests[request_id] for request_id in ids]
             rows = np.fromiter((view.row for view in requests), np.int64, len(ids))
-            self._batch = SamplingBatch(self, ids, requests, rows)
+            looks_back = bool((self.columns["penalised"] | self.columns["unusual"])[rows].any())
+            self._batch = SamplingBatch(self, ids, requests, rows, looks_back)
         return self._batch
 
 
@@ -229,14 +230,17 @@ class SamplingState:
 class SamplingBatch:
     """The rows of one step, in the order of the logits.
 
-    requests: a RequestView per row. `prepared` holds what each transform made of the wishes (a cache that lives as
-    long as the set of requests).
+    Attributes:
+        requests: a RequestView per row.
+        looks_back: whether a choice depends on which tokens the outputs hold: penalties, bad words, grammars, own transforms.
+        prepared: what each sampler and stage made of the params, a cache that lives as long as the set of requests.
     """
 
     state: SamplingState
     request_ids: list[str]
     requests: list[RequestView]
     rows: Array
+    looks_back: bool
     prepared: dict[Any, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -262,8 +266,3 @@ class SamplingBatch:
     def expect(self) -> None:
         """Each request has one more output token, which `SamplingState.arrive` will name."""
         self.state.columns["num_output_tokens"][self.rows] += 1
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether a choice depends on which tokens the outputs hold: penalties, bad words, grammars, own transforms."""
-        return bool(self.column("penalised").any() or self.column("unusual").any())

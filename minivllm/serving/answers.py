@@ -3,18 +3,18 @@
 # Generated from nbs/serving/answers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minivllm.engine.outputs import CompletionOutput
 from minivllm.sampling.grammar import guided, without_additional_properties
 from minivllm.serving.errors import ApiError
-from minivllm.serving.protocol import AllowedToolChoice, NamedToolChoice, ToolFields
+from minivllm.serving.protocol import AllowedToolChoice, FunctionDefinition, NamedToolChoice, ToolFields
 from minivllm.serving.reasoning import REASONING_PARSERS, ReasoningParser, tokens_up_to
 from minivllm.serving.tool_parsers import HermesToolParser
-from minivllm.serving.tools import TOOL_PARSERS, CallDelta, Function, ToolParser, ToolUse, quoted
+from minivllm.serving.tools import TOOL_PARSERS, CallDelta, Piece, ToolParser, ToolUse, quoted
 
-__all__ = ["AnswerPart", "AnswerReader", "ParserOptions", "structure", "tool_use"]
+__all__ = ["AnswerReader", "ParserOptions", "structure", "tool_use"]
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,7 @@ def tool_use(body: ToolFields, options: ParserOptions) -> ToolUse | None:
         return None
     if choice == "none":
         return None
-    functions = [
-        Function(tool.function.name, tool.function.description, tool.function.parameters, bool(tool.function.strict))
-        for tool in body.tools
-    ]
+    functions = [tool.function for tool in body.tools]
     parallel = body.parallel_tool_calls is not False
     if isinstance(choice, NamedToolChoice):
         named = _only(functions, [choice.function.name])
@@ -79,7 +76,7 @@ def tool_use(body: ToolFields, options: ParserOptions) -> ToolUse | None:
     return ToolUse(functions, "auto", parallel, options.tool_parser)
 
 
-def _only(functions: Sequence[Function], names: Sequence[str]) -> list[Function]:
+def _only(functions: Sequence[FunctionDefinition], names: Sequence[str]) -> list[FunctionDefinition]:
     known = {function.name: function for function in functions}
     for name in names:
         if name not in known:
@@ -143,15 +140,6 @@ def _terms(asked: dict[str, Any]) -> str:
     )
 
 
-@dataclass(slots=True)
-class AnswerPart:
-    """A piece of an answer, divided."""
-
-    thought: str = ""
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-
-
 class AnswerReader:
     """Divides one answer into thoughts, content and calls, while it comes or when it is whole."""
 
@@ -162,10 +150,10 @@ class AnswerReader:
         self._thought = False
         self._token_ids: list[int] = []
 
-    def push(self, completion: CompletionOutput) -> AnswerPart:
+    def push(self, completion: CompletionOutput) -> Piece:
         """Take what is new of the answer; its finish reason says that it is the last."""
         last = completion.finish_reason is not None
-        part = AnswerPart(content=completion.text)
+        part = Piece(content=completion.text)
         if self.reasoning is not None:
             self._think(self.reasoning, part, last)
             self._token_ids += completion.token_ids
@@ -173,7 +161,7 @@ class AnswerReader:
             self._find_calls(part, last)
         return part
 
-    def _think(self, parser: ReasoningParser, part: AnswerPart, last: bool) -> None:
+    def _think(self, parser: ReasoningParser, part: Piece, last: bool) -> None:
         before = parser.thinking
         part.thought, part.content = parser.push(part.content)
         if last:
@@ -189,7 +177,7 @@ class AnswerReader:
             return len(self._token_ids)
         return tokens_up_to(self.reasoning.end_mark, self._token_ids, decode)
 
-    def _find_calls(self, part: AnswerPart, last: bool) -> None:
+    def _find_calls(self, part: Piece, last: bool) -> None:
         assert self.tools is not None and self.use is not None
         pieces = [self.tools.push(part.content), *([self.tools.end()] if last else [])]
         part.content = "" if self.use.forced else "".join(piece.content for piece in pieces)

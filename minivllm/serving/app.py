@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from types import FrameType
@@ -21,91 +21,28 @@ from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.serving.answers import ParserOptions, tool_use
+from minivllm.serving.answers import tool_use
 from minivllm.serving.chat import chat_router, render_request
 from minivllm.serving.completions import completions_router
-from minivllm.serving.dashboard import dashboard_router
 from minivllm.serving.embeddings import embeddings_router
 from minivllm.serving.errors import ApiError, as_api_error, hide_paths, install_error_handlers
-from minivllm.serving.generation import ServerState, encode
+from minivllm.serving.generation import ServerOptions, ServerState, encode
+from minivllm.serving.lora import lora_router, serve_adapters
 from minivllm.serving.metrics import Metrics
 from minivllm.serving.middleware import AccessLog, ApiKey, BodyLimit, JsonRoute, SiteCheck, http_protocol
 from minivllm.serving.protocol import DetokenizeRequest, TokenizeRequest
 from minivllm.serving.responses import responses_router
-from minivllm.serving.tools import load_plugin
+from minivllm.viz.assets import document
+from minivllm.viz.dashboard import Dashboard
 
-__all__ = [
-    "ServerOptions", "check_certificate", "create_app", "listen", "main", "make_parser", "options_from",
-    "run_server", "server_config",
-]  # fmt: skip
+__all__ = ["create_app", "listen", "main", "make_parser", "options_from", "run_server", "server_config"]
 
 logger = logging.getLogger("minivllm.serving")
-
-
-def _option(default: Any, text: str) -> Any:
-    if isinstance(default, list):
-        return field(default_factory=list, metadata={"help": text})
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """What an operator may say of a server, besides the engine's arguments. Names are vLLM's where it has one."""
-
-    served_model_name: list[str] = _option([], "names that clients may use; default: the model as given")  # noqa: RUF009
-    api_key: list[str] = _option([], "keys that clients must show one of; default: VLLM_API_KEY or MINIVLLM_API_KEY")  # noqa: RUF009
-    allowed_origins: list[str] = _option([], "origins that browsers may call from, * for all; words or a JSON list")  # noqa: RUF009
-    allowed_hosts: list[str] = _option(  # noqa: RUF009
-        [], "names of this server; default: those of this machine if it listens there without a key, else any (*)"
-    )
-    max_queue: int | None = _option(None, "requests that may wait beyond those that run; more get 429")
-    max_body_bytes: int = _option(16 << 20, "largest body of a request")
-    request_timeout: float | None = _option(None, "seconds that one answer may take")
-    stall_timeout: float | None = _option(
-        60.0, "seconds that the client of a stream may take nothing, before its request is ended"
-    )
-    enable_prompt_tokens_details: bool = _option(False, "tell in the usage how many prompt tokens were cached")
-    trust_request_chat_template: bool = _option(False, "run chat templates that come with requests")
-    enable_auto_tool_choice: bool = _option(
-        False, "let the model decide by itself to call functions; needs --tool-call-parser"
-    )
-    tool_call_parser: str | None = _option(
-        None, "how this model writes calls: hermes, llama3_json, mistral, pythonic, or a plugin's"
-    )
-    tool_parser_plugin: str | None = _option(None, "Python file that registers a tool parser")
-    reasoning_parser: str | None = _option(
-        None, "how this model marks its thoughts: qwen3, deepseek_r1, mistral, or a plugin's"
-    )
-    reasoning_parser_plugin: str | None = _option(None, "Python file that registers a reasoning parser")
-    dashboard: bool = _option(False, "show the engine live at /dashboard")
-    log_json: bool = _option(False, "write the access log as JSON")
-    trace: str | None = _option(None, "record the scheduler in this file (.jsonl or .parquet)")
-
-    def __post_init__(self) -> None:
-        """Options are checked before a model is loaded."""
-        if self.max_queue is not None and self.max_queue < 0:
-            raise ValueError(f"max_queue must be at least 0, got {self.max_queue}")
-        if self.max_body_bytes < 1:
-            raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
-        for name in ("request_timeout", "stall_timeout"):
-            seconds = getattr(self, name)
-            if seconds is not None and seconds <= 0:
-                raise ValueError(f"{name} must be above 0, got {seconds}")
-        if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
-            raise ValueError(f"trace: there is no folder {Path(self.trace).absolute().parent}")
-        self.parsers()
-
-    def parsers(self) -> ParserOptions:
-        """How answers are read; runs the plugins. Raises ValueError for an unknown name."""
-        for plugin in (self.tool_parser_plugin, self.reasoning_parser_plugin):
-            if plugin is not None:
-                load_plugin(plugin)
-        return ParserOptions.from_names(self.tool_call_parser, self.enable_auto_tool_choice, self.reasoning_parser)
 
 
 def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
@@ -114,18 +51,9 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     ``app.state.server`` is the `ServerState` that its endpoints share.
     """
     options = options or ServerOptions()
-    names = options.served_model_name or [llm.config.model.name]
-    state = ServerState(
-        llm,
-        names,
-        max_queue=options.max_queue,
-        request_timeout=options.request_timeout,
-        stall_timeout=options.stall_timeout,
-        trust_request_chat_template=options.trust_request_chat_template,
-        prompt_tokens_details=options.enable_prompt_tokens_details,
-        parsers=options.parsers(),
-    )
-    metrics = Metrics(lambda: state.llm, names[0])
+    state = ServerState(llm, options)
+    serve_adapters(state)
+    metrics = Metrics(lambda: state.llm, state.model_names[0])
     state.observe = metrics.observe
     llm.observe(state.observe)
     hide_paths(
@@ -136,7 +64,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     )
     app = FastAPI(title="minivllm", version=installed_version("minivllm"), lifespan=_lifespan(state, options.trace))
     app.state.server = state
-    endpoints = (completions_router, chat_router, responses_router, embeddings_router, token_router)
+    endpoints = (completions_router, chat_router, responses_router, embeddings_router, token_router, lora_router)
     for router in (*(make(state) for make in endpoints), operation_router(state, metrics)):
         app.include_router(router)
     if options.dashboard:
@@ -212,14 +140,14 @@ def _model_card(state: ServerState, name: str) -> dict[str, Any]:
     allowed = dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True)
     refused = dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking"), False)
     about = {"id": f"modelperm-{name}", "object": "model_permission", "created": state.started}
-    config = state.llm.config
+    config, adapter = state.llm.config, state.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": state.started,
         "owned_by": "minivllm",
-        "root": config.model.name,
-        "parent": None,
+        "root": config.model.name if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else state.model_names[0],
         "max_model_len": config.scheduler.max_model_len,
         "permission": [{**about, **allowed, **refused, "organization": "*", "group": None}],
     }
@@ -279,6 +207,26 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
         if (await state.llm.reset_prefix_cache(reset_running_requests)) is False:
             raise ApiError(409, "requests are running, and their blocks cannot be forgotten; try again later")
         return {"success": True}
+
+    return router
+
+
+def dashboard_router(llm: AsyncLLM) -> APIRouter:
+    """`/dashboard`, a page that shows the engine live, and `/dashboard/samples?after=NUMBER`, which it asks for what is new."""
+    router = APIRouter()
+    dashboard = Dashboard(llm, source="dashboard/samples")
+
+    @router.get("/dashboard", response_class=HTMLResponse)
+    async def page() -> str:
+        """A self-contained page."""
+        if not dashboard.monitor.ended:
+            dashboard.start()
+        return document("minivllm", dashboard.to_html())
+
+    @router.get("/dashboard/samples")
+    async def samples(after: int = -1) -> dict[str, Any]:
+        """The samples after the one with this number."""
+        return dashboard.new_samples(after)
 
     return router
 
@@ -375,34 +323,29 @@ def _port(text: str) -> int:
     return port
 
 
-def _add_program_flags(group: Any) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    group.add_argument("--port", type=_port, default=8000, help="port (default: 8000; 0: any that is free)")
-    group.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, help="seconds that open requests get at the end (default: 30)"
-    )
-    group.add_argument(
-        "--disable-frontend-multiprocessing",
-        action="store_true",
-        help="run the engine in a thread of the server, not in a process of its own",
-    )
-    group.add_argument(
-        "--max-engine-restarts",
-        type=int,
-        default=0,
-        help="engines to start after one has died, before the server ends with status 1 (default: 0)",
-    )
-    group.add_argument(
-        "--h11-max-incomplete-event-size",
-        type=int,
-        default=1 << 16,
-        metavar="BYTES",
-        help="largest head of a request: its first line and headers (default: 65536)",
-    )
-    group.add_argument("--ssl-keyfile", help="private key, for https")
-    group.add_argument("--ssl-certfile", help="certificate, for https")
-    levels = ["debug", "info", "warning", "error"]
-    group.add_argument("--log-level", default="info", choices=levels, help="(default: info)")
+_PROGRAM_FLAGS: dict[str, dict[str, Any]] = {
+    "--host": {"default": "127.0.0.1", "help": "address to listen on (default: this machine only)"},
+    "--port": {"type": _port, "default": 8000, "help": "port (default: 8000; 0: any that is free)"},
+    "--shutdown-timeout": {
+        "type": float, "default": 30.0, "help": "seconds that open requests get at the end (default: 30)"
+    },
+    "--disable-frontend-multiprocessing": {
+        "action": "store_true", "help": "run the engine in a thread of the server, not in a separate process"
+    },
+    "--max-engine-restarts": {
+        "type": int, "default": 0,
+        "help": "engines to start after one has died, before the server ends with status 1 (default: 0)",
+    },
+    "--h11-max-incomplete-event-size": {
+        "type": int, "default": 1 << 16, "metavar": "BYTES",
+        "help": "largest head of a request: its first line and headers (default: 65536)",
+    },
+    "--ssl-keyfile": {"help": "private key, for https"},
+    "--ssl-certfile": {"help": "certificate, for https"},
+    "--log-level": {
+        "default": "info", "choices": ["debug", "info", "warning", "error"], "help": "(default: info)"
+    },
+}  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -413,7 +356,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
     group = parser.add_argument_group("server")
-    _add_program_flags(group)
+    for flag, settings in _PROGRAM_FLAGS.items():
+        group.add_argument(flag, **settings)
     for f in fields(ServerOptions):
         flag, kind, text = "--" + f.name.replace("_", "-"), str(f.type).removesuffix(" | None"), f.metadata["help"]
         if kind == "<class 'bool'>":
@@ -453,11 +397,11 @@ def options_from(args: argparse.Namespace) -> ServerOptions:
     if args.host in local and not given["api_key"] and not given["allowed_hosts"]:
         given["allowed_hosts"] = sorted(local)
     if args.host not in local and not given["api_key"]:
-        logger.warning("no --api-key: whoever can reach %s may use this server", args.host)
+        logger.warning("no --api-key: anyone who can reach %s may use this server", args.host)
     return ServerOptions(**given)
 
 
-def check_certificate(certificate: str | None, key: str | None) -> None:
+def _check_certificate(certificate: str | None, key: str | None) -> None:
     """Raises ValueError that names the file, before a model is loaded for nothing."""
     if certificate is None:
         if key is not None:
@@ -479,10 +423,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     options, engine_args = options_from(args), engine_args_from(args)
     if args.max_engine_restarts and args.disable_frontend_multiprocessing:
-        raise ValueError("--max-engine-restarts needs an engine in a process of its own")
+        raise ValueError("--max-engine-restarts needs an engine in a separate process")
     if args.max_engine_restarts and options.trace:
         raise ValueError("--trace records one engine from its start to its end; it excludes --max-engine-restarts")
-    check_certificate(args.ssl_certfile, args.ssl_keyfile)
+    _check_certificate(args.ssl_certfile, args.ssl_keyfile)
     place = "thread" if args.disable_frontend_multiprocessing else "process"
     sock = listen(args.host, args.port)
 

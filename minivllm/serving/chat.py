@@ -16,7 +16,7 @@ from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.models.tokenizer import render_chat_template
 from minivllm.sampling.grammar import check_limits
 from minivllm.sampling.params import SamplingParams, check_text
-from minivllm.serving.answers import AnswerPart, AnswerReader, structure, tool_use, whole_calls
+from minivllm.serving.answers import AnswerReader, structure, tool_use, whole_calls
 from minivllm.serving.completions import finite, prompt_logprobs
 from minivllm.serving.errors import ApiError
 from minivllm.serving.generation import Job, Plan, ServerState, Writer, answer, plan_fields
@@ -24,11 +24,10 @@ from minivllm.serving.middleware import JsonRoute
 from minivllm.serving.protocol import ChatCompletionRequest, ChatMessage, log_no_effect
 from minivllm.serving.reasoning import ReasoningParser
 from minivllm.serving.tool_parsers import HermesToolParser
-from minivllm.serving.tools import CallDelta, CallFormat, ToolUse, show_calls, show_tools
+from minivllm.serving.tools import CallDelta, CallFormat, Piece, ToolUse, show_calls, show_tools
 
 __all__ = [
-    "ChatPlan", "chat_logprobs", "chat_params", "chat_router", "plan_chat", "render_chat", "render_request",
-    "token_bytes",
+    "ChatPlan", "chat_logprobs", "chat_router", "plan_chat", "render_chat", "render_request", "token_bytes",
 ]  # fmt: skip
 
 _RESERVED = {
@@ -136,7 +135,7 @@ def render_request(
     if len(body.messages) > limit:
         message = f"messages: {len(body.messages)} are too many for max_model_len={limit}: each has a token at least"
         raise ApiError(400, message, param="messages", code="context_length_exceeded")
-    if body.chat_template is not None and not state.trust_request_chat_template:
+    if body.chat_template is not None and not state.options.trust_request_chat_template:
         message = (
             "chat_template: this server takes no templates from requests (--trust-request-chat-template allows it)"
         )
@@ -166,8 +165,8 @@ def chat_logprobs(completion: CompletionOutput, count: int, to_bytes: Any) -> di
     """OpenAI's list for chat. ``to_bytes(token_id, text)``: the bytes of a token, or None."""
     content = []
     for token_id, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
-        likeliest = sorted((p.rank or 0, other) for other, p in entry.items() if (p.rank or 0) <= count)
-        tops = [_one(other, entry[other], to_bytes) for _, other in likeliest]
+        top = sorted((p.rank or 0, other) for other, p in entry.items() if (p.rank or 0) <= count)
+        tops = [_one(other, entry[other], to_bytes) for _, other in top]
         content.append({**_one(token_id, entry[token_id], to_bytes), "top_logprobs": tops})
     return {"content": content, "refusal": None}
 
@@ -202,7 +201,6 @@ class ChatPlan(Plan):
 
     use: ToolUse | None = None
     reasoning: Callable[[], ReasoningParser] | None = None
-    include_reasoning: bool = True
 
     @property
     def is_plain(self) -> bool:
@@ -214,13 +212,13 @@ class ChatPlan(Plan):
         return AnswerReader(self.use, None if self.reasoning is None else self.reasoning())
 
 
-def chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: Any) -> SamplingParams:
+def _chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: Any) -> SamplingParams:
     """The request as SamplingParams. ``more``: fields that follow from the rest. Raises what `SamplingParams` raises."""
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return body.sampling_params(
         defaults,
         max_tokens=limit if limit is not None else defaults.get("max_tokens"),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         **more,
     )
@@ -233,7 +231,7 @@ def plan_chat(body: ChatCompletionRequest, state: ServerState, fields: dict[str,
     for function in use.functions if use is not None else ():
         check_limits({"json": function.parameters})
     check_limits(body.structure() or {})
-    chat_params(body, defaults)  # what is wrong with it is said before what is wrong with the messages
+    _chat_params(body, defaults)  # what is wrong with it is said before what is wrong with the messages
     effort = None if body.reasoning_effort == "none" else body.reasoning_effort
     text, token_ids = render_request(state, body, use, effort)
     reasoning = None if reasoner is None else partial(reasoner, text)
@@ -245,13 +243,10 @@ def plan_chat(body: ChatCompletionRequest, state: ServerState, fields: dict[str,
     return ChatPlan(
         **fields,
         prompts=[{"prompt": text, "prompt_token_ids": token_ids, **salt}],
-        params=chat_params(body, defaults, **more),
+        params=_chat_params(body, defaults, **more),
         cut_max_tokens=body.max_completion_tokens is None and body.max_tokens is None,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs is not None,
         use=use,
         reasoning=reasoning,
-        include_reasoning=body.include_reasoning,
     )
 
 
@@ -262,9 +257,9 @@ class ChatWriter(Writer):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.to_bytes = token_bytes(self.tokenizer) if self.plan.logprobs is not None else None
-        self.readers = [self.plan.reader() for _ in range(self.plan.n)]
-        self._held: list[CompletionOutput | None] = [None] * self.plan.n  # tokens whose text has not been sent
+        self.to_bytes = token_bytes(self.tokenizer) if self.body.num_logprobs is not None else None
+        self.readers = [self.plan.reader() for _ in range(self.body.n)]
+        self._held: list[CompletionOutput | None] = [None] * self.body.n  # tokens whose text has not been sent
 
     def usage(self) -> dict[str, Any]:
         usage = self.counter.usage()
@@ -275,10 +270,10 @@ class ChatWriter(Writer):
 
     def _details(self, completion: CompletionOutput) -> dict[str, Any]:
         """What belongs to tokens and not to text."""
-        count = self.plan.logprobs
+        count = self.body.num_logprobs
         asked = count is not None and completion.logprobs is not None and completion.token_ids
         logprobs = chat_logprobs(completion, count or 0, self.to_bytes) if asked else None
-        ids = {"token_ids": completion.token_ids} if self.plan.return_token_ids else {}
+        ids = {"token_ids": completion.token_ids} if self.body.return_token_ids else {}
         return {"logprobs": logprobs, **ids}
 
     def _call(self, delta: CallDelta) -> dict[str, Any]:
@@ -286,8 +281,8 @@ class ChatWriter(Writer):
         function = {"name": delta.name, "arguments": delta.arguments}
         return {"id": self.plan.use.parser.new_id(), "type": "function", "function": function}
 
-    def _thought(self, part: AnswerPart) -> str | None:
-        return (part.thought or None) if self.plan.include_reasoning else None
+    def _thought(self, part: Piece) -> str | None:
+        return (part.thought or None) if self.body.include_reasoning else None
 
     def choices(self, i: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         for completion in output.outputs:
@@ -308,19 +303,23 @@ class ChatWriter(Writer):
 
     def further(self, output: RequestOutput) -> dict[str, Any]:
         return {
-            "prompt_token_ids": output.prompt_token_ids if self.plan.return_token_ids else None,
-            "prompt_logprobs": prompt_logprobs(output) if self.plan.prompt_logprobs else None,
+            "prompt_token_ids": output.prompt_token_ids if self.body.return_token_ids else None,
+            "prompt_logprobs": prompt_logprobs(output) if self.body.prompt_logprobs is not None else None,
         }
 
     def opening(self, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         forced = self.plan.use is not None and self.plan.use.forced
-        ids = {"prompt_token_ids": output.prompt_token_ids} if self.plan.return_token_ids else {}
-        for index in range(self.plan.n):
+        ids = {"prompt_token_ids": output.prompt_token_ids} if self.body.return_token_ids else {}
+        for index in range(self.body.n):
             delta = {"role": "assistant", "content": None if forced else "", "refusal": None}
             yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, ids
 
     def pieces(self, i: int, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        scores = {"prompt_logprobs": prompt_logprobs(output)} if self.plan.prompt_logprobs and output.finished else {}
+        scores = (
+            {"prompt_logprobs": prompt_logprobs(output)}
+            if self.body.prompt_logprobs is not None and output.finished
+            else {}
+        )
         for completion in output.outputs:
             for choice in self._choices_of(completion):
                 yield choice, scores if choice["finish_reason"] else {}
@@ -329,7 +328,7 @@ class ChatWriter(Writer):
         reader, index, ends = self.readers[completion.index], completion.index, completion.finish_reason is not None
         deltas = list(self._deltas(reader.push(completion)))
         tokens = _join(self._held[index], completion)
-        shows_tokens = (self.plan.logprobs is not None or self.plan.return_token_ids) and tokens.token_ids
+        shows_tokens = (self.body.num_logprobs is not None or self.body.return_token_ids) and tokens.token_ids
         if not deltas and (ends or (shows_tokens and self.plan.is_plain)):
             deltas = [{"content": ""}]
         self._held[index] = None if deltas else tokens
@@ -340,7 +339,7 @@ class ChatWriter(Writer):
             yield {"index": index, "delta": delta, **self._details(tokens), **end}
             tokens = replace(tokens, token_ids=[], logprobs=[])
 
-    def _deltas(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
+    def _deltas(self, part: Piece) -> Iterator[dict[str, Any]]:
         thought = self._thought(part)
         if thought is not None:
             yield {"reasoning": thought, "reasoning_content": thought}
@@ -367,11 +366,7 @@ def chat_router(state: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> dict[str, Any] | Response:
         """Answer a conversation."""
-
-        async def prepare() -> ChatWriter:
-            fields = plan_fields(body, state, request, "chatcmpl")
-            return ChatWriter(Job(state, await state.llm.run_input(lambda: plan_chat(body, state, fields))))
-
-        return await answer(request, state, prepare)
+        plan = state.llm.run_input(lambda: plan_chat(body, state, plan_fields(body, state, request, "chatcmpl")))
+        return await answer(request, state, plan, ChatWriter)
 
     return router

@@ -11,45 +11,19 @@ from typing import Any
 
 import httpx
 
-__all__ = [
-    "EventReader", "Remote", "Response", "ServerError", "error_text", "get_json", "post_events", "request",
-    "tls_context",
-]  # fmt: skip
+__all__ = ["Remote", "ServerError", "bearer", "get_json", "read_events", "request", "tls_context"]
 
 
 class ServerError(RuntimeError):
     """The server has answered with an error. ``status``: of HTTP; 200 if it came in a stream."""
 
     def __init__(self, status: int, message: str) -> None:
-        super().__init__(
-            f"the server answered {status}: {message}" if status != 200 else f"the server broke off: {message}"
-        )
+        did = f"answered {status}" if status != 200 else "broke off"
+        super().__init__(f"the server {did}: {message}")
         self.status, self.message = status, message
 
 
-class EventReader:
-    """The events of a streamed answer, parsed, from its lines. ``done``: [DONE] has come, and nothing after it counts."""
-
-    def __init__(self) -> None:
-        self.done = False
-
-    def feed(self, line: str) -> Iterator[Any]:
-        """The event in a line, if there is one. Raises ServerError for one that is an error."""
-        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-        self.done = self.done or data == "[DONE]"
-        if data and not self.done:
-            event = json.loads(data)
-            if event.get("error"):
-                raise ServerError(200, error_text(data.encode()))
-            yield event
-
-    def check_end(self) -> None:
-        """Raises ConnectionError if the stream is over before its end."""
-        if not self.done:
-            raise ConnectionError("the stream has ended without [DONE]")
-
-
-def error_text(body: bytes) -> str:
+def _error_text(body: bytes) -> str:
     """The message of an error body, whatever its shape."""
     try:
         found = json.loads(body)
@@ -57,6 +31,24 @@ def error_text(body: bytes) -> str:
         return str(found.get("message", found) if isinstance(found, dict) else found)
     except (ValueError, AttributeError):
         return body.decode("utf-8", "replace")[:200]
+
+
+async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[Any]:
+    """The events in the lines of a streamed answer, parsed, up to [DONE].
+
+    Raises:
+        ServerError: an event is an error. ConnectionError: the lines end without [DONE].
+    """
+    async for line in lines:
+        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        if data == "[DONE]":
+            return
+        if data:
+            event = json.loads(data)
+            if event.get("error"):
+                raise ServerError(200, _error_text(data.encode()))
+            yield event
+    raise ConnectionError("the stream has ended without [DONE]")
 
 
 def tls_context(insecure: bool = False) -> ssl.SSLContext:
@@ -82,32 +74,11 @@ def _in_words(url: str) -> Iterator[None]:
         raise ConnectionError(f"the server has closed the connection: {error}") from error
 
 
-class Response:
-    """An answer whose status and headers have come. ``headers``: names in any case."""
-
-    def __init__(self, inner: httpx.Response) -> None:
-        self.status, self.headers, self._inner = inner.status_code, inner.headers, inner
-
-    async def read(self) -> bytes:
-        """The whole body."""
-        return await self._inner.aread()
-
-    async def events(self) -> AsyncIterator[Any]:
-        """The events of a stream, parsed, up to [DONE]. Raises ServerError for an event that is an error, ConnectionError."""
-        reader = EventReader()
-        async for line in self._inner.aiter_lines():
-            for event in reader.feed(line):
-                yield event
-            if reader.done:
-                return
-        reader.check_end()
-
-
 @asynccontextmanager
 async def request(
     method: str, url: str, body: Any = None, headers: dict[str, str] | None = None, tls: ssl.SSLContext | None = None
-) -> AsyncIterator[Response]:
-    """Send a request with a JSON body and wait for the head of the answer. ``tls``: for https, default: `tls_context()`.
+) -> AsyncIterator[httpx.Response]:
+    """Send a request with a JSON body and wait for status and headers of the answer. ``tls``: for https, default: `tls_context()`.
 
     Raises:
         ServerError: a status of 400 or more. OSError: no connection. ValueError: a bad address.
@@ -116,40 +87,48 @@ async def request(
     with _in_words(url):
         async with (
             httpx.AsyncClient(verify=verify, trust_env=False, timeout=None) as client,
-            client.stream(method, url, json=body, headers=headers) as inner,
+            client.stream(method, url, json=body, headers=headers) as response,
         ):
-            if inner.status_code >= 400:
-                raise ServerError(inner.status_code, error_text(await inner.aread()))
-            yield Response(inner)
+            if response.status_code >= 400:
+                raise ServerError(response.status_code, _error_text(await response.aread()))
+            yield response
 
 
 async def get_json(url: str, headers: dict[str, str] | None = None, tls: ssl.SSLContext | None = None) -> Any:
     """What a GET gives, parsed."""
     async with request("GET", url, headers=headers, tls=tls) as response:
-        return json.loads(await response.read())
+        return json.loads(await response.aread())
 
 
-def post_events(url: str, body: dict[str, Any], api_key: str | None = None, insecure: bool = False) -> Iterator[Any]:
+def bearer(api_key: str | None) -> dict[str, str]:
+    """The header that shows a key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def _post_events(url: str, body: dict[str, Any], api_key: str | None = None, insecure: bool = False) -> Iterator[Any]:
     """The events of a streamed answer. Leaving the loop closes the connection, which aborts the request.
 
     Raises:
         ServerError: the server refuses, or breaks off. OSError: no connection. ValueError: a bad address.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    verify = tls_context(insecure) if url.startswith("https") else False
-    reader = EventReader()
-    with (
-        _in_words(url),
-        httpx.Client(verify=verify, trust_env=False, timeout=None) as client,
-        client.stream("POST", url, json=body | {"stream": True}, headers=headers) as response,
-    ):
-        if response.status_code >= 400:
-            raise ServerError(response.status_code, error_text(response.read()))
-        for line in response.iter_lines():
-            yield from reader.feed(line)
-            if reader.done:
-                return
-        reader.check_end()
+    tls = tls_context(insecure) if url.startswith("https") else None
+
+    async def stream() -> AsyncIterator[Any]:
+        async with request("POST", url, body | {"stream": True}, bearer(api_key), tls) as response:
+            async for event in read_events(response.aiter_lines()):
+                yield event
+
+    events = stream()
+
+    async def next_event() -> Any:
+        return await anext(events, None)
+
+    with asyncio.Runner() as runner:
+        try:
+            while (event := runner.run(next_event())) is not None:
+                yield event
+        finally:
+            runner.run(events.aclose())  # type: ignore[attr-defined]
 
 
 class Remote:
@@ -158,16 +137,15 @@ class Remote:
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None, insecure: bool = False) -> None:
         base = url.rstrip("/").removesuffix("/v1")
         self.base, self.api_key, self.insecure = base + "/v1", api_key, insecure
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         tls = tls_context(insecure) if base.startswith("https") else None
-        names = [card["id"] for card in asyncio.run(get_json(self.base + "/models", headers, tls))["data"]]
+        names = [card["id"] for card in asyncio.run(get_json(self.base + "/models", bearer(api_key), tls))["data"]]
         if model is not None and model not in names:
             raise ValueError(f"{self.base} does not serve {model!r}; it serves {', '.join(names)}")
         self.model = model or names[0]
 
     def complete(self, prompt: str, **fields: Any) -> Iterator[tuple[int, str]]:
         """Pieces of completions, each with the number of its completion. ``fields``: of the request."""
-        for event in post_events(
+        for event in _post_events(
             self.base + "/completions", {"model": self.model, "prompt": prompt} | fields, self.api_key, self.insecure
         ):
             for choice in event["choices"]:
@@ -176,6 +154,6 @@ class Remote:
     def chat(self, messages: list[dict[str, str]], **fields: Any) -> Iterator[str]:
         """Pieces of the answer to a conversation."""
         body = {"model": self.model, "messages": messages} | fields
-        for event in post_events(self.base + "/chat/completions", body, self.api_key, self.insecure):
+        for event in _post_events(self.base + "/chat/completions", body, self.api_key, self.insecure):
             for choice in event["choices"]:
                 yield choice["delta"].get("content") or ""

@@ -3,7 +3,6 @@
 # Generated from nbs/serving/completions.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,10 +17,7 @@ from minivllm.serving.generation import Job, Plan, ServerState, Writer, answer, 
 from minivllm.serving.middleware import JsonRoute
 from minivllm.serving.protocol import CompletionRequest
 
-__all__ = [
-    "completion_logprobs", "completion_params", "completions_router", "finite", "plan_completion",
-    "prompt_logprobs",
-]  # fmt: skip
+__all__ = ["completion_logprobs", "completions_router", "finite", "prompt_logprobs"]
 
 
 def completion_logprobs(
@@ -93,15 +89,6 @@ def join(first: dict[str, Any], second: dict[str, Any] | None, moved: int) -> di
     return {name: [*first[name], *second[name]] for name in first}
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompletionPlan(Plan):
-    """``generates``: False if only the prompt is scored."""
-
-    echo: bool = False
-    generates: bool = True
-    skip_special_tokens: bool = True
-
-
 class CompletionWriter(Writer):
     """Writes the choices of completions."""
 
@@ -112,50 +99,51 @@ class CompletionWriter(Writer):
         self._offset: dict[int, int] = {}  # characters of the echo, by choice
 
     def usage(self) -> dict[str, Any]:
-        return self.counter.usage(self.plan.generates)
+        return self.counter.usage(self.body.max_tokens != 0)
 
     def choices(self, i: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         for completion in output.outputs:
-            yield self._choice(i * self.plan.n + completion.index, output, completion)
+            yield self._choice(i * self.body.n + completion.index, output, completion)
 
     def pieces(self, i: int, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for completion in output.outputs:
             if completion.text or completion.token_ids or completion.finish_reason is not None:
-                yield self._choice(i * self.plan.n + completion.index, output, completion), {}
+                yield self._choice(i * self.body.n + completion.index, output, completion), {}
 
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """One entry of ``choices``; in a stream, what is new."""
-        plan, first = self.plan, index not in self._offset
-        text, logprobs = (completion.text, self._logprobs(index, completion)) if plan.generates else ("", None)
+        body, first = self.body, index not in self._offset
+        generates = body.max_tokens != 0
+        text, logprobs = (completion.text, self._logprobs(index, completion)) if generates else ("", None)
         if first:
             self._offset[index] = 0
-            if plan.echo:
+            if body.echo:
                 detokenizers = self.job.state.llm.get_detokenizers()
-                echo = Echo(output, detokenizers, plan.skip_special_tokens, continued=plan.generates)
+                echo = Echo(output, detokenizers, body.skip_special_tokens, continued=generates)
                 self._offset[index] = len(echo.text)
-                if plan.logprobs is not None:
-                    logprobs = join(echo.logprobs(plan.logprobs), logprobs, len(echo.text))
+                if body.logprobs is not None:
+                    logprobs = join(echo.logprobs(body.logprobs), logprobs, len(echo.text))
                 text = echo.text + text
-        shows_scores = plan.prompt_logprobs and completion.finish_reason is not None
+        shows_scores = body.prompt_logprobs is not None and completion.finish_reason is not None
         choice = {
             "index": index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": completion.finish_reason if plan.generates else "length",
-            "stop_reason": completion.stop_reason if plan.generates else None,
+            "finish_reason": completion.finish_reason if generates else "length",
+            "stop_reason": completion.stop_reason if generates else None,
             "prompt_logprobs": prompt_logprobs(output) if shows_scores else None,
         }
-        if plan.return_token_ids:
-            choice["token_ids"] = completion.token_ids if plan.generates else []
+        if body.return_token_ids:
+            choice["token_ids"] = completion.token_ids if generates else []
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None
         return choice
 
     def _logprobs(self, index: int, completion: CompletionOutput) -> dict[str, Any] | None:
-        if self.plan.logprobs is None or completion.logprobs is None:
+        if self.body.logprobs is None or completion.logprobs is None:
             return None
         moved = self._offset.get(index) or 0
         offsets = [at + moved for at in completion.text_offsets or ()]
-        return completion_logprobs(completion.token_ids, completion.logprobs, offsets, self.plan.logprobs)
+        return completion_logprobs(completion.token_ids, completion.logprobs, offsets, self.body.logprobs)
 
 
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
@@ -171,7 +159,7 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     ]
 
 
-def completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
+def _completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
     """The request as SamplingParams. Raises ApiError or what `SamplingParams` raises."""
     check_limits(body.structure() or {})
     scores_only = body.max_tokens == 0
@@ -189,23 +177,18 @@ def completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> Samp
     )
 
 
-async def plan_completion(body: CompletionRequest, request: Request, state: ServerState) -> CompletionPlan:
+async def _plan_completion(body: CompletionRequest, request: Request, state: ServerState) -> Plan:
     """Check a body and make its prompts. Raises ApiError or what `SamplingParams` raises."""
     fields = plan_fields(body, state, request, "cmpl")
-    params = completion_params(body, state.llm.get_default_sampling_params())
+    params = _completion_params(body, state.llm.get_default_sampling_params())
     prompts = body.prompts()
     if not prompts:
         raise ApiError(400, "prompt: an empty list; give at least one prompt", param="prompt")
-    return CompletionPlan(
+    return Plan(
         **fields,
         prompts=await engine_prompts(body, prompts, state),
         params=params,
         cut_max_tokens=False,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.prompt_logprobs is not None,
-        echo=body.echo,
-        generates=body.max_tokens != 0,
-        skip_special_tokens=body.skip_special_tokens,
     )
 
 
@@ -215,10 +198,6 @@ def completions_router(state: ServerState) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> dict[str, Any] | Response:
         """Complete one or more prompts."""
-
-        async def prepare() -> CompletionWriter:
-            return CompletionWriter(Job(state, await plan_completion(body, request, state)))
-
-        return await answer(request, state, prepare)
+        return await answer(request, state, _plan_completion(body, request, state), CompletionWriter)
 
     return router

@@ -5,7 +5,6 @@
 import base64
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
@@ -14,29 +13,26 @@ from fastapi.responses import Response
 from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.serving.errors import ApiError
-from minivllm.serving.generation import Job, Plan, ServerState, Writer, answer, engine_prompts, plan_fields
+from minivllm.serving.generation import Plan, ServerState, Writer, answer, engine_prompts, plan_fields
 from minivllm.serving.middleware import JsonRoute
-from minivllm.serving.protocol import ApiModel, Int64, RequestId, as_list
+from minivllm.serving.protocol import Int64, RequestFields, as_list
 
-__all__ = ["EmbeddingPlan", "EmbeddingRequest", "EmbeddingWriter", "embeddings_router", "plan_embedding"]
+__all__ = ["EmbeddingRequest", "EmbeddingWriter", "embeddings_router"]
 
 
-class EmbeddingRequest(ApiModel):
-    """`POST /v1/embeddings`. Below ``user`` stand the fields that vLLM adds, and ``pooling_type``, which is ours."""
+class EmbeddingRequest(RequestFields):
+    """`POST /v1/embeddings`. ``dimensions`` and ``encoding_format`` are OpenAI's, ``pooling_type`` is ours, the others are vLLM's."""
 
-    unsupported: ClassVar = {"lora_request": ((), "not implemented")}
+    unsupported: ClassVar = {"lora_request": ((), "name the adapter as the model")}
+    n: ClassVar = 1
+    stream: ClassVar = False
 
-    model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    user: str | None = None
     normalize: bool = True
     truncate_prompt_tokens: Int64 | None = None
     add_special_tokens: bool = True
-    priority: Int64 = 0
-    cache_salt: str | None = None
-    request_id: RequestId | None = None
     pooling_type: Literal["mean", "last"] = "mean"
 
     def inputs(self) -> list[str | list[int]]:
@@ -56,16 +52,11 @@ def encode_vector(vector: Sequence[float], encoding_format: str) -> list[float] 
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingPlan(Plan):
-    encoding_format: Literal["float", "base64"] = "float"
-
-
 class EmbeddingWriter(Writer):
     """Writes the vectors of one request."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        form = self.plan.encoding_format
+        form = self.body.encoding_format
         data = [
             {"object": "embedding", "index": i, "embedding": encode_vector(output.pooled or [], form)}
             for i, output in enumerate(outputs)
@@ -75,16 +66,15 @@ class EmbeddingWriter(Writer):
         return {**self._head("list"), "data": data, "usage": usage}
 
 
-async def plan_embedding(body: EmbeddingRequest, request: Request, state: ServerState) -> EmbeddingPlan:
+async def _plan_embedding(body: EmbeddingRequest, request: Request, state: ServerState) -> Plan:
     """Check a body and make its prompts. Raises ApiError, InvalidParameter."""
     inputs = body.inputs()
     if not inputs:
         raise ApiError(400, "input: an empty list; give at least one input", param="input")
-    return EmbeddingPlan(
+    return Plan(
         **plan_fields(body, state, request, "embd"),
         params=body.pooling_params(),
         prompts=await engine_prompts(body, inputs, state),
-        encoding_format=body.encoding_format,
     )
 
 
@@ -94,10 +84,6 @@ def embeddings_router(state: ServerState) -> APIRouter:
     @router.post("/v1/embeddings", response_model=None)
     async def create_embedding(body: EmbeddingRequest, request: Request) -> dict[str, Any] | Response:
         """A vector for each input."""
-
-        async def prepare() -> EmbeddingWriter:
-            return EmbeddingWriter(Job(state, await plan_embedding(body, request, state)))
-
-        return await answer(request, state, prepare)
+        return await answer(request, state, _plan_embedding(body, request, state), EmbeddingWriter)
 
     return router

@@ -156,11 +156,7 @@ def install_error_handlers(app: FastAPI) -> None:
             message = f"there is no {request.method} {request.url.path} here; /docs lists what there is"
         return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
-    async def bug(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
-
-    for kind in (ApiError, EngineDeadError, RecursionError):
+    for kind in (ApiError, EngineDeadError, RecursionError, Exception):
         app.add_exception_handler(kind, ours)
     app.add_exception_handler(RequestValidationError, schema)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, bug)

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 
@@ -18,19 +19,94 @@ from starlette.types import Receive, Scope, Send
 from minivllm.core.policy import FCFS
 from minivllm.engine.async_llm import AsyncLLM, RequestStream
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
+from minivllm.lora.adapter import LoRARequest
 from minivllm.sampling.params import SamplingParams, check_text
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.serving.answers import ParserOptions
 from minivllm.serving.errors import ApiError, as_api_error, logger
 from minivllm.serving.protocol import MAX_ANSWERS
+from minivllm.serving.tools import load_plugin
 
 __all__ = [
-    "Counter", "Job", "Plan", "SSEResponse", "ServerState", "Writer", "answer", "check_output", "collect",
-    "encode", "engine_prompts", "event", "in_time", "merge", "plan_fields", "renamed", "request_name",
-    "to_json", "unless_disconnected",
+    "Counter", "Job", "Plan", "SSEResponse", "ServerOptions", "ServerState", "Writer", "answer",
+    "check_output", "collect", "encode", "engine_prompts", "event", "merge", "plan_fields", "renamed",
+    "to_json",
 ]  # fmt: skip
 
 T = TypeVar("T")
+
+
+def _option(default: Any, text: str) -> Any:
+    made: dict[str, Any] = {"default_factory": list} if isinstance(default, list) else {"default": default}
+    return field(**made, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What an operator may say of a server, besides the engine's arguments. Names are vLLM's where it has one."""
+
+    served_model_name: list[str] = _option([], "names that clients may use; default: the model as given")  # noqa: RUF009
+    api_key: list[str] = _option([], "keys that clients must show one of; default: VLLM_API_KEY or MINIVLLM_API_KEY")  # noqa: RUF009
+    allowed_origins: list[str] = _option([], "origins that browsers may call from, * for all; words or a JSON list")  # noqa: RUF009
+    allowed_hosts: list[str] = _option(  # noqa: RUF009
+        [], "names of this server; default: those of this machine if it listens there without a key, else any (*)"
+    )
+    max_queue: int | None = _option(None, "requests that may wait beyond those that run; more get 429")
+    max_body_bytes: int = _option(16 << 20, "largest body of a request")
+    request_timeout: float | None = _option(None, "seconds that one answer may take")
+    stall_timeout: float | None = _option(
+        60.0, "seconds that the client of a stream may take nothing, before its request is ended"
+    )
+    enable_prompt_tokens_details: bool = _option(False, "tell in the usage how many prompt tokens were cached")
+    trust_request_chat_template: bool = _option(False, "run chat templates that come with requests")
+    enable_auto_tool_choice: bool = _option(
+        False, "let the model decide by itself to call functions; needs --tool-call-parser"
+    )
+    tool_call_parser: str | None = _option(
+        None, "how this model writes calls: hermes, llama3_json, mistral, pythonic, or a plugin's"
+    )
+    tool_parser_plugin: str | None = _option(None, "Python file that registers a tool parser")
+    reasoning_parser: str | None = _option(
+        None, "how this model marks its thoughts: qwen3, deepseek_r1, mistral, or a plugin's"
+    )
+    reasoning_parser_plugin: str | None = _option(None, "Python file that registers a reasoning parser")
+    lora_modules: list[str] = _option([], "adapters to serve as models of their own: name=path")  # noqa: RUF009
+    enable_runtime_lora: bool = _option(False, "let clients load and unload adapters")
+    dashboard: bool = _option(False, "show the engine live at /dashboard")
+    log_json: bool = _option(False, "write the access log as JSON")
+    trace: str | None = _option(None, "record the scheduler in this file (.jsonl or .parquet)")
+
+    def __post_init__(self) -> None:
+        """Options are checked before a model is loaded."""
+        if self.max_queue is not None and self.max_queue < 0:
+            raise ValueError(f"max_queue must be at least 0, got {self.max_queue}")
+        if self.max_body_bytes < 1:
+            raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        for name in ("request_timeout", "stall_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and seconds <= 0:
+                raise ValueError(f"{name} must be above 0, got {seconds}")
+        if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
+            raise ValueError(f"trace: there is no folder {Path(self.trace).absolute().parent}")
+        self.parsers()
+        self.adapters()
+
+    def adapters(self) -> dict[str, str]:
+        """Folder of each adapter by its name. Raises ValueError for what is no `name=path`, and for a name given twice."""
+        found: dict[str, str] = {}
+        for module in self.lora_modules:
+            name, _, path = module.partition("=")
+            if not name or not path or name in found:
+                raise ValueError(f"lora_modules: each must be name=path with a name of its own, got {module!r}")
+            found[name] = path
+        return found
+
+    def parsers(self) -> ParserOptions:
+        """How answers are read; runs the plugins. Raises ValueError for an unknown name."""
+        for plugin in (self.tool_parser_plugin, self.reasoning_parser_plugin):
+            if plugin is not None:
+                load_plugin(plugin)
+        return ParserOptions.from_names(self.tool_call_parser, self.enable_auto_tool_choice, self.reasoning_parser)
 
 
 @dataclass
@@ -38,50 +114,46 @@ class ServerState:
     """What the endpoints of one app share.
 
     Attributes:
-        model_names: Names that clients may use; the first is the one in answers.
-        max_queue: Requests that may wait beyond those that run (``max_num_seqs``); None for no limit.
-        request_timeout: Seconds for one answer; None for no limit.
-        stall_timeout: Seconds that the client of a stream may take nothing.
-        prompt_tokens_details: Whether answers tell how many prompt tokens were cached. Another user's prompt may have been
-            the one that cached them, so that is for an operator to allow.
-        parsers: How tool calls and thoughts are read.
         observe: Counts requests that end, for the metrics.
         in_flight: Engine requests of open HTTP requests.
+        adapters: By the names that clients use.
     """
 
     llm: AsyncLLM
-    model_names: Sequence[str]
-    max_queue: int | None = None
-    request_timeout: float | None = None
-    stall_timeout: float | None = 60.0
-    trust_request_chat_template: bool = False
-    prompt_tokens_details: bool = False
-    parsers: ParserOptions = field(default_factory=ParserOptions)
+    options: ServerOptions = field(default_factory=ServerOptions)
     observe: Callable[[FinishedRequest], None] = lambda finished: None
-    started: int = field(default_factory=lambda: int(time.time()))
     in_flight: int = 0
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.parsers = self.options.parsers()
+        self.started = int(time.time())
+
+    @property
+    def model_names(self) -> Sequence[str]:
+        """Names that clients may use; the first is the one in answers."""
+        return [*(self.options.served_model_name or [self.llm.config.model.name]), *self.adapters]
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError 404 for a model that is not served."""
         if name is not None and name not in self.model_names:
             served = ", ".join(map(repr, self.model_names))
-            raise ApiError(
-                404, f"the model {name!r} is not served here; {served} is", param="model", code="model_not_found"
-            )
+            message = f"the model {name!r} is not served here; {served} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.model_names[0]
 
     def check_room(self, count: int) -> None:
         """Raises ApiError 400 or 429: too many answers at once, or the queue would be too long."""
         if count > MAX_ANSWERS:
             raise ApiError(400, f"{count} answers in one request (prompts times n); at most {MAX_ANSWERS} are allowed")
-        if self.max_queue is None:
+        if self.options.max_queue is None:
             return
-        limit = self.llm.config.scheduler.max_num_seqs + self.max_queue
+        limit = self.llm.config.scheduler.max_num_seqs + self.options.max_queue
         if self.in_flight + count > limit:
             message = f"{self.in_flight} requests are running or waiting, at most {limit} may; try again later"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
-    def check_priority(self, priority: int) -> int:
+    def check_priority(self, priority: int) -> None:
         """Raises ApiError 400 for a priority where requests run first come, first served."""
         core: Any = self.llm.llm_engine.core
         try:
@@ -91,7 +163,6 @@ class ServerState:
         if priority != 0 and ignored:
             message = f"priority: this server schedules first come, first served (--scheduling-policy priority), got {priority}"
             raise ApiError(400, message, param="priority")
-        return priority
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,47 +172,30 @@ class Plan:
     Attributes:
         id: Of the answer; the engine's requests are named after it.
         model: The name to answer with.
+        body: The request.
         prompts: As the engine takes them.
-        n: Answers to each prompt.
-        logprobs: Alternatives to show for each token; None for no log-probabilities.
-        return_token_ids: Whether token ids are in the answer.
         cut_max_tokens: Whether more tokens than fit means as many as fit; False if the client asked for a number.
         names: What the client calls fields that the engine may complain of.
-        include_usage: Whether a stream ends with the usage. continuous_usage: Whether it is in every chunk.
     """
 
     id: str
     model: str
+    body: Any
     prompts: Sequence[Mapping[str, Any]]
     params: SamplingParams | PoolingParams
-    priority: int = 0
-    user: str | None = None
-    stream: bool = False
     cut_max_tokens: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: bool = False
-    return_token_ids: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-
-
-def request_name(prefix: str, given: str | None, header: str | None) -> str:
-    """``prefix`` and the id that the client gave in the body or in X-Request-Id, if it is a plain word; else a new one."""
-    chosen = given or (header if header and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", header) else None)
-    return f"{prefix}-{chosen or uuid4().hex}"
 
 
 def plan_fields(body: Any, state: ServerState, request: Request, prefix: str) -> dict[str, Any]:
-    """The fields of a Plan that every endpoint fills in the same way. Raises ApiError."""
-    found = {name: getattr(body, name) for name in ("n", "return_token_ids", "include_usage", "continuous_usage", "stream")
-             if hasattr(body, name)}  # fmt: skip
-    found["id"] = request_name(prefix, body.request_id, request.headers.get("x-request-id"))
-    found["model"] = state.check_model(body.model)
-    found["priority"] = state.check_priority(body.priority)
-    found["user"] = body.user or getattr(body, "safety_identifier", None)
-    return found
+    """The fields of a Plan that every endpoint fills in the same way. Raises ApiError.
+
+    The id is ``prefix`` and what the client gave in the body or in X-Request-Id, if it is a plain word; else a new one.
+    """
+    state.check_priority(body.priority)
+    header = request.headers.get("x-request-id", "")
+    name = body.request_id or (header if re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", header) else uuid4().hex)
+    return {"id": f"{prefix}-{name}", "model": state.check_model(body.model), "body": body}
 
 
 async def encode(state: ServerState, text: str, add_special_tokens: bool) -> list[int]:
@@ -195,13 +249,10 @@ class Job:
             for i, prompt in enumerate(plan.prompts):
                 name = f"{plan.id}-{i}-{uuid4().hex[:8]}"
                 stream = await state.llm.submit(
-                    dict(prompt),
-                    plan.params,
-                    name,
-                    priority=plan.priority,
-                    user=plan.user,
-                    cut_max_tokens=plan.cut_max_tokens,
-                )
+                    dict(prompt), plan.params, name,
+                    priority=plan.body.priority, user=plan.body.end_user, cut_max_tokens=plan.cut_max_tokens,
+                    lora_request=state.adapters.get(plan.model),
+                )  # fmt: skip
                 self.streams.append(stream)
         except BaseException as error:
             await self.close()
@@ -244,11 +295,11 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(request: Request, work: Awaitable[T], timeout: float | None) -> T:
+async def _unless_disconnected(request: Request, work: Awaitable[T], timeout: float | None) -> T:
     """The result of ``work``, which is cancelled when the client hangs up or the time is over.
 
     Raises:
-        ApiError: 408 after ``timeout`` seconds, 499 when the client has gone (nobody reads it then).
+        ApiError: 408 after ``timeout`` seconds, 499 when the client has gone (it is not sent then).
     """
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request.receive))
     try:
@@ -294,7 +345,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + to_json(body).encode("utf-8", "replace") + b"\n\n"
 
 
-async def in_time(chunks: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
+async def _in_time(chunks: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
     """Pass on what comes; ApiError 408 if the last has not come after ``seconds``."""
     end = asyncio.get_running_loop().time() + seconds
     while True:
@@ -311,7 +362,7 @@ async def in_time(chunks: AsyncIterator[T], seconds: float) -> AsyncIterator[T]:
 class SSEResponse(Response):
     """Streams ``chunks``, then [DONE]; an error on the way is an event. When the client hangs up, the job is aborted.
 
-    A client that takes nothing for ``state.stall_timeout`` seconds is treated as one that has hung up: until then, what it has not taken waits
+    A client that takes nothing for ``stall_timeout`` seconds is treated as one that has hung up: until then, what it has not taken waits
     in its request's stream, as one output. The job is closed here and not in the generator, which is never entered if the client hangs up
     before the first byte.
     """
@@ -319,8 +370,8 @@ class SSEResponse(Response):
     media_type = "text/event-stream"
 
     def __init__(self, job: Job, chunks: AsyncIterator[dict[str, Any]]) -> None:
-        self.job, limit = job, job.state.request_timeout
-        self.chunks = chunks if limit is None else in_time(chunks, limit)
+        self.job, limit = job, job.state.options.request_timeout
+        self.chunks = chunks if limit is None else _in_time(chunks, limit)
         self._since: float | None = None  # the moment from which on a client has not taken a piece
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
@@ -354,7 +405,7 @@ class SSEResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = asyncio.ensure_future(self._stream(send))
-        stalled = asyncio.ensure_future(self._stalled(self.job.state.stall_timeout))
+        stalled = asyncio.ensure_future(self._stalled(self.job.state.options.stall_timeout))
         tasks = [stream, asyncio.ensure_future(_hung_up(receive)), stalled]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -368,41 +419,40 @@ class SSEResponse(Response):
 
 
 class Counter:
-    """Adds up usage while pieces go out. With several prompts, all of them. ``details``: also tell cached tokens."""
+    """Adds up the usage of all prompts while pieces go out. ``details``: also tell cached tokens."""
 
     def __init__(self, details: bool = False) -> None:
         self.details = details
-        self._prompt: dict[int, int] = {}
-        self._cached: dict[int, int] = {}
-        self.generated: dict[int, int] = {}
+        self._prompts: set[int] = set()
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
 
-    def begin(self, i: int, output: RequestOutput) -> None:
-        """Count the prompt number ``i``."""
-        self._prompt[i] = len(output.prompt_token_ids)
-        self._cached[i] = output.num_cached_tokens
-        self.generated[i] = 0
+    def begin(self, i: int, output: RequestOutput) -> bool:
+        """Count the prompt number ``i``. Returns False if it was counted before."""
+        if i in self._prompts:
+            return False
+        self._prompts.add(i)
+        self._prompt_tokens += len(output.prompt_token_ids)
+        self._cached_tokens += output.num_cached_tokens
+        return True
 
     def add(self, i: int, output: RequestOutput) -> None:
         """Count what is new of its answers."""
-        if i not in self.generated:
-            self.begin(i, output)
-        new = sum(len(completion.token_ids) for completion in output.outputs)
-        self.generated[i] += new
+        self.begin(i, output)
+        self._generated_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 
     @property
     def cached_tokens(self) -> int:
-        """0 where that is not to be told."""
-        return sum(self._cached.values()) if self.details else 0
+        """0 where the operator does not allow to tell."""
+        return self._cached_tokens if self.details else 0
 
     def usage(self, generates: bool = True) -> dict[str, Any]:
         """OpenAI's usage object. ``generates``: False if what was generated is not part of the answer."""
-        prompt = sum(self._prompt.values())
-        generated = sum(self.generated.values()) if generates else 0
+        generated = self._generated_tokens if generates else 0
         return {
-            "prompt_tokens": prompt,
+            "prompt_tokens": self._prompt_tokens,
             "completion_tokens": generated,
-            "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens} if self.details else None,
+            "total_tokens": self._prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens} if self.details else None,
         }
 
 
@@ -415,8 +465,9 @@ class Writer:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.plan: Any = job.plan  # of the endpoint's own kind
+        self.body = job.plan.body
         self.tokenizer = job.state.llm.get_tokenizer()
-        self.counter = Counter(job.state.prompt_tokens_details)
+        self.counter = Counter(job.state.options.enable_prompt_tokens_details)
 
     def choices(self, i: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """All choices of prompt ``i``, whole."""
@@ -452,20 +503,19 @@ class Writer:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer in pieces."""
-        plan, head = self.plan, self._head(self.chunk_kind)
+        body, head = self.body, self._head(self.chunk_kind)
         async for i, output in merge(self.job.streams):
             check_output(output)
             for choice, more in self._all_pieces(i, output):
                 chunk = {**head, "choices": [choice], **more}
-                if plan.include_usage:
-                    chunk["usage"] = self.usage() if plan.continuous_usage else None
+                if body.include_usage:
+                    chunk["usage"] = self.usage() if body.continuous_usage else None
                 yield chunk
-        if plan.include_usage:
+        if body.include_usage:
             yield {**head, "choices": [], "usage": self.usage()}
 
     def _all_pieces(self, i: int, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        if i not in self.counter.generated:
-            self.counter.begin(i, output)
+        if self.counter.begin(i, output):
             yield from self.opening(output)
         self.counter.add(i, output)
         yield from self.pieces(i, output)
@@ -475,12 +525,13 @@ class Writer:
 
 
 async def answer(
-    request: Request, state: ServerState, prepare: Callable[[], Awaitable[Any]]
+    request: Request, state: ServerState, plan: Awaitable[Plan], make_writer: Callable[[Job], Any]
 ) -> dict[str, Any] | Response:
     """Plan, generate, answer. All of it ends when the client hangs up.
 
     Args:
-        prepare: Makes the writer of the answer; it has a job, `response` for a stream, and `whole`.
+        plan: Of the request.
+        make_writer: Makes what writes the answer of a job: `response` for a stream, or `whole`.
 
     Raises:
         ApiError: the request is at fault, takes too long, or its client has gone.
@@ -488,16 +539,16 @@ async def answer(
 
     async def work() -> dict[str, Any] | Response:
         try:
-            writer = await prepare()
+            job = Job(state, await plan)
+            writer = make_writer(job)
         except Exception as error:
             raise as_api_error(error) from error
-        job: Job = writer.job
         await job.submit()
-        if job.plan.stream:
+        if job.plan.body.stream:
             return writer.response()
         try:
             return writer.whole(await collect(job))
         finally:
             await job.close()
 
-    return await unless_disconnected(request, work(), state.request_timeout)
+    return await _unless_disconnected(request, work(), state.options.request_timeout)

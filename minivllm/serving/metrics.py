@@ -2,7 +2,7 @@
 
 # Generated from nbs/serving/metrics.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -27,6 +27,13 @@ _COUNTERS = {
 }
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
+    "e2e_request_latency_seconds": ("From arrival to the end.", _SECONDS),
+    "request_time_per_output_token_seconds": ("Mean time between tokens of a request.", _SECONDS),
+    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "request_generation_tokens": ("Tokens of an answer.", _TOKENS),
+}
 
 
 class _EngineCollector:
@@ -45,28 +52,20 @@ class _EngineCollector:
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own. ``llm``: gives the engine of this moment."""
+    """All metrics of one server, in a separate registry. ``llm``: returns the engine, which may be restarted."""
 
     def __init__(self, llm: Callable[[], AsyncLLM], model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model_name, "engine": "0"}
         self.registry.register(_EngineCollector(llm, self.labels))
+        names = [*self.labels, "finished_reason"]
         self._success = Counter(
-            "vllm:request_success",
-            "Requests that ended, by reason.",
-            [*self.labels, "finished_reason"],
-            registry=self.registry,
+            "vllm:request_success", "Requests that ended, by reason.", names, registry=self.registry
         )
-        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
-        self._tpot = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time between tokens of a request.", _SECONDS
-        )
-        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self._output = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._histograms = {name: self._histogram(name, *about) for name, about in _HISTOGRAMS.items()}
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
-        histogram = Histogram(f"vllm:{name}", text, list(self.labels), registry=self.registry, buckets=tuple(buckets))
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:
+        histogram = Histogram(f"vllm:{name}", text, list(self.labels), registry=self.registry, buckets=buckets)
         return histogram.labels(**self.labels)
 
     def render(self) -> bytes:
@@ -77,13 +76,16 @@ class Metrics:
         """Count a request that has ended, whatever the reason."""
         for reason in finished.finish_reasons:
             self._success.labels(**self.labels, finished_reason=reason).inc()
-        self._prompt.observe(finished.num_prompt_tokens)
-        self._output.observe(finished.num_generation_tokens)
         times, generated = finished.metrics, finished.num_generation_tokens
+        values: dict[str, float] = {
+            "request_prompt_tokens": finished.num_prompt_tokens, "request_generation_tokens": generated
+        }  # fmt: skip
         if times.finished_time is not None:
-            self._e2e.observe(times.finished_time - times.arrival_time)
-        if times.first_token_time is None or times.last_token_time is None:
-            return
-        self._ttft.observe(times.first_token_time - times.arrival_time)
-        if generated > 1:
-            self._tpot.observe((times.last_token_time - times.first_token_time) / (generated - 1))
+            values["e2e_request_latency_seconds"] = times.finished_time - times.arrival_time
+        if times.first_token_time is not None and times.last_token_time is not None:
+            values["time_to_first_token_seconds"] = times.first_token_time - times.arrival_time
+            if generated > 1:
+                decoding = times.last_token_time - times.first_token_time
+                values["request_time_per_output_token_seconds"] = decoding / (generated - 1)
+        for name, value in values.items():
+            self._histograms[name].observe(value)

@@ -12,9 +12,9 @@ from pydantic_core import PydanticCustomError
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 
 __all__ = [
-    "MAX_ANSWERS", "MAX_PARTS", "ApiModel", "ChatCompletionRequest", "ChatMessage", "ChatTemplateFields",
-    "CompletionRequest", "DetokenizeRequest", "Int64", "RequestId", "SamplingFields", "TokenizeRequest",
-    "ToolFields", "as_list", "check_count", "log_no_effect",
+    "HINTS", "MAX_ANSWERS", "MAX_PARTS", "ApiModel", "ChatCompletionRequest", "ChatMessage",
+    "ChatTemplateFields", "CompletionRequest", "DetokenizeRequest", "Int64", "RequestFields", "RequestId",
+    "SamplingFields", "TokenizeRequest", "ToolFields", "as_list", "check_count", "log_no_effect",
 ]  # fmt: skip
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -26,7 +26,7 @@ MAX_PARTS = 8192
 MAX_ANSWERS = 2048
 """Prompts of one request times the answers to each."""
 _log = logging.getLogger("minivllm.serving")
-_HINTS = {
+HINTS = {
     "prompt_cache_key": "the prefix cache finds equal prefixes by itself; cache_salt keeps users apart",
     "prompt_cache_options": "the prefix cache has no options",
     "prompt_cache_retention": "cached prefixes are kept while there is room",
@@ -130,10 +130,25 @@ class ResponseFormat(ApiModel):
 Words = Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=1024)]
 
 
-class SamplingFields(ApiModel):
-    """What OpenAI and vLLM let a client say about the draw."""
+class RequestFields(ApiModel):
+    """What a client can say of every request to the engine."""
 
     model: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    priority: Int64 = 0
+    cache_salt: str | None = None
+    request_id: RequestId | None = None
+
+    @property
+    def end_user(self) -> str | None:
+        """Whose request it is, for policies that are fair to users."""
+        return self.user or self.safety_identifier
+
+
+class SamplingFields(RequestFields):
+    """What OpenAI and vLLM let a client say about the draw."""
+
     n: Annotated[int, Field(le=128)] = 1
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -159,11 +174,6 @@ class SamplingFields(ApiModel):
     structured_outputs: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    priority: Int64 = 0
-    cache_salt: str | None = None
-    request_id: RequestId | None = None
     return_token_ids: bool = False
     vllm_xargs: dict[str, Any] | None = None
 
@@ -201,7 +211,8 @@ class SamplingFields(ApiModel):
         Raises:
             InvalidParameter, TypeError: a value out of range, an unknown name in a nested object.
         """
-        fields = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
+        names = [name for name in SamplingFields.model_fields if name in SamplingParams.__dataclass_fields__]
+        fields = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         fields |= {"structured_outputs": self.structure(), "output_kind": kind, "extra_args": self.vllm_xargs}
         merged = defaults | fields
@@ -210,21 +221,14 @@ class SamplingFields(ApiModel):
         )
 
 
-_PASSED_ON = (
-    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
-    "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
-    "spaces_between_special_tokens", "truncate_prompt_tokens", "logit_bias", "allowed_token_ids", "repetition_detection",
-)  # fmt: skip
-
-
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`. ``max_tokens`` may be 0 with ``echo``: then the prompt is scored and nothing generated."""
 
-    no_effect: ClassVar = {**_HINTS, "store": "nothing is stored here", "metadata": "nothing is stored here"}
+    no_effect: ClassVar = {**HINTS, "store": "nothing is stored here", "metadata": "nothing is stored here"}
     unsupported: ClassVar = {
         "suffix": (("",), "the models served here complete at the end of a text, they do not fill in"),
         "prompt_embeds": ((), "not implemented"),
-        "lora_request": ((), "not implemented"),
+        "lora_request": ((), "name the adapter as the model"),
     }
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -340,6 +344,8 @@ class ChatMessage(ApiModel):
 
 
 class FunctionDefinition(ApiModel):
+    """A function that the model may call. ``parameters``: the JSON schema of its arguments, an object."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -351,6 +357,15 @@ class FunctionDefinition(ApiModel):
         if kind != "object":
             raise ValueError(f"parameters must be a JSON schema of type 'object', got {kind!r}")
         return self
+
+    def arguments_schema(self) -> dict[str, Any]:
+        """The schema of the arguments; without one the function takes none."""
+        return {"type": "object", "properties": {}} | (self.parameters or {})
+
+    def definition(self) -> dict[str, Any]:
+        """The dict that chat templates expect, OpenAI's."""
+        about = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **about, "parameters": self.arguments_schema()}}
 
 
 class ChatTool(ApiModel):
@@ -429,7 +444,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     """`POST /v1/chat/completions`."""
 
     no_effect: ClassVar = {
-        **_HINTS,
+        **HINTS,
         "store": "nothing is stored here",
         "metadata": "nothing is stored here",
         "prediction": "it is a hint for speed",
@@ -464,6 +479,11 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
         if both and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to show for each token; None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeRequest(ChatTemplateFields):

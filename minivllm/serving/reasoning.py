@@ -38,7 +38,7 @@ class ReasoningParser:
         self._at_start = not skips
 
     def push(self, text: str) -> tuple[str, str]:
-        """Take more of the text; returns the thoughts and the content that can be told by now."""
+        """Take more of the text; returns the thoughts and the content that are certain so far."""
         self._buffer += text
         if self._at_start:
             self._look_for_start()
@@ -70,8 +70,6 @@ class ReasoningParser:
     def _take(self, count: int) -> str:
         text, self._buffer = self._buffer[:count], self._buffer[count:]
         return text
-
-    # The same in a grammar, for an answer that must have a form behind the thoughts.
 
     def rules(self, body: Sequence[str], tokenizer: Any) -> list[str]:
         """Lark rules that let thoughts come before what ``body``, rules from ``start`` on, allows."""

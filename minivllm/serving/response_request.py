@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from minivllm.serving.errors import ApiError, from_validation
 from minivllm.serving.protocol import (
+    HINTS,
     ApiModel,
     ChatCompletionRequest,
     FunctionDefinition,
@@ -45,18 +46,23 @@ class ReasoningPart(ApiModel):
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
-class MessageItem(ApiModel):
-    """A message. ``id``, ``status`` and ``phase`` are those of an earlier answer."""
+class InputItem(ApiModel):
+    """What all items have: ``id`` and ``status`` are those of an earlier answer."""
+
+    id: str | None = None
+    status: Status | None = None
+
+
+class MessageItem(InputItem):
+    """A message. ``phase`` is that of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Part]
-    id: str | None = None
-    status: Status | None = None
     phase: str | None = None
 
 
-class CallItem(ApiModel):
+class CallItem(InputItem):
     """A call that the model made."""
 
     no_effect: ClassVar = {"parsed_arguments": "it repeats an earlier answer"}
@@ -65,30 +71,24 @@ class CallItem(ApiModel):
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: Status | None = None
 
 
-class CallOutputItem(ApiModel):
+class CallOutputItem(InputItem):
     """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[TextPart]
-    id: str | None = None
-    status: Status | None = None
 
 
-class ReasoningItem(ApiModel):
+class ReasoningItem(InputItem):
     """A thought of the model. It goes back to models whose chat template has a place for it."""
 
     unsupported: ClassVar = {"encrypted_content": ((), "thoughts are plain text here")}
 
     type: Literal["reasoning"]
-    id: str | None = None
     summary: list[ReasoningPart] = Field(default_factory=list)
     content: list[ReasoningPart] | None = None
-    status: Status | None = None
 
 
 Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
@@ -165,13 +165,7 @@ class ResponseStreamOptions(ApiModel):
 class ResponseFields(ApiModel):
     """The fields of `POST /v1/responses`. Below ``user`` stand those that vLLM adds."""
 
-    no_effect: ClassVar = {
-        "client_metadata": "nothing is stored here",
-        "prompt_cache_key": "the prefix cache finds equal prefixes by itself; cache_salt keeps users apart",
-        "prompt_cache_options": "the prefix cache has no options",
-        "prompt_cache_retention": "cached prefixes are kept while there is room",
-        "service_tier": "there is one tier",
-    }
+    no_effect: ClassVar = HINTS
     unsupported: ClassVar = {
         "access_programs": ((), "not implemented"),
         "background": ((False,), "ask and wait, or stream"),
@@ -246,14 +240,11 @@ class ResponsesRequest(ResponseFields):
         for name, value in (self.metadata or {}).items():
             if len(name) > 64 or len(value) > 512:
                 what = {"field": "metadata", "name": name[:64]}
-                raise PydanticCustomError(
-                    "long", "metadata: {name} is longer than 64 characters, or its value than 512", what
-                )
-        for name in self.include or ():
-            if name != "message.output_text.logprobs":
-                log_no_effect(
-                    "ResponsesRequest", "include", "nothing but message.output_text.logprobs is in answers here"
-                )
+                text = "metadata: {name} is longer than 64 characters, or its value than 512"
+                raise PydanticCustomError("long", text, what)
+        if set(self.include or ()) - {"message.output_text.logprobs"}:
+            why = "nothing but message.output_text.logprobs is in answers here"
+            log_no_effect("ResponsesRequest", "include", why)
         if self._items is None:
             self._items = self._checked_items()
         return self

@@ -6,7 +6,9 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -77,18 +79,10 @@ class ResponseStore:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsePlan(ChatPlan):
-    """What a response needs besides a chat.
+    """A response, planned as a chat. ``request``: what was asked. ``conversation``: its items, and all that came before."""
 
-    Attributes:
-        repeated: Fields of the request that are in the response.
-        input_items: Of this request. conversation: With all that came before.
-        store: Whether the response is to be kept.
-    """
-
-    repeated: dict[str, Any]
-    input_items: Sequence[dict[str, Any]]
+    request: ResponsesRequest
     conversation: Sequence[dict[str, Any]]
-    store: bool
 
 
 _NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
@@ -96,6 +90,7 @@ _NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
 def _repeated(body: ResponsesRequest) -> dict[str, Any]:
+    """The fields of a request that are in its response."""
     given = body.model_dump(mode="json", include={"text", "tools", "tool_choice"}, by_alias=True, exclude_unset=True)
     same = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "safety_identifier", "user")
     return {
@@ -127,13 +122,7 @@ def plan_response(
         plan = plan_chat(chat, state, fields)
     except Exception as error:
         raise renamed(as_api_error(error), _NAMES) from error
-    return ResponsePlan(
-        **(vars(plan) | {"names": _NAMES}),
-        repeated=_repeated(body),
-        input_items=[{"id": f"msg_{uuid4().hex}", **item} for item in body.items()],
-        conversation=items,
-        store=body.store is not False,
-    )
+    return ResponsePlan(**(vars(plan) | {"names": _NAMES}), request=body, conversation=items)
 
 
 class ItemWriter:
@@ -154,7 +143,7 @@ class ItemWriter:
     def take(self, completion: CompletionOutput) -> Iterator[dict[str, Any]]:
         """The events of a piece of the answer."""
         if self.to_bytes is not None and completion.logprobs is not None:
-            found = chat_logprobs(completion, self.plan.logprobs or 0, self.to_bytes)["content"]
+            found = chat_logprobs(completion, self.plan.body.num_logprobs or 0, self.to_bytes)["content"]
             if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
                 found.pop()  # the token that ended the answer has no text, whatever output it came with
             self._logprobs += [entry | {"bytes": entry["bytes"] or []} for entry in found]
@@ -211,12 +200,12 @@ class ItemWriter:
             item |= {"id": f"fc_{uuid4().hex}", "call_id": self.plan.use.parser.new_id(), "arguments": "", **more}
         self.output.append(item)
         self._open = item
-        yield self.event("output_item.added", output_index=len(self.output) - 1, item=_copy(item))
+        yield self.event("output_item.added", output_index=len(self.output) - 1, item=deepcopy(item))
         if kind != "function_call":
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             if kind == "message":
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            yield self.event("content_part.added", **self._where(), content_index=0, part=_copy(part))
+            yield self.event("content_part.added", **self._where(), content_index=0, part=deepcopy(part))
             item["content"].append(part)
 
     def _close(self, status: str) -> Iterator[dict[str, Any]]:
@@ -233,40 +222,33 @@ class ItemWriter:
             kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
             more = {} if kind == "reasoning_text" else {"logprobs": part["logprobs"]}
             yield self.event(f"{kind}.done", **where, text=part["text"], **more)
-            yield self.event("content_part.done", **where, part=_copy(part))
-        yield self.event("output_item.done", output_index=len(self.output) - 1, item=_copy(item))
+            yield self.event("content_part.done", **where, part=deepcopy(part))
+        yield self.event("output_item.done", output_index=len(self.output) - 1, item=deepcopy(item))
         self._open = None
-
-
-def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """The item as it is now."""
-    content = item.get("content")
-    return dict(item) if content is None else {**item, "content": [dict(part) for part in content]}
 
 
 class ResponseWriter:
     """Makes one response, whole or as events."""
 
-    def __init__(self, job: Job, plan: ResponsePlan, store: ResponseStore) -> None:
+    def __init__(self, job: Job, store: ResponseStore) -> None:
+        plan: Any = job.plan
         self.job, self.plan, self.store = job, plan, store
         self.tokenizer = job.state.llm.get_tokenizer()
-        self.items = ItemWriter(plan, token_bytes(self.tokenizer) if plan.logprobs is not None else None)
-        self.counter = Counter(job.state.prompt_tokens_details)
-        nothing = ("completed_at", "error", "incomplete_details", "usage")
-        params: Any = plan.params
+        self.items = ItemWriter(plan, token_bytes(self.tokenizer) if plan.body.logprobs else None)
+        self.counter = Counter(job.state.options.enable_prompt_tokens_details)
         self.response_object: dict[str, Any] = {
             "id": plan.id,
             "object": "response",
             "created_at": job.created,
             "status": "in_progress",
             "background": False,
-            **dict.fromkeys(nothing),
+            **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
             "model": plan.model,
             "output": [],
-            **plan.repeated,
+            **_repeated(plan.request),
             "service_tier": "default",
-            "temperature": params.temperature,
-            "top_p": params.top_p,
+            "temperature": plan.params.temperature,
+            "top_p": plan.params.top_p,
             "truncation": "disabled",
         }
 
@@ -296,9 +278,10 @@ class ResponseWriter:
             "output": self.items.output,
             "usage": self._usage(),
         }
-        if self.plan.store:
+        if self.plan.request.store is not False:
+            items = [{"id": f"msg_{uuid4().hex}", **item} for item in self.plan.request.items()]
             conversation = [*self.plan.conversation, *self.items.output]
-            self.store.put(Stored(self.response_object, list(self.plan.input_items), conversation))
+            self.store.put(Stored(self.response_object, items, conversation))
         yield self._snapshot(status)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
@@ -368,21 +351,17 @@ def _page(items: list[dict[str, Any]], order: str, limit: int, after: str | None
 
 
 def responses_router(state: ServerState) -> APIRouter:
-    """``/v1/responses``, with a store of its own."""
+    """``/v1/responses``, with a separate store."""
     router, store = APIRouter(route_class=JsonRoute), ResponseStore()
 
     @router.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> dict[str, Any] | Response:
         """Answer items with items."""
-
-        async def prepare() -> ResponseWriter:
-            before: Sequence[dict[str, Any]] = ()
-            if body.previous_response_id is not None:
-                before = store.get(body.previous_response_id, "previous_response_id").conversation
-            plan = await state.llm.run_input(lambda: plan_response(body, request, state, before))
-            return ResponseWriter(Job(state, plan), plan, store)
-
-        return await answer(request, state, prepare)
+        before: Sequence[dict[str, Any]] = ()
+        if body.previous_response_id is not None:
+            before = store.get(body.previous_response_id, "previous_response_id").conversation
+        plan = state.llm.run_input(lambda: plan_response(body, request, state, before))
+        return await answer(request, state, plan, partial(ResponseWriter, store=store))
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(response_id: str, stream: bool = False) -> dict[str, Any]:

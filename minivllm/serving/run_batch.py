@@ -7,62 +7,46 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from starlette.types import ASGIApp
 from tqdm.auto import tqdm
 
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.serving.app import ServerOptions, create_app
+from minivllm.serving.errors import from_validation
 
 __all__ = ["main", "make_parser", "run_batch"]
 
 
-async def ask_app(app: ASGIApp, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
-    """POST a JSON body to an ASGI app, in this process. Returns status, headers and the body of the answer."""
+async def ask_app(app: ASGIApp, path: str, body: Any) -> httpx.Response:
+    """POST a JSON body to an ASGI app, in this process."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:
-        response = await client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
-    return response.status_code, dict(response.headers), response.content
+        return await client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
 
 
-class BatchError(ValueError):
-    """A line of a batch file that is no request."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLine:
+class BatchLine(BaseModel):
     """One request of a batch."""
 
+    model_config = ConfigDict(extra="forbid", strict=True)
+
     custom_id: str
-    url: str
+    method: Literal["POST"]
+    url: Annotated[str, Field(pattern="^/v1/")]
     body: dict[str, Any]
 
+    @field_validator("body")
     @classmethod
-    def parse(cls, text: str) -> "BatchLine":
-        """Raises BatchError that says what is wrong."""
-        try:
-            found = json.loads(text)
-        except ValueError as error:
-            raise BatchError(f"not JSON: {error}") from None
-        kinds = {"custom_id": str, "method": str, "url": str, "body": dict}
-        for name, kind in kinds.items():
-            if not isinstance(found, dict) or not isinstance(found.get(name), kind):
-                raise BatchError(
-                    f"a line is an object with {', '.join(kinds)}; {name!r} is missing or no {kind.__name__}"
-                )
-        if unknown := set(found) - set(kinds):
-            raise BatchError(f"unknown field {min(unknown)!r}; a line has {', '.join(kinds)}")
-        if found["method"] != "POST" or not found["url"].startswith("/v1/"):
-            raise BatchError(f"a request is POST to a path under /v1/, got {found['method']} {found['url']!r}")
-        if found["body"].get("stream"):
-            raise BatchError("body.stream: an answer in a file cannot be streamed")
-        return cls(found["custom_id"], found["url"], found["body"])
+    def _is_whole(cls, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("stream"):
+            raise ValueError("stream: an answer in a file cannot be streamed")
+        return body
 
 
 def batch_answer(
@@ -74,18 +58,19 @@ def batch_answer(
 
 async def answer_line(app: ASGIApp, text: str) -> dict[str, Any]:
     """The answer to one line. Never raises for what stands in the line."""
-    custom_id = None
     try:
-        line = BatchLine.parse(text)
-        custom_id = line.custom_id
-    except BatchError as error:
-        return batch_answer(custom_id, None, {"code": "invalid_request", "message": str(error)})
-    status, headers, body = await ask_app(app, line.url, line.body)
-    found = {"status_code": status, "request_id": headers.get("x-request-id"), "body": json.loads(body)}
+        line = BatchLine.model_validate_json(text)
+    except ValidationError as invalid:
+        message = from_validation(invalid.errors()).message
+        return batch_answer(None, None, {"code": "invalid_request", "message": message})
+    response = await ask_app(app, line.url, line.body)
+    status, body = response.status_code, response.json()
+    found = {"status_code": status, "request_id": response.headers.get("x-request-id"), "body": body}
     if status < 400:
-        return batch_answer(custom_id, found, None)
-    said = found["body"].get("error", {})
-    return batch_answer(custom_id, found, {"code": said.get("code") or str(status), "message": said.get("message")})
+        return batch_answer(line.custom_id, found, None)
+    fault = body.get("error", {})
+    error = {"code": fault.get("code") or str(status), "message": fault.get("message")}
+    return batch_answer(line.custom_id, found, error)
 
 
 async def run_batch(
@@ -128,11 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
         "-o", "--output-file", required=True, metavar="FILE", help="where the answers go, in the order of the requests"
     )
     parser.add_argument(
-        "--served-model-name",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names that requests may use; default: the model as given",
+        "--served-model-name", nargs="+", default=[], metavar="NAME", help="names for requests; default: the model's"
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins")
     add_engine_arguments(parser)

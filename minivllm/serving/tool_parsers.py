@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from minivllm.sampling.grammar import special_token_ids
+from minivllm.serving.protocol import FunctionDefinition
 from minivllm.serving.tools import (
     CallDelta,
     CallFormat,
-    Function,
     Piece,
     ToolParser,
     call_rules,
@@ -22,7 +22,7 @@ from minivllm.serving.tools import (
     register_tool_parser,
 )
 
-__all__ = ["TEXT_RULE", "HermesToolParser", "Llama3JsonToolParser", "held_back", "marked_rules"]
+__all__ = ["HermesToolParser", "Llama3JsonToolParser", "held_back"]
 
 _SPACE = " \t\r\n"
 _CLOSES = {"{": "}", "[": "]"}
@@ -56,8 +56,6 @@ class CallReader:
             self._steps.send(char)
         except StopIteration:
             self.done = True
-
-    # Each part returns the character behind it.
 
     def _object(self) -> Generator[None, str, None]:
         char = yield
@@ -179,7 +177,7 @@ class JsonToolParser(ToolParser):
 
     def end(self) -> Piece:
         piece = Piece()
-        rest, self._buffer = self._buffer, ""
+        rest = self._take(len(self._buffer))
         if self._announced and self._reader is not None:
             self._broken = True
             self._argue(piece, rest)
@@ -201,14 +199,16 @@ class JsonToolParser(ToolParser):
                 return True
         at = self._buffer.find(self.begin)
         if at >= 0:
-            self._say(piece, self._buffer[:at])
-            self._inside, self._made, self._raw = True, False, self.begin
-            self._buffer = self._buffer[at + len(self.begin) :]
+            self._say(piece, self._take(at))
+            self._inside, self._made, self._raw = True, False, self._take(len(self.begin))
             return True
-        held = held_back(self._buffer, self.begin)
-        self._say(piece, self._buffer[: len(self._buffer) - held])
-        self._buffer = self._buffer[len(self._buffer) - held :]
+        self._say(piece, self._take(len(self._buffer) - held_back(self._buffer, self.begin)))
         return False
+
+    def _take(self, count: int) -> str:
+        """Remove characters from the front of the buffer."""
+        taken, self._buffer = self._buffer[:count], self._buffer[count:]
+        return taken
 
     def _say(self, piece: Piece, text: str) -> None:
         """White space is held back: before a call it means nothing."""
@@ -223,11 +223,12 @@ class JsonToolParser(ToolParser):
             return self._between(piece)
         if self._broken:
             return self._to_the_end_mark(piece)
-        char, self._buffer = self._buffer[0], self._buffer[1:]
+        char = self._take(1)
         self._raw += char
         try:
             self._reader.push(char)
-            if self._reader.begun and not self._announced and not self._is_offered(self._reader.name):
+            foreign = self.bare and self._reader.name not in self.names
+            if foreign and self._reader.begun and not self._announced:
                 raise NotACall(self._reader.name)
         except NotACall:
             self._fail(piece)
@@ -242,24 +243,19 @@ class JsonToolParser(ToolParser):
         self._reader, self._announced, self._broken, self._made, self._raw = None, False, False, True, ""
         self._count += 1
 
-    def _is_offered(self, name: str | None) -> bool:
-        return not self.bare or name in self.names
-
     def _between(self, piece: Piece) -> bool:
         if self.end_mark and self._buffer.startswith(self.end_mark):
             self._inside, self._raw, self._space = False, "", ""
-            self._buffer = self._buffer[len(self.end_mark) :]
+            self._take(len(self.end_mark))
             return True
-        if self.end_mark and self.end_mark.startswith(self._buffer):
-            return False
         if self._buffer.startswith(self.begin):  # a family may repeat the mark
-            self._buffer = self._buffer[len(self.begin) :]
+            self._take(len(self.begin))
             return True
-        if len(self._buffer) < len(self.begin) and self.begin.startswith(self._buffer):
+        if self.begin.startswith(self._buffer) or self.end_mark.startswith(self._buffer):
             return False
         char = self._buffer[0]
         if char in _SPACE or char in "[],;":
-            self._raw, self._buffer = self._raw + char, self._buffer[1:]
+            self._raw += self._take(1)
         elif (reader := self.start_call(char)) is not None:
             self._reader = reader
         else:
@@ -302,13 +298,10 @@ class JsonToolParser(ToolParser):
     def _to_the_end_mark(self, piece: Piece) -> bool:
         at = self._buffer.find(self.end_mark) if self.end_mark else -1
         if at >= 0:
-            self._argue(piece, self._buffer[:at].rstrip(_SPACE))
-            self._buffer = self._buffer[at:]
+            self._argue(piece, self._take(at).rstrip(_SPACE))
             self._close()
             return True
-        held = held_back(self._buffer, self.end_mark) if self.end_mark else 0
-        self._argue(piece, self._buffer[: len(self._buffer) - held])
-        self._buffer = self._buffer[len(self._buffer) - held :]
+        self._argue(piece, self._take(len(self._buffer) - held_back(self._buffer, self.end_mark)))
         return False
 
 
@@ -317,11 +310,11 @@ def held_back(text: str, mark: str) -> int:
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
 
 
-TEXT_RULE = "TEXT: /(.|\\n)*/"
+_TEXT_RULE = "TEXT: /(.|\\n)*/"
 
 
-def marked_rules(
-    form: CallFormat, begin: str, functions: Sequence[Function], parallel: bool, tokenizer: Any
+def _marked_rules(
+    form: CallFormat, begin: str, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any
 ) -> list[str]:
     """Rules for free text in which whatever stands behind the mark ``begin`` is a call that fits."""
     special = begin in special_token_ids(tokenizer)
@@ -329,7 +322,7 @@ def marked_rules(
     rest = CallFormat(form.begin.removeprefix(begin), form.end, form.separator, form.each, form.arguments)
     tail = "(head calls)* TEXT" if parallel and form.each else "(head calls)? TEXT"
     rules = call_rules(rest, functions, parallel and not form.each, tokenizer)
-    return [f"start: {tail}", TEXT_RULE, head, *rules]
+    return [f"start: {tail}", _TEXT_RULE, head, *rules]
 
 
 @register_tool_parser("hermes", "qwen", "smollm2")
@@ -341,8 +334,8 @@ class HermesToolParser(JsonToolParser):
     form = CallFormat("<tool_call>\n", "\n</tool_call>", each=True)
 
     @classmethod
-    def free_rules(cls, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:
-        return marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
+    def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
+        return _marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
 
 
 @register_tool_parser("llama3_json", "llama4_json")
@@ -354,7 +347,7 @@ class Llama3JsonToolParser(JsonToolParser):
     form = CallFormat(separator="; ", arguments="parameters")
 
     @classmethod
-    def free_rules(cls, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:
+    def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
         text = "text: /([^{ \\t\\r\\n<](.|\\n)*)?/"
         return ["start: calls | text", text, *call_rules(cls.form, functions, parallel, tokenizer)]
 
@@ -393,8 +386,8 @@ class MistralToolParser(JsonToolParser):
         return "".join(alphabet[number // 62**i % 62] for i in range(9))
 
     @classmethod
-    def free_rules(cls, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:
-        return marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
+    def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
+        return _marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
 
 
 @register_tool_parser("pythonic", "llama4_pythonic")

@@ -14,31 +14,12 @@ from uuid import uuid4
 
 from minivllm.sampling.grammar import guided, special_token_ids, without_additional_properties
 from minivllm.serving.errors import ApiError
+from minivllm.serving.protocol import FunctionDefinition
 
 __all__ = [
-    "TOOL_PARSERS", "Call", "CallDelta", "CallFormat", "Function", "Piece", "ToolParser", "ToolUse",
-    "call_rules", "closed", "literal", "load_plugin", "quoted", "register_tool_parser", "show_calls",
-    "show_tools",
+    "TOOL_PARSERS", "Call", "CallDelta", "CallFormat", "Piece", "ToolParser", "ToolUse", "call_rules",
+    "closed", "literal", "load_plugin", "quoted", "register_tool_parser", "show_calls", "show_tools",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function that the model may call. ``parameters``: the JSON schema of its arguments, an object."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool = False
-
-    def definition(self) -> dict[str, Any]:
-        """The dict that chat templates expect, OpenAI's."""
-        about = {"description": self.description} if self.description is not None else {}
-        return {"type": "function", "function": {"name": self.name, **about, "parameters": self.schema()}}
-
-    def schema(self) -> dict[str, Any]:
-        """The schema of the arguments; without one the function takes none."""
-        return {"type": "object", "properties": {}} | (self.parameters or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +45,7 @@ class Piece:
 
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+    thought: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,13 +92,13 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     return guided(without_additional_properties(schema), **compact)
 
 
-def call_rules(form: CallFormat, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:
+def call_rules(form: CallFormat, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
     """Lark rules: ``calls`` is one call or, with ``parallel``, more; ``call`` is one of any function."""
     rules = []
     for i, function in enumerate(functions):
         before, after = form.around(function.name)
         rules.append(f"call_{i}: {literal(before, tokenizer)} arguments_{i} {literal(after, tokenizer)}")
-        rules.append(f"arguments_{i}: %json {quoted(closed(function.schema()))}")
+        rules.append(f"arguments_{i}: %json {quoted(closed(function.arguments_schema()))}")
     more = f" ({literal(form.separator, tokenizer)} call)*" if parallel else ""
     begin, end = ("", "") if form.each else (literal(form.begin, tokenizer), literal(form.end, tokenizer))
     return [
@@ -142,7 +124,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def push(self, text: str) -> Piece:
-        """Take more of the text; returns what can be told by now."""
+        """Take more of the text; returns what is certain so far."""
 
     @abstractmethod
     def end(self) -> Piece:
@@ -154,7 +136,7 @@ class ToolParser(ABC):
         return f"call_{uuid4().hex[:24]}"
 
     @classmethod
-    def free_rules(cls, functions: Sequence[Function], parallel: bool, tokenizer: Any) -> list[str]:
+    def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
         """Lark rules from ``start`` on: any text, with calls that fit. Raises ApiError where the family's manner cannot be checked."""
         raise ApiError(
             400, f"strict: the tool parser {cls.__name__} cannot hold a free answer to a schema", param="tools"
@@ -192,7 +174,7 @@ class ToolUse:
     than one call may be made. parser: how calls are read.
     """
 
-    functions: Sequence[Function]
+    functions: Sequence[FunctionDefinition]
     mode: Literal["auto", "required", "named"]
     parallel: bool
     parser: type[ToolParser]

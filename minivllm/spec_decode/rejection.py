@@ -78,6 +78,7 @@ def _rows_of(batch: SamplingBatch, drafts: Sequence[Draft], at: Sequence[tuple[i
         [batch.request_ids[i] if said else f"{i}:{place}" for i, place in at],  # a name for each row, for errors
         [batch.requests[i] for i in of],
         batch.rows[of],
+        batch.looks_back,
         offsets=np.array([0 if said else place for _, place in at], np.int64),
         draft_ids=np.array(
             [drafts[i].token_ids[place] if test else NO_DRAFT for (i, place), test in zip(at, tested, strict=True)],
@@ -153,14 +154,14 @@ class RejectionSampler(Sampler):
             going.discard(i)
         return sorted(going)
 
-    def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        token_ids, alive = Sampler._choose(self, logits, batch)
+    def _choose(self, logits: Tensor, batch: SamplingBatch, greedy: bool) -> tuple[Tensor, Tensor]:
+        token_ids, alive = Sampler._choose(self, logits, batch, greedy)
         if not isinstance(batch, DraftBatch):
             return token_ids, alive
         if self.synthetic_acceptance_rate is not None:
             return self._by_chance(token_ids, batch, self.synthetic_acceptance_rate), alive
-        greedy = batch.column("greedy")
-        rows = [i for i, probs in enumerate(batch.draft_probs) if probs is not None and not greedy[i]]
+        sure = batch.column("greedy")
+        rows = [i for i, probs in enumerate(batch.draft_probs) if probs is not None and not sure[i]]
         return (self._by_ratio(logits, token_ids, batch, rows) if rows else token_ids), alive
 
     def _by_ratio(self, logits: Tensor, token_ids: Tensor, batch: DraftBatch, rows: list[int]) -> Tensor:

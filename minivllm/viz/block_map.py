@@ -18,7 +18,7 @@ from minivllm.core.events import EVENTS, SCHEMA, Event, FoldReader, State, read
 from minivllm.core.trace import Trace
 from minivllm.viz.palette import LIGHT, owner_colour
 from minivllm.viz.payload import Payload
-from minivllm.viz.view import MADE_UP, TraceSource, TraceView, most_eventful
+from minivllm.viz.view import MADE_UP, TraceSource, TraceView, counted, most_eventful
 
 __all__ = ["BlockMap", "block_states", "group_names", "request_numbers", "request_tokens", "token_texts"]
 
@@ -313,7 +313,7 @@ class BlockMap(TraceView):
         short = b"".join(name[:HASH_BYTES] for name in stream.names.of)
         ids = list(stream.requests.of)
         payload.header = self.header(
-            subtitle=f"{_counted(head.num_blocks - 1, 'block')} of {_counted(head.block_size, 'token')}",
+            subtitle=f"{counted(head.num_blocks - 1, 'block')} of {counted(head.block_size, 'token')}",
             num_blocks=head.num_blocks, num_cpu_blocks=head.num_cpu_blocks, block_size=head.block_size,
             groups=group_names(self.trace), chunks=chunks, shown=payload.add_numbers(np.diff(self.shown, prepend=0)),
             words=payload.add_json({"requests": ids, "names": [self.names[id] for id in ids], "strings": list(stream.strings.of)}),
@@ -365,12 +365,8 @@ class BlockMap(TraceView):
         state, count = self.trace.at(step), self.trace.num_steps
         draw_blocks(axes, state, request_numbers(self.trace), self.shown)
         folded = len(state.ref_cnt) - len(self.shown)
-        rest = f" ({_counted(folded, 'block')} that this run never touched left out)" if folded else ""
+        rest = f" ({counted(folded, 'block')} that this run never touched left out)" if folded else ""
         axes.set_title(f"KV cache blocks after step {step % count} of {count - 1}{rest}", loc="left", fontsize=10)
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def _kind_of(spec: dict[str, Any]) -> str:
@@ -387,7 +383,7 @@ def group_names(trace: Trace) -> list[str]:
     if len(groups) != count:
         return ["KV cache group"] if count == 1 else [f"KV cache group {i}" for i in range(count)]
     return [
-        f"group {i}: {_kind_of(group['spec'])}, {_counted(len(group['layers']), 'layer')}"
+        f"group {i}: {_kind_of(group['spec'])}, {counted(len(group['layers']), 'layer')}"
         for i, group in enumerate(groups)
     ]
 

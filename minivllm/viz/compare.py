@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.lab.comparison import Difference, first_difference
-from minivllm.lab.simulation import Run
+from minivllm.lab.simulation import Run, trace_of
+from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
 from minivllm.viz.timeline import describe_lanes, draw_lanes, pack_lanes
 from minivllm.viz.timeline_data import TimelineData, timeline_data
@@ -98,7 +99,7 @@ class Compare(View):
     ) -> None:
         if match not in ("id", "order"):
             raise ValueError(f'match must be "id" or "order", got {match!r}')
-        self.sources, self.match = (_trace(trace_a), _trace(trace_b)), match
+        self.sources, self.match = tuple(trace_of(x) if isinstance(x, Run) else x for x in (trace_a, trace_b)), match
         (self.a, problem_a), (self.b, problem_b) = (open_trace(source) for source in self.sources)
         different = self.a.header.policy != self.b.header.policy
         policies = (f"a: {self.a.header.policy}", f"b: {self.b.header.policy}") if different else ("a", "b")
@@ -131,8 +132,6 @@ class Compare(View):
         return first_difference(self.a, self.b, self._renamed)
 
     def refresh(self) -> None:
-        for name in ("runs", "_renamed", "difference"):
-            self.__dict__.pop(name, None)
         (self.a, _), (self.b, _) = (open_trace(source) for source in self.sources)
         super().refresh()
 
@@ -164,16 +163,8 @@ class Compare(View):
             ax.spines[["top", "right"]].set_visible(False)
             ax.text(1.0, 1.02, name, transform=ax.transAxes, ha="right", va="bottom", weight="bold", parse_math=False)
             if self.difference is not None:
-                ax.axvline(self.difference.step, color="#a8480a", linewidth=1.2)
+                ax.axvline(self.difference.step, color=LIGHT["warning"], linewidth=1.2)
                 if bottom:
-                    ax.annotate(f"first difference: step {self.difference.step}", (self.difference.step, 0), xytext=(4, -2), textcoords="offset points", va="top", fontsize="small", color="#a8480a",
+                    ax.annotate(f"first difference: step {self.difference.step}", (self.difference.step, 0), xytext=(4, -2), textcoords="offset points", va="top", fontsize="small", color=LIGHT["warning"],
                                 xycoords=("data", "data"))  # fmt: skip
         ax.set_xlabel("step")
-
-
-def _trace(source: Any) -> TraceSource:
-    if isinstance(source, Run):
-        if source.trace is None:
-            raise ValueError(f"{source!r} was not recorded; simulate with record=True")
-        return source.trace
-    return source

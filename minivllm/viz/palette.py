@@ -18,17 +18,18 @@ LIGHT = {
     "accent": "#1f5fd0", "warning": "#a8480a",
     "owner-0": "#1a3fa2", "owner-1": "#ee677b", "owner-2": "#2c9ecd", "owner-3": "#611b59",
     "owner-4": "#ad6403", "owner-5": "#6264d5", "owner-6": "#75586f", "owner-7": "#940b00",
-    "free": "#8b94a1", "cached": "#8b94a1", "null": "#8b94a1",
-    "prefill": "#47505e", "decode": "#838c99", "waiting": "#8a93a0", "preempted": "#ad6403", "swapped": "#611b59", "finished": "#1b1f26",
+    "free": "#8b94a1", "prefill": "#47505e", "decode": "#838c99", "waiting": "#8a93a0",
 }  # fmt: skip
 DARK = {
     "page": "#0e1116", "panel": "#14171c", "raised": "#1e232b", "ink": "#e8ebf0", "muted": "#a3acb9", "line": "#363d48",
     "accent": "#7fb0ff", "warning": "#f0a35e",
     "owner-0": "#bcb9ff", "owner-1": "#f08503", "owner-2": "#45ba98", "owner-3": "#f0ef5c",
     "owner-4": "#ac6fde", "owner-5": "#a0fbf4", "owner-6": "#3c7e80", "owner-7": "#bd4609",
-    "free": "#737d8c", "cached": "#737d8c", "null": "#737d8c",
-    "prefill": "#c9d0da", "decode": "#7b8593", "waiting": "#6f7987", "preempted": "#f08503", "swapped": "#ac6fde", "finished": "#e8ebf0",
+    "free": "#737d8c", "prefill": "#c9d0da", "decode": "#7b8593", "waiting": "#6f7987",
 }  # fmt: skip
+for _colours, _amber, _purple in ((LIGHT, "owner-4", "owner-3"), (DARK, "owner-1", "owner-4")):
+    _same = {"cached": "free", "null": "free", "finished": "ink", "preempted": _amber, "swapped": _purple}
+    _colours |= {name: _colours[other] for name, other in _same.items()}
 NUM_OWNER_COLOURS = 8
 DECODE_TINT = 0.62  # how much of a request's colour is left where it decodes
 

@@ -6,12 +6,20 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["Payload", "read_varints", "varints"]
+__all__ = ["Ints", "Payload", "as_rows", "read_varints", "varints"]
+
+Ints = npt.NDArray[np.int32]
+
+
+def as_rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
+    """Rows of whole numbers as an array [len(rows), width], also if there are none."""
+    return np.array(rows, np.int32).reshape(len(rows), width)
 
 
 def varints(numbers: Iterable[int] | np.ndarray) -> bytes:

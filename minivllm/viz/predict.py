@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from minivllm.core.events import Event, Fold, State
+from minivllm.core.events import Fold, FoldReader, State, read
 from minivllm.core.trace import Trace
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
@@ -57,8 +57,7 @@ def _state_lines(state: State) -> Iterator[str]:
         yield f"{name}: {request.num_computed_tokens} of {request.num_tokens} tokens computed, {sum(map(len, request.tables))} blocks"
 
 
-def _preempted(event: Event, state: State, step: int) -> Question | None:
-    _, request, mode, needed_by, chosen_by = event
+def _preempted(request: str, mode: str, needed_by: str, chosen_by: str, state: State, step: int) -> Question | None:
     if len(state.running) < 2:
         return None
     what = "its blocks are copied out" if mode == "swap" else "it loses its blocks and will compute them again"
@@ -66,15 +65,15 @@ def _preempted(event: Event, state: State, step: int) -> Question | None:
         "preempted",
         step,
         tuple(_state_lines(state)),
-        f"{needed_by} needs a block and none is free. Who gives way?",
+        f"{needed_by} needs a block and none is free. Who is preempted?",
         tuple(state.running),
         state.running.index(request),
-        f"{request} gives way, chosen by {chosen_by}; {what}."
+        f"{request} is preempted, chosen by {chosen_by}; {what}."
         + (" FCFS takes whoever was admitted last." if chosen_by == "FCFS" else ""),
     )
 
 
-def _evicted(trace: Trace, block: int, fold: Fold, step: int) -> Question | None:
+def _evicted(policy: str, block: int, fold: Fold, step: int) -> Question | None:
     cached = [b for b in fold.free_blocks if fold.now.hashes[b] is not None]
     if len(cached) < 3 or block not in cached:
         return None
@@ -84,7 +83,7 @@ def _evicted(trace: Trace, block: int, fold: Fold, step: int) -> Question | None
     front = (
         "It is at the front: of all free blocks with content it was given back longest ago."
         if block == cached[0]
-        else (f"The policy {trace.header.policy} chose it, though it is not at the front.")
+        else (f"The policy {policy} chose it, though it is not at the front.")
     )
     return Question(
         "evicted",
@@ -97,7 +96,7 @@ def _evicted(trace: Trace, block: int, fold: Fold, step: int) -> Question | None
     )
 
 
-def _steps(trace: Trace, request: str, first: int, pieces: list[int]) -> Question | None:
+def _steps(budget: int, request: str, first: int, pieces: list[int]) -> Question | None:
     if len(pieces) < 2:
         return None
     options = sorted({len(pieces) - 1, len(pieces), len(pieces) + 1, sum(pieces)})
@@ -106,7 +105,7 @@ def _steps(trace: Trace, request: str, first: int, pieces: list[int]) -> Questio
         first,
         (
             f"{request} is admitted with {sum(pieces)} prompt tokens to compute.",
-            f"A step has {trace.header.settings['max_num_batched_tokens']} tokens for all requests together, and those that run already come first.",
+            f"A step has {budget} tokens for all requests together, and those that run already come first.",
         ),
         "In how many steps is its prompt computed?",
         tuple(f"{n} step{'s' * (n != 1)}" for n in options),
@@ -115,25 +114,40 @@ def _steps(trace: Trace, request: str, first: int, pieces: list[int]) -> Questio
     )
 
 
-@dataclass
-class _Prompt:
-    """A prompt under way: the step of its admission, tokens still to compute, and the pieces so far."""
+class _Asker(FoldReader):
+    """Turns what is about to happen into questions.
 
-    step: int
-    left: int
-    pieces: list[int] = field(default_factory=list)
+    Attributes:
+        found: the questions by kind.
+    """
 
+    def begin(self) -> None:
+        self.found: dict[str, list[Question]] = {kind: [] for kind in KINDS}
+        # prompts under way: the step of the admission, tokens still to compute, and the pieces so far
+        self._prompts: dict[str, tuple[int, int, list[int]]] = {}
 
-def _cut(prompts: dict[str, _Prompt], scheduled: dict[str, int]) -> list[tuple[str, _Prompt]]:
-    """Take a step's pieces off the prompts; gives those that are complete now."""
-    done = []
-    for request, n in scheduled.items():
-        if request in prompts:
-            prompts[request].pieces.append(n)
-            prompts[request].left -= n
-            if prompts[request].left <= 0:
-                done.append((request, prompts.pop(request)))
-    return done
+    def _add(self, question: Question | None) -> None:
+        if question is not None:
+            self.found[question.kind].append(question)
+
+    def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
+        self._prompts.pop(request, None)
+        self._add(_preempted(request, mode, needed_by, chosen_by, self.fold.state(), self.step))
+
+    def _on_evict(self, block: int, hash: bytes) -> None:
+        self._add(_evicted(self.header.policy, block, self.fold, self.step))
+
+    def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
+        self._prompts[request] = self.step, self.fold.now.requests[request].num_tokens - num_computed, []
+
+    def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
+        for request, n in num_scheduled.items():
+            if request in self._prompts:
+                step, tokens, pieces = self._prompts[request]
+                pieces.append(n)
+                if sum(pieces) >= tokens:
+                    del self._prompts[request]
+                    self._add(_steps(self.header.settings["max_num_batched_tokens"], request, step, pieces))
 
 
 def questions(trace: Trace, kinds: Iterable[str] = KINDS, most: int = 6) -> list[Question]:
@@ -145,27 +159,9 @@ def questions(trace: Trace, kinds: Iterable[str] = KINDS, most: int = 6) -> list
     kinds = tuple(kinds)
     if unknown := set(kinds) - set(KINDS):
         raise ValueError(f"unknown kind {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
-    found: dict[str, list[Question]] = {kind: [] for kind in KINDS}
-    fold, step = Fold(trace.start), -1
-    prompts: dict[str, _Prompt] = {}
-    for event in trace.events:
-        question = None
-        if event[0] == "step":
-            step += 1
-        elif event[0] == "preempt":
-            prompts.pop(event[1], None)
-            question = _preempted(event, fold.state(), step) if "preempted" in kinds else None
-        elif event[0] == "evict" and "evicted" in kinds:
-            question = _evicted(trace, event[1], fold, step)
-        elif event[0] == "admit":
-            prompts[event[1]] = _Prompt(step, fold.now.requests[event[1]].num_tokens - event[2])
-        elif event[0] == "schedule" and "steps" in kinds:
-            done = _cut(prompts, event[1])
-            found["steps"] += filter(None, (_steps(trace, name, prompt.step, prompt.pieces) for name, prompt in done))
-        if question is not None:
-            found[question.kind].append(question)
-        fold.apply(event)
-    return sorted((q for kind in kinds for q in _spread(found[kind], most)), key=lambda q: q.step)
+    asker = _Asker()
+    read(trace, asker)
+    return sorted((q for kind in kinds for q in _spread(asker.found[kind], most)), key=lambda q: q.step)
 
 
 def _spread(items: list[Question], most: int) -> list[Question]:
@@ -192,13 +188,11 @@ class Predict(TraceView):
             self.problem = "This run has no turning points: nobody was preempted, nothing evicted, no prompt cut. Make the pool or the budget smaller."
 
     def build(self) -> Payload:
-        """See `View.build`."""
         payload = Payload(self.header())
         payload.header["questions"] = payload.add_json([asdict(q) for q in self.questions])
         return payload
 
     def describe(self) -> str:
-        """See `View.describe`."""
         kinds = [f"{sum(q.kind == kind for q in self.questions)} {kind}" for kind in KINDS]
         lines = [
             f"{len(self.questions)} questions about this run ({', '.join(kinds)}). view.questions holds them, and view.questions[0].grade(choice) judges."
@@ -208,7 +202,7 @@ class Predict(TraceView):
         return "\n".join(lines)
 
     def draw(self, axes: Axes) -> None:
-        """See `View.draw`: where in the run the questions are."""
+        """Where in the run the questions are."""
         for row, kind in enumerate(KINDS):
             at = [q.step for q in self.questions if q.kind == kind]
             axes.plot(at, [row] * len(at), "o")

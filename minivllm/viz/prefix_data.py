@@ -15,9 +15,10 @@ import numpy.typing as npt
 from minivllm.core.events import FoldReader, read
 from minivllm.core.prefix import hash_block
 from minivllm.core.trace import Trace
+from minivllm.viz.payload import Ints, as_rows
 
 __all__ = [
-    "CACHED", "DEFAULT_ROOT", "EVICTED", "FORGOTTEN", "HIT", "KINDS", "Ints", "PrefixTreeData", "TreeReader",
+    "CACHED", "DEFAULT_ROOT", "EVICTED", "FORGOTTEN", "HIT", "KINDS", "PrefixTreeData", "TreeReader",
     "TreeState", "prefix_tree_data",
 ]  # fmt: skip
 
@@ -25,8 +26,6 @@ CACHED, HIT, EVICTED, FORGOTTEN = range(4)
 KINDS = ("in use", "kept", "lost", "not yet cached")
 
 DEFAULT_ROOT = b"minivllm"  # `core.prefix.root_hash` of a request without salt, adapter or other extra keys
-
-Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +116,11 @@ class _Text:
 
 
 class TreeReader(FoldReader):
-    """Grows the tree while the events go by: `read(trace, reader)`, then `reader.data(trace)`."""
+    """Grows the tree while the events go by: `read(trace, reader)`, then `reader.data()`."""
 
-    def __init__(self, block_size: int) -> None:
-        super().__init__()
-        self.block_size = block_size
+    def begin(self) -> None:
+        """What is cached when the recording begins. Whose text it is can only be told where a request holds the blocks."""
+        self.block_size, start = self.header.block_size, self.fold.now
         self.ids: list[str] = []
         self.texts: dict[str, _Text] = {}
         self.number: dict[tuple[int, bytes], int] = {}
@@ -134,19 +133,15 @@ class TreeReader(FoldReader):
         self.queries: list[tuple[int, int, int]] = []
         self.of_block: dict[int, int] = {}
         self._pushed_out: list[list[int]] = []
-
-    def begin(self) -> None:
-        """What is cached when the recording begins. Whose text it is can only be told where a request holds the blocks."""
-        start = self.fold.now
         for request, state in start.requests.items():
             text = self._open(request, None, state.num_tokens)
             for group, table in enumerate(state.tables):
                 for position, block in enumerate(table):
-                    name = start.hashes[block] if block else None
-                    if name is not None and block not in self.of_block:
+                    if not block or (name := start.hashes[block]) is None:
+                        continue
+                    if block not in self.of_block:
                         self._cache(block, self._node(text, group, position, name), text.number)
-                    if name is not None:
-                        text.names[group][position] = name
+                    text.names[group][position] = name
         for block, name in enumerate(start.hashes):
             if name is not None and block not in self.of_block:
                 self._cache(block, self._add(0, name, -1, 0, ()), -1)
@@ -274,24 +269,20 @@ class TreeReader(FoldReader):
         for block in list(self.of_block):
             self._lose(block, FORGOTTEN)
 
-    def data(self, trace: Trace) -> PrefixTreeData:
+    def data(self) -> PrefixTreeData:
         """What was read."""
-        nodes = _rows(self.nodes, 3)
+        nodes = as_rows(self.nodes, 3)
         tokens = np.full((len(nodes), self.block_size), -1, np.int64)
         for row, ids in zip(tokens, self.tokens, strict=True):
             row[: len(ids)] = ids
         return PrefixTreeData(
-            self.ids, self.block_size, trace.header.num_groups, trace.num_steps, nodes[:, 0], nodes[:, 1], nodes[:, 2],
-            self.name, tokens, _rows(self.events, 5), _rows(self.refs, 3), _rows(self.queries, 3),
+            self.ids, self.block_size, self.header.num_groups, self.step + 1, nodes[:, 0], nodes[:, 1], nodes[:, 2],
+            self.name, tokens, as_rows(self.events, 5), as_rows(self.refs, 3), as_rows(self.queries, 3),
         )  # fmt: skip
-
-
-def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
-    return np.array(rows, np.int32).reshape(len(rows), width)
 
 
 def prefix_tree_data(trace: Trace) -> PrefixTreeData:
     """Read a trace once."""
-    reader = TreeReader(trace.header.block_size)
+    reader = TreeReader()
     read(trace, reader)
-    return reader.data(trace)
+    return reader.data()

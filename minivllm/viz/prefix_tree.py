@@ -13,7 +13,7 @@ import numpy as np
 from minivllm.viz.palette import LIGHT, owner_colour, tint
 from minivllm.viz.payload import Payload
 from minivllm.viz.prefix_data import EVICTED, HIT, KINDS, Ints, PrefixTreeData, TreeReader
-from minivllm.viz.view import MADE_UP, TraceView
+from minivllm.viz.view import MADE_UP, TraceView, counted
 
 __all__ = ["Branches", "PrefixTree", "branches", "draw_tree"]
 
@@ -89,22 +89,17 @@ class PrefixTree(TraceView):
     figure_size = (8.0, 4.5)
 
     def make_reader(self) -> TreeReader:
-        return TreeReader(self.trace.header.block_size)
+        return TreeReader()
 
     @cached_property
     def tree(self) -> PrefixTreeData:
         """What is drawn."""
-        return self.reading.data(self.trace)
+        return self.reading.data()
 
     @cached_property
     def branches(self) -> Branches:
         """How it is laid out."""
         return branches(self.tree)
-
-    def refresh(self) -> None:
-        for name in ("tree", "branches"):
-            self.__dict__.pop(name, None)
-        super().refresh()
 
     def build(self) -> Payload:
         tree, laid = self.tree, self.branches
@@ -148,14 +143,14 @@ class PrefixTree(TraceView):
                 else "No block was full long enough to be cached."
             )
         now, kinds = tree.at(tree.num_steps - 1), tree.events[:, 2]
-        text = f"{_count(tree.num_nodes, 'different block')} cached in {_count(len(self.branches.parent), 'branch', 'branches')}; at the end {int(now.cached.sum())} are, "
-        text += f"{int((now.refs > 0).sum())} of them in use. Found again: {_count(int((kinds == HIT).sum()), 'time')}. Lost: {_count(int((kinds >= EVICTED).sum()), 'time')}."
+        text = f"{counted(tree.num_nodes, 'different block')} cached in {counted(len(self.branches.parent), 'branch', 'branches')}; at the end {int(now.cached.sum())} are, "
+        text += f"{int((now.refs > 0).sum())} of them in use. Found again: {counted(int((kinds == HIT).sum()), 'time')}. Lost: {counted(int((kinds >= EVICTED).sum()), 'time')}."
         asked = tree.queries[:, 1].sum()
         if asked:
             text += f" {100 * tree.queries[:, 2].sum() / asked:.0f} % of the tokens of admitted requests were there already."
         if now.hits.max() > 0:
             best = int(np.argmax(now.hits))
-            text += f" Most found: {_clip(self._text(best))!r}, {_count(int(now.hits[best]), 'time')}."
+            text += f" Most found: {_clip(self._text(best))!r}, {counted(int(now.hits[best]), 'time')}."
         return text
 
     def plot(self, ax: Axes | None = None, step: int = -1) -> Axes:
@@ -171,10 +166,6 @@ class PrefixTree(TraceView):
 
     def draw(self, axes: Axes) -> None:
         draw_tree(axes, self.tree, self.branches, self._step, self._text)
-
-
-def _count(n: int, noun: str, plural: str | None = None) -> str:
-    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
 
 
 def _clip(text: str, most: int = 36) -> str:
@@ -244,7 +235,7 @@ def draw_tree(ax: Axes, tree: PrefixTreeData, laid: Branches, step: int, text: A
         ink = LIGHT["ink" if hits else "muted"]
         ax.text(end_of[branch] + 0.5, row, f"{more} {note}", va="center", fontsize=7.5, color=ink, parse_math=False)
     if left_out:
-        words = f"and {_count(left_out, 'branch', 'branches')} more"
+        words = f"and {counted(left_out, 'branch', 'branches')} more"
         ax.text(0, len(rows), words, va="center", fontsize=7.5, color=LIGHT["muted"])
     ax.set(
         xlim=(-0.3, max([*end_of.values(), 10]) * 1.5 + 8), ylim=(max(len(rows), 1) + (0.6 if left_out else -0.4), -0.7)

@@ -22,7 +22,7 @@ from minivllm.viz.timeline_data import (
     TimelineData,
     TimelineReader,
 )
-from minivllm.viz.view import TraceView
+from minivllm.viz.view import TraceView, counted
 
 __all__ = ["Timeline", "describe_lanes", "draw_lanes", "pack_lanes"]
 
@@ -82,11 +82,7 @@ class Timeline(TraceView):
     @cached_property
     def lanes(self) -> TimelineData:
         """What is drawn: every request's spans."""
-        return self.reading.data(self.trace, self.names)
-
-    def refresh(self) -> None:
-        self.__dict__.pop("lanes", None)
-        super().refresh()
+        return self.reading.data(self.names)
 
     def build(self) -> Payload:
         payload = Payload({})
@@ -116,24 +112,18 @@ def describe_lanes(d: TimelineData) -> str:
     n, counts = len(d.request_ids), np.bincount(d.finish_kind, minlength=len(FINISHES))
     ends = ", ".join(f"{count} {name}" for name, count in zip(FINISHES[1:], counts[1:], strict=True) if count)
     open_ = f"; {counts[0]} still under way" if counts[0] else ""
-    text = f"{_count(n, 'request')} in {_count(d.num_steps, 'step')}, {_seconds(d.time[-1] - d.time[0])}, under {d.policy}. "
+    text = f"{counted(n, 'request')} in {counted(d.num_steps, 'step')}, {_seconds(d.time[-1] - d.time[0])}, under {d.policy}. "
     text += f"Ended: {ends or 'none'}{open_}. "
     if len(d.preemptions):
-        text += (
-            f"{_count(len(d.preemptions), 'preemption')} of {_count(len(np.unique(d.preemptions[:, 1])), 'request')}. "
-        )
+        text += f"{counted(len(d.preemptions), 'preemption')} of {counted(len(np.unique(d.preemptions[:, 1])), 'request')}. "
     waited = np.bincount(d.request, weights=np.where(d.kind <= SWAPPED, d.end - d.start, 0), minlength=n)
     if n and waited.max() > 0:
         longest = d.request_ids[int(np.argmax(waited))]
-        text += f"{d.names.get(longest, longest)} waited longest, {_count(int(waited.max()), 'step')}. "
+        text += f"{d.names.get(longest, longest)} waited longest, {counted(int(waited.max()), 'step')}. "
     total = d.prefill_tokens + d.decode_tokens
     busiest = int(np.argmax(total))
     limit = f" of {d.budget}" if d.budget else ""
     return text + f"Fullest step: {busiest}, with {total[busiest]}{limit} tokens. Most in the queue: {d.waiting.max()}."
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 def _seconds(seconds: float) -> str:

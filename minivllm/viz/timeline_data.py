@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,18 +12,17 @@ import numpy.typing as npt
 
 from minivllm.core.events import FoldReader, read
 from minivllm.core.trace import REASONS, Trace
+from minivllm.viz.payload import Ints, as_rows
 
 __all__ = [
-    "DECODE", "FINISHES", "KINDS", "PREEMPTED", "PREFILL", "STALLED", "SWAPPED", "WAITING", "Ints",
-    "TimelineData", "TimelineReader", "timeline_data",
+    "DECODE", "FINISHES", "KINDS", "PREEMPTED", "PREFILL", "STALLED", "SWAPPED", "WAITING", "TimelineData",
+    "TimelineReader", "timeline_data",
 ]  # fmt: skip
 
 KINDS = ("waiting", "preempted", "swapped", "stalled", "prefill", "decode")
 WAITING, PREEMPTED, SWAPPED, STALLED, PREFILL, DECODE = range(len(KINDS))
 FINISHES = ("unfinished", "stop", "length", "abort", "error")
 _TEXTS = {"": "", "arrived": "arrived during this step", **REASONS}
-
-Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ class _Life:
 
 
 class TimelineReader(FoldReader):
-    """Turns events into spans: `read(trace, reader)`, then `reader.data(trace)`."""
+    """Turns events into spans: `read(trace, reader)`, then `reader.data()`."""
 
     def begin(self) -> None:
         self._number = -1
@@ -261,12 +259,12 @@ class TimelineReader(FoldReader):
         kind = reason if reason in FINISHES else "error"
         self.finishes[life.number] = (self.step, FINISHES.index(kind))
 
-    def data(self, trace: Trace, names: dict[str, str] | None = None) -> TimelineData:
+    def data(self, names: dict[str, str] | None = None) -> TimelineData:
         """What was read."""
         for life in self.all:
             if life.number not in self.finishes:
                 self._turn(life, None, self.step + 1)
-        spans, steps = _rows(sorted(self.spans), 7), _rows([tuple(s) for s in self.steps], 4)
+        spans, steps = as_rows(sorted(self.spans), 7), as_rows([tuple(s) for s in self.steps], 4)
         n = len(self.starts)
         last = self.ends[-1] if n and self.ends[-1] is not None else self.starts[-1] if n else 0.0
         following = [*self.starts[1:], last][:n]
@@ -280,22 +278,18 @@ class TimelineReader(FoldReader):
             finish_kind=np.array([kind for _, kind in finish], np.uint8),
             request=spans[:, 0], start=spans[:, 1], end=spans[:, 2], kind=spans[:, 3].astype(np.uint8),
             tokens=spans[:, 4], wanted=spans[:, 5], reason=spans[:, 6].astype(np.uint8),
-            preemptions=_rows(self.preemptions, 4), admissions=_rows(self.admissions, 4), waits=_rows(self.waits, 3),
+            preemptions=as_rows(self.preemptions, 4), admissions=as_rows(self.admissions, 4), waits=as_rows(self.waits, 3),
             time=np.array([*self.starts, last]),
             step_end=np.array([later if end is None else end for end, later in zip(self.ends, following, strict=True)], np.float64),
             prefill_tokens=steps[:, 0], decode_tokens=steps[:, 1], running=steps[:, 2], waiting=steps[:, 3],
-            budget=int(trace.header.settings.get("max_num_batched_tokens") or 0),
-            policy=trace.header.policy,
+            budget=int(self.header.settings.get("max_num_batched_tokens") or 0),
+            policy=self.header.policy,
             names=names or {},
         )  # fmt: skip
-
-
-def _rows(rows: Sequence[Sequence[int]], width: int) -> Ints:
-    return np.array(rows, np.int32).reshape(len(rows), width)
 
 
 def timeline_data(trace: Trace, names: dict[str, str] | None = None) -> TimelineData:
     """Read a trace once. Takes about 0.3 µs for each request in each step. `names`: what to call requests, where that is not their id."""
     reader = TimelineReader()
     read(trace, reader)
-    return reader.data(trace, names)
+    return reader.data(names)

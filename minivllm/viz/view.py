@@ -14,15 +14,15 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from minivllm.core.events import TRACE_VERSION, Fold, TraceHeader, read
+from minivllm.core.events import TRACE_VERSION, Event, Fold, FoldReader, TraceHeader, read
 from minivllm.core.trace import Trace
 from minivllm.core.trace_files import TraceFileError
 from minivllm.viz.assets import document, fragment, widget_module
 from minivllm.viz.payload import Payload
 
 __all__ = [
-    "HTML_LIMIT", "MADE_UP", "TraceSource", "TraceView", "View", "as_png", "most_eventful", "new_figure",
-    "open_trace", "read_together", "trace_cursor", "trace_key", "trace_note",
+    "HTML_LIMIT", "MADE_UP", "TraceSource", "TraceView", "View", "as_png", "counted", "most_eventful",
+    "new_figure", "open_trace", "read_together", "trace_cursor", "trace_key", "trace_note",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -105,26 +105,35 @@ _EVENTFUL = {"preempt": 8, "evict": 4, "hit": 4, "admit": 2, "finish": 2, "chunk
 _FULL = 6  # what a full pool weighs, in the same measure
 
 
+class _EventfulSteps(FoldReader):
+    """For each step the weight of the kinds of its events, and the blocks in use at its end."""
+
+    def begin(self) -> None:
+        self.kinds: list[int] = []
+        self.used: list[int] = []
+        self._seen: set[str] = set()
+
+    def feed(self, event: Event) -> None:
+        if event[0] == "step":  # what comes before the first step does not count
+            self._seen.clear()
+        self._seen.add(event[0])
+
+    def end_step(self) -> None:
+        self.kinds.append(sum(_EVENTFUL.get(kind, 0) for kind in self._seen))
+        self.used.append(self.fold.num_used)
+        self._seen.clear()
+
+
 def most_eventful(trace: Trace) -> int:
     """The step to open a run at: the first one in which most kinds of things happen while much of the memory is in use."""
     known = trace.__dict__.get("_eventful")
-    if known is not None and known[0] == len(trace):
-        return int(known[1])
-    held, kinds, steps = sum(trace.start.ref_cnt), set[str](), list[tuple[int, int]]()
-    for event in [*trace.events, ("step",)]:
-        kind = event[0]
-        if kind == "step":
-            steps.append((sum(_EVENTFUL.get(name, 0) for name in kinds), held))
-            kinds.clear()
-        elif kind in ("alloc", "hit"):
-            held += len(event[3])
-        elif kind in ("free", "skip"):
-            held -= len(event[-1])
-        kinds.add(kind)
-    most = max(held for _, held in steps) or 1
-    scores = [weight + _FULL * held / most for weight, held in steps[1:]] or [0.0]
-    trace.__dict__["_eventful"] = len(trace), scores.index(max(scores))
-    return scores.index(max(scores))
+    if known is None or known[0] != len(trace):
+        reader = _EventfulSteps()
+        read(trace, reader)
+        most = max(reader.used, default=0) or 1
+        scores = [kinds + _FULL * used / most for kinds, used in zip(reader.kinds, reader.used, strict=True)] or [0.0]
+        known = trace.__dict__["_eventful"] = len(trace), scores.index(max(scores))
+    return int(known[1])
 
 
 def trace_cursor(trace: Trace) -> dict[str, Any]:
@@ -258,8 +267,10 @@ class View:
 
     def refresh(self) -> None:
         """Build the data again, from what the trace holds now, and show it in the live widget."""
-        self.__dict__.pop("_payload", None)
-        self.__dict__.pop("_summary", None)
+        for cls in type(self).__mro__:
+            for name, value in vars(cls).items():
+                if isinstance(value, cached_property) and name != "widget":
+                    self.__dict__.pop(name, None)
         if "widget" in self.__dict__:
             payload = self.data()
             with self.widget.hold_sync():
@@ -314,6 +325,11 @@ def _close_last_run(view: View) -> None:
                 other.close()
         _SHOWN[cell] = (run, [])
     _SHOWN[cell][1].append(weakref.ref(view))
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """ "1 block", "2,000 blocks"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
@@ -388,10 +404,7 @@ class TraceView(View):
         return self.trace.names(self.tokenizer)
 
     def refresh(self) -> None:
-        """Build the data again, from what the trace holds now, and show it in the live widget."""
         self.trace, self.problem = open_trace(self.source)
-        for name in ("reading", "names"):
-            self.__dict__.pop(name, None)
         super().refresh()
 
     def header(self, **more: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.core.events import FoldReader, read
-from minivllm.core.trace import Trace
-from minivllm.lab.metrics import occupancy
+from minivllm.lab.metrics import OccupancyReader
 from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import TraceSource, TraceView
@@ -66,40 +64,31 @@ class WasteData:
         return self.share()[:, busy].mean(axis=1) if busy.any() else np.full(len(SCHEMES), np.nan)
 
 
-class UsedBlocks(FoldReader):
-    """Counts the blocks that some request holds, after each step."""
+class WasteReader(OccupancyReader):
+    """Notes occupancy, and the blocks that some request holds, after each step: `read(trace, reader)`, then `reader.data()`."""
 
     def begin(self) -> None:
-        self.counts: list[int] = []
+        super().begin()
+        self._used: list[int] = []
 
     def end_step(self) -> None:
-        self.counts.append(self.fold.num_used)
+        super().end_step()
+        self._used.append(self.fold.num_used)
 
-
-def waste_data(trace: Trace, max_model_len: int | None = None, used: Sequence[int] | None = None) -> WasteData:
-    """Read a trace. `used`: blocks in use after each step, if that is known already.
-
-    Raises:
-        ValueError: the trace does not say how long a request may be, and `max_model_len` is None.
-    """
-    n, size, groups = trace.num_steps, trace.header.block_size, trace.header.num_groups
-    longest = max_model_len or trace.header.settings.get("max_model_len")
-    stored, running = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    reserved, empty = np.zeros((len(SCHEMES), n), np.int64), np.zeros((n, size), np.int64)
-    wasted = np.zeros_like(reserved)
-    for at in occupancy(trace, max_model_len):
-        stored[at.step], running[at.step] = at.stored, len(at.empty)
-        reserved[:, at.step] = [at.reserved[name] for name in SCHEMES]
-        wasted[:, at.step] = reserved[:, at.step] - at.stored
-        empty[at.step] = np.bincount(np.clip(at.empty, 0, size - 1), minlength=size)
-    if used is None:
-        reader = UsedBlocks()
-        read(trace, reader)
-        used = reader.counts
-    reserved[0] = size * np.array(used, np.int64)
-    return WasteData(
-        stored, reserved, wasted, running, empty, (trace.header.num_blocks - 1) * size, groups * int(longest or 0)
-    )
+    def data(self) -> WasteData:
+        """What was read."""
+        n, size, groups = len(self._used), self.header.block_size, self.header.num_groups
+        stored, running = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        reserved, empty = np.zeros((len(SCHEMES), n), np.int64), np.zeros((n, size), np.int64)
+        wasted = np.zeros_like(reserved)
+        for at in self.occupancies():
+            stored[at.step], running[at.step] = at.stored, len(at.empty)
+            reserved[:, at.step] = [at.reserved[name] for name in SCHEMES]
+            wasted[:, at.step] = reserved[:, at.step] - at.stored
+            empty[at.step] = np.bincount(np.clip(at.empty, 0, size - 1), minlength=size)
+        reserved[0] = size * np.array(self._used, np.int64)
+        capacity, longest = (self.header.num_blocks - 1) * size, groups * int(self.longest or 0)
+        return WasteData(stored, reserved, wasted, running, empty, capacity, longest)
 
 
 class Waste(TraceView):
@@ -119,23 +108,16 @@ class Waste(TraceView):
         if max_model_len is not None and max_model_len < 1:
             raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
         self.max_model_len = max_model_len
-        self._look()
-
-    def _look(self) -> None:
-        if self.problem is None and self.max_model_len is None and not self.trace.header.settings.get("max_model_len"):
+        if self.problem is None and not (max_model_len or self.trace.header.settings.get("max_model_len")):
             self.problem = "The trace does not say how long a request may be: Waste(trace, max_model_len=...)."
 
     @cached_property
     def waste(self) -> WasteData:
         """What is drawn."""
-        return waste_data(self.trace, self.max_model_len, self.reading.counts)
+        return self.reading.data()
 
-    def make_reader(self) -> UsedBlocks:
-        return UsedBlocks()
-
-    def refresh(self) -> None:
-        self.__dict__.pop("waste", None)
-        super().refresh()
+    def make_reader(self) -> WasteReader:
+        return WasteReader(self.max_model_len)
 
     def build(self) -> Payload:
         d, payload = self.waste, Payload({})

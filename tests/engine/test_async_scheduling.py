@@ -8,7 +8,8 @@ from async_workload import summary, workload
 from tiny_models import tiny_model_path  # noqa: F401
 
 from minivllm import LLM, SamplingParams
-from minivllm.runtime.model_runner import FutureTokens
+from minivllm.attention.step_buffer import StepBuffer
+from minivllm.runtime.model_runner import FutureTokens, step_bytes
 from minivllm.sampling.params import RequestOutputKind
 from minivllm.sampling.pooling import PoolingParams
 
@@ -29,6 +30,7 @@ def load(path, way=None, **kwargs):
     if way == "device":
         runner = llm.llm_engine.core.executor.runner
         runner.future = FutureTokens(runner.config.scheduler.max_num_seqs, runner.device)
+        runner.buffer = StepBuffer(step_bytes(runner.config), runner.device)
     return llm
 
 
@@ -150,7 +152,7 @@ def test_a_step_that_raises_ends_the_requests_under_way_and_no_others(path, way,
             engine.step()
         runner = engine.core.executor.runner
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "_forward", lambda *_: (_ for _ in ()).throw(MemoryError("made up")))
+            patch.setattr(runner.model, "forward", lambda *_: (_ for _ in ()).throw(MemoryError("made up")))
             with pytest.raises(MemoryError, match="made up"):
                 for _ in range(3):
                     engine.step()

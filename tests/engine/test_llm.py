@@ -324,7 +324,7 @@ def test_an_exception_in_the_model_leaves_the_engine_usable(tiny, monkeypatch):
     tiny.reset_prefix_cache()
     runner = tiny.llm_engine.core.executor.runner
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_forward", lambda *_args, **_more: (_ for _ in ()).throw(MemoryError("made up")))
+        patch.setattr(runner.model, "forward", lambda *_args, **_more: (_ for _ in ()).throw(MemoryError("made up")))
         with pytest.raises(MemoryError, match="made up"):
             generate(tiny, ["a prompt of some length", "b"], GREEDY)
     assert nothing_is_left(tiny) and tokens_of(tiny, ["a prompt of some length", "b"]) == want

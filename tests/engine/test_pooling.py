@@ -124,7 +124,7 @@ def test_the_trace_and_the_pool_are_whole_afterwards(llm: LLM):
     )
     runner = llm.llm_engine.core.executor.runner
     llm.generate([[64]], SamplingParams(max_tokens=1), use_tqdm=False)  # the next step drops what has ended
-    assert not runner.pooler and len(runner.batch) <= 1
+    assert not runner.pooler.entries and len(runner.batch) <= 1
 
 
 def test_an_abort(llm: LLM):
@@ -164,4 +164,4 @@ def test_the_pooler_starts_again_or_goes_on():
     assert pooler.take("a", 5 * ones) == [5, 5, 5]
     pooler.drop("a")
     pooler.drop("a")
-    assert not pooler
+    assert not pooler.entries

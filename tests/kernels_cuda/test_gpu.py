@@ -9,12 +9,26 @@ from minivllm.attention.numba_cuda import NumbaCudaBackend, NumbaCudaInvariantBa
 from minivllm.attention.select import select_backend
 from minivllm.models.linear.layer import Linear, method_or_torch
 from minivllm_kernels.cuda import ops
+from minivllm_kernels.cuda.prefill_hopper import HOPPER
 
 CUDA = torch.device("cuda", 0)
 REASON = ops.device_unsupported(CUDA)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"no GPU to run on: {REASON}")]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
 NO_SCALES = KVScales()
+
+
+@pytest.fixture(params=["wgmma", "mma"])
+def rung(request, monkeypatch):
+    """Each of the two fast rungs of prefill; Hopper alone has the first."""
+    if request.param == "mma":
+        monkeypatch.setattr(ops, "hopper_unsupported", lambda *_: "the test wants rung 3")
+    elif torch.cuda.get_device_capability(CUDA) != HOPPER:
+        pytest.skip("wgmma needs compute capability 9.0")
+    return request.param
+
+
+each_rung = pytest.mark.usefixtures("rung")
 
 
 def relative_error(got, want):
@@ -112,6 +126,9 @@ SHAPES = [
     make_spec(BF16, 256, 4, 1, 16, sliding_window=64),
     make_spec(FP16, 256, 9, 2, 32),
     make_spec(BF16, 64, 12, 2, 64, chunk=48),
+    make_spec(BF16, 128, 4, 2, 128),
+    make_spec(FP16, 64, 6, 2, 256, sliding_window=200),
+    make_spec(BF16, 256, 2, 1, 128, soft_cap=50.0),
 ]
 
 
@@ -121,6 +138,7 @@ def spec_id(spec):
     return f"{str(spec.dtype)[6:]}-d{spec.head_dim}-g{spec.group_size}-b{spec.block_size}{extra}"
 
 
+@each_rung
 @pytest.mark.parametrize("spec", SHAPES, ids=spec_id)
 def test_mixed_batches(spec):
     rng = np.random.default_rng(0)
@@ -128,6 +146,7 @@ def test_mixed_batches(spec):
         ([1] * 5, [1, 2, 17, 400, 1500]),  # decode: few sequences, cut in pieces
         ([1] * 40, rng.integers(1, 700, 40).tolist()),
         ([37, 1, 200, 1, 9], [37, 300, 900, 5, 1000]),  # mixed
+        ([700, 3, 128], [700, 2000, 1024]),
     ]
     for query_lens, seq_lens in cases:
         case = Case(spec, query_lens, seq_lens)
@@ -217,6 +236,7 @@ def test_ragged_decode_batches(batch):
         assert torch.equal(case.run(NumbaCudaBackend()), got), "the result moves from run to run: a race"
 
 
+@each_rung
 @pytest.mark.parametrize("kv_dtype", [None, pytest.param(FP8, marks=needs_fp8)], ids=["bf16", "fp8"])
 def test_prefill_lengths_around_the_tile(kv_dtype):
     for n in (2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129):
@@ -224,6 +244,22 @@ def test_prefill_lengths_around_the_tile(kv_dtype):
         assert relative_error(case.run(NumbaCudaBackend()), case.want) < TOLERANCE[torch.bfloat16], n
 
 
+@each_rung
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_more_prefill_tiles_than_multiprocessors(dim):
+    """Work is taken in an order that differs from run to run; the result must not, and the counters must be as before."""
+    lens = [1 + 97 * i % 700 for i in range(40)]
+    case = Case(make_spec(dim=dim, kv_heads=4), [max(2, n // 2) for n in lens], [n + 1 for n in lens])
+    plan = NumbaCudaBackend().plan(case.batch(), case.spec, CUDA)
+    got = NumbaCudaBackend().attend(case.q, case.cache, plan)
+    worst = (got.double() - case.want).flatten(1).norm(dim=1) / case.want.flatten(1).norm(dim=1)
+    assert worst.max().item() < 3 * TOLERANCE[BF16]
+    for _ in range(50):
+        out = torch.full_like(got, torch.nan)
+        assert torch.equal(ops.paged_attention(case.q, case.cache, plan.device_plan, out), got)
+
+
+@each_rung
 @pytest.mark.parametrize("extra", [{}, {"sliding_window": 50}, {"chunk": 40}], ids=["full", "window", "chunk"])
 def test_batch_invariant_mode_is_bit_identical(extra):
     spec, backend = make_spec(**extra), NumbaCudaInvariantBackend()
@@ -250,6 +286,7 @@ def test_batch_invariant_mode_is_bit_identical(extra):
         row += new
 
 
+@each_rung
 def test_q_may_be_a_view_of_a_fused_product():
     case = Case(make_spec(), [1, 20], [100, 50])
     wide = torch.full((21, 12 * 128), torch.nan, dtype=BF16, device=CUDA)

@@ -11,8 +11,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from chapter import chapter_cells
 
-from minivllm_kernels.cuda import cache, decode, gemv, launch, pointwise, prefill
+from minivllm_kernels.cuda import cache, decode, gemv, launch, pointwise, prefill, prefill_hopper
 from minivllm_kernels.cuda.planning import AttentionShape
 
 INSTALL = 'pip install "numba-cuda[cu13]>=0.30" "nvidia-nvvm==13.0.*" "nvidia-cuda-nvcc==13.0.*"'
@@ -32,8 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=f
 
 BF16, FP16 = "bfloat16", "float16"
 KERNELS = {
-    "decode naive": (lambda: decode.naive(AttentionShape(BF16, 128, 4, 16)), 64),
-    "decode fma": (lambda: decode.fma_split_kv(AttentionShape(BF16, 128, 4, 16)), 128),
+    "decode naive": (lambda: decode_rungs().naive(AttentionShape(BF16, 128, 4, 16)), 64),
+    "decode fma": (lambda: decode_rungs().fma_split_kv(AttentionShape(BF16, 128, 4, 16)), 128),
     "decode mma 64": (lambda: decode.mma_split_kv(AttentionShape(BF16, 64, 3, 16), 2), 168),
     "decode mma 80": (lambda: decode.mma_split_kv(AttentionShape(FP16, 80, 1, 32), 4), 168),
     "decode mma 96": (lambda: decode.mma_split_kv(AttentionShape(BF16, 96, 8, 8, True), 4), 168),
@@ -45,8 +46,7 @@ KERNELS = {
     "decode mma 96, fp8": (lambda: decode.mma_split_kv(AttentionShape(FP16, 96, 8, 8, True, True), 4), 128),
     "decode mma 128, fp8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 128, 4, 16, fp8_kv=True), 8), 128),
     "decode mma 256, fp8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 256, 4, 16, fp8_kv=True), 4), 255),
-    "prefill naive": (lambda: prefill.naive(AttentionShape(BF16, 128, 4, 16)), 64),
-    "prefill fma": (lambda: prefill.fma_tiles(AttentionShape(BF16, 128, 4, 16)), 128),
+    "prefill fma": (lambda: prefill_rungs().fma_tiles(AttentionShape(BF16, 128, 4, 16)), 128),
     "prefill mma 64": (lambda: mma_tiles(AttentionShape(FP16, 64, 3, 16, True)), 255),
     "prefill mma 80": (lambda: mma_tiles(AttentionShape(BF16, 80, 1, 32)), 255),
     "prefill mma 96": (lambda: mma_tiles(AttentionShape(BF16, 96, 8, 8)), 255),
@@ -54,6 +54,12 @@ KERNELS = {
     "prefill mma 256": (lambda: mma_tiles(AttentionShape(FP16, 256, 4, 16)), 255),
     "prefill mma 64, fp8": (lambda: mma_tiles(AttentionShape(FP16, 64, 3, 16, True, True)), 255),
     "prefill mma 128, fp8": (lambda: mma_tiles(AttentionShape(BF16, 128, 4, 16, fp8_kv=True)), 255),
+    "prefill wgmma 64": (lambda: prefill_hopper.wgmma_tiles(AttentionShape(FP16, 64, 3, 16, True)), 168),
+    "prefill wgmma 80": (lambda: prefill_hopper.wgmma_tiles(AttentionShape(BF16, 80, 5, 128)), 168),
+    "prefill wgmma 96": (lambda: prefill_hopper.wgmma_tiles(AttentionShape(BF16, 96, 8, 8)), 168),
+    "prefill wgmma 128": (lambda: prefill_hopper.wgmma_tiles(AttentionShape(BF16, 128, 4, 16)), 168),
+    "prefill wgmma 128, capped": (lambda: prefill_hopper.wgmma_tiles(AttentionShape(FP16, 128, 7, 256, True)), 168),
+    "prefill wgmma 256": (lambda: prefill_hopper.wgmma_tiles(AttentionShape(FP16, 256, 4, 16)), 168),
     "reshape_and_cache to fp8": (lambda: cache.reshape_and_cache(16, 128, BF16), 64),
     "rope to fp8": (lambda: pointwise.rope_and_cache(BF16, 32, 8, 128, 16, True, True), 64),
     "reshape_and_cache": (lambda: cache.reshape_and_cache(16), 64),
@@ -68,6 +74,14 @@ KERNELS = {
 }
 
 
+def decode_rungs():
+    return chapter_cells("numba_kernels/cuda/decode", "online_softmax", "one_query", "naive", "fma_parts")
+
+
+def prefill_rungs():
+    return chapter_cells("numba_kernels/cuda/prefill", "fma_tiles")
+
+
 def mma_tiles(shape):
     return prefill.mma_tiles(shape, prefill.best_warps(shape))
 
@@ -75,9 +89,10 @@ def mma_tiles(shape):
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_spills(name, tmp_path):
     make, limit = KERNELS[name]
-    text = make().ptx((9, 0))
+    kernel = make()
+    text, arch = kernel.ptx((9, 0)), "sm_90a" if kernel.hopper_only else "sm_90"
     (tmp_path / "k.ptx").write_text(text)
-    command = [str(PTXAS), "-arch=sm_90", "-v", "-o", os.devnull, str(tmp_path / "k.ptx")]
+    command = [str(PTXAS), f"-arch={arch}", "-v", "-o", os.devnull, str(tmp_path / "k.ptx")]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     stack, stores, loads = map(
         int, re.search(r"(\d+) bytes stack.*?(\d+) bytes spill s.*?(\d+) bytes spill l", report).groups()
@@ -85,7 +100,11 @@ def test_no_spills(name, tmp_path):
     registers = int(re.search(r"Used (\d+) registers", report)[1])
     assert (stack, stores, loads) == (0, 0, 0), report
     assert registers <= limit, report
+    assert "C75" not in report, report  # wgmma one after the other, or setmaxnreg ignored
     assert ".f64" not in text, "an accumulator became float64"
     assert ("e4m3x2" in text) == ("fp8" in name)
     if " mma" in name:
         assert "mma.sync.aligned.m16n8k16" in text and ("cp.async" in text) == name.startswith("prefill")
+    if " wgmma" in name:
+        assert text.count("wgmma.commit_group") == 4  # Q K^T and P V: before, in and after the loop
+        assert text.count("setmaxnreg") == 2 and text.count(".param .align 64 .b8") == 4

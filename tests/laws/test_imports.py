@@ -21,20 +21,22 @@ DOWNHILL: dict[str, set[str]] = {
     "attention": {"core", "minivllm_kernels"},
     "models": {"core", "attention", "minivllm_kernels"},
     "sampling": {"core"},
+    "lora": {"core", "models", "minivllm_kernels"},
     "spec_decode": {"core", *NUMERIC},
-    "runtime": {"core", *NUMERIC, "spec_decode", "minivllm_kernels"},  # the CPU's features
-    "engine": {"core", *NUMERIC, "spec_decode", "runtime"},
-    "serving": {"core", *NUMERIC, "runtime", "engine", "viz"},  # its dashboard
-    "bench": {"core", "lab", *NUMERIC, "runtime", "engine", "serving"},
+    "runtime": {"core", *NUMERIC, "lora", "spec_decode", "minivllm_kernels"},  # the CPU's features
+    "engine": {"core", *NUMERIC, "lora", "spec_decode", "runtime"},
+    "serving": {"core", *NUMERIC, "lora", "runtime", "engine", "viz"},  # its dashboard
+    "bench": {"core", "lab", *NUMERIC, "lora", "runtime", "engine", "serving"},
     "minivllm_kernels": set(),
     "literate": set(),  # works where nothing is installed
 }
 TOP = {"__init__", "cli", "commands", "demo"}  # these may import every part
 TORCH_FREE = {"core", "lab", "book", "literate", "minivllm_kernels"}
-KERNEL_DOORS = {  # of attention and models: an AttentionBackend, a LayerOps, a LinearMethod, and nobody else
+KERNEL_DOORS = {  # of attention, models and lora: an AttentionBackend, a LayerOps, a LinearMethod, and nobody else
     *("minivllm.attention.numba_cpu", "minivllm.attention.numba_cuda"),
     *("minivllm.models.ops.numba_cpu", "minivllm.models.ops.captured"),
     *("minivllm.models.linear.cpu", "minivllm.models.linear.quantized", "minivllm.models.linear.cuda"),
+    "minivllm.lora.linear",
 }
 TORCH_DOOR = {"minivllm_kernels.cuda.ops"}  # the kernels behind torch calls; nothing else of the kernels may need it
 HEAVY = {"torch", "transformers", "tokenizers", "huggingface_hub"}
@@ -135,7 +137,11 @@ def violations(path: Path, source: str) -> list[str]:
         ours = target.split(".")[0] in {"minivllm", "minivllm_kernels"}
         if ours and part_of(target) not in DOWNHILL[part] | {part}:
             wrong.append(f"{name} imports {target}")
-        if part in {"attention", "models"} and part_of(target) == "minivllm_kernels" and name not in KERNEL_DOORS:
+        if (
+            part in {"attention", "models", "lora"}
+            and part_of(target) == "minivllm_kernels"
+            and name not in KERNEL_DOORS
+        ):
             wrong.append(f"{name} imports {target}, and is none of the doors to the kernels")
         if part in TORCH_FREE and name not in TORCH_DOOR and target.split(".")[0] in HEAVY:
             wrong.append(f"{name} imports {target}, which is not light")

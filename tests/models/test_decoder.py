@@ -11,6 +11,8 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
 
 BACKENDS = ("reference", "sdpa")
+MODELS = [(name, backend) for name in TINY_MODELS for backend in BACKENDS if (name, backend) != ("gemma2", "sdpa")]
+"""A soft cap on scores is what sdpa has no room for."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +41,7 @@ def hf_generate(name: str, tokens: list[int], max_tokens: int) -> list[int]:
     return out[0, len(tokens) :].tolist()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize(("name", "backend"), MODELS)
 def test_logits_in_one_piece_in_chunks_and_token_by_token(name, backend):
     tokens = prompt(60)
     want = hf_logits(name, tokens)
@@ -54,8 +55,7 @@ def test_logits_in_one_piece_in_chunks_and_token_by_token(name, backend):
         assert (got - want).abs().max() < 2e-4  # float32: transformers is as far from its own float64
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize(("name", "backend"), MODELS)
 def test_greedy_tokens_of_a_mixed_batch(name, backend):
     """Prompts of many lengths start at different steps, so prefill chunks and decodes share batches."""
     prompts = {str(n): prompt(n, seed=n) for n in (1, 2, 17, 40, 55)}

@@ -86,9 +86,13 @@ def test_sorted_segments_are_each_token_by_itself(rows):
     moe = moe_of(decoder_of("qwen2-moe"))
     x = torch.randn(rows, 72, generator=torch.Generator().manual_seed(0))
     calls = []
-    for e, expert in enumerate(moe.experts):
+    removers = [
         expert.register_forward_hook(lambda module, args, out, e=e: calls.append((e, len(args[0]))))
+        for e, expert in enumerate(moe.experts)
+    ]
     got = moe(x)
+    for remove in removers:
+        remove()
     sizes = dict(calls)
     weights, ids = moe.route(x)
     assert sorted(sizes) == sorted(set(ids.flatten().tolist())) and sum(sizes.values()) == 3 * rows

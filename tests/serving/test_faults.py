@@ -275,7 +275,7 @@ def test_ten_thousand_requests(tiny_args: EngineArgs):
                 body = {"prompt": f"abc{i}", "max_tokens": 20, "ignore_eos": True}
                 try:
                     async with request("POST", url + COMPLETE, body) as response:
-                        assert json.loads(await response.read())["usage"]["completion_tokens"] == 20
+                        assert json.loads(await response.aread())["usage"]["completion_tokens"] == 20
                     statuses[200] += 1
                 except ServerError as error:
                     assert error.status == 429 and "at most 108 may; try again later" in error.message

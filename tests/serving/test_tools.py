@@ -15,7 +15,8 @@ from pydantic import BaseModel, Field
 
 from minivllm.core.config import EngineArgs
 from minivllm.serving.app import ServerOptions, make_parser, options_from
-from minivllm.serving.tools import Call, CallFormat, Function, call_rules, literal, quoted
+from minivllm.serving.protocol import FunctionDefinition
+from minivllm.serving.tools import Call, CallFormat, call_rules, literal, quoted
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "Weather?"}]
@@ -344,7 +345,7 @@ def test_rules_hide_the_mark_of_the_other_dialect(tiny: LiveServer):
     tokenizer = tiny.llm.get_tokenizer()
     assert "::=" not in quoted({"a": "x ::= y"}) and json.loads(quoted("::=")) == "::="
     assert literal("a<|im_start|>b", tokenizer) == f'"a" <[{tokenizer.convert_tokens_to_ids("<|im_start|>")}]> "b"'
-    rules = call_rules(CallFormat(), [Function("f")], False, tokenizer)
+    rules = call_rules(CallFormat(), [FunctionDefinition(name="f")], False, tokenizer)
     assert (
         rules[0].split() == ["calls:", "call"]
         and CallFormat().write([Call("f", "{}")]) == '{"name": "f", "arguments": {}}'

@@ -129,6 +129,7 @@ def test_both_languages_write_lengths_of_time_alike(seconds, browser):
     page.add_script_tag(
         content=sources()["ui"].replace("export ", "") + "\nglobalThis.duration = duration;", type="module"
     )
+    page.wait_for_function("globalThis.duration")  # modules run when the browser likes
     words = page.evaluate(f"duration({seconds})")
     page.close()
     assert words == _seconds(seconds) and "e" not in words and not words.startswith("0.00")

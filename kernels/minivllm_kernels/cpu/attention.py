@@ -178,11 +178,8 @@ def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
     def take_queries(args, mine, it, h, row_block, first, last):
         """Query rows, scaled already or left as they are for the tile unit, and the keys that each sees. Gives the number of rows, and
         with the repeated ones."""
-        items, q, queries = (
-            ints_at(args[planning.ITEMS], 32),
-            floats_at(args[planning.Q], BITS),
-            floats_at(mine + QUERIES, QUERY_BITS),
-        )
+        items, q = ints_at(args[planning.ITEMS], 32), floats_at(args[planning.Q], BITS)
+        queries = floats_at(mine + QUERIES, QUERY_BITS)
         scale = splat(floats_at(args[planning.FACTORS], 32)[0] if SCALED else ONE, L)
         rows = items[it + planning.TOKENS] * G
         padded = (rows + row_block - 1) // row_block * row_block
@@ -224,11 +221,8 @@ def make_next_tile(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
 
     @jit
     def table_of(args, it):
-        return ints_at(
-            args[planning.TABLE]
-            + 4 * args[planning.TABLE_STRIDE] * ints_at(args[planning.ITEMS], 32)[it + planning.ROW],
-            32,
-        )
+        row = ints_at(args[planning.ITEMS], 32)[it + planning.ROW]
+        return ints_at(args[planning.TABLE] + 4 * args[planning.TABLE_STRIDE] * row, 32)
 
     @jit
     def find_next_tile(args, it, h, after, t):
@@ -274,11 +268,8 @@ def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
         that comes next if this split is the last one, to prefetch_part for its keys early, or -1."""
         queries, scores = floats_at(mine + QUERIES, 32), floats_at(mine + SCORES, 32)
         result, columns = floats_at(mine + RESULT, 32), ints_at(mine + COLUMNS, 64)
-        items, cache, stride = (
-            ints_at(args[planning.ITEMS], 32),
-            floats_at(args[planning.CACHE], BITS),
-            args[planning.BLOCK_STRIDE],
-        )
+        items, cache = ints_at(args[planning.ITEMS], 32), floats_at(args[planning.CACHE], BITS)
+        stride = args[planning.BLOCK_STRIDE]
         table, cap = table_of(args, it), floats_at(args[planning.FACTORS], 32)[1]
         single = items[it + planning.TOKENS] == 1
         rows = ONE_TOKEN if single else MANY
@@ -318,11 +309,8 @@ def make_parts(s: CPUAttentionShape) -> tuple[Any, Any]:
 
     @jit
     def in_workspace(args, it, h, split):
-        slot = (
-            ints_at(args[planning.ITEMS], 32)[it + planning.SLOT]
-            + split
-            - ints_at(args[planning.ITEMS], 32)[it + planning.FIRST]
-        )
+        items = ints_at(args[planning.ITEMS], 32)
+        slot = items[it + planning.SLOT] + split - items[it + planning.FIRST]
         return floats_at(args[planning.WORKSPACE] + (slot * args[planning.HEADS] + h) * ROOM, 32)
 
     @jit
@@ -356,11 +344,8 @@ def make_item(plan: CPUAttentionShape, s: CPUAttentionShape, do_split: Any, row_
     @jit
     def do_item(args, mine, item, more):
         """`more`: whether this thread has the next one too."""
-        result, whole, items = (
-            floats_at(mine + RESULT, 32),
-            floats_at(mine + WHOLE, 32),
-            ints_at(args[planning.ITEMS], 32),
-        )
+        result, whole = floats_at(mine + RESULT, 32), floats_at(mine + WHOLE, 32)
+        items = ints_at(args[planning.ITEMS], 32)
         first, last = ints_at(mine + FIRST_KEY, 64), ints_at(mine + LAST_KEY, 64)
         it, h = item // args[planning.HEADS] * planning.FIELDS, item % args[planning.HEADS]
         begin, end, shared = items[it + planning.BEGIN], items[it + planning.END], items[it + planning.PARTS] > 1

@@ -2,8 +2,10 @@
 
 # Generated from nbs/numba_kernels/cpu/simd.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import inspect
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from llvmlite import ir
 from numba import types
@@ -15,20 +17,20 @@ from numba.core.typing.templates import AbstractTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin
 
 __all__ = [
-    "EXP_TERMS", "F32", "I8", "I16", "I32", "I64", "LN2_HIGH", "LN2_LOW", "LOG2_E", "ROUNDER", "Vector",
-    "address", "as_bf16", "ask_for", "broadcast", "call", "claim", "const", "exp", "exponential", "field",
-    "floats_at", "fma", "fold_lanes", "fold_together", "ints_at", "keep", "largest", "load", "load_each",
-    "load_halves", "load_unzipped", "load_vector", "load_words", "maximum", "move", "multiply_add", "narrow",
-    "number", "peek", "plus", "prefetch", "prefetch_rows", "primitive", "relax", "root", "shuffle", "splat",
-    "store", "store_fields", "store_pairs", "tile_fields", "tile_fma", "tile_load", "tile_outer",
-    "tile_scaled", "tile_store", "tile_totals", "tile_zeros", "total", "transpose", "vec", "whole_numbers",
-    "widen", "zip_lanes", "zip_pairs",
+    "EXP_TERMS", "F32", "I8", "I16", "I32", "I64", "LN2_HIGH", "LN2_LOW", "LOG2_E", "ROUNDER", "Array",
+    "Const", "Float", "Int", "Tile", "Vec", "Vector", "as_bf16", "ask_for", "broadcast", "call", "call_llvm",
+    "claim", "const", "exp", "exponential", "field", "floats_at", "fma", "fold_lanes", "fold_together",
+    "half_of", "ints_at", "keep", "largest", "load", "load_each", "load_halves", "load_unzipped", "maximum",
+    "move", "multiply_add", "narrow", "number", "peek", "plus", "prefetch", "prefetch_rows", "primitive",
+    "relax", "root", "row_at", "shuffle", "splat", "store", "store_fields", "store_pairs", "tile_fields",
+    "tile_fma", "tile_load", "tile_outer", "tile_scaled", "tile_store", "tile_totals", "tile_zeros", "total",
+    "transpose", "vec", "whole_numbers", "widen", "zip_lanes", "zip_pairs",
 ]  # fmt: skip
 
 """LLVM vector code for numba kernels on the CPU: a register type, and a few dozen things to do with registers.
 
 Every function here exists inside `@njit` code only. `lanes`, counts of rows and numbers of bits must be compile-time constants.
-An *array* is a numba array or a `CPointer`; elements are float32, bf16 stored as uint16, or int8. An *index* counts
+An *array* is a numba array or a `CPointer`; elements are float32, or bf16 stored as uint16. An *index* counts
 elements from the start, whatever the shape, and is not checked.
 """
 
@@ -47,9 +49,6 @@ class Vector(types.Type):
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Vector) -> None:
         super().__init__(dmm, fe_type, ir.VectorType(F32, fe_type.lanes))
-
-
-primitive = intrinsic(prefer_literal=True)
 
 
 def number(ty: Any, what: str) -> int:
@@ -80,16 +79,20 @@ def plus(b: Any, index: Any, offset: int) -> Any:
     return b.add(index, ir.Constant(I64, offset)) if offset else index
 
 
-def address(c: Any, b: Any, ty: Any, value: Any, index: Any, element: Any) -> Any:
-    """Pointer to element `index` of an array or pointer, seen as a pointer to `element`."""
-    data = value if isinstance(ty, types.CPointer) else c.make_array(ty)(c, b, value).data
-    return b.bitcast(b.gep(data, [index]), element.as_pointer())
+def row_at(b: Any, index: Any, stride: Any, r: int) -> Any:
+    """index + r * stride."""
+    return b.add(index, b.mul(stride, ir.Constant(I64, r)))
+
+
+def call_llvm(b: Any, name: str, result: Any, *values: Any) -> Any:
+    """Call one of LLVM's own functions."""
+    fn = ir.FunctionType(result, [x.type for x in values])
+    return b.call(cgutils.get_or_insert_function(b.module, fn, f"llvm.{name}"), values)
 
 
 def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z: one instruction with one rounding where the machine has it, else two (never a library call)."""
-    fn = ir.FunctionType(x.type, [x.type] * 3)
-    return b.call(cgutils.get_or_insert_function(b.module, fn, f"llvm.fmuladd.v{x.type.count}f32"), [x, y, z])
+    return call_llvm(b, f"fmuladd.v{x.type.count}f32", x.type, x, y, z)
 
 
 def widen(b: Any, bits16: Any, lanes: int) -> Any:
@@ -104,147 +107,186 @@ def narrow(b: Any, x: Any, lanes: int) -> Any:
     return b.trunc(b.select(b.fcmp_unordered("uno", x, x), const(0x7FC0, lanes, I32), rounded), vec(lanes, I16))
 
 
-def load_vector(c: Any, b: Any, ty: Any, value: Any, index: Any, lanes: int) -> Any:
-    if ty.dtype == types.float32:
-        return b.load(address(c, b, ty, value, index, vec(lanes)), align=4)
-    if ty.dtype == types.uint16:
-        return widen(b, b.load(address(c, b, ty, value, index, vec(lanes, I16)), align=2), lanes)
-    if ty.dtype == types.int8:
-        return b.sitofp(b.load(address(c, b, ty, value, index, vec(lanes, I8)), align=1), vec(lanes))
-    raise TypingError(f"cannot load a vector of {ty.dtype}: float32, uint16 (bf16) or int8")
+class Array:
+    """An array or a pointer, as a primitive sees it."""
 
+    def __init__(self, context: Any, builder: Any, ty: Any, value: Any) -> None:
+        self.b, self.dtype, self.element = builder, ty.dtype, context.get_data_type(ty.dtype)
+        self.data = value if isinstance(ty, types.CPointer) else context.make_array(ty)(context, builder, value).data
 
-@primitive
-def load(typing: Any, array: Any, index: Any, lanes: Any) -> Any:
-    """`lanes` consecutive elements from `index`, as float32."""
-    n = number(lanes, "lanes")
-    return signature(Vector(n), array, types.int64, lanes), lambda c, b, s, a: load_vector(c, b, array, a[0], a[1], n)
+    def address(self, index: Any, kind: Any) -> Any:
+        """Pointer to element `index`, seen as a pointer to `kind`."""
+        return self.b.bitcast(self.b.gep(self.data, [index]), kind.as_pointer())
 
+    def read(self, index: Any, kind: Any, align: int | None = None) -> Any:
+        """What lies at element `index`, as it is."""
+        return self.b.load(self.address(index, kind), align=align)
 
-@primitive
-def store(typing: Any, array: Any, index: Any, x: Any) -> Any:
-    """Write a vector to float32 elements, or rounded to bf16 ones."""
+    def write(self, index: Any, x: Any, align: int | None = None) -> None:
+        """Write `x` to element `index`, as it is."""
+        self.b.store(x, self.address(index, x.type), align=align)
 
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        if array.dtype == types.float32:
-            b.store(a[2], address(c, b, array, a[0], a[1], vec(x.lanes)), align=4)
+    def load(self, index: Any, lanes: int) -> Any:
+        """A vector from element `index` on, as float32."""
+        if self.dtype == types.float32:
+            return self.read(index, vec(lanes), 4)
+        if self.dtype == types.uint16:
+            return widen(self.b, self.read(index, vec(lanes, I16), 2), lanes)
+        raise TypingError(f"cannot load a vector of {self.dtype}: float32 or uint16 (bf16)")
+
+    def store(self, index: Any, x: Any) -> None:
+        """Write a vector from element `index` on: as float32, or rounded to bf16."""
+        if self.dtype == types.float32:
+            self.write(index, x, 4)
+        elif self.dtype == types.uint16:
+            self.write(index, narrow(self.b, x, x.type.count), 2)
         else:
-            b.store(narrow(b, a[2], x.lanes), address(c, b, array, a[0], a[1], vec(x.lanes, I16)), align=2)
-        return c.get_dummy_value()
-
-    if array.dtype not in (types.float32, types.uint16):
-        raise TypingError(f"cannot store a vector to {array.dtype}: float32 or uint16 (bf16)")
-    return signature(types.void, array, types.int64, x), emit
+            raise TypingError(f"cannot store a vector to {self.dtype}: float32 or uint16 (bf16)")
 
 
-@primitive
-def as_bf16(typing: Any, x: Any) -> Any:
+Const = Annotated[int, "constant"]
+Int = Annotated[Any, types.int64]
+Float = Annotated[Any, types.float32]
+Vec = Annotated[Any, "vector"]
+Tile = Annotated[list, "tile"]
+
+
+def _argument(context: Any, builder: Any, kind: Any, ty: Any, value: Any) -> Any:
+    if kind is Tile:
+        return [builder.extract_value(value, i) for i in range(ty.count)]
+    return Array(context, builder, ty, value) if kind is Array else value
+
+
+def primitive(result: Any) -> Callable[[Callable], Any]:
+    """Decorator: a function of kernels, from one that appends its instructions to a builder, its first parameter.
+
+    The annotations of the others say what they get: `Array`; `Int`, `Float` and `Vec`, which are values of LLVM; `Tile`, a
+    list of vectors; `Const`, a Python int, which a kernel must know when it is compiled.
+
+    Args:
+        result: numba's type of the result, or a function that finds it from the types of the arguments, by their names, and
+            the constants. The decorated function gives a value, a list for a tile, or None for `types.void`.
+    """
+
+    def decorate(emit: Callable) -> Any:
+        _, *parameters = inspect.signature(emit).parameters.values()
+        kinds = [p.annotation for p in parameters]
+
+        def describe(typing, *given):
+            known = [number(ty, p.name) if p.annotation is Const else ty for p, ty in zip(parameters, given)]
+            names = {p.name: what for p, what in zip(parameters, known)}
+            returned = result if isinstance(result, types.Type) else result(**names)
+            wanted = [kind.__metadata__[0] if kind in (Int, Float) else ty for kind, ty in zip(kinds, given)]
+
+            def generate(context, builder, _signature, values):
+                arguments = [
+                    what if kind is Const else _argument(context, builder, kind, ty, value)
+                    for kind, ty, value, what in zip(kinds, given, values, known)
+                ]
+                out = emit(builder, *arguments)
+                if isinstance(out, list):
+                    return context.make_tuple(builder, returned, out)
+                return context.get_dummy_value() if out is None else out
+
+            return signature(returned, *wanted), generate
+
+        first = inspect.Parameter("typing", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        describe.__signature__ = inspect.Signature([first, *parameters])  # type: ignore[attr-defined]
+        describe.__name__, describe.__doc__ = emit.__name__, emit.__doc__
+        return intrinsic(prefer_literal=True)(describe)
+
+    return decorate
+
+
+def _tile(count: int, lanes: int) -> Any:
+    return types.UniTuple(Vector(lanes), count)
+
+
+@primitive(lambda array, index, lanes: Vector(lanes))
+def load(b, array: Array, index: Int, lanes: Const):
+    """`lanes` consecutive elements from `index`, as float32."""
+    return array.load(index, lanes)
+
+
+@primitive(types.void)
+def store(b, array: Array, index: Int, x: Vec):
+    """Write a vector to float32 elements, or rounded to bf16 ones."""
+    array.store(index, x)
+
+
+@primitive(lambda x: x)
+def as_bf16(b, x: Vec):
     """A vector rounded as `store` rounds to bf16, float32 still."""
-    return signature(x, x), lambda c, b, s, a: widen(b, narrow(b, a[0], x.lanes), x.lanes)
+    return widen(b, narrow(b, x, x.type.count), x.type.count)
 
 
-@primitive
-def zip_pairs(typing: Any, into: Any, to: Any, source: Any, first: Any, second: Any, lanes: Any) -> Any:
+@primitive(types.void)
+def zip_pairs(b, into: Array, to: Int, source: Array, first: Int, second: Int, lanes: Const):
     """Write `lanes` elements of 16 bits from `first` and as many from `second` on, one of each in turn."""
-    n = number(lanes, "lanes")
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        x, y = (b.load(address(c, b, source, a[2], at, vec(n, I16)), align=2) for at in (a[3], a[4]))
-        turns = [i // 2 + n * (i % 2) for i in range(2 * n)]
-        b.store(shuffle(b, x, y, turns), address(c, b, into, a[0], a[1], vec(2 * n, I16)), align=2)
-        return c.get_dummy_value()
-
-    return signature(types.void, into, types.int64, source, types.int64, types.int64, lanes), emit
+    x, y = (source.read(at, vec(lanes, I16), 2) for at in (first, second))
+    into.write(to, shuffle(b, x, y, [i // 2 + lanes * (i % 2) for i in range(2 * lanes)]), 2)
 
 
-@primitive
-def transpose(typing: Any, into: Any, to: Any, into_stride: Any, source: Any, at: Any, stride: Any, lanes: Any) -> Any:
-    """`into[to + d * into_stride + i] = source[at + i * stride + d]` for all `i` and `d` below `lanes`, a power of 2. Both hold the same kind
-    of elements; strides count these. Two vectors at a time are zipped; as many rounds as `lanes` has bits, and rows are columns."""
-    n = number(lanes, "lanes")
+@primitive(types.void)
+def transpose(b, into: Array, to: Int, into_stride: Int, source: Array, at: Int, stride: Int, lanes: Const):
+    """`into[to + d * into_stride + i] = source[at + i * stride + d]` for all `i` and `d` below `lanes`, a power of 2.
 
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        kind = vec(n, c.get_data_type(into.dtype))
-
-        def row(array: Any, value: Any, first: Any, step: Any, i: int) -> Any:
-            return address(c, b, array, value, b.add(first, b.mul(step, ir.Constant(I64, i))), kind)
-
-        rows = [b.load(row(source, a[3], a[4], a[5], i), align=2) for i in range(n)]
-        low = [i // 2 + n * (i % 2) for i in range(n)]
-        high = [i + n // 2 for i in low]
-        for _ in range(n.bit_length() - 1):
-            pairs = [(rows[i], rows[i + n // 2]) for i in range(n // 2)]
-            rows = [shuffle(b, x, y, half) for x, y in pairs for half in (low, high)]
-        for d, column in enumerate(rows):
-            b.store(column, row(into, a[0], a[1], a[2], d), align=2)
-        return c.get_dummy_value()
-
+    Both hold the same kind of elements; strides count these. Two vectors at a time are zipped; as many rounds as `lanes` has
+    bits, and rows are columns.
+    """
     if into.dtype != source.dtype:
         raise TypingError(f"cannot transpose {source.dtype} into {into.dtype}")
-    i64 = types.int64
-    return signature(types.void, into, i64, i64, source, i64, i64, lanes), emit
+    rows = [source.read(row_at(b, at, stride, i), vec(lanes, source.element), 2) for i in range(lanes)]
+    low = [i // 2 + lanes * (i % 2) for i in range(lanes)]
+    high = [i + lanes // 2 for i in low]
+    for _ in range(lanes.bit_length() - 1):
+        pairs = [(rows[i], rows[i + lanes // 2]) for i in range(lanes // 2)]
+        rows = [shuffle(b, x, y, half) for x, y in pairs for half in (low, high)]
+    for d, column in enumerate(rows):
+        into.write(row_at(b, to, into_stride, d), column, 2)
 
 
-@primitive
-def move(typing: Any, into: Any, to: Any, source: Any, at: Any) -> Any:
+@primitive(types.void)
+def move(b, into: Array, to: Int, source: Array, at: Int):
     """`into[to] = source[at]`: one number, float32 or bf16 on either side, rounded as `store` does."""
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        if into.dtype == source.dtype:
-            element = c.get_data_type(into.dtype)
-            b.store(b.load(address(c, b, source, a[2], a[3], element)), address(c, b, into, a[0], a[1], element))
-            return c.get_dummy_value()
-        x = load_vector(c, b, source, a[2], a[3], 1)
-        if into.dtype == types.float32:
-            b.store(x, address(c, b, into, a[0], a[1], vec(1)), align=4)
-        else:
-            b.store(narrow(b, x, 1), address(c, b, into, a[0], a[1], vec(1, I16)), align=2)
-        return c.get_dummy_value()
-
-    return signature(types.void, into, types.int64, source, types.int64), emit
+    if into.dtype == source.dtype:
+        into.write(to, source.read(at, source.element))
+    else:
+        into.store(to, source.load(at, 1))
 
 
-@primitive
-def splat(typing: Any, x: Any, lanes: Any) -> Any:
+@primitive(lambda x, lanes: Vector(lanes))
+def splat(b, x: Float, lanes: Const):
     """The same float32 in every lane."""
-    n = number(lanes, "lanes")
-    return signature(Vector(n), types.float32, lanes), lambda c, b, s, a: broadcast(b, a[0], n)
+    return broadcast(b, x, lanes)
 
 
-@primitive
-def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
+@primitive(lambda x, y, z: x)
+def fma(b, x: Vec, y: Vec, z: Vec):
     """x * y + z."""
-    return signature(x, x, y, z), lambda c, b, s, a: multiply_add(b, *a)
+    return multiply_add(b, x, y, z)
 
 
-@primitive
-def root(typing: Any, x: Any) -> Any:
+@primitive(lambda x: x)
+def root(b, x: Vec):
     """The square root of each lane, rounded correctly."""
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        fn = ir.FunctionType(a[0].type, [a[0].type])
-        return b.call(cgutils.get_or_insert_function(b.module, fn, f"llvm.sqrt.v{x.lanes}f32"), [a[0]])
-
-    return signature(x, x), emit
+    return call_llvm(b, f"sqrt.v{x.type.count}f32", x.type, x)
 
 
-@primitive
-def maximum(typing: Any, x: Any, y: Any) -> Any:
+@primitive(lambda x, y: x)
+def maximum(b, x: Vec, y: Vec):
     """The larger one, lane by lane; `y` where either is NaN."""
-    return signature(x, x, y), lambda c, b, s, a: b.select(b.fcmp_ordered(">", a[0], a[1]), a[0], a[1])
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-@primitive
-def keep(typing: Any, x: Any, first: Any, last: Any, other: Any) -> Any:
+@primitive(lambda x, first, last, other: x)
+def keep(b, x: Vec, first: Int, last: Int, other: Float):
     """Lanes `first <= i < last` of `x`; `other` in the rest, even where `x` is NaN."""
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        lane = ir.Constant(vec(x.lanes, I32), list(range(x.lanes)))
-        low, high = (broadcast(b, b.trunc(a[i], I32), x.lanes) for i in (1, 2))
-        inside = b.and_(b.icmp_signed(">=", lane, low), b.icmp_signed("<", lane, high))
-        return b.select(inside, a[0], broadcast(b, a[3], x.lanes))
-
-    return signature(x, x, types.int64, types.int64, types.float32), emit
+    n = x.type.count
+    lane = ir.Constant(vec(n, I32), list(range(n)))
+    low, high = (broadcast(b, b.trunc(i, I32), n) for i in (first, last))
+    inside = b.and_(b.icmp_signed(">=", lane, low), b.icmp_signed("<", lane, high))
+    return b.select(inside, x, broadcast(b, other, n))
 
 
 def _operator(python: Any, instruction: str) -> None:
@@ -274,18 +316,16 @@ def fold_lanes(b: Any, x: Any, combine: Any) -> Any:
     return b.extract_element(x, ir.Constant(I32, 0))
 
 
-@primitive
-def largest(typing: Any, x: Any) -> Any:
+@primitive(types.float32)
+def largest(b, x: Vec):
     """The largest lane, a float32."""
-    return signature(types.float32, x), lambda c, b, s, a: fold_lanes(
-        b, a[0], lambda p, q: b.select(b.fcmp_ordered(">", p, q), p, q)
-    )
+    return fold_lanes(b, x, lambda p, q: b.select(b.fcmp_ordered(">", p, q), p, q))
 
 
-@primitive
-def total(typing: Any, x: Any) -> Any:
+@primitive(types.float32)
+def total(b, x: Vec):
     """The sum of the lanes, a float32."""
-    return signature(types.float32, x), lambda c, b, s, a: fold_lanes(b, a[0], b.fadd)
+    return fold_lanes(b, x, b.fadd)
 
 
 LOG2_E, LN2_HIGH, LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
@@ -307,180 +347,117 @@ def exponential(b: Any, x: Any) -> Any:
     return b.select(b.fcmp_ordered(">", x, const(-80.0, n)), b.fmul(p, power), const(0.0, n))
 
 
-@primitive
-def exp(typing: Any, x: Any) -> Any:
+@primitive(lambda x: x)
+def exp(b, x: Vec):
     """e to the power of each lane, to 2 units in the last place, for lanes up to 80; 0 below -80."""
-    return signature(x, x), lambda c, b, s, a: exponential(b, a[0])
+    return exponential(b, x)
 
 
-@primitive
-def floats_at(typing: Any, where: Any, bits: Any) -> Any:
-    """An address (int64) as a pointer to bf16 (`bits` 16), float32 (32) or int8 (8) elements."""
-    element = {8: types.int8, 16: types.uint16, 32: types.float32}[number(bits, "bits")]
-    ty = types.CPointer(element)
-    return signature(ty, types.int64, bits), lambda c, b, s, a: b.inttoptr(a[0], c.get_value_type(ty))
+_FLOATS = {16: types.CPointer(types.uint16), 32: types.CPointer(types.float32)}
+_INTS = {32: types.CPointer(types.int32), 64: types.CPointer(types.int64)}
 
 
-@primitive
-def ints_at(typing: Any, where: Any, bits: Any) -> Any:
+@primitive(lambda where, bits: _FLOATS[bits])
+def floats_at(b, where: Int, bits: Const):
+    """An address (int64) as a pointer to bf16 (`bits` 16) or float32 (32) elements."""
+    return b.inttoptr(where, {16: I16, 32: F32}[bits].as_pointer())
+
+
+@primitive(lambda where, bits: _INTS[bits])
+def ints_at(b, where: Int, bits: Const):
     """An address (int64) as a pointer to int32 or int64 elements."""
-    ty = types.CPointer({32: types.int32, 64: types.int64}[number(bits, "bits")])
-    return signature(ty, types.int64, bits), lambda c, b, s, a: b.inttoptr(a[0], c.get_value_type(ty))
+    return b.inttoptr(where, ir.IntType(bits).as_pointer())
 
 
-@primitive
-def claim(typing: Any, counter: Any, index: Any, count: Any) -> Any:
+@primitive(types.int64)
+def claim(b, counter: Array, index: Int, count: Int):
     """Add `count` to an int64 that threads share; gives what it was before. Also a fence between the threads."""
-    return signature(types.int64, counter, types.int64, types.int64), lambda c, b, s, a: b.atomic_rmw(
-        "add", address(c, b, counter, a[0], a[1], I64), a[2], "seq_cst"
-    )
+    return b.atomic_rmw("add", counter.address(index, I64), count, "seq_cst")
 
 
-@primitive
-def peek(typing: Any, counter: Any, index: Any) -> Any:
+@primitive(types.int64)
+def peek(b, counter: Array, index: Int):
     """An int64 that other threads change, as it is now; all that they wrote before they changed it can be seen."""
-    return signature(types.int64, counter, types.int64), lambda c, b, s, a: b.load_atomic(
-        address(c, b, counter, a[0], a[1], I64), "seq_cst", 8
-    )
+    return b.load_atomic(counter.address(index, I64), "seq_cst", 8)
 
 
-@primitive
-def relax(typing: Any, x86: Any) -> Any:
-    """A short rest in a loop that waits, which leaves the core to whoever shares it. Nothing where `x86` is 0: others know no such
-    instruction, or it does nothing."""
-    rests = number(x86, "x86") != 0
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        if rests:
-            rest = ir.FunctionType(ir.VoidType(), [])
-            b.call(cgutils.get_or_insert_function(b.module, rest, "llvm.x86.sse2.pause"), [])
-        return c.get_dummy_value()
-
-    return signature(types.void, x86), emit
+@primitive(types.void)
+def relax(b, x86: Const):
+    """A short rest in a loop that waits, which leaves the core to whoever shares it. Nothing where `x86` is 0: other CPUs know
+    no such instruction, or it does nothing."""
+    if x86:
+        call_llvm(b, "x86.sse2.pause", ir.VoidType())
 
 
-@primitive
-def call(typing: Any, function: Any, argument: Any, second: Any) -> Any:
-    """Call the machine code at an address with two int64, for instance another kernel with the address of its arguments. Code that
-    takes one does not look at the second."""
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        entry = ir.FunctionType(ir.VoidType(), [I64, I64])
-        b.call(b.inttoptr(a[0], entry.as_pointer()), [a[1], a[2]])
-        return c.get_dummy_value()
-
-    return signature(types.void, types.int64, types.int64, types.int64), emit
+@primitive(types.void)
+def call(b, function: Int, argument: Int, second: Int):
+    """Call the machine code at an address with two int64, for instance another kernel with the address of its arguments.
+    Code that takes one does not look at the second."""
+    entry = ir.FunctionType(ir.VoidType(), [I64, I64])
+    b.call(b.inttoptr(function, entry.as_pointer()), [argument, second])
 
 
 def ask_for(b: Any, pointer: Any) -> None:
-    fn = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
-    ask = cgutils.get_or_insert_function(b.module, fn, "llvm.prefetch.p0")
-    b.call(ask, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])  # to read, keep near, data
+    to_read, keep_near, data = (ir.Constant(I32, x) for x in (0, 3, 1))
+    call_llvm(b, "prefetch.p0", ir.VoidType(), pointer, to_read, keep_near, data)
 
 
-@primitive
-def prefetch(typing: Any, array: Any, index: Any, size: Any) -> Any:
+@primitive(types.void)
+def prefetch(b, array: Array, index: Int, size: Const):
     """Ask for `size` bytes (a constant) from element `index` on, 64 at a time; harmless if nothing is there."""
-    n = number(size, "size")
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        start = address(c, b, array, a[0], a[1], I8)
-        for offset in range(0, n, 64):
-            ask_for(b, b.gep(start, [ir.Constant(I64, offset)]))
-        return c.get_dummy_value()
-
-    return signature(types.void, array, types.int64, size), emit
+    start = array.address(index, I8)
+    for offset in range(0, size, 64):
+        ask_for(b, b.gep(start, [ir.Constant(I64, offset)]))
 
 
-@primitive
-def prefetch_rows(typing: Any, array: Any, index: Any, stride: Any, rows: Any) -> Any:
+@primitive(types.void)
+def prefetch_rows(b, array: Array, index: Int, stride: Int, rows: Const):
     """Ask for the cache line of element `index + r * stride`, for each of `rows` rows."""
-    n = number(rows, "rows")
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        for r in range(n):
-            ask_for(b, address(c, b, array, a[0], b.add(a[1], b.mul(a[2], ir.Constant(I64, r))), I8))
-        return c.get_dummy_value()
-
-    return signature(types.void, array, types.int64, types.int64, rows), emit
+    for r in range(rows):
+        ask_for(b, array.address(row_at(b, index, stride, r), I8))
 
 
-@primitive
-def tile_zeros(typing: Any, count: Any, lanes: Any) -> Any:
+@primitive(lambda count, lanes: _tile(count, lanes))
+def tile_zeros(b, count: Const, lanes: Const):
     """A tile of `count` vectors of zeros."""
-    n, width = number(count, "count"), number(lanes, "lanes")
-    ty = types.UniTuple(Vector(width), n)
-    return signature(ty, count, lanes), lambda c, b, s, a: c.make_tuple(b, ty, [const(0.0, width)] * n)
+    return [const(0.0, lanes)] * count
 
 
-@primitive
-def tile_load(typing: Any, array: Any, index: Any, stride: Any, rows: Any, columns: Any, lanes: Any) -> Any:
+@primitive(lambda rows, columns, lanes, **_: _tile(rows * columns, lanes))
+def tile_load(b, array: Array, index: Int, stride: Int, rows: Const, columns: Const, lanes: Const):
     """Tile of `rows` x `columns` vectors: row `r` starts at `index + r * stride`, its columns lie next to each other."""
-    n, m, width = number(rows, "rows"), number(columns, "columns"), number(lanes, "lanes")
-    ty = types.UniTuple(Vector(width), n * m)
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        starts = [b.add(a[1], b.mul(a[2], ir.Constant(I64, r))) for r in range(n)]
-        at = [plus(b, start, i * width) for start in starts for i in range(m)]
-        return c.make_tuple(b, ty, [load_vector(c, b, array, a[0], i, width) for i in at])
-
-    return signature(ty, array, types.int64, types.int64, rows, columns, lanes), emit
+    starts = [row_at(b, index, stride, r) for r in range(rows)]
+    return [array.load(plus(b, start, i * lanes), lanes) for start in starts for i in range(columns)]
 
 
-@primitive
-def tile_store(typing: Any, array: Any, index: Any, stride: Any, columns: Any, tile: Any) -> Any:
+@primitive(types.void)
+def tile_store(b, array: Array, index: Int, stride: Int, columns: Const, tile: Tile):
     """The reverse of `tile_load`, to float32 elements."""
-    m, width = number(columns, "columns"), tile.dtype.lanes
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        for i in range(tile.count):
-            at = plus(b, b.add(a[1], b.mul(a[2], ir.Constant(I64, i // m))), i % m * width)
-            b.store(b.extract_value(a[4], i), address(c, b, array, a[0], at, vec(width)), align=4)
-        return c.get_dummy_value()
-
-    return signature(types.void, array, types.int64, types.int64, columns, tile), emit
+    for i, x in enumerate(tile):
+        array.write(plus(b, row_at(b, index, stride, i // columns), i % columns * x.type.count), x, 4)
 
 
-@primitive
-def tile_fma(typing: Any, tile: Any, array: Any, index: Any, stride: Any, vectors: Any) -> Any:
+@primitive(lambda tile, **_: tile)
+def tile_fma(b, tile: Tile, array: Array, index: Int, stride: Int, vectors: Tile):
     """Add `array[index + r * stride] * vectors[i]` to the vector in row `r`, column `i`. `array` is float32."""
-    m = vectors.count
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        columns, out = [b.extract_value(a[4], i) for i in range(m)], []
-        for r in range(tile.count // m):
-            at = b.add(a[2], b.mul(a[3], ir.Constant(I64, r)))
-            x = broadcast(b, b.load(address(c, b, array, a[1], at, F32), align=4), vectors.dtype.lanes)
-            out += [multiply_add(b, x, columns[i], b.extract_value(a[0], r * m + i)) for i in range(m)]
-        return c.make_tuple(b, tile, out)
-
-    return signature(tile, tile, array, types.int64, types.int64, vectors), emit
+    out, m = [], len(vectors)
+    for r in range(len(tile) // m):
+        x = broadcast(b, array.read(row_at(b, index, stride, r), F32, 4), vectors[0].type.count)
+        out += [multiply_add(b, x, vectors[i], tile[r * m + i]) for i in range(m)]
+    return out
 
 
-@primitive
-def tile_outer(typing: Any, tile: Any, rows: Any, columns: Any) -> Any:
+@primitive(lambda tile, **_: tile)
+def tile_outer(b, tile: Tile, rows: Tile, columns: Tile):
     """Add `rows[r] * columns[i]`, lane by lane, to the vector in row `r`, column `i`."""
-    m = columns.count
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        x, y = ([b.extract_value(t, i) for i in range(ty.count)] for t, ty in ((a[1], rows), (a[2], columns)))
-        out = [multiply_add(b, x[i // m], y[i % m], b.extract_value(a[0], i)) for i in range(tile.count)]
-        return c.make_tuple(b, tile, out)
-
-    return signature(tile, tile, rows, columns), emit
+    m = len(columns)
+    return [multiply_add(b, rows[i // m], columns[i % m], x) for i, x in enumerate(tile)]
 
 
-@primitive
-def tile_scaled(typing: Any, tile: Any, other: Any, columns: Any) -> Any:
+@primitive(lambda tile, **_: tile)
+def tile_scaled(b, tile: Tile, other: Tile, columns: Tile):
     """Add `other[r, i] * columns[i]`, lane by lane, to the vector in row `r`, column `i`; `other` is a tile of the same shape."""
-    m = columns.count
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        scales = [b.extract_value(a[2], i) for i in range(m)]
-        pairs = [(b.extract_value(a[1], i), b.extract_value(a[0], i)) for i in range(tile.count)]
-        return c.make_tuple(b, tile, [multiply_add(b, x, scales[i % m], y) for i, (x, y) in enumerate(pairs)])
-
-    return signature(tile, tile, other, columns), emit
+    return [multiply_add(b, x, columns[i % len(columns)], y) for i, (x, y) in enumerate(zip(other, tile))]
 
 
 def fold_together(b: Any, vectors: list[Any]) -> Any:
@@ -501,85 +478,53 @@ def fold_together(b: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
-@primitive
-def tile_totals(typing: Any, array: Any, index: Any, stride: Any, columns: Any, tile: Any) -> Any:
+@primitive(types.void)
+def tile_totals(b, array: Array, index: Int, stride: Int, columns: Const, tile: Tile):
     """Store the sum over the lanes of the vector in row `r`, column `i` to float32 `array[index + r * stride + i]`."""
-    m, width = number(columns, "columns"), tile.dtype.lanes
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        vectors = [b.extract_value(a[4], i) for i in range(tile.count)]
-        for first in range(0, tile.count, width):
-            sums = fold_together(b, vectors[first : first + width])
-            for i in range(first, min(first + width, tile.count)):
-                at = plus(b, b.add(a[1], b.mul(a[2], ir.Constant(I64, i // m))), i % m)
-                value = b.extract_element(sums, ir.Constant(I32, i - first))
-                b.store(value, address(c, b, array, a[0], at, F32), align=4)
-        return c.get_dummy_value()
-
-    return signature(types.void, array, types.int64, types.int64, columns, tile), emit
+    lanes = tile[0].type.count
+    for first in range(0, len(tile), lanes):
+        sums = fold_together(b, tile[first : first + lanes])
+        for i in range(first, min(first + lanes, len(tile))):
+            at = plus(b, row_at(b, index, stride, i // columns), i % columns)
+            array.write(at, b.extract_element(sums, ir.Constant(I32, i - first)), 4)
 
 
-@primitive
-def load_each(typing: Any, array: Any, starts: Any, first: Any, shift: Any, count: Any, lanes: Any) -> Any:
+@primitive(lambda count, lanes, **_: _tile(count, lanes))
+def load_each(b, array: Array, starts: Array, first: Int, shift: Int, count: Const, lanes: Const):
     """`count` vectors, the i-th from `starts[first + i] + shift`. `starts` holds int64 indices."""
-    n, width = number(count, "count"), number(lanes, "lanes")
-    ty = types.UniTuple(Vector(width), n)
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        at = [b.load(address(c, b, starts, a[1], plus(b, a[2], i), I64), align=8) for i in range(n)]
-        return c.make_tuple(b, ty, [load_vector(c, b, array, a[0], b.add(i, a[3]), width) for i in at])
-
-    return signature(ty, array, starts, types.int64, types.int64, count, lanes), emit
+    at = [starts.read(plus(b, first, i), I64, 8) for i in range(count)]
+    return [array.load(b.add(i, shift), lanes) for i in at]
 
 
-@primitive
-def load_unzipped(typing: Any, array: Any, index: Any, count: Any, lanes: Any) -> Any:
+def half_of(b: Any, words: Any, odd: int) -> Any:
+    """The even or the odd bf16 of a vector of words, as float32."""
+    lanes = words.type.count
+    bits = b.and_(words, const(0xFFFF0000, lanes, I32)) if odd else b.shl(words, const(16, lanes, I32))
+    return b.bitcast(bits, vec(lanes))
+
+
+@primitive(lambda count, lanes, **_: _tile(count, lanes))
+def load_unzipped(b, array: Array, index: Int, count: Const, lanes: Const):
     """`count * lanes` consecutive bf16, `count` even: vectors 0 and 1 are the even and the odd ones of the first pair."""
-    n, width = number(count, "count"), number(lanes, "lanes")
-    ty = types.UniTuple(Vector(width), n)
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        out = []
-        for i in range(0, n, 2):
-            words = b.load(address(c, b, array, a[0], plus(b, a[1], i * width), vec(width, I32)), align=2)
-            out.append(b.bitcast(b.shl(words, const(16, width, I32)), vec(width)))
-            out.append(b.bitcast(b.and_(words, const(0xFFFF0000, width, I32)), vec(width)))
-        return c.make_tuple(b, ty, out)
-
     if array.dtype != types.uint16:
         raise TypingError(f"load_unzipped reads bf16 (uint16), got {array.dtype}")
-    return signature(ty, array, types.int64, count, lanes), emit
+    words = (array.read(plus(b, index, i * lanes), vec(lanes, I32), 2) for i in range(0, count, 2))
+    return [half_of(b, pair, odd) for pair in words for odd in (0, 1)]
 
 
-@primitive
-def load_halves(typing: Any, array: Any, index: Any, stride: Any, rows: Any, odd: Any, lanes: Any) -> Any:
+@primitive(lambda rows, lanes, **_: _tile(rows, lanes))
+def load_halves(b, array: Array, index: Int, stride: Int, rows: Const, odd: Const, lanes: Const):
     """One vector a row: the even (`odd` 0) or odd (1) ones of `2 * lanes` bf16 from `index + r * stride`."""
-    n, width, which = number(rows, "rows"), number(lanes, "lanes"), number(odd, "odd")
-    ty = types.UniTuple(Vector(width), n)
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        out = []
-        for r in range(n):
-            at = b.add(a[1], b.mul(a[2], ir.Constant(I64, r)))
-            words = b.load(address(c, b, array, a[0], at, vec(width, I32)), align=2)
-            if which:
-                words = b.and_(words, const(0xFFFF0000, width, I32))
-            else:
-                words = b.shl(words, const(16, width, I32))
-            out.append(b.bitcast(words, vec(width)))
-        return c.make_tuple(b, ty, out)
-
-    return signature(ty, array, types.int64, types.int64, rows, odd, lanes), emit
+    words = (array.read(row_at(b, index, stride, r), vec(lanes, I32), 2) for r in range(rows))
+    return [half_of(b, pair, odd) for pair in words]
 
 
-@primitive
-def zip_lanes(typing: Any, x: Any, y: Any) -> Any:
+@primitive(lambda x, y: types.UniTuple(x, 2))
+def zip_lanes(b, x: Vec, y: Vec):
     """x0 y0 x1 y1 ..., as two vectors."""
-    pick = [j for i in range(x.lanes) for j in (i, x.lanes + i)]
-    ty = types.UniTuple(x, 2)
-    return signature(ty, x, y), lambda c, b, s, a: c.make_tuple(
-        b, ty, [shuffle(b, a[0], a[1], pick[: x.lanes]), shuffle(b, a[0], a[1], pick[x.lanes :])]
-    )
+    n = x.type.count
+    pick = [j for i in range(n) for j in (i, n + i)]
+    return [shuffle(b, x, y, pick[:n]), shuffle(b, x, y, pick[n:])]
 
 
 def field(b: Any, words: Any, i: int, bits: int) -> Any:
@@ -590,34 +535,22 @@ def field(b: Any, words: Any, i: int, bits: int) -> Any:
     return b.sitofp(b.and_(words, const(((1 << bits) - 1) << bits * i, lanes, I32)), vec(lanes))
 
 
-def load_words(c: Any, b: Any, ty: Any, value: Any, index: Any, count: int, lanes: int) -> list[Any]:
-    at = [plus(b, index, i * lanes) for i in range(count)]
-    return [b.load(address(c, b, ty, value, i, vec(lanes, I32)), align=4) for i in at]
-
-
-@primitive
-def tile_fields(
-    typing: Any, tile: Any, x: Any, index: Any, stride: Any, words: Any, at: Any, columns: Any, bits: Any
-) -> Any:
+@primitive(lambda tile, **_: tile)
+def tile_fields(b, tile: Tile, x: Array, index: Int, stride: Int, words: Array, at: Int, columns: Const, bits: Const):
     """Add `x[index + r * stride + f]` times field `f` of the words in column `i` to row `r`, column `i`, for every field.
 
     `x` is float32, `words` int32; see `field` for what the fields are multiplied with.
     """
-    m, n, lanes = number(columns, "columns"), number(bits, "bits"), tile.dtype.lanes
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        out = [b.extract_value(a[0], i) for i in range(tile.count)]
-        some = load_words(c, b, words, a[4], a[5], m, lanes)
-        rows = [b.add(a[2], b.mul(a[3], ir.Constant(I64, r))) for r in range(tile.count // m)]
-        for f in range(32 // n):
-            fields = [field(b, w, f, n) for w in some]
-            for r, row in enumerate(rows):
-                number = broadcast(b, b.load(address(c, b, x, a[1], plus(b, row, f), F32), align=4), lanes)
-                for i in range(m):
-                    out[r * m + i] = multiply_add(b, number, fields[i], out[r * m + i])
-        return c.make_tuple(b, tile, out)
-
-    return signature(tile, tile, x, types.int64, types.int64, words, types.int64, columns, bits), emit
+    lanes, out = tile[0].type.count, list(tile)
+    some = [words.read(plus(b, at, i * lanes), vec(lanes, I32), 4) for i in range(columns)]
+    rows = [row_at(b, index, stride, r) for r in range(len(tile) // columns)]
+    for f in range(32 // bits):
+        fields = [field(b, w, f, bits) for w in some]
+        for r, row in enumerate(rows):
+            factor = broadcast(b, x.read(plus(b, row, f), F32, 4), lanes)
+            for i in range(columns):
+                out[r * columns + i] = multiply_add(b, factor, fields[i], out[r * columns + i])
+    return out
 
 
 def whole_numbers(b: Any, words: Any, bits: int) -> list[Any]:
@@ -628,39 +561,21 @@ def whole_numbers(b: Any, words: Any, bits: int) -> list[Any]:
     return [b.sitofp(x, vec(lanes)) for x in low]
 
 
-@primitive
-def store_fields(
-    typing: Any, out: Any, to: Any, stride: Any, words: Any, at: Any, bits: Any, step: Any, low: Any
-) -> Any:
+@primitive(types.void)
+def store_fields(b, out: Array, to: Int, stride: Int, words: Array, at: Int, bits: Const, step: Vec, low: Vec):
     """Write `field f * step + low` of one vector of words to float32 `out` from `to + f * stride`, for every field."""
-    n, lanes = number(bits, "bits"), step.lanes
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        (some,) = load_words(c, b, words, a[3], a[4], 1, lanes)
-        for f, x in enumerate(whole_numbers(b, some, n)):
-            where = b.add(a[1], b.mul(a[2], ir.Constant(I64, f)))
-            b.store(multiply_add(b, x, a[6], a[7]), address(c, b, out, a[0], where, vec(lanes)), align=4)
-        return c.get_dummy_value()
-
-    return signature(types.void, out, types.int64, types.int64, words, types.int64, bits, step, low), emit
+    some = words.read(at, vec(step.type.count, I32), 4)
+    for f, x in enumerate(whole_numbers(b, some, bits)):
+        out.write(row_at(b, to, stride, f), multiply_add(b, x, step, low), 4)
 
 
-@primitive
-def store_pairs(
-    typing: Any, out: Any, to: Any, stride: Any, words: Any, at: Any, bits: Any, step: Any, low: Any
-) -> Any:
+@primitive(types.void)
+def store_pairs(b, out: Array, to: Int, stride: Int, words: Array, at: Int, bits: Const, step: Vec, low: Vec):
     """The same to bf16 `out`, fields 2 f and 2 f + 1 next to each other from `to + f * stride`; halves are rounded up."""
-    n, lanes = number(bits, "bits"), step.lanes
-
-    def emit(c: Any, b: Any, s: Any, a: Any) -> Any:
-        (some,) = load_words(c, b, words, a[3], a[4], 1, lanes)
-        half, high = const(0x8000, lanes, I32), const(0xFFFF0000, lanes, I32)
-        numbers = [b.bitcast(multiply_add(b, x, a[6], a[7]), vec(lanes, I32)) for x in whole_numbers(b, some, n)]
-        rounded = [b.add(x, half) for x in numbers]
-        for f in range(0, len(rounded), 2):
-            pair = b.or_(b.lshr(rounded[f], const(16, lanes, I32)), b.and_(rounded[f + 1], high))
-            where = b.add(a[1], b.mul(a[2], ir.Constant(I64, f // 2)))
-            b.store(pair, address(c, b, out, a[0], where, vec(lanes, I32)), align=2)
-        return c.get_dummy_value()
-
-    return signature(types.void, out, types.int64, types.int64, words, types.int64, bits, step, low), emit
+    lanes = step.type.count
+    some, half, high = words.read(at, vec(lanes, I32), 4), const(0x8000, lanes, I32), const(0xFFFF0000, lanes, I32)
+    numbers = [b.bitcast(multiply_add(b, x, step, low), vec(lanes, I32)) for x in whole_numbers(b, some, bits)]
+    rounded = [b.add(x, half) for x in numbers]
+    for f in range(0, len(rounded), 2):
+        pair = b.or_(b.lshr(rounded[f], const(16, lanes, I32)), b.and_(rounded[f + 1], high))
+        out.write(row_at(b, to, stride, f // 2), pair, 2)

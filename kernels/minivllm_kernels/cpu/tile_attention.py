@@ -99,17 +99,12 @@ def make_split_by_tiles(s: CPUAttentionShape) -> Any:
 
     @jit
     def do_split(args, mine, it, h, split, after, first, last):
-        items, cache, stride = (
-            ints_at(args[planning.ITEMS], 32),
-            floats_at(args[planning.CACHE], BITS),
-            args[planning.BLOCK_STRIDE],
-        )
+        items, cache = ints_at(args[planning.ITEMS], 32), floats_at(args[planning.CACHE], BITS)
+        stride = args[planning.BLOCK_STRIDE]
         table, factors = table_of(args, it), floats_at(args[planning.FACTORS], 32)
         keys, values, head = floats_at(mine + KEYS, 16), floats_at(mine + VALUES, 16), h * 2 * PART
-        rows, end = (
-            items[it + planning.TOKENS] * G,
-            min(items[it + planning.POSITION] + items[it + planning.TOKENS], (split + 1) * SPLIT),
-        )
+        tokens = items[it + planning.TOKENS]
+        rows, end = tokens * G, min(items[it + planning.POSITION] + tokens, (split + 1) * SPLIT)
         for t in range(max(first[0], split * SPLIT) // T * T, end, T):
             seen = min(end - t, T)
             pack_keys(cache, table, t // BS, (seen + BS - 1) // BS, head, stride, keys)

@@ -1,4 +1,4 @@
-"""CUDA decode attention: naive, split-KV on CUDA cores, split-KV on tensor cores."""
+"""CUDA decode attention: split-KV on tensor cores."""
 
 # Generated from nbs/numba_kernels/cuda/decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -22,11 +22,9 @@ from minivllm_kernels.cuda.planning import (
 from minivllm_kernels.cuda.simt import (
     NEG,
     CudaKernel,
-    Half,
     cuda,
     device,
     f32,
-    group_sum,
     half_ops,
     i32,
     i64,
@@ -52,9 +50,8 @@ from minivllm_kernels.cuda.warp import (
 )
 
 __all__ = [
-    "FMA_HEADS", "CacheFormat", "attend_one", "cache_format", "fma_parts", "fma_split_kv", "fragment_loaders",
-    "loads_of_row", "max_warps", "mma_parts", "mma_split_kv", "naive", "online_softmax", "same_half",
-    "soft_cap", "words_of_lane",
+    "CacheFormat", "cache_format", "fragment_loaders", "loads_of_row", "max_warps", "mma_parts",
+    "mma_split_kv", "soft_cap",
 ]  # fmt: skip
 
 DECODE_SIGNATURE = " ".join(
@@ -71,97 +68,6 @@ DECODE_SIGNATURE = " ".join(
 def soft_cap(score, cap):
     """cap * tanh(score / 2 ln 2): the caller's scale brings the factor."""
     return cap - cap * (f32(2.0) / (f32(1.0) + exp2(score)))
-
-
-@device
-def online_softmax(m_old, score):
-    """(m_new, alpha, p): the new maximum, the factor for all sums so far, and the weight of the new score."""
-    m_new = fmax(m_old, score)
-    return m_new, exp2(m_old - m_new), exp2(score - m_new)
-
-
-def same_half(shape: AttentionShape) -> Half:
-    """The operations of Q, K and V alike. Rungs 1 and 2 know no other cache."""
-    if shape.fp8_kv:
-        raise ValueError("an fp8 cache is read by the mma kernels only")
-    return half_ops(shape.dtype)
-
-
-def words_of_lane(shape: AttentionShape) -> int:
-    """Words of a head that each lane of a warp owns."""
-    return -(-shape.head_dim // 64)
-
-
-def attend_one(shape: AttentionShape) -> Any:
-    """A device function: attention of one query head over the tokens [first, end), by one warp.
-
-    qv, acc: registers, 2 `words_of_lane`. q_at, out_at: where the head begins. pages: where the block table's row does.
-    """
-    W, C = shape.head_dim // 2, words_of_lane(shape)
-    BS, CAP = shape.block_size, shape.soft_cap
-    half = same_half(shape)
-    lo, hi, pack = half.lo, half.hi, half.pack
-
-    @device
-    def attend(out, q, kc, vc, table, qv, acc, out_at, q_at, kv_at, pages, first, end, scales, s_blk, s_tok, lane):
-        for c in range(C):
-            x = u32(0)
-            if lane + 32 * c < W:
-                x = q[q_at + lane + 32 * c]
-            qv[2 * c] = lo(x)
-            qv[2 * c + 1] = hi(x)
-            acc[2 * c] = f32(0.0)
-            acc[2 * c + 1] = f32(0.0)
-        m = f32(NEG)
-        total = f32(0.0)
-        for tok in range(first, end):
-            at = i64(table[pages + tok // BS]) * s_blk + (tok % BS) * s_tok + kv_at + lane
-            score = f32(0.0)
-            for c in range(C):
-                if lane + 32 * c < W:
-                    x = kc[at + 32 * c]
-                    score += qv[2 * c] * lo(x) + qv[2 * c + 1] * hi(x)
-            score = warp_sum(score) * scales[0]
-            if CAP:
-                score = soft_cap(score, scales[1])
-            m, alpha, p = online_softmax(m, score)
-            total = total * alpha + p
-            for c in range(C):
-                if lane + 32 * c < W:
-                    x = vc[at + 32 * c]
-                    acc[2 * c] = acc[2 * c] * alpha + p * lo(x)
-                    acc[2 * c + 1] = acc[2 * c + 1] * alpha + p * hi(x)
-        total /= scales[2]
-        for c in range(C):
-            if lane + 32 * c < W:
-                out[out_at + lane + 32 * c] = pack(acc[2 * c] / total, acc[2 * c + 1] / total)
-
-    return attend
-
-
-@functools.cache
-def naive(shape: AttentionShape) -> CudaKernel:
-    """Rung 1: one warp a (work item, query head). Grid (query heads, items); items must be whole sequences."""
-    W, G, C2 = shape.head_dim // 2, shape.group, 2 * words_of_lane(shape)
-    attend = attend_one(shape)
-
-    @kernel(DECODE_SIGNATURE, threads=32, name=f"decode_naive_{shape.name}")
-    def decode_naive(
-        out, q, kc, vc, table, work, p_o, p_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
-    ):
-        head = cuda.blockIdx.x
-        item = cuda.blockIdx.y * FIELDS
-        seq, row = work[item + WORK_SEQ], i64(work[item + WORK_ROW])
-        if seq < 0:
-            return
-        qv = cuda.local.array(C2, f32)
-        acc = cuda.local.array(C2, f32)
-        out_at, q_at, kv_at = row * o_s + head * W, row * q_s + head * W, (head // G) * s_head
-        pages, first, end = i64(seq) * t_s, work[item + WORK_FIRST], work[item + WORK_END]
-        scales, lane = (scale, cap, v_scale), cuda.threadIdx.x
-        attend(out, q, kc, vc, table, qv, acc, out_at, q_at, kv_at, pages, first, end, scales, s_blk, s_tok, lane)
-
-    return decode_naive
 
 
 def merge_streams(shape: AttentionShape, parts: int, streams: int, threads: int, stats: int, pitch: int) -> Any:
@@ -301,99 +207,6 @@ def block_finish(shape: AttentionShape, parts: int, streams: int, warps: int, st
                 merge_blocks(out, p_o, p_ml, weights, out_at, first_slot, parts, head0, heads, all_heads)
 
     return finish
-
-
-FMA_HEADS = 4  # query heads a block of rung 2 takes: more would not fit in its registers
-
-
-def fma_parts(shape: AttentionShape) -> int:
-    """Blocks of rung 2 that share a work item and a KV head."""
-    return -(-shape.group // FMA_HEADS)
-
-
-@functools.cache
-def fma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
-    """Rung 2: split-KV on the ordinary cores. Grid (KV heads * fma_parts, items). The last block of a cut sequence merges."""
-    D, G, BS, CAP = shape.head_dim, shape.group, shape.block_size, shape.soft_cap
-    W = D // 2
-    LANES = 8 if D <= 64 else 16 if D <= 128 else 32  # lanes a token, a power of two; some idle when D/8 is none
-    AT_ONCE, PARTS = 32 // LANES, fma_parts(shape)
-    STEP, THREADS = warps * AT_ONCE, warps * 32  # a step's tokens: as many independent softmaxes has a block
-    H = -(-G // PARTS)
-    H8, SH, SHD, SWEIGHTS = H * 8, STEP * H, STEP * H * D, H * MAX_PARTS
-    half, sum_of_token = same_half(shape), group_sum(LANES)
-    lo, hi = half.lo, half.hi
-    finish = block_finish(shape, PARTS, STEP, warps, H, D)
-
-    @kernel(DECODE_SIGNATURE, threads=THREADS, name=f"decode_fma_{shape.name}_w{warps}")
-    def decode_fma(
-        out, q, kc, vc, table, work, p_o, p_ml, count, scale, cap, v_scale, t_s, q_s, o_s, s_blk, s_tok, s_head
-    ):
-        s_o = cuda.shared.array(SHD, f32)
-        s_max = cuda.shared.array(SH, f32)
-        s_sum = cuda.shared.array(SH, f32)
-        weights = cuda.shared.array(SWEIGHTS, f32)
-        arrived = cuda.shared.array(1, i32)
-        item = cuda.blockIdx.y * FIELDS
-        seq, row, first, end = (
-            work[item + WORK_SEQ],
-            work[item + WORK_ROW],
-            work[item + WORK_FIRST],
-            work[item + WORK_END],
-        )
-        if seq < 0:
-            return
-        kvh = cuda.blockIdx.x // PARTS
-        head0 = kvh * G + (cuda.blockIdx.x % PARTS) * H
-        heads = min(H, (kvh + 1) * G - head0)
-        tid = cuda.threadIdx.x
-        c = tid % LANES  # which 8 elements of the head
-        stream = tid // LANES
-        on = c * 8 < D
-        qv = cuda.local.array(H8, f32)
-        acc = cuda.local.array(H8, f32)
-        m = cuda.local.array(H, f32)
-        total = cuda.local.array(H, f32)
-        for h in range(H):
-            m[h] = f32(NEG)
-            total[h] = f32(0.0)
-            x = ldg128(q, i64(row) * q_s + (head0 + min(h, heads - 1)) * W + min(c * 4, W - 4))
-            for w in range(4):
-                qv[h * 8 + 2 * w] = lo(x[w]) if on else f32(0.0)
-                qv[h * 8 + 2 * w + 1] = hi(x[w]) if on else f32(0.0)
-                acc[h * 8 + 2 * w] = f32(0.0)
-                acc[h * 8 + 2 * w + 1] = f32(0.0)
-        for base in range(first + (tid // 32) * AT_ONCE, end, STEP):  # the same trips for all lanes of a warp
-            tok = base + tid % 32 // LANES
-            inside = tok < end
-            tok = min(tok, end - 1)
-            at = i64(table[i64(seq) * t_s + tok // BS]) * s_blk + (tok % BS) * s_tok + kvh * s_head + min(c * 4, W - 4)
-            k = ldg128(kc, at)
-            v = ldg128(vc, at)
-            for h in range(H):
-                score = f32(0.0)
-                for w in range(4):
-                    score += qv[h * 8 + 2 * w] * lo(k[w])
-                    score += qv[h * 8 + 2 * w + 1] * hi(k[w])
-                score = sum_of_token(score) * scale
-                if CAP:
-                    score = soft_cap(score, cap)
-                m[h], alpha, p = online_softmax(m[h], score if inside else f32(NEG))
-                total[h] = total[h] * alpha + p
-                for w in range(4):
-                    acc[h * 8 + 2 * w] = acc[h * 8 + 2 * w] * alpha + p * lo(v[w])
-                    acc[h * 8 + 2 * w + 1] = acc[h * 8 + 2 * w + 1] * alpha + p * hi(v[w])
-        for h in range(H):
-            if on:
-                for w in range(8):
-                    s_o[(stream * H + h) * D + c * 8 + w] = acc[h * 8 + w]
-            if c == 0:
-                s_max[stream * H + h] = m[h]
-                s_sum[stream * H + h] = total[h]
-        cuda.syncthreads()
-        finish(out, p_o, p_ml, count, work, item, s_o, s_max, s_sum, weights, arrived, o_s, head0, heads, v_scale)
-
-    return decode_fma
 
 
 @dataclass(frozen=True)

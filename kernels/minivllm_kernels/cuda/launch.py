@@ -20,7 +20,7 @@ __all__ = [
     "Launch", "Layout", "cache_dir", "cached_ptx", "compiler_missing", "driver", "fingerprint", "launcher",
 ]  # fmt: skip
 
-CODES = {"f32": "f", "i32": "i", "u32": "I", "i64": "q"}
+CODES = {"f32": "f", "i32": "i", "u32": "I", "i64": "q", "map": "128s"}
 
 
 class Layout:

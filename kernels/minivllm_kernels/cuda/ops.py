@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm_kernels.cuda import cache, decode, pointwise, prefill
+from minivllm_kernels.cuda import cache, decode, pointwise, prefill, prefill_hopper
 from minivllm_kernels.cuda.gemv import choose_gemv
 from minivllm_kernels.cuda.launch import compiler_missing, launcher
 from minivllm_kernels.cuda.planning import (
@@ -23,13 +23,14 @@ from minivllm_kernels.cuda.planning import (
     plan_prefill,
     split_at_chunks,
 )
+from minivllm_kernels.cuda.prefill_hopper import HopperTile, attention_maps, hopper_unsupported, query_map
 from minivllm_kernels.cuda.simt import LOG2E, CudaKernel
 
 __all__ = [
     "FP8", "HALF", "OLDEST_FP8", "AttentionPlan", "check", "check_cache", "check_contiguous", "check_rows",
     "copy_blocks", "decode_rungs", "decode_work", "device_unsupported", "fixed_decode_plan",
     "fp8_unsupported", "gemv", "half_name", "paged_attention", "plan_attention", "reshape_and_cache",
-    "rms_norm", "rope_and_cache", "run", "score_factors", "silu_mul", "upload",
+    "rms_norm", "rope_and_cache", "run", "score_factors", "silu_mul", "upload", "uses_wgmma",
 ]  # fmt: skip
 
 OLDEST_FP8 = (8, 9)
@@ -83,6 +84,11 @@ def _properties(index: int) -> tuple[tuple[int, int], int]:
 
 def _multiprocessors(device: torch.device) -> int:
     return _properties(device.index or 0)[1]
+
+
+def uses_wgmma(shape: AttentionShape, device: torch.device) -> bool:
+    """Whether prefill of this shape is computed by rung 4 on a device; else rung 3 computes it."""
+    return hopper_unsupported(shape, _properties(device.index or 0)[0]) is None
 
 
 def device_unsupported(device: torch.device) -> str | None:
@@ -206,7 +212,8 @@ class AttentionPlan:
 
     Attributes:
         scale, cap: as the kernels take them (see `score_factors`).
-        table: int32 [sequences, blocks]. items, tiles: work of the two kernels, int32 [n, 8] (see `planning`).
+        table: int32 [sequences, blocks]. items, tiles: work of the two kernels, int32 [n, 8] (see `planning`);
+            after the tiles of rung 4 comes a row of zeros to count in.
         warps: a block of the decode kernel has. slots: partial results of decode.
     """
 
@@ -229,7 +236,9 @@ class AttentionPlan:
         shape, device, heads = self.shape, self.slot_mapping.device, self.kv_heads * self.shape.group
         if len(self.items):
             self.decode_kernel = decode.mma_split_kv(shape, self.warps)
-        if len(self.tiles):
+        if len(self.tiles) and uses_wgmma(shape, device):
+            self.prefill_kernel = prefill_hopper.wgmma_tiles(shape)
+        elif len(self.tiles):
             self.prefill_kernel = prefill.mma_tiles(shape, prefill.best_warps(shape))
         if self.slots:  # outputs; (max, sum); counts of arrivals, which are zero here and after every launch
             floats = [torch.empty(self.slots * heads * n, device=device) for n in (shape.head_dim, 2)]
@@ -351,8 +360,10 @@ def plan_attention(
         if chunk is not None:
             lens, ends, rows, which, floor = split_at_chunks(lens, ends, rows, chunk)
             seqs = seqs[which]
-        tile_rows = prefill.best_warps(shape) * prefill.warp_rows(shape)
+        wgmma = uses_wgmma(shape, device)
+        tile_rows = HopperTile(shape).rows if wgmma else prefill.best_warps(shape) * prefill.warp_rows(shape)
         tiles = plan_prefill(lens, ends, rows=rows, seqs=seqs, group=shape.group, tile_rows=tile_rows, floor=floor)
+        tiles = np.pad(tiles, ((0, 1), (0, 0))) if wgmma else tiles
     arrays: list[np.ndarray] = [
         np.asarray(slot_mapping, np.int64),
         np.asarray(block_table, np.int32),
@@ -400,10 +411,25 @@ def paged_attention(
         partials = [x.data_ptr() for x in plan.partials] or [0, 0, 0]
         grid = plan.decode_blocks, len(plan.items)
         run(plan.decode_kernel, device, grid, *pointers, plan.items.data_ptr(), *partials, *scales, *strides)
-    if plan.prefill_kernel is not None:
+    if plan.prefill_kernel is not None and plan.prefill_kernel.hopper_only:
+        _prefill_by_wgmma(plan.prefill_kernel, q, kv_cache, plan, out)
+    elif plan.prefill_kernel is not None:
         grid = plan.kv_heads, len(plan.tiles)
         run(plan.prefill_kernel, device, grid, *pointers, plan.tiles.data_ptr(), *scales, plan.window, *strides)
     return out
+
+
+def _prefill_by_wgmma(kernel: CudaKernel, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, out: Tensor) -> None:
+    """Launch rung 4: one block a multiprocessor, which takes work items until there are none left."""
+    shape, heads, device = plan.shape, plan.kv_heads, kv_cache.device
+    work = (len(plan.tiles) - 1) * heads
+    maps = (
+        query_map(shape, q.data_ptr(), q.shape[0], heads, q.stride(0) * 2),
+        *attention_maps(shape, *_cache_halves(kv_cache), kv_cache.shape[1], heads),
+    )
+    pointers = (out.data_ptr(), *maps, plan.table.data_ptr(), plan.tiles.data_ptr())
+    numbers = (plan.scale, plan.cap, plan.window, plan.table.shape[1], out.stride(0) // 2, heads, work)
+    run(kernel, device, (min(work, _multiprocessors(device)), 1), *pointers, *numbers)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

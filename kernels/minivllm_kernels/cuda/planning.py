@@ -15,7 +15,7 @@ __all__ = [
 ]  # fmt: skip
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-BLOCK_SIZES = (8, 16, 32, 64)
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_GROUP = 16
 TILE = 16  # tokens that one warp takes at a time in decode: the M of an mma
 MAX_ITEMS = 65535  # blocks that a grid may have in its second dimension

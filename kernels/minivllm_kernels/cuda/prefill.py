@@ -1,4 +1,4 @@
-"""CUDA prefill attention: naive, shared-memory tiles, tensor-core tiles."""
+"""CUDA prefill attention: tiles on tensor cores."""
 
 # Generated from nbs/numba_kernels/cuda/prefill.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import types
 
-from minivllm_kernels.cuda.decode import attend_one, cache_format, online_softmax, same_half, soft_cap, words_of_lane
+from minivllm_kernels.cuda.decode import cache_format, soft_cap
 from minivllm_kernels.cuda.planning import (
     FIELDS,
     TILE_CONTEXT,
@@ -18,7 +18,7 @@ from minivllm_kernels.cuda.planning import (
     TILE_SEQ,
     AttentionShape,
 )
-from minivllm_kernels.cuda.simt import NEG, CudaKernel, cuda, device, f32, group_sum, half_ops, i64, kernel, u32
+from minivllm_kernels.cuda.simt import NEG, CudaKernel, cuda, device, f32, half_ops, i64, kernel
 from minivllm_kernels.cuda.warp import (
     SIM,
     cp_async16,
@@ -37,8 +37,7 @@ from minivllm_kernels.cuda.warp import (
 )
 
 __all__ = [
-    "FMA_KEYS", "FMA_ROWS", "NO_WINDOW", "PREFILL_SIGNATURE", "U32", "best_warps", "fma_tiles", "mma_tiles",
-    "naive", "pitch_of", "tile_keys", "warp_rows",
+    "NO_WINDOW", "PREFILL_SIGNATURE", "U32", "best_warps", "mma_tiles", "pitch_of", "tile_keys", "warp_rows",
 ]  # fmt: skip
 
 PREFILL_SIGNATURE = " ".join(
@@ -49,106 +48,6 @@ PREFILL_SIGNATURE = " ".join(
     + ["i64 i32 i32"]  # s_blk, s_tok, s_head: from one block, token, KV head to the next in the cache
 )
 NO_WINDOW = 1 << 30
-
-
-@functools.cache
-def naive(shape: AttentionShape) -> CudaKernel:
-    """Rung 1: one warp a row. Grid (KV heads, tiles of one row)."""
-    W, G, C2 = shape.head_dim // 2, shape.group, 2 * words_of_lane(shape)
-    attend = attend_one(shape)
-
-    @kernel(PREFILL_SIGNATURE, threads=32, name=f"prefill_naive_{shape.name}")
-    def prefill_naive(out, q, kc, vc, table, tiles, scale, cap, v_scale, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
-        item = cuda.blockIdx.y * FIELDS
-        seq, r = tiles[item + TILE_SEQ], tiles[item + TILE_FIRST]
-        if seq < 0:
-            return
-        row = i64(tiles[item + TILE_ROW]) + r // G
-        head = cuda.blockIdx.x * G + r % G
-        position = tiles[item + TILE_CONTEXT] + r // G
-        first = max(tiles[item + TILE_FLOOR], position - window + 1)
-        qv = cuda.local.array(C2, f32)
-        acc = cuda.local.array(C2, f32)
-        out_at, q_at, kv_at = row * o_s + head * W, row * q_s + head * W, cuda.blockIdx.x * s_head
-        pages, end, scales, lane = i64(seq) * t_s, position + 1, (scale, cap, v_scale), cuda.threadIdx.x
-        attend(out, q, kc, vc, table, qv, acc, out_at, q_at, kv_at, pages, first, end, scales, s_blk, s_tok, lane)
-
-    return prefill_naive
-
-
-FMA_ROWS = 16
-FMA_KEYS = 16
-
-
-@functools.cache
-def fma_tiles(shape: AttentionShape) -> CudaKernel:
-    """Rung 2: tiles through shared memory, ordinary arithmetic. Grid (KV heads, tiles of FMA_ROWS rows)."""
-    W = shape.head_dim // 2
-    E = W // 8  # words of a row that one thread owns
-    E2 = 2 * E
-    ROWS, KEYS, THREADS, SIZE = FMA_ROWS, FMA_KEYS, FMA_ROWS * 8, FMA_KEYS * W
-    G, BS, CAP = shape.group, shape.block_size, shape.soft_cap
-    half, sum_of_row = same_half(shape), group_sum(8)
-    lo, hi, pack = half.lo, half.hi, half.pack
-
-    @kernel(PREFILL_SIGNATURE, threads=THREADS, name=f"prefill_fma_{shape.name}")
-    def prefill_fma(out, q, kc, vc, table, tiles, scale, cap, v_scale, window, t_s, q_s, o_s, s_blk, s_tok, s_head):
-        shared_k = cuda.shared.array(SIZE, u32)
-        shared_v = cuda.shared.array(SIZE, u32)
-        kvh = cuda.blockIdx.x
-        item = cuda.blockIdx.y * FIELDS
-        seq, queries = tiles[item + TILE_SEQ], tiles[item + TILE_QUERIES]
-        context, first = tiles[item + TILE_CONTEXT], tiles[item + TILE_FIRST]
-        if seq < 0:
-            return
-        tid = cuda.threadIdx.x
-        part = tid % 8
-        r = min(first + tid // 8, queries * G - 1)  # rows past the end repeat the last one
-        row = i64(tiles[item + TILE_ROW]) + r // G
-        head = kvh * G + r % G
-        position = context + r // G
-        oldest = max(tiles[item + TILE_FLOOR], context + first // G - window + 1)  # that any row of the tile sees
-        newest = context + min((first + ROWS - 1) // G, queries - 1)
-        qv = cuda.local.array(E2, f32)
-        acc = cuda.local.array(E2, f32)
-        for w in range(E):
-            x = q[row * q_s + head * W + part * E + w]
-            qv[2 * w] = lo(x)
-            qv[2 * w + 1] = hi(x)
-            acc[2 * w] = f32(0.0)
-            acc[2 * w + 1] = f32(0.0)
-        m = f32(NEG)
-        total = f32(0.0)
-        for base in range(oldest, newest + 1, KEYS):
-            cuda.syncthreads()
-            for e in range(tid, SIZE, THREADS):
-                tok = min(base + e // W, newest)
-                at = i64(table[i64(seq) * t_s + tok // BS]) * s_blk + (tok % BS) * s_tok + kvh * s_head + e % W
-                shared_k[e] = kc[at]
-                shared_v[e] = vc[at]
-            cuda.syncthreads()
-            for key in range(KEYS):
-                score = f32(0.0)
-                for w in range(E):
-                    x = shared_k[key * W + part * E + w]
-                    score += qv[2 * w] * lo(x) + qv[2 * w + 1] * hi(x)
-                score = sum_of_row(score) * scale
-                if CAP:
-                    score = soft_cap(score, cap)
-                if base + key <= position and base + key > position - window:
-                    m, alpha, p = online_softmax(m, score)
-                    total = total * alpha + p
-                    for w in range(E):
-                        x = shared_v[key * W + part * E + w]
-                        acc[2 * w] = acc[2 * w] * alpha + p * lo(x)
-                        acc[2 * w + 1] = acc[2 * w + 1] * alpha + p * hi(x)
-        total /= v_scale
-        if first + tid // 8 < queries * G:
-            for w in range(E):
-                out[row * o_s + head * W + part * E + w] = pack(acc[2 * w] / total, acc[2 * w + 1] / total)
-
-    return prefill_fma
-
 
 U32: Any = types.uint32  # dynamic shared memory wants a numba type, in the simulator too
 

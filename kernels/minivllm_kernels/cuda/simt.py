@@ -2,6 +2,7 @@
 
 # Generated from nbs/numba_kernels/cuda/simt.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -56,8 +57,9 @@ LOG2E = 1.4426950408889634
 
 
 def numba_types(signature: str) -> list[Any]:
-    """numba types of a signature such as "u32* i32* f32 i64"."""
-    return [types.CPointer(_numba(a[:-1])) if a.endswith("*") else _numba(a) for a in signature.split()]
+    """numba types of a signature such as "u32* i32* f32 i64"; a kernel sees a map as a pointer to it."""
+    kinds = ["u32*" if kind == "map" else kind for kind in signature.split()]
+    return [types.CPointer(_numba(a[:-1])) if a.endswith("*") else _numba(a) for a in kinds]
 
 
 def device(function: Callable) -> Any:
@@ -145,9 +147,11 @@ class CudaKernel:
     """A kernel before compilation.
 
     name: unique among kernels and parameters (it names the cached machine code).
-    signature: argument types, as in "u32* i32* f32": words, 32-bit and 64-bit integers, floats, pointers to them (or to u16).
+    signature: argument types, as in "u32* i32* f32": words, 32-bit and 64-bit integers, floats, pointers to them (or to
+    u16), and "map", a tensor map of 128 bytes.
     threads: threads a block. min_blocks: blocks that must fit on a multiprocessor at once (bounds the registers; 0: free).
     shared_bytes: dynamic shared memory a block.
+    hopper_only: it has instructions (wgmma, setmaxnreg) that compute capability 9.0 has and no later one.
     """
 
     name: str
@@ -156,6 +160,7 @@ class CudaKernel:
     threads: int
     min_blocks: int = 0
     shared_bytes: int = 0
+    hopper_only: bool = False
 
     def simulate(self, grid: tuple[int, int], *arguments: Any) -> None:
         """Run in numba's simulator; arrays are NumPy arrays of the pointed-to type, changed in place."""
@@ -173,8 +178,14 @@ class CudaKernel:
         """PTX text for compute capability `cc`. Needs numba-cuda and its compiler wheels, but no GPU."""
         if SIM:
             raise RuntimeError("no PTX in the simulator: unset NUMBA_ENABLE_CUDASIM")
-        signature = types.void(*numba_types(self.signature))
-        text, _ = cuda.compile(self.function, signature, cc=cc, device=False, abi="numba", output="ptx", fastmath=True)
+        if self.hopper_only and cc != (9, 0):
+            raise ValueError(f"kernel {self.name} runs on compute capability 9.0 only, not on {cc[0]}.{cc[1]}")
+        signature, target = types.void(*numba_types(self.signature)), (*cc, "a") if self.hopper_only else cc
+        text, _ = cuda.compile(
+            self.function, signature, cc=target, device=False, abi="numba", output="ptx", fastmath=True
+        )
+        for index, kind in enumerate(self.signature.split()):
+            text = _map_by_value(text, index) if kind == "map" else text
         return _with_bounds(text if cc >= (9, 0) else _without_overlap(text), self.threads, self.min_blocks)
 
 
@@ -182,6 +193,17 @@ def _without_overlap(text: str) -> str:
     """Leave out what cards before Hopper do not have, and kernels that start one after the other do not need."""
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if "griddepcontrol." not in line)
+
+
+def _map_by_value(text: str, index: int) -> str:
+    """Let pointer parameter `index` of a PTX text be 128 bytes that travel with the launch, and the pointer their address."""
+    pointer = r"\.param \.u64 (?:\.ptr (?:\.align \d+ )?)?"
+    found = re.search(rf"{pointer}(\w+_param_{index})\b", text)
+    if found is None:
+        raise ValueError(f"the PTX has no pointer as parameter {index}")
+    text = re.sub(rf"{pointer}{found[1]}\b", f".param .align 64 .b8 {found[1]}[128]", text)
+    load = rf"ld\.param\.[ub]64\s+(%rd\d+), \[{found[1]}\];"
+    return re.sub(load, rf"mov.b64 \1, {found[1]};\n\tcvta.param.u64 \1, \1;", text)
 
 
 def _with_bounds(text: str, threads: int, min_blocks: int) -> str:
@@ -192,7 +214,7 @@ def _with_bounds(text: str, threads: int, min_blocks: int) -> str:
 
 
 def kernel(
-    signature: str, threads: int, name: str, min_blocks: int = 0, shared_bytes: int = 0
+    signature: str, threads: int, name: str, min_blocks: int = 0, shared_bytes: int = 0, hopper_only: bool = False
 ) -> Callable[[Callable], CudaKernel]:
     """Decorator: describe a Python function as a kernel (see `CudaKernel`)."""
-    return lambda function: CudaKernel(name, function, signature, threads, min_blocks, shared_bytes)
+    return lambda function: CudaKernel(name, function, signature, threads, min_blocks, shared_bytes, hopper_only)

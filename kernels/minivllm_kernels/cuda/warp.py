@@ -33,15 +33,15 @@ except ImportError:  # numba alone: enough to import, not to compile for a curre
     from numba.core.typing import signature
     from numba.extending import intrinsic
 
-LLVM: dict[str, Any] = {"f32": ir.FloatType(), "u32": ir.IntType(32), "i32": ir.IntType(32)}
-NUMBA: dict[str, Any] = {"f32": types.float32, "u32": types.uint32, "i32": types.int32}
-REGISTER = {"f32": "f", "u32": "r", "i32": "r"}
+LLVM: dict[str, Any] = {"f32": ir.FloatType(), "u32": ir.IntType(32), "i32": ir.IntType(32), "i64": ir.IntType(64)}
+NUMBA: dict[str, Any] = {"f32": types.float32, "u32": types.uint32, "i32": types.int32, "i64": types.int64}
+REGISTER = {"f32": "f", "u32": "r", "i32": "r", "i64": "l"}
 
 
 def ptx(text: str, result: str = "", arguments: str = "", effect: bool = False) -> Any:
     """A kernel function made of inline PTX.
 
-    `result` and `arguments` are types separated by spaces: f32, u32, i32, or ptr (a pointer and an index).
+    `result` and `arguments` are types separated by spaces: f32, u32, i32, i64, or ptr (a pointer and an index).
     Several results come back as a tuple.
     """
     results, wanted = result.split(), arguments.split()

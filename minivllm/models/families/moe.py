@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from minivllm.models.families.dense import granite
 from minivllm.models.mixers.base import MixerSpec
 from minivllm.models.mixers.mlp import GatedMLPSpec
 from minivllm.models.mixers.moe import MoESpec, RouterSpec
@@ -122,3 +123,23 @@ def olmoe(r: ConfigReader) -> DecoderSpec:
     common = read_common(r) | {"norm_eps": r.get("rms_norm_eps", 1e-5)}
     layers = (LayerSpec(mixer=attention, mlp=moe),) * r.need("num_hidden_layers")
     return DecoderSpec(**common, layers=layers, unpack=STACKED)
+
+
+@family("GraniteMoeForCausalLM", "granitemoe")
+def granitemoe(r: ConfigReader) -> DecoderSpec:
+    """Granite with experts, which its checkpoints stack."""
+    router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), normalize=True, name="block_sparse_moe.router.layer")
+    moe = read_experts(r, 8, r.need("intermediate_size"), router)
+    weights = {part: f"mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")}
+    base = granite(r)
+    return replace(
+        base,
+        layers=tuple(replace(layer, mlp=moe) for layer in base.layers),
+        unpack=(
+            each_expert("block_sparse_moe.input_linear.weight", weights["gate"], weights["up"]),
+            each_expert("block_sparse_moe.output_linear.weight", weights["down"]),
+            each_expert("block_sparse_moe.experts.gate_up_proj", weights["gate"], weights["up"]),
+            each_expert("block_sparse_moe.experts.down_proj", weights["down"]),
+            Unpack("block_sparse_moe.router.weight", lambda t: {f"{router.name}.weight": t}),
+        ),
+    )

@@ -55,6 +55,10 @@ class LinearMethod(Module):
     def apply(self, x: Tensor) -> Tensor:
         """x [T, inputs] to [T, outputs]."""
 
+    def replaced(self, method: "LinearMethod") -> "LinearMethod":
+        """What the layer has when `method` takes this one's place: `method`, or a wrapper that goes on around it."""
+        return method
+
     @property
     @abstractmethod
     def weight(self) -> Tensor:

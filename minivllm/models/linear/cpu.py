@@ -144,8 +144,9 @@ class CPULinear(TorchLinear):
         else:
             self.weights["weight"], bits = weight, BITS[weight.dtype]
             self.out_dtype, self.max_rows = None, self._max_rows(weight.dtype, tiles=False)
-            sizes = (self.outputs, self.inputs, bits, bits)
-            self._kernel: FewRowsKernel = RowMajorMatmul(weight.data_ptr(), *sizes, self._bias_address())
+            self._kernel: FewRowsKernel = RowMajorMatmul(
+                weight.data_ptr(), self.outputs, self.inputs, bits, self._bias_address()
+            )
 
     def _pack_block(self) -> int | None:
         return onednn_block(self.outputs, self.inputs)

@@ -162,7 +162,7 @@ class Linear(Module):
         method = self._make(name)
         method.weights = {"weight": weight} | ({} if bias is None else {"bias": bias})
         method.process_weights_after_loading()
-        self.method, self.method_name = method, name
+        self.method, self.method_name = self.method.replaced(method), name
 
     def part(self, name: str, kind: str = "weight") -> Tensor:
         """The slice of one part, as a view to load into. `kind`: a name in the method's `weights`.

@@ -34,6 +34,7 @@ class SelfAttentionSpec(TokenMixerSpec):
         qk_norm: an RMS norm of queries and keys before the rotation; of each head, or with `qk_norm_over_projection` of
             all query heads as one vector, and all key heads as another.
         q, k, v, o, q_norm, k_norm: names of the weights in a checkpoint, after the layer's prefix.
+        qkv: name of the weight that holds those of q, k and v below each other, if the checkpoint has it so.
     """
 
     num_heads: int
@@ -54,6 +55,7 @@ class SelfAttentionSpec(TokenMixerSpec):
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    qkv: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -66,8 +68,9 @@ class SelfAttentionSpec(TokenMixerSpec):
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """See `MixerSpec`."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = {self.q: q, self.k: kv, self.v: kv} if self.qkv is None else {self.qkv: q + 2 * kv}
         return {
-            "qkv": LinearSpec(hidden_size, {self.q: q, self.k: kv, self.v: kv}, self.qkv_bias),
+            "qkv": LinearSpec(hidden_size, parts, self.qkv_bias),
             "o": LinearSpec(q, {self.o: hidden_size}, self.o_bias),
         }
 

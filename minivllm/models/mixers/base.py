@@ -13,7 +13,7 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, AttentionSpec
 from minivllm.core.config import KVCacheSpec
 from minivllm.core.module import Module
-from minivllm.models.layers import RMSNorm
+from minivllm.models.layers import LayerNorm, RMSNorm
 from minivllm.models.linear.layer import Linear, method_or_torch
 from minivllm.models.ops.base import LayerOps
 from minivllm.models.rope import RopeSpec
@@ -80,6 +80,7 @@ class Builder:
         linear_method: name of the `LinearMethod` of every linear layer that it can be used for; the rest get torch's.
         kv_dtype: of the cache, see `AttentionSpec`.
         norm_offset: see `RMSNorm`.
+        layer_norm, norm_bias: norms are layer norms, with a bias or without.
     """
 
     hidden_size: int
@@ -91,11 +92,16 @@ class Builder:
     dtype: torch.dtype
     device: torch.device
     kv_dtype: torch.dtype | None = None
+    layer_norm: bool = False
+    norm_bias: bool = False
 
-    def norm(self, size: int | None = None) -> RMSNorm:
-        """An RMS norm, of hidden states if no size is given."""
+    def norm(self, size: int | None = None) -> RMSNorm | LayerNorm:
+        """A norm of the model's kind, of hidden states if no size is given."""
+        size = size or self.hidden_size
+        if self.layer_norm:
+            return LayerNorm(size, self.norm_eps, dtype=self.dtype, device=self.device, bias=self.norm_bias)
         how = {"dtype": self.dtype, "device": self.device, "offset": self.norm_offset}
-        return RMSNorm(size or self.hidden_size, self.norm_eps, self.ops, **how)  # type: ignore[arg-type]
+        return RMSNorm(size, self.norm_eps, self.ops, **how)  # type: ignore[arg-type]
 
     def linear(self, spec: LinearSpec, **kwargs: Any) -> Linear:
         """A linear layer, its weights still to be loaded."""

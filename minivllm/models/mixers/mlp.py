@@ -10,7 +10,16 @@ from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, register_mixer
 from minivllm.models.ops.torch import ACTIVATIONS
 
-__all__ = ["GatedMLP", "GatedMLPSpec"]
+__all__ = ["MLP", "GatedMLP", "GatedMLPSpec", "MLPSpec", "check_mlp"]
+
+
+def check_mlp(size: int, activation: str) -> None:
+    """Raise ValueError for parameters that no MLP can have."""
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"intermediate_size must be a whole number of at least 1, got {size!r}")
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"activation {activation!r} is not supported; supported: {known}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +31,7 @@ class GatedMLPSpec(MixerSpec):
         activation: a name in `ACTIVATIONS`.
         bias: of all three linear layers.
         gate, up, down: names of the weights in a checkpoint, after the layer's prefix.
+        gate_up: name of the weight that holds gate and up below each other, if the checkpoint has it so.
     """
 
     intermediate_size: int
@@ -30,20 +40,17 @@ class GatedMLPSpec(MixerSpec):
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    gate_up: str | None = None
 
     def __post_init__(self) -> None:
-        size = self.intermediate_size
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"intermediate_size must be a whole number of at least 1, got {size!r}")
-        if self.activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation {self.activation!r} is not supported; supported: {known}")
+        check_mlp(self.intermediate_size, self.activation)
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """See `MixerSpec`."""
         inner = self.intermediate_size
+        parts = {self.gate: inner, self.up: inner} if self.gate_up is None else {self.gate_up: 2 * inner}
         return {
-            "gate_up": LinearSpec(hidden_size, {self.gate: inner, self.up: inner}, self.bias),
+            "gate_up": LinearSpec(hidden_size, parts, self.bias),
             "down": LinearSpec(inner, {self.down: hidden_size}, self.bias),
         }
 
@@ -63,3 +70,41 @@ class GatedMLP(Mixer):
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
         return self.down(self.ops.gated_linear(x, self.gate_up, self.activation))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec(MixerSpec):
+    """Parameters of `MLP`. Attributes as those of `GatedMLPSpec`."""
+
+    intermediate_size: int
+    activation: str
+    bias: bool = False
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+
+    def __post_init__(self) -> None:
+        check_mlp(self.intermediate_size, self.activation)
+
+    def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
+        """See `MixerSpec`."""
+        return {
+            "up": LinearSpec(hidden_size, {self.up: self.intermediate_size}, self.bias),
+            "down": LinearSpec(self.intermediate_size, {self.down: hidden_size}, self.bias),
+        }
+
+
+@register_mixer(MLPSpec)
+class MLP(Mixer):
+    """`down(activation(up(x)))`."""
+
+    capturable = True
+    up: Linear
+    down: Linear
+
+    def __init__(self, spec: MLPSpec, builder: Builder) -> None:
+        super().__init__(spec, builder)
+        self.activation = spec.activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] to the same shape."""
+        return self.down(self.ops.activate(self.up(x), self.activation))

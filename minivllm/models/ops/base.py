@@ -96,6 +96,10 @@ class LayerOps(Module):
         """`activation(gate) * up`, [T, n], of the two halves of `gate_up(x)` [T, 2 n]."""
 
     @abstractmethod
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """`activation(x)`, [T, n]."""
+
+    @abstractmethod
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of each row of logits [R, V], of equals the first: int64 [R]; and whether it is finite: bool [R]."""
 

@@ -102,7 +102,7 @@ class CapturedCPUSteps:
     Whatever was captured is thrown away when `generation` says that a part of some model was changed.
 
     Args:
-        model: whose layers are captured; has `embedding`, `embedding_scale` and `ropes`.
+        model: whose layers are captured; has `embedding`, `embed`, `lora` and `ropes`.
         run: its layers.
 
     Attributes:
@@ -115,7 +115,7 @@ class CapturedCPUSteps:
         self.problem: str | None = None
         self.refused: dict[int, str] = {}
         self._arena, self._scratch, self._busy = Arena(), Scratch(), threading.Lock()
-        self._programs: dict[int, _Captured | None] = {}
+        self._programs: dict[tuple[int, bool], _Captured | None] = {}
         self._generation, self._bound_to = -1, list[object]()
 
     def run(
@@ -134,9 +134,10 @@ class CapturedCPUSteps:
         try:
             if not self._valid(kv_caches, plans):
                 return None
-            if rows not in self._programs:
-                self._programs[rows] = self._capture(rows, kv_caches, plans)
-            captured = self._programs[rows]
+            key = rows, self.model.lora is not None and self.model.lora.active  # without adapters less is launched
+            if key not in self._programs:
+                self._programs[key] = self._capture(rows, kv_caches, plans)
+            captured = self._programs[key]
             return None if captured is None else self._replay(captured, token_ids, positions, plans)
         finally:
             self._busy.release()
@@ -193,9 +194,7 @@ class CapturedCPUSteps:
     @torch.no_grad()
     def _replay(self, captured: _Captured, token_ids: Tensor, positions: Tensor, plans: Sequence[Any]) -> Tensor:
         model, rows, program = self.model, len(token_ids), captured.program
-        torch.index_select(model.embedding, 0, token_ids, out=self._stream[:rows])
-        if model.embedding_scale != 1.0:
-            self._stream[:rows] *= model.embedding_scale
+        model.embed(token_ids, positions, self._stream[:rows])
         for rope, tables in zip(model.ropes, self._tables, strict=True):
             if tables is not None:
                 tables[0, :rows], tables[1, :rows] = rope(positions, model.embedding.dtype)

@@ -21,6 +21,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
 
@@ -69,12 +70,16 @@ class TorchOps(LayerOps):
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
         """See `LayerOps`."""
         gate, up = gate_up(x).chunk(2, -1)
+        return self.activate(gate, activation).mul_(up)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """See `LayerOps`."""
         function = ACTIVATIONS[activation]
         if self.batch_invariant and x.device.type == "cpu":
             # on all rows at once, a vectorised function splits them among threads, and rounds the last few numbers of
             # each thread's share with other instructions than the rest
-            return torch.stack([function(row) for row in gate]).mul_(up)
-        return function(gate).mul_(up)
+            return torch.stack([function(row) for row in x])
+        return function(x)
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerOps`."""

@@ -1,7 +1,7 @@
 // Questions about a run: the reader chooses, the trace judges, and the shared cursor goes to the step.
 import { button, h, uniqueId } from "./ui.js";
 
-const TITLES = { preempted: "Who gives way?", evicted: "Whose content goes?", steps: "How many steps?" };
+const TITLES = { preempted: "Who is preempted?", evicted: "Whose content goes?", steps: "How many steps?" };
 
 export async function render(card, data, context) {
   const { cursor } = context;

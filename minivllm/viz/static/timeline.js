@@ -809,6 +809,7 @@ const SHORT = {
   "a running request had just lost its blocks; nobody is admitted in such a step": ["P", "a preemption"],
   "as many prompts were half done as max_num_partial_prefills allows": ["H", "half-done prompts"],
   "the rest of the budget is too small for the whole prompt, and enable_chunked_prefill is off": ["W", "a whole prompt's budget"],
+  "as many adapters were in use as max_loras allows": ["L", "max_loras"],
   "the policy gave it no tokens": ["Y", "the policy"],
 };
 const shortReason = (words) => SHORT[words] ?? ["?", words];

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from chapter import chapter_cells
 from paged_numpy import PagedCase
 
 from minivllm_kernels.cuda import decode, planning
 from minivllm_kernels.cuda.planning import AttentionShape
 
+RUNGS = chapter_cells("numba_kernels/cuda/decode", "online_softmax", "one_query", "naive", "fma_parts")
 TOLERANCE = {"bfloat16": 4e-3, "float16": 8e-4}
 
 
@@ -26,7 +28,7 @@ def case_and_plan(shape, lens, *, chunk=10**6, window=None, cap=None, kv_heads=1
 def test_naive(dtype, dim, group, block, cap):
     shape = AttentionShape(dtype, dim, group, block, cap is not None)
     case, plan = case_and_plan(shape, [11, 1], cap=cap)
-    assert case.decode_error(decode.naive(shape), group, plan) < TOLERANCE[dtype]
+    assert case.decode_error(RUNGS.naive(shape), group, plan) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
@@ -37,8 +39,8 @@ def test_fma(dtype, dim, group, block, window, cap):
     shape = AttentionShape(dtype, dim, group, block, cap is not None)
     case, plan = case_and_plan(shape, [37, 5], chunk=1, window=window, cap=cap)
     assert plan.slots
-    kernel = decode.fma_split_kv(shape, warps=2)
-    assert case.decode_error(kernel, decode.fma_parts(shape), plan) < TOLERANCE[dtype]
+    kernel = RUNGS.fma_split_kv(shape, warps=2)
+    assert case.decode_error(kernel, RUNGS.fma_parts(shape), plan) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_mma_of_an_fp8_cache(dtype, dim, group, block, window, cap, kv_heads, wa
     case, plan = case_and_plan(shape, [52, 3], chunk=2, **more)
     kernel = decode.mma_split_kv(shape, warps=warps)
     assert case.decode_error(kernel, kv_heads * decode.mma_parts(shape), plan) < TOLERANCE[dtype]
-    for rung in (decode.naive, decode.fma_split_kv):
+    for rung in (RUNGS.naive, RUNGS.fma_split_kv):
         with pytest.raises(ValueError, match="an fp8 cache is read by the mma kernels only"):
             rung(shape)
 
@@ -83,4 +85,4 @@ def test_the_case_notices_a_kernel_that_reads_too_far():
     shape = AttentionShape("bfloat16", 64, 1, 16)
     case, plan = case_and_plan(shape, [5])
     plan.items[0, 3] += 1
-    assert not case.decode_error(decode.naive(shape), 1, plan) < 1
+    assert not case.decode_error(RUNGS.naive(shape), 1, plan) < 1

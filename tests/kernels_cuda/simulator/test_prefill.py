@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+from chapter import chapter_cells
 from paged_numpy import PagedCase
 
 from minivllm_kernels.cuda import planning, prefill
 from minivllm_kernels.cuda.planning import AttentionShape
 
+DECODE = chapter_cells("numba_kernels/cuda/decode", "online_softmax", "one_query", "naive")
+PREFILL = chapter_cells("numba_kernels/cuda/prefill", "fma_tiles")
 TOLERANCE = {"bfloat16": 4e-3, "float16": 8e-4}
 
 
@@ -26,14 +29,19 @@ def error(rung, tile_rows, shape, query_lens, seq_lens, *, window=None, chunk=No
 
 
 def test_naive():
-    shape = AttentionShape("bfloat16", 80, 3, 8)
-    assert error(prefill.naive(shape), 1, shape, [3, 1], [10, 2], window=6) < TOLERANCE["bfloat16"]
+    """Rung 1 is that of decode, with a work item for each query token."""
+    shape, window = AttentionShape("bfloat16", 80, 3, 8), 6
+    case = PagedCase(shape, [3, 1], [10, 2], first_key=lambda position: max(0, position - window + 1))
+    ends = np.array([8, 9, 10, 2])
+    items, slots = planning.cut(np.arange(4), np.array([0, 0, 0, 1]), np.maximum(ends - window, 0), ends, 10**6)
+    assert slots == 0
+    assert case.decode_error(DECODE.naive(shape), shape.group, planning.DecodePlan(items, 0, 1)) < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("dtype, dim, group, block, window", [("float16", 64, 2, 16, None), ("bfloat16", 80, 3, 8, 9)])
 def test_fma(dtype, dim, group, block, window):
     shape = AttentionShape(dtype, dim, group, block)
-    assert error(prefill.fma_tiles(shape), prefill.FMA_ROWS, shape, [6, 1], [21, 7], window=window) < TOLERANCE[dtype]
+    assert error(PREFILL.fma_tiles(shape), PREFILL.FMA_ROWS, shape, [6, 1], [21, 7], window=window) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(

@@ -36,35 +36,28 @@ bit-identical in any batch.
 jit = njit(error_model="numpy")
 
 
-def make_write_row(lanes: int, bits: int, out_bits: int = 0, scaled: bool = False) -> Any:
-    """A function that writes one row of an item's sums: scaled, with the bias, rounded to `bits`. ``out_bits``: of the memory
-    that it writes to, `bits` if 0."""
+def make_write_row(lanes: int, bits: int, out_bits: int = 0) -> Any:
+    """A function that writes one row of an item's sums: with the bias, rounded to `bits`. ``out_bits``: of the memory that it
+    writes to, `bits` if 0."""
     out_bits = out_bits or bits
-    write_many, write_one = (_make_write(n, bits < out_bits, scaled) for n in (lanes, 1))
+    write_many, write_one = (_make_write(n, bits < out_bits) for n in (lanes, 1))
 
     @jit
     def write_row(args, sums, row, begin, end):
-        out, scales, bias, to = (
-            floats_at(args[layout.OUT], out_bits),
-            args[layout.SCALES],
-            args[layout.BIAS],
-            row * args[layout.OUTPUTS],
-        )
+        out, bias, to = floats_at(args[layout.OUT], out_bits), args[layout.BIAS], row * args[layout.OUTPUTS]
         whole = begin + (end - begin) // lanes * lanes
         for n in range(begin, whole, lanes):
-            write_many(out, to + n, sums, n - begin, scales, bias, n)
+            write_many(out, to + n, sums, n - begin, bias, n)
         for n in range(whole, end):
-            write_one(out, to + n, sums, n - begin, scales, bias, n)
+            write_one(out, to + n, sums, n - begin, bias, n)
 
     return write_row
 
 
-def _make_write(lanes: int, rounded: bool, scaled: bool) -> Any:
+def _make_write(lanes: int, rounded: bool) -> Any:
     @jit
-    def write(out, to, sums, i, scales, bias, n):
+    def write(out, to, sums, i, bias, n):
         value = load(sums, i, lanes)
-        if scaled and scales != 0:
-            value = value * load(floats_at(scales, 32), n, lanes)
         if bias != 0:
             value = value + load(floats_at(bias, 32), n, lanes)
         store(out, to, as_bf16(value) if rounded else value)
@@ -122,20 +115,20 @@ def _find_outputs(args, item):
     return item * chunk, min(item * chunk + chunk, args[layout.OUTPUTS]), chunk + 2 * MARGIN
 
 
-def make_tile(rows: int, outputs: int, w_bits: int, lanes: int) -> Any:
+def make_tile(rows: int, outputs: int, bits: int, lanes: int) -> Any:
     """A function for `rows` rows and the outputs of an item, `outputs` at once."""
     L, N, SUMS = lanes, outputs, rows * outputs
 
     @jit
     def tile(args, item, mine, r, sums):
         """sums[i * stride + n] = mine[r + i] . weight[n]."""
-        weight, inputs, last = floats_at(args[layout.WEIGHT], w_bits), args[layout.INPUTS], args[layout.OUTPUTS] - N
+        weight, inputs, last = floats_at(args[layout.WEIGHT], bits), args[layout.INPUTS], args[layout.OUTPUTS] - N
         begin, end, stride = _find_outputs(args, item)
         at = r * inputs
         for n in range(begin, end, N):
             first = min(n, last)
             w, products = first * inputs, tile_zeros(SUMS, L)
-            if w_bits == 16:
+            if bits == 16:
                 for k in range(0, inputs, 2 * L):
                     prefetch_rows(weight, w + N * inputs + k, inputs, N)
                     even = load_halves(weight, w + k, inputs, N, 0, L)
@@ -152,21 +145,21 @@ def make_tile(rows: int, outputs: int, w_bits: int, lanes: int) -> Any:
     return tile
 
 
-def matmul(w_bits: int, x_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
-    """Body of the kernel for weights of `w_bits` (32, 16 or 8) and rows of `x_bits`. Arguments: see `layout.RowMajorMatmul`."""
-    L, STEP = lanes, 2 * lanes if w_bits == 16 else lanes
-    tiles = [make_tile(n, tile_outputs(n, registers), w_bits, lanes) for n in TILE_ROWS]
+def matmul(bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
+    """Body of the kernel for weights and rows of `bits` (32 or 16). Arguments: see `layout.RowMajorMatmul`."""
+    L, STEP = lanes, 2 * lanes if bits == 16 else lanes
+    tiles = [make_tile(n, tile_outputs(n, registers), bits, lanes) for n in TILE_ROWS]
 
     @jit
     def take_row(args, row, mine, r):
         """A row as float32, in the order in which the weights will come."""
-        x, inputs = floats_at(args[layout.X], x_bits), args[layout.INPUTS]
+        x, inputs = floats_at(args[layout.X], bits), args[layout.INPUTS]
         for k in range(0, inputs, STEP):
-            if w_bits == 16:
+            if bits == 16:
                 even, odd = load_unzipped(x, row * inputs + k, 2, L)
                 store(mine, r * inputs + k, even)
                 store(mine, r * inputs + k + L, odd)
             else:
                 store(mine, r * inputs + k, load(x, row * inputs + k, L))
 
-    return matmul_loop(_find_outputs, take_row, tiles, make_write_row(lanes, x_bits, scaled=True), MARGIN)
+    return matmul_loop(_find_outputs, take_row, tiles, make_write_row(lanes, bits), MARGIN)

@@ -88,9 +88,9 @@ def chunk_outputs(outputs: int, threads: int) -> int:
     return min(max(-(-outputs // (8 * threads * 8)) * 8, 8), 256)
 
 
-def row_major_problem(inputs: int, outputs: int, w_bits: int) -> str | None:
+def row_major_problem(inputs: int, outputs: int, bits: int) -> str | None:
     """Why the kernel cannot multiply with a weight of [outputs, inputs], or None."""
-    unit = 8 if w_bits == 16 else 4
+    unit = 8 if bits == 16 else 4
     if inputs % unit:
         return f"{inputs} inputs are not a multiple of {unit}"
     if outputs < 8:
@@ -108,24 +108,19 @@ class RowMajorMatmul(Matmul):
 
     Args:
         weight: address of contiguous [outputs, inputs]; the memory must outlive this object.
-        w_bits: 32 (float32), 16 (bf16) or 8 (int8).
-        x_bits: of the rows and results: the weight's, or for int8 either.
-        bias, scales: addresses of float32 [outputs], or 0.
+        bits: of the weight, the rows and the results: 32 (float32) or 16 (bf16).
+        bias: address of float32 [outputs], or 0.
 
     Raises:
-        ValueError: no kernel for these sizes or formats.
+        ValueError: no kernel for these sizes.
     """
 
-    def __init__(
-        self, weight: int, outputs: int, inputs: int, w_bits: int, x_bits: int, bias: int = 0, scales: int = 0
-    ) -> None:
-        if problem := row_major_problem(inputs, outputs, w_bits):
+    def __init__(self, weight: int, outputs: int, inputs: int, bits: int, bias: int = 0) -> None:
+        if problem := row_major_problem(inputs, outputs, bits):
             raise ValueError(problem)
-        if w_bits not in (8, x_bits) or x_bits not in (16, 32):
-            raise ValueError(f"weights of {w_bits} bits cannot be multiplied with rows of {x_bits}")
-        lanes = math.gcd(host_lanes(), inputs // 2 if w_bits == 16 else inputs)
-        compiled = kernel("minivllm_kernels.cpu.matmul.gemv:matmul", w_bits, x_bits, lanes, host_registers())
-        super().__init__(compiled, 0, outputs, inputs, x_bits, x_bits, weight, bias, scales, 0)
+        lanes = math.gcd(host_lanes(), inputs // 2 if bits == 16 else inputs)
+        compiled = kernel("minivllm_kernels.cpu.matmul.gemv:matmul", bits, lanes, host_registers())
+        super().__init__(compiled, 0, outputs, inputs, bits, bits, weight, bias, 0, 0)
 
     def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
         """See `Matmul`. The outputs are cut by the number of threads."""
@@ -271,11 +266,6 @@ class QuantizedMatmul(Matmul):
             wide: for bf16, outputs of a block, a multiple of `ITEM`.
         """
         args = self._dequantize_args
-        args[COUNT], args[OUT], args[FIRST], args[STRIDE], args[WIDE] = (
-            outputs // ITEM,
-            out,
-            first // ITEM,
-            stride,
-            wide,
-        )
+        args[COUNT], args[OUT], args[FIRST] = outputs // ITEM, out, first // ITEM
+        args[STRIDE], args[WIDE] = stride, wide
         run(kernel(*self._dequantize), args, threads)

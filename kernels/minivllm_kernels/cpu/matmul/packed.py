@@ -44,12 +44,8 @@ def make_tile(rows: int, vectors: int, lanes: int) -> Any:
     @jit
     def tile(args, item, mine, r, sums):
         """sums[i * ITEM + n] = mine[r + i] . weight[item * ITEM + n]. A pair of inputs has `stride` numbers."""
-        weight, inputs, block, first = (
-            floats_at(args[layout.WEIGHT], 16),
-            args[layout.INPUTS],
-            args[layout.BLOCK],
-            item * ITEM,
-        )
+        weight, inputs = floats_at(args[layout.WEIGHT], 16), args[layout.INPUTS]
+        block, first = args[layout.BLOCK], item * ITEM
         start, stride, at = first // block * block * args[layout.PADDED] + first % block * 2, 2 * block, r * inputs
         for n in range(0, ITEM, V * L):
             w, even, odd = start + 2 * n, tile_zeros(SUMS, L), tile_zeros(SUMS, L)

@@ -1,0 +1,268 @@
+"""LoRA as a wrapper of linear methods: slots, rows grouped by adapter."""
+
+# Generated from nbs/lora/linear.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import importlib.util
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.lora.adapter import Adapter, LoRAWeights
+from minivllm.models.decoder import Decoder
+from minivllm.models.linear.base import LinearMethod
+from minivllm.models.linear.layer import Linear
+
+__all__ = ["CHUNK", "RANKS", "LoRABatch", "LoRALinear", "LoRAModel"]
+
+
+class LoRABatch:
+    """The slots of the rows that are computed next. Shared by all layers of a model.
+
+    Args:
+        max_rows: most rows of a step.
+
+    Attributes:
+        active: whether any row has an adapter.
+        order: int64 [max_rows], the rows that have one, sorted by slot; `used[0]` of them.
+        slots: int64 [max_rows], the slot of each of those.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.order, self.slots, self.used = (np.zeros(n, np.int64) for n in (max_rows, max_rows, 1))
+        self.active, self.device = False, device
+        self._groups: list[tuple[int, Tensor]] | None = None
+
+    def set(self, slots: npt.NDArray[np.int64]) -> None:
+        """slots: of each row, -1 for no adapter."""
+        self.active = bool((slots >= 0).any())
+        self._groups = None
+        if self.active:
+            order = np.argsort(slots, kind="stable")
+            order = order[np.count_nonzero(slots < 0) :]
+            self.used[0] = len(order)
+            self.order[: len(order)], self.slots[: len(order)] = order, slots[order]
+
+    @property
+    def groups(self) -> list[tuple[int, Tensor]]:
+        """(slot, its rows, int64) of each slot in use."""
+        if self._groups is None:
+            used = int(self.used[0])
+            slots, starts = np.unique(self.slots[:used], return_index=True)
+            rows = torch.from_numpy(self.order[:used].copy()).to(self.device)
+            sizes = np.diff([*starts, used]).tolist()
+            self._groups = list(zip(slots.tolist(), rows.split(sizes), strict=True))
+        return self._groups
+
+
+_BITS = {torch.float32: 32, torch.bfloat16: 16}
+RANKS = 8
+"""Ranks are padded to a multiple of this: what the kernels multiply at once."""
+
+
+def _of_base(name: str) -> Any:
+    """What a layer says of its weight is what the base method says."""
+
+    def get(self: Any) -> Any:
+        return getattr(self.base, name)
+
+    def put(self: Any, value: Any) -> None:
+        setattr(self.base, name, value)
+
+    return property(get, put)
+
+
+class LoRALinear(LinearMethod):
+    """Another method, and what the adapters add to it.
+
+    Args:
+        linear: the layer whose method is wrapped.
+        batch: which row has which adapter.
+        max_loras, max_rank: slots, and the largest rank of one.
+        invariant: a row's result must have the same bits in any batch.
+    """
+
+    capturable = True
+    weights, weight, bias, memory, out_dtype, dims = map(
+        _of_base, ("weights", "weight", "bias", "memory", "out_dtype", "dims")
+    )
+
+    def __init__(self, linear: Linear, batch: LoRABatch, max_loras: int, max_rank: int, invariant: bool) -> None:
+        self.base, self._batch, self._invariant = linear.method, batch, invariant
+        self._parts, self._inputs, self._outputs = linear.parts, linear.in_features, linear.out_features
+        self._dtype, self._device = linear.dtype, linear.device
+        self._slots, self._rank = max_loras, -(-max_rank // RANKS) * RANKS
+        ends = np.cumsum([0, *linear.parts.values()]).tolist()
+        self._spans = list(itertools.pairwise(ends))
+        self._a: Tensor | None = None
+        self._kernels: _CPUKernels | None = None
+
+    def problem(self, *about: Any) -> str | None:
+        """See `LinearMethod`."""
+        return self.base.problem(*about)
+
+    def create_weights(self, *sizes: Any, **how: Any) -> None:
+        """See `LinearMethod`."""
+        self.base.create_weights(*sizes, **how)
+
+    def process_weights_after_loading(self) -> None:
+        """See `LinearMethod`."""
+        self.base.process_weights_after_loading()
+
+    def replaced(self, method: LinearMethod) -> LinearMethod:
+        """See `LinearMethod`: the adapters stay."""
+        self.base = method
+        return self
+
+    def _allocate(self) -> None:
+        """Room for the slots. Sets attributes, so steps that were captured before are thrown away."""
+        parts, how = len(self._parts), dict[str, Any](dtype=self._dtype, device=self._device)
+        self._b = torch.zeros(self._slots, self._rank, self._outputs, **how)
+        self._ranks = np.zeros((self._slots, parts), np.int64)
+        self._a = torch.zeros(self._slots, parts, self._rank, self._inputs, **how)
+        if self._device.type == "cpu" and self._dtype in _BITS and importlib.util.find_spec("numba") is not None:
+            sizes = (self._inputs, self._outputs, self._rank)
+            self._kernels = _CPUKernels(self._batch, self._a, self._b, self._ranks, self._spans, sizes)
+
+    def set_slot(self, slot: int, weights: Mapping[str, LoRAWeights]) -> None:
+        """Put an adapter's weights, by the names of the parts, into a slot, in place of what it held."""
+        if self._a is None and not weights:
+            return
+        if self._a is None:
+            self._allocate()
+        assert self._a is not None
+        self._ranks[slot] = 0
+        for i, (part, (start, end)) in enumerate(zip(self._parts, self._spans, strict=True)):
+            if (new := weights.get(part)) is not None:
+                rank = len(new.a)
+                self._a[slot, i].zero_()[:rank] = new.a
+                self._b[slot, :, start:end].zero_()[:rank] = new.b.T
+                self._ranks[slot, i] = -(-rank // RANKS) * RANKS
+
+    def apply(self, x: Tensor) -> Tensor:
+        """See `LinearMethod`."""
+        out = self.base.apply(x)
+        if self._a is None or not self._batch.active:
+            return out
+        if self._kernels is not None:
+            self._kernels.add(x, out)
+            return out
+        for slot, rows in self._batch.groups:
+            self._add(slot, rows, x, out)
+        return out
+
+    def _add(self, slot: int, rows: Tensor, x: Tensor, out: Tensor) -> None:
+        """What the adapter of one slot adds to its rows: torch, and easy to read."""
+        assert self._a is not None
+        rank = int(self._ranks[slot].max())
+        if not rank:
+            return
+        size = 16 if self._invariant else len(rows)  # every matmul of one shape: see `BatchInvariantLinear`
+        for some in rows.split(size):
+            picked = F.pad(x[some], (0, 0, 0, size - len(some)))
+            shrunk = F.linear(picked, self._a[slot, :, :rank].reshape(-1, self._inputs)).view(size, -1, rank)
+            for i, (start, end) in enumerate(self._spans):
+                if self._ranks[slot, i]:
+                    more = (shrunk[:, i] @ self._b[slot, :rank, start:end])[: len(some)]
+                    out[:, start:end].index_add_(0, some, more.to(out.dtype))
+
+
+CHUNK = 128
+"""Outputs of a work item of `expand`."""
+
+
+class _CPUKernels:
+    """Shrink and expand for the slots of one layer. sizes: inputs, outputs, room for ranks."""
+
+    def __init__(
+        self,
+        batch: LoRABatch,
+        a: Tensor,
+        b: Tensor,
+        ranks: npt.NDArray[np.int64],
+        spans: Sequence[tuple[int, int]],
+        sizes: tuple[int, int, int],
+    ) -> None:
+        from minivllm_kernels.cpu.compile import host_lanes
+
+        (self._inputs, self._outputs, rank), lanes = sizes, host_lanes()
+        self._bits, self._width = _BITS[a.dtype], len(spans) * rank
+        self._chunks = np.array(
+            [(n, min(n + CHUNK, end), i) for i, (start, end) in enumerate(spans) for n in range(start, end, CHUNK)]
+        )
+        self._lanes = math.gcd(lanes, self._inputs), math.gcd(lanes, *(n for span in spans for n in span))
+        arrays = (batch.order, batch.slots, batch.used, ranks)
+        self._shared = (*(array.ctypes.data for array in arrays), len(spans), rank)
+        self._where, self._alive = (a.data_ptr(), b.data_ptr()), (a, b, arrays)
+
+    def add(self, x: Tensor, out: Tensor) -> None:
+        """out += what each row's adapter makes of x, in place."""
+        from minivllm_kernels.cpu.compile import kernel, pack
+        from minivllm_kernels.cpu.lora import AT_ONCE
+        from minivllm_kernels.cpu.program import LAUNCHER
+
+        x, rows, threads, (a, b) = x.contiguous(), len(x), torch.get_num_threads(), self._where
+        h = x.new_empty(rows, self._width, dtype=torch.float32)
+        first = kernel("minivllm_kernels.cpu.lora:shrink", self._bits, _BITS[x.dtype], self._lanes[0])
+        items = -(-rows // AT_ONCE) * (self._width // RANKS)
+        LAUNCHER.run(first, pack(items, *self._shared, x.data_ptr(), a, h.data_ptr(), self._inputs), threads)
+        second = kernel("minivllm_kernels.cpu.lora:expand", self._bits, _BITS[out.dtype], self._lanes[1])
+        where = (h.data_ptr(), b, out.data_ptr(), self._outputs, self._chunks.ctypes.data)
+        LAUNCHER.run(second, pack(len(self._chunks), *self._shared, *where), threads)
+
+
+class LoRAModel:
+    """The adapter slots of a model. Making one wraps every linear method of the model.
+
+    Args:
+        model: loaded.
+        max_loras, max_rank: slots, and the largest rank.
+        max_rows: most tokens of a step.
+    """
+
+    def __init__(self, model: Decoder, max_loras: int, max_rank: int, max_rows: int) -> None:
+        self.batch, self._invariant = LoRABatch(max_rows, model.device), model.backend.batch_invariant
+        layers = [("", [model.head])]
+        for i, layer in enumerate(model.layers):
+            layers.append((model.spec.names.layer.format(i), [*layer.mixer.linears(), *layer.mlp.linears()]))
+        self._methods: list[tuple[str, Linear, LoRALinear]] = []
+        for prefix, linears in layers:
+            for linear in linears:
+                linear.method = LoRALinear(linear, self.batch, max_loras, max_rank, self._invariant)
+                self._methods.append((prefix, linear, linear.method))
+        self._embedding = model.spec.names.embedding.removesuffix(".weight")
+        self._embeddings: dict[int, tuple[Tensor, Tensor]] = {}
+        model.lora = self
+
+    def set_slot(self, slot: int, adapter: Adapter) -> None:
+        """Copy an adapter into a slot, in place of what it held."""
+        for prefix, linear, wrapped in self._methods:
+            found = {part: adapter.modules.get(prefix + part) for part in linear.parts}
+            wrapped.set_slot(slot, {part: weights for part, weights in found.items() if weights is not None})
+        self._embeddings.pop(slot, None)
+        if (weights := adapter.modules.get(self._embedding)) is not None:
+            device = self.batch.device
+            self._embeddings[slot] = weights.a.T.contiguous().to(device), weights.b.T.contiguous().to(device)
+
+    @property
+    def active(self) -> bool:
+        """Whether a row of what is computed next has an adapter."""
+        return self.batch.active
+
+    def embed(self, token_ids: Tensor, x: Tensor) -> None:
+        """Add to the embeddings x [T, hidden_size] of tokens what the rows' adapters add, in place."""
+        if not self._embeddings or not self.batch.active:
+            return
+        for slot, rows in self.batch.groups:
+            if slot in self._embeddings:
+                a, b = self._embeddings[slot]
+                size = 16 if self._invariant else len(rows)
+                for some in rows.split(size):
+                    picked = F.pad(a[token_ids[some]], (0, 0, 0, size - len(some)))
+                    x.index_add_(0, some, (picked @ b)[: len(some)])

@@ -1,0 +1,136 @@
+"""Tokens and logits equal those of weights that PEFT merged, for many adapters in one batch."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adapters import VARIANTS, peft_adapter
+from tiny_models import tiny_model_path  # noqa: F401 - a fixture
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.scheduler import Swap
+from minivllm.lora.adapter import LoRARequest
+
+NEW_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 32, "num_gpu_blocks": 200}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[LoRARequest | None, Any]]:
+    """By name: the request, and the merged model of transformers. `base` is the base model."""
+    from tiny_models import hf_model
+
+    root = tmp_path_factory.mktemp("adapters")
+    made: dict[str, tuple[LoRARequest | None, Any]] = {"base": (None, hf_model("llama"))}
+    for i, (name, settings) in enumerate(VARIANTS.items()):
+        merged = peft_adapter("llama", settings, root / name, seed=i)
+        made[name] = LoRARequest(name, i + 1, str(root / name)), merged
+    return made
+
+
+def prompts_of(name: str) -> list[list[int]]:
+    """Two that begin alike for every adapter, and one of its own."""
+    generator = torch.Generator().manual_seed(len(name))
+    shared = list(range(40, 76))
+    return [shared + [7], shared + [9, 11], torch.randint(0, 250, (21,), generator=generator).tolist()]
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def expected(adapters: Any) -> list[tuple[LoRARequest | None, list[int], list[int]]]:
+    """(adapter, prompt, tokens) of all, the adapters mixed."""
+    table = [
+        (request, prompt, greedy(model, prompt))
+        for request, model in adapters.values()
+        for prompt in prompts_of("base" if request is None else request.lora_name)
+    ]
+    return [table[i] for i in np.random.default_rng(0).permutation(len(table))]
+
+
+def check(llm: LLM, expected: Any) -> None:
+    requests, prompts, tokens = zip(*expected, strict=True)
+    outputs = llm.generate(list(prompts), GREEDY, lora_request=list(requests), use_tqdm=False)
+    for request, output, want in zip(requests, outputs, tokens, strict=True):
+        assert output.error is None
+        assert output.outputs[0].token_ids == want, request
+
+
+def test_adapters_differ(expected):
+    """Else the others would prove nothing."""
+    first = [tokens for _, prompt, tokens in expected if prompt == prompts_of("base")[0]]
+    assert len({tuple(tokens) for tokens in first}) > 6
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa", "numba_cpu_invariant"])
+def test_all_in_one_batch(tiny_model_path, expected, backend):  # noqa: F811
+    with LLM(
+        tiny_model_path("llama"), enable_lora=True, max_loras=8, attention_backend=backend, enforce_eager=False, **SIZES
+    ) as llm:
+        check(llm, expected)
+        check(llm, expected)  # now with prefix hits
+        assert llm.get_metrics()["prefix_cache_hits"] > 0
+
+
+@pytest.mark.parametrize("preemption", [None, Swap(100)])
+def test_few_slots_little_memory(tiny_model_path, expected, preemption):  # noqa: F811
+    """Adapters are evicted and loaded again, requests wait for slots and are preempted."""
+    few = {**SIZES, "num_gpu_blocks": 14, "block_size": 8, "max_model_len": 72, "max_num_batched_tokens": 40}
+    with LLM(
+        tiny_model_path("llama"), enable_lora=True, max_loras=2, max_cpu_loras=3, preemption=preemption, **few
+    ) as llm:
+        with llm.record() as trace:
+            check(llm, expected)
+        kinds = [event.kind for event in trace]
+        assert kinds.count("lora_evict") >= 6 and kinds.count("preempt") > 3
+        assert any(event.kind == "wait" and event.reason == "max_loras" for event in trace)
+        trace.check()
+        assert trace.at(len(trace.to_pandas()["steps"]) - 1).loras.keys() == {0, 1}
+
+
+def test_logits_and_prompt_logprobs(tiny_model_path, adapters):  # noqa: F811
+    prompt = prompts_of("base")[0]
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=5, prompt_logprobs=0, ignore_eos=True)
+    with LLM(tiny_model_path("llama"), enable_lora=True, max_loras=9, **SIZES) as llm:
+        requests = [request for request, _ in adapters.values()]
+        outputs = llm.generate([prompt] * len(requests), params, lora_request=requests, use_tqdm=False)
+    for (_, model), output in zip(adapters.values(), outputs, strict=True):
+        with torch.inference_mode():
+            want = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        for i, token in enumerate(prompt[1:]):
+            assert output.prompt_logprobs[i + 1][token].logprob == pytest.approx(want[i, token].item(), abs=1e-3)
+        for token, found in output.outputs[0].logprobs[0].items():
+            assert found.logprob == pytest.approx(want[-1, token].item(), abs=1e-3)
+
+
+def test_captured_steps_are_used(tiny_model_path, adapters):  # noqa: F811
+    """On a CPU small steps are one launch with adapters, too, and one capture serves every mix of them."""
+    pytest.importorskip("numba")
+    request, other = adapters["all-linear"][0], adapters["rslora"][0]
+    with LLM(tiny_model_path("llama"), enable_lora=True, max_loras=2, **SIZES) as llm:
+        captured = llm.llm_engine.core.executor.runner.model.captured
+        for mix in ([request, None], [None, request], [request, other], [None, None]):
+            llm.generate([[1, 2, 3], [4, 5, 6]], GREEDY, lora_request=mix, use_tqdm=False)
+        assert captured.problem is None and not captured.refused
+        assert {(2, True), (2, False)} <= captured._programs.keys()
+
+
+@pytest.mark.parametrize("family", ["llama-tied-biased", "mistral-window", "qwen2", "qwen3", "gemma3"])
+def test_families(tiny_model_path, tmp_path: Path, family: str) -> None:  # noqa: F811
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    merged = peft_adapter(family, settings, tmp_path / "a", seed=3)
+    prompt = prompts_of("base")[0]
+    with LLM(tiny_model_path(family), enable_lora=True, **SIZES) as llm:
+        request = LoRARequest("a", 1, str(tmp_path / "a"))
+        (output,) = llm.generate([prompt], GREEDY, lora_request=request, use_tqdm=False)
+    assert output.outputs[0].token_ids == greedy(merged, prompt)

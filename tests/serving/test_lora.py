@@ -1,0 +1,97 @@
+"""Adapters over HTTP: by model name, listed with their parent, loaded and unloaded while serving."""
+
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+import torch
+from adapters import VARIANTS, peft_adapter
+from live_server import live_server
+from tiny_models import hf_model
+
+from minivllm.core.config import EngineArgs
+from minivllm.serving.app import ServerOptions
+
+PROMPT = "adapters change what comes next"
+HOW: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any]]:
+    """Folder and merged model of two adapters."""
+    root = tmp_path_factory.mktemp("served")
+    names = ("all-linear", "ends")
+    return {n: (str(root / n), peft_adapter("llama", VARIANTS[n], root / n, seed=i)) for i, n in enumerate(names)}
+
+
+@pytest.fixture(scope="module", params=["thread", "process"])
+def server(request: pytest.FixtureRequest, tiny_args: EngineArgs, folders: Any) -> Any:
+    args = replace(tiny_args, enable_lora=True, max_loras=2)
+    modules = [f"first={folders['all-linear'][0]}"]
+    options = ServerOptions(served_model_name=["base"], lora_modules=modules, enable_runtime_lora=True)
+    with live_server(args, options, engine_in=request.param) as running:
+        yield running
+
+
+@torch.inference_mode()
+def greedy(server: Any, model: Any) -> str:
+    tokenizer = server.llm.get_tokenizer()
+    ids = torch.tensor([tokenizer(PROMPT).input_ids])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    return tokenizer.decode(out[0, ids.shape[1] :])
+
+
+def test_by_name(server, folders):
+    client = server.client()
+    for name, model in (("base", hf_model("llama")), ("first", folders["all-linear"][1])):
+        answer = client.completions.create(model=name, **HOW)
+        assert answer.model == name
+        assert answer.choices[0].text == greedy(server, model)
+    with pytest.raises(openai.NotFoundError, match="'second' is not served here"):
+        client.completions.create(model="second", **HOW)
+
+
+def test_models_have_parents(server):
+    cards = {card.id: card for card in server.client().models.list()}
+    assert cards["base"].parent is None and cards["first"].parent == "base"
+    assert server.client().models.retrieve("first").parent == "base"
+
+
+def test_load_and_unload(server, folders):
+    path, model = folders["ends"]
+    assert server.post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": path}).status_code == 200
+    assert server.client().completions.create(model="second", **HOW).choices[0].text == greedy(server, model)
+    again = server.post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": path})
+    assert again.status_code == 400 and "served already" in again.text
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "second"}).status_code == 200
+    with pytest.raises(openai.NotFoundError):
+        server.client().completions.create(model="second", **HOW)
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "second"}).status_code == 404
+
+
+def test_the_same_name_with_other_weights(server, folders):
+    """Blocks that were cached under the old weights are not used."""
+    for name in ("all-linear", "ends"):
+        path, model = folders[name]
+        assert server.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path}).status_code == 200
+        assert server.client().completions.create(model="x", **HOW).choices[0].text == greedy(server, model)
+        assert server.post("/v1/unload_lora_adapter", {"lora_name": "x"}).status_code == 200
+
+
+def test_a_bad_adapter_is_the_clients_error(server, tmp_path):
+    answer = server.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "nowhere")})
+    assert answer.status_code == 400 and "no adapter folder" in answer.json()["error"]["message"]
+    assert "bad" not in {card.id for card in server.client().models.list()}
+
+
+def test_not_without_the_switch(tiny):
+    for path, body in (("load", {"lora_name": "a", "lora_path": "b"}), ("unload", {"lora_name": "a"})):
+        answer = tiny.post(f"/v1/{path}_lora_adapter", body)
+        assert answer.status_code == 403 and "--enable-runtime-lora" in answer.json()["error"]["message"]
+
+
+def test_options():
+    for modules in (["a"], ["=x"], ["a="], ["a=x", "a=y"]):
+        with pytest.raises(ValueError, match="lora_modules"):
+            ServerOptions(lora_modules=modules)
