@@ -86,8 +86,16 @@ _FALCON = {**_LAYER_NORM, "num_key_value_heads": DROP, "intermediate_size": DROP
 _GPT2 = {name: DROP for name in _SIZES if name not in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
 _WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 1.7}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e4,
+}
 _ROTARY = {"partial_rotary_factor": 0.5, "rope_type": "default", "rope_theta": 1e4}
 TINY_MODELS |= {
+    "gpt-oss": ("gpt_oss", {**_WINDOWS, "num_local_experts": 8, "swiglu_limit": 2.0, "rope_parameters": _YARN}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}),
     "ministral": ("ministral", _WINDOWS),
     "olmo2": ("olmo2", {**_PLAIN, "num_key_value_heads": 3}),

@@ -39,6 +39,7 @@ class AttentionSpec:
         chunk: a query sees the tokens of its own chunk of `chunk` positions only (chunked local attention).
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax (Gemma 2).
         kv_dtype: of keys and values in the cache: `FP8`, or None for `dtype`.
+        sinks: each head has one more score in its softmax, which belongs to no token (see `AttentionBackend.sinks`).
     """
 
     num_heads: int
@@ -51,6 +52,7 @@ class AttentionSpec:
     chunk: int | None = None
     soft_cap: float | None = None
     kv_dtype: torch.dtype | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "sliding_window", "chunk"):
@@ -204,6 +206,7 @@ class AttentionBackend(Module):
         batch_invariant: the result for a token is bit-identical whatever else is in the batch.
         layer_ops, linear_method: names of the `LayerOps` and the `LinearMethod` that go with it.
         scales: of an fp8 cache.
+        sinks: [num_heads], one more score of each head's softmax, which takes weight and gives nothing (Xiao et al., 2023).
     """
 
     name: ClassVar[str]
@@ -211,6 +214,7 @@ class AttentionBackend(Module):
     layer_ops: ClassVar[str] = "torch"
     linear_method: ClassVar[str] = "torch"
     scales: KVScales = KVScales()
+    sinks: Tensor | None = None
 
     @abstractmethod
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -257,6 +261,12 @@ class AttentionBackend(Module):
         """This backend, for a layer whose fp8 cache has these scales."""
         backend = copy.copy(self)
         backend.scales = scales
+        return backend
+
+    def with_sinks(self, sinks: Tensor) -> "AttentionBackend":
+        """This backend, for a layer that has these sinks, [num_heads]."""
+        backend = copy.copy(self)
+        backend.sinks = sinks
         return backend
 
     def new_kv_cache(self, num_blocks: int, spec: AttentionSpec, device: torch.device) -> Tensor:

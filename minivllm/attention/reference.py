@@ -15,13 +15,14 @@ from minivllm.attention.backend import AttentionBackend, AttentionBatch, Attenti
 __all__ = ["ReferenceBackend"]
 
 
-def attend_one(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+def attend_one(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
     """Attention of one token to the keys that it sees.
 
     Args:
         q: [num_heads, head_dim].
         keys, values: [n, num_kv_heads, head_dim]; every one of them is seen.
         spec: for the scale, the soft cap and the grouping of heads.
+        sinks: [num_heads], see `AttentionBackend`.
 
     Returns:
         [num_heads, head_dim].
@@ -30,7 +31,11 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> 
     scores = torch.einsum("hgd,nhd->hgn", grouped, keys) * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    weights = torch.softmax(scores, dim=-1)
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        sink = sinks.to(scores.dtype).view(spec.num_kv_heads, spec.group_size, 1)
+        weights = torch.softmax(torch.cat((scores, sink), -1), dim=-1)[..., :-1]
     return torch.einsum("hgn,nhd->hgd", weights, values).reshape(q.shape)
 
 
@@ -105,7 +110,7 @@ class ReferenceBackend(AttentionBackend):
             for row in range(start, end):
                 position = length - end + row
                 seen = self.visible(spec, position)
-                out[row] = attend_one(q[row].to(self.compute_dtype), keys[seen], values[seen], spec)
+                out[row] = attend_one(q[row].to(self.compute_dtype), keys[seen], values[seen], spec, self.sinks)
         return out
 
     def visible(self, spec: AttentionSpec, position: int) -> slice | Sequence[int]:

@@ -143,14 +143,15 @@ class SDPABackend(AttentionBackend):
             spec = replace(spec, scale=spec.scale * self.scales.k)
         pages = as_bytes(kv_cache) if kv_cache.dtype == FP8 else kv_cache
         keys, values = pages.view(2, -1, spec.num_kv_heads * spec.head_dim)
+        sinks = None if self.sinks is None else self.sinks.to(q.dtype)
         if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
-            out = _decode(q, keys, values, plan.decodes[0], spec)
+            out = _decode(q, keys, values, plan.decodes[0], spec, sinks)
         else:
             out = torch.empty_like(q)
             for decode in plan.decodes:
-                out[decode.rows] = _decode(q[decode.rows], keys, values, decode, spec)
+                out[decode.rows] = _decode(q[decode.rows], keys, values, decode, spec, sinks)
             for call in plan.prefills:
-                out[call.start : call.end] = _prefill(q[call.start : call.end], keys, values, call, spec)
+                out[call.start : call.end] = _prefill(q[call.start : call.end], keys, values, call, spec, sinks)
         return out if self.scales.v == 1.0 else out * self.scales.v
 
 
@@ -160,27 +161,50 @@ def _pick(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return rows if rows.dtype == dtype else rows.view(FP8).to(dtype)
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, call: DecodeCall, spec: AttentionSpec) -> Tensor:
+def _add_sink(k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A key of zeros, whose score is the sink, and a value of zeros.
+
+    k, v: [n, heads, keys, D]; mask: bool [..., keys]; sinks: [1, ..., 1]. Both broadcast to the scores.
+    """
+    scores = torch.zeros(mask.shape, dtype=k.dtype, device=k.device).masked_fill_(~mask, -torch.inf)
+    shape = torch.broadcast_shapes(scores.shape[:-1], sinks.shape[:-1])
+    zeros = torch.zeros_like(k[:, :, :1])
+    mask = torch.cat((scores.expand(*shape, -1), sinks.expand(*shape, 1)), -1)
+    return torch.cat((k, zeros), 2), torch.cat((v, zeros), 2), mask
+
+
+def _decode(
+    q: Tensor, keys: Tensor, values: Tensor, call: DecodeCall, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
     """The query heads that share a key-value head become its queries, so nothing is repeated. q: [n, H, D]."""
     n, heads, dim = q.shape
     shape = (n, call.width, spec.num_kv_heads, dim)
     k = _pick(keys, call.slots, q.dtype).view(shape).transpose(1, 2)
     v = _pick(values, call.slots, q.dtype).view(shape).transpose(1, 2)
-    grouped = q.reshape(n, spec.num_kv_heads, heads // spec.num_kv_heads, dim)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=call.mask, scale=spec.scale).reshape(n, heads, dim)
+    grouped, mask = q.reshape(n, spec.num_kv_heads, heads // spec.num_kv_heads, dim), call.mask
+    if sinks is not None:
+        seen = torch.ones(n, 1, 1, call.width, dtype=torch.bool, device=q.device) if mask is None else mask
+        k, v, mask = _add_sink(k, v, seen, sinks.view(1, spec.num_kv_heads, -1, 1))
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=spec.scale).reshape(n, heads, dim)
 
 
-def _prefill(q: Tensor, keys: Tensor, values: Tensor, call: PrefillCall, spec: AttentionSpec) -> Tensor:
+def _prefill(
+    q: Tensor, keys: Tensor, values: Tensor, call: PrefillCall, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
     """One request, q: [n, H, D]."""
     shape = (1, len(call.slots), spec.num_kv_heads, spec.head_dim)
     k = _pick(keys, call.slots, q.dtype).view(shape).transpose(1, 2)
     v = _pick(values, call.slots, q.dtype).view(shape).transpose(1, 2)
+    mask = call.mask
+    if sinks is not None:
+        seen = torch.ones(len(q), len(call.slots), dtype=torch.bool, device=q.device).tril_() if mask is None else mask
+        k, v, mask = _add_sink(k, v, seen[None, None], sinks.view(1, -1, 1, 1))
     out = F.scaled_dot_product_attention(
         q[None].transpose(1, 2),
         k,
         v,
-        attn_mask=call.mask,
-        is_causal=call.mask is None,
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=spec.scale,
         enable_gqa=spec.group_size > 1,
     )

@@ -11,12 +11,12 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from minivllm.core.config import EngineArgs, EngineConfig
 from minivllm.core.policy import FCFS, PolicyError, Priority
 from minivllm.engine.detokenizer import DetokenizerFactory
-from minivllm.engine.input_processor import ProcessedInput, PromptType
+from minivllm.engine.input_processor import ProcessedInput, PromptType, RequestOptions
 from minivllm.engine.llm_engine import LLMEngine, warm_up
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
 from minivllm.lora.adapter import LoRARequest
@@ -284,26 +284,19 @@ class AsyncLLM:
         prompt: PromptType,
         sampling_params: SamplingParams | PoolingParams,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        user: str | None = None,
-        cut_max_tokens: bool = True,
-        lora_request: LoRARequest | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Queue a request and return its stream; when this returns, the engine has accepted it.
 
-        With PoolingParams the stream has one output, whose ``pooled`` is the vector. ``cut_max_tokens``: see `InputProcessor.max_tokens`.
+        With PoolingParams the stream has one output, whose ``pooled`` is the vector.
 
         Raises:
             TypeError, ValueError: a bad prompt, parameter or id. EngineDeadError.
         """
         name = f"async-{next(self._ids)}" if request_id is None else request_id
-        arrival = self.llm_engine.clock.now()
-        given = await self.run_input(
-            lambda: self.llm_engine.process(
-                name, prompt, sampling_params, arrival, priority, user, cut_max_tokens, lora_request
-            )
-        )
+        if options.get("arrival_time") is None:  # now, not when a thread comes to it
+            options["arrival_time"] = self.llm_engine.clock.now()
+        given = await self.run_input(lambda: self.llm_engine.process(name, prompt, sampling_params, **options))
         await self._compile_grammar(given.params)
         stream = RequestStream(name, given.params.output_kind is RequestOutputKind.DELTA, self._forget)
         try:
@@ -346,18 +339,14 @@ class AsyncLLM:
         prompt: PromptType,
         sampling_params: SamplingParams,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        user: str | None = None,
-        lora_request: LoRARequest | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request as they come. Leaving the loop early aborts the request.
 
         Raises:
             TypeError, ValueError: a bad prompt, parameter or id. EngineDeadError: the engine failed.
         """
-        about = {"priority": priority, "user": user, "lora_request": lora_request}
-        stream = await self.submit(prompt, sampling_params, request_id, **about)  # type: ignore[arg-type]
+        stream = await self.submit(prompt, sampling_params, request_id, **options)
         try:
             async for output in stream:
                 yield output

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.random import RequestSeeds
 from minivllm.sampling.transforms import check_extra_args
 
-__all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "parse_prompt"]
+__all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "RequestOptions", "parse_prompt"]
 
 PromptType = str | Sequence[int] | dict[str, Any]
 
@@ -81,6 +81,24 @@ def _is_token_list(value: Any) -> bool:
 def _brief(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may bring besides its prompt and its parameters.
+
+    Attributes:
+        arrival_time: seconds on the engine's clock.
+        priority: smaller is more urgent.
+        user: whom it belongs to, for fair-share policies.
+        cut_max_tokens: see `InputProcessor.max_tokens`.
+        lora_request: the adapter to run it with.
+    """
+
+    arrival_time: float | None
+    priority: int
+    user: str | None
+    cut_max_tokens: bool
+    lora_request: LoRARequest | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +207,7 @@ class InputProcessor:
         prompt: PromptType,
         params: SamplingParams | PoolingParams,
         *,
-        arrival_time: float = 0.0,
+        arrival_time: float | None = 0.0,
         priority: int = 0,
         user: str | None = None,
         cut_max_tokens: bool = True,
@@ -208,7 +226,7 @@ class InputProcessor:
             raise TypeError(f"priority must be a whole number (smaller is more urgent), got {_brief(priority)}")
         parsed = parse_prompt(prompt)
         adapter = None if lora_request is None else self.register(lora_request)
-        about: dict[str, Any] = {"arrival_time": arrival_time, "priority": priority, "user": user}
+        about: dict[str, Any] = {"arrival_time": arrival_time or 0.0, "priority": priority, "user": user}
         about |= {"cache_salt": parsed.cache_salt, "lora_name": adapter and adapter.key}
         if isinstance(params, PoolingParams):
             return self._process_pooling(request_id, parsed, params, adapter, about)

@@ -140,7 +140,13 @@ class LLM:
             request_id = str(next(self._ids))
             try:
                 given = self.llm_engine.process(
-                    request_id, prompt, final[id(params[i])], moment, priorities[i], users[i], True, loras[i]
+                    request_id,
+                    prompt,
+                    final[id(params[i])],
+                    arrival_time=moment,
+                    priority=priorities[i],
+                    user=users[i],
+                    lora_request=loras[i],
                 )
             except (TypeError, ValueError) as error:
                 if len(prompts) == 1:

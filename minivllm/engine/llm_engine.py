@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from minivllm.attention.select import make_backend
 from minivllm.core.clock import Clock, WallClock
@@ -16,7 +16,7 @@ from minivllm.core.policy import Policy
 from minivllm.core.scheduler import Preemption, Swap
 from minivllm.core.trace import Trace
 from minivllm.engine.core import EngineCore
-from minivllm.engine.input_processor import InputProcessor, ProcessedInput, PromptType
+from minivllm.engine.input_processor import InputProcessor, ProcessedInput, PromptType, RequestOptions
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.adapter import LoRARequest, lora_targets
@@ -163,49 +163,30 @@ class LLMEngine:
         request_id: str,
         prompt: PromptType,
         params: SamplingParams | PoolingParams,
-        *,
-        arrival_time: float | None = None,
-        priority: int = 0,
-        user: str | None = None,
-        lora_request: LoRARequest | None = None,
+        **options: Unpack[RequestOptions],
     ) -> None:
-        """Queue a request. ``arrival_time``: seconds on ``clock``, now if None. ``priority``: smaller is more urgent.
-        ``lora_request``: the adapter to run it with.
+        """Queue a request; it arrives now unless the options say when.
 
         Raises:
             TypeError, ValueError: a bad prompt, parameter or id; says what is allowed. Other requests are not touched.
         """
-        moment = self.clock.now() if arrival_time is None else arrival_time
-        self.add_processed(
-            request_id, self.process(request_id, prompt, params, moment, priority, user, True, lora_request)
-        )
+        self.add_processed(request_id, self.process(request_id, prompt, params, **options))
 
     def process(
         self,
         request_id: str,
         prompt: PromptType,
         params: SamplingParams | PoolingParams,
-        arrival_time: float,
-        priority: int = 0,
-        user: str | None = None,
-        cut_max_tokens: bool = True,
-        lora_request: LoRARequest | None = None,
+        **options: Unpack[RequestOptions],
     ) -> ProcessedInput:
         """Check and tokenise a request without queueing it; see `InputProcessor.process`."""
         if self._closed:
             raise RuntimeError("this engine was closed")
         if isinstance(params, SamplingParams) and params.seed is not None and not params.is_greedy:
             self._tell_about_seeds()
-        return self.input_processor.process(
-            request_id,
-            prompt,
-            params,
-            arrival_time=arrival_time,
-            priority=priority,
-            user=user,
-            cut_max_tokens=cut_max_tokens,
-            lora_request=lora_request,
-        )
+        if options.get("arrival_time") is None:
+            options["arrival_time"] = self.clock.now()
+        return self.input_processor.process(request_id, prompt, params, **options)
 
     def add_processed(self, request_id: str, given: ProcessedInput) -> None:
         """Queue what `process` has checked. Raises ValueError if the id is in use, TypeError if it cannot cross to the engine's process."""

@@ -19,7 +19,10 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.layer import Linear
 
-__all__ = ["CHUNK", "RANKS", "LoRABatch", "LoRALinear", "LoRAModel"]
+__all__ = ["CHUNK", "LONG_RUN", "RANKS", "LoRABatch", "LoRALinear", "LoRAModel"]
+
+LONG_RUN = 128
+"""From so many neighbouring rows of one adapter on (a prompt), torch is faster than the kernels. More rows than are captured."""
 
 
 class LoRABatch:
@@ -27,38 +30,54 @@ class LoRABatch:
 
     Args:
         max_rows: most rows of a step.
+        invariant: no runs: a row's result must have the same bits in any batch.
 
     Attributes:
         active: whether any row has an adapter.
-        order: int64 [max_rows], the rows that have one, sorted by slot; `used[0]` of them.
+        runs: (slot, first row, end) of neighbouring rows of one adapter, at least `LONG_RUN` of them; torch multiplies those.
+        order: int64 [max_rows], the other rows that have one, sorted by slot; `used[0]` of them.
         slots: int64 [max_rows], the slot of each of those.
     """
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, device: torch.device, invariant: bool = False) -> None:
         self.order, self.slots, self.used = (np.zeros(n, np.int64) for n in (max_rows, max_rows, 1))
-        self.active, self.device = False, device
+        self.active, self.device, self._has_runs = False, device, not invariant
+        self.runs: list[tuple[int, int, int]] = []
+        self._of_rows = np.zeros(0, np.int64)
         self._groups: list[tuple[int, Tensor]] | None = None
 
     def set(self, slots: npt.NDArray[np.int64]) -> None:
         """slots: of each row, -1 for no adapter."""
         self.active = bool((slots >= 0).any())
-        self._groups = None
-        if self.active:
-            order = np.argsort(slots, kind="stable")
-            order = order[np.count_nonzero(slots < 0) :]
-            self.used[0] = len(order)
-            self.order[: len(order)], self.slots[: len(order)] = order, slots[order]
+        self.runs, self._groups, self._of_rows = [], None, slots
+        if not self.active:
+            return
+        if self._has_runs and len(slots) >= LONG_RUN:
+            ends = [*(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
+            spans = zip([0, *ends[:-1]], ends, strict=True)
+            self.runs = [(int(slots[a]), a, b) for a, b in spans if slots[a] >= 0 and b - a >= LONG_RUN]
+            slots = slots.copy()
+            for _, start, end in self.runs:
+                slots[start:end] = -1
+        order = _sorted_by_slot(slots)
+        self.used[0] = len(order)
+        self.order[: len(order)], self.slots[: len(order)] = order, slots[order]
 
     @property
     def groups(self) -> list[tuple[int, Tensor]]:
-        """(slot, its rows, int64) of each slot in use."""
+        """(slot, its rows, int64) of each slot in use, runs among them."""
         if self._groups is None:
-            used = int(self.used[0])
-            slots, starts = np.unique(self.slots[:used], return_index=True)
-            rows = torch.from_numpy(self.order[:used].copy()).to(self.device)
-            sizes = np.diff([*starts, used]).tolist()
-            self._groups = list(zip(slots.tolist(), rows.split(sizes), strict=True))
+            order = _sorted_by_slot(self._of_rows)
+            slots, starts = np.unique(self._of_rows[order], return_index=True)
+            sizes = np.diff([*starts, len(order)]).tolist()
+            rows = torch.from_numpy(order).to(self.device).split(sizes)
+            self._groups = list(zip(slots.tolist(), rows, strict=True))
         return self._groups
+
+
+def _sorted_by_slot(slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The rows that have a slot."""
+    return np.argsort(slots, kind="stable")[np.count_nonzero(slots < 0) :]
 
 
 _BITS = {torch.float32: 32, torch.bfloat16: 16}
@@ -151,11 +170,29 @@ class LoRALinear(LinearMethod):
         if self._a is None or not self._batch.active:
             return out
         if self._kernels is not None:
-            self._kernels.add(x, out)
+            for slot, start, end in self._batch.runs:
+                self._add_run(slot, x[start:end], out[start:end])
+            if self._batch.used[0]:
+                self._kernels.add(x, out)
             return out
         for slot, rows in self._batch.groups:
             self._add(slot, rows, x, out)
         return out
+
+    def _add_run(self, slot: int, x: Tensor, out: Tensor) -> None:
+        """What one adapter adds to rows that lie next to each other."""
+        assert self._a is not None
+        rank = int(self._ranks[slot].max())
+        if not rank:
+            return
+        shrunk = F.linear(x, self._a[slot, :, :rank].reshape(-1, self._inputs)).view(len(x), -1, rank)
+        for i, (start, end) in enumerate(self._spans):
+            if self._ranks[slot, i]:
+                b = self._b[slot, :rank, start:end]
+                if out.dtype == b.dtype:
+                    out[:, start:end].addmm_(shrunk[:, i], b)
+                else:
+                    out[:, start:end] += shrunk[:, i] @ b
 
     def _add(self, slot: int, rows: Tensor, x: Tensor, out: Tensor) -> None:
         """What the adapter of one slot adds to its rows: torch, and easy to read."""
@@ -227,7 +264,10 @@ class LoRAModel:
     """
 
     def __init__(self, model: Decoder, max_loras: int, max_rank: int, max_rows: int) -> None:
-        self.batch, self._invariant = LoRABatch(max_rows, model.device), model.backend.batch_invariant
+        self.batch, self._invariant = (
+            LoRABatch(max_rows, model.device, model.backend.batch_invariant),
+            model.backend.batch_invariant,
+        )
         layers = [("", [model.head])]
         for i, layer in enumerate(model.layers):
             layers.append((model.spec.names.layer.format(i), [*layer.mixer.linears(), *layer.mlp.linears()]))

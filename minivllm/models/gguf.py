@@ -13,8 +13,8 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 __all__ = [
-    "GGUFError", "GGUFFile", "config_from_gguf", "convert_gguf", "llama3_factors", "merges_from_scores",
-    "read_gguf", "rope_scaling", "token_ids", "tokenizer_from_gguf", "write_safetensors",
+    "GGUFError", "config_from_gguf", "convert_gguf", "llama3_factors", "merges_from_scores", "read_gguf",
+    "rope_scaling", "token_ids", "tokenizer_from_gguf", "write_safetensors",
 ]  # fmt: skip
 
 

@@ -103,3 +103,13 @@ def test_a_head_that_is_not_built_is_named_with_those_that_are(monkeypatch):
     ):
         select.select_backend("numba_cuda", odd, cuda)
     assert "head_dim 72 is not built" in select.select_backend("auto", odd, cuda)[1]
+
+
+def test_sinks_are_refused_by_kernels_that_have_none():
+    spec = AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, block_size=16, dtype=torch.float32, sinks=True
+    )
+    backend, why = select.select_backend("auto", spec, torch.device("cpu"))
+    assert backend.name == "sdpa" and "no attention sinks" in why
+    with pytest.raises(ValueError, match="numba_cpu' cannot run this model .* no attention sinks"):
+        select.select_backend("numba_cpu", spec, torch.device("cpu"))

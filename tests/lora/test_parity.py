@@ -113,6 +113,19 @@ def test_logits_and_prompt_logprobs(tiny_model_path, adapters):  # noqa: F811
             assert found.logprob == pytest.approx(want[-1, token].item(), abs=1e-3)
 
 
+def test_long_prompts(tiny_model_path, adapters):  # noqa: F811
+    """Runs of many rows beside single ones: two ways to multiply in one step."""
+    prompts = [[(7 * i + j) % 250 for i in range(140)] for j in range(4)]
+    names = ("ends", "base", "patterns", "all-linear")
+    sizes = {**SIZES, "max_model_len": 200}
+    with LLM(tiny_model_path("llama"), enable_lora=True, max_loras=4, **sizes) as llm:
+        requests = [adapters[name][0] for name in names]
+        mixed = [*prompts, [1, 2, 3]]
+        outputs = llm.generate(mixed, GREEDY, lora_request=[*requests, adapters["rslora"][0]], use_tqdm=False)
+    for name, prompt, output in zip((*names, "rslora"), mixed, outputs, strict=True):
+        assert output.outputs[0].token_ids == greedy(adapters[name][1], prompt), name
+
+
 def test_captured_steps_are_used(tiny_model_path, adapters):  # noqa: F811
     """On a CPU small steps are one launch with adapters, too, and one capture serves every mix of them."""
     pytest.importorskip("numba")

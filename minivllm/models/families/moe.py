@@ -1,7 +1,8 @@
-"""Families with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE."""
+"""Families with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GPT-OSS."""
 
 # Generated from nbs/models/families/moe.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from minivllm.models.families.dense import granite
 from minivllm.models.mixers.base import MixerSpec
-from minivllm.models.mixers.mlp import GatedMLPSpec
+from minivllm.models.mixers.mlp import ClampedMLPSpec, GatedMLPSpec
 from minivllm.models.mixers.moe import MoESpec, RouterSpec
 from minivllm.models.spec import (
     ConfigReader,
@@ -21,6 +22,8 @@ from minivllm.models.spec import (
     read_common,
     read_mlp,
     read_window_per_layer,
+    windowed_layers,
+    windows_from_types,
 )
 
 __all__ = ["STACKED", "each_expert", "read_experts"]
@@ -142,4 +145,42 @@ def granitemoe(r: ConfigReader) -> DecoderSpec:
             each_expert("block_sparse_moe.experts.down_proj", weights["down"]),
             Unpack("block_sparse_moe.router.weight", lambda t: {f"{router.name}.weight": t}),
         ),
+    )
+
+
+def lying_experts(suffix: str, *names: str) -> tuple[Unpack, Unpack]:
+    """As `each_expert`, for a tensor [E, inputs, outputs] in which the parts alternate, and its bias [E, outputs]."""
+
+    def parts(kind: str, stacked: Callable[[Tensor], Tensor]) -> Callable[[Tensor], dict[str, Tensor]]:
+        def split(tensor: Tensor) -> dict[str, Tensor]:
+            experts, count = enumerate(stacked(tensor)), len(names)
+            return {f"{name.format(e)}.{kind}": x[i::count] for e, x in experts for i, name in enumerate(names)}
+
+        return split
+
+    weight = Unpack(suffix, parts("weight", lambda tensor: tensor.transpose(1, 2)))
+    return weight, Unpack(f"{suffix}_bias", parts("bias", lambda tensor: tensor))
+
+
+@family("GptOssForCausalLM", "gpt_oss")
+def gpt_oss(r: ConfigReader) -> DecoderSpec:
+    """GPT-OSS with weights that are not quantized: sinks, a window on every other layer, clamped experts."""
+    r.only("swiglu_alpha", 1.702)
+    r.only("hidden_act", "silu")
+    bias, count, types = r.get("attention_bias", True), r.need("num_hidden_layers"), r.get("layer_types")
+    types = types or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
+    sizes: dict[str, Any] = {"head_dim": 64, "num_kv_heads": 8, "theta": 150000.0}
+    attention = read_attention(r, qkv_bias=bias, o_bias=bias, sinks="self_attn.sinks", **sizes)
+    router = RouterSpec(top_k=r.get("num_experts_per_tok", 4), normalize=True, bias=True, name="mlp.router")
+    r.get("experts_per_token")  # the same, in published files
+    names: dict[str, Any] = {part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+    limit, size = r.get("swiglu_limit", 7.0), r.need("intermediate_size")
+    expert = ClampedMLPSpec(intermediate_size=size, bias=True, limit=limit, **names)
+    moe = replace(read_experts(r, 128, size, router), expert=expert)
+    windows = windows_from_types(r, types, r.get("sliding_window", 128))
+    return DecoderSpec(
+        **read_common(r, eps=1e-5),
+        layers=windowed_layers(attention, moe, windows),
+        unpack=lying_experts("mlp.experts.gate_up_proj", names["gate"], names["up"])
+        + lying_experts("mlp.experts.down_proj", names["down"]),
     )

@@ -15,7 +15,7 @@ from minivllm_kernels.cpu.matmul.layout import ITEM, UNIT, QuantizedMatmul, padd
 
 __all__ = [
     "AT_ONCE", "FEW", "QuantizedLinear", "TorchQuantizedLinear", "cut", "explain", "few_rows", "pack_scales",
-    "pack_words", "quantize", "quantize_groups", "quantize_rows", "quantized_linear", "restore",
+    "pack_words", "quantize", "quantized_linear", "restore",
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from minivllm.attention.backend import AttentionSpec, KVScales
 from minivllm.core.config import KVCacheSpec
 from minivllm.models.layers import ProjectionQKNorm, QKNorm
 from minivllm.models.linear.layer import Linear
-from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, TokenMixerSpec, register_mixer
+from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, TokenMixerSpec, register_mixer
 from minivllm.models.ops.base import ForwardContext
 from minivllm.models.rope import RopeSpec
 
@@ -34,6 +34,7 @@ class SelfAttentionSpec(TokenMixerSpec):
         qk_norm: an RMS norm of queries and keys before the rotation; of each head, or with `qk_norm_over_projection` of
             all query heads as one vector, and all key heads as another.
         q, k, v, o, q_norm, k_norm: names of the weights in a checkpoint, after the layer's prefix.
+        sinks: name of the heads' sinks in a checkpoint, see `AttentionBackend`; None for none.
         qkv: name of the weight that holds those of q, k and v below each other, if the checkpoint has it so.
     """
 
@@ -56,6 +57,7 @@ class SelfAttentionSpec(TokenMixerSpec):
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     qkv: str | None = None
+    sinks: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -73,6 +75,11 @@ class SelfAttentionSpec(TokenMixerSpec):
             "qkv": LinearSpec(hidden_size, parts, self.qkv_bias),
             "o": LinearSpec(q, {self.o: hidden_size}, self.o_bias),
         }
+
+    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """See `MixerSpec`."""
+        sinks = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
+        return MixerSpec.weight_shapes(self, hidden_size) | sinks
 
     def vectors(self) -> dict[str, int]:
         """See `MixerSpec`."""
@@ -94,6 +101,7 @@ class SelfAttentionSpec(TokenMixerSpec):
             chunk=self.chunk,
             soft_cap=self.soft_cap,
             kv_dtype=kv_dtype,
+            sinks=self.sinks is not None,
         )
 
     def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
@@ -119,6 +127,10 @@ class SelfAttention(Mixer):
     def __init__(self, spec: SelfAttentionSpec, builder: Builder) -> None:
         super().__init__(spec, builder)
         self.backend, self.kv_dtype = builder.backend, builder.kv_dtype
+        self.sinks: Tensor | None = None
+        if spec.sinks is not None:
+            self.sinks = torch.empty(spec.num_heads, dtype=builder.dtype, device=builder.device)
+            self.backend = self.backend.with_sinks(self.sinks)
         self.qk_norm: QKNorm | None = None
         if spec.qk_norm:
             how = {"dtype": builder.dtype, "device": builder.device, "offset": builder.norm_offset}
@@ -146,6 +158,8 @@ class SelfAttention(Mixer):
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """See `Mixer`."""
         yield from Mixer.targets(self)
+        if self.spec.sinks is not None and self.sinks is not None:
+            yield self.spec.sinks, self.sinks.copy_  # type: ignore[misc]
         if (norm := self.qk_norm) is not None:
             yield f"{self.spec.q_norm}.weight", partial(norm.load, norm.q_weight)
             yield f"{self.spec.k_norm}.weight", partial(norm.load, norm.k_weight)

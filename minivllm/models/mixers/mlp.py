@@ -10,7 +10,7 @@ from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, register_mixer
 from minivllm.models.ops.torch import ACTIVATIONS
 
-__all__ = ["MLP", "GatedMLP", "GatedMLPSpec", "MLPSpec", "check_mlp"]
+__all__ = ["MLP", "ClampedMLP", "ClampedMLPSpec", "GatedMLP", "GatedMLPSpec", "MLPSpec", "check_mlp"]
 
 
 def check_mlp(size: int, activation: str) -> None:
@@ -108,3 +108,25 @@ class MLP(Mixer):
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
         return self.down(self.ops.activate(self.up(x), self.activation))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClampedMLPSpec(GatedMLPSpec):
+    """Parameters of `ClampedMLP`. limit: of the gate from above, of the signal on both sides."""
+
+    activation: str = "quick_gelu"
+    limit: float = 7.0
+
+
+@register_mixer(ClampedMLPSpec)
+class ClampedMLP(GatedMLP):
+    """`down((up + 1) * activation(gate))`, both clamped."""
+
+    capturable = True
+    spec: ClampedMLPSpec
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] to the same shape."""
+        gate, up = self.gate_up(x).chunk(2, -1)
+        limit = self.spec.limit
+        return self.down((up.clamp(-limit, limit) + 1) * self.ops.activate(gate.clamp(max=limit), self.activation))

@@ -22,7 +22,7 @@ from minivllm.models.rope import Rotation
 from minivllm_kernels.cpu.planning import COUNTERS, STEP_ARGS
 from minivllm_kernels.cpu.program import LAUNCHER, Program, Scratch
 
-__all__ = ["MOST_ROWS", "Arena", "CapturedCPUSteps", "NotCapturable"]
+__all__ = ["MOST_ROWS", "CapturedCPUSteps"]
 
 
 def _cache_lines(size: int) -> np.ndarray:

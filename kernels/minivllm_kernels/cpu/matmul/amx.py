@@ -15,8 +15,8 @@ from minivllm_kernels.cpu.matmul.layout import ITEM, TILE
 from minivllm_kernels.cpu.simd import I8, I64, Const, Int, call_llvm, claim, floats_at, prefetch, primitive
 
 __all__ = [
-    "LEFT", "LINES", "RIGHT", "SUMS", "instruct", "make_pass", "matmul", "move_sums", "pointer",
-    "tiles_begin", "tiles_clear", "tiles_end", "tiles_load", "tiles_multiply", "tiles_store",
+    "make_pass", "matmul", "move_sums", "tiles_begin", "tiles_clear", "tiles_end", "tiles_load",
+    "tiles_multiply", "tiles_store",
 ]  # fmt: skip
 
 """Matmul of bf16 rows by a weight in oneDNN's order by the CPU's tile unit (Intel AMX). Sums are float32, in an order that does
@@ -130,8 +130,8 @@ def matmul(out_bits: int) -> Callable[[Any], None]:
                 else:
                     two(args[layout.X] + r * stride, stride, weight, 4 * block, steps, sums)
                 for i in range(left):
-                    end = min(first + ITEM, args[layout.OUTPUTS])
-                    write_row(args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, end)
+                    outputs = min(args[layout.OUTPUTS] - first, ITEM)
+                    write_row(args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, outputs)
         tiles_end()
 
     return body

@@ -43,13 +43,13 @@ def make_write_row(lanes: int, bits: int, out_bits: int = 0) -> Any:
     write_many, write_one = (_make_write(n, bits < out_bits) for n in (lanes, 1))
 
     @jit
-    def write_row(args, sums, row, begin, end):
-        out, bias, to = floats_at(args[layout.OUT], out_bits), args[layout.BIAS], row * args[layout.OUTPUTS]
-        whole = begin + (end - begin) // lanes * lanes
-        for n in range(begin, whole, lanes):
-            write_many(out, to + n, sums, n - begin, bias, n)
-        for n in range(whole, end):
-            write_one(out, to + n, sums, n - begin, bias, n)
+    def write_row(args, sums, row, begin, count):
+        out, bias, to = floats_at(args[layout.OUT], out_bits), args[layout.BIAS], row * args[layout.OUTPUTS] + begin
+        whole = count // lanes * lanes
+        for i in range(0, whole, lanes):
+            write_many(out, to + i, sums, i, bias, begin + i)
+        for i in range(whole, count):
+            write_one(out, to + i, sums, i, bias, begin + i)
 
     return write_row
 
@@ -101,7 +101,7 @@ def matmul_loop(find_outputs: Any, take_row: Any, tiles: Any, write_row: Any, ma
                 else:
                     tile8(args, item, mine, r, sums)
                 for i in range(min(left, 8)):
-                    write_row(args, floats_at(memory + 4 * (i * stride + margin), 32), r + i, begin, end)
+                    write_row(args, floats_at(memory + 4 * (i * stride + margin), 32), r + i, begin, end - begin)
 
     return body
 

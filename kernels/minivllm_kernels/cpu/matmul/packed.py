@@ -34,7 +34,7 @@ def tile_vectors(rows: int, lanes: int, registers: int) -> int:
 @jit
 def find_outputs(args, item):
     """First output of an item, its end, and the floats from one row of sums to the next."""
-    return item * ITEM, min(item * ITEM + ITEM, args[layout.OUTPUTS]), ITEM
+    return item * ITEM, item * ITEM + min(args[layout.OUTPUTS] - item * ITEM, ITEM), ITEM
 
 
 def make_tile(rows: int, vectors: int, lanes: int) -> Any:

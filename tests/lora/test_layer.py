@@ -1,0 +1,81 @@
+"""A layer with adapters, over every kind of base method, against the formula; and the engine's calls for adapters."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adapters import VARIANTS, peft_adapter
+from tiny_models import tiny_model_path  # noqa: F401 - a fixture
+
+from minivllm import LLM, LoRARequest, SamplingParams
+from minivllm.lora.adapter import LoRAWeights
+from minivllm.lora.linear import LoRABatch, LoRALinear
+from minivllm.models.linear.layer import Linear
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", ["torch", "cpu", "int8", "int4_32", "torch_int8"])
+@pytest.mark.parametrize("rows", [1, 7, 64, 150])
+def test_over_every_base(method: str, dtype: torch.dtype, rows: int) -> None:
+    if dtype == torch.float16 and method != "torch":
+        pytest.skip("no such method in float16")
+    pytest.importorskip("numba")
+    torch.manual_seed(rows)
+    layer = Linear(96, {"q": 80, "v": 48}, dtype=dtype, device=CPU, method=method)
+    layer.method.weights["weight"].normal_()
+    layer.method.process_weights_after_loading()
+    x = torch.randn(rows, 96).to(dtype)
+    base, batch = layer(x).clone(), LoRABatch(256, CPU)
+    layer.method = LoRALinear(layer, batch, max_loras=3, max_rank=12, invariant=False)
+    adapters: list[dict[str, Any]] = [
+        {"q": LoRAWeights(torch.randn(12, 96).to(dtype), torch.randn(80, 12).to(dtype))},
+        {
+            part: LoRAWeights(torch.randn(5, 96).to(dtype), torch.randn(n, 5).to(dtype))
+            for part, n in layer.parts.items()
+        },
+        {},
+    ]
+    for slot, adapter in enumerate(adapters):
+        layer.method.set_slot(slot, adapter)
+    slots = np.random.default_rng(rows).integers(-1, 3, rows) if rows < 150 else np.repeat([0, 1], (140, 10))
+    batch.set(slots)
+    more = torch.zeros(rows, 128)
+    for row, slot in enumerate(slots):
+        for part, weights in (adapters[slot] if slot >= 0 else {}).items():
+            start = 0 if part == "q" else 80
+            more[row, start : start + len(weights.b)] += (x[row].float() @ weights.a.float().T) @ weights.b.float().T
+    off = (layer(x).float() - base.float() - more).abs().max() / more.abs().max().clamp(min=1)
+    assert off < {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    batch.set(np.full(rows, -1))
+    assert torch.equal(layer(x), base)
+
+
+def test_the_engines_calls(tiny_model_path, tmp_path):  # noqa: F811
+    peft_adapter("llama", VARIANTS["all-linear"], tmp_path / "a", seed=0)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    sizes: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks": 64}
+    with LLM(tiny_model_path("llama"), enable_lora=True, max_loras=2, **sizes) as llm:
+        engine, request = llm.llm_engine, LoRARequest("a", 7, str(tmp_path / "a"))
+        assert engine.add_lora(request) and engine.list_loras() == {7}
+        assert engine.pin_lora(7)
+        with pytest.raises(ValueError, match="no adapter has lora_int_id 8"):
+            engine.pin_lora(8)
+        engine.add_request("x", [1, 2, 3], params, lora_request=request)
+        assert engine.remove_lora(7) and not engine.remove_lora(7)
+        engine.abort_request("x")
+        while engine.core.has_requests():
+            engine.step()
+        (output,) = llm.generate([[1, 2, 3]], params, lora_request=request, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 4
+        with pytest.raises(ValueError, match=r"prompts\[1\]: there is no adapter folder"):
+            llm.generate([[1], [2]], params, lora_request=[request, LoRARequest("b", 9, "/no/where")], use_tqdm=False)
+        (tmp_path / "a" / "adapter_model.safetensors").unlink()  # it is in memory, and stays there
+        (output,) = llm.generate([[1, 2, 3, 4]], params, lora_request=request, use_tqdm=False)
+        assert output.error is None
+    with LLM(tiny_model_path("llama"), **sizes) as plain, pytest.raises(ValueError, match="enable_lora=True"):
+        plain.generate([[1]], params, lora_request=LoRARequest("a", 1, "x"), use_tqdm=False)
+    with pytest.raises(ValueError, match="need enable_lora=True"):
+        LLM(tiny_model_path("llama"), max_loras=4)
