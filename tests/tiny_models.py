@@ -93,9 +93,41 @@ _YARN = {
     "original_max_position_embeddings": 64,
     "rope_theta": 1e4,
 }
+_LATENT = {
+    "num_key_value_heads": 6,
+    "head_dim": DROP,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "routed_scaling_factor": 1.5,
+}
 _ROTARY = {"partial_rotary_factor": 0.5, "rope_type": "default", "rope_theta": 1e4}
 TINY_MODELS |= {
     "gpt-oss": ("gpt_oss", {**_WINDOWS, "num_local_experts": 8, "swiglu_limit": 2.0, "rope_parameters": _YARN}),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {**_LATENT, "q_lora_rank": None, "num_experts_per_tok": 3, "first_k_dense_replace": 1},
+    ),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        {**_LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}),
     "ministral": ("ministral", _WINDOWS),
     "olmo2": ("olmo2", {**_PLAIN, "num_key_value_heads": 3}),
@@ -129,7 +161,7 @@ TINY_MODELS |= {
 }
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3")
 """One of each family, for tests that cannot afford all."""
-EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granitemoe")
+EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granitemoe", "deepseek-v3")
 """Mixtures of experts. In bfloat16 a rounding may choose another expert, so these are compared in float32."""
 
 

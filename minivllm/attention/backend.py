@@ -40,6 +40,8 @@ class AttentionSpec:
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax (Gemma 2).
         kv_dtype: of keys and values in the cache: `FP8`, or None for `dtype`.
         sinks: each head has one more score in its softmax, which belongs to no token (see `AttentionBackend.sinks`).
+        value_dim: values are the first so many numbers of the keys, and the cache holds keys only (latent attention);
+            None for values of their own.
     """
 
     num_heads: int
@@ -53,6 +55,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     kv_dtype: torch.dtype | None = None
     sinks: bool = False
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "sliding_window", "chunk"):
@@ -71,11 +74,27 @@ class AttentionSpec:
             raise ValueError(f"AttentionSpec.soft_cap must be above 0, got {self.soft_cap}")
         if self.kv_dtype not in (None, FP8):
             raise ValueError(f"AttentionSpec.kv_dtype must be {FP8} or None, got {self.kv_dtype}")
+        if self.value_dim is not None and not 1 <= self.value_dim <= self.head_dim:
+            raise ValueError(f"AttentionSpec.value_dim must be in 1..{self.head_dim}, got {self.value_dim}")
+        if self.value_dim is not None and self.kv_dtype is not None:
+            raise ValueError("an fp8 cache is not implemented for latent attention; use kv_cache_dtype='auto'")
 
     @property
     def group_size(self) -> int:
         """Query heads per key-value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def out_dim(self) -> int:
+        """Numbers of a head in the result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def beyond_kernels(self) -> str | None:
+        """Why a backend that knows nothing but keys, values and a softmax over them cannot do this."""
+        if self.sinks:
+            return "its kernels have no attention sinks; attention_backend='sdpa' and 'reference' do"
+        return None if self.value_dim is None else "its kernels read no latent cache; 'sdpa' and 'reference' do"
 
     def first_key(self, positions: np.ndarray) -> np.ndarray:
         """The first position that a query at each of `positions` sees. It sees everything from there to itself.
@@ -251,7 +270,8 @@ class AttentionBackend(Module):
 
     def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
         """Shape of one layer's cache. Dimension 1 is the block in every layout; inside a block a backend may differ."""
-        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        parts = 2 if spec.value_dim is None else 1
+        return (parts, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
 
     def kv_cache_dtype(self, spec: AttentionSpec) -> torch.dtype:
         """Dtype of the cache."""
@@ -277,14 +297,14 @@ class AttentionBackend(Module):
         """Store the step's keys and values; in an fp8 cache divided by their scales, at most +-448.
 
         Args:
-            k, v: [T, num_kv_heads, head_dim].
+            k, v: [T, num_kv_heads, head_dim]; a latent cache has no place for v, which is left out.
             kv_cache: the layer's cache, changed in place.
             slot_mapping: int64 [T], one slot a token.
         """
         if kv_cache.dtype == FP8:
             k, v = (as_bytes(to_fp8(x, scale)) for x, scale in zip((k, v), self.scales, strict=True))
             kv_cache = as_bytes(kv_cache)
-        for half, x in zip(kv_cache, (k, v), strict=True):
+        for half, x in zip(kv_cache, (k, v), strict=False):
             half.flatten(0, 1).index_copy_(0, slot_mapping, x)
 
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:

@@ -58,8 +58,8 @@ class NumbaCPUBackend(AttentionBackend):
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         """The kernels want a CPU, float32 or bf16, and sizes that are multiples of 4."""
-        if spec.sinks:
-            return "its kernels have no attention sinks; attention_backend='sdpa' and 'reference' do"
+        if (beyond := spec.beyond_kernels) is not None:
+            return beyond
         if device.type != "cpu":
             return f"its kernels run on the CPU, and the device is {device}"
         if importlib.util.find_spec("numba") is None:

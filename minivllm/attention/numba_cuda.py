@@ -62,8 +62,8 @@ class NumbaCudaBackend(AttentionBackend):
     capturable = True
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        if spec.sinks:
-            return "its kernels have no attention sinks; attention_backend='sdpa' and 'reference' do"
+        if (beyond := spec.beyond_kernels) is not None:
+            return beyond
         if device.type != "cuda":
             return f"it needs an NVIDIA GPU, and the device is {device}"
         try:

@@ -36,14 +36,14 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sin
     else:
         sink = sinks.to(scores.dtype).view(spec.num_kv_heads, spec.group_size, 1)
         weights = torch.softmax(torch.cat((scores, sink), -1), dim=-1)[..., :-1]
-    return torch.einsum("hgn,nhd->hgd", weights, values).reshape(q.shape)
+    return torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
 
 
 def gather(kv_cache: Tensor, block_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` keys and values of one request, in order.
 
     Args:
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim].
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; 1 in the place of 2 if it holds keys only.
         block_ids: int64 [at least length / block_size].
 
     Returns:
@@ -51,8 +51,8 @@ def gather(kv_cache: Tensor, block_ids: Tensor, length: int) -> tuple[Tensor, Te
     """
     num_blocks = -(-length // kv_cache.shape[2])
     pages = as_bytes(kv_cache)[:, block_ids[:num_blocks]].view(kv_cache.dtype)
-    keys, values = pages.flatten(1, 2)[:, :length]
-    return keys, values
+    parts = pages.flatten(1, 2)[:, :length]
+    return parts[0], parts[-1]
 
 
 @dataclass
@@ -98,7 +98,8 @@ class ReferenceBackend(AttentionBackend):
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert isinstance(plan, ReferencePlan)
-        spec, batch, out = plan.spec, plan.batch, torch.empty_like(q)
+        spec, batch = plan.spec, plan.batch
+        out = q.new_empty(*q.shape[:2], spec.out_dim)
         for r in range(batch.num_reqs):
             start, end, length = (
                 int(batch.query_start_loc[r]),
@@ -110,7 +111,9 @@ class ReferenceBackend(AttentionBackend):
             for row in range(start, end):
                 position = length - end + row
                 seen = self.visible(spec, position)
-                out[row] = attend_one(q[row].to(self.compute_dtype), keys[seen], values[seen], spec, self.sinks)
+                out[row] = attend_one(
+                    q[row].to(self.compute_dtype), keys[seen], values[seen][..., : spec.out_dim], spec, self.sinks
+                )
         return out
 
     def visible(self, spec: AttentionSpec, position: int) -> slice | Sequence[int]:

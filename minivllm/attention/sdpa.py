@@ -142,12 +142,13 @@ class SDPABackend(AttentionBackend):
         if self.scales.k != 1.0:
             spec = replace(spec, scale=spec.scale * self.scales.k)
         pages = as_bytes(kv_cache) if kv_cache.dtype == FP8 else kv_cache
-        keys, values = pages.view(2, -1, spec.num_kv_heads * spec.head_dim)
+        parts = pages.view(len(pages), -1, spec.num_kv_heads * spec.head_dim)
+        keys, values = parts[0], parts[-1]
         sinks = None if self.sinks is None else self.sinks.to(q.dtype)
         if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
             out = _decode(q, keys, values, plan.decodes[0], spec, sinks)
         else:
-            out = torch.empty_like(q)
+            out = q.new_empty(*q.shape[:2], spec.out_dim)
             for decode in plan.decodes:
                 out[decode.rows] = _decode(q[decode.rows], keys, values, decode, spec, sinks)
             for call in plan.prefills:
@@ -161,6 +162,14 @@ def _pick(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return rows if rows.dtype == dtype else rows.view(FP8).to(dtype)
 
 
+def _values(k: Tensor, values: Tensor, slots: Tensor, spec: AttentionSpec) -> Tensor:
+    """[n, heads, keys, out_dim], for the keys k [n, heads, keys, D]."""
+    if spec.value_dim is not None:
+        return k[..., : spec.value_dim]
+    n, heads, count, dim = k.shape
+    return _pick(values, slots, k.dtype).view(n, count, heads, dim).transpose(1, 2)
+
+
 def _add_sink(k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A key of zeros, whose score is the sink, and a value of zeros.
 
@@ -170,7 +179,7 @@ def _add_sink(k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor
     shape = torch.broadcast_shapes(scores.shape[:-1], sinks.shape[:-1])
     zeros = torch.zeros_like(k[:, :, :1])
     mask = torch.cat((scores.expand(*shape, -1), sinks.expand(*shape, 1)), -1)
-    return torch.cat((k, zeros), 2), torch.cat((v, zeros), 2), mask
+    return torch.cat((k, zeros), 2), torch.cat((v, zeros[..., : v.shape[-1]]), 2), mask
 
 
 def _decode(
@@ -180,12 +189,12 @@ def _decode(
     n, heads, dim = q.shape
     shape = (n, call.width, spec.num_kv_heads, dim)
     k = _pick(keys, call.slots, q.dtype).view(shape).transpose(1, 2)
-    v = _pick(values, call.slots, q.dtype).view(shape).transpose(1, 2)
+    v = _values(k, values, call.slots, spec)
     grouped, mask = q.reshape(n, spec.num_kv_heads, heads // spec.num_kv_heads, dim), call.mask
     if sinks is not None:
         seen = torch.ones(n, 1, 1, call.width, dtype=torch.bool, device=q.device) if mask is None else mask
         k, v, mask = _add_sink(k, v, seen, sinks.view(1, spec.num_kv_heads, -1, 1))
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=spec.scale).reshape(n, heads, dim)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=spec.scale).reshape(n, heads, -1)
 
 
 def _prefill(
@@ -194,7 +203,7 @@ def _prefill(
     """One request, q: [n, H, D]."""
     shape = (1, len(call.slots), spec.num_kv_heads, spec.head_dim)
     k = _pick(keys, call.slots, q.dtype).view(shape).transpose(1, 2)
-    v = _pick(values, call.slots, q.dtype).view(shape).transpose(1, 2)
+    v = _values(k, values, call.slots, spec)
     mask = call.mask
     if sinks is not None:
         seen = torch.ones(len(q), len(call.slots), dtype=torch.bool, device=q.device).tril_() if mask is None else mask

@@ -15,8 +15,8 @@ from minivllm.core.speculative import SpeculativeConfig
 __all__ = [
     "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "WEIGHT_BITS", "CacheConfig",
     "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup",
-    "KVCacheRules", "KVCacheSpec", "MachineFacts", "ModelFacts", "SchedulerConfig", "SlidingWindowRules",
-    "choose_dtype", "make_kv_cache_groups", "register_kv_cache_kind", "resolve",
+    "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "SchedulerConfig",
+    "SlidingWindowRules", "choose_dtype", "make_kv_cache_groups", "register_kv_cache_kind", "resolve",
 ]  # fmt: skip
 
 
@@ -70,7 +70,7 @@ class KVCacheRules:
 
 
 KV_CACHE_KINDS: dict[str, KVCacheRules] = {"full": KVCacheRules()}
-_BUILT_IN = ("full", "sliding_window", "chunked_local")
+_BUILT_IN = ("full", "sliding_window", "chunked_local", "latent")
 
 
 def register_kv_cache_kind(name: str, rules: KVCacheRules) -> None:
@@ -115,8 +115,21 @@ class ChunkedLocalRules(SlidingWindowRules):
         return f"chunks of {spec.window}"
 
 
+class LatentRules(KVCacheRules):
+    """One vector a token, from which the keys and values of all heads are made (DeepSeek-AI, *DeepSeek-V2*, 2024)."""
+
+    event_kind = "mla_attention"
+
+    def bytes_per_block(self, spec: KVCacheSpec) -> int:
+        return spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
+
+    def describe(self, spec: KVCacheSpec) -> str:
+        return f"latent vectors of {spec.head_dim}"
+
+
 register_kv_cache_kind("sliding_window", SlidingWindowRules())
 register_kv_cache_kind("chunked_local", ChunkedLocalRules())
+register_kv_cache_kind("latent", LatentRules())
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +138,7 @@ class KVCacheSpec:
 
     Attributes:
         kind: `full`, `sliding_window` (the last `window` tokens), `chunked_local` (the current chunk of `window` tokens),
-            or the name of a registered kind.
+            `latent` (one vector of `head_dim` numbers a token), or the name of a registered kind.
         block_size: tokens per block.
         num_kv_heads: key-value heads.
         head_dim: size of one head.

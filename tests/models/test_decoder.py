@@ -52,7 +52,8 @@ def test_logits_in_one_piece_in_chunks_and_token_by_token(name, backend):
         paged.add("r", tokens)
         got = torch.cat([paged.step({"r": n})["r"] for n in chunks])
         assert got.dtype == torch.float32
-        assert (got - want).abs().max() < 2e-4  # float32: transformers is as far from its own float64
+        close = max(2e-4, 1e-5 * float(want.abs().max()))  # float32: transformers is as far from its own float64
+        assert (got - want).abs().max() < close
 
 
 @pytest.mark.parametrize(("name", "backend"), MODELS)

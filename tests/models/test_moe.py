@@ -159,3 +159,12 @@ def test_a_broken_checkpoint_is_refused_by_the_tensors_name(stacked):
     if stacked:
         with pytest.raises(ValueError, match="experts.gate_up_proj' of shape .* cannot be taken apart"):
             load(tensors | {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(())})
+
+
+def test_a_latent_cache_holds_what_the_paper_says():
+    """DeepSeek-V3: 512 numbers and 64 rotated ones in each of 61 layers, of two bytes (DeepSeek-AI, 2024)."""
+    sizes = {"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128}
+    config = {"model_type": "deepseek_v3", **sizes, "vocab_size": 129280, "max_position_embeddings": 4096}
+    specs = spec_from_config(config).kv_cache_specs(16, 2)
+    assert sum(spec.bytes_per_block for spec in specs) == 16 * 61 * (512 + 64) * 2
+    assert {spec.kind for spec in specs} == {"latent"}
