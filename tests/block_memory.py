@@ -63,29 +63,49 @@ class Memory:
         self._copy(self.cpu, self.device, output.swap_in)
         for name, n in output.num_scheduled_tokens.items():
             row = self.rows[name]
-            prefixes = self.prefixes(row, row.computed + n)
+            known = [*row.tokens, *output.scheduled_spec_decode_tokens.get(name, ())]
+            prefixes = self.prefixes(Row(known, row.root, 0, []), row.computed + n)
             assert len(prefixes) == row.computed + n, "more tokens are scheduled than are known"
             for table in row.tables:
                 for place in range(row.computed, row.computed + n):
                     self.device[table[place // self.size], place % self.size] = GARBAGE if fails else prefixes[place]
         result = ModelRunnerOutput()
         for name, n in output.num_scheduled_tokens.items() if not fails else ():
-            self._read(name, n)
+            drafts = output.scheduled_spec_decode_tokens.get(name, [])
+            self._read(name, n, drafts)
             row = self.rows[name]
             row.computed += n
-            if row.computed == len(row.tokens):
-                row.tokens.append(sum(row.tokens) % 3)
-                result.sampled_token_ids[name] = row.tokens[-1:]
+            if row.computed == len(row.tokens) + len(drafts):
+                new = self._verify(row, drafts)
+                row.computed -= len(drafts) + 1 - len(new)
+                result.sampled_token_ids[name] = new
+                if guesses := self.guess(row):
+                    result.draft_token_ids[name] = guesses
         return result
+
+    def _verify(self, row: Row, drafts: list[int]) -> list[int]:
+        """The drafts that are right, and one token more."""
+        new: list[int] = []
+        for draft in [*drafts, None]:
+            new.append(sum(row.tokens) % 3)
+            row.tokens.append(new[-1])
+            if draft != new[-1]:
+                break
+        return new
+
+    def guess(self, row: Row) -> list[int]:
+        """Draft tokens for the next step; none, unless a test says otherwise."""
+        return []
 
     def _copy(self, source, target, pairs) -> None:
         for one, other in pairs:
             for place in range(self.size):
                 target[other, place] = source.get((one, place), GARBAGE)
 
-    def _read(self, name: str, n: int) -> None:
+    def _read(self, name: str, n: int, drafts: list[int]) -> None:
         """Every key that a token of this step attends to is the key of the request's own prefix."""
-        row = self.rows[name]
+        known = self.rows[name]
+        row = Row([*known.tokens, *drafts], known.root, known.computed, known.tables)
         prefixes = self.prefixes(row, row.computed + n)
         for spec, table in zip(self.specs, row.tables, strict=True):
             for query in range(row.computed, row.computed + n):

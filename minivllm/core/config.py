@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from math import gcd
 from typing import Any
 
+from minivllm.core.speculative import SpeculativeConfig
+
 __all__ = [
     "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "WEIGHT_BITS", "CacheConfig",
     "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup",
@@ -452,6 +454,7 @@ class EngineArgs:
     quantization_config: dict[str, Any] | None = _arg(  # noqa: RUF009
         None, 'of int4: {"group_size": 32, 64 or 128}, inputs that share a scale (as JSON in a flag)'
     )
+    speculative_config: dict[str, Any] | None = _arg(None, "of draft tokens (as JSON in a flag)")  # noqa: RUF009
     enable_lora: bool = _arg(False, "let requests bring LoRA adapters")
     max_loras: int = _arg(1, "most different adapters in a step")
     max_lora_rank: int = _arg(16, "largest rank of an adapter")
@@ -485,6 +488,10 @@ class EngineArgs:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise TypeError(f"hf_overrides must be a dict of config.json entries, got {self.hf_overrides!r}")
         self._check_quantization()
+        if self.speculative is not None and self.async_scheduling:
+            raise ValueError(
+                "speculative_config needs async_scheduling=False: a step verifies what the one before it led to"
+            )
         if not self.enable_lora and (self.max_loras, self.max_lora_rank, self.max_cpu_loras) != (1, 16, None):
             raise ValueError("max_loras, max_lora_rank and max_cpu_loras need enable_lora=True")
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
@@ -501,6 +508,11 @@ class EngineArgs:
         if self.quantization != _INT4:
             raise ValueError(f"quantization_config goes with quantization={_INT4!r}, not with {self.quantization!r}")
         _one_of('quantization_config["group_size"]', config["group_size"], GROUP_SIZES)
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """What `speculative_config` says, checked; None without."""
+        return None if self.speculative_config is None else SpeculativeConfig.from_dict(self.speculative_config)
 
     @property
     def fp8_kv_cache(self) -> bool:
@@ -554,6 +566,11 @@ class EngineConfig:
     seed: int
     decisions: tuple[Decision, ...]
     async_scheduling: bool = False
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """See `EngineArgs.speculative`."""
+        return self.args.speculative
 
     def explain(self) -> str:
         """A table of every setting that was chosen, and why. One line each."""
@@ -665,7 +682,8 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     if not args.enable_chunked_prefill and budget < max_model_len:
         budget, why = max_model_len, "max_model_len, since prompts may not be cut"
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
-    overlap = choose("async_scheduling", args.async_scheduling, machine.device != "cpu", usual)
+    overlaps = machine.device != "cpu" and args.speculative is None
+    overlap = choose("async_scheduling", args.async_scheduling, overlaps, usual)
     decisions.append(Decision("attention_backend", machine.attention_backend, machine.attention_backend_why))
     if not args.fp8_kv_cache:
         decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))

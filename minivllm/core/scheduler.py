@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from minivllm.core.adapter_slots import AdapterSlots
@@ -26,6 +27,7 @@ from minivllm.core.policy import (
 from minivllm.core.recorder import Recorder
 from minivllm.core.request import FinishReason, Request, RequestStatus
 from minivllm.core.request_queue import WaitingQueue
+from minivllm.core.speculative import SpecDecodingStats
 
 __all__ = ["Preemption", "Recompute", "Scheduler", "Swap"]
 
@@ -80,6 +82,7 @@ class Scheduler(Recorder):
         requests: unfinished requests by id.
         waiting, running: the queues.
         kv_cache_manager: the KV cache manager.
+        spec_stats: counters of draft tokens.
         adapters: which LoRA adapter lies in which slot.
         trace: None, or a function that takes an event (see `record` and `subscribe`).
     """
@@ -107,6 +110,7 @@ class Scheduler(Recorder):
         self.adapters = AdapterSlots(config.max_loras)
         self.step = 0
         self.num_preemptions = 0
+        self.spec_stats = SpecDecodingStats()
         self._arrivals = 0
         self._overtaken = 0
         self._idle_steps = 0
@@ -599,9 +603,7 @@ class Scheduler(Recorder):
                 )
             )
         if drafts:
-            self._roll_back(
-                {out.request_id: len(drafts.get(out.request_id, ())) + 1 - len(out.new_token_ids) for out in outputs}
-            )
+            self._roll_back(drafts, outputs)
         gained = {out.request_id: tuple(out.new_token_ids) for out in outputs} if self.trace is not None else None
         if result.logprobs or result.prompt_logprobs or result.errors or result.pooled:
             self._attach(result, outputs, ended)
@@ -641,11 +643,17 @@ class Scheduler(Recorder):
                     f"the executor returned no token for request {request_id!r} in step {output.step}, after which all its tokens are computed"
                 )
 
-    def _roll_back(self, rejected: dict[str, int]) -> None:
-        """Take back what was computed for draft tokens that were not accepted."""
-        rejected = {request_id: n for request_id, n in rejected.items() if n}
-        for request_id, n in rejected.items():
-            self.requests[request_id].num_computed_tokens -= n
+    def _roll_back(self, drafts: dict[str, list[int]], outputs: list[EngineCoreOutput]) -> None:
+        """Count the draft tokens, and take back what was computed for those that were not accepted."""
+        rejected = {}
+        for out in outputs:
+            if draft := drafts.get(out.request_id):
+                pairs = zip(draft, out.new_token_ids, strict=False)
+                accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                self.spec_stats.observe_draft(len(draft), accepted)
+                if n := len(draft) + 1 - len(out.new_token_ids):
+                    rejected[out.request_id] = n
+                    self.requests[out.request_id].num_computed_tokens -= n
         if rejected and self.trace is not None:
             self.trace(("rollback", rejected))
 

@@ -251,6 +251,7 @@ class EngineCore:
             "prefix_cache_hits": scheduler.kv_cache_manager.stats.hit_tokens,
             "num_preemptions": scheduler.num_preemptions,
             "num_steps": scheduler.step,
+            **scheduler.spec_stats.gauges(),
         }
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

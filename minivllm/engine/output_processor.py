@@ -53,7 +53,8 @@ class CompletionState:
                 start = len(self.text)
                 self.text += self.detokenizer.push(token_id)
                 ended_here = self.stops is not None and self._cut_at_stop(start)
-            if loop is not None and not ended_here and output.finish_reason is None:
+            goes_on = output.finish_reason is None or i + 1 < len(output.new_token_ids)
+            if loop is not None and not ended_here and goes_on:
                 ended_here = self._ends_in(loop)
             if ended_here:  # further tokens are dropped
                 break

@@ -180,7 +180,7 @@ class UniProcExecutor:
         return self._runner
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        return self.runner.launch(output).result()
+        return self.runner.execute_model(output)
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
         runner = self.runner

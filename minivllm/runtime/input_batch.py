@@ -41,20 +41,39 @@ class BlockTable:
 class StepInputs:
     """The arrays of one step, in scheduling order. ``B`` requests, ``T`` tokens.
 
-    request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step.
-    token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group.
+    request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step. starts: int32 [B + 1],
+    where they begin among the T. token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group; a
+    draft token, and the token before the first, is a request of its own there.
     last_token: int64 [B], index into the T tokens of each request's last one.
-    samples: bool [B], whether a new token is sampled: the last scheduled token is the last known one, and the row draws.
+    samples: bool [B], whether a new token is sampled: the last scheduled token is the last known one, or a draft token, and the
+    row draws.
     """
 
     request_ids: list[str]
     rows: Int64
     counts: Int64
+    starts: Int64
     token_ids: Int64
     positions: Int64
     attention: list[AttentionBatch]
     last_token: Int64
     samples: npt.NDArray[np.bool_]
+
+
+def _split(
+    rows: Int64, starts: Int64, seq_lens: Int64, positions: Int64, drafted: Sequence[bool]
+) -> tuple[Int64, Int64, Int64]:
+    """Queries of the attention when each token of the requests `drafted` is one by itself, which attends to what stands before it.
+
+    Returns row [Q], length [Q] and begin [Q + 1] of each query.
+    """
+    of, lengths, begins = list[int](), list[int](), list[int]()
+    for i, split in enumerate(drafted):
+        places = range(starts[i], starts[i + 1]) if split else starts[i : i + 1]
+        of += [int(rows[i])] * len(places)
+        lengths += (positions[starts[i] : starts[i + 1]] + 1).tolist() if split else [int(seq_lens[i])]
+        begins += [int(place) for place in places]
+    return np.array(of, np.int64), np.array(lengths, np.int64), np.array([*begins, starts[-1]], np.int64)
 
 
 class InputBatch:
@@ -115,34 +134,59 @@ class InputBatch:
             table.clear(row)
         self._free_rows.append(row)
 
-    def prepare(self, num_scheduled: dict[str, int]) -> StepInputs:
-        """Arrays for one step. ``num_scheduled``: {request_id: number of tokens}, in scheduling order; each at least 1."""
+    def prepare(self, num_scheduled: dict[str, int], drafts: dict[str, list[int]] | None = None) -> StepInputs:
+        """Arrays for one step.
+
+        Args:
+            num_scheduled: {request_id: number of tokens}, in scheduling order; each at least 1.
+            drafts: the draft tokens among them, which are a request's last.
+        """
         request_ids = list(num_scheduled)
         num_reqs = len(request_ids)
         rows = np.fromiter((self.row_of[r] for r in request_ids), np.int64, num_reqs)
         counts = np.fromiter(num_scheduled.values(), np.int64, num_reqs)
-        starts = np.zeros(num_reqs + 1, np.int32)
+        starts = np.zeros(num_reqs + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         computed = self.num_computed[rows]
         seq_lens = computed + counts
+        if drafts:
+            self._write(drafts)
 
         row_of_token = np.repeat(rows, counts)
         positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts)
-        attention = []
+        queries = _split(rows, starts, seq_lens, positions, [r in drafts for r in request_ids]) if drafts else None
+        of, lengths, begins = queries or (rows, seq_lens, starts)
+        begins, lengths, attention = begins.astype(np.int32), lengths.astype(np.int32), []
         for table in self.block_tables:
             size, longest = table.block_size, max(1, int(table.num_blocks[rows].max()))
             slots = table.ids[row_of_token, positions // size].astype(np.int64) * size + positions % size
-            attention.append(AttentionBatch(starts, seq_lens.astype(np.int32), table.ids[rows, :longest], slots))
+            attention.append(AttentionBatch(begins, lengths, table.ids[of, :longest], slots))
         return StepInputs(
             request_ids=request_ids,
             rows=rows,
             counts=counts,
+            starts=starts,
             token_ids=self.token_ids[row_of_token, positions].astype(np.int64),
             positions=positions,
             attention=attention,
             last_token=starts[1:].astype(np.int64) - 1,
-            samples=(seq_lens == self.num_tokens[rows]) & self.draws[rows],
+            samples=(seq_lens >= self.num_tokens[rows]) & self.draws[rows],
         )
+
+    def _write(self, drafts: dict[str, list[int]]) -> None:
+        """Put draft tokens behind the known ones, without counting them."""
+        for request_id, token_ids in drafts.items():
+            row = self.row_of[request_id]
+            known = self.num_tokens[row]
+            self.token_ids[row, known : known + len(token_ids)] = token_ids
+
+    def accept(self, request_id: str, num_drafts: int, token_ids: Sequence[int]) -> None:
+        """After `advance` over a step with draft tokens: append what was sampled, and take back what was computed for the others."""
+        row = self.row_of[request_id]
+        known = self.num_tokens[row]
+        self.token_ids[row, known : known + len(token_ids)] = token_ids[: self.token_ids.shape[1] - known]
+        self.num_tokens[row] = known + len(token_ids)
+        self.num_computed[row] -= num_drafts + 1 - len(token_ids)
 
     def append_tokens(self, rows: Int64, token_ids: Int64) -> Int64:
         """Append a token to each of ``rows`` and return the places. A row that is full (``max_model_len``) keeps its tokens."""

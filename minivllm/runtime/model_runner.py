@@ -4,6 +4,7 @@
 
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,13 +25,16 @@ from minivllm.models.decoder import Decoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
 from minivllm.runtime.pooler import Pooler
-from minivllm.runtime.sample_record import SampleLog, log_samples
+from minivllm.runtime.sample_record import SampleLog, forget_samples, log_samples
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
 from minivllm.sampling.pooling import PoolingParams
-from minivllm.sampling.sampler import PendingSample, Sampler
+from minivllm.sampling.sampler import PendingSample
 from minivllm.sampling.state import RequestView, SamplingState
 from minivllm.sampling.transforms import Transform
+from minivllm.spec_decode.drafter import Drafter, make_drafter
+from minivllm.spec_decode.proposers import DraftRequest
+from minivllm.spec_decode.rejection import Draft, RejectionSampler
 
 __all__ = [
     "GRAPH_BYTES", "FutureTokens", "ModelRunner", "PendingStep", "group_attention_specs", "new_kv_caches",
@@ -108,6 +112,16 @@ class FutureTokens:
         return torch.where(token_ids < 0, self.ids[(~token_ids).clamp_(min=0)], token_ids)
 
 
+def _sampled_places(step: StepInputs, chosen: Int64, drafts: Sequence[Draft]) -> tuple[Int64, Int64]:
+    """Of the requests `chosen`, which tokens of the step something is sampled behind, and the row of each."""
+    last, rows = step.last_token[chosen], step.rows[chosen]
+    if not any(draft.token_ids for draft in drafts):
+        return last, rows
+    counts = np.array([len(draft.token_ids) + 1 for draft in drafts])
+    ends = np.cumsum(counts)
+    return np.repeat(last - ends + 1, counts) + np.arange(ends[-1]), np.repeat(rows, counts)
+
+
 GRAPH_BYTES = 1 << 30  # most memory that CUDA graphs may take
 
 
@@ -142,7 +156,13 @@ class ModelRunner:
         self.adapters = self._make_adapters() if config.args.enable_lora else None
         self.lora_slots = np.full(limits.max_num_seqs, -1)
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
-        self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
+        self.sampler = RejectionSampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
+        self.drafter: Drafter | None = None
+        width = 1  # tokens of a request in a step of decoding
+        if (speculative := config.speculative) is not None:
+            self.sampler.synthetic_acceptance_rate = speculative.synthetic_acceptance_rate
+            self.drafter = make_drafter(speculative, model.spec.vocab_size)
+            width += speculative.num_speculative_tokens
         self.pooler = Pooler()
         self._looks_back = bool(transforms)
         self._latest: PendingStep | None = None
@@ -151,7 +171,7 @@ class ModelRunner:
         self.sample_log: SampleLog | None = None
         self.buffer: StepBuffer | None = None
         self.graphs: DecodeGraphs | None = None
-        self.ladder = graph_ladder(limits.max_num_seqs)
+        self.ladder = graph_ladder(limits.max_num_seqs * width)
         self._generation = -1  # of the model that the graphs were captured of
         self._capture_problem: str | None = None
         if self.device.type != "cpu":
@@ -173,7 +193,11 @@ class ModelRunner:
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Execute one step. A request that fails by itself is reported in ``errors``; the others go on."""
-        return self.launch(output).result()
+        start = time.perf_counter()
+        result = self.launch(output).result()
+        if self.drafter is not None:
+            result.draft_token_ids = self._propose(self.drafter, output, result, time.perf_counter() - start)
+        return result
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> "PendingStep":
@@ -181,19 +205,19 @@ class ModelRunner:
 
         With `future` the next may be launched before the result of this one is asked for.
         """
-        if output.scheduled_spec_decode_tokens:
-            raise NotImplementedError("this model runner does not verify draft tokens")
         pending = PendingStep(self)
         self._update_rows(output, pending.output)
         if output.swap_out or output.swap_in:
             self._swap_blocks(output)
         if not output.total_num_scheduled_tokens:
             return pending
-        step = self.batch.prepare(output.num_scheduled_tokens)
+        guesses = output.scheduled_spec_decode_tokens
+        step = self.batch.prepare(output.num_scheduled_tokens, guesses)
         chosen = np.flatnonzero(step.samples)
+        drafts = [self._draft(step.request_ids[i], guesses) for i in chosen] if guesses else []
         if self.adapters is not None:
             self.adapters.use(np.repeat(self.lora_slots[step.rows], step.counts))
-        arrays = step.token_ids, step.positions, step.last_token[chosen], step.rows[chosen]
+        arrays = step.token_ids, step.positions, *_sampled_places(step, chosen, drafts)
         if self.buffer is None:
             token_ids, positions, last, rows = map(torch.from_numpy, arrays)
             plans = [self.backend.plan(*group, self.device) for group in zip(step.attention, self.specs, strict=True)]
@@ -205,8 +229,11 @@ class ModelRunner:
         if self.pooler.entries:
             self._pool(step, hidden, pending.output)
         self.batch.num_computed[step.rows] += step.counts
-        if len(chosen):
-            self._sample(step, chosen, hidden if len(chosen) == len(hidden) else hidden[last], rows, pending)
+        sampled = hidden if len(last) == len(hidden) else hidden[last]
+        if drafts:
+            self._verify(step, chosen, sampled, drafts, pending.output)
+        elif len(chosen):
+            self._sample(step, chosen, sampled, rows, pending)
         self._latest = pending
         return pending
 
@@ -285,7 +312,8 @@ class ModelRunner:
         padded = rung(self.ladder, rows)
         if self.adapters is not None and self.adapters.model.active:
             return None  # the adapters' matmuls on a GPU are launched one by one
-        if self.graphs is None or padded is None or len(step.request_ids) != rows or not self._may_replay(self.graphs):
+        one_each = len(step.attention[0].seq_lens) == rows
+        if self.graphs is None or padded is None or not one_each or not self._may_replay(self.graphs):
             return None
         buffer.begin()
         (ids, token_ids), (at, positions), (of, rows_there) = (buffer.reserve((padded,), np.int64) for _ in range(3))
@@ -294,7 +322,7 @@ class ModelRunner:
             self.graphs = None
             return None
         ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, step.positions, 0
-        of[:rows] = step.rows
+        of[:rows] = np.repeat(step.rows, step.counts)
         key = (padded, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
         buffer.send()
 
@@ -311,7 +339,7 @@ class ModelRunner:
             self._generation, self._capture_problem = generation(), capture_problem(self.model)
         return self._capture_problem is None
 
-    def get_sampler(self) -> Sampler:
+    def get_sampler(self) -> RejectionSampler:
         """What chooses the tokens, for those who show how."""
         return self.sampler
 
@@ -335,9 +363,66 @@ class ModelRunner:
         pending.drawn, pending.views, pending.rows, pending.places = drawn, batch.requests, rows, places
         batch.expect()
 
+    def _draft(self, request_id: str, guesses: dict[str, list[int]]) -> Draft:
+        """What the step is to verify of a request."""
+        token_ids = guesses.get(request_id, ())
+        return Draft(token_ids) if self.drafter is None else self.drafter.scheduled(request_id, token_ids)
+
+    def _propose(
+        self, drafter: Drafter, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float
+    ) -> dict[str, list[int]]:
+        """Draft tokens for the requests that will go on after a step that took so many seconds."""
+        for request_id in output.finished:
+            drafter.finish(request_id)
+        sampled, scheduled = result.sampled_token_ids, output.scheduled_spec_decode_tokens
+        drafts = {name: len(scheduled.get(name, ())) for name in sampled}
+        only = output.total_num_scheduled_tokens == len(sampled) + sum(drafts.values())
+        right = {name: min(len(sampled[name]) - 1, n) for name, n in drafts.items()}
+        drafter.observe(len(sampled), drafts, right, seconds if only else None)
+        wishes = [wish for name, new in sampled.items() if (wish := self._draft_request(name, new[-1])) is not None]
+        return drafter.propose(wishes, len(sampled))
+
+    def _draft_request(self, request_id: str, newest: int) -> DraftRequest | None:
+        """What a proposer is told of a request; None if it ends, or may not have two more tokens."""
+        view, row = self.sampling.requests[request_id], self.batch.row_of[request_id]
+        known, longest = int(self.batch.num_tokens[row]), self.config.scheduler.max_model_len
+        left = longest - known
+        if view.params.max_tokens is not None:
+            left = min(left, view.params.max_tokens - len(view.output_token_ids))
+        if left <= 1 or newest in view.params.all_stop_token_ids or self.drafter is None:
+            return None
+        most = min(self.drafter.config.num_speculative_tokens, left - 1)
+        token_ids = self.batch.token_ids[row, :known]
+        token_ids.flags.writeable = False
+        return DraftRequest(request_id, token_ids, len(view.prompt_token_ids), most, view.params, view.seed)
+
+    def _verify(
+        self, step: StepInputs, chosen: Int64, hidden: Tensor, drafts: Sequence[Draft], result: ModelRunnerOutput
+    ) -> None:
+        """As `_sample`, in a step with draft tokens: accept some, and wait for it. hidden: [sum of (drafts + 1), hidden_size]."""
+        batch = self.sampling.batch([step.request_ids[i] for i in chosen])
+        if self.adapters is not None:
+            self.adapters.use(np.repeat(self.lora_slots[step.rows[chosen]], [len(d.token_ids) + 1 for d in drafts]))
+        logits = self.model.compute_logits(hidden)
+        if self.sample_log is not None:
+            log_samples(self.sample_log, batch.requests, logits, [draft.token_ids for draft in drafts])
+        for view, draft, got in zip(
+            batch.requests, drafts, self.sampler.verify(logits, batch, drafts, self._looks_back), strict=True
+        ):
+            name = view.request_id
+            if self.sample_log is not None:
+                forget_samples(self.sample_log, view, len(draft.token_ids) + 1 - len(got.token_ids))
+            self.batch.accept(name, len(draft.token_ids), got.token_ids)
+            if got.token_ids:
+                result.sampled_token_ids[name] = got.token_ids
+            if got.logprobs:
+                result.logprobs[name] = got.logprobs
+            if got.error is not None:
+                result.errors[name] = got.error
+
     def _pool(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
         """Hand the hidden states of requests that want a vector to the pooler."""
-        starts = step.attention[0].query_start_loc
+        starts = step.starts
         for i, request_id in enumerate(step.request_ids):
             if request_id in self.pooler:
                 vector = self.pooler.take(request_id, hidden[int(starts[i]) : int(starts[i + 1])])
@@ -345,7 +430,7 @@ class ModelRunner:
                     result.pooled[request_id] = vector
 
     def _compute_prompt_logprobs(self, step: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
-        starts = step.attention[0].query_start_loc
+        starts = step.starts
         for i, request_id in enumerate(step.request_ids):
             view = self.sampling.requests.get(request_id)
             if request_id not in self._prompt_done or view is None or view.params.prompt_logprobs is None:

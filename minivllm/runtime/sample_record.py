@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.state import RequestView
 
-__all__ = ["SampleLog", "SampleRecord", "explain_sample", "log_samples"]
+__all__ = ["SampleLog", "SampleRecord", "explain_sample", "forget_samples", "log_samples"]
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,14 +57,28 @@ SampleLog = dict[tuple[str, int], SampleRecord]
 """Records by request id and position in the output, counted from 0."""
 
 
-def log_samples(log: SampleLog, views: list[RequestView], logits: Tensor) -> None:
-    """Keep what the sampler is about to see. `logits`: [R, V], a row for each view."""
-    rows = logits.to("cpu", torch.float32, copy=True).numpy()
-    for view, row in zip(views, rows, strict=True):
-        output = tuple(view.output_token_ids)
-        log[view.request_id, len(output)] = SampleRecord(
-            row, view.params, tuple(view.prompt_token_ids), output, view.seed
-        )
+def log_samples(
+    log: SampleLog, views: list[RequestView], logits: Tensor, drafts: Sequence[Sequence[int]] | None = None
+) -> None:
+    """Keep what the sampler is about to see.
+
+    Args:
+        logits: [R, V], a row for each view, and one more for each of its draft tokens.
+        drafts: the draft tokens of each view.
+    """
+    rows = iter(logits.to("cpu", torch.float32, copy=True).numpy())
+    for view, draft in zip(views, drafts or [()] * len(views), strict=True):
+        for guessed in range(len(draft) + 1):
+            output = (*view.output_token_ids, *draft[:guessed])
+            log[view.request_id, len(output)] = SampleRecord(
+                next(rows), view.params, tuple(view.prompt_token_ids), output, view.seed
+            )
+
+
+def forget_samples(log: SampleLog, view: RequestView, count: int) -> None:
+    """Drop the records of the first `count` places behind a request's output: they followed draft tokens that were rejected."""
+    for place in range(count):
+        log.pop((view.request_id, len(view.output_token_ids) + place), None)
 
 
 def explain_sample(

@@ -89,7 +89,7 @@ class Sampler:
         if wanted.steps or wanted.errors or observe is not None:
             logits = self._transform(logits, batch, wanted, errors, observe)
         processed = wanted.keep("processed", logits) if wanted.modes else None
-        token_ids, alive = self._argmax(logits) if wanted.greedy else self._draw(logits, batch)
+        token_ids, alive = self._choose(logits, batch, wanted.greedy)
         token_ids = torch.where(alive, token_ids, -1)
         reports = wanted.report(raw, processed, token_ids) if wanted.modes else []
         copy = HostCopy(token_ids) if token_ids.is_cuda else None
@@ -114,6 +114,10 @@ class Sampler:
             errors.setdefault(request_id, reason)
         errors |= {view.request_id: view.error for view in batch.requests if view.error is not None}
         return logits
+
+    def _choose(self, logits: Tensor, batch: SamplingBatch, greedy: bool) -> tuple[Tensor, Tensor]:
+        """A token for each row, and whether there is one. greedy: all rows are."""
+        return self._argmax(logits) if greedy else self._draw(logits, batch)
 
     def _draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Draw a token for each row that is not greedy, and take the argmax of the others."""

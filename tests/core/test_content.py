@@ -82,13 +82,24 @@ class Workload:
         self.scheduler = Scheduler(config, cache, kv, policy=policies(rng), preemption=preemption, policy_timeout=0)
         self.memory = Memory(self.scheduler)
         self.depth = rng.choice([1, 1, 2])
+        if self.depth == 1 and rng.random() < 0.6:
+            self.memory.guess = self.guess
         self.flying: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.truth: dict[str, list[int]] = {}
         self.said: dict[str, list[int]] = {}
         self.hashes: dict[bytes, list[int]] = {}
         self.live: dict[str, Request] = {}
         self.added = 0
-        self.preemptions = self.hits = self.errors = 0
+        self.preemptions = self.hits = self.errors = self.drafted = 0
+
+    def guess(self, row: Row) -> list[int]:
+        """Draft tokens, most of them right: what the request is going to say, with mistakes."""
+        tokens, guesses = list(row.tokens), []
+        for _ in range(self.rng.randint(0, 4)):
+            right = sum(tokens) % 3
+            guesses.append(right if self.rng.random() < 0.7 else (right + 1) % 3)
+            tokens.append(guesses[-1])
+        return guesses
 
     def add(self) -> None:
         rng = self.rng
@@ -127,6 +138,7 @@ class Workload:
             if self.rng.random() < 0.5:
                 self.scheduler.set_policy(policies(self.rng))
             return
+        self.drafted += sum(map(len, output.scheduled_spec_decode_tokens.values()))
         self.hits += sum(new.num_computed_tokens for new in output.new_requests)
         self.preemptions += len(output.preempted)
         fails = self.rng.random() < 0.01
@@ -196,7 +208,9 @@ def run(seed: int) -> Workload:
 
 def test_a_few_hundred_random_workloads():
     runs = [run(seed) for seed in range(300)]
-    assert all(sum(getattr(w, what) for w in runs) > 100 for what in ("hits", "preemptions", "errors"))
+    assert all(sum(getattr(w, what) for w in runs) > 100 for what in ("hits", "preemptions", "errors", "drafted"))
+    accepted = sum(w.scheduler.spec_stats.num_accepted_tokens for w in runs)
+    assert 100 < accepted < sum(w.drafted for w in runs) - 100
 
 
 @pytest.mark.slow

@@ -22,8 +22,9 @@ DOWNHILL: dict[str, set[str]] = {
     "models": {"core", "attention", "minivllm_kernels"},
     "sampling": {"core"},
     "lora": {"core", "models", "minivllm_kernels"},
-    "runtime": {"core", *NUMERIC, "lora", "minivllm_kernels"},  # the CPU's features
-    "engine": {"core", *NUMERIC, "lora", "runtime"},
+    "spec_decode": {"core", *NUMERIC},
+    "runtime": {"core", *NUMERIC, "lora", "spec_decode", "minivllm_kernels"},  # the CPU's features
+    "engine": {"core", *NUMERIC, "lora", "spec_decode", "runtime"},
     "serving": {"core", *NUMERIC, "lora", "runtime", "engine", "viz"},  # its dashboard
     "bench": {"core", "lab", *NUMERIC, "lora", "runtime", "engine", "serving"},
     "minivllm_kernels": set(),

@@ -1,0 +1,203 @@
+"""Settings of speculative decoding, and counters of drafted and accepted tokens."""
+
+# Generated from nbs/core/speculative.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+__all__ = ["METHODS", "SpecDecodingStats", "SpeculativeConfig"]
+
+_ANY = ("method", "num_speculative_tokens", "dynamic_length", "rejection_sample_method", "synthetic_acceptance_rate")
+_SUFFIX = (
+    "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+)  # fmt: skip
+METHODS: dict[str, tuple[str, ...]] = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "suffix": _SUFFIX,
+    "draft_model": ("model", "draft_sample_method"),
+    "synthetic": (),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made and accepted. Names are vLLM's, but for `dynamic_length` and the method `synthetic`.
+
+    Attributes:
+        method: a name of `METHODS`, or an object with `propose(requests, view)`.
+        num_speculative_tokens: most draft tokens of a request in a step.
+        prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that is looked up.
+        suffix_decoding_max_tree_depth: longest suffix that is looked up, and draft that follows it, together.
+        suffix_decoding_max_cached_requests: answers of earlier requests that are remembered; 0 for none.
+        suffix_decoding_max_spec_factor: most draft tokens for each token of the match.
+        suffix_decoding_min_token_prob: a draft ends where its estimated probability falls below this.
+        model: of `draft_model`, as the engine's `model`.
+        draft_sample_method: of `draft_model`: `greedy`, or `probabilistic`: drawn from the draft model, which is then accepted
+            by the ratio of both models' probabilities.
+        dynamic_length: draft fewer tokens, or none, where the measured cost of a step is more than they will save.
+        rejection_sample_method: `standard`, exact; or `synthetic`: drafts are accepted by chance, so texts are wrong.
+        synthetic_acceptance_rate: the chance that a draft token is accepted, if all before it were.
+    """
+
+    method: Any
+    num_speculative_tokens: int
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 1000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    model: str | None = None
+    draft_sample_method: str = "greedy"
+    dynamic_length: bool = True
+    rejection_sample_method: str = "standard"
+    synthetic_acceptance_rate: float | None = None
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> SpeculativeConfig:
+        """Check what a user said.
+
+        Raises:
+            TypeError: no dictionary, or a value of the wrong type.
+            ValueError: a missing, unknown or misplaced name, or a value out of range.
+        """
+        if not isinstance(given, dict):
+            raise TypeError(f"speculative_config must be a dict, got {given!r}")
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.7)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise ValueError(f"speculative_config has no entry {name!r}; {hint}")
+        for name in ("method", "num_speculative_tokens"):
+            if given.get(name) is None:
+                raise ValueError(
+                    f'speculative_config needs {name!r}, as in {{"method": "ngram", "num_speculative_tokens": 4}}'
+                )
+        chosen = given["method"]
+        if isinstance(chosen, str) and chosen not in METHODS:
+            raise ValueError(
+                f"speculative_config method must be one of {', '.join(METHODS)}, or an object with propose(requests, view); got {chosen!r}"
+            )
+        if not isinstance(chosen, str) and not callable(getattr(chosen, "propose", None)):
+            raise TypeError(
+                f"speculative_config method must be a name or an object with propose(requests, view), got {chosen!r}"
+            )
+        own = METHODS[chosen] if isinstance(chosen, str) else ()
+        for name in given:
+            if name not in (*_ANY, *own):
+                raise ValueError(
+                    f"speculative_config entry {name!r} does not belong to method {chosen!r}; it has: {', '.join((*_ANY, *own))}"
+                )
+        config = cls(**given)
+        config._check_numbers()
+        return config
+
+    def _check_numbers(self) -> None:
+        _whole("num_speculative_tokens", self.num_speculative_tokens, 1, 64)
+        _whole("prompt_lookup_max", self.lookup[1], 1, 1000)
+        _whole("prompt_lookup_min", self.lookup[0], 1, self.lookup[1])
+        _whole("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 2, 1000)
+        _whole("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, 1_000_000)
+        _real("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, 100.0)
+        _real("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
+        for name, allowed in (
+            ("rejection_sample_method", ("standard", "synthetic")),
+            ("draft_sample_method", ("greedy", "probabilistic")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"speculative_config {name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}"
+                )
+        if not isinstance(self.dynamic_length, bool):
+            raise TypeError(f"speculative_config dynamic_length must be true or false, got {self.dynamic_length!r}")
+        if self.is_synthetic != (self.synthetic_acceptance_rate is not None):
+            raise ValueError(
+                "speculative_config: synthetic acceptance and synthetic_acceptance_rate go together; only one is given"
+            )
+        if self.synthetic_acceptance_rate is not None:
+            _real("synthetic_acceptance_rate", self.synthetic_acceptance_rate, 0.0, 1.0)
+        if self.method == "draft_model" and not isinstance(self.model, str):
+            raise ValueError(
+                f'speculative_config method "draft_model" needs "model", the name of a model; got {self.model!r}'
+            )
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """Shortest and longest n-gram: 2 and 4; if only one of the two is given, the other equals it, as in vLLM."""
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest is None and longest is None:
+            return 2, 4
+        return (longest if shortest is None else shortest, shortest if longest is None else longest)  # type: ignore[return-value]
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether drafts are accepted by chance."""
+        return self.rejection_sample_method == "synthetic" or self.method == "synthetic"
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"speculative_config {name} must be a whole number, got {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"speculative_config {name} must be in {least}..{most}, got {value}")
+
+
+def _real(name: str, value: Any, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"speculative_config {name} must be a number, got {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"speculative_config {name} must be in {least:g}..{most:g}, got {value}")
+
+
+@dataclass(slots=True)
+class SpecDecodingStats:
+    """Counters since the start.
+
+    Attributes:
+        num_drafts: drafts that were verified: one for a request in a step.
+        num_draft_tokens: their tokens.
+        num_accepted_tokens: those that were accepted.
+        num_accepted_tokens_per_pos: the same by place in the draft.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one verified draft."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos += [0] * (num_draft_tokens - len(per_pos))
+        for i in range(num_accepted_tokens):
+            per_pos[i] += 1
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the draft tokens that were accepted; None before the first."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens gained by a step with a draft, on average, the one of the model itself included; None before the first."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    def gauges(self) -> dict[str, float]:
+        """The counters by name, one for each position."""
+        if not self.num_drafts:
+            return {}
+        totals: dict[str, float] = {
+            "spec_decode_num_drafts": self.num_drafts,
+            "spec_decode_num_draft_tokens": self.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
+        }
+        per_pos = enumerate(self.num_accepted_tokens_per_pos)
+        return totals | {f"spec_decode_num_accepted_tokens_per_pos:{i}": count for i, count in per_pos}

@@ -1,0 +1,251 @@
+"""Drafter: asks the proposer, checks what it says, and cuts drafts to the length that pays."""
+
+# Generated from nbs/spec_decode/drafter.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minivllm.core.speculative import SpeculativeConfig
+from minivllm.spec_decode.proposers import (
+    DraftRequest,
+    DraftView,
+    NgramProposer,
+    Proposer,
+    RepeatProposer,
+    SuffixProposer,
+)
+from minivllm.spec_decode.rejection import Draft
+
+__all__ = ["Acceptance", "DraftLength", "Drafter", "StepCost", "logger", "make_drafter", "make_proposer"]
+
+logger = logging.getLogger("minivllm.spec_decode")
+
+
+class Acceptance:
+    """The chance that a draft token is right, if those before it were: by request, from what became of its drafts.
+
+    KEEP: weight of what was known when more is learned. FADE: the same for a step without a draft. PRIOR: how many trials the
+    average of all requests counts for.
+    """
+
+    KEEP, FADE, PRIOR = 0.9, 0.98, 2.0
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[float, float]] = {}  # successes and trials
+        self._all = (3.0, 5.0)
+
+    def __getitem__(self, request_id: str) -> float:
+        successes, trials = self._counts.get(request_id, (0.0, 0.0))
+        return (successes + self.PRIOR * self._all[0] / self._all[1]) / (trials + self.PRIOR)
+
+    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+        """A step of the request had so many draft tokens; 0 for none."""
+        keep, trials = (self.KEEP, num_accepted + (num_accepted < num_drafted)) if num_drafted else (self.FADE, 0)
+        before = self._counts.get(request_id, (0.0, 0.0))
+        self._counts[request_id] = keep * before[0] + num_accepted, keep * before[1] + trials
+        if num_drafted:
+            keep = 1 - (1 - self.KEEP) / 10
+            self._all = keep * self._all[0] + num_accepted, keep * self._all[1] + trials
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._counts.pop(request_id, None)
+
+
+class StepCost:
+    """Seconds of a step by its number of tokens, from the last steps.
+
+    RECENT: how many times are kept for a size; their median counts. STALE: after so many steps a time is forgotten.
+    """
+
+    RECENT, STALE = 5, 300
+
+    def __init__(self) -> None:
+        self._times: dict[int, deque[float]] = {}
+        self._seen: dict[int, int] = {}
+        self._tried: set[int] = set()
+        self._step = 0
+
+    @staticmethod
+    def size(tokens: int) -> int:
+        """The size that this many tokens count as: exact up to 8, then in steps of an eighth."""
+        grain = 1 << max(0, (tokens - 1).bit_length() - 3)
+        return -(-tokens // grain) * grain
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        self._step += 1
+        if tokens not in self._tried:
+            self._tried.add(tokens)
+            return
+        size = self.size(tokens)
+        self._times.setdefault(size, deque(maxlen=self.RECENT)).append(seconds)
+        self._seen[size] = self._step
+        for old in [size for size, seen in self._seen.items() if self._step - seen > self.STALE]:
+            del self._times[old], self._seen[old]
+
+    def knows(self, tokens: int) -> bool:
+        """Whether steps of so many tokens were timed of late."""
+        return self.size(tokens) in self._times
+
+    def seconds(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+        """What steps of so many tokens take; of more tokens than were tried, as the largest that was."""
+        sizes = sorted(self._times)
+        known = np.maximum.accumulate([float(np.median(self._times[size])) for size in sizes])
+        return np.interp(tokens, sizes, known)
+
+
+class DraftLength:
+    """Chooses how many draft tokens a step carries: as many as give the most tokens a second.
+
+    Attributes:
+        cost: of steps; the model runner observes it.
+    """
+
+    MARGIN = 1.02  # gains below this are noise
+
+    def __init__(self) -> None:
+        self.cost = StepCost()
+
+    def choose(self, chances: Sequence[float], lengths: Sequence[int], batch_size: int) -> list[int]:
+        """How many tokens of each draft to keep.
+
+        Args:
+            chances: of each request, that a draft token is right if those before it were.
+            lengths: of the drafts.
+            batch_size: requests in the step, those without a draft included.
+        """
+        if not self.cost.knows(batch_size):
+            return [0] * len(lengths)
+        of = np.repeat(np.arange(len(lengths)), lengths)
+        places = np.concatenate([np.arange(1, n + 1) for n in lengths])
+        right = np.asarray(chances, np.float64)[of] ** places
+        order = np.argsort(-right, kind="stable")
+        gained = batch_size + np.concatenate([[0.0], np.cumsum(right[order])])
+        rate = gained / self.cost.seconds(batch_size + np.arange(len(gained)))
+        best = int(rate.argmax())
+        if rate[best] < self.MARGIN * rate[0]:
+            best = 0
+        return np.bincount(of[order[:best]], minlength=len(lengths)).tolist()
+
+
+def make_proposer(config: SpeculativeConfig) -> Proposer:
+    """The proposer that a configuration names; not for `draft_model`, which needs a machine."""
+    if not isinstance(config.method, str):
+        return config.method
+    if config.method == "ngram":
+        return NgramProposer(*config.lookup)
+    if config.method == "suffix":
+        return SuffixProposer(
+            config.suffix_decoding_max_tree_depth,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
+            config.suffix_decoding_max_cached_requests,
+        )
+    if config.method == "synthetic":
+        return RepeatProposer()
+    raise ValueError(f"no proposer for the speculative method {config.method!r}")
+
+
+class Drafter:
+    """Makes the drafts of a model runner.
+
+    Args:
+        proposer: where they come from.
+        config: what the user said.
+        vocab_size: token ids are below this.
+        length: chooses how many are used; None to use all.
+
+    Attributes:
+        problem: what the proposer did wrong; it is not asked again then.
+        acceptance: of the requests.
+    """
+
+    def __init__(
+        self, proposer: Proposer, config: SpeculativeConfig, vocab_size: int, length: DraftLength | None = None
+    ) -> None:
+        self.proposer, self.config, self.vocab_size, self.length = proposer, config, vocab_size, length
+        self.problem: Exception | None = None
+        self.acceptance = Acceptance()
+        self._finish: Callable[[str], None] = getattr(proposer, "finish", lambda request_id: None)
+        self._drafts: dict[str, Draft] = {}
+        self._step = 0
+
+    def propose(self, requests: Sequence[DraftRequest], batch_size: int) -> dict[str, list[int]]:
+        """Draft tokens by request. batch_size: requests that are expected in the next step."""
+        self._drafts = {}
+        if self.problem is not None or not requests:
+            return {}
+        view = DraftView(self._step, batch_size, {r.request_id: self.acceptance[r.request_id] for r in requests})
+        self._step += 1
+        try:
+            drafts = self._checked(self.proposer.propose(requests, view), requests)
+        except Exception as error:  # noqa: BLE001 - a proposer may raise anything
+            self._give_up(error)
+            return {}
+        lengths = [len(draft.token_ids) for draft in drafts]
+        if self.length is not None and any(lengths):
+            lengths = self.length.choose(list(view.acceptance.values()), lengths, batch_size)
+        for request, draft, n in zip(requests, drafts, lengths, strict=True):
+            if n:
+                self._drafts[request.request_id] = Draft(draft.token_ids[:n], draft.probs)
+        return {name: list(draft.token_ids) for name, draft in self._drafts.items()}
+
+    def _checked(self, said: Any, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Drafts as they can be used. Raises ValueError or TypeError that says what is wrong."""
+        if said is None or len(said) != len(requests):
+            got = "None" if said is None else f"{len(said)} drafts"
+            raise ValueError(f"propose() must return a draft for each of {len(requests)} requests, returned {got}")
+        drafts = []
+        for request, answer in zip(requests, said, strict=True):
+            draft = answer if isinstance(answer, Draft) else Draft(answer)
+            token_ids = [int(token) for token in draft.token_ids[: request.most]]
+            if wrong := [token for token in token_ids if not 0 <= token < self.vocab_size]:
+                raise ValueError(f"propose() drafted token {wrong[0]}; the vocabulary has {self.vocab_size}")
+            if draft.probs is not None and draft.probs.shape[1:] != (self.vocab_size,):
+                raise ValueError(f"propose() gave probs of shape {list(draft.probs.shape)}, not [k, {self.vocab_size}]")
+            drafts.append(Draft(token_ids, draft.probs))
+        return drafts
+
+    def scheduled(self, request_id: str, token_ids: Sequence[int]) -> Draft:
+        """The draft that is verified: the scheduler may have cut it, and a replay may bring another."""
+        draft = self._drafts.get(request_id, Draft())
+        known = list(draft.token_ids[: len(token_ids)]) == list(token_ids)
+        return Draft(token_ids, draft.probs if known else None)
+
+    def finish(self, request_id: str) -> None:
+        """A request has ended."""
+        self.acceptance.forget(request_id)
+        try:
+            self._finish(request_id)
+        except Exception as error:  # noqa: BLE001 - a proposer may raise anything
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.problem = error
+        logger.exception("the proposer has failed, and is not asked again; the engine goes on without drafts")
+
+    def observe(self, batch_size: int, drafts: dict[str, int], accepted: dict[str, int], seconds: float | None) -> None:
+        """Learn from a step.
+
+        Args:
+            batch_size: requests that sampled.
+            drafts: how many draft tokens each of them carried.
+            accepted: how many were right.
+            seconds: what the step took; None if it computed something else as well.
+        """
+        for name, drafted in drafts.items():
+            self.acceptance.observe(name, drafted, accepted[name])
+        if seconds is not None and self.length is not None:
+            self.length.cost.observe(batch_size + sum(drafts.values()), seconds)
+
+
+def make_drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:
+    """A drafter with the proposer and the choice of lengths that the configuration asks for."""
+    length = DraftLength() if config.dynamic_length and not config.is_synthetic else None
+    return Drafter(make_proposer(config), config, vocab_size, length)

@@ -1,0 +1,188 @@
+"""Rejection sampler: exact acceptance of draft tokens under every sampling parameter."""
+
+# Generated from nbs/spec_decode/rejection.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.sampling.logprobs import Logprob
+from minivllm.sampling.random import uniforms
+from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.state import Array, SamplingBatch
+from minivllm.sampling.transforms import draw
+
+__all__ = ["NO_DRAFT", "Draft", "DraftBatch", "RejectionSampler", "Verified"]
+
+NO_DRAFT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guesses at the next tokens of one request.
+
+    Attributes:
+        token_ids: the guesses, in order.
+        probs: float32 [len(token_ids), V], the distributions that they were drawn from; None for plain guesses.
+    """
+
+    token_ids: Sequence[int] = ()
+    probs: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Verified:
+    """What one request got.
+
+    Attributes:
+        token_ids: the accepted tokens and one more; fewer if one of them ends the request.
+        num_accepted: how many of them were guesses.
+        logprobs: a report for each token, or None.
+        error: why it failed; then it has no tokens.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    num_accepted: int = 0
+    logprobs: list[dict[int, Logprob]] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class DraftBatch(SamplingBatch):
+    """Rows of a step with drafts: some requests have several.
+
+    offsets: int64 [R], how many draft tokens stand before the row. draft_ids: int64 [R], the token that is to be tested in the row,
+    or NO_DRAFT. draft_probs: the distribution that it was drawn from, float32 [V], or None; one for each row.
+    """
+
+    offsets: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    draft_ids: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    draft_probs: list[Tensor | None] = field(default_factory=list)
+
+    def column(self, name: str) -> Array:
+        values = self.state.columns[name][self.rows]
+        return values + self.offsets if name == "num_output_tokens" else values
+
+
+def _rows_of(batch: SamplingBatch, drafts: Sequence[Draft], at: Sequence[tuple[int, int]], said: bool) -> DraftBatch:
+    """The rows for these (request, place in its draft) pairs. said: the state knows the draft tokens before the place."""
+    of = [i for i, _ in at]
+    tested = [place < len(drafts[i].token_ids) for i, place in at]
+    probs = [drafts[i].probs if test else None for (i, _), test in zip(at, tested, strict=True)]
+    return DraftBatch(
+        batch.state,
+        [batch.request_ids[i] if said else f"{i}:{place}" for i, place in at],  # a name for each row, for errors
+        [batch.requests[i] for i in of],
+        batch.rows[of],
+        batch.looks_back,
+        offsets=np.array([0 if said else place for _, place in at], np.int64),
+        draft_ids=np.array(
+            [drafts[i].token_ids[place] if test else NO_DRAFT for (i, place), test in zip(at, tested, strict=True)],
+            np.int64,
+        ),
+        draft_probs=[None if q is None else q[place] for q, (_, place) in zip(probs, at, strict=True)],
+    )
+
+
+class RejectionSampler(Sampler):
+    """Chooses tokens for requests with and without drafts.
+
+    synthetic_acceptance_rate: accept draft tokens by this chance whatever they are, which makes texts wrong; None for the exact rule.
+    Other arguments as of `Sampler`. The rule is that of Leviathan et al. 2023 (arXiv 2211.17192).
+    """
+
+    ACCEPT, SYNTHETIC = 0x5F3759DF, 0x2545F491  # numbers that are independent of those that tokens are drawn with
+
+    def __init__(self, *args: Any, synthetic_acceptance_rate: float | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.synthetic_acceptance_rate = synthetic_acceptance_rate
+
+    def verify(
+        self, logits: Tensor, batch: SamplingBatch, drafts: Sequence[Draft], looks_back: bool = False
+    ) -> list[Verified]:
+        """Accept a prefix of each draft and choose one more token; all of them are appended to the sampling state.
+
+        Args:
+            logits: float32 [sum of (k + 1), V], the rows of each request behind each other: behind its newest token, and behind
+                each of its k draft tokens. They are overwritten.
+            batch: the requests.
+            drafts: one for each request, perhaps an empty one.
+            looks_back: transforms of the engine's own depend on earlier tokens.
+
+        Returns:
+            What each request got, in order.
+        """
+        starts = np.cumsum([0, *(len(draft.token_ids) + 1 for draft in drafts)])
+        if int(starts[-1]) != len(logits):
+            raise ValueError(f"the drafts need {starts[-1]} rows of logits, got {len(logits)}")
+        results = [Verified(logprobs=None if view.params.logprobs is None else []) for view in batch.requests]
+        if not (looks_back or batch.looks_back):
+            at = [(i, place) for i, draft in enumerate(drafts) for place in range(len(draft.token_ids) + 1)]
+            self._accept(logits, _rows_of(batch, drafts, at, said=False), at, results)
+            return results
+        alive, place = list(range(len(results))), 0
+        while alive:
+            at = [(i, place) for i in alive]
+            rows = torch.from_numpy(starts[alive] + place).to(logits.device)
+            alive, place = self._accept(logits[rows], _rows_of(batch, drafts, at, said=True), at, results), place + 1
+        return results
+
+    def _accept(
+        self, logits: Tensor, rows: DraftBatch, at: Sequence[tuple[int, int]], results: Sequence[Verified]
+    ) -> list[int]:
+        """Choose a token in every row, and give the requests those that count. Returns the requests that accepted the last of theirs."""
+        drawn = self.start(logits, rows).finish()
+        going = {i for i, place in at if place == results[i].num_accepted}
+        for row, ((i, place), token_id) in enumerate(zip(at, drawn.token_ids.tolist(), strict=True)):
+            result, view = results[i], rows.requests[row]
+            if i not in going or place != result.num_accepted:
+                continue
+            result.error = drawn.errors.get(rows.request_ids[row])
+            if result.error is None:
+                result.token_ids.append(token_id)
+                if result.logprobs is not None and (report := drawn.logprobs[row]) is not None:
+                    result.logprobs.append(report)
+                rows.state.append(view.request_id, token_id)
+                if token_id == rows.draft_ids[row]:
+                    result.num_accepted += 1
+                    if token_id not in view.params.all_stop_token_ids:
+                        continue
+            going.discard(i)
+        return sorted(going)
+
+    def _choose(self, logits: Tensor, batch: SamplingBatch, greedy: bool) -> tuple[Tensor, Tensor]:
+        token_ids, alive = Sampler._choose(self, logits, batch, greedy)
+        if not isinstance(batch, DraftBatch):
+            return token_ids, alive
+        if self.synthetic_acceptance_rate is not None:
+            return self._by_chance(token_ids, batch, self.synthetic_acceptance_rate), alive
+        sure = batch.column("greedy")
+        rows = [i for i, probs in enumerate(batch.draft_probs) if probs is not None and not sure[i]]
+        return (self._by_ratio(logits, token_ids, batch, rows) if rows else token_ids), alive
+
+    def _by_ratio(self, logits: Tensor, token_ids: Tensor, batch: DraftBatch, rows: list[int]) -> Tensor:
+        """In these rows, the draft token with a chance of p(x) / q(x), else one from what p has more than q."""
+        device = logits.device
+        where = torch.tensor(rows).to(device)
+        p = torch.softmax(logits[where], -1)
+        q = torch.stack([batch.draft_probs[i].to(device) for i in rows])  # type: ignore[union-attr]
+        x = torch.from_numpy(batch.draft_ids[rows]).to(device)
+        seeds, counts = batch.column("seed")[rows], batch.column("num_output_tokens")[rows]
+        test = torch.from_numpy(uniforms(seeds ^ np.uint64(self.ACCEPT), counts)).to(device)
+        accepted = test * q.gather(1, x[:, None])[:, 0] < p.gather(1, x[:, None])[:, 0]
+        rest = (p - q).clamp_(min=0)
+        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # nothing is left where p equals q: never rejected
+        other, _ = draw(rest.log(), torch.from_numpy(uniforms(seeds, counts)).to(device))
+        return token_ids.index_copy(0, where, torch.where(accepted, x, other))
+
+    def _by_chance(self, token_ids: Tensor, batch: DraftBatch, rate: float) -> Tensor:
+        """In rows with a draft token, this with a chance of `rate`, else any other."""
+        drafts = torch.from_numpy(batch.draft_ids).to(token_ids.device)
+        u = uniforms(batch.column("seed") ^ np.uint64(self.SYNTHETIC), batch.column("num_output_tokens"))
+        accepted = torch.from_numpy((u < rate) & (batch.draft_ids != NO_DRAFT)).to(token_ids.device)
+        other = torch.where(token_ids == drafts, (token_ids + 1) % batch.vocab_size, token_ids)
+        return torch.where(accepted, drafts, other)

@@ -1,0 +1,163 @@
+"""Speculation in the whole engine: the same answers as without it, in fewer steps, whatever the proposer says."""
+
+import random
+from typing import Any
+
+import pytest
+from async_workload import summary, workload
+from tiny_models import tiny_model_path  # noqa: F401 - a fixture
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.scheduler import Recompute, Swap
+
+MOST = 3
+
+
+class Guesses:
+    """Knows the answers, and says them with mistakes. Without answers it guesses at random."""
+
+    def __init__(self, answers: dict[str, list[int]], right: float, seed: int = 0) -> None:
+        self.answers, self.right, self.random = answers, right, random.Random(seed)
+
+    def propose(self, requests, view):
+        return [self.guess(r) for r in requests]
+
+    def guess(self, request):
+        said = len(request.token_ids) - request.num_prompt_tokens
+        truth = self.answers.get(request.request_id, [])[said : said + self.random.randint(0, MOST)]
+        return [t if self.random.random() < self.right else self.random.randrange(250) for t in truth]
+
+
+def run(path: Any, prompts, params, *, proposer: Any = None, **options: Any):
+    """Outputs, core answers by request id, number of steps, and counters."""
+    config = None if proposer is None else {"method": proposer, "num_speculative_tokens": MOST, "dynamic_length": False}
+    given = {"dtype": "float32", "max_model_len": 128, "attention_backend": "numba_cpu_invariant"} | options
+    with LLM(path, speculative_config=config, **given) as llm:
+        scheduler = llm.llm_engine.core.scheduler
+        with llm.record() as trace:
+            outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        trace.check()
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.num_free == pool.num_blocks
+        said: dict[str, list[int]] = {}
+        for event in trace.events:
+            if event[0] == "update":
+                for name, new in event[2].items():
+                    said.setdefault(name, []).extend(new)
+        return outs, said, scheduler.step, scheduler
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("backend", ["numba_cpu_invariant", "reference"])
+def test_every_wish_gets_the_same_answer_to_the_bit(tiny_model_path, model, backend):  # noqa: F811
+    """Greedy, sampled with seeds, penalties, stop strings inside drafts, bad words, grammars, log-probabilities, own transforms."""
+    if backend == "reference" and model == "gemma3":
+        pytest.skip("the invariant kernels cover windows")
+    path = tiny_model_path(model)
+    prompts, params = workload(7, 12)
+    options: dict[str, Any] = {"attention_backend": backend, "num_gpu_blocks": 120}
+    plain, said, steps, _ = run(path, prompts, params, **options)
+    got, _, fewer, scheduler = run(path, prompts, params, proposer=Guesses(said, 0.8), **options)
+    assert summary(got) == summary(plain)
+    assert fewer <= steps and scheduler.spec_stats.num_accepted_tokens > 30
+    assert scheduler.spec_stats.num_draft_tokens - scheduler.spec_stats.num_accepted_tokens > 10
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "small-budget": {"max_num_batched_tokens": 9, "max_num_seqs": 5, "num_gpu_blocks": 400},
+    "block-4": {"block_size": 4, "num_gpu_blocks": 400},
+    "recompute": {"preemption": Recompute(), "num_gpu_blocks": 14},
+    "swap": {"preemption": Swap(60), "num_gpu_blocks": 14},
+    "no-prefix-cache": {"enable_prefix_caching": False, "num_gpu_blocks": 400},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_tokens_never_change(tiny_model_path, way):  # noqa: F811
+    path, rng = tiny_model_path("llama"), random.Random(1)
+    shared = [rng.randrange(250) for _ in range(40)]
+    prompts = [shared[: 8 * (i % 6)] + [rng.randrange(250) for _ in range(rng.randrange(1, 40))] for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)
+    plain, said, _, _ = run(path, prompts, params, num_gpu_blocks=400, block_size=WAYS[way].get("block_size", 16))
+    for seed in range(2):
+        got, _, _, scheduler = run(path, prompts, params, proposer=Guesses(said, 0.7, seed), **WAYS[way])
+        assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in plain]
+        logprobs = [[[lp.logprob for lp in r.values()] for r in o.outputs[0].logprobs] for o in got]
+        assert logprobs == [[[lp.logprob for lp in r.values()] for r in o.outputs[0].logprobs] for o in plain]
+        assert scheduler.spec_stats.num_accepted_tokens > 10
+        if "preemption" in WAYS[way]:
+            assert scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_text_that_repeats_itself_takes_fewer_steps(tiny_model_path, method):  # noqa: F811
+    """A tiny random model with a choice of three tokens falls into a loop."""
+    path = tiny_model_path("llama")
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, allowed_token_ids=[5, 6, 7])
+    config = {"method": method, "num_speculative_tokens": 4, "dynamic_length": False}
+    with LLM(path, dtype="float32", attention_backend="numba_cpu_invariant", num_gpu_blocks=40) as llm:
+        plain = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)[0].outputs[0].token_ids
+    with LLM(path, dtype="float32", attention_backend="numba_cpu_invariant", num_gpu_blocks=40, speculative_config=config) as llm:  # fmt: skip
+        got = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)[0].outputs[0].token_ids
+        stats = llm.llm_engine.core.scheduler.spec_stats
+        assert got == plain and llm.llm_engine.core.scheduler.step < 50
+        assert stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos) > 10
+        assert llm.get_metrics()["spec_decode_num_drafts"] == stats.num_drafts
+
+
+def test_synthetic_acceptance_makes_steps_fewer(tiny_model_path):  # noqa: F811
+    config = {"method": "synthetic", "num_speculative_tokens": 4, "synthetic_acceptance_rate": 0.7}
+    with LLM(tiny_model_path("llama"), dtype="float32", num_gpu_blocks=40, speculative_config=config) as llm:
+        llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False)
+        stats = llm.llm_engine.core.scheduler.spec_stats
+        expected = sum(0.7**i for i in range(5))
+        assert abs(stats.mean_acceptance_length - expected) < 0.8
+        assert llm.llm_engine.core.scheduler.step < 80
+
+
+class Raises:
+    def propose(self, requests, view):
+        raise ZeroDivisionError("made up")
+
+
+class TooFew:
+    def propose(self, requests, view):
+        return []
+
+
+class OutOfRange:
+    def propose(self, requests, view):
+        return [[10**6] for _ in requests]
+
+
+@pytest.mark.parametrize(
+    ("proposer", "words"),
+    [(Raises(), "made up"), (TooFew(), "a draft for each of 1 requests, returned 0 drafts"), (OutOfRange(), "drafted token 1000000")],
+)  # fmt: skip
+def test_a_broken_proposer_costs_no_request(tiny_model_path, proposer, words, caplog):  # noqa: F811
+    outs, *_ = run(
+        tiny_model_path("llama"), [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), proposer=proposer
+    )  # fmt: skip
+    assert len(outs[0].outputs[0].token_ids) == 8
+    assert words in caplog.text and "the engine goes on without drafts" in caplog.text
+
+
+def test_async_scheduling_and_speculation_exclude_each_other(tiny_model_path):  # noqa: F811
+    config = {"method": "ngram", "num_speculative_tokens": 4}
+    with pytest.raises(ValueError, match="speculative_config needs async_scheduling=False"):
+        LLM(tiny_model_path("llama"), speculative_config=config, async_scheduling=True)
+
+
+def test_a_sampled_token_is_explained_where_it_was_drafted(tiny_model_path):  # noqa: F811
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
+    path = tiny_model_path("llama")
+    _, said, *_ = run(path, [[1, 2, 3]], params)
+    config = {"method": Guesses(said, 0.8), "num_speculative_tokens": MOST, "dynamic_length": False}
+    with LLM(path, dtype="float32", attention_backend="numba_cpu_invariant", num_gpu_blocks=40, speculative_config=config) as llm:  # fmt: skip
+        with llm.record(samples=True) as trace:
+            [out] = llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)
+        tokens = out.outputs[0].token_ids
+        assert sorted(place for _, place in trace.samples) == list(range(len(tokens)))
+        runner = llm.llm_engine.core.executor.runner
+        for (_, place), record in trace.samples.items():
+            assert int(record.explain(runner.sampler)["token_id"].iloc[-1]) == tokens[place]

@@ -1,0 +1,218 @@
+"""Acceptance of drafts: the same tokens as without, or the same distribution; and a wrong rule is caught."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.state import SamplingState
+from minivllm.spec_decode.rejection import Draft, RejectionSampler
+
+V = 11
+TABLE = torch.randn(V, V, generator=torch.Generator().manual_seed(3)) * 2  # logits behind each token
+
+
+def model(prefix: list[int]) -> torch.Tensor:
+    """Logits that depend on the last two tokens."""
+    return TABLE[prefix[-1]] + TABLE[prefix[-2]].flip(0) / 2
+
+
+def no_repeat(logits, view):
+    """A transform of a request's own, which looks back."""
+    for token in view.output_token_ids[-2:]:
+        logits[token] = -torch.inf
+    return logits
+
+
+class EvenAndOdd:
+    """A grammar: an even token, then an odd one, and so on; a 10 ends it."""
+
+    def __init__(self) -> None:
+        self.odd, self.ended = 0, False
+
+    def fill(self, bitmask_row) -> None:
+        assert not self.ended, "a grammar that has ended was asked again"
+        bitmask_row[:] = 0
+        for token in range(self.odd, V, 2):
+            bitmask_row[token // 32] |= 1 << token % 32
+
+    def accept(self, token_id: int) -> bool:
+        if token_id % 2 != self.odd:
+            return False
+        self.odd, self.ended = 1 - self.odd, token_id == 10
+        return True
+
+
+def parameters(draw) -> dict:
+    """All that a request may ask of the sampler."""
+    wishes = {"temperature": draw(st.sampled_from([0.0, 0.5, 1.0, 1.7])), "seed": draw(st.integers(0, 2**40))}
+    extras = {
+        "top_k": st.integers(1, V), "top_p": st.floats(0.3, 1.0), "min_p": st.floats(0.0, 0.3),
+        "presence_penalty": st.floats(-1, 1), "frequency_penalty": st.floats(-1, 1),
+        "repetition_penalty": st.floats(0.7, 1.6), "logit_bias": st.just({3: 1.5, 7: -2.0}),
+        "allowed_token_ids": st.just([0, 1, 2, 3, 4, 5, 8, 10]), "min_tokens": st.integers(0, 12),
+        "stop_token_ids": st.just([4, 10]), "logprobs": st.integers(0, 3), "logits_processors": st.just([no_repeat]),
+    }  # fmt: skip
+    for name in draw(st.lists(st.sampled_from(sorted(extras)), unique=True, max_size=5)):
+        wishes[name] = draw(extras[name])
+    return wishes
+
+
+def add(state: SamplingState, name: str, wishes: dict, grammar: bool) -> None:
+    params = SamplingParams(**wishes, max_tokens=24)
+    state.add(name, params, [1, 2], [], None, EvenAndOdd() if grammar else None)
+
+
+def say(wishes: list[dict], grammars: list[bool], drafts, sampler: Sampler, steps: int = 16) -> list:
+    """What requests say: tokens and the log-probability of each, up to a stop token. drafts(text, request): the guesses."""
+    state, names = SamplingState(len(wishes), V), [str(i) for i in range(len(wishes))]
+    for name, wish, grammar in zip(names, wishes, grammars, strict=True):
+        add(state, name, wish, grammar)
+    texts = {name: [1, 2] for name in names}
+    reports: dict[str, list] = {name: [] for name in names}
+    alive = list(names)
+    while alive := [n for n in alive if len(texts[n]) < steps + 2]:
+        given = [Draft(*drafts(texts[n], n)) for n in alive]
+        rows = [model(texts[n] + list(d.token_ids[:k])) for n, d in zip(alive, given, strict=True) for k in range(len(d.token_ids) + 1)]  # fmt: skip
+        for name, got in zip(alive, sampler.verify(torch.stack(rows), state.batch(alive), given), strict=True):
+            assert got.error is None
+            texts[name] += got.token_ids
+            reports[name] += [round(r[t].logprob, 4) for r, t in zip(got.logprobs or (), got.token_ids, strict=False)]
+            stops = state.requests[name].params.all_stop_token_ids
+            if ends := [i for i, t in enumerate(texts[name][2:], 3) if t in stops]:
+                texts[name], reports[name] = texts[name][: ends[0]], reports[name][: ends[0] - 2]
+        for name in [n for n in alive if texts[n][-1] in state.requests[n].params.all_stop_token_ids]:
+            alive.remove(name)
+    return [(texts[n][: steps + 2], reports[n][:steps]) for n in names]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_text_is_the_one_without_drafts_whatever_a_request_asks_for(data):
+    wishes = [parameters(data.draw) for _ in range(data.draw(st.integers(1, 3)))]
+    grammars = [data.draw(st.booleans()) for _ in wishes]
+    for wish, grammar in zip(wishes, grammars, strict=True):
+        if grammar:
+            wish.pop("allowed_token_ids", None)
+            wish.pop("logits_processors", None)
+            wish["min_tokens"] = 0
+            wish["structured_outputs"] = {"regex": "not asked: the matcher is given"}
+            wish["stop_token_ids"] = [10]
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    sampler = RejectionSampler()
+
+    def some(text, name):
+        guesses, ids = rng.integers(0, 5), list(text)
+        for _ in range(guesses):
+            ids.append(int(model(ids).argmax()) if rng.random() < 0.7 else int(rng.integers(0, V)))
+        return (ids[len(text) :],)
+
+    try:
+        plain = say(wishes, grammars, lambda text, name: ((),), sampler)
+    except AssertionError:  # these wishes leave no token at all
+        return
+    assert say(wishes, grammars, some, sampler) == plain
+
+
+def chi2(counts: np.ndarray, probs: np.ndarray) -> float:
+    """p-value of the observed counts; what is impossible must not come."""
+    assert not counts[probs == 0].any()
+    keep = probs > 0
+    return float(chisquare(counts[keep], counts.sum() * probs[keep] / probs[keep].sum()).pvalue)
+
+
+class Forgetful(RejectionSampler):
+    """A wrong rule: after a rejection it draws from p and not from the residual."""
+
+    def _by_ratio(self, logits, token_ids, batch, rows):
+        said = super()._by_ratio(logits, token_ids, batch, rows)
+        drafts = torch.from_numpy(batch.draft_ids)
+        return torch.where(said == drafts, said, token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q", ["none", "flat", "peaked"])
+def test_chi_squared_over_200_000_draws(q):
+    check_distribution(q, {}, 200_000)
+
+
+@pytest.mark.parametrize("q", ["none", "flat", "peaked"])
+@pytest.mark.parametrize(
+    "wishes", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"presence_penalty": 1.0}, {"logit_bias": {3: 2.0}}],
+    ids=lambda w: "-".join(w) or "plain",
+)  # fmt: skip
+def test_chi_squared(q, wishes):
+    check_distribution(q, wishes, 8_000)
+
+
+def check_distribution(q, wishes, draws):
+    rng = np.random.default_rng(5)
+    state = SamplingState(1, V)
+    params = SamplingParams(**{"temperature": 1.0, "seed": 0} | wishes)
+    state.add("a", params, [1, 2], [], None)
+    logits = model([1, 2])
+    seen: list[torch.Tensor] = []
+    Sampler()(logits.clone()[None], state.batch(["a"]), lambda stage, x: seen.append(x.clone()))
+    p = torch.softmax(seen[-1][0], -1)
+    probs = {"none": None, "flat": torch.full((V,), 1 / V), "peaked": torch.softmax(logits * 2, -1)}[q]
+
+    def counts(sampler: RejectionSampler, n: int) -> np.ndarray:
+        """First tokens of n one-token requests that carry one draft token each."""
+        many = SamplingState(n, V)
+        names = [str(i) for i in range(n)]
+        for i, name in enumerate(names):
+            many.add(name, SamplingParams(**wishes | {"seed": int(rng.integers(2**60))}), [1, 2], [], None)
+        drawn = rng.choice(V, n, p=None if probs is None else (probs.double() / probs.double().sum()).numpy())
+        given = [Draft([int(t)], None if probs is None else probs[None]) for t in drawn]
+        rows = torch.stack([logits, logits]).repeat(n, 1)
+        said = sampler.verify(rows, many.batch(names), given)
+        return np.bincount([got.token_ids[0] for got in said], minlength=V)
+
+    assert chi2(sum(counts(RejectionSampler(), 4_000) for _ in range(draws // 4_000)), p.double().numpy()) > 1e-4
+    if q == "flat" and not wishes:
+        assert chi2(counts(Forgetful(), 4_000), p.double().numpy()) < 1e-9
+
+
+def test_a_draft_from_the_model_itself_is_always_accepted():
+    state = SamplingState(1, V)
+    state.add("a", SamplingParams(seed=1, temperature=1.0), [1, 2], [], None)
+    rows = torch.stack([model([1, 2]), model([2, 5])])
+    probs = torch.softmax(rows[:1], -1)
+    [got] = RejectionSampler().verify(rows, state.batch(["a"]), [Draft([5], probs)])
+    assert got.token_ids[0] == 5 and got.num_accepted == 1 and len(got.token_ids) == 2
+
+
+def test_a_failure_behind_a_rejected_draft_is_nobodys():
+    state = SamplingState(2, V)
+    for name in "ab":
+        state.add(name, SamplingParams(temperature=0, seed=0), [1, 2], [], None)
+    good, bad = model([1, 2]), torch.full((V,), torch.nan)
+    best = int(good.argmax())
+    rows = torch.stack([good, bad, good, bad])
+    drafts = [Draft([best]), Draft([(best + 1) % V])]
+    right, wrong = RejectionSampler().verify(rows, state.batch(["a", "b"]), drafts)
+    assert wrong.token_ids == [best] and wrong.error is None
+    assert right.token_ids == [best] and "no token can be drawn" in right.error
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
+def test_synthetic_acceptance_has_the_rate_that_was_asked_for(rate):
+    n = 3_000
+    state, names = SamplingState(n, V), [str(i) for i in range(n)]
+    for i, name in enumerate(names):
+        state.add(name, SamplingParams(seed=i), [1], [], None)
+    rows = TABLE[0].repeat(2 * n, 1)
+    said = RejectionSampler(synthetic_acceptance_rate=rate).verify(rows, state.batch(names), [Draft([5])] * n)
+    share = sum(got.num_accepted for got in said) / n
+    assert abs(share - rate) < 0.04 and all(len(got.token_ids) == 1 + got.num_accepted for got in said)
+
+
+def test_a_number_of_rows_that_does_not_fit_is_refused():
+    state = SamplingState(1, V)
+    state.add("a", SamplingParams(temperature=0, seed=0), [1], [], None)
+    with pytest.raises(ValueError, match="the drafts need 3 rows of logits, got 2"):
+        RejectionSampler().verify(TABLE[:2].clone(), state.batch(["a"]), [Draft([1, 2])])
