@@ -60,6 +60,9 @@ class SelfAttentionSpec(TokenMixerSpec):
     sinks: str | None = None
 
     def __post_init__(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
