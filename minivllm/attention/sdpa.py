@@ -162,14 +162,6 @@ def _pick(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return rows if rows.dtype == dtype else rows.view(FP8).to(dtype)
 
 
-def _values(k: Tensor, values: Tensor, slots: Tensor, spec: AttentionSpec) -> Tensor:
-    """[n, heads, keys, out_dim], for the keys k [n, heads, keys, D]."""
-    if spec.value_dim is not None:
-        return k[..., : spec.value_dim]
-    n, heads, count, dim = k.shape
-    return _pick(values, slots, k.dtype).view(n, count, heads, dim).transpose(1, 2)
-
-
 def _add_sink(k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A key of zeros, whose score is the sink, and a value of zeros.
 
@@ -189,7 +181,10 @@ def _decode(
     n, heads, dim = q.shape
     shape = (n, call.width, spec.num_kv_heads, dim)
     k = _pick(keys, call.slots, q.dtype).view(shape).transpose(1, 2)
-    v = _values(k, values, call.slots, spec)
+    if spec.value_dim is None:
+        v = _pick(values, call.slots, q.dtype).view(shape).transpose(1, 2)
+    else:  # a latent is key and value
+        v = k[..., : spec.value_dim]
     grouped, mask = q.reshape(n, spec.num_kv_heads, heads // spec.num_kv_heads, dim), call.mask
     if sinks is not None:
         seen = torch.ones(n, 1, 1, call.width, dtype=torch.bool, device=q.device) if mask is None else mask
@@ -203,7 +198,10 @@ def _prefill(
     """One request, q: [n, H, D]."""
     shape = (1, len(call.slots), spec.num_kv_heads, spec.head_dim)
     k = _pick(keys, call.slots, q.dtype).view(shape).transpose(1, 2)
-    v = _values(k, values, call.slots, spec)
+    if spec.value_dim is None:
+        v = _pick(values, call.slots, q.dtype).view(shape).transpose(1, 2)
+    else:  # a latent is key and value
+        v = k[..., : spec.value_dim]
     mask = call.mask
     if sinks is not None:
         seen = torch.ones(len(q), len(call.slots), dtype=torch.bool, device=q.device).tril_() if mask is None else mask

@@ -112,11 +112,8 @@ class FutureTokens:
         return torch.where(token_ids < 0, self.ids[(~token_ids).clamp_(min=0)], token_ids)
 
 
-def _sampled_places(step: StepInputs, chosen: Int64, drafts: Sequence[Draft]) -> tuple[Int64, Int64]:
-    """Of the requests `chosen`, which tokens of the step something is sampled behind, and the row of each."""
-    last, rows = step.last_token[chosen], step.rows[chosen]
-    if not any(draft.token_ids for draft in drafts):
-        return last, rows
+def _sampled_places(last: Int64, rows: Int64, drafts: Sequence[Draft]) -> tuple[Int64, Int64]:
+    """The tokens that something is sampled behind, and their rows: the last of each request, and its draft tokens before it."""
     counts = np.array([len(draft.token_ids) + 1 for draft in drafts])
     ends = np.cumsum(counts)
     return np.repeat(last - ends + 1, counts) + np.arange(ends[-1]), np.repeat(rows, counts)
@@ -217,7 +214,10 @@ class ModelRunner:
         drafts = [self._draft(step.request_ids[i], guesses) for i in chosen] if guesses else []
         if self.adapters is not None:
             self.adapters.use(np.repeat(self.lora_slots[step.rows], step.counts))
-        arrays = step.token_ids, step.positions, *_sampled_places(step, chosen, drafts)
+        last_and_rows = step.last_token[chosen], step.rows[chosen]
+        if drafts:
+            last_and_rows = _sampled_places(*last_and_rows, drafts)
+        arrays = step.token_ids, step.positions, *last_and_rows
         if self.buffer is None:
             token_ids, positions, last, rows = map(torch.from_numpy, arrays)
             plans = [self.backend.plan(*group, self.device) for group in zip(step.attention, self.specs, strict=True)]
@@ -361,7 +361,7 @@ class ModelRunner:
             self.future.put(rows_there, drawn.token_ids)
         places = self.batch.append_tokens(rows, ~rows)  # ~row stands for a token that the host does not know yet
         pending.drawn, pending.views, pending.rows, pending.places = drawn, batch.requests, rows, places
-        batch.expect()
+        self.sampling.columns["num_output_tokens"][batch.rows] += 1  # `SamplingState.arrive` will name it
 
     def _draft(self, request_id: str, guesses: dict[str, list[int]]) -> Draft:
         """What the step is to verify of a request."""

@@ -262,7 +262,3 @@ class SamplingBatch:
         """The values of one column now, [R] or those at the batch positions `rows`, on the device."""
         values = self.column(name)
         return torch.from_numpy(values if rows is None else values[rows]).to(self.device, non_blocking=True)
-
-    def expect(self) -> None:
-        """Each request has one more output token, which `SamplingState.arrive` will name."""
-        self.state.columns["num_output_tokens"][self.rows] += 1

@@ -155,7 +155,7 @@ class RejectionSampler(Sampler):
         return sorted(going)
 
     def _choose(self, logits: Tensor, batch: SamplingBatch, greedy: bool) -> tuple[Tensor, Tensor]:
-        token_ids, alive = Sampler._choose(self, logits, batch, greedy)
+        token_ids, alive = self._argmax(logits) if greedy else self._draw(logits, batch)
         if not isinstance(batch, DraftBatch):
             return token_ids, alive
         if self.synthetic_acceptance_rate is not None:

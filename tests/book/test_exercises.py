@@ -30,6 +30,12 @@ WITHOUT = {
     "core/recorder": "is the part of the scheduler that records; the exercises are in core/trace",
     "core/request_queue": "is the part of the scheduler that waits; the exercises are in core/scheduler",
     "core/views": "is ten lines that keep the core from importing the views",
+    "lora/store": "loads and keeps what the chapters before it made; the exercises are there",
+    "models/families/registry": "is a table of families; the exercise is in models/families/dense",
+    "numba_kernels/cuda/wgmma": "needs a GPU",
+    "models/families/deepseek": "puts together parts whose exercises are in models/mixers",
+    "numba_kernels/cuda/prefill_hopper": "needs a GPU",
+    "serving/lora": "is a list of routes",
     "viz/tables": "generates a table for the browser",
 }
 """Chapters without an `@Exercise`, and why."""
