@@ -20,7 +20,7 @@ def test_dropped_blocks_come_back_once(preemption):
     rng = random.Random(1)
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
     driver = Driver(Scheduler(limits, CacheConfig(4, 13), preemption=preemption, clock=VirtualClock()))
-    driver.runner._read = lambda name, n: None  # full attention would read what was dropped
+    driver.runner._read = lambda *read: None  # full attention would read what was dropped
     s = driver.scheduler
     for i in range(12):
         s.add_request(Request(str(i), [i % 3] * rng.randint(4, 20), max_tokens=30))

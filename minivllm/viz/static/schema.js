@@ -1,7 +1,7 @@
 // Written by `minivllm.viz.tables.write()` from the Python side: do not edit.
 export const WAITING = 0, PREEMPTED = 1, SWAPPED = 2, STALLED = 3, PREFILL = 4, DECODE = 5; // timeline_data.py
 export const CACHED = 0, HIT = 1, EVICTED = 2, FORGOTTEN = 3; // prefix_data.py
-export const KINDS = ["step", "add", "attributes", "admit", "alloc", "hit", "cache", "uncache", "skip", "free", "evict", "preempt", "swap_out", "free_cpu", "schedule", "update", "finish", "reset", "wait", "chunk", "order", "policy_error", "note", "draft", "rollback"]; // kinds of events; a number in the stream is an index here
+export const KINDS = ["step", "add", "attributes", "admit", "alloc", "hit", "cache", "uncache", "skip", "free", "evict", "preempt", "swap_out", "free_cpu", "schedule", "update", "finish", "reset", "wait", "chunk", "order", "policy_error", "note", "draft", "rollback", "lora_load", "lora_evict"]; // kinds of events; a number in the stream is an index here
 export const WIRE = {"add": ["request"], "admit": ["request", "num_computed", "num_cached"], "alloc": ["request", "group", "blocks"], "hit": ["request", "group", "blocks"], "cache": ["request", "group", "positions"], "uncache": ["request", "group", "blocks"], "skip": ["request", "group", "start", "end", "blocks"], "free": ["request", "group", "blocks"], "evict": ["block"], "preempt": ["request", "mode", "needed_by", "chosen_by"], "swap_out": ["request", "pairs"], "free_cpu": ["request", "blocks"], "schedule": ["num_scheduled"], "rollback": ["num_rejected"], "finish": ["request", "reason"], "reset": []}; // the events that travel, and their fields
 export const STATUSES = ["WAITING", "RUNNING", "PREEMPTED", "SWAPPED"]; // of a request
 export const MODES = ["recompute", "swap"]; // of a preemption
