@@ -18,7 +18,6 @@ _SUFFIX = (
 METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": _SUFFIX,
-    "draft_model": ("model", "draft_sample_method"),
     "synthetic": (),
 }
 
@@ -35,9 +34,6 @@ class SpeculativeConfig:
         suffix_decoding_max_cached_requests: answers of earlier requests that are remembered; 0 for none.
         suffix_decoding_max_spec_factor: most draft tokens for each token of the match.
         suffix_decoding_min_token_prob: a draft ends where its estimated probability falls below this.
-        model: of `draft_model`, as the engine's `model`.
-        draft_sample_method: of `draft_model`: `greedy`, or `probabilistic`: drawn from the draft model, which is then accepted
-            by the ratio of both models' probabilities.
         dynamic_length: draft fewer tokens, or none, where the measured cost of a step is more than they will save.
         rejection_sample_method: `standard`, exact; or `synthetic`: drafts are accepted by chance, so texts are wrong.
         synthetic_acceptance_rate: the chance that a draft token is accepted, if all before it were.
@@ -51,8 +47,6 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = 1000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
-    model: str | None = None
-    draft_sample_method: str = "greedy"
     dynamic_length: bool = True
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rate: float | None = None
@@ -105,14 +99,11 @@ class SpeculativeConfig:
         _whole("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, 1_000_000)
         _real("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, 100.0)
         _real("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
-        for name, allowed in (
-            ("rejection_sample_method", ("standard", "synthetic")),
-            ("draft_sample_method", ("greedy", "probabilistic")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"speculative_config {name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}"
-                )
+        if self.rejection_sample_method not in ("standard", "synthetic"):
+            raise ValueError(
+                "speculative_config rejection_sample_method must be one of standard, synthetic;"
+                f" got {self.rejection_sample_method!r}"
+            )
         if not isinstance(self.dynamic_length, bool):
             raise TypeError(f"speculative_config dynamic_length must be true or false, got {self.dynamic_length!r}")
         if self.is_synthetic != (self.synthetic_acceptance_rate is not None):
@@ -121,10 +112,6 @@ class SpeculativeConfig:
             )
         if self.synthetic_acceptance_rate is not None:
             _real("synthetic_acceptance_rate", self.synthetic_acceptance_rate, 0.0, 1.0)
-        if self.method == "draft_model" and not isinstance(self.model, str):
-            raise ValueError(
-                f'speculative_config method "draft_model" needs "model", the name of a model; got {self.model!r}'
-            )
 
     @property
     def lookup(self) -> tuple[int, int]:

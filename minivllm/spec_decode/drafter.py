@@ -135,7 +135,7 @@ class DraftLength:
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer:
-    """The proposer that a configuration names; not for `draft_model`, which needs a machine."""
+    """The proposer that a configuration names."""
     if not isinstance(config.method, str):
         return config.method
     if config.method == "ngram":
