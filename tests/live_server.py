@@ -59,14 +59,16 @@ class LiveServer:
 @contextmanager
 def scripted_model(server: LiveServer, *, against_grammar: bool = False) -> Iterator[Callable[..., LiveServer]]:
     """A function that makes the model write this text from now on, as far as a grammar allows it (or in spite of one). Of several
-    texts it writes the one whose number is that of the tool results in the prompt."""
+    texts it writes the one whose number is that of the tool results in the prompt. `pace`: seconds that each token takes, so that a
+    server on a busy machine keeps up with them."""
     runner, tokenizer = server.llm.llm_engine.core.executor.runner, server.llm.get_tokenizer()
     before = runner.sampler
 
-    def say(*texts: str) -> LiveServer:
+    def say(*texts: str, pace: float = 0.0) -> LiveServer:
         answers = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
 
         def wish(logits: Any, batch: Any) -> Any:
+            time.sleep(pace)
             for row, view in enumerate(batch.requests):
                 results = tokenizer.decode(view.prompt_token_ids).count("<tool_response>") if len(answers) > 1 else 0
                 tokens = answers[min(results, len(answers) - 1)]

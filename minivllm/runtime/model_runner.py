@@ -29,7 +29,7 @@ from minivllm.runtime.sample_record import SampleLog, forget_samples, log_sample
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
 from minivllm.sampling.pooling import PoolingParams
-from minivllm.sampling.sampler import PendingSample
+from minivllm.sampling.sampler import PendingSample, Sampler
 from minivllm.sampling.state import RequestView, SamplingState
 from minivllm.sampling.transforms import Transform
 from minivllm.spec_decode.drafter import Drafter, make_drafter
@@ -153,11 +153,10 @@ class ModelRunner:
         self.adapters = self._make_adapters() if config.args.enable_lora else None
         self.lora_slots = np.full(limits.max_num_seqs, -1)
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
-        self.sampler = RejectionSampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
+        self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         self.drafter: Drafter | None = None
         width = 1  # tokens of a request in a step of decoding
         if (speculative := config.speculative) is not None:
-            self.sampler.synthetic_acceptance_rate = speculative.synthetic_acceptance_rate
             self.drafter = make_drafter(speculative, model.spec.vocab_size)
             width += speculative.num_speculative_tokens
         self.pooler = Pooler()
@@ -339,7 +338,7 @@ class ModelRunner:
             self._generation, self._capture_problem = generation(), capture_problem(self.model)
         return self._capture_problem is None
 
-    def get_sampler(self) -> RejectionSampler:
+    def get_sampler(self) -> Sampler:
         """What chooses the tokens, for those who show how."""
         return self.sampler
 
@@ -406,9 +405,10 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden)
         if self.sample_log is not None:
             log_samples(self.sample_log, batch.requests, logits, [draft.token_ids for draft in drafts])
-        for view, draft, got in zip(
-            batch.requests, drafts, self.sampler.verify(logits, batch, drafts, self._looks_back), strict=True
-        ):
+        speculative = self.config.speculative
+        rate = None if speculative is None else speculative.synthetic_acceptance_rate
+        verified = RejectionSampler(self.sampler, rate).verify(logits, batch, drafts, self._looks_back)
+        for view, draft, got in zip(batch.requests, drafts, verified, strict=True):
             name = view.request_id
             if self.sample_log is not None:
                 forget_samples(self.sample_log, view, len(draft.token_ids) + 1 - len(got.token_ids))

@@ -27,7 +27,7 @@ from minivllm.sampling.transforms import (
     with_transforms,
 )
 
-__all__ = ["Observer", "PendingSample", "Sampler", "SamplerOutput"]
+__all__ = ["Accept", "Observer", "PendingSample", "Sampler", "SamplerOutput"]
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,6 +43,7 @@ class SamplerOutput:
 
 
 Observer = Callable[[str, Tensor], None]
+Accept = Callable[[Tensor, Tensor], Tensor]
 
 
 class Sampler:
@@ -76,8 +77,13 @@ class Sampler:
         """
         return self.start(logits, batch, observe).finish()
 
-    def start(self, logits: Tensor, batch: SamplingBatch, observe: Observer | None = None) -> "PendingSample":
-        """The same, but do not wait for a GPU: the tokens are there already, the host asks for them with `finish`."""
+    def start(
+        self, logits: Tensor, batch: SamplingBatch, observe: Observer | None = None, accept: Accept | None = None
+    ) -> "PendingSample":
+        """The same, but do not wait for a GPU: the tokens are there already, the host asks for them with `finish`.
+
+        accept(logits, token_ids): the tokens [R] to take instead, after the transforms and before logprobs are reported.
+        """
         shape = (len(batch.rows), batch.state.vocab_size)
         if logits.shape != shape or logits.dtype != torch.float32:
             raise ValueError(f"logits must be float32 {list(shape)}, got {logits.dtype} {list(logits.shape)}")
@@ -89,7 +95,9 @@ class Sampler:
         if wanted.steps or wanted.errors or observe is not None:
             logits = self._transform(logits, batch, wanted, errors, observe)
         processed = wanted.keep("processed", logits) if wanted.modes else None
-        token_ids, alive = self._choose(logits, batch, wanted.greedy)
+        token_ids, alive = self._argmax(logits) if wanted.greedy else self._draw(logits, batch)
+        if accept is not None:
+            token_ids = accept(logits, token_ids)
         token_ids = torch.where(alive, token_ids, -1)
         reports = wanted.report(raw, processed, token_ids) if wanted.modes else []
         copy = HostCopy(token_ids) if token_ids.is_cuda else None
@@ -115,12 +123,8 @@ class Sampler:
         errors |= {view.request_id: view.error for view in batch.requests if view.error is not None}
         return logits
 
-    def _choose(self, logits: Tensor, batch: SamplingBatch, greedy: bool) -> tuple[Tensor, Tensor]:
-        """A token for each row, and whether there is one. greedy: all rows are."""
-        return self._argmax(logits) if greedy else self._draw(logits, batch)
-
     def _draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """Draw a token for each row that is not greedy, and take the argmax of the others."""
+        """Draw a token for each row that is not greedy, and take the argmax of the others; and whether there is one."""
         greedy = batch.column("greedy")
         u = torch.from_numpy(uniforms(batch.column("seed"), batch.column("num_output_tokens")))
         u = u.to(logits.device, non_blocking=True)

@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -88,18 +88,17 @@ def _rows_of(batch: SamplingBatch, drafts: Sequence[Draft], at: Sequence[tuple[i
     )
 
 
-class RejectionSampler(Sampler):
-    """Chooses tokens for requests with and without drafts.
+class RejectionSampler:
+    """Verifies draft tokens with the tokens that a sampler chooses: the rule of Leviathan et al. 2023 (arXiv 2211.17192).
 
+    sampler: chooses a token in every row.
     synthetic_acceptance_rate: accept draft tokens by this chance whatever they are, which makes texts wrong; None for the exact rule.
-    Other arguments as of `Sampler`. The rule is that of Leviathan et al. 2023 (arXiv 2211.17192).
     """
 
     ACCEPT, SYNTHETIC = 0x5F3759DF, 0x2545F491  # numbers that are independent of those that tokens are drawn with
 
-    def __init__(self, *args: Any, synthetic_acceptance_rate: float | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.synthetic_acceptance_rate = synthetic_acceptance_rate
+    def __init__(self, sampler: Sampler, synthetic_acceptance_rate: float | None = None) -> None:
+        self.sampler, self.synthetic_acceptance_rate = sampler, synthetic_acceptance_rate
 
     def verify(
         self, logits: Tensor, batch: SamplingBatch, drafts: Sequence[Draft], looks_back: bool = False
@@ -135,7 +134,8 @@ class RejectionSampler(Sampler):
         self, logits: Tensor, rows: DraftBatch, at: Sequence[tuple[int, int]], results: Sequence[Verified]
     ) -> list[int]:
         """Choose a token in every row, and give the requests those that count. Returns the requests that accepted the last of theirs."""
-        drawn = self.start(logits, rows).finish()
+        accept = partial(self._accept_rows, rows)
+        drawn = self.sampler.start(logits, rows, accept=accept).finish()
         going = {i for i, place in at if place == results[i].num_accepted}
         for row, ((i, place), token_id) in enumerate(zip(at, drawn.token_ids.tolist(), strict=True)):
             result, view = results[i], rows.requests[row]
@@ -154,15 +154,13 @@ class RejectionSampler(Sampler):
             going.discard(i)
         return sorted(going)
 
-    def _choose(self, logits: Tensor, batch: SamplingBatch, greedy: bool) -> tuple[Tensor, Tensor]:
-        token_ids, alive = self._argmax(logits) if greedy else self._draw(logits, batch)
-        if not isinstance(batch, DraftBatch):
-            return token_ids, alive
+    def _accept_rows(self, batch: DraftBatch, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """The draft token where it is accepted, else another. token_ids: int64 [R], what the sampler chose."""
         if self.synthetic_acceptance_rate is not None:
-            return self._by_chance(token_ids, batch, self.synthetic_acceptance_rate), alive
+            return self._by_chance(token_ids, batch, self.synthetic_acceptance_rate)
         sure = batch.column("greedy")
         rows = [i for i, probs in enumerate(batch.draft_probs) if probs is not None and not sure[i]]
-        return (self._by_ratio(logits, token_ids, batch, rows) if rows else token_ids), alive
+        return self._by_ratio(logits, token_ids, batch, rows) if rows else token_ids
 
     def _by_ratio(self, logits: Tensor, token_ids: Tensor, batch: DraftBatch, rows: list[int]) -> Tensor:
         """In these rows, the draft token with a chance of p(x) / q(x), else one from what p has more than q."""
