@@ -715,6 +715,6 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     decisions += _left_as_given(args, {d.setting for d in decisions})
     kv_cache = KVCacheConfig(blocks.value, args.block_size, groups, args.num_cpu_blocks)
     return EngineConfig(
-        args, model, cache, scheduler, kv_cache, dtype.value, machine.device, machine.attention_backend, args.seed,
-        tuple(decisions), overlap,
+        args=args, model=model, cache=cache, scheduler=scheduler, kv_cache=kv_cache, dtype=dtype.value, device=machine.device,
+        attention_backend=machine.attention_backend, seed=args.seed, decisions=tuple(decisions), async_scheduling=overlap,
     )  # fmt: skip
