@@ -274,7 +274,7 @@ def test_a_broken_checkpoint_is_refused_by_the_tensors_name(stacked):
 def test_layers_that_only_draft_tokens_are_not_loaded():
     """DeepSeek-V3's checkpoints hold one after the last, with an embedding and an output layer of its own."""
     model = hf_model("deepseek-v3")
-    config, tensors = model.config.to_dict(), checkpoint(model)
+    config, tensors = model.config.to_dict(), dict(checkpoint(model))
     names = ("input_layernorm.weight", "embed_tokens.weight", "eh_proj.weight", "shared_head.head.weight")
     tensors |= {f"model.layers.4.{name}": torch.zeros(3) for name in (*names, "mlp.experts.0.up_proj.weight")}
 
