@@ -1,6 +1,6 @@
 """Tiny models with random weights, as Hugging Face folders: config, safetensors, tokenizer, chat template.
 
-Weights are large enough that greedy choices are clear, and biases and norms are random too, so that a product, a bias or
+Weights are large enough that greedy choices are clear, and biases and norms are random too, so that a matmul, a bias or
 a norm left out shows.
 """
 
@@ -115,7 +115,14 @@ TINY_MODELS |= {
     ),
     "deepseek-v2-groups": (
         "deepseek_v2",
-        {**_LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+        {
+            **_LATENT,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "mlp_bias": True,
+        },
     ),
     "deepseek-v3": (
         "deepseek_v3",
@@ -169,7 +176,7 @@ _NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "ln_attn.w
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
-    """Fill every parameter: products with unit gain or so, norms around 1, biases around 0."""
+    """Fill every parameter: matrices with unit gain or so, norms around 1, biases around 0."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)

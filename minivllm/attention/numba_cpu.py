@@ -98,9 +98,9 @@ class NumbaCPUBackend(AttentionBackend):
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert isinstance(plan, NumbaCPUPlan)
-        q = q.contiguous()
-        out = torch.empty_like(q)
-        plan.step.run(q.data_ptr(), out.data_ptr(), kv_cache.data_ptr())
+        q = q if (q.stride(1), q.stride(2)) == (q.shape[2], 1) else q.contiguous()
+        out = q.new_empty(q.shape)
+        plan.step.run(q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), q.stride(0))
         return out
 
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -137,7 +137,7 @@ def _writer(head_dim: int, block_size: int, bits: int, kv_bits: int) -> Kernel:
 
 
 class NumbaCPUInvariantBackend(NumbaCPUBackend):
-    """The same without the tile unit, and it asks the model for matrix products whose rows do not depend on the batch either."""
+    """The same without the tile unit, and it asks the model for matmuls whose rows do not depend on the batch either."""
 
     name: ClassVar[str] = "numba_cpu_invariant"
     layer_ops: ClassVar[str] = "torch"

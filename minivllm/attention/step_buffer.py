@@ -9,10 +9,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "StepBuffer"]
+__all__ = ["ALIGNMENT", "BufferFull", "StepBuffer"]
 
 ALIGNMENT = 16  # bytes: the widest load of the kernels
 _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+
+
+class BufferFull(ValueError):
+    """The arrays of a step do not fit into its `StepBuffer`."""
 
 
 class StepBuffer:
@@ -55,12 +59,12 @@ class StepBuffer:
         """Room for an int32 or int64 array: the host array, to be written before `send`, and the tensor on the device.
 
         Raises:
-            ValueError: it does not fit.
+            BufferFull: it does not fit.
         """
         kind = np.dtype(dtype)
         size, at = math.prod(shape) * kind.itemsize, self.used
         if at + size > len(self._there):
-            raise ValueError(f"a step's arrays take more than the {len(self._there):,} bytes of the buffer")
+            raise BufferFull(f"a step's arrays take more than the {len(self._there):,} bytes of the buffer")
         self.used = at + -(-size // ALIGNMENT) * ALIGNMENT
         host = self._hosts[0][at : at + size].numpy().view(kind).reshape(shape)
         return host, self._there[at : at + size].view(_TORCH[kind]).view(shape)

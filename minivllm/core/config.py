@@ -323,6 +323,11 @@ class SchedulerConfig:
                 f" ({self.max_model_len}) when enable_chunked_prefill=False, or long prompts could never run"
             )
 
+    def max_sampled_rows(self, speculative: SpeculativeConfig | None) -> int:
+        """Most tokens that a step samples behind: one of each request, and each of its draft tokens."""
+        width = 1 if speculative is None else 1 + speculative.num_speculative_tokens
+        return min(self.max_num_seqs * width, self.max_num_batched_tokens)
+
 
 def _at_least(name: str, value: int, least: int, why: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
@@ -710,6 +715,6 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     decisions += _left_as_given(args, {d.setting for d in decisions})
     kv_cache = KVCacheConfig(blocks.value, args.block_size, groups, args.num_cpu_blocks)
     return EngineConfig(
-        args, model, cache, scheduler, kv_cache, dtype.value, machine.device, machine.attention_backend, args.seed,
-        tuple(decisions), overlap,
+        args=args, model=model, cache=cache, scheduler=scheduler, kv_cache=kv_cache, dtype=dtype.value, device=machine.device,
+        attention_backend=machine.attention_backend, seed=args.seed, decisions=tuple(decisions), async_scheduling=overlap,
     )  # fmt: skip

@@ -150,13 +150,11 @@ def gemma3_config(gguf: GGUFFile) -> dict[str, Any]:
 
 
 KNOWN_KEYS = {
-    *(f"attention.{key}" for key in ("head_count", "head_count_kv", "key_length", "value_length")),
-    "attention.layer_norm_rms_epsilon",
-    *(f"rope.{key}" for key in ("dimension_count", "freq_base")),
-    *(f"rope.scaling.{key}" for key in ("factor", "finetuned", "original_context_length", "type")),
-    *("block_count", "context_length", "embedding_length", "expert_count", "expert_used_count", "feed_forward_length"),
-    "vocab_size",
-}
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
+    "attention.value_length", "block_count", "context_length", "embedding_length", "expert_count",
+    "expert_used_count", "feed_forward_length", "rope.dimension_count", "rope.freq_base", "rope.scaling.factor",
+    "rope.scaling.finetuned", "rope.scaling.original_context_length", "rope.scaling.type", "vocab_size",
+}  # fmt: skip
 ATTENTION_BIAS = ("attention_bias", "blk.0.attn_q.bias")
 FAMILIES = {
     "llama": Family(

@@ -35,7 +35,10 @@ class LayerSpec:
         mixer_post_norm, mlp_post_norm: of the norms after them; None for none.
         parallel: both blocks read the stream as it comes into the layer, and their sum is added to it. Without a
             `mlp_norm` they share the norm.
-        residual_scale: factor on what is added to the stream.
+        residual_scale: factor on what is added to the stream; not together with post norms or `parallel`.
+
+    Raises:
+        ValueError: fields that no layer implements together.
     """
 
     mixer: TokenMixerSpec
@@ -46,6 +49,13 @@ class LayerSpec:
     mlp_post_norm: str | None = None
     parallel: bool = False
     residual_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        post_norms, scaled = self.mixer_post_norm or self.mlp_post_norm, self.residual_scale != 1.0
+        if self.parallel and (scaled or post_norms):
+            raise ValueError("a layer cannot be parallel and have a residual_scale or post norms")
+        if scaled and post_norms:
+            raise ValueError(f"a layer cannot have residual_scale={self.residual_scale} and post norms")
 
     def norms(self) -> dict[str, str]:
         """Of each norm that there is: {attribute: name in a checkpoint}."""
@@ -104,6 +114,7 @@ class DecoderSpec:
         tie_word_embeddings: the output layer is the embedding.
         names: of the checkpoint's tensors outside of the layers.
         unpack: of its tensors that have another form than `weight_shapes` says.
+        draft_layers: layers that a checkpoint may hold after the model's own; they only draft tokens, and are not loaded.
     """
 
     family: str
@@ -122,6 +133,7 @@ class DecoderSpec:
     tie_word_embeddings: bool = False
     names: WeightNames = field(default_factory=WeightNames)
     unpack: tuple[Unpack, ...] = field(default=(), compare=False)
+    draft_layers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_position_embeddings"):
@@ -176,8 +188,11 @@ class DecoderSpec:
             ValueError: a tensor cannot be taken apart; names it.
         """
         own, head = self.names.prefix, self.names.head
+        drafts = tuple(self.names.layer.format(self.num_layers + i) for i in range(self.draft_layers))
         for name, tensor in weights:
             name = name if name.startswith(own) or name == head else own + name
+            if name.startswith(drafts):
+                continue
             rule = next((rule for rule in self.unpack if name.endswith(rule.suffix)), None)
             if rule is None:
                 yield name, tensor
@@ -198,13 +213,13 @@ class DecoderSpec:
 
 _NEUTRAL_FIELDS = """
     _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
-    attention_dropout attn_implementation attn_pdrop bos_token_id cache_implementation do_sample dtype early_stopping embd_pdrop
-    eos_token_id finetuning_task hidden_dropout id2label initializer_range is_llama_config keys_to_ignore_at_inference label2id length_penalty
+    attention_dropout attention_probs_dropout_prob activation_dropout attn_implementation attn_pdrop auto_map aux_loss_alpha bos_token_id cache_implementation do_sample dtype early_stopping embd_pdrop
+    eos_token_id ep_size finetuning_task hidden_dropout hidden_dropout_prob id2label initializer_range is_llama_config keys_to_ignore_at_inference label2id length_penalty
     layerdrop max_length max_new_tokens min_length model_type name_or_path num_beam_groups num_beams num_return_sequences dropout
     embedding_dropout residual_dropout summary_activation summary_first_dropout summary_proj_to_labels summary_type
     summary_use_proj classifier_dropout init_std
     output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type repetition_penalty resid_pdrop
-    return_dict router_aux_loss_coef router_jitter_noise
+    return_dict router_aux_loss_coef router_jitter_noise seq_aux
     task_specific_params temperature tokenizer_class top_k top_p torch_dtype transformers.js_config transformers_version
     typical_p unsloth_fixed unsloth_version use_cache
 """
@@ -222,17 +237,22 @@ class ConfigReader:
         self.config, self.family = config, family
         self._taken: set[str] = set()
         self._names: dict[str, str] = {}
+        self._defaults: dict[str, Any] = {}
 
     def rename(self, **names: str) -> None:
         """Say what the family's configs call a field: `usual_name="its_name"`."""
         self._names |= names
+
+    def assume(self, **values: Any) -> None:
+        """Say what the family's fields are if a config does not have them."""
+        self._defaults |= values
 
     def get(self, name: str, default: Any = None) -> Any:
         """The field's value (which may be None, if the config says so), or `default` if there is no such field."""
         if name not in self.config:
             name = self._names.get(name, name)
         self._taken.add(name)
-        return self.config.get(name, default)
+        return self.config.get(name, self._defaults.get(name, default))
 
     def need(self, name: str) -> Any:
         """The field's value.
@@ -259,7 +279,7 @@ class ConfigReader:
         return value
 
     def finish(self) -> None:
-        """Refuse what nobody took, unless it is neutral or switched off (null, false, 0 or empty).
+        """Refuse the fields that were not read, unless it is neutral or switched off (null, false, 0 or empty).
 
         Raises:
             ValueError: names the field and its value.
@@ -312,18 +332,24 @@ def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
 
 
 def read_rope(
-    r: ConfigReader, head_dim: int, max_position: int, default_theta: float = 10000.0, part: float | None = None
+    r: ConfigReader,
+    head_dim: int,
+    max_position: int,
+    default_theta: float = 10000.0,
+    part: float | None = None,
+    default: dict[str, Any] | None = None,
 ) -> RopeSpec:
     """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before).
 
     part: of a head that is rotated, in a family where that may be less than all, if the config has no such field.
+    default: parameters if the config has neither of the first two.
     """
-    parameters, old = r.get("rope_parameters") or {}, r.get("rope_scaling")
-    parameters = old or parameters
-    theta = r.get("rope_theta")
+    parameters, old = r.get("rope_parameters"), r.get("rope_scaling")
+    parameters, theta = old or parameters or default or {}, r.get("rope_theta")
     if part is not None:
         parameters = dict(parameters)
-        head_dim = int(head_dim * parameters.pop("partial_rotary_factor", r.get("partial_rotary_factor", part)))
+        given = parameters.pop("partial_rotary_factor", None), r.get("partial_rotary_factor"), part
+        head_dim = int(head_dim * next(factor for factor in given if factor is not None))
     return rope_from_parameters(
         parameters,
         theta=default_theta if theta is None else theta,
@@ -333,14 +359,21 @@ def read_rope(
     )
 
 
-def read_common(r: ConfigReader, *, tied: bool = False, eps: float = 1e-6) -> dict[str, Any]:
-    """The fields that all families share, under the names of `DecoderSpec`. tied, eps: if the config has no such field."""
+def read_common(
+    r: ConfigReader, *, tied: bool = False, eps: float = 1e-6, eps_name: str | None = "rms_norm_eps"
+) -> dict[str, Any]:
+    """The fields that all families share, under the names of `DecoderSpec`.
+
+    Args:
+        tied, eps: if the config has no such field.
+        eps_name: of the field with the norms' epsilon; None if the family has none.
+    """
     return {
         "family": r.family,
         "vocab_size": r.need("vocab_size"),
         "hidden_size": r.need("hidden_size"),
         "max_position_embeddings": r.need("max_position_embeddings"),
-        "norm_eps": r.get("rms_norm_eps", eps),
+        "norm_eps": eps if eps_name is None else r.get(eps_name, eps),
         "tie_word_embeddings": r.get("tie_word_embeddings", tied),
     }
 
@@ -352,6 +385,7 @@ def read_attention(
     num_kv_heads: int | None = None,
     theta: float = 10000.0,
     part: float | None = None,
+    default_rope: dict[str, Any] | None = None,
     **fields: Any,
 ) -> SelfAttentionSpec:
     """Self-attention with one rotation for all layers.
@@ -359,12 +393,13 @@ def read_attention(
     Args:
         head_dim, num_kv_heads, theta, part: what transformers assumes if the config has no such field; None for the rule
             (`hidden_size / num_attention_heads`, and as many as query heads).
+        default_rope: see `read_rope`.
         fields: more of `SelfAttentionSpec`; a `rope` among them is taken instead of the one in the config.
     """
     num_heads = r.need("num_attention_heads")
     dim = r.get("head_dim", head_dim) or r.need("hidden_size") // num_heads
     if "rope" not in fields:
-        fields["rope"] = read_rope(r, dim, r.need("max_position_embeddings"), theta, part)
+        fields["rope"] = read_rope(r, dim, r.need("max_position_embeddings"), theta, part, default_rope)
     kv_heads = r.get("num_key_value_heads", num_kv_heads) or num_heads
     return SelfAttentionSpec(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim, **fields)
 

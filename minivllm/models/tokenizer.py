@@ -131,7 +131,7 @@ def render_chat_template(
     )
 
 
-def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
+def _check_messages(messages: Any) -> None:
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise TypeError(f"a conversation is a list of messages, got {type(messages).__name__}")
     if not messages:

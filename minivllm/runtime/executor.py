@@ -145,7 +145,7 @@ def fit_memory(plan: EnginePlan) -> EnginePlan:
     if config.device == "cpu" or args.num_gpu_blocks is not None or args.kv_cache_memory_bytes is not None:
         return plan
     decoder = load_decoder(plan)
-    peak = peak_bytes(decoder, config.kv_cache, config.scheduler)
+    peak = peak_bytes(decoder, config.kv_cache, config.scheduler, config.speculative)
     graphs = 0 if args.enforce_eager else GRAPH_BYTES
     free, _ = torch.cuda.mem_get_info()
     left = free - peak - graphs + config.model.weight_bytes  # which `resolve` takes off, but they are loaded already

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
-from minivllm.attention.step_buffer import StepBuffer
+from minivllm.attention.step_buffer import BufferFull, StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
 from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -71,11 +71,15 @@ def new_swap_caches(
 
 
 def step_bytes(config: EngineConfig) -> int:
-    """Room for the arrays of a step (see `StepBuffer`), generously: ids, positions, slots and work lists, block tables."""
+    """Room for the arrays of a step (see `StepBuffer`), generously: ids, positions, slots and work lists, block tables.
+
+    A draft token takes part in the attention as a request of its own, and has its own row of the block table.
+    """
     limits, groups = config.scheduler, len(config.kv_cache.groups)
-    per_token, per_request = 16 + 8 + groups * (8 + 32), groups * 64 * 32
+    per_token, per_row = 16 + 8 + groups * (8 + 32), groups * 64 * 32
     table = groups * 4 * -(-limits.max_model_len // config.kv_cache.block_size)
-    return limits.max_num_batched_tokens * per_token + limits.max_num_seqs * (per_request + table) + (1 << 18)
+    rows = limits.max_sampled_rows(config.speculative)
+    return limits.max_num_batched_tokens * per_token + rows * (per_row + table) + (1 << 18)
 
 
 def group_attention_specs(config: KVCacheConfig, layer_specs: list[AttentionSpec]) -> list[AttentionSpec]:
@@ -153,11 +157,8 @@ class ModelRunner:
         self.lora_slots = np.full(limits.max_num_seqs, -1)
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
-        self.drafter: Drafter | None = None
-        width = 1  # tokens of a request in a step of decoding
-        if (speculative := config.speculative) is not None:
-            self.drafter = make_drafter(speculative, model.spec.vocab_size)
-            width += speculative.num_speculative_tokens
+        speculative = config.speculative
+        self.drafter = None if speculative is None else make_drafter(speculative, model.spec.vocab_size)
         self.pooler = Pooler()
         self._looks_back = bool(transforms)
         self._latest: PendingStep | None = None
@@ -166,7 +167,7 @@ class ModelRunner:
         self.sample_log: SampleLog | None = None
         self.buffer: StepBuffer | None = None
         self.graphs: DecodeGraphs | None = None
-        self.ladder = graph_ladder(limits.max_num_seqs * width)
+        self.ladder = graph_ladder(limits.max_sampled_rows(speculative))
         self._generation = -1  # of the model that the graphs were captured of
         self._capture_problem: str | None = None
         if self.device.type != "cpu":
@@ -304,7 +305,8 @@ class ModelRunner:
         return self.model.forward(token_ids, positions, self.kv_caches, plans)
 
     def _replay(self, step: StepInputs, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor] | None:
-        """As `_forward_buffered`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one."""
+        """As `_forward_buffered`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one,
+        or the buffer is too small."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)
         if self.adapters is not None and self.adapters.model.active:
@@ -313,14 +315,19 @@ class ModelRunner:
         if self.graphs is None or padded is None or not one_each or not self._may_replay(self.graphs):
             return None
         buffer.begin()
-        (ids, token_ids), (at, positions), (of, rows_there) = (buffer.reserve((padded,), np.int64) for _ in range(3))
-        plans = [fixed for spec in self.specs if (fixed := self.backend.fixed_decode(padded, spec, buffer)) is not None]
-        if len(plans) < len(self.specs):
-            self.graphs = None
+        try:
+            (ids, token_ids), (at, positions), (of, rows_there) = (
+                buffer.reserve((padded,), np.int64) for _ in range(3)
+            )
+            plans = [it for spec in self.specs if (it := self.backend.fixed_decode(padded, spec, buffer)) is not None]
+            if len(plans) < len(self.specs):
+                self.graphs = None
+                return None
+            key = (padded, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
+        except BufferFull:
             return None
         ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, step.positions, 0
         of[:rows] = np.repeat(step.rows, step.counts)
-        key = (padded, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
         buffer.send()
 
         def make() -> tuple[Callable[[], Tensor], object]:

@@ -7,8 +7,10 @@ import torch
 
 from minivllm.attention.backend import AttentionBatch
 from minivllm.core.config import KVCacheConfig, SchedulerConfig
+from minivllm.core.speculative import SpeculativeConfig
 from minivllm.models.decoder import Decoder
 from minivllm.sampling.transforms import draw, keep_from, top_p_threshold
+from minivllm.spec_decode.rejection import choose_by_ratio
 
 __all__ = ["peak_batch", "peak_bytes", "run_largest_step"]
 
@@ -29,8 +31,11 @@ def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
 
 
 @torch.inference_mode()
-def run_largest_step(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig) -> int:
-    """Run the step of `peak_batch` with random tokens, and a draw for `max_num_seqs` requests. Gives the bytes of its cache."""
+def run_largest_step(
+    decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, speculative: SpeculativeConfig | None = None
+) -> int:
+    """Run the step of `peak_batch` with random tokens, and sample behind as many of them as a step can. A proposer of the user's own
+    may give probabilities for all of its draft tokens. Returns the bytes of the step's cache."""
     device, batch = decoder.device, peak_batch(limits, kv.block_size)
     decoder.bind(kv)
     specs = decoder.attention_specs(kv.block_size)
@@ -39,18 +44,23 @@ def run_largest_step(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfi
     token_ids = torch.randint(decoder.spec.vocab_size, (batch.num_tokens,), device=device)
     positions = np.arange(batch.num_tokens) - np.repeat(batch.query_start_loc[:-1], batch.query_lens)
     hidden = decoder.forward(token_ids, torch.from_numpy(positions).to(device), [cache] * kv.num_tensors, plans)
-    logits = decoder.compute_logits(hidden[: limits.max_num_seqs])
+    logits = decoder.compute_logits(hidden[: limits.max_sampled_rows(speculative)])
     rows = torch.full((len(logits),), 0.9, dtype=torch.float64, device=device)
-    draw(keep_from(logits, top_p_threshold(logits, rows)), rows)
+    drawn, _ = draw(keep_from(logits, top_p_threshold(logits, rows)), rows)
+    if speculative is not None and not isinstance(speculative.method, str):
+        given = torch.full_like(logits, 1 / logits.shape[1])
+        choose_by_ratio(logits.clone(), torch.stack(list(given)), drawn, rows, rows)
     return cache.numel() * cache.element_size()
 
 
-def peak_bytes(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig) -> int:
+def peak_bytes(
+    decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, speculative: SpeculativeConfig | None = None
+) -> int:
     """Bytes of GPU memory that the largest step takes at its peak, besides weights and cache."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(decoder.device)
     torch.cuda.reset_peak_memory_stats(decoder.device)
-    cache = run_largest_step(decoder, kv, limits)
+    cache = run_largest_step(decoder, kv, limits, speculative)
     torch.cuda.synchronize(decoder.device)
     peak = torch.cuda.max_memory_allocated(decoder.device) - before - cache
     torch.cuda.empty_cache()

@@ -92,7 +92,7 @@ def _is_text(value: Any) -> bool:
 
 def _is_real(value: Any) -> bool:
     try:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
     except OverflowError:  # finite, and greater than any float
         return True
 

@@ -16,7 +16,7 @@ from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.state import Array, SamplingBatch
 from minivllm.sampling.transforms import draw
 
-__all__ = ["NO_DRAFT", "Draft", "DraftBatch", "RejectionSampler", "Verified"]
+__all__ = ["NO_DRAFT", "Draft", "DraftBatch", "RejectionSampler", "Verified", "choose_by_ratio"]
 
 NO_DRAFT = -1
 
@@ -42,7 +42,7 @@ class Verified:
         token_ids: the accepted tokens and one more; fewer if one of them ends the request.
         num_accepted: how many of them were guesses.
         logprobs: a report for each token, or None.
-        error: why it failed; then it has no tokens.
+        error: why it failed, behind the tokens that it got before.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -86,6 +86,22 @@ def _rows_of(batch: SamplingBatch, drafts: Sequence[Draft], at: Sequence[tuple[i
         ),
         draft_probs=[None if q is None else q[place] for q, (_, place) in zip(probs, at, strict=True)],
     )
+
+
+def choose_by_ratio(logits: Tensor, q: Tensor, x: Tensor, test: Tensor, u: Tensor) -> Tensor:
+    """x with a chance of p(x) / q(x), else a token drawn from what p has more than q (Leviathan 2023, Chen 2023).
+
+    Args:
+        logits: of p, float32 [R, V].
+        q: float32 [R, V], what x was drawn from.
+        x: int64 [R].
+        test, u: float64 [R] in [0, 1), for the acceptance and for the other token.
+    """
+    p = torch.softmax(logits, -1)
+    accepted = test * q.gather(1, x[:, None])[:, 0] < p.gather(1, x[:, None])[:, 0]
+    rest = (p - q).clamp_(min=0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # nothing is left where p equals q: never rejected
+    return torch.where(accepted, x, draw(rest.log(), u)[0])
 
 
 class RejectionSampler:
@@ -166,16 +182,11 @@ class RejectionSampler:
         """In these rows, the draft token with a chance of p(x) / q(x), else one from what p has more than q."""
         device = logits.device
         where = torch.tensor(rows).to(device)
-        p = torch.softmax(logits[where], -1)
         q = torch.stack([batch.draft_probs[i].to(device) for i in rows])  # type: ignore[union-attr]
         x = torch.from_numpy(batch.draft_ids[rows]).to(device)
         seeds, counts = batch.column("seed")[rows], batch.column("num_output_tokens")[rows]
-        test = torch.from_numpy(uniforms(seeds ^ np.uint64(self.ACCEPT), counts)).to(device)
-        accepted = test * q.gather(1, x[:, None])[:, 0] < p.gather(1, x[:, None])[:, 0]
-        rest = (p - q).clamp_(min=0)
-        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # nothing is left where p equals q: never rejected
-        other, _ = draw(rest.log(), torch.from_numpy(uniforms(seeds, counts)).to(device))
-        return token_ids.index_copy(0, where, torch.where(accepted, x, other))
+        u = [torch.from_numpy(uniforms(seed, counts)).to(device) for seed in (seeds ^ np.uint64(self.ACCEPT), seeds)]
+        return token_ids.index_copy(0, where, choose_by_ratio(logits[where], q, x, *u))
 
     def _by_chance(self, token_ids: Tensor, batch: DraftBatch, rate: float) -> Tensor:
         """In rows with a draft token, this with a chance of `rate`, else any other."""

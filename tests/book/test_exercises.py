@@ -32,7 +32,6 @@ WITHOUT = {
     "core/views": "is ten lines that keep the core from importing the views",
     "lora/store": "loads and keeps what the chapters before it made; the exercises are there",
     "models/families/registry": "is a table of families; the exercise is in models/families/dense",
-    "numba_kernels/cuda/wgmma": "needs a GPU",
     "models/families/deepseek": "puts together parts whose exercises are in models/mixers",
     "numba_kernels/cuda/prefill_hopper": "needs a GPU",
     "serving/lora": "is a list of routes",

@@ -31,7 +31,7 @@ PREMISES = {
     "sampling/automaton": "50000",
     "numba_kernels/index": "2.5",
     "numba_kernels/cuda/planning": "16000",
-    "numba_kernels/cuda/wgmma": "9.0 256 64512 65536",
+    "numba_kernels/cuda/wgmma": "9.0",
     "numba_kernels/cuda/decode": "132 256",
     "numba_kernels/cuda/fp8": "8.9 65504",
     "numba_kernels/cpu/simd": "512",

@@ -77,7 +77,7 @@ TARGETS = {  # triple, CPU, features, lanes, registers; a vector multiply-add, a
 }
 KERNELS = {
     "attention": lambda lanes, registers: cpu_attention.attend(64, 3, 16, 16, 16, lanes, registers),
-    "gemv": lambda lanes, registers: gemv.matmul(16, 16, lanes, registers),
+    "gemv": lambda lanes, registers: gemv.matmul(16, lanes, registers),
     "packed": lambda lanes, registers: packed.matmul(16, lanes, registers),
     "int4": lambda lanes, registers: quantized.matmul(4, 16, lanes, registers),
 }

@@ -27,7 +27,8 @@ from minivllm.models.ops.numba_cpu import NumbaCPUOps
 from minivllm_kernels.cpu.matmul.layout import host_tiles
 from minivllm_kernels.cpu.program import Program
 
-CAN = [name for name in TINY_MODELS if name.startswith(("llama", "mistral", "qwen2", "qwen3")) and "moe" not in name]
+_CAPTURED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "smollm3")
+CAN = [name for name in TINY_MODELS if name.startswith(_CAPTURED) and "moe" not in name]
 
 
 def prompts(*lengths):
@@ -88,7 +89,7 @@ def test_the_same_to_the_bit_in_bf16(captured):
 
 
 @pytest.mark.parametrize("kernel", ["int8", "int4_32"])
-def test_quantized_products(kernel):
+def test_quantized_matmuls(kernel):
     assert same(make_decoder(hf_model("llama"), "numba_cpu", linear_method=kernel))
 
 
@@ -359,7 +360,7 @@ def test_bound_in_inference_mode_and_stepped_outside(decoder):
     assert got.isfinite().all()
 
 
-def test_a_plan_for_fewer_threads_is_carried_out_by_so_many(decoder, monkeypatch):
+def test_a_plan_for_fewer_threads_is_executed_by_that_many(decoder, monkeypatch):
     threads, entered = torch.get_num_threads(), []
     monkeypatch.setattr(Program, "__call__", lambda self, n: entered.append(n))
     paged = PagedDecoder(decoder)

@@ -13,11 +13,12 @@ from minivllm.models.families.registry import spec_from_config
 BACKENDS = ("reference", "sdpa")
 MODELS = [(name, backend) for name in TINY_MODELS for backend in BACKENDS if (name, backend) != ("gemma2", "sdpa")]
 """A soft cap on scores is what sdpa has no room for."""
+INVARIANT = (*FAMILIES, *EXPERTS, "gpt-oss", "deepseek-v2")
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """These products are too small to share out; on a busy machine waiting for each other takes most of the time."""
+    """These matmuls are too small to share out; on a busy machine waiting for each other takes most of the time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,8 +53,7 @@ def test_logits_in_one_piece_in_chunks_and_token_by_token(name, backend):
         paged.add("r", tokens)
         got = torch.cat([paged.step({"r": n})["r"] for n in chunks])
         assert got.dtype == torch.float32
-        close = max(2e-4, 1e-5 * float(want.abs().max()))  # float32: transformers is as far from its own float64
-        assert (got - want).abs().max() < close
+        assert (got - want).abs().max() < (3e-4 if name == "deepseek-v3" else 2e-4)
 
 
 @pytest.mark.parametrize(("name", "backend"), MODELS)
@@ -74,7 +74,7 @@ def test_dynamic_ntk_beyond_its_limit_generates_what_transformers_does():
         assert paged.generate({"r": tokens}, 40)["r"] == want
 
 
-@pytest.mark.parametrize(("name", "threads"), [*((name, 1) for name in FAMILIES + EXPERTS), ("llama", 2)])
+@pytest.mark.parametrize(("name", "threads"), [*((name, 1) for name in INVARIANT), ("llama", 2)])
 def test_reference_logits_are_bit_identical_in_any_batch_chunking_and_placement(name, threads):
     torch.set_num_threads(threads)
     decoder = make_decoder(hf_model(name), "reference")

@@ -10,8 +10,10 @@ from tiny_models import EXPERTS, VOCAB_SIZE, checkpoint, hf_model
 from minivllm.attention.select import make_backend
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
-from minivllm.models.mixers.mlp import GatedMLPSpec
-from minivllm.models.mixers.moe import MoE, MoESpec, RouterSpec, route
+from minivllm.models.mixers.base import Builder
+from minivllm.models.mixers.mlp import GatedMLP, GatedMLPSpec
+from minivllm.models.mixers.moe import MoE, MoESpec, RouterSpec, groups_experts, route
+from minivllm.models.ops.torch import TorchOps
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -102,17 +104,125 @@ def test_sorted_segments_are_each_token_by_itself(rows):
         torch.testing.assert_close(got[row : row + 1], want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_grouped_matmul_is_the_loop_over_experts():
-    decoder = decoder_of("qwen3-moe", "reference")
-    moe = moe_of(decoder)
-    x = torch.randn(33, 72, generator=torch.Generator().manual_seed(0))
-    want = moe(x)
-    assert moe.stacked is None
+@pytest.fixture
+def grouped(monkeypatch):
+    """A model whose experts are stacked, some tokens, and how often a grouped matmul was called."""
+    decoder = decoder_of("qwen3-moe", "sdpa")
+    moe, calls, multiply = moe_of(decoder), [], torch._grouped_mm
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *args, **kwargs: calls.append(1) or multiply(*args, **kwargs))
+    assert not moe.grouped and not moe.stacked
     moe.grouped = True
     moe.process_weights_after_loading()
-    assert moe.stacked is not None and moe.stacked[0].shape == (8, 96, 72)
+    return decoder, moe, torch.randn(33, 72, generator=torch.Generator().manual_seed(0)), calls
+
+
+def by_loop(moe: MoE, x: torch.Tensor) -> torch.Tensor:
+    kept, moe.stacked = moe.stacked, []
+    out = moe(x)
+    moe.stacked = kept
+    return out
+
+
+def test_a_grouped_matmul_is_the_loop_over_experts(grouped):
+    decoder, moe, x, calls = grouped
+    assert moe.stacked[0].shape == (8, 96, 72)
     assert moe.experts[3].down.weight.data_ptr() == moe.stacked[1][3].data_ptr()  # no second copy
+    want = by_loop(moe, x)
+    assert calls == []
     torch.testing.assert_close(moe(x), want, atol=1e-5, rtol=1e-5)
+    PagedDecoder(decoder)  # binding sets attributes, and leaves the experts what they are
+    torch.testing.assert_close(moe(x), want, atol=1e-5, rtol=1e-5)
+    assert len(calls) == 4
+
+
+def another_expert(moe):
+    moe.experts[3] = moe.experts[4]
+
+
+def another_weight(moe):
+    moe.experts[3].down.use("torch", 2 * moe.experts[3].down.weight)
+
+
+def a_hook(moe):
+    return moe.experts[3].register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def another_activation(moe):
+    for expert in moe.experts:
+        expert.activation = "relu"
+
+
+def one_other_activation(moe):
+    moe.experts[3].activation = "relu"
+
+
+def other_ops(moe):
+    class Doubled(TorchOps):
+        capturable = True
+
+        def gated_linear(self, *args):
+            return 2 * super().gated_linear(*args)
+
+    moe.experts[3].ops = Doubled()
+
+
+def another_class(moe):
+    class Doubled(GatedMLP):
+        capturable = True
+
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    expert = Doubled.__new__(Doubled)
+    vars(expert).update(vars(moe.experts[3]))
+    moe.experts[3] = expert
+
+
+def an_adapter(moe):
+    down = moe.experts[3].down
+
+    class Doubled(type(down.method)):
+        capturable = True
+
+        def apply(self, x):
+            return 2 * super().apply(x)
+
+    method = Doubled.__new__(Doubled)
+    vars(method).update(vars(down.method))
+    down.method = method
+
+
+CHANGES = [another_expert, another_weight, a_hook, another_activation, one_other_activation, other_ops, another_class]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, an_adapter])
+def test_a_changed_expert_computes_what_it_is_now(grouped, change):
+    _, moe, x, calls = grouped
+    before = moe(x)
+    undo = change(moe)
+    try:
+        want, got = by_loop(moe, x), moe(x)
+    finally:
+        if undo is not None:
+            undo()
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert (want - before).abs().max() > 0.1
+    if undo is not None:  # and the stack is used again
+        calls.clear()
+        torch.testing.assert_close(moe(x), before, atol=1e-5, rtol=1e-5)
+        assert len(calls) == 2
+
+
+def test_batch_invariant_experts_are_never_grouped():
+    """How a grouped matmul rounds a row depends on the rows beside it."""
+    moe = moe_of(decoder_of("qwen3-moe", "reference"))
+    how = {"backend": make_backend("sdpa"), "linear_method": "torch", "dtype": torch.bfloat16}
+    sizes = {"hidden_size": 72, "norm_eps": 1e-5, "norm_offset": False, "device": torch.device("cuda")}
+    assert groups_experts(Builder(**how, **sizes, ops=TorchOps(False)))
+    assert not groups_experts(Builder(**how, **sizes, ops=TorchOps(True)))
+    moe.grouped = True
+    moe.process_weights_after_loading()
+    assert not moe.stacked  # and their linear methods do not let themselves be stacked
 
 
 def test_quantized_experts_stay_close_and_the_router_exact():
@@ -159,6 +269,26 @@ def test_a_broken_checkpoint_is_refused_by_the_tensors_name(stacked):
     if stacked:
         with pytest.raises(ValueError, match="experts.gate_up_proj' of shape .* cannot be taken apart"):
             load(tensors | {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(())})
+
+
+def test_layers_that_only_draft_tokens_are_not_loaded():
+    """DeepSeek-V3's checkpoints hold one after the last, with an embedding and an output layer of its own."""
+    model = hf_model("deepseek-v3")
+    config, tensors = model.config.to_dict(), dict(checkpoint(model))
+    names = ("input_layernorm.weight", "embed_tokens.weight", "eh_proj.weight", "shared_head.head.weight")
+    tensors |= {f"model.layers.4.{name}": torch.zeros(3) for name in (*names, "mlp.experts.0.up_proj.weight")}
+
+    def load(**changed):
+        decoder = Decoder(spec_from_config(config | changed), make_backend("sdpa"), torch.float32, CPU)
+        decoder.load_weights(tensors.items())
+
+    load(num_nextn_predict_layers=1)
+    with pytest.raises(ValueError, match=r"'model.layers.4.input_layernorm.weight' that this model has no place for"):
+        load(num_nextn_predict_layers=0)
+    tensors["model.layers.5.input_layernorm.weight"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"'model.layers.5.input_layernorm.weight' that this model has no place for"):
+        load(num_nextn_predict_layers=1)
+    load(num_nextn_predict_layers=2)
 
 
 def test_a_latent_cache_holds_what_the_paper_says():

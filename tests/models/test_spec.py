@@ -1,10 +1,12 @@
 """From Hugging Face configs to specs: defaults, spellings, and refusal of what is not implemented."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
 import torch
+from published_configs import PUBLISHED
 from tiny_models import TINY_MODELS, checkpoint, hf_config, hf_model
 from transformers import AutoConfig
 
@@ -19,7 +21,14 @@ MINIMAL = {
     "vocab_size": 1000,
     "max_position_embeddings": 2048,
 }
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+MODEL_TYPES = tuple(dict.fromkeys(model_type for model_type, _ in TINY_MODELS.values()))
+OWN_NAMES = {
+    "gpt2": {"n_embd": 256, "n_layer": 30, "n_head": 32, "n_positions": 2048, "vocab_size": 1000},
+    "falcon": {name: value for name, value in MINIMAL.items() if name != "intermediate_size"},
+    "opt": {name: value for name, value in MINIMAL.items() if name != "intermediate_size"}
+    | {"word_embed_proj_dim": 256},
+    "deepseek_v2": MINIMAL | {"num_experts_per_tok": 6},
+}
 SMOLLM2 = json.loads(
     """{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1,
     "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
@@ -43,9 +52,77 @@ def test_smollm2_as_published():
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_config_that_says_little_means_what_transformers_takes_it_to_mean(model_type):
     """Old files leave out what is default; the defaults differ from family to family."""
-    little = {"model_type": model_type, **MINIMAL}
+    little = {"model_type": model_type, **OWN_NAMES.get(model_type, MINIMAL)}
     full = AutoConfig.for_model(**little).to_dict()
     assert spec_from_config(little) == spec_from_config(full | {"architectures": None})
+
+
+def test_every_family_is_among_them():
+    little = [{"model_type": model_type, **OWN_NAMES.get(model_type, MINIMAL)} for model_type in MODEL_TYPES]
+    assert {spec_from_config(config).family for config in little} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_read_as_transformers_reads_them(name):
+    config = copy.deepcopy(PUBLISHED[name])
+    spec = spec_from_config(config)
+    assert config == PUBLISHED[name] and spec_from_config(AutoConfig.for_model(**config).to_dict()) == spec
+
+
+def test_lengths_of_published_models():
+    lengths = {name: spec_from_config(config).max_model_len for name, config in PUBLISHED.items()}
+    assert lengths["tiiuae/falcon-7b"] == 2048 and lengths["openai/gpt-oss-20b"] == 32 * 4096
+    assert lengths["CohereForAI/c4ai-command-r-v01"] == 131072
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("bigcode/starcoder2-15b", {"mlp_type": "gated"}, "mlp_type='gated' is not supported"),
+        ("bigcode/starcoder2-15b", {"norm_type": "rms_norm"}, "norm_type='rms_norm' is not supported"),
+        ("facebook/opt-125m", {"rms_norm_eps": 1e-3}, "rms_norm_eps=0.001 is not supported"),
+        ("openai/gpt-oss-20b", {"experts_per_token": 2}, "experts_per_token=2 is not supported; supported: 4"),
+        ("mistralai/Mixtral-8x7B-v0.1", {"num_experts": 4}, "num_experts=4 is not supported; supported: 8"),
+        ("Qwen/Qwen3-30B-A3B", {"n_routed_experts": 4}, "n_routed_experts=4 is not supported; supported: 128"),
+        ("microsoft/Phi-3-mini-4k-instruct", {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope'"),
+        ("facebook/opt-125m", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
+    ],
+)
+def test_a_change_of_a_published_model_that_matters_is_refused(name, change, message):
+    with pytest.raises(ValueError, match=message):
+        spec_from_config(PUBLISHED[name] | change)
+
+
+def test_a_number_of_experts_is_read_from_the_familys_own_field():
+    mixtral = {"model_type": "mixtral", **MINIMAL, "num_local_experts": 4}
+    assert spec_from_config(mixtral).layers[0].mlp.num_experts == 4
+    assert spec_from_config(mixtral | {"num_experts": 4}) == spec_from_config(mixtral)
+    assert (
+        spec_from_config({"model_type": "qwen3_moe", **MINIMAL, "num_local_experts": 16}).layers[0].mlp.num_experts
+        == 16
+    )
+
+
+def test_a_null_rotated_part_is_the_familys():
+    part = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": None}
+    plain = spec_from_config({"model_type": "glm", **MINIMAL})
+    assert spec_from_config({"model_type": "glm", **MINIMAL, "partial_rotary_factor": None}) == plain
+    assert spec_from_config({"model_type": "glm", **MINIMAL, "rope_parameters": part}) == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"parallel": True, "residual_scale": 0.5}, "parallel and have a residual_scale"),
+        ({"parallel": True, "mlp_post_norm": "x"}, "parallel and have a residual_scale or post norms"),
+        ({"mixer_post_norm": "x", "residual_scale": 0.5}, "residual_scale=0.5 and post norms"),
+        ({"mlp_post_norm": "x", "residual_scale": 0.5}, "residual_scale=0.5 and post norms"),
+    ],
+)
+def test_fields_of_a_layer_that_exclude_each_other(fields, message):
+    layer = spec_from_config({"model_type": "llama", **MINIMAL}).layers[0]
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(layer, **fields)
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -56,11 +133,21 @@ def test_weight_shapes_are_those_of_transformers(name):
     assert spec.weight_shapes() == theirs
 
 
-@pytest.mark.parametrize("name", [name for name in TINY_MODELS if name not in ("gemma3", "olmo3", "gpt2", "opt")])
-def test_spec_survives_json_and_the_old_spelling_of_rope(name):
-    new = json.loads(hf_config(name).to_json_string(use_diff=False))
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_spec_survives_json(name):
+    config = hf_config(name)
+    assert spec_from_config(json.loads(config.to_json_string(use_diff=False))) == spec_from_config(config.to_dict())
+
+
+@pytest.mark.parametrize("name", [name for name in TINY_MODELS if name not in ("gpt2", "opt")])
+def test_spec_survives_the_old_spelling_of_rope(name):
+    new = hf_config(name).to_dict()
     old = copy.deepcopy(new)
     parameters = old.pop("rope_parameters")
+    local = parameters.get("sliding_attention", parameters)
+    parameters = parameters.get("full_attention", parameters)  # one for each kind of layer
+    if (theta := local["rope_theta"]) != parameters["rope_theta"]:
+        old["rope_local_base_freq"] = theta
     old["rope_theta"] = parameters.pop("rope_theta")
     if "partial_rotary_factor" in parameters:
         old["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")

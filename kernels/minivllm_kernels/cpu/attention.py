@@ -186,7 +186,7 @@ def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
         for r in range(padded):
             row = min(r, rows - 1)
             token = row // G
-            source = ((items[it + planning.TOKEN] + token) * args[planning.HEADS] + h) * G * D + row % G * D
+            source = (items[it + planning.TOKEN] + token) * args[planning.Q_STRIDE] + (h * G + row % G) * D
             for d in range(0, D, L):
                 store(queries, r * D + d, load(q, source + d, L) * scale)
             position = items[it + planning.POSITION] + token

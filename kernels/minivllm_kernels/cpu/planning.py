@@ -15,8 +15,8 @@ from minivllm_kernels.cpu.program import LAUNCHER, aligned
 
 __all__ = [
     "BEGIN", "BLOCK_STRIDE", "CACHE", "CHUNK", "CLAIMS", "CONFIGS", "COUNTER", "COUNTERS", "END", "FACTORS",
-    "FIELDS", "FIRST", "HEADS", "ITEMS", "LAST", "OUT", "PARTS", "POSITION", "ROW", "SCRATCH", "SLOT",
-    "STEP_ARGS", "TABLE", "TABLE_STRIDE", "TOKEN", "TOKENS", "WINDOW", "WORKSPACE", "AttentionStep",
+    "FIELDS", "FIRST", "HEADS", "ITEMS", "LAST", "OUT", "PARTS", "POSITION", "Q_STRIDE", "ROW", "SCRATCH",
+    "SLOT", "STEP_ARGS", "TABLE", "TABLE_STRIDE", "TOKEN", "TOKENS", "WINDOW", "WORKSPACE", "AttentionStep",
     "CPUAttentionShape", "Q", "attention_kernel", "plan_items",
 ]  # fmt: skip
 
@@ -198,8 +198,8 @@ def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarra
     return np.unique(np.concatenate([[0], np.searchsorted(done, goals) + 1])).clip(max=len(done))
 
 
-Q, OUT, CACHE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS = range(OWN, OWN + 9)
-WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS, CONFIGS = range(OWN + 9, OWN + 16)
+Q, OUT, CACHE, Q_STRIDE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS = range(OWN, OWN + 10)
+WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS, CONFIGS = range(OWN + 10, OWN + 17)
 STEP_ARGS = (COUNT, *range(BLOCK_STRIDE, CONFIGS + 1))
 """The arguments that are the same in all layers of a step."""
 
@@ -237,8 +237,8 @@ class AttentionStep:
                 return np.maximum(position - window + 1, 0)
             return position // chunk * chunk if chunk else np.zeros_like(position)
 
-        self.kernel = attention_kernel(shape)
-        self.threads = threads
+        self.kernel, self.threads = attention_kernel(shape), threads
+        self._width = num_kv_heads * shape.group * shape.head_dim
         self.items, slots = plan_items(shape, query_start_loc, seq_lens, first_key, num_kv_heads, threads)
         self.claims = plan_claims(self.items, num_kv_heads, threads)
         self.block_table = np.ascontiguousarray(block_table, np.int32)
@@ -251,12 +251,17 @@ class AttentionStep:
         table, items, claims, factors, counters = (array.ctypes.data for array in arrays)
         heads = block_stride, table, self.block_table.shape[1], items, claims, num_kv_heads
         memory = factors, scratch, workspace, counters, tile_configs().ctypes.data
-        self.args = pack(len(self.claims) - 1, 0, 0, 0, *heads, window, chunk, *memory)
+        self.args = pack(len(self.claims) - 1, 0, 0, 0, 0, *heads, window, chunk, *memory)
 
-    def run(self, q: int, out: int, cache: int) -> None:
-        """Compute a layer. The three are addresses of contiguous memory, q and out [T, heads, head_dim]."""
+    def run(self, q: int, out: int, cache: int, q_stride: int = 0) -> None:
+        """Compute a layer.
+
+        Args:
+            q, out, cache: addresses of contiguous memory, q and out [T, heads, head_dim].
+            q_stride: numbers from one row of q to the next, if more lies between them.
+        """
         args = self.args
-        args[Q], args[OUT], args[CACHE] = q, out, cache
+        args[Q], args[OUT], args[CACHE], args[Q_STRIDE] = q, out, cache, q_stride or self._width
         LAUNCHER.run(self.kernel, args, self.threads)
 
 

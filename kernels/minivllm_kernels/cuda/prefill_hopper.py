@@ -333,7 +333,8 @@ def exchange(w0, w1, w2, w3, t):
 
 
 def row_functions(tile: HopperTile) -> tuple[Any, ...]:
-    """Device functions mask_after, mask_before, softmax, to_words, clear, rescale and store, on the fragments of a warpgroup.
+    """Device functions cap_all, mask_after, mask_before, softmax, to_words, clear, rescale and store, on the fragments of
+    a warpgroup.
 
     Row r of a lane (0 or 1) is row 8 r + lane / 4 of its warp's 16. Its scores are s[4 j + 2 r + y], of key
     8 j + 2 (lane % 4) + y; its outputs lie in o alike. The scores of 16 keys, packed, are the words of A for them.
@@ -342,7 +343,14 @@ def row_functions(tile: HopperTile) -> tuple[Any, ...]:
     """
     G, D, ROWS = tile.shape.group, tile.shape.head_dim, tile.rows
     W, KEY_TILES, O_TILES, WORDS, SOME = D // 2, tile.keys // 8, D // 8, tile.keys // 4, min(64, D // 2)
-    pack = half_ops(tile.shape.dtype).pack
+    CAP, pack = tile.shape.soft_cap, half_ops(tile.shape.dtype).pack
+
+    @device
+    def cap_all(s, scale, cap):
+        """The soft cap of all scores, if the shape has one."""
+        if CAP:
+            for e in range(4 * KEY_TILES):
+                s[e] = soft_cap(s[e] * scale, cap)
 
     @device
     def mask_after(s, start, position):
@@ -424,7 +432,7 @@ def row_functions(tile: HopperTile) -> tuple[Any, ...]:
         for e in range(SOME):
             o[start + e] *= factor[e // 2 % 2]
 
-    return mask_after, mask_before, softmax, to_words, clear, rescale, store
+    return cap_all, mask_after, mask_before, softmax, to_words, clear, rescale, store
 
 
 def consumer(tile: HopperTile) -> Any:
@@ -442,7 +450,7 @@ def consumer(tile: HopperTile) -> Any:
     pv = wgmma_registers(shape.dtype, shape.head_dim, [i * SWIZZLE for i in range(KEYS // 16)])
     wait_all_s, wait_older, wait_all = wgmma_wait(0, SN), wgmma_wait(1, SN), wgmma_wait(0, ON)
     work, take, advance = work_of_tile(tile), take_next(tile), next_stage(tile)
-    mask_after, mask_before, softmax, to_words, clear, rescale, store = row_functions(tile)
+    cap_all, mask_after, mask_before, softmax, to_words, clear, rescale, store = row_functions(tile)
 
     @device
     def consume(sa, tid, me, out, tiles, scale, cap, window, o_s, kv_heads, items):
@@ -491,9 +499,7 @@ def consumer(tile: HopperTile) -> Any:
             wait_all_s(s)
             if lane == 0:
                 mbarrier_arrive(sa + EMPTY_K + 8 * stage)
-            if CAP:
-                for e in range(SN):
-                    s[e] = soft_cap(s[e] * scale, cap)
+            cap_all(s, scale, cap)
             base = i32((start + count - 1) * KEYS)
             mask_after(s, i32(base + column), position)
             if base < safe:
@@ -511,9 +517,7 @@ def consumer(tile: HopperTile) -> Any:
                 wait_older(s)
                 if lane == 0:
                     mbarrier_arrive(sa + EMPTY_K + 8 * stage)
-                if CAP:
-                    for e in range(SN):
-                        s[e] = soft_cap(s[e] * scale, cap)
+                cap_all(s, scale, cap)
                 base = i32(base - KEYS)
                 if base + KEYS - 1 > lowest:
                     mask_after(s, i32(base + column), position)

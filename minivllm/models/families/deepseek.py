@@ -3,6 +3,7 @@
 # Generated from nbs/models/families/deepseek.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,15 +43,21 @@ def rotated_last(suffix: str, unit: int, rotated: int) -> Unpack:
     return Unpack(suffix, lambda t: {suffix: t.unflatten(0, (-1, unit))[:, order].reshape(t.shape)}, rows=True)
 
 
-def read_deepseek(r: ConfigReader, router: RouterSpec, count: int, first_dense: int) -> DecoderSpec:
-    """What V2 and V3 have in common. count, first_dense: experts, and layers without them, if the config does not say."""
+def read_deepseek(r: ConfigReader, router: RouterSpec, count: int, first_dense: int, bias: bool = False) -> DecoderSpec:
+    """What V2 and V3 have in common.
+
+    Args:
+        count, first_dense: experts, and layers without them, if the config does not say.
+        bias: of every MLP but the routed experts.
+    """
     attention = read_latent_attention(r)
     size, shared = r.get("moe_intermediate_size", 2048), r.get("n_shared_experts", 1)
     names: dict[str, Any] = {part: f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
-    moe = read_experts(r, count, size, router, shared=read_mlp(r, intermediate_size=size * shared, **names))
+    always = read_mlp(r, intermediate_size=size * shared, bias=bias, **names)
+    moe = read_experts(r, count, size, router, field="n_routed_experts", shared=always)
     r.only("moe_layer_freq", 1)
     dense, layers = r.get("first_k_dense_replace", first_dense), r.need("num_hidden_layers")
-    mlp, unpack = read_mlp(r), list(STACKED)
+    mlp, unpack = read_mlp(r, bias=bias), list(STACKED)
     if r.get("rope_interleave", True):
         a = attention
         for name, unit in (
@@ -64,10 +71,11 @@ def read_deepseek(r: ConfigReader, router: RouterSpec, count: int, first_dense: 
 @family("DeepseekV2ForCausalLM", "deepseek_v2")
 def deepseek_v2(r: ConfigReader) -> DecoderSpec:
     """DeepSeek-V2: softmax, and groups by their best expert."""
+    r.assume(moe_intermediate_size=1407, n_shared_experts=2)
     limited = r.only("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
     groups, top_groups = r.get("n_group"), r.get("topk_group")
     r.only("scoring_func", "softmax")
-    r.get("norm_topk_prob"), r.get("mlp_bias")  # not read by the model
+    r.get("norm_topk_prob")  # not read by the model
     router = RouterSpec(
         top_k=r.need("num_experts_per_tok"),
         scale=r.get("routed_scaling_factor", 1.0),
@@ -75,7 +83,7 @@ def deepseek_v2(r: ConfigReader) -> DecoderSpec:
         top_groups=top_groups if limited else 1,
         float32=True,
     )
-    return read_deepseek(r, router, 64, 0)
+    return read_deepseek(r, router, 64, 0, r.get("mlp_bias", False))
 
 
 @family("DeepseekV3ForCausalLM", "deepseek_v3")
@@ -83,7 +91,6 @@ def deepseek_v3(r: ConfigReader) -> DecoderSpec:
     """DeepSeek-V3 and R1: sigmoid, a correction for the choice, groups by their two best."""
     r.only("topk_method", "noaux_tc")
     r.only("scoring_func", "sigmoid")
-    r.get("num_nextn_predict_layers")  # they draft tokens, and the model is the same without them
     router = RouterSpec(
         top_k=r.get("num_experts_per_tok", 8),
         score="sigmoid",
@@ -96,4 +103,4 @@ def deepseek_v3(r: ConfigReader) -> DecoderSpec:
         float32=True,
         correction="mlp.gate.e_score_correction_bias",
     )
-    return read_deepseek(r, router, 256, 3)
+    return replace(read_deepseek(r, router, 256, 3), draft_layers=r.get("num_nextn_predict_layers", 1) or 0)

@@ -79,6 +79,7 @@ def smollm3(r: ConfigReader) -> DecoderSpec:
     window = r.get("sliding_window") if r.get("use_sliding_window", False) else None
     types = r.get("layer_types") or ["sliding_attention" if window and not mark else "full_attention" for mark in marks]
     attention = read_attention(r, num_kv_heads=4, theta=2e6, qkv_bias=bias, o_bias=bias)
+    r.get("max_window_layers")  # which layers have a window is said by `layer_types` alone
     windows = windows_from_types(r, types, window)
     layers = windowed_layers(attention, read_mlp(r, bias=r.get("mlp_bias", False)), windows)
     bare = windowed_layers(replace(attention, rope=None), layers[0].mlp, windows)
@@ -191,11 +192,10 @@ def granite(r: ConfigReader) -> DecoderSpec:
 
 
 def read_layer_norm(
-    r: ConfigReader, name: str = "layer_norm_eps", *, bias: bool = True, tied: bool = False
+    r: ConfigReader, name: str | None = "layer_norm_eps", *, bias: bool = True, tied: bool = False
 ) -> dict[str, Any]:
-    """As `read_common`, for a model with layer norms. name: of the field with their epsilon."""
-    r.rename(rms_norm_eps=name)
-    return read_common(r, eps=1e-5, tied=tied) | {"layer_norm": True, "norm_bias": bias}
+    """As `read_common`, for a model with layer norms. name: of the field with their epsilon; None for none."""
+    return read_common(r, eps=1e-5, eps_name=name, tied=tied) | {"layer_norm": True, "norm_bias": bias}
 
 
 def read_cohere(r: ConfigReader, **fields: Any) -> tuple[dict[str, Any], LayerSpec]:
@@ -208,6 +208,10 @@ def read_cohere(r: ConfigReader, **fields: Any) -> tuple[dict[str, Any], LayerSp
     bias = r.get("attention_bias", False)
     attention = read_attention(r, qkv_bias=bias, o_bias=bias, **fields)
     common = read_layer_norm(r, bias=False, tied=True) | {"logits_scale": r.get("logit_scale", 0.0625)}
+    if longest := r.get("model_max_length"):  # Command R was trained for more than its `max_position_embeddings`
+        common["max_position_embeddings"] = longest
+        if attention.rope is not None and attention.rope.kind == "default":
+            attention = replace(attention, rope=replace(attention.rope, max_position=longest))
     layer = LayerSpec(mixer=attention, mlp=read_mlp(r), mlp_norm=None, parallel=True)
     return common | {"unpack": neighbours_rotated(attention)}, layer
 
@@ -222,7 +226,7 @@ def cohere(r: ConfigReader) -> DecoderSpec:
 @family("Cohere2ForCausalLM", "cohere2")
 def cohere2(r: ConfigReader) -> DecoderSpec:
     """Command R7B and A: layers with a window are rotated, layers without have no positions."""
-    common, layer = read_cohere(r, head_dim=128)
+    common, layer = read_cohere(r)
     count, types = r.need("num_hidden_layers"), r.get("layer_types")
     every = r.get("sliding_window_pattern", r.get("layer_switch", 4))
     r.only("order_of_interleaved_layers", "local_attn_first")
@@ -247,6 +251,7 @@ def stablelm(r: ConfigReader) -> DecoderSpec:
 def starcoder2(r: ConfigReader) -> DecoderSpec:
     """StarCoder 2: biases everywhere, an MLP without a gate."""
     common, bias = read_layer_norm(r, "norm_epsilon", tied=True), r.get("use_bias", True)
+    r.only("norm_type", "layer_norm"), r.only("mlp_type", "default"), r.get("rms_norm_eps")  # the last is not read
     attention = read_attention(r, num_kv_heads=2, qkv_bias=bias, o_bias=bias, sliding_window=r.get("sliding_window"))
     activation = r.get("hidden_act", "gelu_pytorch_tanh")
     names = {"up": "mlp.c_fc", "down": "mlp.c_proj"}
@@ -258,6 +263,7 @@ def starcoder2(r: ConfigReader) -> DecoderSpec:
 def falcon(r: ConfigReader) -> DecoderSpec:
     """Falcon, with rotations: one key-value head for all, or some, or one for each query head."""
     r.rename(hidden_act="activation", intermediate_size="ffn_hidden_size")
+    r.assume(max_position_embeddings=2048)
     heads, hidden, bias = r.need("num_attention_heads"), r.need("hidden_size"), r.get("bias", False)
     new, multi = r.get("new_decoder_architecture", False), r.get("multi_query", True)
     kv_heads = r.get("num_kv_heads") or heads
@@ -333,6 +339,7 @@ def opt(r: ConfigReader) -> DecoderSpec:
     r.only("_remove_final_layer_norm", False)
     r.only("layer_norm_elementwise_affine", True)
     r.only("word_embed_proj_dim", r.need("hidden_size"))
+    r.get("prefix")  # a default of pipelines: text before the prompt
     bias = r.get("enable_bias", True)
     attention = read_attention(r, rope=None, qkv_bias=bias, o_bias=bias, o="self_attn.out_proj")
     sizes = {"intermediate_size": r.get("ffn_dim", 3072), "activation": r.get("activation_function", "relu")}
@@ -341,7 +348,7 @@ def opt(r: ConfigReader) -> DecoderSpec:
     names = {"embedding": "embed_tokens.weight", "final_norm": "final_layer_norm.weight", "layer": "layers.{}."}
     names |= {"positions": "embed_positions.weight"}
     return DecoderSpec(
-        **read_layer_norm(r, "no field", tied=True),
+        **read_layer_norm(r, None, tied=True),
         layers=(layer,) * r.need("num_hidden_layers"),
         names=WeightNames(**{key: f"model.decoder.{name}" for key, name in names.items()}, prefix="model."),
         position_offset=2,

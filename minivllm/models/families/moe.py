@@ -26,7 +26,10 @@ from minivllm.models.spec import (
     windows_from_types,
 )
 
-__all__ = ["STACKED", "each_expert", "read_experts"]
+__all__ = ["EXPERT_NAMES", "STACKED", "each_expert", "read_experts"]
+
+EXPERT_NAMES: dict[str, Any] = {part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+"""The usual names of an expert's weights, by the fields of `GatedMLPSpec`."""
 
 
 def each_expert(suffix: str, *names: str) -> Unpack:
@@ -50,25 +53,30 @@ STACKED = (
 """Experts as transformers 5 keeps them in memory, and may save them."""
 
 
-def read_experts(r: ConfigReader, count: int, size: int, router: RouterSpec, **fields: Any) -> MoESpec:
+def read_experts(
+    r: ConfigReader, count: int, size: int, router: RouterSpec, *, field: str = "num_experts", **fields: Any
+) -> MoESpec:
     """Experts with the usual names.
 
     Args:
         count: of them, if the config has no such field.
         size: numbers inside each.
+        field: what the family's configs call their number. Other spellings, which some tools write, must agree with it.
         fields: more of `MoESpec`.
     """
-    names: dict[str, Any] = {part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
-    expert = GatedMLPSpec(intermediate_size=size, activation=r.get("hidden_act", "silu"), **names)
-    given = [r.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
-    return MoESpec(num_experts=next((n for n in given if n is not None), count), router=router, expert=expert, **fields)
+    expert = GatedMLPSpec(intermediate_size=size, activation=r.get("hidden_act", "silu"), **EXPERT_NAMES)
+    spellings = (field, "num_experts", "num_local_experts", "n_routed_experts")
+    number = next((n for n in map(r.get, spellings) if n is not None), count)
+    for name in spellings:
+        r.only(name, number, None)
+    return MoESpec(num_experts=number, router=router, expert=expert, **fields)
 
 
 @family("MixtralForCausalLM", "mixtral")
 def mixtral(r: ConfigReader) -> DecoderSpec:
     """Mixtral: Mistral with experts, under names of its own."""
     router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), normalize=True, name="block_sparse_moe.gate")
-    moe = read_experts(r, 8, r.need("intermediate_size"), router)
+    moe = read_experts(r, 8, r.need("intermediate_size"), router, field="num_local_experts")
     weights = {"gate": "w1", "up": "w3", "down": "w2"}
     names: dict[str, Any] = {part: f"block_sparse_moe.experts.{{}}.{name}" for part, name in weights.items()}
     attention = read_attention(r, num_kv_heads=8, theta=1e6, sliding_window=r.get("sliding_window"))
@@ -132,8 +140,8 @@ def olmoe(r: ConfigReader) -> DecoderSpec:
 def granitemoe(r: ConfigReader) -> DecoderSpec:
     """Granite with experts, which its checkpoints stack."""
     router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), normalize=True, name="block_sparse_moe.router.layer")
-    moe = read_experts(r, 8, r.need("intermediate_size"), router)
-    weights = {part: f"mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")}
+    moe = read_experts(r, 8, r.need("intermediate_size"), router, field="num_local_experts")
+    weights = {part: f"{name}.weight" for part, name in EXPERT_NAMES.items()}
     base = granite(r)
     return replace(
         base,
@@ -170,17 +178,17 @@ def gpt_oss(r: ConfigReader) -> DecoderSpec:
     bias, count, types = r.get("attention_bias", True), r.need("num_hidden_layers"), r.get("layer_types")
     types = types or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
     sizes: dict[str, Any] = {"head_dim": 64, "num_kv_heads": 8, "theta": 150000.0}
-    attention = read_attention(r, qkv_bias=bias, o_bias=bias, sinks="self_attn.sinks", **sizes)
+    stretched = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    attention = read_attention(r, qkv_bias=bias, o_bias=bias, sinks="self_attn.sinks", default_rope=stretched, **sizes)
     router = RouterSpec(top_k=r.get("num_experts_per_tok", 4), normalize=True, bias=True, name="mlp.router")
-    r.get("experts_per_token")  # the same, in published files
-    names: dict[str, Any] = {part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+    r.only("experts_per_token", router.top_k), r.get("initial_context_length")  # the rotation says it too
     limit, size = r.get("swiglu_limit", 7.0), r.need("intermediate_size")
-    expert = ClampedMLPSpec(intermediate_size=size, bias=True, limit=limit, **names)
-    moe = replace(read_experts(r, 128, size, router), expert=expert)
+    expert = ClampedMLPSpec(intermediate_size=size, bias=True, limit=limit, **EXPERT_NAMES)
+    moe = replace(read_experts(r, 128, size, router, field="num_local_experts"), expert=expert)
     windows = windows_from_types(r, types, r.get("sliding_window", 128))
     return DecoderSpec(
         **read_common(r, eps=1e-5),
         layers=windowed_layers(attention, moe, windows),
-        unpack=lying_experts("mlp.experts.gate_up_proj", names["gate"], names["up"])
-        + lying_experts("mlp.experts.down_proj", names["down"]),
+        unpack=lying_experts("mlp.experts.gate_up_proj", EXPERT_NAMES["gate"], EXPERT_NAMES["up"])
+        + lying_experts("mlp.experts.down_proj", EXPERT_NAMES["down"]),
     )

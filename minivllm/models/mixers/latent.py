@@ -27,7 +27,7 @@ class LatentAttentionSpec(TokenMixerSpec):
         num_heads: query heads.
         rank: numbers of the latent.
         nope_dim, rope_dim, v_dim: of a head: of a query without and with positions, and of a value.
-        q_rank: queries come from a compressed vector of so many numbers; None for directly from the input.
+        q_rank: numbers of the compressed vector that queries come from; None for directly from the input.
         rope: the rotation, of `rope_dim` numbers.
         scale: factor on the scores.
         bias: of the matmuls that compress, and of the output.
@@ -44,7 +44,6 @@ class LatentAttentionSpec(TokenMixerSpec):
     scale: float
     bias: bool = False
     eps: float = 1e-6
-    sliding_window: int | None = None
 
     @property
     def head_dim(self) -> int:

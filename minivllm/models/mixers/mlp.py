@@ -55,17 +55,22 @@ class GatedMLPSpec(MixerSpec):
         }
 
 
+class _Activated(Mixer):
+    """What MLPs have in common."""
+
+    down: Linear
+
+    def __init__(self, spec: "GatedMLPSpec | MLPSpec", builder: Builder) -> None:
+        super().__init__(spec, builder)
+        self.activation = spec.activation
+
+
 @register_mixer(GatedMLPSpec)
-class GatedMLP(Mixer):
+class GatedMLP(_Activated):
     """`down(activation(gate(x)) * up(x))`, gate and up as one matmul (Shazeer, 2020)."""
 
     capturable = True
     gate_up: Linear
-    down: Linear
-
-    def __init__(self, spec: GatedMLPSpec, builder: Builder) -> None:
-        super().__init__(spec, builder)
-        self.activation = spec.activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
@@ -94,16 +99,11 @@ class MLPSpec(MixerSpec):
 
 
 @register_mixer(MLPSpec)
-class MLP(Mixer):
+class MLP(_Activated):
     """`down(activation(up(x)))`."""
 
     capturable = True
     up: Linear
-    down: Linear
-
-    def __init__(self, spec: MLPSpec, builder: Builder) -> None:
-        super().__init__(spec, builder)
-        self.activation = spec.activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.core.module import ModuleList
+from minivllm.core.module import ModuleList, capture_problem, generation
+from minivllm.models.linear.cuda import FewRowsLinear
 from minivllm.models.linear.layer import Linear
+from minivllm.models.linear.unquantized import TorchLinear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, build_mixer, register_mixer
 from minivllm.models.mixers.mlp import GatedMLP, GatedMLPSpec
 
-__all__ = ["MoE", "MoESpec", "RouterSpec", "numbered", "route"]
+__all__ = ["MoE", "MoESpec", "RouterSpec", "groups_experts", "numbered", "route"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class RouterSpec:
         score: `softmax` over all experts, or `sigmoid` of each.
         normalize: divide the weights of the chosen by their sum (plus `epsilon`).
         scale: factor on the weights.
-        groups, top_groups: experts form so many groups, and only those of the best groups can be chosen.
+        groups, top_groups: experts form `groups` groups, and only those of the best `top_groups` can be chosen.
         group_score: members of a group whose scores add up to the group's: 1 (the best) or 2.
         bias: the scores have a bias of the matmul.
         float32: the matmul is float32, whatever the model is.
@@ -132,6 +134,11 @@ class MoESpec(MixerSpec):
         return shapes
 
 
+def groups_experts(builder: Builder) -> bool:
+    """Whether experts are computed by grouped matmuls, in which the rounding of a row depends on the other rows."""
+    return builder.device.type == "cuda" and builder.dtype == torch.bfloat16 and not builder.ops.batch_invariant
+
+
 @register_mixer(MoESpec)
 class MoE(Mixer):
     """A router, experts, and a shared expert if there is one.
@@ -139,7 +146,7 @@ class MoE(Mixer):
     Attributes:
         experts: one block for each.
         stacked: gate-up [E, 2 n, hidden_size] and down [E, hidden_size, n] of all experts, where one grouped matmul
-            computes them; the experts' own weights are views of them.
+            computes them; the experts' own weights are views of them. Not used while an expert computes anything else.
     """
 
     spec: MoESpec
@@ -155,8 +162,9 @@ class MoE(Mixer):
         self.correction: Tensor | None = None
         if spec.router.correction is not None:
             self.correction = torch.empty(spec.num_experts, device=builder.device)
-        self.grouped = builder.device.type == "cuda" and builder.dtype == torch.bfloat16
-        self.stacked: tuple[Tensor, Tensor] | None = None
+        self.grouped = groups_experts(builder)
+        self.stacked: list[Tensor] = []
+        self._checked = [-1, False]  # at which `generation`, and whether the stack was what the experts compute with
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
@@ -189,7 +197,7 @@ class MoE(Mixer):
 
     def _by_expert(self, x: Tensor, counts: Tensor) -> Tensor:
         """The experts' outputs of rows that are sorted by expert. counts: int64 [E], rows of each."""
-        if self.stacked is None:
+        if not self._stack_is_current():
             segments = zip(self.experts, x.split(counts.tolist()), strict=True)
             return torch.cat([expert(rows) for expert, rows in segments if len(rows)])
         ends, (gate_up, down) = counts.cumsum(0, dtype=torch.int32), self.stacked
@@ -200,24 +208,38 @@ class MoE(Mixer):
         inner = self.ops.gated_linear(x, both, self.experts[0].activation)
         return torch._grouped_mm(inner, down.transpose(1, 2), offs=ends)
 
+    def _whole_weights(self) -> list[tuple[Tensor, Tensor]]:
+        """Gate-up and down of each expert, if all are gated MLPs that nothing was added to; else nothing."""
+        found = []
+        for expert in self.experts:
+            if type(expert) is not GatedMLP or capture_problem(expert) is not None:
+                return []
+            methods, first = [expert.gate_up.method, expert.down.method], self.experts[0]
+            if any(type(m) not in (TorchLinear, FewRowsLinear) or set(m.weights) != {"weight"} for m in methods):
+                return []
+            if (expert.activation, expert.ops) != (first.activation, self.ops):
+                return []
+            found.append((methods[0].weight, methods[1].weight))
+        return found
+
     def process_weights_after_loading(self) -> None:
         """See `Mixer`. Stacks the experts if a grouped matmul can compute them: gated MLPs with whole weights, no bias."""
-        kinds = {type(expert) for expert in self.experts}
-        if not self.grouped or kinds != {GatedMLP}:
+        weights = self._whole_weights() if self.grouped else []
+        if not weights or any(size % 8 for weight in weights[0] for size in weight.shape):
             return
-        stacks = []
-        for name in ("gate_up", "down"):
-            linears = [getattr(expert, name) for expert in self.experts]
-            outputs, inputs = linears[0].out_features, linears[0].in_features
-            if outputs % 8 or inputs % 8 or any(set(linear.method.weights) != {"weight"} for linear in linears):
-                return
-            stacks.append([linear.method.weights for linear in linears])
-        stacked = []
-        for weights in stacks:
-            stacked.append(torch.stack([each["weight"] for each in weights]))
-            for each, view in zip(weights, stacked[-1], strict=True):
-                each["weight"] = view
-        self.stacked = (stacked[0], stacked[1])
+        self.stacked = [torch.stack(each) for each in zip(*weights, strict=True)]
+        for expert, gate_up, down in zip(self.experts, *self.stacked, strict=True):
+            expert.gate_up.method.weights["weight"], expert.down.method.weights["weight"] = gate_up, down
+
+    def _stack_is_current(self) -> bool:
+        """Whether the experts compute what the stack says. Looked at again once a part of some model was changed."""
+        if self.stacked and self._checked[0] != generation():
+            views = list(zip(*self.stacked, strict=True))
+            addresses = [
+                [tuple(w.data_ptr() for w in each) for each in all_] for all_ in (views, self._whole_weights())
+            ]
+            self._checked[:] = generation(), addresses[0] == addresses[1]
+        return bool(self.stacked) and self._checked[1]
 
     def _blocks(self) -> list[Mixer]:
         return [*self.experts, *([] if self.shared is None else [self.shared])]
