@@ -80,6 +80,8 @@ class ModelRunnerOutput:
         failed_loras: adapters of `lora_loads` that could not be loaded, with the reason; what was computed with them is wrong.
         pooled: vectors of requests that wanted one and no tokens; these requests have ended.
         draft_token_ids: guesses at the tokens after the newest one, for the next step to verify.
+        num_accepted_tokens: how many of a request's sampled tokens are draft tokens; if not said, all but the last.
+        proposer_error: why there are no more draft tokens.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -89,6 +91,8 @@ class ModelRunnerOutput:
     failed_loras: dict[str, str] = field(default_factory=dict)
     pooled: dict[str, list[float]] = field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    num_accepted_tokens: dict[str, int] = field(default_factory=dict)
+    proposer_error: str | None = None
 
 
 @dataclass(slots=True)

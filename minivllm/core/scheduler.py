@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from typing import Any
 
 from minivllm.core.adapter_slots import AdapterSlots
@@ -611,7 +610,7 @@ class Scheduler(Recorder):
                 )
             )
         if drafts:
-            self._roll_back(drafts, outputs)
+            self._roll_back(drafts, result, outputs)
         gained = {out.request_id: tuple(out.new_token_ids) for out in outputs} if self.trace is not None else None
         if result.logprobs or result.prompt_logprobs or result.errors or result.pooled:
             self._attach(result, outputs, ended)
@@ -627,6 +626,8 @@ class Scheduler(Recorder):
             self.running = [request for request in self.running if id(request) not in gone]
         if result.draft_token_ids:
             self._propose(result.draft_token_ids)
+        if result.proposer_error is not None:
+            self.spec_stats.error = result.proposer_error
         if self._listener is not None:
             self._guard.tell_late()
         return outputs
@@ -651,14 +652,17 @@ class Scheduler(Recorder):
                     f"the executor returned no token for request {request_id!r} in step {output.step}, after which all its tokens are computed"
                 )
 
-    def _roll_back(self, drafts: dict[str, list[int]], outputs: list[EngineCoreOutput]) -> None:
+    def _roll_back(
+        self, drafts: dict[str, list[int]], result: ModelRunnerOutput, outputs: list[EngineCoreOutput]
+    ) -> None:
         """Count the draft tokens, and take back what was computed for those that were not accepted."""
         rejected = {}
         for out in outputs:
             if draft := drafts.get(out.request_id):
-                pairs = zip(draft, out.new_token_ids, strict=False)
-                accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-                self.spec_stats.observe_draft(len(draft), accepted)
+                accepted = result.num_accepted_tokens.get(
+                    out.request_id, len(result.sampled_token_ids[out.request_id]) - 1
+                )
+                self.spec_stats.observe_draft(len(draft), min(accepted, len(out.new_token_ids)))
                 if n := len(draft) + 1 - len(out.new_token_ids):
                     rejected[out.request_id] = n
                     self.requests[out.request_id].num_computed_tokens -= n

@@ -57,6 +57,8 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
         )
+        if config.speculative is not None:  # all counters are there from the start
+            self.scheduler.spec_stats.num_accepted_tokens_per_pos = [0] * config.speculative.num_speculative_tokens
         self._compiling = GrammarQueue(grammar)
         self._adapters: dict[str, Future[None]] = {}  # done when an adapter is in main memory
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
