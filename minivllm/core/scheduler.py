@@ -583,8 +583,7 @@ class Scheduler(Recorder):
         Returns:
             One entry per request that gained a token or its vector, failed, or has prompt log-probabilities to report.
         """
-        outputs: list[EngineCoreOutput] = []
-        ended: list[Request] = []
+        outputs, ended = list[EngineCoreOutput](), list[Request]()
         self._newest_result = output.step
         if self._ended_in_flight:
             self._drop_late(output, result)
