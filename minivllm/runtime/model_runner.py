@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from minivllm.attention.step_buffer import BufferFull, StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
 from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from minivllm.lora.adapter import lora_targets
+from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
@@ -181,11 +180,11 @@ class ModelRunner:
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
 
     def _make_adapters(self) -> AdapterStore:
-        args, model, targets = self.config.args, self.model, lora_targets(self.model.spec)
+        args, model = self.config.args, self.model
         keep = args.max_cpu_loras or args.max_loras
-        return AdapterStore(model.lora, targets, args.max_lora_rank, model.dtype, keep)
+        return AdapterStore(model.lora, model.spec, args.max_lora_rank, model.dtype, keep)
 
-    def prefetch_lora(self, key: str, path: str, digest: str) -> Future[Any]:
+    def prefetch_lora(self, key: str, path: str, digest: str) -> Future[None]:
         """Have an adapter read into main memory; see `AdapterStore`."""
         assert self.adapters is not None, "enable_lora is off"
         return self.adapters.prefetch(key, path, digest)
@@ -255,15 +254,14 @@ class ModelRunner:
             self.pooler.drop(request_id)
         for slot, key in output.lora_loads:
             assert self.adapters is not None, "enable_lora is off"
-            self.adapters.load(slot, key)
+            try:
+                self.adapters.load(slot, key)
+            except AdapterError as error:
+                result.failed_loras[key] = f"adapter {key!r} cannot be loaded: {error}"
         for new in output.new_requests:
             known = [*new.prompt_token_ids, *new.output_token_ids]
             row = self.batch.add(new.request_id, known, new.num_computed_tokens, new.block_ids)
             params, self.lora_slots[row] = new.sampling_params, new.lora_slot
-            if self.adapters is not None and (why := self.adapters.error(new.lora_slot)) is not None:
-                self.batch.draws[row] = False
-                result.errors[new.request_id] = why
-                continue
             if isinstance(params, PoolingParams):
                 self.pooler.add(new.request_id, params, len(known), new.num_computed_tokens)
                 self.batch.draws[row] = False
