@@ -4,9 +4,15 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
+import peft
 import torch
 from tiny_models import hf_model
+
+from minivllm import SamplingParams
+
+NEW_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 32, "num_gpu_blocks": 200}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "all-linear": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -29,7 +35,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def peft_adapter(model: str, settings: dict[str, Any], folder: Path, seed: int) -> Any:
     """Save an adapter of a tiny model in `folder`; gives the merged transformers model."""
-    peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(copy.deepcopy(hf_model(model)), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in wrapped.named_parameters():
@@ -37,3 +42,19 @@ def peft_adapter(model: str, settings: dict[str, Any], folder: Path, seed: int) 
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3 / parameter.shape[-1] ** 0.5
     wrapped.save_pretrained(folder)
     return wrapped.merge_and_unload()
+
+
+def prompts_of(name: str) -> list[list[int]]:
+    """Two that begin alike for every adapter, and one of its own."""
+    generator = torch.Generator().manual_seed(len(name))
+    shared = list(range(40, 76))
+    return [shared + [7], shared + [9, 11], torch.randint(0, 250, (21,), generator=generator).tolist()]
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+    )
+    return out[0, len(prompt) :].tolist()

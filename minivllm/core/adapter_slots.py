@@ -1,4 +1,4 @@
-"""Slots for LoRA adapters: least recently used gives way, running and pinned ones stay."""
+"""Slots for LoRA adapters: the least recently used is evicted, running and pinned ones stay."""
 
 # Generated from nbs/core/adapter_slots.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -18,13 +18,15 @@ class AdapterSlots:
 
     Attributes:
         slot_of: slot of each adapter that has one, the least recently used first.
-        pinned: adapters that never give way.
+        pinned: adapters that are never evicted.
+        loading: adapters whose load is planned or in flight.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.slot_of: OrderedDict[str, int] = OrderedDict()
         self.pinned: set[str] = set()
+        self.loading: set[str] = set()
 
     def can_take(self, name: str, in_use: Collection[str]) -> bool:
         """Whether the adapter has a slot or could get one. in_use: adapters of running requests."""
@@ -34,17 +36,23 @@ class AdapterSlots:
         return next((name for name in self.slot_of if name not in in_use and name not in self.pinned), None)
 
     def take(self, name: str, in_use: Collection[str]) -> tuple[int, str | None]:
-        """The adapter's slot, and the adapter that gave way for it, if one had to. Call `can_take` first."""
+        """The adapter's slot, and the adapter that was evicted from it, if one was. Call `can_take` first."""
         evicted = None
         if name not in self.slot_of:
             free = set(range(self.count)) - set(self.slot_of.values())
             if not free:
                 evicted = self._victim(in_use)
                 assert evicted is not None, "can_take was not asked"
-                free = {self.slot_of.pop(evicted)}
+                free = {self.release(evicted)}
             self.slot_of[name] = min(free)
+            self.loading.add(name)
         self.touch(name)
         return self.slot_of[name], evicted
+
+    def release(self, name: str) -> int:
+        """Take the adapter out of its slot, which is returned."""
+        self.loading.discard(name)
+        return self.slot_of.pop(name)
 
     def touch(self, name: str) -> None:
         """The adapter is used now."""

@@ -28,6 +28,7 @@ class WaitingQueue:
         self._heap: list[tuple[Any, int, Request]] | None = []
         self._ticket = 0
         self._held: set[str] = set()
+        self._line: list[Request] = []  # without keys, while requests are held: the others, the first one last
         self._aside: list[tuple[Any, int, Request]] = []
 
     def __len__(self) -> int:
@@ -57,11 +58,14 @@ class WaitingQueue:
 
     def hold(self, request: Request) -> None:
         """Let the others pass this one until `release`: `first` and `open` leave it out. It keeps its place."""
+        if not self._held and self._guard is None:
+            self._line = list(reversed(self.requests.values()))
         self._held.add(request.request_id)
 
     def release(self) -> None:
         """No request is held any more."""
         self._held.clear()
+        self._line.clear()
         while self._aside and self._heap is not None:
             heapq.heappush(self._heap, self._aside.pop())
         self._aside.clear()
@@ -78,7 +82,11 @@ class WaitingQueue:
     def first(self) -> Request:
         """The longest waiting request, or the one with the smallest key. Raises PolicyError if the keys are no good."""
         if self._guard is None:
-            return next(r for r in self.requests.values() if r.request_id not in self._held)
+            if not self._held:
+                return next(iter(self.requests.values()))
+            while not self.is_open(self._line[-1]):
+                self._line.pop()
+            return self._line[-1]
         heap = self._heap = self._rank(self._guard) if self._heap is None else self._heap
         while not self.is_open(heap[0][2]) or self.requests[heap[0][2].request_id] is not heap[0][2]:
             entry = heapq.heappop(heap)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from typing import Any
 
 from minivllm.core.adapter_slots import AdapterSlots
@@ -61,6 +60,7 @@ class _Draft:
     swap_in: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     spec: dict[str, list[int]] = field(default_factory=dict)
     lora_loads: list[tuple[int, str]] = field(default_factory=list)
+    loras_in_use: set[str] = field(default_factory=set)
     budget: int = 0
     threshold: int = 0
     closed: bool = False  # a running request lost its blocks: no request is admitted
@@ -390,6 +390,9 @@ class Scheduler(Recorder):
         swapped_in = draft.swap_in.pop(request_id, None)
         if n:
             kv.uncache_blocks(victim, 0 if swapped_in else victim.num_computed_tokens)
+        if victim.lora_name in self.adapters.loading and request_id not in draft.new_requests:
+            kv.uncache_blocks(victim, 0)  # the load may fail, and then its blocks are wrong
+            swap = False
         if swapped_in:
             kv.free(victim, keep_cpu_blocks=True)
         elif swap and victim.num_computed_tokens and (pairs := kv.swap_out(victim)):
@@ -411,13 +414,16 @@ class Scheduler(Recorder):
             self.trace(("preempt", request_id, mode, needed_by, chosen_by))
 
     def _schedule_waiting(self, draft: _Draft) -> None:
+        draft.loras_in_use = {request.lora_name for request in self.running if request.lora_name is not None}
+        refused = set[str | None]()  # while requests are admitted, no slot becomes free
         try:
             for request in self._candidates(draft):
-                reason = self._admit(request, draft)
-                if reason is not None:
+                reason = "max_loras" if request.lora_name in refused else self._admit(request, draft)
+                if reason is not None and (reason != "max_loras" or self.waiting.open == len(self.waiting)):
                     self._wait(request, reason)
                 if reason == "max_loras" and self._overtaken < self.config.starvation_limit:
                     self.waiting.hold(request)  # others need no slot, or have theirs
+                    refused.add(request.lora_name)
                 elif reason is not None:
                     break
         finally:
@@ -433,7 +439,10 @@ class Scheduler(Recorder):
                 yield self._next_in_line(self.waiting.first())
             return
         while self.policy.order_per_admission and self.waiting.open and draft.budget:
-            yield self._next_in_line(next(filter(self.waiting.is_open, self._ordered(draft))))
+            for request in filter(self.waiting.is_open, self._ordered(draft)):
+                yield self._next_in_line(request)
+                if request not in self.waiting or self.waiting.is_open(request):
+                    break  # one was admitted: ask for the order anew
         if self.policy.order_per_admission:
             return
         for request in self._ordered(draft):
@@ -472,7 +481,7 @@ class Scheduler(Recorder):
             partial = sum(r.num_computed_tokens < r.num_prompt_tokens for r in self.running)
             if partial >= config.max_num_partial_prefills:
                 return "max_num_partial_prefills"
-        if not self._has_slot(request.lora_name):
+        if not self._has_slot(request.lora_name, draft):
             return "max_loras"
         if request.status is RequestStatus.SWAPPED:
             return self._admit_swapped(request, draft)
@@ -494,14 +503,9 @@ class Scheduler(Recorder):
         self._start(request, n, blocks, draft)
         return None
 
-    def _has_slot(self, lora_name: str | None) -> bool:
+    def _has_slot(self, name: str | None, draft: _Draft) -> bool:
         """Whether an adapter (None: no adapter) lies in a slot, or could get one."""
-        if lora_name is None or not self.adapters.count:
-            return True
-        return self.adapters.can_take(lora_name, self._adapters_in_use())
-
-    def _adapters_in_use(self) -> set[str]:
-        return {request.lora_name for request in self.running if request.lora_name is not None}
+        return name is None or not self.adapters.count or self.adapters.can_take(name, draft.loras_in_use)
 
     def _take_slot(self, request: Request, draft: _Draft) -> int:
         """The slot of the request's adapter; -1 if it has none. What must be loaded for it goes into the draft."""
@@ -509,7 +513,8 @@ class Scheduler(Recorder):
         if name is None or not adapters.count:
             return -1
         is_new = name not in adapters.slot_of
-        slot, evicted = adapters.take(name, self._adapters_in_use())
+        slot, evicted = adapters.take(name, draft.loras_in_use)
+        draft.loras_in_use.add(name)
         if is_new:
             draft.lora_loads.append((slot, name))
             if self.trace is not None:
@@ -578,11 +583,12 @@ class Scheduler(Recorder):
         Returns:
             One entry per request that gained a token or its vector, failed, or has prompt log-probabilities to report.
         """
-        outputs: list[EngineCoreOutput] = []
-        ended: list[Request] = []
+        outputs, ended = list[EngineCoreOutput](), list[Request]()
         self._newest_result = output.step
         if self._ended_in_flight:
             self._drop_late(output, result)
+        if output.lora_loads:
+            self._confirm_loads(output, result)
         tokens_of, requests, drafts = result.sampled_token_ids, self.requests, output.scheduled_spec_decode_tokens
         all_sampled = len(tokens_of) == len(output.num_scheduled_tokens)
         if drafts or not all_sampled or max(map(len, tokens_of.values()), default=1) != 1:
@@ -603,7 +609,7 @@ class Scheduler(Recorder):
                 )
             )
         if drafts:
-            self._roll_back(drafts, outputs)
+            self._roll_back(drafts, result, outputs)
         gained = {out.request_id: tuple(out.new_token_ids) for out in outputs} if self.trace is not None else None
         if result.logprobs or result.prompt_logprobs or result.errors or result.pooled:
             self._attach(result, outputs, ended)
@@ -619,6 +625,8 @@ class Scheduler(Recorder):
             self.running = [request for request in self.running if id(request) not in gone]
         if result.draft_token_ids:
             self._propose(result.draft_token_ids)
+        if result.proposer_error is not None:
+            self.spec_stats.error = result.proposer_error
         if self._listener is not None:
             self._guard.tell_late()
         return outputs
@@ -643,14 +651,17 @@ class Scheduler(Recorder):
                     f"the executor returned no token for request {request_id!r} in step {output.step}, after which all its tokens are computed"
                 )
 
-    def _roll_back(self, drafts: dict[str, list[int]], outputs: list[EngineCoreOutput]) -> None:
+    def _roll_back(
+        self, drafts: dict[str, list[int]], result: ModelRunnerOutput, outputs: list[EngineCoreOutput]
+    ) -> None:
         """Count the draft tokens, and take back what was computed for those that were not accepted."""
         rejected = {}
         for out in outputs:
             if draft := drafts.get(out.request_id):
-                pairs = zip(draft, out.new_token_ids, strict=False)
-                accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-                self.spec_stats.observe_draft(len(draft), accepted)
+                accepted = result.num_accepted_tokens.get(
+                    out.request_id, len(result.sampled_token_ids[out.request_id]) - 1
+                )
+                self.spec_stats.observe_draft(len(draft), min(accepted, len(out.new_token_ids)))
                 if n := len(draft) + 1 - len(out.new_token_ids):
                     rejected[out.request_id] = n
                     self.requests[out.request_id].num_computed_tokens -= n
@@ -678,6 +689,26 @@ class Scheduler(Recorder):
             if output.step >= last:
                 del self._ended_in_flight[request_id]
 
+    def _confirm_loads(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Note which adapters are loaded. One that could not be loses its slot, and its requests fail: what they computed is wrong."""
+        failed = result.failed_loras
+        self._release_slots((slot, name) for slot, name in output.lora_loads if name in failed)
+        self.adapters.loading -= {n for slot, n in output.lora_loads if self.adapters.slot_of.get(n) == slot}
+        for request in self.running if failed else ():
+            if request.lora_name in failed:
+                self.kv_cache_manager.uncache_blocks(request, 0)
+                for table in (result.sampled_token_ids, result.logprobs, result.prompt_logprobs, result.pooled):
+                    table.pop(request.request_id, None)
+                result.errors[request.request_id] = failed[request.lora_name]
+
+    def _release_slots(self, loads: Iterable[tuple[int, str]]) -> None:
+        """Take back loads that did not happen."""
+        for slot, name in loads:
+            if self.adapters.slot_of.get(name) == slot:
+                self.adapters.release(name)
+                if self.trace is not None:
+                    self.trace(("lora_evict", name, slot))
+
     def _attach(self, result: ModelRunnerOutput, outputs: list[EngineCoreOutput], ended: list[Request]) -> None:
         """Add log-probabilities, vectors and errors to the outputs."""
         by_id = {out.request_id: out for out in outputs}
@@ -703,6 +734,8 @@ class Scheduler(Recorder):
         """Give everything back. The caller takes the request out of its queue."""
         if request.status is RequestStatus.RUNNING:
             self._keep_account(request, 1)
+            if request.lora_name in self.adapters.loading:  # aborted before it is known whether its blocks are right
+                self.kv_cache_manager.uncache_blocks(request, 0)
         request.status = RequestStatus.FINISHED
         if request.lora_name is not None:
             self.adapters.touch(request.lora_name)
@@ -750,6 +783,7 @@ class Scheduler(Recorder):
         """
         for output in outputs:
             self.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
+            self._release_slots(output.lora_loads)
         self.kv_cache_manager.reset_prefix_cache()
         self._newest_result = self.step - 1
         self._ended_in_flight.clear()

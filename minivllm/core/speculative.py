@@ -34,7 +34,8 @@ class SpeculativeConfig:
         suffix_decoding_max_cached_requests: answers of earlier requests that are remembered; 0 for none.
         suffix_decoding_max_spec_factor: most draft tokens for each token of the match.
         suffix_decoding_min_token_prob: a draft ends where its estimated probability falls below this.
-        dynamic_length: draft fewer tokens, or none, where the measured cost of a step is more than they will save.
+        dynamic_length: draft fewer tokens, or none, where the measured cost of a step and of the proposer is more than they will save;
+            by default on, but for synthetic acceptance, which does without.
         rejection_sample_method: `standard`, exact; or `synthetic`: drafts are accepted by chance, so texts are wrong.
         synthetic_acceptance_rate: the chance that a draft token is accepted, if all before it were.
     """
@@ -53,7 +54,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> SpeculativeConfig:
-        """Check what a user said.
+        """Check what a user said. None, as null in JSON, is a value that is not given.
 
         Raises:
             TypeError: no dictionary, or a value of the wrong type.
@@ -61,6 +62,7 @@ class SpeculativeConfig:
         """
         if not isinstance(given, dict):
             raise TypeError(f"speculative_config must be a dict, got {given!r}")
+        given = {name: value for name, value in given.items() if value is not None}
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
@@ -68,7 +70,7 @@ class SpeculativeConfig:
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
                 raise ValueError(f"speculative_config has no entry {name!r}; {hint}")
         for name in ("method", "num_speculative_tokens"):
-            if given.get(name) is None:
+            if name not in given:
                 raise ValueError(
                     f'speculative_config needs {name!r}, as in {{"method": "ngram", "num_speculative_tokens": 4}}'
                 )
@@ -87,7 +89,8 @@ class SpeculativeConfig:
                 raise ValueError(
                     f"speculative_config entry {name!r} does not belong to method {chosen!r}; it has: {', '.join((*_ANY, *own))}"
                 )
-        config = cls(**given)
+        synthetic = "synthetic" in (chosen, given.get("rejection_sample_method"))
+        config = cls(**{"dynamic_length": not synthetic} | given)
         config._check_numbers()
         return config
 
@@ -106,6 +109,8 @@ class SpeculativeConfig:
             )
         if not isinstance(self.dynamic_length, bool):
             raise TypeError(f"speculative_config dynamic_length must be true or false, got {self.dynamic_length!r}")
+        if self.dynamic_length and self.is_synthetic:
+            raise ValueError("speculative_config: dynamic_length cannot be true with synthetic acceptance")
         if self.is_synthetic != (self.synthetic_acceptance_rate is not None):
             raise ValueError(
                 "speculative_config: synthetic acceptance and synthetic_acceptance_rate go together; only one is given"
@@ -150,12 +155,14 @@ class SpecDecodingStats:
         num_draft_tokens: their tokens.
         num_accepted_tokens: those that were accepted.
         num_accepted_tokens_per_pos: the same by place in the draft.
+        error: why the proposer is not called any more; None if it is.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    error: str | None = None
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Count one verified draft."""
@@ -178,13 +185,14 @@ class SpecDecodingStats:
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     def gauges(self) -> dict[str, float]:
-        """The counters by name, one for each position."""
-        if not self.num_drafts:
+        """The counters by name, one for each position, and whether the proposer has failed; nothing without speculation."""
+        if not self.num_accepted_tokens_per_pos:
             return {}
         totals: dict[str, float] = {
             "spec_decode_num_drafts": self.num_drafts,
             "spec_decode_num_draft_tokens": self.num_draft_tokens,
             "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
+            "spec_decode_proposer_failed": float(self.error is not None),
         }
         per_pos = enumerate(self.num_accepted_tokens_per_pos)
         return totals | {f"spec_decode_num_accepted_tokens_per_pos:{i}": count for i, count in per_pos}

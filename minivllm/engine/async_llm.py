@@ -358,9 +358,11 @@ class AsyncLLM:
         await self.call(lambda engine: self._deliver(engine.abort_request(request_id)))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """See `LLMEngine.add_lora`. The file is checked in a thread, so that no step waits for it."""
+        """See `LLMEngine.add_lora`. The file is checked and read in threads, so that no step waits for it."""
         adapter = await self.run_input(lambda: self.llm_engine.input_processor.register(lora_request))
         await self.call(lambda engine: engine.prefetch_lora(adapter))
+        while not await self.call(lambda engine: engine.is_lora_read(adapter)):
+            await asyncio.sleep(0.005)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:

@@ -57,8 +57,10 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
         )
+        if config.speculative is not None:  # all counters are there from the start
+            self.scheduler.spec_stats.num_accepted_tokens_per_pos = [0] * config.speculative.num_speculative_tokens
         self._compiling = GrammarQueue(grammar)
-        self._adapters: dict[str, Future[Any]] = {}  # that are read, or will be
+        self._adapters: dict[str, Future[None]] = {}  # done when an adapter is in main memory
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self._outputs: list[EngineCoreOutput] = []  # what the next step returns
         self._recording: TraceWriter | None = None
@@ -87,12 +89,17 @@ class EngineCore:
         """Have an adapter read into main memory. Requests with it, which may come now, join the scheduler when it is there."""
         self._adapters[key] = self.executor.collective_rpc("prefetch_lora", key, path, digest)[0]
 
+    def is_lora_read(self, key: str) -> bool:
+        """Whether an adapter that `prefetch_lora` was called for is in main memory. Raises AdapterError if it cannot be read."""
+        adapter = self._adapters[key]
+        return adapter.done() and adapter.result() is None
+
     def pin_lora(self, key: str) -> None:
         """Keep an adapter in its slot once it has one. Raises ValueError if too few slots would be left."""
         self.scheduler.adapters.pin(key)
 
     def unpin_lora(self, key: str) -> None:
-        """Let an adapter give way again."""
+        """Let an adapter be evicted again."""
         self.scheduler.adapters.pinned.discard(key)
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:

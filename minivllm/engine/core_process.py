@@ -20,6 +20,7 @@ from minivllm.core.request import FinishReason, Request
 from minivllm.engine.core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns
+from minivllm.lora.adapter import AdapterError
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import read_model
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
@@ -28,7 +29,7 @@ from minivllm.sampling.params import StructuredOutputsParams
 __all__ = ["CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "connect_engine", "logger"]
 
 logger = logging.getLogger("minivllm.engine")
-CALLS = ("reset_prefix_cache", "record_to", "pin_lora", "unpin_lora")
+CALLS = ("reset_prefix_cache", "record_to", "is_lora_read", "pin_lora", "unpin_lora")
 """Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`)."""
 
 
@@ -144,7 +145,7 @@ class EngineProcessError(RuntimeError):
 
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ValueError, TypeError, NotImplementedError, FileNotFoundError, PermissionError, OSError)
+    for kind in (AdapterError, ValueError, TypeError, NotImplementedError, FileNotFoundError, PermissionError, OSError)
 }
 
 
@@ -295,6 +296,10 @@ class EngineCoreClient:
     def prefetch_lora(self, key: str, path: str, digest: str) -> None:
         """See `EngineCore.prefetch_lora`. If the adapter cannot be read, its requests fail."""
         self._send("prefetch_lora", key, os.path.abspath(path), digest)
+
+    def is_lora_read(self, key: str) -> bool:
+        """See `EngineCore.is_lora_read`."""
+        return bool(self._call("is_lora_read", key))
 
     def pin_lora(self, key: str) -> None:
         """See `EngineCore.pin_lora`."""

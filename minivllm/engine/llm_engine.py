@@ -3,6 +3,7 @@
 # Generated from nbs/engine/llm_engine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, ProcessedInput, PromptType, RequestOptions
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import RequestOutput
-from minivllm.lora.adapter import LoRARequest, lora_targets
+from minivllm.lora.adapter import AdapterError, LoRARequest
 from minivllm.lora.store import AdapterRegistry, RegisteredAdapter
 from minivllm.models.spec import DecoderSpec
 from minivllm.models.tokenizer import get_tokenizer
@@ -106,16 +107,26 @@ class LLMEngine:
     def know_adapters(self, spec: DecoderSpec) -> None:
         """Let requests bring adapters for the model that the spec describes, if ``enable_lora`` is on."""
         if self.config.args.enable_lora:
-            targets, max_rank = lora_targets(spec), self.config.args.max_lora_rank
-            self.input_processor.adapters = AdapterRegistry(targets, max_rank)
+            self.input_processor.adapters = AdapterRegistry(spec, self.config.args.max_lora_rank)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Check an adapter and have it read into main memory; True, as in vLLM. Raises ValueError if it cannot be used."""
-        self.prefetch_lora(self.input_processor.register(lora_request))
+        """Check an adapter and read it into main memory; True, as in vLLM. Raises ValueError if it cannot be used."""
+        adapter = self.input_processor.register(lora_request)
+        self.prefetch_lora(adapter)
+        while not self.is_lora_read(adapter):
+            time.sleep(0.002)
         return True
 
     def prefetch_lora(self, adapter: RegisteredAdapter) -> None:
         self.core.prefetch_lora(adapter.key, adapter.request.lora_path, adapter.digest)
+
+    def is_lora_read(self, adapter: RegisteredAdapter) -> bool:
+        """Whether an adapter is in main memory now. Forgets one that cannot be read, and raises AdapterError."""
+        try:
+            return self.core.is_lora_read(adapter.key)
+        except AdapterError:
+            self.remove_lora(adapter.request.lora_int_id)
+            raise
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter, by its `lora_int_id`. Requests that have it go on. Returns whether it was known."""

@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minivllm.models.loading import DTYPES, TensorRecord, read_header
+from minivllm.models.mixers.moe import MoESpec
 from minivllm.models.spec import DecoderSpec
 
 __all__ = [
@@ -73,6 +75,51 @@ _KNOWN = frozenset((_NEUTRAL + _READ).split())
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
+
+
+def _is_regex(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and re.compile(value) is not None
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+def _table_of(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        return value is None or (
+            isinstance(value, dict) and all(_is_regex(key) and good(each) for key, each in value.items())
+        )
+
+    return check
+
+
+def _list_of(kind: type, alone: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        return value is None or alone(value) or (isinstance(value, list) and all(type(each) is kind for each in value))
+
+    return check
+
+
+_NAMES = (_list_of(str, _is_regex), "a list of names or a regular expression")
+# what the value of a field must be: a test, and words
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, "a whole number above 0"),
+    "lora_alpha": (_is_alpha, "a finite number above 0"),
+    "rank_pattern": (_table_of(_is_rank), "whole numbers above 0 by regular expression"),
+    "alpha_pattern": (_table_of(_is_alpha), "finite numbers above 0 by regular expression"),
+    "use_rslora": (lambda value: value in (None, True, False), "true or false"),
+    "target_modules": _NAMES,
+    "exclude_modules": _NAMES,
+    "layers_to_transform": (_list_of(int, lambda value: type(value) is int), "a layer's number or a list of them"),
+}
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The checked `adapter_config.json`.
 
@@ -82,7 +129,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     try:
         config = json.loads(_inside(folder, CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, AdapterError):
             raise
         raise AdapterError(f"cannot read {file}: {error}") from error
@@ -102,9 +149,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{file}: init_lora_weights={init!r} changes the base model's weights; convert the adapter to plain LoRA"
             " (PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
         )
-    for name in ("r", "lora_alpha"):
-        if not isinstance(config.get(name), int | float) or config[name] <= 0:
-            raise AdapterError(f"{file}: {name} must be a number above 0, it is {config.get(name)!r}")
+    for name, (is_good, allowed) in _FIELDS.items():
+        if not is_good(config.get(name)):
+            raise AdapterError(f"{file}: {name} must be {allowed}, it is {config.get(name)!r}")
     return config
 
 
@@ -128,15 +175,20 @@ def _inside(folder: Path, name: str) -> Path:
 def adapter_digest(folder: Path) -> str:
     """Changes whenever a file of the adapter does: SHA-256 of both files, as hex digits."""
     digest = hashlib.sha256()
-    for name in (CONFIG, WEIGHTS):
-        with open(_inside(folder, name), "rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
+    try:
+        for name in (CONFIG, WEIGHTS):
+            with open(_inside(folder, name), "rb") as file:
+                while piece := file.read(1 << 20):
+                    digest.update(piece)
+    except OSError as error:
+        raise AdapterError(str(error)) from error
     return digest.hexdigest()
 
 
 def lora_targets(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of every module of a model that may have an adapter, by its name in a checkpoint.
+
+    Experts, shared ones too, are not among them, and neither is what the layers use as a bare tensor (DeepSeek's kv_b_proj).
 
     Besides the parts of linear layers these are the embedding, whose input is a token id, and the output layer. If both
     share their weight, an adapter of one of them still moves that one only, as PEFT's unmerged adapters do.
@@ -163,7 +215,7 @@ def _pairs(file: Path) -> dict[str, dict[str, TensorRecord]]:
     """{module: {"A": tensor, "B": tensor}}."""
     try:
         records = read_header(file)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise AdapterError(str(error)) from error
     pairs: dict[str, dict[str, TensorRecord]] = {}
     copies = set()
@@ -185,7 +237,7 @@ def _pairs(file: Path) -> dict[str, dict[str, TensorRecord]]:
     return pairs
 
 
-def _by_pattern(patterns: Mapping[str, float] | None, module: str, default: float) -> float:
+def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """The number for a module: of the first pattern that matches the end of its name."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
@@ -195,16 +247,26 @@ def _by_pattern(patterns: Mapping[str, float] | None, module: str, default: floa
 
 def rank_and_scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:
     """Rank and scale of one module's adapter, by PEFT's rules."""
-    rank = int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
+    rank: int = _by_pattern(config.get("rank_pattern"), module, config["r"])
     alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _is_target(config: Mapping[str, Any], module: str, is_head: bool) -> bool:
+def _not_linear(spec: DecoderSpec) -> set[str]:
+    """Targets that PEFT's "all-linear" may leave out: the embedding, the output layer, routers."""
+    routers = {
+        spec.names.layer.format(i) + layer.mlp.router.name
+        for i, layer in enumerate(spec.layers)
+        if isinstance(layer.mlp, MoESpec)
+    }
+    return routers | {_module(spec.names.embedding), _module(spec.names.head)}
+
+
+def _is_target(config: Mapping[str, Any], module: str, not_linear: Collection[str]) -> bool:
     """Whether the config says that a module of the base has an adapter."""
     wanted, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
     if wanted == "all-linear":
-        return not is_head and not _matches(excluded, module)
+        return module not in not_linear and not _matches(excluded, module)
     if not _matches(wanted, module) or _matches(excluded, module):
         return False
     layers = config.get("layers_to_transform")
@@ -225,37 +287,52 @@ class AdapterFile:
     """A folder that was checked. Nothing of its weights has been read.
 
     Attributes:
+        spec: of the base model.
         ranks: of each module that it moves, by name.
         digest: see `adapter_digest`.
     """
 
     folder: Path
+    spec: DecoderSpec
     config: dict[str, Any]
     pairs: dict[str, dict[str, TensorRecord]]
     ranks: dict[str, int]
     digest: str
 
 
-def check_adapter(path: str | Path, targets: Mapping[str, tuple[int, int]], max_rank: int) -> AdapterFile:
+def _no_target(spec: DecoderSpec, module: str) -> str:
+    """Why a module cannot have an adapter."""
+    if "expert" in module:
+        return f"adapters of experts are not implemented ({module!r})"
+    if f"{module}.weight" in spec.weight_shapes():
+        return f"adapters of {module.rpartition('.')[2]} are not implemented ({module!r})"
+    return f"this base model has no layer {module!r}"
+
+
+def check_adapter(path: str | Path, spec: DecoderSpec, max_rank: int) -> AdapterFile:
     """Check an adapter's folder against a base model.
 
     Args:
-        targets: from `lora_targets`, the embedding first and the output layer second.
+        spec: of the base model.
         max_rank: the largest rank that there is room for.
 
     Raises:
         AdapterError: says which file, field or tensor is at fault.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
+    try:
+        folder = Path(path).expanduser()
+        found = folder.is_dir()
+    except (OSError, RuntimeError) as error:
+        raise AdapterError(f"cannot read adapter folder {str(path)!r}: {error}") from error
+    if not found:
         raise AdapterError(f"there is no adapter folder {str(path)!r}")
     config, file = read_config(folder), _inside(folder, WEIGHTS)
-    pairs, ranks, (embedding, head) = _pairs(file), {}, list(targets)[:2]
+    pairs, ranks, targets, not_linear = _pairs(file), {}, lora_targets(spec), _not_linear(spec)
     base = config.get("base_model_name_or_path")
     for module, pair in pairs.items():
         rank, _ = rank_and_scale(config, module)
         if module not in targets:
-            raise AdapterError(f"{file}: this base model has no layer {module!r} (the adapter is for {base!r})")
+            raise AdapterError(f"{file}: {_no_target(spec, module)} (the adapter is for {base!r})")
         outputs, inputs = targets[module]
         for half, wanted in (("A", (rank, inputs)), ("B", (outputs, rank))):
             if pair[half].shape != wanted:
@@ -267,15 +344,14 @@ def check_adapter(path: str | Path, targets: Mapping[str, tuple[int, int]], max_
             raise AdapterError(f"{file}: {module} has rank {rank}, at most max_lora_rank={max_rank} is allowed")
         ranks[module] = rank
     for module in targets:
-        apart = module in (embedding, head)
-        if module not in pairs and _is_target(config, module, apart):
+        if module not in pairs and _is_target(config, module, not_linear):
             raise AdapterError(f"{file}: {module} is one of target_modules, but the file has no tensors for it")
-    return AdapterFile(folder, config, pairs, ranks, adapter_digest(folder))
+    return AdapterFile(folder, spec, config, pairs, ranks, adapter_digest(folder))
 
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """What one module adds: `x @ a.T @ b.T`. `b` holds the scale already.
+    """What one module adds: `x @ a.T @ b.T`. `b` holds the scale already, and its rows lie as those of the loaded weight.
 
     Attributes:
         a: [rank, inputs].
@@ -295,6 +371,13 @@ class Adapter:
     modules: dict[str, LoRAWeights]
 
 
+def _as_loaded(spec: DecoderSpec, module: str, b: Tensor) -> Tensor:
+    """`b`, its rows in the order that those of the base's weight were brought into when it was loaded."""
+    name = f"{module}.weight"
+    rule = next((rule for rule in spec.unpack if rule.rows and name.endswith(rule.suffix)), None)
+    return b if rule is None else rule.parts(b)[rule.suffix]
+
+
 def load_adapter(name: str, checked: AdapterFile, dtype: torch.dtype) -> Adapter:
     """Read the weights of a folder that was checked, in the dtype of the model.
 
@@ -308,7 +391,7 @@ def load_adapter(name: str, checked: AdapterFile, dtype: torch.dtype) -> Adapter
         with safe_open(file, framework="pt") as tensors:
             for module, pair in checked.pairs.items():
                 a, b = (tensors.get_tensor(pair[half].name).float() for half in "AB")
-                b = b * rank_and_scale(checked.config, module)[1]
+                b = _as_loaded(checked.spec, module, b * rank_and_scale(checked.config, module)[1])
                 modules[module] = LoRAWeights(a.to(dtype), b.to(dtype))
                 if not all(bool(x.isfinite().all()) for x in (modules[module].a, modules[module].b)):
                     raise AdapterError(f"{file}: {module} has numbers that are not finite in {dtype}")

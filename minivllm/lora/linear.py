@@ -2,7 +2,6 @@
 
 # Generated from nbs/lora/linear.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import importlib.util
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.lora.adapter import Adapter, LoRAWeights
+from minivllm.core.config import WEIGHT_BITS
+from minivllm.lora.adapter import Adapter, LoRAWeights, lora_targets
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.layer import Linear
@@ -22,7 +22,7 @@ from minivllm.models.linear.layer import Linear
 __all__ = ["CHUNK", "LONG_RUN", "RANKS", "LoRABatch", "LoRALinear", "LoRAModel"]
 
 LONG_RUN = 128
-"""From so many neighbouring rows of one adapter on (a prompt), torch is faster than the kernels. More rows than are captured."""
+"""Runs of at least this many rows of one adapter (a prompt) go to torch, which is faster there. More rows than are captured."""
 
 
 class LoRABatch:
@@ -81,6 +81,8 @@ def _sorted_by_slot(slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 _BITS = {torch.float32: 32, torch.bfloat16: 16}
+_KERNELS = ("cpu", "cpu_invariant", *WEIGHT_BITS)
+"""Methods of numba's CPU kernels; what adapters add to the output of another method, torch computes too."""
 RANKS = 8
 """Ranks are padded to a multiple of this: what the kernels multiply at once."""
 
@@ -103,7 +105,7 @@ class LoRALinear(LinearMethod):
     Args:
         linear: the layer whose method is wrapped.
         batch: which row has which adapter.
-        max_loras, max_rank: slots, and the largest rank of one.
+        max_loras, max_rank: slots, whose memory is allocated now, and the largest rank of one.
         invariant: a row's result must have the same bits in any batch.
     """
 
@@ -115,12 +117,17 @@ class LoRALinear(LinearMethod):
     def __init__(self, linear: Linear, batch: LoRABatch, max_loras: int, max_rank: int, invariant: bool) -> None:
         self.base, self._batch, self._invariant = linear.method, batch, invariant
         self._parts, self._inputs, self._outputs = linear.parts, linear.in_features, linear.out_features
-        self._dtype, self._device = linear.dtype, linear.device
-        self._slots, self._rank = max_loras, -(-max_rank // RANKS) * RANKS
-        ends = np.cumsum([0, *linear.parts.values()]).tolist()
-        self._spans = list(itertools.pairwise(ends))
-        self._a: Tensor | None = None
+        self._spans = list(itertools.pairwise(np.cumsum([0, *linear.parts.values()]).tolist()))
+        parts, rank = len(self._parts), -(-max_rank // RANKS) * RANKS
+        how = dict[str, Any](dtype=linear.dtype, device=linear.device)
+        self._a = torch.zeros(max_loras, parts, rank, self._inputs, **how)
+        self._b = torch.zeros(max_loras, rank, self._outputs, **how)
+        self._ranks = np.zeros((max_loras, parts), np.int64)
+        self._used = False
         self._kernels: _CPUKernels | None = None
+        if linear.method_name in _KERNELS:
+            sizes = (self._inputs, self._outputs, rank)
+            self._kernels = _CPUKernels(batch, self._a, self._b, self._ranks, self._spans, sizes)
 
     def problem(self, *about: Any) -> str | None:
         """See `LinearMethod`."""
@@ -139,23 +146,10 @@ class LoRALinear(LinearMethod):
         self.base = method
         return self
 
-    def _allocate(self) -> None:
-        """Room for the slots. Sets attributes, so steps that were captured before are thrown away."""
-        parts, how = len(self._parts), dict[str, Any](dtype=self._dtype, device=self._device)
-        self._b = torch.zeros(self._slots, self._rank, self._outputs, **how)
-        self._ranks = np.zeros((self._slots, parts), np.int64)
-        self._a = torch.zeros(self._slots, parts, self._rank, self._inputs, **how)
-        if self._device.type == "cpu" and self._dtype in _BITS and importlib.util.find_spec("numba") is not None:
-            sizes = (self._inputs, self._outputs, self._rank)
-            self._kernels = _CPUKernels(self._batch, self._a, self._b, self._ranks, self._spans, sizes)
-
     def set_slot(self, slot: int, weights: Mapping[str, LoRAWeights]) -> None:
         """Put an adapter's weights, by the names of the parts, into a slot, in place of what it held."""
-        if self._a is None and not weights:
-            return
-        if self._a is None:
-            self._allocate()
-        assert self._a is not None
+        if weights and not self._used:
+            self._used = True  # an attribute: steps that were captured without adapters are thrown away
         self._ranks[slot] = 0
         for i, (part, (start, end)) in enumerate(zip(self._parts, self._spans, strict=True)):
             if (new := weights.get(part)) is not None:
@@ -167,7 +161,7 @@ class LoRALinear(LinearMethod):
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
         out = self.base.apply(x)
-        if self._a is None or not self._batch.active:
+        if not self._used or not self._batch.active:
             return out
         if self._kernels is not None:
             for slot, start, end in self._batch.runs:
@@ -181,7 +175,6 @@ class LoRALinear(LinearMethod):
 
     def _add_run(self, slot: int, x: Tensor, out: Tensor) -> None:
         """What one adapter adds to rows that lie next to each other."""
-        assert self._a is not None
         rank = int(self._ranks[slot].max())
         if not rank:
             return
@@ -196,7 +189,6 @@ class LoRALinear(LinearMethod):
 
     def _add(self, slot: int, rows: Tensor, x: Tensor, out: Tensor) -> None:
         """What the adapter of one slot adds to its rows: torch, and easy to read."""
-        assert self._a is not None
         rank = int(self._ranks[slot].max())
         if not rank:
             return
@@ -255,7 +247,7 @@ class _CPUKernels:
 
 
 class LoRAModel:
-    """The adapter slots of a model. Making one wraps every linear method of the model.
+    """The adapter slots of a model. Making one wraps the method of every linear layer that may have an adapter.
 
     Args:
         model: loaded.
@@ -264,20 +256,21 @@ class LoRAModel:
     """
 
     def __init__(self, model: Decoder, max_loras: int, max_rank: int, max_rows: int) -> None:
-        self.batch, self._invariant = (
-            LoRABatch(max_rows, model.device, model.backend.batch_invariant),
-            model.backend.batch_invariant,
-        )
+        self._invariant, targets = model.backend.batch_invariant, lora_targets(model.spec)
+        self.batch = LoRABatch(max_rows, model.device, self._invariant)
         layers = [("", [model.head])]
         for i, layer in enumerate(model.layers):
             layers.append((model.spec.names.layer.format(i), [*layer.mixer.linears(), *layer.mlp.linears()]))
         self._methods: list[tuple[str, Linear, LoRALinear]] = []
         for prefix, linears in layers:
             for linear in linears:
-                linear.method = LoRALinear(linear, self.batch, max_loras, max_rank, self._invariant)
-                self._methods.append((prefix, linear, linear.method))
-        self._embedding = model.spec.names.embedding.removesuffix(".weight")
-        self._embeddings: dict[int, tuple[Tensor, Tensor]] = {}
+                if any(prefix + part in targets for part in linear.parts):
+                    linear.method = LoRALinear(linear, self.batch, max_loras, max_rank, self._invariant)
+                    self._methods.append((prefix, linear, linear.method))
+        self._embedding, how = next(iter(targets)), dict[str, Any](dtype=model.dtype, device=model.device)
+        self._a = torch.zeros(max_loras, model.spec.vocab_size, max_rank, **how)
+        self._b = torch.zeros(max_loras, max_rank, model.spec.hidden_size, **how)
+        self._ranks: dict[int, int] = {}
         model.lora = self
 
     def set_slot(self, slot: int, adapter: Adapter) -> None:
@@ -285,10 +278,10 @@ class LoRAModel:
         for prefix, linear, wrapped in self._methods:
             found = {part: adapter.modules.get(prefix + part) for part in linear.parts}
             wrapped.set_slot(slot, {part: weights for part, weights in found.items() if weights is not None})
-        self._embeddings.pop(slot, None)
+        self._ranks.pop(slot, None)
         if (weights := adapter.modules.get(self._embedding)) is not None:
-            device = self.batch.device
-            self._embeddings[slot] = weights.a.T.contiguous().to(device), weights.b.T.contiguous().to(device)
+            rank = self._ranks[slot] = len(weights.a)
+            self._a[slot, :, :rank], self._b[slot, :rank] = weights.a.T, weights.b.T
 
     @property
     def active(self) -> bool:
@@ -297,11 +290,11 @@ class LoRAModel:
 
     def embed(self, token_ids: Tensor, x: Tensor) -> None:
         """Add to the embeddings x [T, hidden_size] of tokens what the rows' adapters add, in place."""
-        if not self._embeddings or not self.batch.active:
+        if not self._ranks or not self.batch.active:
             return
         for slot, rows in self.batch.groups:
-            if slot in self._embeddings:
-                a, b = self._embeddings[slot]
+            if (rank := self._ranks.get(slot)) is not None:
+                a, b = self._a[slot, :, :rank], self._b[slot, :rank]
                 size = 16 if self._invariant else len(rows)
                 for some in rows.split(size):
                     picked = F.pad(a[token_ids[some]], (0, 0, 0, size - len(some)))

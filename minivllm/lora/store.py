@@ -4,7 +4,6 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,13 +13,14 @@ import torch
 
 from minivllm.lora.adapter import Adapter, AdapterError, LoRARequest, check_adapter, load_adapter
 from minivllm.lora.linear import LoRAModel
+from minivllm.models.spec import DecoderSpec
 
 __all__ = ["AdapterRegistry", "AdapterStore", "RegisteredAdapter"]
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAdapter:
-    """An adapter that requests may ask for. key: the engine's name for it. digest: see `adapter_digest`."""
+    """An adapter that requests may ask for. key: the engine's name for it and its contents. digest: see `adapter_digest`."""
 
     request: LoRARequest
     key: str
@@ -31,14 +31,13 @@ class AdapterRegistry:
     """The adapters that an engine knows. Any thread may ask.
 
     Args:
-        targets: from `lora_targets`.
+        spec: of the base model.
         max_rank: largest rank.
     """
 
-    def __init__(self, targets: Mapping[str, tuple[int, int]], max_rank: int) -> None:
-        self._targets, self._max_rank, self._lock = targets, max_rank, threading.Lock()
+    def __init__(self, spec: DecoderSpec, max_rank: int) -> None:
+        self._spec, self._max_rank, self._lock = spec, max_rank, threading.RLock()
         self._known: dict[str, RegisteredAdapter] = {}
-        self._digests: dict[str, list[str]] = {}
 
     def add(self, request: LoRARequest) -> RegisteredAdapter:
         """Check an adapter, or find it, if it is known already.
@@ -48,26 +47,26 @@ class AdapterRegistry:
         """
         if not isinstance(request, LoRARequest):
             raise TypeError(f"lora_request must be a LoRARequest, got {type(request).__name__}")
+        if (known := self._find(request)) is not None:
+            return known
+        digest = check_adapter(request.lora_path, self._spec, self._max_rank).digest  # slow, so without the lock
+        with self._lock:
+            new = RegisteredAdapter(request, f"{request.lora_name}@{digest[:32]}", digest)
+            return self._find(request) or self._known.setdefault(request.lora_name, new)
+
+    def _find(self, request: LoRARequest) -> RegisteredAdapter | None:
         with self._lock:
             known = self._known.get(request.lora_name)
-            if known is not None and known.request == request:
-                return known
-            if known is not None:
+            if known is not None and known.request != request:
                 raise AdapterError(f"{request} is not the adapter of this name that is loaded: {known.request}")
-            if (other := self.by_id(request.lora_int_id)) is not None:
+            if known is None and (other := self.by_id(request.lora_int_id)) is not None:
                 raise AdapterError(f"lora_int_id {request.lora_int_id} belongs to adapter {other.request.lora_name!r}")
-            digest = check_adapter(request.lora_path, self._targets, self._max_rank).digest
-            earlier = self._digests.setdefault(request.lora_name, [])
-            if digest not in earlier:
-                earlier.append(digest)
-            number = earlier.index(digest) + 1
-            key = request.lora_name if number == 1 else f"{request.lora_name}@{number}"
-            self._known[request.lora_name] = RegisteredAdapter(request, key, digest)
-            return self._known[request.lora_name]
+            return known
 
     def by_id(self, lora_int_id: int) -> RegisteredAdapter | None:
         """The adapter of this number."""
-        return next((known for known in self._known.values() if known.request.lora_int_id == lora_int_id), None)
+        with self._lock:
+            return next((known for known in self._known.values() if known.request.lora_int_id == lora_int_id), None)
 
     def remove(self, lora_int_id: int) -> bool:
         """Forget an adapter; requests that have it go on. Returns whether it was known."""
@@ -77,7 +76,8 @@ class AdapterRegistry:
 
     def ids(self) -> set[int]:
         """The numbers of all known adapters."""
-        return {known.request.lora_int_id for known in self._known.values()}
+        with self._lock:
+            return {known.request.lora_int_id for known in self._known.values()}
 
 
 class AdapterStore:
@@ -85,64 +85,69 @@ class AdapterStore:
 
     Args:
         model: the slots.
-        targets, max_rank: see `check_adapter`.
+        spec, max_rank: see `check_adapter`.
         dtype: of the model.
-        max_cpu_loras: adapters kept in main memory; the least recently used one goes first.
+        max_cpu_loras: adapters kept in main memory; the least recently used one is evicted first.
     """
 
     def __init__(
-        self,
-        model: LoRAModel,
-        targets: Mapping[str, tuple[int, int]],
-        max_rank: int,
-        dtype: torch.dtype,
-        max_cpu_loras: int,
+        self, model: LoRAModel, spec: DecoderSpec, max_rank: int, dtype: torch.dtype, max_cpu_loras: int
     ) -> None:
-        self.model, self._targets, self._max_rank, self._dtype = model, targets, max_rank, dtype
+        self.model, self._spec, self._max_rank, self._dtype = model, spec, max_rank, dtype
         self._max = max_cpu_loras
         self._files: dict[str, tuple[str, str]] = {}
-        self._loaded: OrderedDict[str, Future[Adapter]] = OrderedDict()
+        self._loaded: OrderedDict[str, Adapter] = OrderedDict()
+        self._reading: dict[str, Future[None]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minivllm-lora")
         self._lock = threading.Lock()
-        self._failed: dict[int, str] = {}
 
-    def prefetch(self, key: str, path: str, digest: str) -> Future[Adapter]:
-        """Read an adapter in a thread, unless it is here or on its way."""
+    def prefetch(self, key: str, path: str, digest: str) -> Future[None]:
+        """Read an adapter in a thread, unless it is here or being read. What is given back holds no weights."""
         with self._lock:
             self._files[key] = path, digest
-            if key not in self._loaded:
-                self._loaded[key] = self._thread.submit(self._read, key, path, digest)
-            self._loaded.move_to_end(key)
+            if key in self._loaded:
+                self._loaded.move_to_end(key)
+                done: Future[None] = Future()
+                done.set_result(None)
+                return done
+            if key not in self._reading:
+                self._reading[key] = self._thread.submit(self._read_ahead, key)
+            return self._reading[key]
+
+    def _read_ahead(self, key: str) -> None:
+        try:
+            self._read(key)
+        finally:
+            with self._lock:
+                self._reading.pop(key, None)
+
+    def _read(self, key: str) -> Adapter:
+        path, digest = self._files[key]
+        checked = check_adapter(path, self._spec, self._max_rank)
+        if checked.digest != digest:
+            raise AdapterError(f"adapter {key!r}: the files in {path} have changed since it was loaded")
+        adapter = load_adapter(key, checked, self._dtype)
+        with self._lock:
+            self._loaded[key] = adapter
             while len(self._loaded) > self._max:
                 self._loaded.popitem(last=False)
-            return self._loaded[key]
-
-    def _read(self, key: str, path: str, digest: str) -> Adapter:
-        try:
-            checked = check_adapter(path, self._targets, self._max_rank)
-            if checked.digest != digest:
-                raise AdapterError(f"adapter {key!r}: the files in {path} have changed since it was loaded")
-            return load_adapter(key, checked, self._dtype)
-        except BaseException:
-            with self._lock:  # the next request tries again
-                self._loaded.pop(key, None)
-            raise
+        return adapter
 
     def load(self, slot: int, key: str) -> None:
-        """Copy an adapter into a slot; it is read now if memory did not keep it. `error` tells of a failure."""
-        try:
-            self.model.set_slot(slot, self.prefetch(key, *self._files[key]).result())
-            self._failed.pop(slot, None)
-        except (AdapterError, OSError, KeyError) as error:
-            self._failed[slot] = f"adapter {key!r} cannot be loaded: {error}"
+        """Copy an adapter into a slot; it is read now if memory did not keep it.
+
+        Raises:
+            AdapterError: it cannot be read; the slot holds what it held.
+        """
+        with self._lock:
+            adapter = self._loaded.get(key)
+            if adapter is not None:
+                self._loaded.move_to_end(key)
+        self.model.set_slot(slot, adapter or self._read(key))
 
     def use(self, slots: npt.NDArray[np.int64]) -> None:
         """Say which slot each row of what the model computes next has, -1 for none."""
         self.model.batch.set(slots)
-
-    def error(self, slot: int) -> str | None:
-        """Why the adapter of a slot is not there."""
-        return self._failed.get(slot)
 
     def close(self) -> None:
         """End the thread."""

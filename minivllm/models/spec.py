@@ -87,10 +87,12 @@ class Unpack:
     Attributes:
         suffix: what its name ends with.
         parts: gives the tensors that it becomes, by what takes the place of the suffix in their names.
+        rows: it only reorders the rows (outputs), so the `B` of an adapter must be reordered by it too.
     """
 
     suffix: str
     parts: Callable[[Tensor], Mapping[str, Tensor]]
+    rows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

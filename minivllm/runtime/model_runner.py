@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from minivllm.attention.step_buffer import BufferFull, StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
 from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from minivllm.lora.adapter import lora_targets
+from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
@@ -161,6 +160,8 @@ class ModelRunner:
         speculative = config.speculative
         self.drafter = None if speculative is None else make_drafter(speculative, model.spec.vocab_size)
         self.pooler = Pooler()
+        rate = None if speculative is None else speculative.synthetic_acceptance_rate
+        self.rejection = RejectionSampler(self.sampler, rate)
         self._looks_back = bool(transforms)
         self._latest: PendingStep | None = None
         self.future: FutureTokens | None = None
@@ -179,11 +180,11 @@ class ModelRunner:
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
 
     def _make_adapters(self) -> AdapterStore:
-        args, model, targets = self.config.args, self.model, lora_targets(self.model.spec)
+        args, model = self.config.args, self.model
         keep = args.max_cpu_loras or args.max_loras
-        return AdapterStore(model.lora, targets, args.max_lora_rank, model.dtype, keep)
+        return AdapterStore(model.lora, model.spec, args.max_lora_rank, model.dtype, keep)
 
-    def prefetch_lora(self, key: str, path: str, digest: str) -> Future[Any]:
+    def prefetch_lora(self, key: str, path: str, digest: str) -> Future[None]:
         """Have an adapter read into main memory; see `AdapterStore`."""
         assert self.adapters is not None, "enable_lora is off"
         return self.adapters.prefetch(key, path, digest)
@@ -194,6 +195,8 @@ class ModelRunner:
         result = self.launch(output).result()
         if self.drafter is not None:
             result.draft_token_ids = self._propose(self.drafter, output, result, time.perf_counter() - start)
+            if (problem := self.drafter.problem) is not None:
+                result.proposer_error = f"{type(problem).__name__}: {problem}"
         return result
 
     @torch.inference_mode()
@@ -238,6 +241,10 @@ class ModelRunner:
         return pending
 
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        if self.drafter is not None:
+            for request_id in output.finished:
+                view = self.sampling.requests.get(request_id)
+                self.drafter.finish(request_id, [] if view is None else list(view.output_token_ids))
         for request_id in (*output.preempted, *output.finished):
             self.batch.drop(request_id)
             if request_id in self.sampling.requests:
@@ -247,15 +254,14 @@ class ModelRunner:
             self.pooler.drop(request_id)
         for slot, key in output.lora_loads:
             assert self.adapters is not None, "enable_lora is off"
-            self.adapters.load(slot, key)
+            try:
+                self.adapters.load(slot, key)
+            except AdapterError as error:
+                result.failed_loras[key] = f"adapter {key!r} cannot be loaded: {error}"
         for new in output.new_requests:
             known = [*new.prompt_token_ids, *new.output_token_ids]
             row = self.batch.add(new.request_id, known, new.num_computed_tokens, new.block_ids)
             params, self.lora_slots[row] = new.sampling_params, new.lora_slot
-            if self.adapters is not None and (why := self.adapters.error(new.lora_slot)) is not None:
-                self.batch.draws[row] = False
-                result.errors[new.request_id] = why
-                continue
             if isinstance(params, PoolingParams):
                 self.pooler.add(new.request_id, params, len(known), new.num_computed_tokens)
                 self.batch.draws[row] = False
@@ -377,16 +383,14 @@ class ModelRunner:
     def _propose(
         self, drafter: Drafter, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float
     ) -> dict[str, list[int]]:
-        """Draft tokens for the requests that will go on after a step that took so many seconds."""
-        for request_id in output.finished:
-            drafter.finish(request_id)
+        """Draft tokens for the requests that will go on after this step. seconds: what it took."""
         sampled, scheduled = result.sampled_token_ids, output.scheduled_spec_decode_tokens
         drafts = {name: len(scheduled.get(name, ())) for name in sampled}
         only = output.total_num_scheduled_tokens == len(sampled) + sum(drafts.values())
-        right = {name: min(len(sampled[name]) - 1, n) for name, n in drafts.items()}
-        drafter.observe(len(sampled), drafts, right, seconds if only else None)
-        wishes = [wish for name, new in sampled.items() if (wish := self._draft_request(name, new[-1])) is not None]
-        return drafter.propose(wishes, len(sampled))
+        accepted = {name: result.num_accepted_tokens.get(name, 0) for name in drafts}
+        drafter.observe(len(sampled), drafts, accepted, seconds if only else None)
+        requests = [r for name, new in sampled.items() if (r := self._draft_request(name, new[-1])) is not None]
+        return drafter.propose(requests, len(sampled))
 
     def _draft_request(self, request_id: str, newest: int) -> DraftRequest | None:
         """What a proposer is told of a request; None if it ends, or may not have two more tokens."""
@@ -395,7 +399,7 @@ class ModelRunner:
         left = longest - known
         if view.params.max_tokens is not None:
             left = min(left, view.params.max_tokens - len(view.output_token_ids))
-        if left <= 1 or newest in view.params.all_stop_token_ids or self.drafter is None:
+        if left <= 1 or view.params.ends_with(newest) or self.drafter is None:
             return None
         most = min(self.drafter.config.num_speculative_tokens, left - 1)
         token_ids = self.batch.token_ids[row, :known]
@@ -412,16 +416,14 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden)
         if self.sample_log is not None:
             log_samples(self.sample_log, batch.requests, logits, [draft.token_ids for draft in drafts])
-        speculative = self.config.speculative
-        rate = None if speculative is None else speculative.synthetic_acceptance_rate
-        verified = RejectionSampler(self.sampler, rate).verify(logits, batch, drafts, self._looks_back)
+        verified = self.rejection.verify(logits, batch, drafts, self._looks_back)
         for view, draft, got in zip(batch.requests, drafts, verified, strict=True):
             name = view.request_id
             if self.sample_log is not None:
                 forget_samples(self.sample_log, view, len(draft.token_ids) + 1 - len(got.token_ids))
             self.batch.accept(name, len(draft.token_ids), got.token_ids)
             if got.token_ids:
-                result.sampled_token_ids[name] = got.token_ids
+                result.sampled_token_ids[name], result.num_accepted_tokens[name] = got.token_ids, got.num_accepted
             if got.logprobs:
                 result.logprobs[name] = got.logprobs
             if got.error is not None:

@@ -573,6 +573,10 @@ class SamplingParams(CheckedParams):
             self.stop_token_ids = [*(self.stop_token_ids or ()), *further]
         self.all_stop_token_ids |= frozenset(further) | ({eos_token_id} if eos_token_id is not None else frozenset())
 
+    def ends_with(self, token_id: int) -> bool:
+        """Whether the token ends the answer."""
+        return token_id == self.eos_token_id or token_id in (self.stop_token_ids or ())
+
     def verify(self, vocab_size: int, max_logprobs: int = 20) -> None:
         """Check token ids against the vocabulary, and logprobs against the engine's `max_logprobs` (-1: no limit)."""
         listed = {

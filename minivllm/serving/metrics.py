@@ -13,10 +13,13 @@ from minivllm.engine.outputs import FinishedRequest
 
 __all__ = ["Metrics"]
 
+_ACCEPTED = "spec_decode_num_accepted_tokens"
+_OURS = {"spec_decode_proposer_failed"}  # vLLM has no such metric
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests waiting to be admitted.",
     "kv_cache_usage_perc": "Share of KV blocks in use, 1 is all.",
+    "spec_decode_proposer_failed": "1 if the proposer of draft tokens has failed and is not called again.",
 }
 _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
@@ -24,6 +27,9 @@ _COUNTERS = {
     "num_preemptions": "Preemptions.",
     "prompt_tokens": "Prompt tokens of accepted requests.",
     "generation_tokens": "Tokens generated.",
+    "spec_decode_num_drafts": "Drafts that were verified.",
+    "spec_decode_num_draft_tokens": "Tokens of these drafts.",
+    _ACCEPTED: "Draft tokens that were accepted.",
 }
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
@@ -45,10 +51,17 @@ class _EngineCollector:
     def collect(self) -> Iterator[Any]:
         now = self.llm().get_metrics()
         for kind, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name, text in names.items():
-                family = kind(f"vllm:{name}", text, labels=self.names)
+            for name in filter(now.__contains__, names):
+                family = kind(f"{'minivllm' if name in _OURS else 'vllm'}:{name}", names[name], labels=self.names)
                 family.add_metric(self.values, now[name])
                 yield family
+        places = {name.rpartition(":")[2]: n for name, n in now.items() if name.startswith(_ACCEPTED + "_per_pos:")}
+        if places:
+            text = "Draft tokens that were accepted, by place in the draft, from 0."
+            family = CounterMetricFamily(f"vllm:{_ACCEPTED}_per_pos", text, labels=[*self.names, "position"])
+            for place, value in places.items():
+                family.add_metric([*self.values, place], value)
+            yield family
 
 
 class Metrics:

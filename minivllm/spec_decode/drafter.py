@@ -3,12 +3,15 @@
 # Generated from nbs/spec_decode/drafter.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from minivllm.core.speculative import SpeculativeConfig
 from minivllm.spec_decode.proposers import (
@@ -44,7 +47,7 @@ class Acceptance:
         return (successes + self.PRIOR * self._all[0] / self._all[1]) / (trials + self.PRIOR)
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """A step of the request had so many draft tokens; 0 for none."""
+        """Count a step of the request with `num_drafted` draft tokens, or none."""
         keep, trials = (self.KEEP, num_accepted + (num_accepted < num_drafted)) if num_drafted else (self.FADE, 0)
         before = self._counts.get(request_id, (0.0, 0.0))
         self._counts[request_id] = keep * before[0] + num_accepted, keep * before[1] + trials
@@ -60,7 +63,7 @@ class Acceptance:
 class StepCost:
     """Seconds of a step by its number of tokens, from the last steps.
 
-    RECENT: how many times are kept for a size; their median counts. STALE: after so many steps a time is forgotten.
+    RECENT: how many times are kept for a size; their median counts. STALE: steps after which a time is forgotten.
     """
 
     RECENT, STALE = 5, 300
@@ -78,7 +81,7 @@ class StepCost:
         return -(-tokens // grain) * grain
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """Count a step of this many tokens."""
         self._step += 1
         if tokens not in self._tried:
             self._tried.add(tokens)
@@ -90,35 +93,50 @@ class StepCost:
             del self._times[old], self._seen[old]
 
     def knows(self, tokens: int) -> bool:
-        """Whether steps of so many tokens were timed of late."""
+        """Whether steps of this many tokens were timed of late."""
         return self.size(tokens) in self._times
 
     def seconds(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-        """What steps of so many tokens take; of more tokens than were tried, as the largest that was."""
+        """What steps of these numbers of tokens take; of more tokens than were tried, as the largest that was."""
         sizes = sorted(self._times)
-        known = np.maximum.accumulate([float(np.median(self._times[size])) for size in sizes])
+        known = np.maximum.accumulate([median(self._times[size]) for size in sizes])
         return np.interp(tokens, sizes, known)
 
 
 class DraftLength:
     """Chooses how many draft tokens a step carries: as many as give the most tokens a second.
 
+    A proposer whose time is more than its drafts save is not asked for some steps: for 1, then 3, 7, and at last `LONGEST_PAUSE`.
+
     Attributes:
         cost: of steps; the model runner observes it.
     """
 
     MARGIN = 1.02  # gains below this are noise
+    KEEP, LONGEST_PAUSE = 0.9, 64  # KEEP: as in `Acceptance`
 
     def __init__(self) -> None:
         self.cost = StepCost()
+        self._saved = 0.0  # seconds by a step in which the proposer was asked, on average
+        self._pause = self._left = 0  # steps: the last pause, and what is left of it
 
-    def choose(self, chances: Sequence[float], lengths: Sequence[int], batch_size: int) -> list[int]:
+    def asks(self, batch_size: int) -> bool:
+        """Whether to ask the proposer in this step. Called once a step."""
+        if self._left:
+            self._left -= 1
+            return False
+        return self.cost.knows(batch_size)
+
+    def choose(
+        self, chances: Sequence[float], lengths: Sequence[int], batch_size: int, seconds: float = 0.0
+    ) -> list[int]:
         """How many tokens of each draft to keep.
 
         Args:
             chances: of each request, that a draft token is right if those before it were.
             lengths: of the drafts.
             batch_size: requests in the step, those without a draft included.
+            seconds: what the proposer took to make them.
         """
         if not self.cost.knows(batch_size):
             return [0] * len(lengths)
@@ -127,11 +145,23 @@ class DraftLength:
         right = np.asarray(chances, np.float64)[of] ** places
         order = np.argsort(-right, kind="stable")
         gained = batch_size + np.concatenate([[0.0], np.cumsum(right[order])])
-        rate = gained / self.cost.seconds(batch_size + np.arange(len(gained)))
+        cost = self.cost.seconds(batch_size + np.arange(len(gained))) + seconds
+        rate = gained / cost
         best = int(rate.argmax())
         if rate[best] < self.MARGIN * rate[0]:
             best = 0
+        plain = float(cost[0]) - seconds
+        self._account(float(gained[best]) / batch_size * plain - float(cost[best]), plain)
         return np.bincount(of[order[:best]], minlength=len(lengths)).tolist()
+
+    def _account(self, saved: float, plain: float) -> None:
+        """Count the seconds that a step saves by its drafts, the proposer's time taken off. plain: seconds of a step without."""
+        self._saved = self.KEEP * self._saved + (1 - self.KEEP) * saved
+        if self._saved < (1 - self.MARGIN) * plain:
+            self._pause = min(2 * self._pause + 1, self.LONGEST_PAUSE)
+            self._left, self._saved = self._pause, 0.0
+        elif saved > 0:
+            self._pause = 0
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer:
@@ -162,7 +192,7 @@ class Drafter:
         length: chooses how many are used; None to use all.
 
     Attributes:
-        problem: what the proposer did wrong; it is not asked again then.
+        problem: what the proposer did wrong; it is not called again then.
         acceptance: of the requests.
     """
 
@@ -172,25 +202,27 @@ class Drafter:
         self.proposer, self.config, self.vocab_size, self.length = proposer, config, vocab_size, length
         self.problem: Exception | None = None
         self.acceptance = Acceptance()
-        self._finish: Callable[[str], None] = getattr(proposer, "finish", lambda request_id: None)
+        self._finish: Callable[[str, Sequence[int]], None] = getattr(proposer, "finish", lambda *about: None)
         self._drafts: dict[str, Draft] = {}
         self._step = 0
 
     def propose(self, requests: Sequence[DraftRequest], batch_size: int) -> dict[str, list[int]]:
         """Draft tokens by request. batch_size: requests that are expected in the next step."""
         self._drafts = {}
-        if self.problem is not None or not requests:
+        if self.problem is not None or not requests or not (self.length is None or self.length.asks(batch_size)):
             return {}
         view = DraftView(self._step, batch_size, {r.request_id: self.acceptance[r.request_id] for r in requests})
         self._step += 1
+        start = time.perf_counter()
         try:
             drafts = self._checked(self.proposer.propose(requests, view), requests)
         except Exception as error:  # noqa: BLE001 - a proposer may raise anything
             self._give_up(error)
             return {}
         lengths = [len(draft.token_ids) for draft in drafts]
-        if self.length is not None and any(lengths):
-            lengths = self.length.choose(list(view.acceptance.values()), lengths, batch_size)
+        if self.length is not None:
+            took = time.perf_counter() - start
+            lengths = self.length.choose(list(view.acceptance.values()), lengths, batch_size, took)
         for request, draft, n in zip(requests, drafts, lengths, strict=True):
             if n:
                 self._drafts[request.request_id] = Draft(draft.token_ids[:n], draft.probs)
@@ -207,10 +239,20 @@ class Drafter:
             token_ids = [int(token) for token in draft.token_ids[: request.most]]
             if wrong := [token for token in token_ids if not 0 <= token < self.vocab_size]:
                 raise ValueError(f"propose() drafted token {wrong[0]}; the vocabulary has {self.vocab_size}")
-            if draft.probs is not None and draft.probs.shape[1:] != (self.vocab_size,):
-                raise ValueError(f"propose() gave probs of shape {list(draft.probs.shape)}, not [k, {self.vocab_size}]")
+            self._check_probs(draft.probs, len(token_ids))
             drafts.append(Draft(token_ids, draft.probs))
         return drafts
+
+    def _check_probs(self, probs: Any, num_tokens: int) -> None:
+        if probs is None:
+            return
+        if not isinstance(probs, Tensor) or not probs.is_floating_point():
+            kind = probs.dtype if isinstance(probs, Tensor) else type(probs).__name__
+            raise TypeError(f"propose() gave probs of {kind}, not a torch tensor of floats")
+        if probs.ndim != 2 or probs.shape[1] != self.vocab_size or len(probs) < num_tokens:
+            raise ValueError(
+                f"propose() gave probs of shape {list(probs.shape)} for {num_tokens} tokens, not [{num_tokens}, {self.vocab_size}]"
+            )
 
     def scheduled(self, request_id: str, token_ids: Sequence[int]) -> Draft:
         """The draft that is verified: the scheduler may have cut it, and a replay may bring another."""
@@ -218,17 +260,19 @@ class Drafter:
         known = list(draft.token_ids[: len(token_ids)]) == list(token_ids)
         return Draft(token_ids, draft.probs if known else None)
 
-    def finish(self, request_id: str) -> None:
-        """A request has ended."""
+    def finish(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """A request has ended, with this answer."""
         self.acceptance.forget(request_id)
+        if self.problem is not None:
+            return
         try:
-            self._finish(request_id)
+            self._finish(request_id, token_ids)
         except Exception as error:  # noqa: BLE001 - a proposer may raise anything
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self.problem = error
-        logger.exception("the proposer has failed, and is not asked again; the engine goes on without drafts")
+        logger.exception("the proposer has failed, and is not called again; the engine goes on without drafts")
 
     def observe(self, batch_size: int, drafts: dict[str, int], accepted: dict[str, int], seconds: float | None) -> None:
         """Learn from a step.
@@ -247,5 +291,5 @@ class Drafter:
 
 def make_drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:
     """A drafter with the proposer and the choice of lengths that the configuration asks for."""
-    length = DraftLength() if config.dynamic_length and not config.is_synthetic else None
+    length = DraftLength() if config.dynamic_length else None
     return Drafter(make_proposer(config), config, vocab_size, length)

@@ -2,6 +2,8 @@
 
 # Generated from nbs/spec_decode/proposers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ import numpy.typing as npt
 from minivllm.spec_decode.rejection import Draft
 
 __all__ = [
-    "DraftRequest", "DraftView", "NgramProposer", "Proposer", "RepeatProposer", "SuffixProposer", "Tokens",
-    "find_matches", "follow",
+    "AnswerIndex", "DraftRequest", "DraftView", "NgramProposer", "Proposer", "RepeatProposer",
+    "SuffixProposer", "Tokens", "find_matches", "follow",
 ]  # fmt: skip
 
 Tokens = npt.NDArray[np.integer]
@@ -57,26 +59,34 @@ class DraftView:
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of requests. It may have `finish(request_id)`, which is called when a request has ended."""
+    """Guesses the next tokens of requests. After an error it is not called again.
+
+    It may have `finish(request_id, token_ids)`, which hears the answer of a request that has ended (nothing if it was preempted then).
+    """
 
     def propose(self, requests: Sequence[DraftRequest], view: DraftView) -> Sequence[Draft | Sequence[int]]:
         """A draft for each request, in order; an empty one for no guess. What is longer than `most` is cut."""
         ...
 
 
-def find_matches(text: Tokens, tail: Tokens, longest: int) -> tuple[int, npt.NDArray[np.intp]]:
+def find_matches(
+    text: Tokens, tail: Tokens, longest: int, ends: npt.NDArray[np.intp] | None = None
+) -> tuple[int, npt.NDArray[np.intp]]:
     """Where the longest possible end of `tail` stands in `text`, with something behind it.
+
+    Args:
+        ends: where its last token does, if that is known.
 
     Returns:
         Its length, 0 to `longest`, and the places of its last token in `text`, in order.
     """
-    size, ends = 0, np.flatnonzero(text[:-1] == tail[-1])
+    size, ends = 0, np.flatnonzero(text[:-1] == tail[-1]) if ends is None else ends
     places = ends
     while len(places):
         size, ends = size + 1, places
         if size == min(longest, len(tail)):
             break
-        places = ends[ends >= size]
+        places = ends[np.searchsorted(ends, size) :]
         places = places[text[places - size] == tail[-1 - size]]
     return size, ends
 
@@ -112,7 +122,7 @@ def follow(text: Tokens, ends: npt.NDArray[np.intp], most: int, least_prob: floa
     """
     draft: list[int] = []
     prob, expected = 1.0, 0.0
-    ends = ends[ends + 1 < len(text)]
+    ends = ends[ends + 1 < len(text)][-1000:]  # the newest, which are enough to tell a majority
     while len(draft) < most and len(ends):
         following = text[ends + 1]
         values, counts = np.unique(following, return_counts=True)
@@ -127,6 +137,51 @@ def follow(text: Tokens, ends: npt.NDArray[np.intp], most: int, least_prob: floa
     return draft, expected
 
 
+class AnswerIndex:
+    """The newest answers behind each other, and where each token stands in them.
+
+    Args:
+        most: answers that are kept.
+
+    Attributes:
+        text: int32, the answers, a -1 behind each.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.text = most, np.zeros(0, np.int32)
+        self._answers: deque[Tokens] = deque()
+        self._start = 0  # of `text`, counted from the first answer of all
+        self._places: dict[int, tuple[array[int], array[int]]] = {}  # of a token, counted so, and the tokens before it
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Keep an answer, instead of the oldest one if there are enough."""
+        if len(self._answers) == self.most:
+            oldest = self._answers.popleft()
+            self._start, self.text = self._start + len(oldest), self.text[len(oldest) :]
+            for token in set(oldest[:-1].tolist()):
+                places, before = self._places[token]
+                gone = bisect_left(places, self._start)
+                del places[:gone], before[:gone]
+                if not places:
+                    del self._places[token]
+        last = -1
+        for place, token in enumerate(token_ids, self._start + len(self.text)):
+            places, before = self._places.setdefault(token, (array("q"), array("q")))
+            places.append(place)
+            before.append(last)
+            last = token
+        self._answers.append(np.array([*token_ids, -1], np.int32))
+        self.text = np.concatenate(self._answers)
+
+    def places(self, last: int, token: int) -> npt.NDArray[np.intp]:
+        """Where the token stands behind `last` in `text`, in order; if nowhere, where it stands at all."""
+        if token not in self._places:
+            return np.zeros(0, np.intp)
+        places, before = (np.frombuffer(each, np.int64) for each in self._places[token])
+        found = places[before == last]
+        return (found if len(found) else places) - self._start
+
+
 class SuffixProposer:
     """Follows the majority behind all places of the longest match, in the request's own tokens or in earlier answers.
 
@@ -136,31 +191,25 @@ class SuffixProposer:
 
     def __init__(self, depth: int, factor: float, least_prob: float, cached_requests: int) -> None:
         self.depth, self.factor, self.least_prob = depth, factor, least_prob
-        self._earlier: deque[Tokens] = deque(maxlen=cached_requests)
-        self._all: Tokens = np.zeros(0, np.int32)  # the earlier answers, a -1 behind each
-        self._answers: dict[str, list[int]] = {}
+        self.earlier = AnswerIndex(cached_requests)
 
     def propose(self, requests: Sequence[DraftRequest], view: DraftView) -> list[list[int]]:
         return [self.guess(request) for request in requests]
 
     def guess(self, request: DraftRequest) -> list[int]:
         """A draft for one request."""
-        tokens = request.token_ids
-        if self._earlier.maxlen:
-            answer = self._answers.setdefault(request.request_id, [])
-            answer += tokens[request.num_prompt_tokens + len(answer) :].tolist()
-        found = [self._follow(tokens, tokens, request.most), self._follow(self._all, tokens, request.most)]
+        tokens, earlier = request.token_ids, self.earlier
+        found, tail = [], [-2, *tokens[-2:].tolist()]
+        for text, ends in ((tokens, None), (earlier.text, earlier.places(*tail[-2:]))):
+            size, ends = find_matches(text, tokens, self.depth - 1, ends)
+            most = min(request.most, int(size * self.factor), self.depth - size)
+            found.append(follow(text, ends, most, self.least_prob))
         return max(found, key=lambda draft: draft[1])[0]
 
-    def _follow(self, text: Tokens, tail: Tokens, most: int) -> tuple[list[int], float]:
-        size, ends = find_matches(text, tail, self.depth - 1)
-        return follow(text, ends, min(most, int(size * self.factor), self.depth - size), self.least_prob)
-
-    def finish(self, request_id: str) -> None:
-        """Remember the answer of a request that has ended, instead of the oldest one if there are enough."""
-        if answer := self._answers.pop(request_id, None):
-            self._earlier.append(np.array([*answer, -1], np.int32))
-            self._all = np.concatenate(self._earlier)
+    def finish(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Remember the answer of a request that has ended."""
+        if token_ids and self.earlier.most:
+            self.earlier.add(token_ids)
 
 
 class RepeatProposer:

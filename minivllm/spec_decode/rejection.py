@@ -27,7 +27,8 @@ class Draft:
 
     Attributes:
         token_ids: the guesses, in order.
-        probs: float32 [len(token_ids), V], the distributions that they were drawn from; None for plain guesses.
+        probs: a torch tensor of floats (no numpy array), [len(token_ids), V] on any device: the distributions that they were drawn
+            from; None for plain guesses.
     """
 
     token_ids: Sequence[int] = ()
@@ -165,7 +166,7 @@ class RejectionSampler:
                 rows.state.append(view.request_id, token_id)
                 if token_id == rows.draft_ids[row]:
                     result.num_accepted += 1
-                    if token_id not in view.params.all_stop_token_ids:
+                    if not view.params.ends_with(token_id):
                         continue
             going.discard(i)
         return sorted(going)

@@ -1,5 +1,6 @@
 """The command line: in this process where that is enough, as a process of its own where it matters."""
 
+import contextlib
 import io
 import json
 import os
@@ -124,6 +125,21 @@ def test_complete_streams_what_generate_says(path, capsys):
 def test_complete_several_and_from_a_pipe(path):
     done = run("complete", "-", *small(path), "--n", "3", "--max-tokens", "4", "--temperature", "1", stdin="Hello")
     assert done.returncode == 0 and done.stdout.count("\n--------\n") == 2
+
+
+def test_a_flag_switches_speculation_on(path, capsys, monkeypatch):
+    """As JSON; the text is the same, and a mistake in it is one line."""
+    flags = ["complete", "ab ab ab ab", *small(path), "--temperature", "0", "--max-tokens", "24", "--ignore-eos"]
+    assert main(flags) == 0
+    plain, made = capsys.readouterr().out, []
+    monkeypatch.setattr("minivllm.engine.core.EngineCore.shutdown", lambda core: made.append(core.get_stats()))
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "dynamic_length": False}
+    assert main([*flags, "--speculative-config", json.dumps(config | {"prompt_lookup_max": None})]) == 0
+    assert capsys.readouterr().out == plain and made[0]["spec_decode_num_drafts"] > 0
+    for given, says in ((json.dumps(config | {"method": "n-gram"}), "got 'n-gram'"), ("{", "--speculative-config")):
+        with contextlib.suppress(SystemExit):
+            assert main([*flags, "--speculative-config", given]) == 2
+        assert says in capsys.readouterr().err
 
 
 # ---- chat

@@ -1,6 +1,7 @@
 """Draft tokens: in the budget, verified, rolled back, never cached when rejected, and the same answers as without them."""
 
 import random
+from dataclasses import fields
 
 import pytest
 from scheduling import Driver, fake_model
@@ -9,6 +10,7 @@ from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler, Swap
+from minivllm.core.speculative import SpeculativeConfig
 from minivllm.core.trace import Trace
 from minivllm.lab import Constant, replay, simulate
 from minivllm.lab.executor import FakeExecutor
@@ -147,7 +149,37 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request():
     s.update_from_output(s.schedule(), ModelRunnerOutput({"a": [4]}, draft_token_ids={"a": [5, 6, 7]}))
     [out] = s.update_from_output(s.schedule(), ModelRunnerOutput({"a": [5, 6, 7, 8]}))
     assert out.new_token_ids == [5] and str(out.finish_reason) == "stop" and not s.requests
+    assert s.spec_stats.num_accepted_tokens == 1
     driver.check()
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_the_executor_says_how_many_drafts_were_accepted(accepted):
+    """It may stop at an accepted stop token, which looks like a token of its own behind no accepted draft."""
+    s = make()
+    s.add_request(Request("a", [1, 2, 3], max_tokens=9, eos_token_id=5))
+    s.update_from_output(s.schedule(), ModelRunnerOutput({"a": [4]}, draft_token_ids={"a": [5 if accepted else 6, 7]}))
+    s.update_from_output(s.schedule(), ModelRunnerOutput({"a": [5]}, num_accepted_tokens={"a": accepted}))
+    assert s.spec_stats.num_accepted_tokens == accepted and s.spec_stats.num_draft_tokens == 2 and not s.requests
+
+
+SYNTHETIC = {"method": "synthetic", "num_speculative_tokens": 2, "synthetic_acceptance_rate": 0.5}
+
+
+def test_null_in_a_speculative_config_is_unset():
+    names = [f.name for f in fields(SpeculativeConfig)]
+    given = dict.fromkeys(names) | {"method": "ngram", "num_speculative_tokens": 4}
+    assert SpeculativeConfig.from_dict(given) == SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    with pytest.raises(ValueError, match="needs 'method'"):
+        SpeculativeConfig.from_dict({"method": None, "num_speculative_tokens": 4})
+
+
+def test_synthetic_acceptance_has_no_dynamic_length():
+    assert not SpeculativeConfig.from_dict(SYNTHETIC).dynamic_length
+    assert not SpeculativeConfig.from_dict(SYNTHETIC | {"dynamic_length": False}).dynamic_length
+    for config in (SYNTHETIC, SYNTHETIC | {"method": "ngram", "rejection_sample_method": "synthetic"}):
+        with pytest.raises(ValueError, match="dynamic_length cannot be true with synthetic acceptance"):
+            SpeculativeConfig.from_dict(config | {"dynamic_length": True})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,22 @@ def test_together_as_alone(llm: AsyncLLM):
 
     alone, together, rest = asyncio.run(run())
     assert together == alone and all(alone) and rest
+
+
+@pytest.mark.parametrize("engine_in", ["thread", "process"])
+def test_drafts_change_no_text(args: EngineArgs, llm: AsyncLLM, engine_in: str):
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "dynamic_length": False}
+    drafting = AsyncLLM.from_engine_args(replace(args, speculative_config=config), engine_in=engine_in)
+    params = [SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=30, ignore_eos=True) for i in range(6)]
+
+    async def run(engine: AsyncLLM) -> list[str]:
+        return await asyncio.gather(*(text_of(engine, "ab " * (i + 1), each) for i, each in enumerate(params)))
+
+    try:
+        assert asyncio.run(run(drafting)) == asyncio.run(run(llm))
+        assert drafting.get_metrics()["spec_decode_num_draft_tokens"] > 0 and asyncio.run(is_at_rest(drafting))
+    finally:
+        drafting.shutdown()
 
 
 def test_two_loops_in_two_threads(llm: AsyncLLM):

@@ -9,7 +9,8 @@ from adapters import VARIANTS, peft_adapter
 from tiny_models import tiny_model_path  # noqa: F401 - a fixture
 
 from minivllm import LLM, LoRARequest, SamplingParams
-from minivllm.lora.adapter import LoRAWeights
+from minivllm.lora import linear
+from minivllm.lora.adapter import LoRAWeights, lora_targets
 from minivllm.lora.linear import LoRABatch, LoRALinear
 from minivllm.models.linear.layer import Linear
 
@@ -51,6 +52,44 @@ def test_over_every_base(method: str, dtype: torch.dtype, rows: int) -> None:
     assert off < {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     batch.set(np.full(rows, -1))
     assert torch.equal(layer(x), base)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_torch_all_the_way(tiny_model_path, monkeypatch, backend):  # noqa: F811
+    """Where torch multiplies with the base's weights, numba adds nothing; else this backend would be no oracle for it."""
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("a kernel of numba")
+
+    monkeypatch.setattr(linear, "_CPUKernels", refuse)
+    with LLM(tiny_model_path("llama"), enable_lora=True, attention_backend=backend, num_gpu_blocks=8):
+        pass
+    with pytest.raises(AssertionError, match="a kernel of numba"):
+        LLM(tiny_model_path("llama"), enable_lora=True, attention_backend="numba_cpu", num_gpu_blocks=8)
+
+
+def test_memory_is_taken_when_the_model_is_built_and_only_for_what_can_have_an_adapter(tiny_model_path, tmp_path):  # noqa: F811
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj", "embed_tokens", "lm_head"]}
+    peft_adapter("qwen2-moe", settings, tmp_path / "a", seed=0)
+    with LLM(tiny_model_path("qwen2-moe"), enable_lora=True, max_loras=2, num_gpu_blocks=64) as llm:
+        model = llm.llm_engine.core.executor.runner.model
+        targets = lora_targets(model.spec)
+        for i, layer in enumerate(model.layers):
+            for block in (layer.mixer, layer.mlp):
+                for each in block.linears():
+                    can = any(model.spec.names.layer.format(i) + part in targets for part in each.parts)
+                    assert isinstance(each.method, LoRALinear) == can, each.parts
+        before = slot_memory(model)
+        llm.generate([[1, 2]], SamplingParams(max_tokens=1), lora_request=LoRARequest("a", 1, str(tmp_path / "a")))
+        assert slot_memory(model) == before
+
+
+def slot_memory(model: Any) -> dict[int, int]:
+    """{address: bytes} of all tensors that adapters are copied into."""
+    holders = [model.lora, *(each.method for each in [model.head, *model.linears()])]
+    tensors = [x for holder in holders for name, x in vars(holder).items() if name in ("_a", "_b")]
+    assert all(isinstance(x, torch.Tensor) for x in tensors)
+    return {x.data_ptr(): x.nbytes for x in tensors}
 
 
 def test_the_engines_calls(tiny_model_path, tmp_path):  # noqa: F811

@@ -6,45 +6,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters import VARIANTS, peft_adapter
-from tiny_models import tiny_model_path  # noqa: F401 - a fixture
+from adapters import GREEDY, NEW_TOKENS, SIZES, VARIANTS, greedy, peft_adapter, prompts_of
+from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.scheduler import Swap
 from minivllm.lora.adapter import LoRARequest
 
-NEW_TOKENS = 12
-GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 32, "num_gpu_blocks": 200}
-
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[LoRARequest | None, Any]]:
     """By name: the request, and the merged model of transformers. `base` is the base model."""
-    from tiny_models import hf_model
-
     root = tmp_path_factory.mktemp("adapters")
     made: dict[str, tuple[LoRARequest | None, Any]] = {"base": (None, hf_model("llama"))}
     for i, (name, settings) in enumerate(VARIANTS.items()):
         merged = peft_adapter("llama", settings, root / name, seed=i)
         made[name] = LoRARequest(name, i + 1, str(root / name)), merged
     return made
-
-
-def prompts_of(name: str) -> list[list[int]]:
-    """Two that begin alike for every adapter, and one of its own."""
-    generator = torch.Generator().manual_seed(len(name))
-    shared = list(range(40, 76))
-    return [shared + [7], shared + [9, 11], torch.randint(0, 250, (21,), generator=generator).tolist()]
-
-
-@torch.inference_mode()
-def greedy(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
-    )
-    return out[0, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -138,12 +116,27 @@ def test_captured_steps_are_used(tiny_model_path, adapters):  # noqa: F811
         assert {(2, True), (2, False)} <= captured._programs.keys()
 
 
-@pytest.mark.parametrize("family", ["llama-tied-biased", "mistral-window", "qwen2", "qwen3", "gemma3"])
+QUERIES_AND_KEYS = {
+    "deepseek-v2": ["q_proj", "kv_a_proj_with_mqa"],
+    "deepseek-v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    **{name: ["q_proj", "k_proj"] for name in ("glm", "glm4", "cohere", "cohere2")},
+}
+"""Families whose rows are reordered when they are loaded, and modules with such rows."""
+
+
+@pytest.mark.parametrize(
+    "family", ["llama-tied-biased", "mistral-window", "qwen2", "qwen3", "gemma3", *QUERIES_AND_KEYS]
+)
 def test_families(tiny_model_path, tmp_path: Path, family: str) -> None:  # noqa: F811
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": QUERIES_AND_KEYS.get(family, "all-linear")}
     merged = peft_adapter(family, settings, tmp_path / "a", seed=3)
     prompt = prompts_of("base")[0]
     with LLM(tiny_model_path(family), enable_lora=True, **SIZES) as llm:
         request = LoRARequest("a", 1, str(tmp_path / "a"))
-        (output,) = llm.generate([prompt], GREEDY, lora_request=request, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0)
+        (output,) = llm.generate([prompt], params, lora_request=request, use_tqdm=False)
     assert output.outputs[0].token_ids == greedy(merged, prompt)
+    with torch.inference_mode():
+        want = merged(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    for i, token in enumerate(prompt[1:]):
+        assert output.prompt_logprobs[i + 1][token].logprob == pytest.approx(want[i, token].item(), abs=1e-3)

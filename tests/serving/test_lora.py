@@ -1,5 +1,6 @@
 """Adapters over HTTP: by model name, listed with their parent, loaded and unloaded while serving."""
 
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 import torch
 from adapters import VARIANTS, peft_adapter
 from live_server import live_server
+from safetensors.torch import load_file, save_file
 from tiny_models import hf_model
 
 from minivllm.core.config import EngineArgs
+from minivllm.lora.adapter import WEIGHTS
 from minivllm.serving.app import ServerOptions
 
 PROMPT = "adapters change what comes next"
@@ -83,6 +86,23 @@ def test_a_bad_adapter_is_the_clients_error(server, tmp_path):
     answer = server.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "nowhere")})
     assert answer.status_code == 400 and "no adapter folder" in answer.json()["error"]["message"]
     assert "bad" not in {card.id for card in server.client().models.list()}
+
+
+def test_the_answer_comes_when_the_adapter_is_read(server, folders, tmp_path):
+    """What is wrong with its numbers is this call's error, and the name is free for a file that is right."""
+    path, model = folders["ends"]
+    shutil.copytree(path, tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / WEIGHTS)
+    save_file({name: x * torch.nan for name, x in tensors.items()}, tmp_path / "a" / WEIGHTS)
+    body = {"lora_name": "third", "lora_path": str(tmp_path / "a")}
+    answer = server.post("/v1/load_lora_adapter", body)
+    assert answer.status_code == 400 and "has numbers that are not finite" in answer.json()["error"]["message"]
+    assert "third" not in {card.id for card in server.client().models.list()}
+    save_file(tensors, tmp_path / "a" / WEIGHTS)
+    assert server.post("/v1/load_lora_adapter", body).status_code == 200
+    shutil.rmtree(tmp_path / "a")  # it is in memory
+    assert server.client().completions.create(model="third", **HOW).choices[0].text == greedy(server, model)
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "third"}).status_code == 200
 
 
 def test_not_without_the_switch(tiny):

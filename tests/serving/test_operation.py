@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -48,6 +49,32 @@ def test_metrics_count(tiny: LiveServer):
     assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in text
     for name in ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prefix_cache_hits_total"):
         assert name in text
+
+
+def test_the_metrics_of_speculation(tiny: LiveServer, tiny_args: EngineArgs):
+    """From the start, under vLLM's names."""
+    names = (
+        "vllm:spec_decode_num_drafts_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+    )
+    place = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="tiny",position="%d"}'
+    assert "spec_decode" not in tiny.get("/metrics").text
+    config = {"method": "synthetic", "num_speculative_tokens": 2, "synthetic_acceptance_rate": 1.0}
+    with live_server(
+        replace(tiny_args, speculative_config=config), ServerOptions(served_model_name=["tiny"])
+    ) as server:
+        assert [metric(server, name) for name in names] == [0, 0, 0]
+        assert place % 1 + " 0.0" in server.get("/metrics").text.splitlines()
+        server.post(COMPLETE, {"prompt": "abcd", "max_tokens": 7, "ignore_eos": True})
+        lines = server.get("/metrics").text.splitlines()
+        assert [metric(server, name) for name in names] == [2, 4, 4]
+    assert (
+        place % 0 + " 2.0" in lines
+        and place % 1 + " 2.0" in lines
+        and not any('position="2"' in line for line in lines)
+    )
+    assert 'minivllm:spec_decode_proposer_failed{engine="0",model_name="tiny"} 0.0' in lines
 
 
 @pytest.mark.parametrize("how", ["a stream is dropped", "a client hangs up", "the time is over"])

@@ -1,14 +1,19 @@
 """Speculation in the whole engine: the same answers as without it, in fewer steps, whatever the proposer says."""
 
 import random
+import time
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from async_workload import summary, workload
-from tiny_models import tiny_model_path  # noqa: F401 - a fixture
+from tiny_models import EOS_TOKEN_ID, tiny_model_path  # noqa: F401 - a fixture
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.scheduler import Recompute, Swap
+from minivllm.spec_decode.drafter import StepCost
+from minivllm.spec_decode.rejection import Draft
 
 MOST = 3
 
@@ -49,7 +54,7 @@ def run(path: Any, prompts, params, *, proposer: Any = None, **options: Any):
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 @pytest.mark.parametrize("backend", ["numba_cpu_invariant", "reference"])
-def test_every_wish_gets_the_same_answer_to_the_bit(tiny_model_path, model, backend):  # noqa: F811
+def test_all_params_get_the_same_answer_to_the_bit(tiny_model_path, model, backend):  # noqa: F811
     """Greedy, sampled with seeds, penalties, stop strings inside drafts, bad words, grammars, log-probabilities, own transforms."""
     if backend == "reference" and model == "gemma3":
         pytest.skip("the invariant kernels cover windows")
@@ -130,9 +135,34 @@ class OutOfRange:
         return [[10**6] for _ in requests]
 
 
+class WithProbs:
+    def __init__(self, probs):
+        self.probs = probs
+
+    def propose(self, requests, view):
+        return [Draft([1, 2, 3], self.probs) for _ in requests]
+
+
+class FailsAtTheEnd:
+    def __init__(self):
+        self.calls = 0
+
+    def propose(self, requests, view):
+        return [[] for _ in requests]
+
+    def finish(self, request_id, token_ids):
+        self.calls += 1
+        raise ZeroDivisionError("made up")
+
+
 @pytest.mark.parametrize(
     ("proposer", "words"),
-    [(Raises(), "made up"), (TooFew(), "a draft for each of 1 requests, returned 0 drafts"), (OutOfRange(), "drafted token 1000000")],
+    [(Raises(), "made up"), (TooFew(), "a draft for each of 1 requests, returned 0 drafts"), (OutOfRange(), "drafted token 1000000"),
+     (WithProbs(torch.full((1, 264), 1 / 264)), "probs of shape [1, 264] for 3 tokens, not [3, 264]"),
+     (WithProbs(torch.full((264,), 1 / 264)), "probs of shape [264] for 3 tokens, not [3, 264]"),
+     (WithProbs(torch.full((3, 9), 1 / 9)), "probs of shape [3, 9] for 3 tokens, not [3, 264]"),
+     (WithProbs(torch.ones(3, 264, dtype=torch.int64)), "probs of torch.int64, not a torch tensor of floats"),
+     (WithProbs(np.full((3, 264), 1 / 264, np.float32)), "probs of ndarray, not a torch tensor of floats")],
 )  # fmt: skip
 def test_a_broken_proposer_costs_no_request(tiny_model_path, proposer, words, caplog):  # noqa: F811
     outs, *_ = run(
@@ -140,6 +170,77 @@ def test_a_broken_proposer_costs_no_request(tiny_model_path, proposer, words, ca
     )  # fmt: skip
     assert len(outs[0].outputs[0].token_ids) == 8
     assert words in caplog.text and "the engine goes on without drafts" in caplog.text
+
+
+def test_a_proposer_that_failed_is_not_called_again_and_the_metrics_say_so(tiny_model_path, caplog):  # noqa: F811
+    proposer = FailsAtTheEnd()
+    config = {"method": proposer, "num_speculative_tokens": MOST, "dynamic_length": False}
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with LLM(tiny_model_path("llama"), dtype="float32", num_gpu_blocks=40, speculative_config=config) as llm:
+        failed = [llm.get_metrics()["spec_decode_proposer_failed"]]
+        for _ in range(3):
+            llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 4, params, use_tqdm=False)
+            failed.append(llm.get_metrics()["spec_decode_proposer_failed"])
+        assert llm.llm_engine.core.scheduler.spec_stats.error == "ZeroDivisionError: made up"
+    assert failed[0] == 0 and failed[-1] == 1 and proposer.calls == 1
+    assert caplog.text.count("has failed") == 1
+
+
+def test_a_proposer_learns_whole_answers(tiny_model_path):  # noqa: F811
+    """A stop token and the tokens of the last step are in them. A stop token that was drafted counts as accepted, everywhere, and an
+    end token that is ignored, which is the second one here, ends no draft."""
+    path, heard = tiny_model_path("llama"), {}
+    prompts, params = [[1, 2, 3], [4, 5]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    _, said, *_ = run(path, prompts, params)
+    assert said["0"][1] == EOS_TOKEN_ID
+    stop = said["0"][5]
+
+    class Listens(Guesses):
+        def guess(self, request):
+            return self.answers.get(request.request_id, [])[len(request.token_ids) - request.num_prompt_tokens :]
+
+        def finish(self, request_id, token_ids):
+            heard[request_id] = token_ids
+
+    params = params.clone(stop_token_ids=[stop])
+    config = {"method": Listens(said, 1.0), "num_speculative_tokens": 8, "dynamic_length": False}
+    with LLM(path, dtype="float32", attention_backend="numba_cpu_invariant", num_gpu_blocks=40, speculative_config=config) as llm:  # fmt: skip
+        drafter, told = llm.llm_engine.core.executor.runner.drafter, []
+        drafter.acceptance.observe = lambda *about: told.append(about)
+        outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        llm.generate({"prompt_token_ids": [9]}, params, use_tqdm=False)
+        stats = llm.llm_engine.core.scheduler.spec_stats
+    assert stats.num_accepted_tokens == sum(accepted for _, _, accepted in told)
+    assert ("0", said["0"].index(stop)) in [(name, accepted) for name, _, accepted in told]
+    assert heard["0"] == outs[0].outputs[0].token_ids == said["0"][: said["0"].index(stop) + 1]
+    assert heard["1"] == outs[1].outputs[0].token_ids
+
+
+def test_by_default_drafts_are_made_where_they_pay(tiny_model_path):  # noqa: F811
+    """`dynamic_length` with steps of invented times, the same answers, and a proposer that takes too long for what it knows."""
+
+    class Slow(Guesses):
+        calls = 0
+
+        def propose(self, requests, view):
+            self.calls += 1
+            time.sleep(0.05)
+            return super().propose(requests, view)
+
+    path, params = tiny_model_path("llama"), SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    plain, said, *_ = run(path, [[1, 2, 3]], params, num_gpu_blocks=40)
+    for proposer, pays in ((Guesses(said, 1.0), True), (Slow(said, 0.0), False)):
+        config = {"method": proposer, "num_speculative_tokens": MOST}
+        with LLM(path, dtype="float32", attention_backend="numba_cpu_invariant", num_gpu_blocks=40, speculative_config=config) as llm:  # fmt: skip
+            runner, scheduler = llm.llm_engine.core.executor.runner, llm.llm_engine.core.scheduler
+            cost = runner.drafter.length.cost
+            cost.observe = lambda tokens, seconds, cost=cost: StepCost.observe(cost, tokens, 0.01)
+            [got] = llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)
+            assert got.outputs[0].token_ids == plain[0].outputs[0].token_ids
+            if pays:
+                assert scheduler.step < 60 and scheduler.spec_stats.num_accepted_tokens > 40
+            else:
+                assert scheduler.step > 90 and proposer.calls < 10
 
 
 def test_async_scheduling_and_speculation_exclude_each_other(tiny_model_path):  # noqa: F811

@@ -40,7 +40,7 @@ def rotated_last(suffix: str, unit: int, rotated: int) -> Unpack:
     """Checkpoints rotate neighbours: bring the last rows of every `unit` rows into the order of halves."""
     first = unit - rotated
     order = torch.cat((torch.arange(first), torch.arange(first, unit, 2), torch.arange(first + 1, unit, 2)))
-    return Unpack(suffix, lambda t: {suffix: t.unflatten(0, (-1, unit))[:, order].reshape(t.shape)})
+    return Unpack(suffix, lambda t: {suffix: t.unflatten(0, (-1, unit))[:, order].reshape(t.shape)}, rows=True)
 
 
 def read_deepseek(r: ConfigReader, router: RouterSpec, count: int, first_dense: int, bias: bool = False) -> DecoderSpec:

@@ -36,7 +36,8 @@ def neighbours_rotated(attention: SelfAttentionSpec) -> tuple[Unpack, ...]:
     order = torch.cat((torch.arange(0, dim, 2), torch.arange(1, dim, 2), torch.arange(dim, attention.head_dim)))
 
     def rule(name: str) -> Unpack:
-        return Unpack(name, lambda t: {name: t.unflatten(0, (-1, attention.head_dim))[:, order].reshape(t.shape)})
+        heads = (-1, attention.head_dim)
+        return Unpack(name, lambda t: {name: t.unflatten(0, heads)[:, order].reshape(t.shape)}, rows=True)
 
     return tuple(rule(f"{name}.{kind}") for name in (attention.q, attention.k) for kind in ("weight", "bias"))
 

@@ -1,0 +1,148 @@
+"""What does speculative decoding gain? Tokens per second with n-gram and suffix drafts over those without, in one run.
+
+    python benchmarks/speculation.py [--model smollm2] [--batches 1 16] [--tokens 96] [--drafts 4] [--rounds 5] [--json FILE]
+
+Two prompts: an edit, whose answer repeats most of the prompt, and a chat, whose answer is new. Greedy, so that all engines say the same.
+Each round runs all engines in turn, so that what else the machine does meets all alike; a ratio is taken within a round, and the
+table shows the median of the rounds. Every request of a batch has its own prompt.
+
+The suffix proposer would know the answers of the rounds before, which are the same: its engine remembers none, but in the row
+`suffix, seen`, which shows what a repeated question gains.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minivllm import LLM, SamplingParams
+
+NAMES = (
+    "Ada",
+    "Ben",
+    "Cora",
+    "Dan",
+    "Eva",
+    "Finn",
+    "Gina",
+    "Hugo",
+    "Ida",
+    "Jack",
+    "Kim",
+    "Leo",
+    "Mia",
+    "Ned",
+    "Ora",
+    "Paul",
+)
+CODE = """class {name}Account:
+    def __init__(self, owner, balance):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        self.balance = self.balance + amount
+        return self.balance
+
+    def withdraw(self, amount):
+        self.balance = self.balance - amount
+        return self.balance
+"""
+PROMPTS = {
+    "edit": "Copy this Python code and rename `amount` to `value`. Answer with the code only.\n\n" + CODE,
+    "chat": "My friend {name} wants to learn to swim at the age of forty. What would you tell {name}?",
+}
+OFF: dict[str, Any] | None = None
+
+
+def engines(model: str, drafts: int, dtype: str) -> dict[str, LLM]:
+    """One engine for each row of the table."""
+    suffix = {"method": "suffix", "num_speculative_tokens": drafts}
+    configs = {
+        "off": OFF,
+        "n-gram": {"method": "ngram", "num_speculative_tokens": drafts},
+        "suffix": suffix | {"suffix_decoding_max_cached_requests": 0},
+        "suffix, seen": suffix,
+    }
+    sizes: dict[str, Any] = {
+        "dtype": dtype,
+        "max_model_len": 1024,
+        "num_gpu_blocks": 1200,
+        "enable_prefix_caching": False,
+    }
+    return {name: LLM(model, speculative_config=config, **sizes) for name, config in configs.items()}
+
+
+def measure(
+    llm: LLM, conversations: list[list[dict[str, str]]], tokens: int
+) -> tuple[float, list[list[int]], list[float]]:
+    """Seconds, answers, and drafts, draft tokens and accepted tokens of one batch."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    names = [f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    before = llm.get_metrics()
+    start = time.perf_counter()
+    outputs = llm.chat(conversations, params, use_tqdm=False)
+    seconds, after = time.perf_counter() - start, llm.get_metrics()
+    counts = [after.get(name, 0) - before.get(name, 0) for name in names]
+    return seconds, [list(output.outputs[0].token_ids) for output in outputs], counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--json", type=Path, help="also write the table here")
+    args = parser.parse_args()
+    llms = engines(args.model, args.drafts, args.dtype)
+    rows = []
+    for batch in args.batches:
+        for kind, text in PROMPTS.items():
+            asked = [[{"role": "user", "content": text.format(name=NAMES[i % len(NAMES)])}] for i in range(batch)]
+            ratios: dict[str, list[float]] = {name: [] for name in llms}
+            rates, counts, same = {name: [] for name in llms}, {}, dict.fromkeys(llms, True)
+            for turn in range(
+                args.rounds + 2
+            ):  # the first two compile kernels, and time steps for the choice of lengths
+                results = {name: measure(llm, asked, args.tokens) for name, llm in llms.items()}
+                for name, (seconds, answers, counted) in results.items():
+                    same[name] &= answers == results["off"][1]
+                    if turn > 1:
+                        ratios[name].append(results["off"][0] / seconds)
+                        rates[name].append(batch * args.tokens / seconds)
+                        counts[name] = [a + b for a, b in zip(counts.get(name, [0, 0, 0]), counted, strict=True)]
+            for name in llms:
+                _, drafted, accepted = counts[name]
+                rows.append({
+                    "batch": batch, "prompt": kind, "drafts": name, "same_answers": same[name],
+                    "tokens_per_second": round(statistics.median(rates[name]), 1),
+                    "ratio": round(statistics.median(ratios[name]), 3),
+                    "ratios": [round(ratio, 3) for ratio in ratios[name]],
+                    "acceptance": round(accepted / drafted, 3) if drafted else None,
+                    "accepted_share": round(accepted / (batch * args.tokens * args.rounds), 3),
+                })  # fmt: skip
+    about = f"{args.model}, {llms['off'].llm_engine.config.dtype}, {torch.get_num_threads()} threads, drafts of at most {args.drafts}"
+    print(f"{about}; {args.tokens} tokens a request, medians of {args.rounds} rounds")
+    print("batch  prompt  drafts        tokens/s  over off (of all rounds)  accepted  of all tokens  same answers")
+    for row in rows:
+        spread = f"{row['ratio']:.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})"
+        accepted = "-" if row["acceptance"] is None else f"{row['acceptance']:.0%}"
+        print(
+            f"{row['batch']:5}  {row['prompt']:6}  {row['drafts']:12}  {row['tokens_per_second']:8.1f}  {spread:24}  {accepted:>8}"
+            f"  {row['accepted_share']:13.0%}  {'yes' if row['same_answers'] else 'no'}"
+        )
+    if args.json:
+        args.json.write_text(
+            json.dumps({"about": about, "rounds": args.rounds, "tokens": args.tokens, "rows": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
