@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,7 @@ class StepCost:
     def seconds(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
         """What steps of these numbers of tokens take; of more tokens than were tried, as the largest that was."""
         sizes = sorted(self._times)
-        known = np.maximum.accumulate([float(np.median(self._times[size])) for size in sizes])
+        known = np.maximum.accumulate([median(self._times[size]) for size in sizes])
         return np.interp(tokens, sizes, known)
 
 

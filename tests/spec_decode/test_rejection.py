@@ -49,7 +49,7 @@ class EvenAndOdd:
 
 def parameters(draw) -> dict:
     """All that a request may ask of the sampler."""
-    wishes = {"temperature": draw(st.sampled_from([0.0, 0.5, 1.0, 1.7])), "seed": draw(st.integers(0, 2**40))}
+    options = {"temperature": draw(st.sampled_from([0.0, 0.5, 1.0, 1.7])), "seed": draw(st.integers(0, 2**40))}
     extras = {
         "top_k": st.integers(1, V), "top_p": st.floats(0.3, 1.0), "min_p": st.floats(0.0, 0.3),
         "presence_penalty": st.floats(-1, 1), "frequency_penalty": st.floats(-1, 1),
@@ -58,12 +58,12 @@ def parameters(draw) -> dict:
         "stop_token_ids": st.just([4, 10]), "logprobs": st.integers(0, 3), "logits_processors": st.just([no_repeat]),
     }  # fmt: skip
     for name in draw(st.lists(st.sampled_from(sorted(extras)), unique=True, max_size=5)):
-        wishes[name] = draw(extras[name])
-    return wishes
+        options[name] = draw(extras[name])
+    return options
 
 
-def add(state: SamplingState, name: str, wishes: dict, grammar: bool) -> None:
-    params = SamplingParams(**wishes, max_tokens=24)
+def add(state: SamplingState, name: str, options: dict, grammar: bool) -> None:
+    params = SamplingParams(**options, max_tokens=24)
     state.add(name, params, [1, 2], [], None, EvenAndOdd() if grammar else None)
 
 
@@ -81,14 +81,14 @@ class OneByOne:
         ]
 
 
-def say(wishes: list[dict], grammars: list[bool], drafts, sampler, steps: int = 16) -> list | None:
+def say(options: list[dict], grammars: list[bool], drafts, sampler, steps: int = 16) -> list | None:
     """What requests say: tokens and the log-probability of each, up to a stop token; None if the oracle has no token to choose from.
 
     drafts(text, request): the guesses.
     """
-    state, names = SamplingState(len(wishes), V), [str(i) for i in range(len(wishes))]
-    for name, wish, grammar in zip(names, wishes, grammars, strict=True):
-        add(state, name, wish, grammar)
+    state, names = SamplingState(len(options), V), [str(i) for i in range(len(options))]
+    for name, option, grammar in zip(names, options, grammars, strict=True):
+        add(state, name, option, grammar)
     texts = {name: [1, 2] for name in names}
     reports: dict[str, list] = {name: [] for name in names}
     alive = list(names)
@@ -112,15 +112,15 @@ def say(wishes: list[dict], grammars: list[bool], drafts, sampler, steps: int = 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_the_text_is_the_one_without_drafts_whatever_a_request_asks_for(data):
-    wishes = [parameters(data.draw) for _ in range(data.draw(st.integers(1, 3)))]
-    grammars = [data.draw(st.booleans()) for _ in wishes]
-    for wish, grammar in zip(wishes, grammars, strict=True):
+    options = [parameters(data.draw) for _ in range(data.draw(st.integers(1, 3)))]
+    grammars = [data.draw(st.booleans()) for _ in options]
+    for option, grammar in zip(options, grammars, strict=True):
         if grammar:
-            wish.pop("allowed_token_ids", None)
-            wish.pop("logits_processors", None)
-            wish["min_tokens"] = 0
-            wish["structured_outputs"] = {"regex": "not asked: the matcher is given"}
-            wish["stop_token_ids"] = [10]
+            option.pop("allowed_token_ids", None)
+            option.pop("logits_processors", None)
+            option["min_tokens"] = 0
+            option["structured_outputs"] = {"regex": "not asked: the matcher is given"}
+            option["stop_token_ids"] = [10]
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     sampler = RejectionSampler(Sampler())
 
@@ -130,9 +130,9 @@ def test_the_text_is_the_one_without_drafts_whatever_a_request_asks_for(data):
             ids.append(int(model(ids).argmax()) if rng.random() < 0.7 else int(rng.integers(0, V)))
         return (ids[len(text) :],)
 
-    plain = say(wishes, grammars, lambda text, name: ((),), OneByOne())
+    plain = say(options, grammars, lambda text, name: ((),), OneByOne())
     assume(plain is not None)  # else these parameters leave no token at all
-    assert say(wishes, grammars, some, sampler) == plain
+    assert say(options, grammars, some, sampler) == plain
 
 
 def chi2(counts: np.ndarray, probs: np.ndarray) -> float:
@@ -159,17 +159,17 @@ def test_chi_squared_over_200_000_draws(q):
 
 @pytest.mark.parametrize("q", ["none", "flat", "peaked"])
 @pytest.mark.parametrize(
-    "wishes", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"presence_penalty": 1.0}, {"logit_bias": {3: 2.0}}],
+    "options", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"presence_penalty": 1.0}, {"logit_bias": {3: 2.0}}],
     ids=lambda w: "-".join(w) or "plain",
 )  # fmt: skip
-def test_chi_squared(q, wishes):
-    check_distribution(q, wishes, 8_000)
+def test_chi_squared(q, options):
+    check_distribution(q, options, 8_000)
 
 
-def check_distribution(q, wishes, draws):
+def check_distribution(q, options, draws):
     rng = np.random.default_rng(5)
     state = SamplingState(1, V)
-    params = SamplingParams(**{"temperature": 1.0, "seed": 0} | wishes)
+    params = SamplingParams(**{"temperature": 1.0, "seed": 0} | options)
     state.add("a", params, [1, 2], [], None)
     logits = model([1, 2])
     seen: list[torch.Tensor] = []
@@ -182,7 +182,7 @@ def check_distribution(q, wishes, draws):
         many = SamplingState(n, V)
         names = [str(i) for i in range(n)]
         for i, name in enumerate(names):
-            many.add(name, SamplingParams(**wishes | {"seed": int(rng.integers(2**60))}), [1, 2], [], None)
+            many.add(name, SamplingParams(**options | {"seed": int(rng.integers(2**60))}), [1, 2], [], None)
         drawn = rng.choice(V, n, p=None if probs is None else (probs.double() / probs.double().sum()).numpy())
         given = [Draft([int(t)], None if probs is None else probs[None]) for t in drawn]
         rows = torch.stack([logits, logits]).repeat(n, 1)
@@ -192,7 +192,7 @@ def check_distribution(q, wishes, draws):
     assert (
         chi2(sum(counts(RejectionSampler(Sampler()), 4_000) for _ in range(draws // 4_000)), p.double().numpy()) > 1e-4
     )
-    if q == "flat" and not wishes:
+    if q == "flat" and not options:
         assert chi2(counts(Forgetful(Sampler()), 4_000), p.double().numpy()) < 1e-9
 
 
@@ -205,7 +205,7 @@ def test_a_draft_from_the_model_itself_is_always_accepted():
     assert got.token_ids[0] == 5 and got.num_accepted == 1 and len(got.token_ids) == 2
 
 
-def test_a_failure_behind_a_rejected_draft_is_nobodys():
+def test_a_failure_behind_a_rejected_draft_has_no_effect():
     state = SamplingState(2, V)
     for name in "ab":
         state.add(name, SamplingParams(temperature=0, seed=0), [1, 2], [], None)
