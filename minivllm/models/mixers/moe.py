@@ -164,7 +164,10 @@ class MoE(Mixer):
             self.correction = torch.empty(spec.num_experts, device=builder.device)
         self.grouped = groups_experts(builder)
         self.stacked: list[Tensor] = []
-        self._checked = [-1, False]  # at which `generation`, and whether the stack was what the experts compute with
+        self._checked: list[Any] = [
+            -1,
+            False,
+        ]  # at which `generation`, and whether the stack was what the experts compute with
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
@@ -239,7 +242,7 @@ class MoE(Mixer):
                 [tuple(w.data_ptr() for w in each) for each in all_] for all_ in (views, self._whole_weights())
             ]
             self._checked[:] = generation(), addresses[0] == addresses[1]
-        return bool(self.stacked) and self._checked[1]
+        return bool(self.stacked and self._checked[1])
 
     def _blocks(self) -> list[Mixer]:
         return [*self.experts, *([] if self.shared is None else [self.shared])]
