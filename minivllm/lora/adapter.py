@@ -90,33 +90,26 @@ def _is_regex(value: Any) -> bool:
         return False
 
 
-def _table_of(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def check(value: Any) -> bool:
-        return value is None or (
-            isinstance(value, dict) and all(_is_regex(key) and good(each) for key, each in value.items())
-        )
-
-    return check
+def _is_table(value: Any, good: Callable[[Any], bool]) -> bool:
+    pairs = value.items() if isinstance(value, dict) else [(None, None)]
+    return value is None or all(_is_regex(key) and good(each) for key, each in pairs)
 
 
-def _list_of(kind: type, alone: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def check(value: Any) -> bool:
-        return value is None or alone(value) or (isinstance(value, list) and all(type(each) is kind for each in value))
-
-    return check
+def _is_list(value: Any, kind: type) -> bool:
+    return value is None or (isinstance(value, list) and all(type(each) is kind for each in value))
 
 
-_NAMES = (_list_of(str, _is_regex), "a list of names or a regular expression")
+_NAMES = (lambda value: _is_regex(value) or _is_list(value, str), "a list of names or a regular expression")
 # what the value of a field must be: a test, and words
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, "a whole number above 0"),
     "lora_alpha": (_is_alpha, "a finite number above 0"),
-    "rank_pattern": (_table_of(_is_rank), "whole numbers above 0 by regular expression"),
-    "alpha_pattern": (_table_of(_is_alpha), "finite numbers above 0 by regular expression"),
+    "rank_pattern": (lambda value: _is_table(value, _is_rank), "whole numbers above 0 by regular expression"),
+    "alpha_pattern": (lambda value: _is_table(value, _is_alpha), "finite numbers above 0 by regular expression"),
     "use_rslora": (lambda value: value in (None, True, False), "true or false"),
     "target_modules": _NAMES,
     "exclude_modules": _NAMES,
-    "layers_to_transform": (_list_of(int, lambda value: type(value) is int), "a layer's number or a list of them"),
+    "layers_to_transform": (lambda v: type(v) is int or _is_list(v, int), "a layer's number or a list of them"),
 }
 
 
@@ -254,11 +247,8 @@ def rank_and_scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:
 
 def _not_linear(spec: DecoderSpec) -> set[str]:
     """Targets that PEFT's "all-linear" may leave out: the embedding, the output layer, routers."""
-    routers = {
-        spec.names.layer.format(i) + layer.mlp.router.name
-        for i, layer in enumerate(spec.layers)
-        if isinstance(layer.mlp, MoESpec)
-    }
+    mlps = [(spec.names.layer.format(i), layer.mlp) for i, layer in enumerate(spec.layers)]
+    routers = {prefix + mlp.router.name for prefix, mlp in mlps if isinstance(mlp, MoESpec)}
     return routers | {_module(spec.names.embedding), _module(spec.names.head)}
 
 
