@@ -49,7 +49,7 @@ class PagedDecoder:
 
     @torch.inference_mode()
     def step(self, scheduled: dict[str, int]) -> dict[str, torch.Tensor]:
-        """Compute so many tokens of each request; gives the logits of each of them."""
+        """Compute the scheduled tokens of each request; gives the logits of each of them."""
         ids, positions = [], []
         for name, count in scheduled.items():
             begin = self.computed[name]

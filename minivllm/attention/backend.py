@@ -40,7 +40,7 @@ class AttentionSpec:
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax (Gemma 2).
         kv_dtype: of keys and values in the cache: `FP8`, or None for `dtype`.
         sinks: each head has one more score in its softmax, which belongs to no token (see `AttentionBackend.sinks`).
-        value_dim: values are the first so many numbers of the keys, and the cache holds keys only (latent attention);
+        value_dim: values are the first `value_dim` numbers of the keys, and the cache holds keys only (latent attention);
             None for values of their own.
     """
 

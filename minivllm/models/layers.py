@@ -23,7 +23,7 @@ class RMSNorm(Module):
         eps: added to the mean square.
         ops: that compute it.
         dtype, device: of the activations.
-        offset: checkpoints hold `weight - 1` (Gemma). The weight is then float32, and so is the product with it.
+        offset: checkpoints hold `weight - 1` (Gemma). The weight is then float32, and so is the multiplication by it.
     """
 
     capturable = True

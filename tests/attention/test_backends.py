@@ -177,7 +177,7 @@ def test_reference_is_bit_identical_alone_and_in_any_chunks(local, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=IDS)
 def test_queries_may_be_a_slice_of_a_larger_tensor(backend):
-    """The decoder hands over a strided view of its fused QKV product."""
+    """The decoder hands over a strided view of its fused QKV matmul."""
     case = Case(make_spec(), [(1, 30), (5, 12), (1, 9)])
     straight = case.run(backend)
     wide = torch.randn(len(case.q), 10, 8)

@@ -34,10 +34,14 @@ def generated(name: str, tokens: list[int]) -> list[int]:
     ].tolist()
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_greedy_tokens_under_preemption_and_prefix_hits(name, tiny_model_path):  # noqa: F811
+PLAIN = [(name, "reference" if name == "gemma2" else "sdpa") for name in TINY_MODELS]
+CHOSEN = [(name, "auto") for name in ("gpt2", "glm", "cohere2", "olmo2", "mixtral")]
+"""Learned positions; half a head rotated; parallel blocks, some without positions; norms after; experts."""
+
+
+@pytest.mark.parametrize(("name", "backend"), PLAIN + CHOSEN)
+def test_greedy_tokens_under_preemption_and_prefix_hits(name, backend, tiny_model_path):  # noqa: F811
     want = [generated(name, tokens) for tokens in prompts(name)]
-    backend = "reference" if name == "gemma2" else "sdpa"
     how = {"dtype": "float32", "attention_backend": backend, "block_size": 4, "max_num_batched_tokens": 24}
     specs = spec_from_config(hf_model(name).config.to_dict()).kv_cache_specs(4)
     blocks = 27 * len(make_kv_cache_groups(specs)) + 1  # for one request of the longest, and a bit

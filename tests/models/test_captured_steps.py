@@ -98,6 +98,11 @@ def test_quantized_matmuls(kernel):
     [
         ("llama", {"linear_method": "torch"}, "torch computes linear"),
         ("gemma3", {}, "torch computes rms_norm"),
+        ("olmo2", {}, "torch computes rms_norm"),
+        ("granite", {}, "torch computes mul"),
+        ("glm", {}, "torch computes mul"),
+        ("cohere", {}, "torch computes layer_norm"),
+        ("mixtral", {}, "MoE is not declared capturable"),
     ],
 )
 def test_what_a_decoder_lacks_is_said(name, options, problem):

@@ -26,7 +26,7 @@ from minivllm_kernels.cpu.simd import (
 
 __all__ = ["LARGEST_OUT", "LARGEST_SIZE", "LARGEST_X", "first_largest"]
 
-"""What stands between the products of a decoder on a CPU, each as one kernel. Sums are float32; a row's result does not depend
+"""What stands between the matmuls of a decoder on a CPU, each as one kernel. Sums are float32; a row's result does not depend
 on other rows."""
 
 AT_ONCE = OWN

@@ -383,7 +383,7 @@ def peek(b, counter: Array, index: Int):
 
 @primitive(types.void)
 def relax(b, x86: Const):
-    """A short rest in a loop that waits, which leaves the core to whoever shares it. Nothing where `x86` is 0: other CPUs know
+    """A short rest in a loop that waits, which leaves the core to the other threads on it. Nothing where `x86` is 0: other CPUs know
     no such instruction, or it does nothing."""
     if x86:
         call_llvm(b, "x86.sse2.pause", ir.VoidType())

@@ -218,7 +218,7 @@ class CacheFormat:
         fetch: device function (cache, at): these words.
         operands: device function (words, i): the 8 numbers from words[i] on, as four words of two 16-bit floats.
         query: device function (word of q): the same as an operand.
-        pack: two float32 to a word of an operand. mma: the product of such operands.
+        pack: two float32 to a word of an operand. mma: the matmul of such operands.
     """
 
     words: int

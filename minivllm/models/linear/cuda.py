@@ -49,5 +49,5 @@ class FewRowsLinear(TorchLinear):
         """See `LinearMethod`."""
         if not self.takes(x):
             return super().apply(x)
-        product: Tensor = cuda_kernels().gemv(x, self.weights["weight"])
-        return product
+        out: Tensor = cuda_kernels().gemv(x, self.weights["weight"])
+        return out

@@ -201,5 +201,5 @@ class CapturedCPUSteps:
         for slots, plan, where in zip(self._slots, plans, captured.attentions, strict=True):
             slots[:rows] = plan.slot_mapping
             program.args[where] = [plan.step.args[field] for field in STEP_ARGS]
-        program(min(torch.get_num_threads(), *(plan.step.threads for plan in plans)))  # a plan has memory for so many
+        program(min(torch.get_num_threads(), *(plan.step.threads for plan in plans)))  # those a plan has memory for
         return captured.result.clone()

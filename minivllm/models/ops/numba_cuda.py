@@ -77,5 +77,5 @@ class NumbaCudaOps(TorchOps):
         both = gate_up(x)
         if both.shape[1] % 16:
             return TorchOps.gated_linear(self, both, lambda both: both, activation)
-        product: Tensor = cuda_kernels().silu_mul(both)
-        return product
+        out: Tensor = cuda_kernels().silu_mul(both)
+        return out

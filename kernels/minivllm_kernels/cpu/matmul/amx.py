@@ -52,7 +52,7 @@ def tiles_end(b):
 
 @primitive(types.void)
 def tiles_multiply(b, x: Int, x_stride: Int, weight: Int, weight_stride: Int, count: Const):
-    """Add the products of `count` tiles of rows and two of weights to the sums. Addresses, and bytes from one row to the next."""
+    """Add the matmuls of `count` tiles of rows and two of weights to the sums. Addresses, and bytes from one row to the next."""
     for v in range(2):
         instruct(b, "tileloadd64", RIGHT + v, pointer(b, weight, ir.Constant(I64, 4 * TILE * v)), weight_stride)
     for r in range(count):
