@@ -2,7 +2,9 @@
 
     python benchmarks/speculation.py [--model smollm2] [--batches 1 16] [--tokens 96] [--drafts 4] [--rounds 5] [--json FILE]
 
-Two prompts: an edit, whose answer repeats most of the prompt, and a chat, whose answer is new. Greedy, so that all engines say the same.
+Two prompts: an edit, whose answer repeats most of the prompt, and a chat, whose answer is new. Greedy. The last column says whether the
+answers are those without drafts: a step of another size rounds differently, unless the backend is batch-invariant, and that can decide
+between two tokens that are nearly equally likely.
 Each round runs all engines in turn, so that what else the machine does meets all alike; a ratio is taken within a round, and the
 table shows the median of the rounds. Every request of a batch has its own prompt.
 
