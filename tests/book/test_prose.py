@@ -43,7 +43,7 @@ PREMISES = {
     "engine/detokenizer": "150000",
     "serving/generation": "200",
     "serving/tools": "135",
-    "bench/serve": "20 90",
+    "bench/serve": "20",
     "viz/palette": "4.5 0.12",
 }
 
