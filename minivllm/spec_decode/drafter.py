@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from minivllm.core.speculative import SpeculativeConfig
+from minivllm.core.speculative import PROPOSERS, SpeculativeConfig
 from minivllm.spec_decode.proposers import (
     DraftRequest,
     DraftView,
@@ -179,7 +179,7 @@ def make_proposer(config: SpeculativeConfig) -> Proposer:
         )
     if config.method == "synthetic":
         return RepeatProposer()
-    raise ValueError(f"no proposer for the speculative method {config.method!r}")
+    return PROPOSERS[config.method](config)
 
 
 class Drafter:
