@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["METHODS", "SpecDecodingStats", "SpeculativeConfig"]
+__all__ = ["METHODS", "PROPOSERS", "SpecDecodingStats", "SpeculativeConfig", "register_proposer"]
 
 _ANY = ("method", "num_speculative_tokens", "dynamic_length", "rejection_sample_method", "synthetic_acceptance_rate")
 _SUFFIX = (
@@ -21,6 +22,19 @@ METHODS: dict[str, tuple[str, ...]] = {
     "draft_model": ("model",),
     "synthetic": (),
 }
+PROPOSERS: dict[str, Callable[[SpeculativeConfig], Any]] = {}
+"""What makes a proposer of a method that does not ship with minivllm."""
+
+
+def register_proposer(method: str, make: Callable[[SpeculativeConfig], Any]) -> None:
+    """Let `speculative_config` name a method. `make`: gives an object with `propose(requests, view)`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if method in METHODS:
+        raise ValueError(f"speculative method {method!r} exists already")
+    METHODS[method], PROPOSERS[method] = (), make
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from minivllm.core.speculative import SpeculativeConfig
+from minivllm.core.speculative import PROPOSERS, SpeculativeConfig
 from minivllm.spec_decode.draft_model import DraftHost, load_draft_model
 from minivllm.spec_decode.proposers import (
     DraftRequest,
@@ -182,7 +182,9 @@ def make_proposer(config: SpeculativeConfig, host: DraftHost | None = None) -> P
         return RepeatProposer()
     if config.method == "draft_model" and host is not None:
         return load_draft_model(host)
-    raise ValueError(f"no proposer for the speculative method {config.method!r}")
+    if config.method not in PROPOSERS:
+        raise ValueError(f"no proposer for the speculative method {config.method!r}")
+    return PROPOSERS[config.method](config)
 
 
 class Drafter:
