@@ -357,6 +357,7 @@ class ModelFacts:
         weight_bytes: size of the weights in the dtype in use.
         checkpoint_dtype: dtype named by the model's own configuration.
         hidden_size: numbers in a hidden state; None where it is not needed.
+        draft_bytes_per_block: what a KV block takes of draft layers, which keep theirs under the same block ids.
     """
 
     name: str
@@ -368,6 +369,7 @@ class ModelFacts:
     weight_bytes: int
     checkpoint_dtype: str = "float32"
     hidden_size: int | None = None
+    draft_bytes_per_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -698,7 +700,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
         decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))
     decisions.append(Decision("linear_kernel", machine.linear_kernel, machine.linear_kernel_why))
     groups = make_kv_cache_groups(model.kv_specs)
-    bytes_per_block = len(groups[0].layers) * groups[0].spec.bytes_per_block
+    bytes_per_block = len(groups[0].layers) * groups[0].spec.bytes_per_block + model.draft_bytes_per_block
     useful = max_num_seqs * len(groups) * -(-max_model_len // args.block_size) + 1
     blocks = choose_num_blocks(args, model, machine, bytes_per_block, useful)
     decisions.append(blocks)

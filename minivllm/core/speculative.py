@@ -19,6 +19,7 @@ _SUFFIX = (
 METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": _SUFFIX,
+    "draft_model": ("model",),
     "synthetic": (),
 }
 PROPOSERS: dict[str, Callable[[SpeculativeConfig], Any]] = {}
@@ -43,6 +44,7 @@ class SpeculativeConfig:
     Attributes:
         method: a name of `METHODS`, or an object with `propose(requests, view)`.
         num_speculative_tokens: most draft tokens of a request in a step.
+        model: of the methods that have one: alias, folder or hub id.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that is looked up.
         suffix_decoding_max_tree_depth: longest suffix that is looked up, and draft that follows it, together.
         suffix_decoding_max_cached_requests: answers of earlier requests that are remembered; 0 for none.
@@ -56,6 +58,7 @@ class SpeculativeConfig:
 
     method: Any
     num_speculative_tokens: int
+    model: str | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     suffix_decoding_max_tree_depth: int = 24
@@ -103,6 +106,9 @@ class SpeculativeConfig:
                 raise ValueError(
                     f"speculative_config entry {name!r} does not belong to method {chosen!r}; it has: {', '.join((*_ANY, *own))}"
                 )
+        if "model" in own and not isinstance(given.get("model"), str):
+            got = repr(given["model"]) if "model" in given else "none"
+            raise ValueError(f"speculative_config method {chosen!r} needs a 'model', a name or a folder; got {got}")
         synthetic = "synthetic" in (chosen, given.get("rejection_sample_method"))
         config = cls(**{"dynamic_length": not synthetic} | given)
         config._check_numbers()
