@@ -7,12 +7,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-__all__ = ["EncoderCacheManager", "MultiModalFeatureSpec", "PlaceholderRange", "block_keys"]
-
-if TYPE_CHECKING:
-    from minivllm.core.request import Request
+__all__ = ["EncoderCacheManager", "MediaRequest", "MultiModalFeatureSpec", "PlaceholderRange", "block_keys"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +71,14 @@ class MultiModalFeatureSpec:
         return MultiModalFeatureSpec(*values[:2], PlaceholderRange(*values[3:]), whole=values[2])
 
 
+class MediaRequest(Protocol):
+    """What is asked of a request here; see `Request`."""
+
+    request_id: str
+    num_prompt_tokens: int
+    mm_features: tuple[MultiModalFeatureSpec, ...]
+
+
 def block_keys(features: tuple[MultiModalFeatureSpec, ...], start: int, end: int) -> list[str]:
     """What distinguishes the tokens `start` to `end` - 1 of a prompt from equal ones: the inputs there, and where they begin."""
     inside = (f for f in features if f.mm_position.offset < end and f.mm_position.end > start)
@@ -103,7 +108,7 @@ class EncoderCacheManager:
         self._holders: dict[str, int] = {}
         self._free = cache_size
 
-    def check(self, request: Request) -> None:
+    def check(self, request: MediaRequest) -> None:
         """Raises ValueError for an input that can never be encoded."""
         for i, feature in enumerate(request.mm_features):
             count = feature.mm_position.num_embeds
@@ -114,7 +119,7 @@ class EncoderCacheManager:
                 if count > limit:
                     raise ValueError(f"input {i} ({feature.modality}) takes {count} embeddings; {name}={limit}")
 
-    def fit(self, request: Request, start: int, n: int, planned: int) -> tuple[int, str]:
+    def fit(self, request: MediaRequest, start: int, n: int, planned: int) -> tuple[int, str]:
         """How many of the `n` tokens from `start` on can be computed, and why not all of them ("" if they can).
 
         Args:
@@ -134,7 +139,7 @@ class EncoderCacheManager:
                 return max(0, feature.mm_position.offset - start), reason or "encoder_cache"
         return n, ""
 
-    def keep_whole(self, request: Request, start: int, n: int, budget: int) -> int:
+    def keep_whole(self, request: MediaRequest, start: int, n: int, budget: int) -> int:
         """`n`, or fewer tokens so that no range that must be computed in one step is split. If the range comes first, all of it
         or nothing: it may exceed any cap but the step's budget."""
         for feature in request.mm_features:
@@ -144,7 +149,7 @@ class EncoderCacheManager:
                 return before if before > 0 else place.end - start if place.end - start <= budget else 0
         return n
 
-    def take(self, request: Request, start: int, n: int) -> tuple[list[MultiModalFeatureSpec], list[str]]:
+    def take(self, request: MediaRequest, start: int, n: int) -> tuple[list[MultiModalFeatureSpec], list[str]]:
         """Hold what these tokens need, which must fit. Returns the inputs to encode, and the outputs that are evicted for them."""
         held = self.held.setdefault(request.request_id, [])
         wanted = [f for f in _inside(request, start, start + n) if f not in held]
@@ -167,7 +172,7 @@ class EncoderCacheManager:
         self._free += self.sizes.pop(name)
         return name
 
-    def release(self, request: Request, computed: int) -> None:
+    def release(self, request: MediaRequest, computed: int) -> None:
         """Let go of inputs whose ranges end within the first `computed` tokens."""
         held = self.held.get(request.request_id, [])
         for feature in [f for f in held if f.mm_position.end <= computed]:
@@ -179,7 +184,7 @@ class EncoderCacheManager:
         if not held:
             self.held.pop(request.request_id, None)
 
-    def free(self, request: Request) -> None:
+    def free(self, request: MediaRequest) -> None:
         """Let go of all that a request holds."""
         self.release(request, request.num_prompt_tokens)
 
@@ -188,6 +193,6 @@ class EncoderCacheManager:
         return [self._evict() for _ in range(len(self.freeable))]
 
 
-def _inside(request: Request, start: int, end: int) -> Iterator[MultiModalFeatureSpec]:
+def _inside(request: MediaRequest, start: int, end: int) -> Iterator[MultiModalFeatureSpec]:
     """The inputs whose ranges have tokens in `start` to `end` - 1."""
     return (f for f in request.mm_features if f.mm_position.offset < end and f.mm_position.end > start)
