@@ -188,8 +188,14 @@ class Decoder(Module):
             hidden = self._captured.run(token_ids, positions, kv_caches, plans)
             if hidden is not None:
                 return hidden
+        return self.forward_embedded(self.embed(token_ids, positions), positions, kv_caches, plans)
+
+    def forward_embedded(
+        self, x: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
+    ) -> Tensor:
+        """As `forward`, layer by layer, from what the first one reads: x [T, hidden_size], which is overwritten."""
         rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
-        return self._run_layers(self.embed(token_ids, positions), ForwardContext(rotations, kv_caches, plans))
+        return self._run_layers(x, ForwardContext(rotations, kv_caches, plans))
 
     def embed(self, token_ids: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
         """What the first layer reads, [T, hidden_size], of token ids and positions, int64 [T]; written to `out` if given."""
