@@ -172,7 +172,12 @@ class Decoder(Module):
         self._captured = None if self.eager else self.ops.capture(self, self._run_layers)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        plans: Sequence[Plan],
+        x: Tensor | None = None,
     ) -> Tensor:
         """Run all layers for the tokens of one step.
 
@@ -180,21 +185,17 @@ class Decoder(Module):
             token_ids, positions: int64 [T], requests laid end to end.
             kv_caches: one per tensor of the KV cache configuration; changed in place.
             plans: one per KV cache group.
+            x: what the first layer reads, [T, hidden_size], overwritten; None for the embeddings of the tokens.
 
         Returns:
             [T, hidden_size], after the last norm.
         """
-        if self._captured is not None:
+        if self._captured is not None and x is None:
             hidden = self._captured.run(token_ids, positions, kv_caches, plans)
             if hidden is not None:
                 return hidden
-        return self.forward_embedded(self.embed(token_ids, positions), positions, kv_caches, plans)
-
-    def forward_embedded(
-        self, x: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
-    ) -> Tensor:
-        """As `forward`, layer by layer, from what the first one reads: x [T, hidden_size], which is overwritten."""
         rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
+        x = self.embed(token_ids, positions) if x is None else x
         return self._run_layers(x, ForwardContext(rotations, kv_caches, plans))
 
     def embed(self, token_ids: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
