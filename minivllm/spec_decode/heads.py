@@ -215,7 +215,7 @@ class EagleProposer(DraftModelProposer):
             x = self.embedding[token_ids]
         assert features is not None
         x = functional.linear(torch.cat([x, features.to(x.dtype)], 1), *self.fuse)
-        return self.decoder.forward(token_ids, positions, self.cache.tensors, plans, x)
+        return self.decoder.forward(token_ids, positions, self.cache.tensors, plans, x=x)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.host.target.compute_logits(hidden)
