@@ -125,7 +125,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value), _kv_dtype(args))
     backend, why = select_backend(args.attention_backend, specs, torch.device(device))
     about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
-    linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about)
+    linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about, loaded.quantization)
     facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache)
     facts = with_drafter(facts, args, loaded, dtype.value)
     machine = machine_facts(device, (backend.name, why), linear)
