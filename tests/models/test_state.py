@@ -1,9 +1,11 @@
 """State-space layers: three forms of a recurrence, and whole models whose state outlives chunks, preemption and hits."""
 
+# ruff: noqa: F811
+
 import numpy as np
 import pytest
 import torch
-from tiny_models import STATES, VOCAB_SIZE, hf_model
+from tiny_models import STATES, VOCAB_SIZE, hf_model, tiny_model_path  # noqa: F401
 
 from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import AttentionBatch
