@@ -106,7 +106,7 @@ class Mamba2(StateMixer):
         """See `StateMixer`."""
         return self._mix(u, states, conv_scan, ssd_scan)
 
-    def _mix(self, u: Tensor, states: States, conv, ssd) -> tuple[Tensor, States]:  # type: ignore[no-untyped-def]
+    def _mix(self, u: Tensor, states: States, conv, ssd) -> tuple[Tensor, States]:
         """From the first matmul to the last, with one form of the convolution and of the recurrence."""
         s, w = self.spec, self.extra
         z, xBC, dt = u.split((s.inner, s.channels, s.num_heads), 1)

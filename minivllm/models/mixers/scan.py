@@ -90,7 +90,7 @@ def ssd_chunk(
     return y.transpose(0, 1) + D[:, None] * x, state
 
 
-def in_chunks(chunk, x: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+def in_chunks(chunk, x: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
     """Run `chunk(*parts, state)` over tokens, `CHUNK` at a time. x: tensors with a row for each token."""
     ys = []
     for start in range(0, len(x[0]), CHUNK):
