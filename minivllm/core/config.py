@@ -368,6 +368,8 @@ class SchedulerConfig:
         policy: a name of `minivllm.core.policy.POLICIES`, when no policy object is given.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits into the free blocks, not just its first chunk.
         max_loras: most different LoRA adapters in a step; 0 for no limit (and no adapter weights).
+        max_num_encoder_input_tokens: most embeddings of media that are encoded in a step; None for `max_num_batched_tokens`.
+        encoder_cache_size: most embeddings of media that are kept; None for `max_num_batched_tokens`.
         starvation_limit: a policy may let younger requests overtake the oldest waiting one, preempt one request, or give a request no
             tokens in steps on end, this often.
     """
@@ -381,6 +383,8 @@ class SchedulerConfig:
     policy: str = "fcfs"
     scheduler_reserve_full_isl: bool = True
     max_loras: int = 0
+    max_num_encoder_input_tokens: int | None = None
+    encoder_cache_size: int | None = None
     starvation_limit: int = 1000
 
     def __post_init__(self) -> None:
@@ -389,8 +393,9 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             _at_least(name, getattr(self, name), 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        if self.max_num_partial_prefills is not None:
-            _at_least("max_num_partial_prefills", self.max_num_partial_prefills, 1)
+        for name in ("max_num_partial_prefills", "max_num_encoder_input_tokens", "encoder_cache_size"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
         _one_of("policy", self.policy, tuple(POLICIES))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
@@ -402,6 +407,12 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len"
                 f" ({self.max_model_len}) when enable_chunked_prefill=False, or long prompts could never run"
             )
+
+    @property
+    def encoder_limits(self) -> tuple[int, int]:
+        """`encoder_cache_size` and `max_num_encoder_input_tokens`, with their defaults."""
+        most = self.max_num_batched_tokens
+        return self.encoder_cache_size or most, self.max_num_encoder_input_tokens or most
 
     def max_sampled_rows(self, speculative: SpeculativeConfig | None) -> int:
         """Most tokens that a step samples behind: one of each request, and each of its draft tokens."""
@@ -528,6 +539,8 @@ class EngineArgs:
     enable_chunked_prefill: bool = _arg(True, "compute long prompts in pieces")
     long_prefill_token_threshold: int = _arg(0, "most tokens of one request in a step; 0: no cap")
     max_num_partial_prefills: int | None = _arg(None, "most requests in the middle of a prompt at once")
+    max_num_encoder_input_tokens: int | None = _arg(None, "most embeddings of media encoded in a step")
+    encoder_cache_size: int | None = _arg(None, "most embeddings of media kept")
     scheduler_reserve_full_isl: bool = _arg(True, "admit a request only if its whole prompt fits the free blocks")
     starvation_limit: int = _arg(1000, "how often a policy may pass over the oldest request, or preempt one")
     scheduling_policy: str = _arg("fcfs", "who gets tokens first: fcfs, priority, fair_share or another name")
@@ -567,7 +580,7 @@ class EngineArgs:
         _one_of("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
         least = {"block_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
                  "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1, "max_loras": 1, "max_lora_rank": 1,
-                 "max_cpu_loras": self.max_loras}  # fmt: skip
+                 "max_cpu_loras": self.max_loras, "max_num_encoder_input_tokens": 1, "encoder_cache_size": 1}  # fmt: skip
         for name, value in least.items():
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), value)

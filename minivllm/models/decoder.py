@@ -3,7 +3,7 @@
 # Generated from nbs/models/decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,19 @@ from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.rope import Rope, Rotation
 from minivllm.models.spec import DecoderSpec, LayerSpec
 
-__all__ = ["Decoder", "DecoderLayer", "MixerLayer", "ParallelDecoderLayer", "layer_kind"]
+__all__ = ["Decoder", "DecoderLayer", "Media", "MixerLayer", "ParallelDecoderLayer", "layer_kind"]
+
+
+class Media(NamedTuple):
+    """Embeddings that take the place of token embeddings in a step.
+
+    Attributes:
+        rows: int64 [M], places among the step's tokens.
+        values: [M, hidden_size], of the model's dtype.
+    """
+
+    rows: Tensor
+    values: Tensor
 
 
 class DecoderLayer(Module):
@@ -191,7 +203,12 @@ class Decoder(Module):
         self._captured = None if self.eager else self.ops.capture(self, self._run_layers)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        plans: Sequence[Plan],
+        media: Media | None = None,
     ) -> Tensor:
         """Run all layers for the tokens of one step.
 
@@ -199,24 +216,30 @@ class Decoder(Module):
             token_ids, positions: int64 [T], requests laid end to end.
             kv_caches: one per tensor of the KV cache configuration; changed in place.
             plans: one per KV cache group.
+            media: embeddings in the place of those of some tokens.
 
         Returns:
             [T, hidden_size], after the last norm.
         """
-        if self._captured is not None:
+        if self._captured is not None and media is None:
             hidden = self._captured.run(token_ids, positions, kv_caches, plans)
             if hidden is not None:
                 return hidden
         rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
-        return self._run_layers(self.embed(token_ids, positions), ForwardContext(rotations, kv_caches, plans))
+        x = self.embed(token_ids, positions, media=media)
+        return self._run_layers(x, ForwardContext(rotations, kv_caches, plans))
 
-    def embed(self, token_ids: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
+    def embed(
+        self, token_ids: Tensor, positions: Tensor, out: Tensor | None = None, media: Media | None = None
+    ) -> Tensor:
         """What the first layer reads, [T, hidden_size], of token ids and positions, int64 [T]; written to `out` if given."""
         x = torch.index_select(self.embedding, 0, token_ids, out=out)
         if self.lora is not None:
             self.lora.embed(token_ids, x)
         if self.embedding_scale != 1.0:
             x *= self.embedding_scale
+        if media is not None:
+            x[media.rows] = media.values
         if self.positions is not None:
             x += self.positions[positions + self.spec.position_offset]
         return x

@@ -22,7 +22,8 @@ from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOut
 from minivllm.core.speculative import SpeculativeConfig
 from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
-from minivllm.models.decoder import Decoder
+from minivllm.models.decoder import Decoder, Media
+from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
 from minivllm.runtime.pooler import Pooler
@@ -133,7 +134,7 @@ class ModelRunner:
 
     ``model``: loaded and not yet bound to a cache. ``backend``: the one that the model was built with.
     ``transforms``: of the logits of every request, besides each request's own. ``grammar``: compiles structured outputs; without
-    it such requests fail.
+    it such requests fail. ``encoder``: of media; None for a model of text alone.
     """
 
     PROMPT_SLICE = 256  # prompt tokens whose logits are held at once
@@ -145,6 +146,7 @@ class ModelRunner:
         config: EngineConfig,
         transforms: Sequence[Transform] = (),
         grammar: GrammarCompiler | None = None,
+        encoder: MediaEncoder | None = None,
     ) -> None:
         kv, limits = config.kv_cache, config.scheduler
         self.model, self.backend, self.config, self.grammar = model, backend, config, grammar
@@ -163,6 +165,7 @@ class ModelRunner:
         speculative = config.speculative
         self.drafter = None if speculative is None else self._make_drafter(speculative)
         self.pooler = Pooler()
+        self.media = EncoderOutputs(encoder, model.dtype, self.device)
         rate = None if speculative is None else speculative.synthetic_acceptance_rate
         self.rejection = RejectionSampler(self.sampler, rate)
         self._looks_back = bool(transforms)
@@ -220,10 +223,13 @@ class ModelRunner:
         self._update_rows(output, pending.output)
         if output.swap_out or output.swap_in:
             self._swap_blocks(output)
+        if output.scheduled_encoder_inputs or output.free_encoder_mm_hashes:
+            self.media.update(output)
         if not output.total_num_scheduled_tokens:
             return pending
         guesses = output.scheduled_spec_decode_tokens
         step = self.batch.prepare(output.num_scheduled_tokens, guesses)
+        media = self.media.gather(step) if self.media.features else None
         chosen = np.flatnonzero(step.samples)
         drafts = [self._draft(step.request_ids[i], guesses) for i in chosen] if guesses else []
         if self.adapters is not None:
@@ -235,9 +241,9 @@ class ModelRunner:
         if self.buffer is None:
             token_ids, positions, last, rows = map(torch.from_numpy, arrays)
             plans = [plan(batch) for plan, batch in zip(self.planners, step.attention, strict=True)]
-            hidden = self.model.forward(token_ids, positions, self.kv_caches, plans)
+            hidden = self.model.forward(token_ids, positions, self.kv_caches, plans, media)
         else:
-            hidden, last, rows = self._forward_buffered(step, arrays, self.buffer)
+            hidden, last, rows = self._forward_buffered(step, arrays, self.buffer, media)
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
         if self.pooler.entries:
@@ -260,6 +266,7 @@ class ModelRunner:
                 self.drafter.finish(request_id, [] if view is None else list(view.output_token_ids))
         for request_id in (*output.preempted, *output.finished):
             self.batch.drop(request_id)
+            self.media.features.pop(request_id, None)
             if request_id in self.sampling.requests:
                 self.sampling.remove(request_id)
         for request_id in output.finished:
@@ -275,6 +282,8 @@ class ModelRunner:
             known = [*new.prompt_token_ids, *new.output_token_ids]
             row = self.batch.add(new.request_id, known, new.num_computed_tokens, new.block_ids)
             params, self.lora_slots[row] = new.sampling_params, new.lora_slot
+            if new.mm_features:
+                self.media.features[new.request_id] = new.mm_features
             if isinstance(params, PoolingParams):
                 self.pooler.add(new.request_id, params, len(known), new.num_computed_tokens)
                 self.batch.draws[row] = False
@@ -301,7 +310,7 @@ class ModelRunner:
             self.backend.copy_blocks(cpu_cache, device_cache, output.swap_in)
 
     def _forward_buffered(
-        self, step: StepInputs, arrays: tuple[Int64, Int64, Int64, Int64], buffer: StepBuffer
+        self, step: StepInputs, arrays: tuple[Int64, Int64, Int64, Int64], buffer: StepBuffer, media: Media | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Send all arrays of a step in one copy, and run the layers.
 
@@ -311,18 +320,19 @@ class ModelRunner:
         Returns:
             Hidden states after the last norm, [T, hidden_size], and the last two of the arrays, on the device.
         """
-        if len(arrays[3]) == len(step.token_ids) and (replayed := self._replay(step, buffer)) is not None:
+        plain = media is None and len(arrays[3]) == len(step.token_ids)
+        if plain and (replayed := self._replay(step, buffer)) is not None:
             return replayed
         buffer.begin()
         token_ids, positions, last, rows = map(buffer.put, arrays)
         plans = [plan(batch) for plan, batch in zip(self.planners, step.attention, strict=True)]
         buffer.send()
-        return self._layers(token_ids, positions, plans), last, rows
+        return self._layers(token_ids, positions, plans, media), last, rows
 
-    def _layers(self, token_ids: Tensor, positions: Tensor, plans: list[Plan]) -> Tensor:
+    def _layers(self, token_ids: Tensor, positions: Tensor, plans: list[Plan], media: Media | None = None) -> Tensor:
         if self.future is not None:
             token_ids = self.future.resolve(token_ids)
-        return self.model.forward(token_ids, positions, self.kv_caches, plans)
+        return self.model.forward(token_ids, positions, self.kv_caches, plans, media)
 
     def _replay(self, step: StepInputs, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor] | None:
         """As `_forward_buffered`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one,
