@@ -129,7 +129,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     specs = loaded.spec.attention_specs(block_size, getattr(torch, dtype.value), _kv_dtype(args))
     backend, why = select_backend(args.attention_backend, backend_needs(specs), torch.device(device))
     about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
-    linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about)
+    linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about, loaded.quantization)
     facts = with_drafter(facts, args, loaded, dtype.value)
     machine = machine_facts(device, (backend.name, why), linear)
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)

@@ -36,7 +36,7 @@ from minivllm.sampling.state import RequestView, SamplingState
 from minivllm.sampling.transforms import Transform
 from minivllm.spec_decode.draft_model import DraftHost, shared_group
 from minivllm.spec_decode.drafter import Drafter, make_drafter
-from minivllm.spec_decode.proposers import DraftRequest
+from minivllm.spec_decode.proposers import DraftRequest, HiddenStates
 from minivllm.spec_decode.rejection import Draft, RejectionSampler
 
 __all__ = [
@@ -164,6 +164,7 @@ class ModelRunner:
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         speculative = config.speculative
         self.drafter = None if speculative is None else self._make_drafter(speculative)
+        self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
         self.pooler = Pooler()
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
         rate = None if speculative is None else speculative.synthetic_acceptance_rate
@@ -244,6 +245,8 @@ class ModelRunner:
             hidden = self.model.forward(token_ids, positions, self.kv_caches, plans, media)
         else:
             hidden, last, rows = self._forward_buffered(step, arrays, self.buffer, media)
+        if self.drafter is not None and self.drafter.reads:
+            self._states = step, hidden
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
         if self.pooler.entries:
@@ -412,8 +415,21 @@ class ModelRunner:
         only = output.total_num_scheduled_tokens == len(sampled) + sum(drafts.values())
         accepted = {name: result.num_accepted_tokens.get(name, 0) for name in drafts}
         drafter.observe(len(sampled), drafts, accepted, seconds if only else None)
+        if self._states is not None:
+            states, self._states = self._hidden_states(*self._states), None
+            drafter.read(states)
         requests = [r for name, new in sampled.items() if (r := self._draft_request(name, new[-1])) is not None]
         return drafter.propose(requests, len(sampled))
+
+    def _hidden_states(self, step: StepInputs, hidden: Tensor) -> list[HiddenStates]:
+        """What a proposer reads: of requests that go on, the states of all places whose next token is certain."""
+        states = []
+        for i, name in enumerate(step.request_ids):
+            row, start = step.rows[i], int(step.starts[i])
+            first, end = int(step.positions[start]), int(self.batch.num_computed[row])
+            if name in self.sampling.requests and first < end < self.batch.num_tokens[row]:
+                states.append(HiddenStates(self._describe(name, 0), first, hidden[start : start + end - first]))
+        return states
 
     def _draft_request(self, request_id: str, newest: int) -> DraftRequest | None:
         """What a proposer is told of a request; None if it ends, or may not have two more tokens."""
@@ -424,7 +440,11 @@ class ModelRunner:
             left = min(left, view.params.max_tokens - len(view.output_token_ids))
         if left <= 1 or view.params.ends_with(newest) or self.drafter is None:
             return None
-        most = min(self.drafter.config.num_speculative_tokens, left - 1)
+        return self._describe(request_id, min(self.drafter.config.num_speculative_tokens, left - 1))
+
+    def _describe(self, request_id: str, most: int) -> DraftRequest:
+        view, row = self.sampling.requests[request_id], self.batch.row_of[request_id]
+        known = int(self.batch.num_tokens[row])
         token_ids = self.batch.token_ids[row, :known]
         token_ids.flags.writeable = False
         request = DraftRequest(request_id, token_ids, len(view.prompt_token_ids), most, view.params, view.seed)

@@ -122,12 +122,12 @@ class DraftCache:
         return min(known.computed, len(tokens) - self.lead)
 
     def _hash(self, known: _Known, tokens: Tokens, block: int) -> int:
-        """Of all tokens that the content of a request's block depends on; never 0."""
+        """Of all tokens up to the end of a request's block; never 0. (With a lead, its last place depends on one token more, and may
+        have read that of another request: one key of many in a guess, and not worth a block.)"""
         size, hashes = self.block_size, known.hashes
         for i in range(len(hashes), block + 1):
-            start = i * size + self.lead if i else 0
             before = hashes[-1] if hashes else 0
-            hashes.append(hash((before, tokens[start : (i + 1) * size + self.lead].tobytes())) or 1)
+            hashes.append(hash((before, tokens[i * size : (i + 1) * size].tobytes())) or 1)
         return hashes[block]
 
     def plan(self, requests: Sequence[DraftRequest], spans: Sequence[_Span]) -> tuple[Tensor, list[Plan]]:
@@ -247,7 +247,7 @@ class DraftModelProposer:
             spans = [(i, start, start + 1) for i, start in zip(alive, here, strict=True)]
             hidden = self._run(requests, spans, token_ids[at], hidden[at])
         for request, drafted in zip(requests, ids, strict=True):
-            if drafted:
+            if drafted and not self.LEAD:  # else the target's own states come instead of those that were guessed
                 self.cache.guess(request, drafted[:-1])  # the last was not read
         return [Draft(i, None if not q or q[0] is None else torch.stack(q)) for i, q in zip(ids, probs, strict=True)]  # type: ignore[arg-type]
 
@@ -343,7 +343,7 @@ def with_drafter(facts: ModelFacts, args: EngineArgs, target: LoadedModel, dtype
     drafter, size = read_drafter(args, target), DTYPE_BYTES[dtype]
     weights = sum(math.prod(record.shape) for record in drafter.records) or drafter.spec.num_parameters()
     per_block = 0
-    if args.speculative.method == "draft_model":
+    if args.speculative.method in ("draft_model", "eagle"):
         specs = drafter.spec.kv_cache_specs(args.block_size, size)
         if any(spec.rules.is_state for spec in specs):
             raise ValueError(
