@@ -71,6 +71,7 @@ class WeightNames:
     Attributes:
         positions: of learned position embeddings; None for none.
         prefix: what names begin with in some checkpoints of a family, and not in others.
+        ignored: what the names of tensors begin with that only draft tokens; they are not loaded.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -79,6 +80,7 @@ class WeightNames:
     layer: str = "model.layers.{}."
     positions: str | None = None
     prefix: str = ""
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class DecoderSpec:
         drafts = tuple(self.names.layer.format(self.num_layers + i) for i in range(self.draft_layers))
         for name, tensor in weights:
             name = name if name.startswith(own) or name == head else own + name
-            if name.startswith(drafts):
+            if name.startswith((*drafts, *self.names.ignored)):
                 continue
             rule = next((rule for rule in self.unpack if name.endswith(rule.suffix)), None)
             if rule is None:
