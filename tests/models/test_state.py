@@ -121,7 +121,7 @@ def test_pages_of_attention_and_states_are_unified():
         make_kv_cache_groups([attention, state])
 
 
-BLOCKS = {"mamba2": 14, "lfm2": 16, "granite-hybrid": 24, "qwen3-next": 24}
+BLOCKS = {"mamba2": 8, "lfm2": 16, "qwen3-next": 16}
 """Few enough that requests are preempted."""
 SETTINGS = {
     "plain": {},
@@ -139,7 +139,11 @@ SETTINGS = {
 
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [("mamba2", "plain"), ("mamba2", "checkpoints"), *((n, s) for n in STATES for s in ("preempted", "swapped"))],
+    [
+        ("mamba2", "plain"),
+        ("granite-hybrid", "checkpoints"),
+        *((name, setting) for name in BLOCKS for setting in ("preempted", "swapped")),
+    ],
 )
 def test_generates_what_transformers_does(name, setting, tiny_model_path):
     """Twice: the second time prefixes hit, on a checkpoint and off it."""
