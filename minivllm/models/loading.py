@@ -245,7 +245,7 @@ class LoadedModel:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {dtype!r}")
         if self.load_format == "dummy":
             return dummy_tensors(self.spec.weight_shapes(), self.seed)
-        return iter_tensors(list(self.records), dtype)
+        return iter_tensors([record for record in self.records if self.spec.full_name(record.name)], dtype)
 
     def _weight_bytes(self, size: int, linear_kernel: str | None) -> int:
         spec, total = self.spec, self.spec.num_parameters() * size

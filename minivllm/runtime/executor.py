@@ -13,12 +13,22 @@ import torch
 
 from minivllm.attention.backend import FP8, AttentionBackend
 from minivllm.attention.select import select_backend
-from minivllm.core.config import Decision, EngineArgs, EngineConfig, KVCacheConfig, MachineFacts, choose_dtype, resolve
+from minivllm.core.config import (
+    Decision,
+    EngineArgs,
+    EngineConfig,
+    KVCacheConfig,
+    MachineFacts,
+    ModelFacts,
+    choose_dtype,
+    resolve,
+)
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.lora.linear import LoRAModel
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
+from minivllm.models.pooling import pooling_facts
 from minivllm.runtime.machine import choose_device, cpu_quota, has_native_bf16, limit_threads, machine_facts
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
 from minivllm.runtime.peak_memory import peak_bytes
@@ -28,7 +38,7 @@ from minivllm.sampling.transforms import Transform
 
 __all__ = [
     "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder", "make_executor",
-    "plan_engine", "read_model",
+    "plan_engine", "read_model", "with_pooling",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -103,6 +113,14 @@ def read_model(args: EngineArgs) -> LoadedModel:
     )
 
 
+def with_pooling(facts: ModelFacts, loaded: LoadedModel, args: EngineArgs) -> ModelFacts:
+    """The facts with what the model makes of a whole prompt, and the longest that it was trained for."""
+    spec, longest = loaded.spec, facts.max_position_embeddings
+    pooling, limit = pooling_facts(spec.pooler, loaded.hf_config, loaded.path, args.runner, args.pooler_config)
+    pooling = replace(pooling, token_types=spec.token_types, whole_prompts=spec.whole_prompts)
+    return replace(facts, pooling=pooling, max_position_embeddings=min(longest, limit or longest))
+
+
 def plan_engine(args: EngineArgs) -> EnginePlan:
     """Find the model, look at the machine, and decide.
 
@@ -113,11 +131,14 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     device = choose_device(args.device)
     limit_threads(cpu_quota())
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
+    if loaded.spec.whole_prompts and args.dtype == "auto" and loaded.checkpoint_dtype == "float32":
+        dtype = Decision("dtype", "float32", "the checkpoint's own: vectors are compared with others'")
     specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value), _kv_dtype(args))
     backend, why = select_backend(args.attention_backend, specs, torch.device(device))
     about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
     linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about)
     facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache)
+    facts = with_pooling(facts, loaded, args)
     machine = machine_facts(device, (backend.name, why), linear)
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 

@@ -159,7 +159,7 @@ class ModelRunner:
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         speculative = config.speculative
         self.drafter = None if speculative is None else make_drafter(speculative, model.spec.vocab_size)
-        self.pooler = Pooler()
+        self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         rate = None if speculative is None else speculative.synthetic_acceptance_rate
         self.rejection = RejectionSampler(self.sampler, rate)
         self._looks_back = bool(transforms)
