@@ -211,14 +211,15 @@ class LLM:
         task: str | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = _one_each("pooling_params", pooling_params or PoolingParams(), len(prompts), PoolingParams)
-        for given in params:
+        params = PoolingParams() if pooling_params is None else pooling_params
+        for given in params if isinstance(params, (list, tuple)) else [params]:
             if not isinstance(given, PoolingParams):
                 raise TypeError(f"pooling_params must be PoolingParams, got {type(given).__name__}")
             if task is not None and given.task not in (None, task):
                 raise ValueError(f"pooling_params has task={given.task!r}, and this method is for {task!r}")
-        params = [replace(given, task=task or given.task) for given in params]
-        return self._run(self._process_all(prompts, params), use_tqdm)
+        each = _one_each("pooling_params", params, len(prompts), PoolingParams)
+        each = [replace(given, task=task or given.task) for given in each]
+        return self._run(self._process_all(prompts, each), use_tqdm)
 
     def encode(
         self,
