@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from math import gcd
 from typing import Any
 
+from minivllm.core.plugins import load_plugins
+from minivllm.core.policy import POLICIES
 from minivllm.core.speculative import SpeculativeConfig
 
 __all__ = [
@@ -303,7 +305,7 @@ class SchedulerConfig:
         enable_chunked_prefill: a prompt may be computed in pieces.
         long_prefill_token_threshold: no request gets more tokens than this in a step; 0 for no cap.
         max_num_partial_prefills: most requests in the middle of a prompt at once; None for no cap. (vLLM's default is 1, which its V1 scheduler does not use.)
-        policy: `fcfs` or `priority`, when no policy object is given.
+        policy: a name of `minivllm.core.policy.POLICIES`, when no policy object is given.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits into the free blocks, not just its first chunk.
         max_loras: most different LoRA adapters in a step; 0 for no limit (and no adapter weights).
         generates: the model predicts tokens, so that a prompt must leave room for one.
@@ -331,7 +333,7 @@ class SchedulerConfig:
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         if self.max_num_partial_prefills is not None:
             _at_least("max_num_partial_prefills", self.max_num_partial_prefills, 1)
-        _one_of("policy", self.policy, ("fcfs", "priority"))
+        _one_of("policy", self.policy, tuple(POLICIES))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
@@ -403,6 +405,7 @@ class ModelFacts:
         checkpoint_dtype: dtype named by the model's own configuration.
         hidden_size: numbers in a hidden state; None where it is not needed.
         pooling: what it makes of a whole prompt.
+        draft_bytes_per_block: what a KV block takes of draft layers, which keep theirs under the same block ids.
     """
 
     name: str
@@ -415,6 +418,7 @@ class ModelFacts:
     checkpoint_dtype: str = "float32"
     hidden_size: int | None = None
     pooling: PoolingFacts = PoolingFacts()
+    draft_bytes_per_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,7 +505,7 @@ class EngineArgs:
     max_num_partial_prefills: int | None = _arg(None, "most requests in the middle of a prompt at once")
     scheduler_reserve_full_isl: bool = _arg(True, "admit a request only if its whole prompt fits the free blocks")
     starvation_limit: int = _arg(1000, "how often a policy may pass over the oldest request, or preempt one")
-    scheduling_policy: str = _arg("fcfs", "order of the waiting queue", ("fcfs", "priority"))
+    scheduling_policy: str = _arg("fcfs", "who gets tokens first: fcfs, priority, fair_share or another name")
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
     enforce_eager: bool = _arg(
@@ -525,6 +529,7 @@ class EngineArgs:
     generation_config: str = _arg("auto", "sampling defaults: auto (the model's), or vllm (neutral)", ("auto", "vllm"))
 
     def __post_init__(self) -> None:
+        load_plugins()
         self._check()
 
     def _check(self) -> None:
@@ -532,6 +537,7 @@ class EngineArgs:
             value, choices = getattr(self, f.name), f.metadata["choices"]
             if choices and value != f.default:
                 _one_of(f.name, value, choices)
+        _one_of("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
         least = {"block_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
                  "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1, "max_loras": 1, "max_lora_rank": 1,
                  "max_cpu_loras": self.max_loras}  # fmt: skip
@@ -761,7 +767,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
         decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))
     decisions.append(Decision("linear_kernel", machine.linear_kernel, machine.linear_kernel_why))
     groups = make_kv_cache_groups(model.kv_specs)
-    bytes_per_block = len(groups[0].layers) * groups[0].spec.bytes_per_block
+    bytes_per_block = len(groups[0].layers) * groups[0].spec.bytes_per_block + model.draft_bytes_per_block
     useful = max_num_seqs * len(groups) * -(-max_model_len // args.block_size) + 1
     blocks = choose_num_blocks(args, model, machine, bytes_per_block, useful)
     decisions.append(blocks)

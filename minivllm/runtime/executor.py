@@ -4,7 +4,7 @@
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,10 +35,11 @@ from minivllm.runtime.peak_memory import peak_bytes
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
+from minivllm.spec_decode.draft_model import with_drafter
 
 __all__ = [
-    "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder", "make_executor",
-    "plan_engine", "read_model", "with_pooling",
+    "EnginePlan", "Executor", "ExecutorMaker", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder",
+    "make_executor", "plan_engine", "read_model", "register_executor", "with_pooling",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about)
     facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache)
     facts = with_pooling(facts, loaded, args)
+    facts = with_drafter(facts, args, loaded, dtype.value)
     machine = machine_facts(device, (backend.name, why), linear)
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
@@ -227,6 +229,21 @@ class UniProcExecutor:
             torch.cuda.empty_cache()
 
 
+ExecutorMaker = Callable[[EnginePlan, Sequence[Transform], GrammarCompiler | None], Executor]
+_EXECUTORS: dict[str, ExecutorMaker] = {"uniproc": UniProcExecutor}
+
+
+def register_executor(name: str, make: ExecutorMaker) -> None:
+    """Let `distributed_executor_backend` name an executor. `make`: its class, or a function of a plan, transforms and a grammar.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _EXECUTORS or name in _LATER:
+        raise ValueError(f"executor {name!r} exists already")
+    _EXECUTORS[name] = make
+
+
 _LATER = ("mp", "ray", "external_launcher")
 
 
@@ -240,8 +257,8 @@ def make_executor(
     Raises:
         NotImplementedError: a name that vLLM knows and this package does not (yet). ValueError: any other name.
     """
-    if kind == "uniproc":
-        return UniProcExecutor(plan, transforms, grammar)
     if kind in _LATER:
         raise NotImplementedError(f"distributed_executor_backend={kind!r} is not implemented; 'uniproc' is")
-    raise ValueError(f"distributed_executor_backend must be 'uniproc', got {kind!r}")
+    if kind not in _EXECUTORS:
+        raise ValueError(f"distributed_executor_backend must be one of {', '.join(_EXECUTORS)}; got {kind!r}")
+    return _EXECUTORS[kind](plan, transforms, grammar)

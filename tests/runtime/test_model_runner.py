@@ -218,7 +218,7 @@ def test_executors(plan):
     for name in ("mp", "ray", "external_launcher"):
         with pytest.raises(NotImplementedError, match=f"'{name}' is not implemented"):
             make_executor(name, plan)
-    with pytest.raises(ValueError, match="must be 'uniproc', got 'threads'"):
+    with pytest.raises(ValueError, match="must be one of uniproc; got 'threads'"):
         make_executor("threads", plan)
     executor = make_executor("uniproc", plan)
     assert executor.kv_cache_config is plan.config.kv_cache
