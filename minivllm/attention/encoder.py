@@ -82,8 +82,10 @@ class EncoderBackend(AttentionBackend):
             if self.window is not None:
                 near = (positions[:, None, :, None] - positions[:, None, None, :]).abs() <= self.window
                 mask = near if mask is None else near & mask
-            parts = (x[rows].transpose(1, 2) for x in (q, *kv_cache))
+            queries, keys, values = (x[rows].transpose(1, 2) for x in (q, *kv_cache))
             gqa = plan.spec.group_size > 1
-            found = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=plan.spec.scale, enable_gqa=gqa)
+            found = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=plan.spec.scale, enable_gqa=gqa
+            )
             out[rows] = found.transpose(1, 2)
         return out

@@ -20,7 +20,7 @@ __all__ = [
     "HeadLayer", "PoolerSpec", "PoolingHead", "pooling_facts", "read_labels", "read_sentence_transformers",
 ]  # fmt: skip
 
-_ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "tanh": torch.tanh, **ACTIVATIONS}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"": lambda x: x, "tanh": torch.tanh, **ACTIVATIONS}
 
 
 class HeadLayer(NamedTuple):
@@ -95,7 +95,7 @@ class PoolingHead(Module):
         """[R, hidden_size] to class scores, float32 [R, labels]."""
         x, get = x.float(), self.weights.get
         for layer in self.spec.head:
-            x = _ACTIVATIONS[layer.activation](
+            x = _ACTIVATIONS[layer.activation or ""](
                 F.linear(x, self.weights[f"{layer.name}.weight"], get(f"{layer.name}.bias"))
             )
             if (norm := layer.norm) is not None:

@@ -77,7 +77,6 @@ class WeightNames:
         prefix: what names begin with in some checkpoints of a family, and not in others.
         token_types: of the embeddings that tell a first text from a second; None for none.
         embedding_norm: of a norm of the embeddings; None for none.
-        ignored: beginnings of the names of tensors that a checkpoint may hold, and that are not used.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -88,7 +87,6 @@ class WeightNames:
     prefix: str = ""
     token_types: str | None = None
     embedding_norm: str | None = None
-    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,6 +125,7 @@ class DecoderSpec:
         unpack: of its tensors that have another form than `weight_shapes` says.
         token_types: rows of the token type embeddings. A token of type t has the id `t * vocab_size + id`.
         pooler: what follows the hidden states of a model that predicts no tokens; None for one that does.
+        ignored: beginnings of the names of tensors that a checkpoint may hold, and that are not used.
         draft_layers: layers that a checkpoint may hold after the model's own; they only draft tokens, and are not loaded.
     """
 
@@ -147,6 +146,7 @@ class DecoderSpec:
     names: WeightNames = field(default_factory=WeightNames)
     unpack: tuple[Unpack, ...] = field(default=(), compare=False)
     draft_layers: int = 0
+    ignored: tuple[str, ...] = ()
     token_types: int = 0
     pooler: PoolerSpec | None = None
 
@@ -212,7 +212,7 @@ class DecoderSpec:
         if name == self.names.head or name in heads:
             return name if self.pooler is None or name in heads else None
         full = name if name.startswith(self.names.prefix) else self.names.prefix + name
-        return full if full in heads or not full.startswith(self.names.ignored) else None
+        return full if full in heads or not full.startswith(self.ignored) else None
 
     def unpacked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """A checkpoint's tensors in the form of `weight_shapes`.

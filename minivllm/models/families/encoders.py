@@ -61,21 +61,21 @@ def read_bert(r: ConfigReader, prefix: str, **fields: Any) -> DecoderSpec:
         intermediate_size=inner, activation=r.get("hidden_act", "gelu"), bias=True,
         up="intermediate.dense", down="output.dense",
     )  # fmt: skip
-    norms = {"mixer_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
+    norms: dict[str, Any] = {"mixer_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
     names = WeightNames(
         embedding=f"{prefix}embeddings.word_embeddings.weight", positions=f"{prefix}embeddings.position_embeddings.weight",
         token_types=f"{prefix}embeddings.token_type_embeddings.weight",
         embedding_norm=f"{prefix}embeddings.LayerNorm.weight", final_norm=None, layer=f"{prefix}encoder.layer.{{}}.",
         prefix=prefix,
-        ignored=(f"{prefix}embeddings.position_ids", f"{prefix}pooler.", f"{prefix}cls.", f"{prefix}lm_head."),
     )  # fmt: skip
     old = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # of TensorFlow's days
-    offset = fields.get("position_offset", 0)
+    offset, unused = fields.get("position_offset", 0), ("embeddings.position_ids", "pooler.", "cls.", "lm_head.")
     return DecoderSpec(
         family=r.family, vocab_size=r.need("vocab_size"), hidden_size=hidden, norm_eps=r.get("layer_norm_eps", 1e-12),
         max_position_embeddings=r.need("max_position_embeddings") - offset, layer_norm=True, norm_bias=True,
         layers=(LayerSpec(mixer=mixer, mlp=mlp, post_norm=True, **norms),) * r.need("num_hidden_layers"),
         token_types=r.get("type_vocab_size", 2), names=names, tie_word_embeddings=True,
+        ignored=tuple(prefix + name for name in unused),
         unpack=tuple(Unpack(a, lambda t, b=b: {b: t}) for a, b in old.items()), **fields,  # type: ignore[misc]
     )  # fmt: skip
 
@@ -156,13 +156,13 @@ def modernbert(r: ConfigReader) -> DecoderSpec:
     dense = HeadLayer("head.dense", r.need("hidden_size"), r.get("classifier_bias", False), activation, "head.norm")
     names = WeightNames(
         embedding="model.embeddings.tok_embeddings.weight", embedding_norm="model.embeddings.norm.weight",
-        final_norm="model.final_norm.weight", prefix="model.", ignored=("model.head.", "model.decoder."),
+        final_norm="model.final_norm.weight", prefix="model.",
     )  # fmt: skip
     return DecoderSpec(
         family=r.family, vocab_size=r.need("vocab_size"), hidden_size=r.need("hidden_size"),
         max_position_embeddings=r.need("max_position_embeddings"), norm_eps=r.get("norm_eps", 1e-5),
         layer_norm=True, norm_bias=r.get("norm_bias", False), layers=read_modernbert_layers(r), names=names,
-        tie_word_embeddings=True, pooler=pooler_for(r, pooling, (dense,)),
+        tie_word_embeddings=True, pooler=pooler_for(r, pooling, (dense,)), ignored=("model.head.", "model.decoder."),
     )  # fmt: skip
 
 
