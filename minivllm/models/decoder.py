@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
+from minivllm.attention.backend import AttentionBackend, Plan
+from minivllm.attention.state import LayerCacheSpec
 from minivllm.core.config import KVCacheConfig
 from minivllm.core.module import Module, ModuleList
 from minivllm.models.layers import NoNorm, Scale
@@ -16,12 +17,13 @@ from minivllm.models.linear.base import use_huge_pages
 from minivllm.models.linear.grouped import QuantizedWeight
 from minivllm.models.linear.layer import QUANTIZED, Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, build_mixer
+from minivllm.models.mixers.state import NoMLPSpec
 from minivllm.models.ops.base import CapturedSteps, ForwardContext
 from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.rope import Rope, Rotation
 from minivllm.models.spec import DecoderSpec, LayerSpec
 
-__all__ = ["Decoder", "DecoderLayer", "Media", "ParallelDecoderLayer"]
+__all__ = ["Decoder", "DecoderLayer", "Media", "MixerLayer", "ParallelDecoderLayer", "layer_kind"]
 
 
 class Media(NamedTuple):
@@ -72,6 +74,24 @@ class ParallelDecoderLayer(DecoderLayer):
         x, residual = self.mixer_norm.add(x, residual)
         inner = x if isinstance(self.mlp_norm, NoNorm) else self.mlp_norm(residual)
         return self.mixer(x, context) + self.mlp(inner), residual
+
+
+class MixerLayer(DecoderLayer):
+    """A block in which tokens see each other, and no MLP."""
+
+    capturable = True
+
+    def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer`."""
+        x, residual = self.mixer_norm.add(x, residual)
+        return self.mixer(x, context), residual
+
+
+def layer_kind(spec: LayerSpec) -> type[DecoderLayer]:
+    """The class of a layer."""
+    if isinstance(spec.mlp, NoMLPSpec):
+        return MixerLayer
+    return ParallelDecoderLayer if spec.parallel else DecoderLayer
 
 
 class Decoder(Module):
@@ -126,8 +146,7 @@ class Decoder(Module):
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self.positions = self._make_positions()
-        kinds = (ParallelDecoderLayer if layer.parallel else DecoderLayer for layer in spec.layers)
-        self.layers = ModuleList(kind(layer, builder) for kind, layer in zip(kinds, spec.layers, strict=True))
+        self.layers = ModuleList(layer_kind(layer)(layer, builder) for layer in spec.layers)
         self.final_norm = builder.norm()
         self.head = self._make_head(builder)
         self.ropes = ModuleList(None if rope is None else Rope(rope, device, max_model_len) for rope in spec.ropes)
@@ -154,7 +173,7 @@ class Decoder(Module):
     def captured(self) -> CapturedSteps | None:
         return self._captured
 
-    def attention_specs(self, block_size: int) -> list[AttentionSpec]:
+    def attention_specs(self, block_size: int) -> list[LayerCacheSpec]:
         """What each layer asks of the attention backend."""
         return self.spec.attention_specs(block_size, self.dtype, self.kv_dtype)
 

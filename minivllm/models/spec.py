@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionSpec
+from minivllm.attention.state import LayerCacheSpec
 from minivllm.core.config import KVCacheSpec
 from minivllm.models.linear.grouped import QuantizedWeight
 from minivllm.models.mixers.attention import SelfAttentionSpec
@@ -166,7 +166,7 @@ class DecoderSpec:
 
     def attention_specs(
         self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
-    ) -> list[AttentionSpec]:
+    ) -> list[LayerCacheSpec]:
         """What each layer asks of the attention backend. kv_dtype: see `AttentionSpec`."""
         return [layer.mixer.attention_spec(block_size, dtype, kv_dtype) for layer in self.layers]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, Plan
+from minivllm.attention.state import backend_needs, cache_layout
 from minivllm.core.config import EngineArgs, EngineConfig, KVCacheConfig, ModelFacts, make_kv_cache_groups
 from minivllm.models.decoder import Decoder
 from minivllm.models.loading import DTYPE_BYTES, LoadedModel, load_model, read_json
@@ -95,7 +96,8 @@ class DraftCache:
         specs = decoder.attention_specs(size)
         self._specs = [specs[group.layers[0]] for group in groups]
         total = self._stride * len(groups)
-        self.tensors = [host.backend.new_kv_cache(total, specs[0], decoder.device) for _ in groups[0].layers]
+        shape, dtype = cache_layout(host.backend, specs, total)
+        self.tensors = [torch.zeros(shape, dtype=dtype, device=decoder.device) for _ in groups[0].layers]
         decoder.eager = host.config.args.enforce_eager
         decoder.bind(KVCacheConfig(total, size, groups))
         self._stamps = np.zeros(kv.num_blocks, np.int64)
@@ -147,7 +149,7 @@ class DraftCache:
         for group, spec in enumerate(self._specs):  # each has blocks of its own, behind those of the group before
             shift = group * self._stride
             batch = AttentionBatch(begins, ends, tables + np.int32(shift), slots_of_all + shift * size)
-            plans.append(self.backend.plan(batch, spec, self.decoder.device))
+            plans.append(spec.planner(self.backend, self.decoder.device)(batch))
         return positions.to(self.decoder.device), plans
 
     def advance(self, request: DraftRequest, start: int, end: int) -> None:
@@ -342,7 +344,12 @@ def with_drafter(facts: ModelFacts, args: EngineArgs, target: LoadedModel, dtype
     weights = sum(math.prod(record.shape) for record in drafter.records) or drafter.spec.num_parameters()
     per_block = 0
     if args.speculative.method in ("draft_model", "eagle"):
-        per_block = sum(spec.bytes_per_block for spec in drafter.spec.kv_cache_specs(args.block_size, size))
+        specs = drafter.spec.kv_cache_specs(args.block_size, size)
+        if any(spec.rules.is_state for spec in specs):
+            raise ValueError(
+                f"the draft model {drafter.name!r} has states, out of which a rejected token cannot be taken back"
+            )
+        per_block = sum(spec.bytes_per_block for spec in specs)
     return replace(facts, weight_bytes=facts.weight_bytes + weights * size, draft_bytes_per_block=per_block)
 
 
@@ -350,7 +357,7 @@ def load_draft_model(host: DraftHost) -> DraftModelProposer:
     """A proposer with the draft model that the configuration names. Raises ValueError if the attention backend cannot run it."""
     config, target = host.config, host.target
     drafter = read_drafter(config.args)
-    for spec in drafter.spec.attention_specs(config.kv_cache.block_size, target.dtype):
+    for spec in backend_needs(drafter.spec.attention_specs(config.kv_cache.block_size, target.dtype)):
         if (why := host.backend.unsupported(spec, target.device)) is not None:
             raise ValueError(f"the draft model {drafter.name!r} does not run on {host.backend.name!r}: {why}")
     longest = min(drafter.spec.max_model_len, config.scheduler.max_model_len)
