@@ -2,14 +2,14 @@
 
 # Generated from nbs/lab/speculation.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.lab.cost import CostModel, Speculative
 from minivllm.lab.simulation import simulate
 from minivllm.lab.workload import Workload, WorkloadRequest
 
-__all__ = ["crossover", "plot_crossover", "speculation_pays"]
+__all__ = ["crossover", "speculation_pays"]
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,32 +53,6 @@ def speculation_pays(
     table = pd.DataFrame(rows)
     table.insert(4, "speedup", table.tpot[0] / table.tpot)
     return table
-
-
-def plot_crossover(real: Mapping[int, float], simulated: Mapping[str, Mapping[int, float]], ax: Any = None) -> Any:
-    """Speed-up by drafts against the batch size.
-
-    Args:
-        real: measured, by batch size.
-        simulated: lines by name, each by batch size.
-        ax: matplotlib axes to draw into; None for new ones.
-
-    Returns:
-        The axes.
-    """
-    import matplotlib.pyplot as plt
-
-    ax = ax or plt.subplots(figsize=(5.5, 2.8), layout="constrained")[1]
-    for name, line in simulated.items():
-        ax.plot(list(line), list(line.values()), label=name)
-    if real:
-        ax.plot(list(real), list(real.values()), "o", color="black", label="real engine")
-    ax.axhline(1, color="gray", linewidth=0.8, linestyle="--")
-    ax.set_xscale("log", base=2)
-    ax.set(xlabel="requests in a batch", ylabel="times as fast as without drafts")
-    ax.legend(frameon=False, fontsize="small")
-    ax.spines[["top", "right"]].set_visible(False)
-    return ax
 
 
 def crossover(

@@ -4,7 +4,8 @@ import pytest
 
 from minivllm.lab import Constant, Roofline, Workload, WorkloadRequest, simulate, speculation_pays
 from minivllm.lab.cost import Speculative
-from minivllm.lab.speculation import crossover, plot_crossover
+from minivllm.lab.speculation import crossover
+from minivllm.viz.drafts import plot_crossover
 
 K = 4
 
