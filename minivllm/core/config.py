@@ -13,10 +13,11 @@ from typing import Any
 from minivllm.core.speculative import SpeculativeConfig
 
 __all__ = [
-    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "WEIGHT_BITS", "CacheConfig",
-    "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup",
-    "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "SchedulerConfig",
-    "SlidingWindowRules", "choose_dtype", "make_kv_cache_groups", "register_kv_cache_kind", "resolve",
+    "EXECUTORS", "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "WEIGHT_BITS",
+    "CacheConfig", "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig",
+    "KVCacheGroup", "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts",
+    "SchedulerConfig", "SlidingWindowRules", "choose_dtype", "make_kv_cache_groups", "register_kv_cache_kind",
+    "resolve",
 ]  # fmt: skip
 
 
@@ -415,6 +416,9 @@ def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+EXECUTORS = ("uni", "mp")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """What a user may say of an engine. None and "auto" mean "choose"."""
@@ -427,6 +431,9 @@ class EngineArgs:
     load_format: str = _arg("auto", "where weights come from", ("auto", "safetensors", "gguf", "dummy"))
     dtype: str = _arg("auto", "of weights and activations", ("auto", "float32", "bfloat16", "float16"))
     device: str = _arg("auto", "where to compute", ("auto", "cpu", "cuda"))
+    distributed_executor_backend: str | None = _arg(None, "uni: in the engine's process; mp: one a rank", EXECUTORS)
+    tensor_parallel_size: int = _arg(1, "ranks that share every layer")
+    enable_expert_parallel: bool = _arg(False, "ranks that share a layer hold whole experts, not a part of each")
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
     max_model_len: int | None = _arg(None, "most tokens of a request, prompt and output together")
     block_size: int = _arg(16, "tokens per KV block")
@@ -450,12 +457,8 @@ class EngineArgs:
     scheduling_policy: str = _arg("fcfs", "order of the waiting queue", ("fcfs", "priority"))
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
-    enforce_eager: bool = _arg(
-        False, "launch every kernel by itself: no CUDA graphs of decode steps, on a CPU no single launch for small ones"
-    )
-    quantization: str | None = _arg(
-        None, "weights of the linear layers in fewer bits, made at load (on a CPU)", QUANTIZATIONS
-    )
+    enforce_eager: bool = _arg(False, "launch every kernel by itself: no CUDA graphs, on a CPU no single launch")
+    quantization: str | None = _arg(None, "linear layers in fewer bits, made at load (on a CPU)", QUANTIZATIONS)
     quantization_config: dict[str, Any] | None = _arg(  # noqa: RUF009
         None, 'of int4: {"group_size": 32, 64 or 128}, inputs that share a scale (as JSON in a flag)'
     )
@@ -480,7 +483,7 @@ class EngineArgs:
             value, choices = getattr(self, f.name), f.metadata["choices"]
             if choices and value != f.default:
                 _one_of(f.name, value, choices)
-        least = {"block_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
+        least = {"block_size": 1, "tensor_parallel_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
                  "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1, "max_loras": 1, "max_lora_rank": 1,
                  "max_cpu_loras": self.max_loras}  # fmt: skip
         for name, value in least.items():
@@ -493,6 +496,7 @@ class EngineArgs:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise TypeError(f"hf_overrides must be a dict of config.json entries, got {self.hf_overrides!r}")
         self._check_quantization()
+        self._check_parallel()
         if self.speculative is not None and self.async_scheduling:
             raise ValueError(
                 "speculative_config needs async_scheduling=False: a step verifies what the one before it led to"
@@ -503,6 +507,29 @@ class EngineArgs:
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
             raise ValueError('preemption_mode="swap" needs num_cpu_blocks of at least 1, got 0')
+
+    def _check_parallel(self) -> None:
+        if self.world_size > 1 and self.distributed_executor_backend == "uni":
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} needs distributed_executor_backend='mp': 'uni' has one rank"
+            )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError("enable_expert_parallel needs tensor_parallel_size of at least 2")
+        if self.executor == "mp" and self.speculative is not None and not isinstance(self.speculative.method, str):
+            raise ValueError(
+                "speculative_config: a proposer that is an object cannot be handed to worker processes;"
+                " it needs distributed_executor_backend='uni'"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.tensor_parallel_size
+
+    @property
+    def executor(self) -> str:
+        """The executor: the one asked for, or the one that has so many ranks."""
+        return self.distributed_executor_backend or ("uni" if self.world_size == 1 else "mp")
 
     def _check_quantization(self) -> None:
         config = self.quantization_config
@@ -660,6 +687,17 @@ def _left_as_given(args: EngineArgs, known: set[str]) -> list[Decision]:
     ]
 
 
+def _explain_parallel(args: EngineArgs, machine: MachineFacts) -> list[Decision]:
+    """What follows from several ranks."""
+    if args.world_size == 1:
+        return []
+    decisions = [Decision("distributed_executor_backend", args.executor, f"{args.world_size} ranks")]
+    if machine.device == "cpu" and not args.enforce_eager:
+        why = "ranks add up between the matmuls, so a step cannot be one launch"
+        decisions.append(Decision("enforce_eager", True, why))
+    return decisions
+
+
 def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: Decision) -> EngineConfig:
     """Choose every setting that the user left open. Pure: same input, same configuration.
 
@@ -689,6 +727,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
     overlaps = machine.device != "cpu" and args.speculative is None
     overlap = choose("async_scheduling", args.async_scheduling, overlaps, usual)
+    decisions += _explain_parallel(args, machine)
     decisions.append(Decision("attention_backend", machine.attention_backend, machine.attention_backend_why))
     if not args.fp8_kv_cache:
         decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))

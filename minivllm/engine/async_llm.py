@@ -135,6 +135,7 @@ class AsyncLLM:
         self._wakeup = Wakeup(engine.core.fileno())
         self._closing = False
         self._ids = itertools.count()
+        engine.core.watch(self._wakeup.set)
         self._inputs = ThreadPoolExecutor(4, thread_name_prefix="minivllm-inputs")
         self._thread = threading.Thread(target=self._run, name="minivllm-engine", daemon=True)
         self._thread.start()
@@ -216,6 +217,7 @@ class AsyncLLM:
                     self._deliver(self._step())
                 elif not self._inbox:
                     self._wakeup.wait()
+                    engine.core.check_health()
         except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             self.dead_error = error
         self._end()

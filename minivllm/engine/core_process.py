@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, cast
 
 from minivllm.core.clock import WallClock
@@ -44,6 +45,7 @@ class EngineCoreProc:
         self._inbox: deque[list[Any]] = deque()
         self._news = threading.Condition()
         self._taken = 0
+        core.watch(lambda: self._put(["check"]))
         threading.Thread(target=self._listen, name="minivllm-listen", daemon=True).start()
 
     def _listen(self) -> None:
@@ -94,6 +96,8 @@ class EngineCoreProc:
             self.core.prefetch_lora(*what)
         elif kind == "abort":
             self.core.abort(what[0])
+        elif kind == "check":
+            self.core.check_health()
         elif kind == "call" and what[0] in CALLS:
             name, arguments = what
             try:
@@ -228,6 +232,12 @@ class EngineCoreClient:
         """See `EngineCore.compile_grammar`. Here it is compiled to be checked; the engine's process does it again."""
         assert self.grammar is not None
         return self.grammar.submit(params)
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """There is no need: the channel becomes readable, see `fileno`."""
+
+    def check_health(self) -> None:
+        """The next step says it if the process has failed."""
 
     def fileno(self) -> int | None:
         """The channel: it becomes readable when a step's outputs have come."""

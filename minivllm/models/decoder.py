@@ -3,6 +3,7 @@
 # Generated from nbs/models/decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from minivllm.core.config import KVCacheConfig
 from minivllm.core.module import Module, ModuleList
 from minivllm.models.layers import NoNorm, Scale
 from minivllm.models.linear.base import use_huge_pages
-from minivllm.models.linear.layer import QUANTIZED, Linear
-from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, build_mixer
+from minivllm.models.linear.layer import QUANTIZED, GatheredLinear, Linear, Shard
+from minivllm.models.mixers.base import Builder, LinearSpec, Mixer
 from minivllm.models.ops.base import CapturedSteps, ForwardContext
 from minivllm.models.ops.select import make_layer_ops
+from minivllm.models.parallel import TensorGroup
 from minivllm.models.rope import Rope, Rotation
 from minivllm.models.spec import DecoderSpec, LayerSpec
 
@@ -34,7 +36,7 @@ class DecoderLayer(Module):
         self.mlp_norm = builder.norm() if spec.mlp_norm else NoNorm()
         self.mixer_post_norm = builder.norm() if spec.mixer_post_norm else scale
         self.mlp_post_norm = builder.norm() if spec.mlp_post_norm else scale
-        self.mixer, self.mlp = build_mixer(spec.mixer, builder), build_mixer(spec.mlp, builder)
+        self.mixer, self.mlp = builder.block(spec.mixer), builder.block(spec.mlp)
 
     def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """The output of the layer before, and the residual stream that it has not been added to yet; returns the same."""
@@ -74,6 +76,8 @@ class Decoder(Module):
             `QUANTIZED`, the output layer gets 8 bits, and embeddings stay as they are.
         kv_dtype: of the cache, see `AttentionSpec`.
         max_model_len: positions that will occur; None for all that the model was meant for.
+        group: the ranks that hold the layers together; None for one rank. Then every kernel is launched by itself on a CPU: the ranks
+            add up between the matmuls.
 
     Attributes:
         ops: what is computed between the linear layers.
@@ -93,7 +97,9 @@ class Decoder(Module):
         linear_method: str | None = None,
         kv_dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
+        group: TensorGroup | None = None,
     ) -> None:
+        self.group = group
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops(backend.layer_ops, backend.batch_invariant)
         self.linear_method = linear_method or ("batch_invariant" if backend.batch_invariant else backend.linear_method)
@@ -109,8 +115,10 @@ class Decoder(Module):
             kv_dtype=kv_dtype,
             layer_norm=spec.layer_norm,
             norm_bias=spec.norm_bias,
+            group=group,
         )
-        self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        rows = -(-spec.vocab_size // builder.share.size)
+        self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self.positions = self._make_positions()
         kinds = (ParallelDecoderLayer if layer.parallel else DecoderLayer for layer in spec.layers)
@@ -134,16 +142,22 @@ class Decoder(Module):
         if method in QUANTIZED:
             method = "torch_int8" if method.startswith("torch_") else "int8"
         shared = self.embedding if spec.tie_word_embeddings else None
-        head = LinearSpec(spec.hidden_size, {spec.names.head.removesuffix(".weight"): spec.vocab_size})
-        return builder.linear(head, method=method, out_dtype=torch.float32, weight=shared)
+        name = spec.names.head.removesuffix(".weight")
+        head = LinearSpec(spec.hidden_size, {name: len(self.embedding)})
+        how: dict[str, Any] = {"method": method, "out_dtype": torch.float32, "weight": shared}
+        if self.group is None:
+            return builder.linear(head, **how)
+        how["shard"] = Shard(*builder.share[:2], "outputs", {name: ((spec.vocab_size, 1),)})
+        return builder.linear(head, cls=partial(GatheredLinear, group=self.group, outputs=spec.vocab_size), **how)
 
     @property
     def captured(self) -> CapturedSteps | None:
         return self._captured
 
     def attention_specs(self, block_size: int) -> list[AttentionSpec]:
-        """What each layer asks of the attention backend."""
-        return self.spec.attention_specs(block_size, self.dtype, self.kv_dtype)
+        """What each layer asks of the attention backend, of this rank."""
+        share = None if self.group is None else self.group.share
+        return self.spec.attention_specs(block_size, self.dtype, self.kv_dtype, share)
 
     def linears(self) -> list[Linear]:
         """The linear layers of the layers, in the order of a step."""
@@ -169,7 +183,7 @@ class Decoder(Module):
                     mixer.rotation = self.spec.ropes.index(spec.rope)
         if missing := sorted(set(range(count)) - seen):
             raise ValueError(f"KV cache groups: layers {missing} are in no group")
-        self._captured = None if self.eager else self.ops.capture(self, self._run_layers)
+        self._captured = None if self.eager or self.group is not None else self.ops.capture(self, self._run_layers)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
@@ -193,7 +207,10 @@ class Decoder(Module):
 
     def embed(self, token_ids: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
         """What the first layer reads, [T, hidden_size], of token ids and positions, int64 [T]; written to `out` if given."""
-        x = torch.index_select(self.embedding, 0, token_ids, out=out)
+        if self.group is None:
+            x = torch.index_select(self.embedding, 0, token_ids, out=out)
+        else:
+            x = self.group.embed(self.embedding, token_ids, self.spec.vocab_size)
         if self.lora is not None:
             self.lora.embed(token_ids, x)
         if self.embedding_scale != 1.0:
@@ -217,10 +234,19 @@ class Decoder(Module):
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """What this rank has of a tensor with a row for each token."""
+        return tensor if self.group is None else tensor.narrow(0, *self.group.share.rows(len(tensor)))
+
+    def _load_embedding(self, tensor: Tensor) -> None:
+        rows = self._rows(tensor)
+        self.embedding[: len(rows)].copy_(rows)
+        self.embedding[len(rows) :].zero_()
+
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """(name in a checkpoint, function that loads the tensor of that name) for all that it must hold."""
         n = self.spec.names
-        yield n.embedding, self.embedding.copy_  # type: ignore[misc]
+        yield n.embedding, self._load_embedding
         if n.positions is not None and self.positions is not None:
             yield n.positions, self.positions.copy_  # type: ignore[misc]
         for kind, load in self.final_norm.targets():
@@ -284,9 +310,12 @@ class Decoder(Module):
         if missing := [name for name in shapes if name not in seen]:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise ValueError(f"{family}: the checkpoint lacks {', '.join(missing[:5])}{more}")
-        if head is not None and not torch.equal(head.to(self.embedding), self.embedding):
+        if head is not None and not self._is_embedding(self._rows(head)):
             n = self.spec.names
             raise ValueError(f"{family}: tie_word_embeddings is true, but {n.head!r} differs from {n.embedding!r}")
+
+    def _is_embedding(self, rows: Tensor) -> bool:
+        return torch.equal(rows.to(self.embedding), self.embedding[: len(rows)])
 
     def _quantized_early(self) -> dict[str, Linear]:
         """Which linear layer a tensor belongs to, of those that are quantized as soon as they are whole."""
