@@ -300,8 +300,10 @@ class Decoder(Module):
                     raise ValueError(f"{family}: {name!r} {error}") from None
                 continue
             self._check_tensor(name, tensor, shapes, seen)
-            targets.pop(name)(tensor)
             seen.add(name)
+            if (load := targets.pop(name, None)) is None:
+                continue  # another rank has it
+            load(tensor)
             linear = waiting.pop(name, None)
             if (
                 linear is not None and linear not in waiting.values()
