@@ -62,7 +62,7 @@ def on_ranks(size: int, run, by_expert: bool = False) -> list:
     def work(rank: int) -> None:
         try:
             results[rank] = run(ThreadGroup(Share(rank, size, by_expert), board))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised below
             results[rank] = error
             board.barrier.abort()
 

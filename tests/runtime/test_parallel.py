@@ -1,11 +1,16 @@
 """Several ranks give the tokens of one: tensor and expert parallelism by worker processes."""
 
+import asyncio
+import os
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_model_path  # noqa: F401
+from adapters import VARIANTS, peft_adapter
+from tiny_models import tiny_model_path
 
 from minivllm.core.config import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM, EngineDeadError
@@ -19,7 +24,9 @@ from minivllm.runtime.executor import plan_engine
 from minivllm.runtime.executors.mp import MultiprocExecutor, WorkerError, start_workers
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import SamplingParams, StructuredOutputsParams
+from minivllm.spec_decode.proposers import NgramProposer
 
+__all__ = ["tiny_model_path"]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sockets are inherited")
 SIZES = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "num_gpu_blocks": 60, "attention_backend": "sdpa"}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -182,6 +189,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_one_worker_leaves_nothing_behind(tiny_model_path, tmp_path):
     """One rank in a process: the same tokens, no socket; kill -9 of the engine ends the worker too."""
     env = dict(os.environ, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
@@ -209,5 +217,6 @@ def test_what_cannot_cross_is_refused_by_name(tiny_model_path):
     path = str(tiny_model_path("llama"))
     with pytest.raises(ValueError, match="logits_processors are objects"):
         LLM(path, distributed_executor_backend="mp", logits_processors=[lambda logits, batch: logits], **SIZES)
+    speculation = {"method": NgramProposer(1, 2), "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match="a proposer that is an object"):
-        EngineArgs(model=path, distributed_executor_backend="mp", speculative_config={"method": object()})
+        EngineArgs(model=path, distributed_executor_backend="mp", speculative_config=speculation)
