@@ -37,6 +37,13 @@ def run_collect_env(args: argparse.Namespace, out: TextIO) -> None:
         print(f"{name:16} {value}", file=out)
 
 
+def run_plugins(args: argparse.Namespace, out: TextIO) -> None:
+    """List the installed plugins, and whether they are loaded."""
+    from minivllm.core.plugins import describe_plugins
+
+    print(describe_plugins(), file=out)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     from minivllm import __version__
@@ -54,6 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=run_demo_command)
     collect = commands.add_parser("collect-env", help="print versions and facts for a bug report")
     collect.set_defaults(run=run_collect_env)
+    plugins = commands.add_parser("plugins", help="list installed plugins, and whether they are loaded")
+    plugins.set_defaults(run=run_plugins)
     trace_view.add_parser(commands)
     for name, what in (
         ("serve", "serve a model over the OpenAI API"),

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field, fields
 from math import gcd
 from typing import Any
 
+from minivllm.core.plugins import load_plugins
+from minivllm.core.policy import POLICIES
 from minivllm.core.speculative import SpeculativeConfig
 
 __all__ = [
-    "EXECUTORS", "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "WEIGHT_BITS",
-    "CacheConfig", "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig",
-    "KVCacheGroup", "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts",
-    "SchedulerConfig", "SlidingWindowRules", "choose_dtype", "make_kv_cache_groups", "register_kv_cache_kind",
-    "resolve",
+    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "WEIGHT_BITS", "CacheConfig",
+    "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup",
+    "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "SchedulerConfig",
+    "SlidingWindowRules", "choose_dtype", "make_kv_cache_groups", "register_kv_cache_kind", "resolve",
 ]  # fmt: skip
 
 
@@ -286,7 +287,7 @@ class SchedulerConfig:
         enable_chunked_prefill: a prompt may be computed in pieces.
         long_prefill_token_threshold: no request gets more tokens than this in a step; 0 for no cap.
         max_num_partial_prefills: most requests in the middle of a prompt at once; None for no cap. (vLLM's default is 1, which its V1 scheduler does not use.)
-        policy: `fcfs` or `priority`, when no policy object is given.
+        policy: a name of `minivllm.core.policy.POLICIES`, when no policy object is given.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits into the free blocks, not just its first chunk.
         max_loras: most different LoRA adapters in a step; 0 for no limit (and no adapter weights).
         starvation_limit: a policy may let younger requests overtake the oldest waiting one, preempt one request, or give a request no
@@ -312,7 +313,7 @@ class SchedulerConfig:
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         if self.max_num_partial_prefills is not None:
             _at_least("max_num_partial_prefills", self.max_num_partial_prefills, 1)
-        _one_of("policy", self.policy, ("fcfs", "priority"))
+        _one_of("policy", self.policy, tuple(POLICIES))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
@@ -356,6 +357,7 @@ class ModelFacts:
         weight_bytes: size of the weights in the dtype in use.
         checkpoint_dtype: dtype named by the model's own configuration.
         hidden_size: numbers in a hidden state; None where it is not needed.
+        draft_bytes_per_block: what a KV block takes of draft layers, which keep theirs under the same block ids.
     """
 
     name: str
@@ -367,6 +369,7 @@ class ModelFacts:
     weight_bytes: int
     checkpoint_dtype: str = "float32"
     hidden_size: int | None = None
+    draft_bytes_per_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,9 +419,6 @@ def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
-EXECUTORS = ("uni", "mp")
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """What a user may say of an engine. None and "auto" mean "choose"."""
@@ -431,7 +431,7 @@ class EngineArgs:
     load_format: str = _arg("auto", "where weights come from", ("auto", "safetensors", "gguf", "dummy"))
     dtype: str = _arg("auto", "of weights and activations", ("auto", "float32", "bfloat16", "float16"))
     device: str = _arg("auto", "where to compute", ("auto", "cpu", "cuda"))
-    distributed_executor_backend: str | None = _arg(None, "uni: in the engine's process; mp: one a rank", EXECUTORS)
+    distributed_executor_backend: str | None = _arg(None, "uni: in the engine's process; mp: one a rank")
     tensor_parallel_size: int = _arg(1, "ranks that share every layer")
     enable_expert_parallel: bool = _arg(False, "ranks that share a layer hold whole experts, not a part of each")
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
@@ -454,7 +454,7 @@ class EngineArgs:
     max_num_partial_prefills: int | None = _arg(None, "most requests in the middle of a prompt at once")
     scheduler_reserve_full_isl: bool = _arg(True, "admit a request only if its whole prompt fits the free blocks")
     starvation_limit: int = _arg(1000, "how often a policy may pass over the oldest request, or preempt one")
-    scheduling_policy: str = _arg("fcfs", "order of the waiting queue", ("fcfs", "priority"))
+    scheduling_policy: str = _arg("fcfs", "who gets tokens first: fcfs, priority, fair_share or another name")
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
     enforce_eager: bool = _arg(False, "launch every kernel by itself: no CUDA graphs, on a CPU no single launch")
@@ -476,6 +476,7 @@ class EngineArgs:
     generation_config: str = _arg("auto", "sampling defaults: auto (the model's), or vllm (neutral)", ("auto", "vllm"))
 
     def __post_init__(self) -> None:
+        load_plugins()
         self._check()
 
     def _check(self) -> None:
@@ -483,6 +484,7 @@ class EngineArgs:
             value, choices = getattr(self, f.name), f.metadata["choices"]
             if choices and value != f.default:
                 _one_of(f.name, value, choices)
+        _one_of("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
         least = {"block_size": 1, "tensor_parallel_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
                  "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1, "max_loras": 1, "max_lora_rank": 1,
                  "max_cpu_loras": self.max_loras}  # fmt: skip
@@ -519,6 +521,12 @@ class EngineArgs:
             raise ValueError(
                 "speculative_config: a proposer that is an object cannot be handed to worker processes;"
                 " it needs distributed_executor_backend='uni'"
+            )
+
+        drafts = None if self.speculative is None else self.speculative.method
+        if self.world_size > 1 and drafts == "draft_model":
+            raise ValueError(
+                "speculative_config: a draft model is implemented for one rank, not for tensor parallelism"
             )
 
     @property
@@ -733,7 +741,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
         decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))
     decisions.append(Decision("linear_kernel", machine.linear_kernel, machine.linear_kernel_why))
     groups = make_kv_cache_groups(model.kv_specs)
-    bytes_per_block = len(groups[0].layers) * groups[0].spec.bytes_per_block
+    bytes_per_block = len(groups[0].layers) * groups[0].spec.bytes_per_block + model.draft_bytes_per_block
     useful = max_num_seqs * len(groups) * -(-max_model_len // args.block_size) + 1
     blocks = choose_num_blocks(args, model, machine, bytes_per_block, useful)
     decisions.append(blocks)

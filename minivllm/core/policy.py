@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -21,9 +22,9 @@ from minivllm.core.events import EventReader
 from minivllm.core.request import Request, RequestStatus
 
 __all__ = [
-    "FCFS", "LFU", "LRU", "Clairvoyant", "Combined", "DeepestFirst", "FairShare", "Listener",
+    "FCFS", "LFU", "LRU", "POLICIES", "Clairvoyant", "Combined", "DeepestFirst", "FairShare", "Listener",
     "LongestPrefixMatch", "Policy", "PolicyError", "PolicyGuard", "Priority", "SchedulerView", "Served",
-    "ShortestFirst", "View", "Watchdog", "arguments_of", "combine",
+    "ShortestFirst", "View", "Watchdog", "arguments_of", "combine", "ignores_priority", "register_policy",
 ]  # fmt: skip
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
@@ -333,16 +334,20 @@ class FairShare(Policy):
     """Users take turns by the tokens that they were served: the virtual token counter of Sheng et al. (2024), their algorithm 2.
 
     Args:
+        by: who takes turns: `user`, or `lora_name` for adapters (requests of the base model count as one more).
         input_weight, output_weight: what a token of a prompt and of an answer counts; 1 and 2 in the paper.
 
     Attributes:
-        counters: service of each user so far, lifted when one comes back.
+        counters: service of each user (or adapter) so far, lifted when one comes back.
     """
 
     order_per_admission = True
 
-    def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
-        self.input_weight, self.output_weight = input_weight, output_weight
+    def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0, by: str = "user") -> None:
+        if by not in ("user", "lora_name"):
+            raise ValueError(f"FairShare: by must be 'user' or 'lora_name', got {by!r}")
+        self.input_weight, self.output_weight, self.by = input_weight, output_weight, by
+        self._who = attrgetter(by)
         self.on_start()
 
     def on_start(self) -> None:
@@ -351,31 +356,31 @@ class FairShare(Policy):
         self._left_last: str | None = None
 
     def on_add(self, request: Any) -> None:
-        user, counters = request.user, self.counters
+        user, counters = self._who(request), self.counters
         if user not in self._waiting:
             floor = min((counters[u] for u in self._waiting), default=counters.get(self._left_last, 0.0))
             counters[user] = max(counters.get(user, 0.0), floor)
         self._waiting.setdefault(user, set()).add(request.request_id)
 
     def on_preempt(self, request: Any) -> None:
-        self._waiting.setdefault(request.user, set()).add(request.request_id)
+        self._waiting.setdefault(self._who(request), set()).add(request.request_id)
 
     def on_admit(self, request: Any) -> None:
         self.on_finish(request)
         if not request.num_preemptions:
-            self.counters[request.user] += self.input_weight * request.num_prompt_tokens
+            self.counters[self._who(request)] += self.input_weight * request.num_prompt_tokens
 
     def on_tokens(self, request: Any, prompt: int, output: int) -> None:
-        self.counters[request.user] += self.output_weight * output
+        self.counters[self._who(request)] += self.output_weight * output
 
     def on_finish(self, request: Any) -> None:
-        waiting = self._waiting.get(request.user, set())
+        waiting = self._waiting.get(self._who(request), set())
         waiting.discard(request.request_id)
-        if not waiting and self._waiting.pop(request.user, None) is not None:
-            self._left_last = request.user
+        if not waiting and self._waiting.pop(self._who(request), None) is not None:
+            self._left_last = self._who(request)
 
     def order(self, waiting: Sequence[Any], view: SchedulerView) -> Sequence[Any]:
-        return sorted(waiting, key=lambda r: self.counters[r.user])
+        return sorted(waiting, key=lambda r: self.counters[self._who(r)])
 
 
 class LRU(Policy):
@@ -434,6 +439,38 @@ def combine(
     if evict is not None:
         combined.evict_key = evict.evict_key
     return combined
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "fcfs": FCFS,
+    "priority": Priority,
+    "shortest_first": ShortestFirst,
+    "fair_share": FairShare,
+    "fair_share_by_adapter": partial(FairShare, by="lora_name"),
+    "longest_prefix_match": LongestPrefixMatch,
+    "lru": LRU,
+    "lfu": LFU,
+    "deepest_first": DeepestFirst,
+}
+"""What makes a policy, by the name that `scheduling_policy` has for it."""
+_SHIPPED = frozenset(POLICIES.values())
+
+
+def register_policy(name: str, make: Callable[..., Policy]) -> None:
+    """Let `scheduling_policy` name a policy. `make`: its class, or a function, called without arguments.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in POLICIES:
+        raise ValueError(f"policy {name!r} exists already")
+    POLICIES[name] = make
+
+
+def ignores_priority(policy: Policy | str) -> bool:
+    """Whether it is known, of a policy or of the one of a name, that it does not read a request's priority."""
+    kind = POLICIES[policy] if isinstance(policy, str) else type(policy)
+    return kind in _SHIPPED and kind is not Priority
 
 
 def arguments_of(policy: Policy) -> dict[str, Any]:

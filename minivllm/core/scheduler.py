@@ -13,16 +13,7 @@ from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from minivllm.core.policy import (
-    FCFS,
-    Listener,
-    Policy,
-    PolicyError,
-    PolicyGuard,
-    Priority,
-    SchedulerView,
-    Served,
-)
+from minivllm.core.policy import POLICIES, Listener, Policy, PolicyError, PolicyGuard, SchedulerView, Served
 from minivllm.core.recorder import Recorder
 from minivllm.core.request import FinishReason, Request, RequestStatus
 from minivllm.core.request_queue import WaitingQueue
@@ -123,7 +114,7 @@ class Scheduler(Recorder):
         self._draft = _Draft()
         self._policy_timeout = policy_timeout
         self.waiting = WaitingQueue()
-        self.set_policy(policy or (Priority() if config.policy == "priority" else FCFS()))
+        self.set_policy(policy or POLICIES[config.policy]())
         self.max_model_len = self._longest_request()
 
     def _longest_request(self) -> int:

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["METHODS", "SpecDecodingStats", "SpeculativeConfig"]
+__all__ = ["METHODS", "PROPOSERS", "SpecDecodingStats", "SpeculativeConfig", "register_proposer"]
 
 _ANY = ("method", "num_speculative_tokens", "dynamic_length", "rejection_sample_method", "synthetic_acceptance_rate")
 _SUFFIX = (
@@ -18,8 +19,22 @@ _SUFFIX = (
 METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": _SUFFIX,
+    "draft_model": ("model",),
     "synthetic": (),
 }
+PROPOSERS: dict[str, Callable[[SpeculativeConfig], Any]] = {}
+"""What makes a proposer of a method that does not ship with minivllm."""
+
+
+def register_proposer(method: str, make: Callable[[SpeculativeConfig], Any]) -> None:
+    """Let `speculative_config` name a method. `make`: gives an object with `propose(requests, view)`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if method in METHODS:
+        raise ValueError(f"speculative method {method!r} exists already")
+    METHODS[method], PROPOSERS[method] = (), make
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +44,7 @@ class SpeculativeConfig:
     Attributes:
         method: a name of `METHODS`, or an object with `propose(requests, view)`.
         num_speculative_tokens: most draft tokens of a request in a step.
+        model: of the methods that have one: alias, folder or hub id.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that is looked up.
         suffix_decoding_max_tree_depth: longest suffix that is looked up, and draft that follows it, together.
         suffix_decoding_max_cached_requests: answers of earlier requests that are remembered; 0 for none.
@@ -42,6 +58,7 @@ class SpeculativeConfig:
 
     method: Any
     num_speculative_tokens: int
+    model: str | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     suffix_decoding_max_tree_depth: int = 24
@@ -89,6 +106,9 @@ class SpeculativeConfig:
                 raise ValueError(
                     f"speculative_config entry {name!r} does not belong to method {chosen!r}; it has: {', '.join((*_ANY, *own))}"
                 )
+        if "model" in own and not isinstance(given.get("model"), str):
+            got = repr(given["model"]) if "model" in given else "none"
+            raise ValueError(f"speculative_config method {chosen!r} needs a 'model', a name or a folder; got {got}")
         synthetic = "synthetic" in (chosen, given.get("rejection_sample_method"))
         config = cls(**{"dynamic_length": not synthetic} | given)
         config._check_numbers()

@@ -54,7 +54,7 @@ class EngineCore:
             swaps = config.args.preemption_mode == "swap"
             preemption = Swap(config.cache.num_cpu_blocks) if swaps else Recompute()
         self.executor, self.grammar, self.clock = executor, grammar, clock or WallClock()
-        self._remote = config.args.executor != "uni"
+        self._remote = getattr(executor, "is_remote", False)
         self.scheduler = Scheduler(
             config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
         )

@@ -17,6 +17,7 @@ from typing import Any, cast
 from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs, EngineConfig
 from minivllm.core.output import EngineCoreOutput
+from minivllm.core.plugins import load_plugins
 from minivllm.core.request import FinishReason, Request
 from minivllm.engine.core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine, warm_up
@@ -123,6 +124,7 @@ def main(file_number: int) -> int:
     args, options, warm, clock_start, log_level = channel.receive()
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
+        load_plugins()
         engine = LLMEngine.from_engine_args(args, clock=WallClock(clock_start), **options)
         if warm:
             warm_up(engine.core.executor, engine.config)

@@ -13,10 +13,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from minivllm.core.plugins import load_plugins
 from minivllm.core.trace import Trace
 from minivllm.lab.workload import Workload, WorkloadRequest, text
 
-__all__ = ["WorkloadFileError", "read_sharegpt", "read_workload", "split_into_tokens", "tell_format"]
+__all__ = [
+    "WorkloadFileError", "read_sharegpt", "read_workload", "register_reader", "split_into_tokens",
+    "tell_format",
+]  # fmt: skip
 
 
 class WorkloadFileError(ValueError):
@@ -371,10 +375,30 @@ def _bench_result(path: Path) -> dict[str, Any]:
     return result
 
 
+_READERS: dict[str, tuple[Callable[[str], bool], Callable[[Path], Workload]]] = {}
+_FORMATS = ("azure", "mooncake", "bailian", "burstgpt", "sharegpt", "bench", "trace")
+
+
+def register_reader(format: str, recognizes: Callable[[str], bool], read: Callable[[Path], Workload]) -> None:
+    """Make a format of files known to `read_workload`.
+
+    Args:
+        recognizes: whether a file that begins with this text (at most a MiB) has the format; asked if no other format fits.
+        read: makes the workload.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if format in _FORMATS or format in _READERS:
+        raise ValueError(f"workload format {format!r} exists already")
+    _READERS[format] = recognizes, read
+
+
 def read_workload(
     path: str | Path,
     limit: int | None = None,
     *,
+    format: str | None = None,
     tokenize: Callable[[str], Sequence[int]] = split_into_tokens,
     block_size: int | None = None,
 ) -> Workload:
@@ -382,18 +406,22 @@ def read_workload(
 
     Args:
         limit: only the first so many requests (conversations, for ShareGPT).
+        format: its name; None to tell it from the content.
         tokenize: text -> token ids, for files of texts.
         block_size: tokens of a hash id, for Mooncake and Bailian; None for 512 and 16.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a `limit` or `block_size` that makes no sense here.
+        ValueError: an unknown `format`, a `limit` or `block_size` that makes no sense here.
         WorkloadFileError: of no known format. A broken line is found when the workload is walked through.
     """
     path = Path(path)
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
-    kind, hashed = tell_format(path), {"mooncake": read_mooncake, "bailian": read_bailian}
+    load_plugins()
+    if format is not None and format not in (*_FORMATS, *_READERS):
+        raise ValueError(f"format must be one of {', '.join((*_FORMATS, *_READERS))}; got {format!r}")
+    kind, hashed = format or tell_format(path), {"mooncake": read_mooncake, "bailian": read_bailian}
     if block_size is not None and kind not in hashed:
         raise ValueError(f"block_size goes with files of hash ids, and {path.name} is of the format {kind!r}")
     if kind in hashed:
@@ -402,13 +430,15 @@ def read_workload(
         workload = Workload.from_trace(Trace.load(path))
     elif kind == "sharegpt":
         workload = read_sharegpt(path, tokenize)
+    elif kind in _READERS:
+        workload = _READERS[kind][1](path)
     else:
         workload = {"azure": read_azure, "burstgpt": read_burstgpt, "bench": read_bench_serve}[kind](path)
     return workload if limit is None else workload.head(limit)
 
 
 def tell_format(path: str | Path) -> str:
-    """`azure`, `mooncake`, `bailian`, `burstgpt`, `sharegpt`, `bench` or `trace`, told from a file's content."""
+    """`azure`, `mooncake`, `bailian`, `burstgpt`, `sharegpt`, `bench`, `trace` or a registered one, told from a file's content."""
     path = Path(path)
     with path.open("rb") as file:
         start = file.read(1 << 20)
@@ -433,6 +463,9 @@ def tell_format(path: str | Path) -> str:
             return "trace"
         if "input_lens" in keys or "num_prompts" in keys:
             return "bench"
+    for name, (recognizes, _) in _READERS.items():
+        if recognizes(begin):
+            return name
     shown = line[:60] + "..." * (len(line) > 60)
     raise WorkloadFileError(
         f"{path.name}, line 1: no known workload format. It begins with {shown!r}. Known: Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens),"

@@ -15,19 +15,8 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, EngineConfig, KVCacheConfig, KVCacheGroup, KVCacheSpec, SchedulerConfig
 from minivllm.core.output import EngineCoreOutput
-from minivllm.core.policy import (
-    FCFS,
-    LFU,
-    LRU,
-    Combined,
-    DeepestFirst,
-    FairShare,
-    LongestPrefixMatch,
-    Policy,
-    Priority,
-    ShortestFirst,
-    combine,
-)
+from minivllm.core.plugins import load_plugins
+from minivllm.core.policy import POLICIES, Combined, Policy, combine
 from minivllm.core.request import FinishReason
 from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
 from minivllm.core.trace import Event, Trace
@@ -37,8 +26,8 @@ from minivllm.lab.meter import Meter
 from minivllm.lab.workload import Workload, WorkloadRequest
 
 __all__ = [
-    "POLICIES", "Run", "Session", "Settings", "kv_cache_of", "make_settings", "policy_of", "preemption_of",
-    "simulate", "trace_of",
+    "Run", "Session", "Settings", "kv_cache_of", "make_settings", "policy_of", "preemption_of", "simulate",
+    "trace_of",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -283,17 +272,11 @@ def trace_of(x: Trace | Run) -> Trace:
     return trace
 
 
-POLICIES: dict[str, Callable[..., Policy]] = {
-    policy.__name__: policy
-    for policy in (FCFS, Priority, ShortestFirst, FairShare, LongestPrefixMatch, LRU, LFU, DeepestFirst)
-}
-
-
 def policy_of(trace: Trace) -> Policy:
     """The policy that a trace was recorded under, made with the same arguments.
 
     Raises:
-        ValueError: it, or a part of it, does not ship with minivllm.
+        ValueError: it, or a part of it, neither ships with minivllm nor was registered.
     """
     return _make_policy(trace.header.policy, trace.header.policy_arguments)
 
@@ -301,11 +284,13 @@ def policy_of(trace: Trace) -> Policy:
 def _make_policy(name: str, arguments: dict[str, Any]) -> Policy:
     if name == Combined.__name__:
         return combine(**{hook: _make_policy(part["name"], part["arguments"]) for hook, part in arguments.items()})
-    if name not in POLICIES:
+    load_plugins()
+    known = {getattr(make, "__name__", ""): make for make in POLICIES.values()}
+    if name not in known:
         raise ValueError(
             f"the trace was recorded under {name!r}, which does not ship with minivllm; give it as policy=..."
         )
-    return POLICIES[name](**arguments)
+    return known[name](**arguments)
 
 
 def preemption_of(trace: Trace) -> Preemption:

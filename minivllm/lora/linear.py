@@ -147,6 +147,10 @@ class LoRALinear(LinearMethod):
         self.base = method
         return self
 
+    @property
+    def innermost(self) -> LinearMethod:
+        return self.base
+
     def set_slot(self, slot: int, weights: Mapping[str, LoRAWeights]) -> None:
         """Put an adapter's weights, by the names of the parts, into a slot, in place of what it held."""
         if weights and not self._used:

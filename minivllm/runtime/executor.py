@@ -26,6 +26,7 @@ from minivllm.runtime.peak_memory import peak_bytes
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
+from minivllm.spec_decode.draft_model import with_drafter
 
 __all__ = [
     "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder",
@@ -148,6 +149,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
     linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about)
     facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache, share)
+    facts = with_drafter(facts, args, loaded, dtype.value)
     machine = machine_facts(device, (backend.name, why), linear)
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 

@@ -36,6 +36,10 @@ class BlockTable:
     def clear(self, row: int) -> None:
         self.num_blocks[row] = 0
 
+    def of(self, row: int) -> Int32:
+        """The blocks of a row, a view that holds until the next step."""
+        return self.ids[row, : self.num_blocks[row]]
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from minivllm.attention.step_buffer import BufferFull, StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
 from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.core.speculative import SpeculativeConfig
 from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder
@@ -31,6 +32,7 @@ from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.sampler import PendingSample, Sampler
 from minivllm.sampling.state import RequestView, SamplingState
 from minivllm.sampling.transforms import Transform
+from minivllm.spec_decode.draft_model import DraftHost, shared_group
 from minivllm.spec_decode.drafter import Drafter, make_drafter
 from minivllm.spec_decode.proposers import DraftRequest
 from minivllm.spec_decode.rejection import Draft, RejectionSampler
@@ -158,7 +160,7 @@ class ModelRunner:
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         speculative = config.speculative
-        self.drafter = None if speculative is None else make_drafter(speculative, model.spec.vocab_size)
+        self.drafter = None if speculative is None else self._make_drafter(speculative)
         self.pooler = Pooler()
         rate = None if speculative is None else speculative.synthetic_acceptance_rate
         self.rejection = RejectionSampler(self.sampler, rate)
@@ -178,6 +180,13 @@ class ModelRunner:
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
             if not config.args.enforce_eager:
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
+
+    def _make_drafter(self, speculative: SpeculativeConfig) -> Drafter:
+        drafter = make_drafter(
+            speculative, self.model.spec.vocab_size, DraftHost(self.model, self.backend, self.config)
+        )
+        self._draft_table = self.batch.block_tables[shared_group(self.config.kv_cache)] if drafter.uses_blocks else None
+        return drafter
 
     def _make_adapters(self) -> AdapterStore:
         args, model = self.config.args, self.model
@@ -242,6 +251,8 @@ class ModelRunner:
 
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         if self.drafter is not None:
+            for request_id in output.preempted:
+                self.drafter.preempt(request_id)
             for request_id in output.finished:
                 view = self.sampling.requests.get(request_id)
                 self.drafter.finish(request_id, [] if view is None else list(view.output_token_ids))
@@ -404,7 +415,8 @@ class ModelRunner:
         most = min(self.drafter.config.num_speculative_tokens, left - 1)
         token_ids = self.batch.token_ids[row, :known]
         token_ids.flags.writeable = False
-        return DraftRequest(request_id, token_ids, len(view.prompt_token_ids), most, view.params, view.seed)
+        request = DraftRequest(request_id, token_ids, len(view.prompt_token_ids), most, view.params, view.seed)
+        return request if (table := self._draft_table) is None else replace(request, blocks=table.of(row))
 
     def _verify(
         self, step: StepInputs, chosen: Int64, hidden: Tensor, drafts: Sequence[Draft], result: ModelRunnerOutput

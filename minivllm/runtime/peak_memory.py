@@ -47,7 +47,7 @@ def run_largest_step(
     logits = decoder.compute_logits(hidden[: limits.max_sampled_rows(speculative)])
     rows = torch.full((len(logits),), 0.9, dtype=torch.float64, device=device)
     drawn, _ = draw(keep_from(logits, top_p_threshold(logits, rows)), rows)
-    if speculative is not None and not isinstance(speculative.method, str):
+    if speculative is not None and (not isinstance(speculative.method, str) or speculative.model is not None):
         given = torch.full_like(logits, 1 / logits.shape[1])
         choose_by_ratio(logits.clone(), torch.stack(list(given)), drawn, rows, rows)
     return cache.numel() * cache.element_size()

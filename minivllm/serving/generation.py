@@ -16,7 +16,8 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minivllm.core.policy import FCFS
+from minivllm.core.plugins import load_plugins
+from minivllm.core.policy import ignores_priority
 from minivllm.engine.async_llm import AsyncLLM, RequestStream
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
 from minivllm.lora.adapter import LoRARequest
@@ -103,6 +104,7 @@ class ServerOptions:
 
     def parsers(self) -> ParserOptions:
         """How answers are read; runs the plugins. Raises ValueError for an unknown name."""
+        load_plugins()
         for plugin in (self.tool_parser_plugin, self.reasoning_parser_plugin):
             if plugin is not None:
                 load_plugin(plugin)
@@ -157,11 +159,11 @@ class ServerState:
         """Raises ApiError 400 for a priority where requests run first come, first served."""
         core: Any = self.llm.llm_engine.core
         try:
-            ignored = type(core.scheduler.policy) is FCFS
+            ignored = ignores_priority(core.scheduler.policy)
         except RuntimeError:  # the scheduler is in the engine's process
-            ignored = self.llm.config.scheduler.policy == "fcfs"
+            ignored = ignores_priority(self.llm.config.scheduler.policy)
         if priority != 0 and ignored:
-            message = f"priority: this server schedules first come, first served (--scheduling-policy priority), got {priority}"
+            message = f"priority: this server's scheduling policy does not read it (--scheduling-policy priority does), got {priority}"
             raise ApiError(400, message, param="priority")
 
 

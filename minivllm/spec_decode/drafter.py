@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from minivllm.core.speculative import SpeculativeConfig
+from minivllm.core.speculative import PROPOSERS, SpeculativeConfig
+from minivllm.spec_decode.draft_model import DraftHost, load_draft_model
 from minivllm.spec_decode.proposers import (
     DraftRequest,
     DraftView,
@@ -164,8 +165,8 @@ class DraftLength:
             self._pause = 0
 
 
-def make_proposer(config: SpeculativeConfig) -> Proposer:
-    """The proposer that a configuration names."""
+def make_proposer(config: SpeculativeConfig, host: DraftHost | None = None) -> Proposer:
+    """The proposer that a configuration names. host: needed by those with layers."""
     if not isinstance(config.method, str):
         return config.method
     if config.method == "ngram":
@@ -179,7 +180,11 @@ def make_proposer(config: SpeculativeConfig) -> Proposer:
         )
     if config.method == "synthetic":
         return RepeatProposer()
-    raise ValueError(f"no proposer for the speculative method {config.method!r}")
+    if config.method == "draft_model" and host is not None:
+        return load_draft_model(host)
+    if config.method not in PROPOSERS:
+        raise ValueError(f"no proposer for the speculative method {config.method!r}")
+    return PROPOSERS[config.method](config)
 
 
 class Drafter:
@@ -194,6 +199,7 @@ class Drafter:
     Attributes:
         problem: what the proposer did wrong; it is not called again then.
         acceptance: of the requests.
+        uses_blocks: the proposer wants `DraftRequest.blocks`.
     """
 
     def __init__(
@@ -203,6 +209,8 @@ class Drafter:
         self.problem: Exception | None = None
         self.acceptance = Acceptance()
         self._finish: Callable[[str, Sequence[int]], None] = getattr(proposer, "finish", lambda *about: None)
+        self._forget: Callable[[str], None] = getattr(proposer, "forget", lambda request_id: None)
+        self.uses_blocks: bool = getattr(proposer, "uses_blocks", False)
         self._drafts: dict[str, Draft] = {}
         self._step = 0
 
@@ -267,8 +275,17 @@ class Drafter:
             return
         try:
             self._finish(request_id, token_ids)
+            self._forget(request_id)
         except Exception as error:  # noqa: BLE001 - a proposer may raise anything
             self._give_up(error)
+
+    def preempt(self, request_id: str) -> None:
+        """A request has lost its blocks."""
+        if self.problem is None:
+            try:
+                self._forget(request_id)
+            except Exception as error:  # noqa: BLE001 - a proposer may raise anything
+                self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self.problem = error
@@ -289,7 +306,7 @@ class Drafter:
             self.length.cost.observe(batch_size + sum(drafts.values()), seconds)
 
 
-def make_drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:
+def make_drafter(config: SpeculativeConfig, vocab_size: int, host: DraftHost | None = None) -> Drafter:
     """A drafter with the proposer and the choice of lengths that the configuration asks for."""
     length = DraftLength() if config.dynamic_length else None
-    return Drafter(make_proposer(config), config, vocab_size, length)
+    return Drafter(make_proposer(config, host), config, vocab_size, length)

@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +33,7 @@ class DraftRequest:
         most: draft tokens that the next step can use, at least 1.
         params: its sampling parameters.
         seed: of its random numbers.
+        blocks: int32, the KV blocks of its tokens, for a proposer that `uses_blocks`; else none.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class DraftRequest:
     most: int
     params: Any
     seed: int = 0
+    blocks: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class DraftView:
 class Proposer(Protocol):
     """Guesses the next tokens of requests. After an error it is not called again.
 
-    It may have `finish(request_id, token_ids)`, which hears the answer of a request that has ended (nothing if it was preempted then).
+    It may have `finish(request_id, token_ids)`, which hears the answer of a request that has ended (nothing if it was preempted then);
+    `forget(request_id)`, which hears of one that has ended or lost its blocks; and `uses_blocks = True`, see `DraftRequest.blocks`.
     """
 
     def propose(self, requests: Sequence[DraftRequest], view: DraftView) -> Sequence[Draft | Sequence[int]]:

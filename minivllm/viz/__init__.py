@@ -5,29 +5,44 @@
 import importlib
 from typing import Any
 
+from minivllm.core.plugins import load_plugins
+
 _HOMES = {
-    "BlockMap": "block_map",
-    "Compare": "compare",
-    "Dashboard": "dashboard",
-    "EngineMonitor": "monitor",
-    "Page": "page",
-    "Predict": "predict",
-    "PrefixTree": "prefix_tree",
-    "SamplerExplorer": "sampler_explorer",
-    "Timeline": "timeline",
-    "View": "view",
-    "Waste": "waste",
-    "show": "page",
+    "BlockMap": "minivllm.viz.block_map",
+    "Compare": "minivllm.viz.compare",
+    "Dashboard": "minivllm.viz.dashboard",
+    "EngineMonitor": "minivllm.viz.monitor",
+    "Page": "minivllm.viz.page",
+    "Predict": "minivllm.viz.predict",
+    "PrefixTree": "minivllm.viz.prefix_tree",
+    "SamplerExplorer": "minivllm.viz.sampler_explorer",
+    "Timeline": "minivllm.viz.timeline",
+    "View": "minivllm.viz.view",
+    "Waste": "minivllm.viz.waste",
+    "show": "minivllm.viz.page",
 }
 
-__all__ = [name for name in _HOMES if name != "show"]
+__all__ = [name for name in ("register_view", *_HOMES) if name != "show"]
+
+
+def register_view(name: str, home: str) -> None:
+    """Make a view known as `minivllm.viz.NAME`. `home`: the module that has it under this name, imported when it is first wanted.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _HOMES or name in globals():
+        raise ValueError(f"view {name!r} exists already")
+    _HOMES[name] = home
 
 
 def __getattr__(name: str) -> Any:
     """Import a view from its module when it is first used, and keep it."""
+    if name not in _HOMES and name[0] != "_":
+        load_plugins()
     if name not in _HOMES:
         raise AttributeError(f"module 'minivllm.viz' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
-    value = getattr(importlib.import_module(f"minivllm.viz.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

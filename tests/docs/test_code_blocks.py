@@ -11,7 +11,7 @@ from code_blocks import read_blocks, run_page
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "site/docs").rglob("*.md"))]
 # A page that loads no model is quick.
-QUICK = {"import_trace"}
+QUICK = {"import_trace", "plugin"}
 LONG = [pytest.mark.slow, pytest.mark.long]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -216,8 +217,9 @@ def test_zeros_take_no_memory_until_they_are_touched():
 
 
 def test_executors(plan):
-    with pytest.raises(ValueError, match="must be one of 'uni', 'mp'; got 'threads'"):
-        EngineArgs(distributed_executor_backend="threads")
+    threads = replace(plan, config=replace(plan.config, args=EngineArgs(distributed_executor_backend="threads")))
+    with pytest.raises(ValueError, match="must be one of uni, mp.*; got 'threads'"):
+        make_executor(threads)
     executor = make_executor(plan)
     assert executor.kv_cache_config is plan.config.kv_cache
     executor.shutdown()

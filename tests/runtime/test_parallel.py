@@ -118,7 +118,7 @@ def test_adapters_speculation_structure_and_samples_on_two_ranks(pair, tiny_mode
     changes = {
         "enable_lora": True,
         "max_loras": 2,
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "dynamic_length": False},
     }
     results = []
     for make in (LLM, lambda path, **more: sharded(pair, path, **more)):

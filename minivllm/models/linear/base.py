@@ -60,6 +60,11 @@ class LinearMethod(Module):
         return method
 
     @property
+    def innermost(self) -> "LinearMethod":
+        """Itself, or what a wrapper goes around."""
+        return self
+
+    @property
     @abstractmethod
     def weight(self) -> Tensor:
         """[outputs, inputs] in the dtype of the model: what it multiplies with, a copy if it is kept in another form."""

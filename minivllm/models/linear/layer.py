@@ -13,11 +13,13 @@ from torch import Tensor
 from minivllm.core.config import WEIGHT_BITS
 from minivllm.core.module import Module
 from minivllm.models.linear.base import LinearMethod
+from minivllm.models.linear.grouped import QuantizedWeight, StoredLinear
+from minivllm.models.linear.unquantized import matmul_by_tiles
 from minivllm.models.parallel import TensorGroup
 
 __all__ = [
     "QUANTIZED", "GatheredLinear", "Linear", "RowParallelLinear", "Shard", "linear_method_names",
-    "make_linear_method", "method_or_torch", "register_linear_method",
+    "make_linear_method", "method_or_torch", "register_linear_method", "stored_linear",
 ]  # fmt: skip
 
 QUANTIZED = (*WEIGHT_BITS, *(f"torch_{name}" for name in WEIGHT_BITS))
@@ -66,6 +68,13 @@ def make_linear_method(name: str) -> LinearMethod:
         module, _, attribute = make.partition(":")
         make = getattr(importlib.import_module(module), attribute)
     return make(name) if name in QUANTIZED else make()  # type: ignore[call-arg]
+
+
+def stored_linear(name: str, parts: Mapping[str, int], dtype: torch.dtype) -> StoredLinear:
+    """The method for a weight that comes quantized, in the place of the one of this name."""
+    if name in ("batch_invariant", "cpu_invariant"):
+        return StoredLinear(parts, dtype, matmul_by_tiles)
+    return StoredLinear(parts, dtype)
 
 
 def method_or_torch(name: str, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -202,8 +211,16 @@ class Linear(Module):
         scale = tensor.shape[dim] / self.out_features  # packed tensors have several outputs in a number
         return tensor.narrow(dim, round(start * scale), round(self.parts[name] * scale))
 
-    def load(self, name: str, kind: str, tensor: Tensor) -> None:
-        """Copy one tensor of a checkpoint, whole as it is there, into this layer or shard."""
+    def load(self, name: str, kind: str, tensor: Tensor | QuantizedWeight) -> None:
+        """Copy one tensor of a checkpoint, whole as it is there, into this layer or shard.
+
+        A weight that comes quantized stays so: `StoredLinear` becomes the method of the layer.
+        """
+        quantized = isinstance(tensor, QuantizedWeight)
+        if quantized or (kind == "weight" and isinstance(self.method.innermost, StoredLinear)):
+            self._load_stored(name, tensor)
+            return
+        assert isinstance(tensor, Tensor)
         target = self.part(name, kind)
         if self.share is not None:
             dim = self.method.dims[kind][0 if self.share.by == "outputs" else 1]
@@ -216,7 +233,27 @@ class Linear(Module):
                 tensor = torch.zeros_like(tensor)
         target.copy_(tensor)
 
-    def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+    def _load_stored(self, name: str, weight: Tensor | QuantizedWeight) -> None:
+        stored = self.method.innermost
+        if not isinstance(stored, StoredLinear):
+            before = stored.weights
+            stored = stored_linear(self.method_name, self.parts, self.dtype)
+            stored.loaded |= {part: self.part(part) for part in self.parts}  # some may stay tensors
+            stored.weights = {"bias": before["bias"]} if "bias" in before else {}
+            self.method = self.method.replaced(stored)
+        if self.share is not None:
+            rank, size, by, pieces = self.share
+            if not isinstance(weight, QuantizedWeight):
+                weight = self.share.cut(name, weight, int(by == "inputs"))
+            elif len(cut := pieces.get(name, ((0, 1),))) == 1:
+                weight = weight.shard(rank // cut[0][1], size // cut[0][1], by)
+            else:
+                raise ValueError(f"a quantized {name} holds {len(cut)} matrices, and cannot be split among ranks")
+        if isinstance(weight, Tensor):
+            weight = weight.to(self.dtype, copy=True)
+        stored.loaded[name] = weight.to(self.device)
+
+    def targets(self) -> Iterator[tuple[str, Callable[[Tensor | QuantizedWeight], None]]]:
         """(name in a checkpoint, function that loads the tensor of that name) for all that this layer needs."""
         for name in self.parts:
             for kind in self._kinds:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minivllm.models.linear.base import LinearMethod, empty_weight
 
-__all__ = ["BatchInvariantLinear", "TorchLinear"]
+__all__ = ["BatchInvariantLinear", "TorchLinear", "matmul_by_tiles"]
 
 
 class TorchLinear(LinearMethod):
@@ -39,22 +39,27 @@ class TorchLinear(LinearMethod):
 _TILE = 16
 
 
-class BatchInvariantLinear(TorchLinear):
-    """The matmul in tiles of 16 rows, the last one padded: each row's result is the same in any batch.
+def matmul_by_tiles(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, inputs] times weight [outputs, inputs] in tiles of 16 rows, the last one padded.
 
     A BLAS picks its loops by the shape of the whole matmul, so a row can round differently alone and in company.
     Here every matmul has one shape. The price is up to 16 times the arithmetic for one row.
     """
+    rows = x.shape[0]
+    out = x.new_empty(rows, weight.shape[0])
+    for start in range(0, rows, _TILE):
+        tile = x[start : start + _TILE]
+        n = tile.shape[0]
+        padded = F.pad(tile, (0, 0, 0, _TILE - n)) if n < _TILE else tile.contiguous()
+        out[start : start + n] = F.linear(padded, weight, bias)[:n]
+    return out
+
+
+class BatchInvariantLinear(TorchLinear):
+    """The matmul in tiles of 16 rows: each row's result is the same in any batch."""
 
     capturable = True
 
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
-        rows, weight, bias = x.shape[0], self.weights["weight"], self.weights.get("bias")
-        out = x.new_empty(rows, weight.shape[0])
-        for start in range(0, rows, _TILE):
-            tile = x[start : start + _TILE]
-            n = tile.shape[0]
-            padded = F.pad(tile, (0, 0, 0, _TILE - n)) if n < _TILE else tile.contiguous()
-            out[start : start + n] = F.linear(padded, weight, bias)[:n]
-        return out
+        return matmul_by_tiles(x, self.weights["weight"], self.weights.get("bias"))

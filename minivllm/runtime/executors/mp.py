@@ -260,6 +260,9 @@ class MultiprocExecutor:
         Exception: what loading the model raises, in whatever process.
     """
 
+    is_remote = True
+    """Requests must be able to cross to other processes."""
+
     OUTPUT_RANK = 0
     """Sends the results of steps: every rank has them."""
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from minivllm.attention.select import make_backend
 from minivllm.core.config import EngineConfig, MachineFacts
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.plugins import load_plugins
 from minivllm.models.parallel import Share, TensorGroup
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import EnginePlan, load_decoder, measure_memory, read_model
@@ -241,6 +242,7 @@ def main(control: int, file: int, rank: int, size: int) -> int:
     launch: Launch = frames.receive()
     logging.basicConfig(level=launch.log_level, format=f"%(asctime)s %(levelname)s %(name)s rank {rank}: %(message)s")
     try:
+        load_plugins()
         worker = Worker(launch)
     except Exception as error:  # noqa: BLE001 - said by the engine
         send_answer(frames, 0, rank, error, failed=True)
