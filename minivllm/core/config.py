@@ -15,10 +15,11 @@ from minivllm.core.policy import POLICIES
 from minivllm.core.speculative import SpeculativeConfig
 
 __all__ = [
-    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "WEIGHT_BITS", "CacheConfig",
-    "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup",
-    "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "SchedulerConfig",
-    "SlidingWindowRules", "choose_dtype", "make_kv_cache_groups", "register_kv_cache_kind", "resolve",
+    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "ROUTER_NAMES", "WEIGHT_BITS",
+    "CacheConfig", "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig",
+    "KVCacheGroup", "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts",
+    "SchedulerConfig", "SlidingWindowRules", "choose_dtype", "make_kv_cache_groups", "register_kv_cache_kind",
+    "resolve",
 ]  # fmt: skip
 
 
@@ -419,6 +420,9 @@ def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+ROUTER_NAMES = ("prefix_aware", "least_loaded", "round_robin")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """What a user may say of an engine. None and "auto" mean "choose"."""
@@ -433,6 +437,8 @@ class EngineArgs:
     device: str = _arg("auto", "where to compute", ("auto", "cpu", "cuda"))
     distributed_executor_backend: str | None = _arg(None, "uni: in the engine's process; mp: one a rank")
     tensor_parallel_size: int = _arg(1, "ranks that share every layer")
+    data_parallel_size: int = _arg(1, "whole engines behind one server")
+    data_parallel_router: str = _arg("prefix_aware", "which of them gets a request", ROUTER_NAMES)
     enable_expert_parallel: bool = _arg(False, "ranks that share a layer hold whole experts, not a part of each")
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
     max_model_len: int | None = _arg(None, "most tokens of a request, prompt and output together")
@@ -441,9 +447,7 @@ class EngineArgs:
     num_gpu_blocks: int | None = _arg(None, "physical KV blocks, null block included; default: from memory")
     num_cpu_blocks: int = _arg(0, "KV blocks of the swap pool")
     kv_cache_memory_bytes: int | None = _arg(None, "memory for the KV cache; default: from gpu_memory_utilization")
-    gpu_memory_utilization: float = _arg(
-        0.9, "share of a GPU's memory to use; on a CPU half of this share of what is free, at most 4 GiB for the cache"
-    )
+    gpu_memory_utilization: float = _arg(0.9, "share of a GPU's memory; on a CPU half of it, of what is free")
     enable_prefix_caching: bool = _arg(True, "reuse KV blocks of equal prefixes")
     prefix_cache_index: str = _arg("hash", "how cached prefixes are found", ("hash", "radix"))
     watermark: float = _arg(0.0, "share of KV blocks kept free when a request is admitted")
@@ -485,7 +489,7 @@ class EngineArgs:
             if choices and value != f.default:
                 _one_of(f.name, value, choices)
         _one_of("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
-        least = {"block_size": 1, "tensor_parallel_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
+        least = {"block_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
                  "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1, "max_loras": 1, "max_lora_rank": 1,
                  "max_cpu_loras": self.max_loras}  # fmt: skip
         for name, value in least.items():

@@ -89,6 +89,11 @@ class LLMEngine:
         ``logits_processors``: transforms of the whole batch's logits, besides those of single requests.
         Raises ValueError for an unknown model or a setting out of range.
         """
+        if args.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size={args.data_parallel_size}: one LLMEngine is one replica; minivllm serve, or"
+                ' AsyncLLM.from_engine_args(args, engine_in="process"), has several'
+            )
         if isinstance(preemption, Swap):
             args = replace(args, num_cpu_blocks=preemption.num_cpu_blocks, preemption_mode="swap")
         plan = plan_engine(args)
