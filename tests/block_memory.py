@@ -1,7 +1,8 @@
 """A model runner that remembers what stands in every slot of every block, and complains about a read of anything else.
 
-A slot holds the number of a prefix: what a request's tokens were up to and including that position, with all that keeps
-requests apart (salt, adapter). Two slots are equal just when keys and values there are.
+A slot holds the number of a prefix: what a request's tokens and media were up to and including that position, with all that
+keeps requests apart (salt, adapter). Two slots are equal just when keys and values there are. A block of a group
+with states has one slot that counts: the prefix that the state was made of.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ GARBAGE = -1
 class Row:
     """A request as the runner holds it."""
 
-    def __init__(self, tokens: list[int], root: int, computed: int, tables: list[list[int]]) -> None:
-        self.tokens, self.root, self.computed, self.tables = tokens, root, computed, tables
+    def __init__(self, tokens: list[int], root: int, computed: int, tables: list[list[int]], features=()) -> None:
+        self.tokens, self.root, self.computed, self.tables, self.features = tokens, root, computed, tables, features
+        self.media = {
+            f.mm_position.offset + i: (f.identifier, i) for f in features for i in range(f.mm_position.length)
+        }  # what stands at a place instead of a token
 
 
 class Memory:
@@ -30,6 +34,7 @@ class Memory:
         self.device: dict[tuple[int, int], int] = {}
         self.cpu: dict[tuple[int, int], int] = {}
         self.rows: dict[str, Row] = {}
+        self.encoded: set[str] = set()
         self.checked = 0
 
     def number(self, *key: object) -> int:
@@ -40,8 +45,8 @@ class Memory:
 
     def prefixes(self, row: Row, end: int) -> list[int]:
         found, at = [], row.root
-        for token in row.tokens[:end]:
-            at = self.number(at, token)
+        for place, token in enumerate(row.tokens[:end]):
+            at = self.number(at, row.media.get(place, token))
             found.append(at)
         return found
 
@@ -54,7 +59,9 @@ class Memory:
             assert new.request_id not in self.rows, "a row was sent twice"
             tokens = [*new.prompt_token_ids, *new.output_token_ids]
             root = self.root(requests[new.request_id])
-            self.rows[new.request_id] = Row(tokens, root, new.num_computed_tokens, [list(t) for t in new.block_ids])
+            tables = [list(t) for t in new.block_ids]
+            self.rows[new.request_id] = Row(tokens, root, new.num_computed_tokens, tables, new.mm_features)
+        self._encode(output)
         for name, new_ids in output.new_block_ids.items():
             for table, ids in zip(self.rows[name].tables, new_ids, strict=True):
                 table.extend(ids)
@@ -64,9 +71,12 @@ class Memory:
         for name, n in output.num_scheduled_tokens.items():
             row = self.rows[name]
             known = [*row.tokens, *output.scheduled_spec_decode_tokens.get(name, ())]
-            prefixes = self.prefixes(Row(known, row.root, 0, []), row.computed + n)
+            prefixes = self.prefixes(Row(known, row.root, 0, [], row.features), row.computed + n)
             assert len(prefixes) == row.computed + n, "more tokens are scheduled than are known"
-            for table in row.tables:
+            for spec, table in zip(self.specs, row.tables, strict=True):
+                if spec.rules.is_state:
+                    self._advance(name, table, prefixes, row.computed, fails)
+                    continue
                 for place in range(row.computed, row.computed + n):
                     self.device[table[place // self.size], place % self.size] = GARBAGE if fails else prefixes[place]
         result = ModelRunnerOutput()
@@ -83,6 +93,21 @@ class Memory:
                     result.draft_token_ids[name] = guesses
         return result
 
+    def _advance(self, name: str, table: list[int], prefixes: list[int], computed: int, fails: bool) -> None:
+        """Read the state after `computed` tokens, and write those at the end of each block and of the step."""
+
+        def block(place: int) -> int:
+            return table[min(place // self.size, len(table) - 1)]
+
+        if computed and not fails:
+            held = self.device.get((block(computed - 1), self.size), GARBAGE)
+            assert held == prefixes[computed - 1], f"{name} reads a wrong state in block {block(computed - 1)}"
+            self.checked += 1
+        for place in range(computed, len(prefixes)):
+            if place == len(prefixes) - 1 or block(place) not in (0, block(place + 1)):
+                assert block(place), f"{name} writes its state to the null block"
+                self.device[block(place), self.size] = GARBAGE if fails else prefixes[place]
+
     def _verify(self, row: Row, drafts: list[int]) -> list[int]:
         """The drafts that are right, and one token more."""
         new: list[int] = []
@@ -97,18 +122,37 @@ class Memory:
         """Draft tokens for the next step; none, unless a test says otherwise."""
         return []
 
+    def _encode(self, output: SchedulerOutput) -> None:
+        """Drops and adds encoder outputs; what the step's tokens need is then there, and no range is split that must not be."""
+        assert self.encoded >= set(output.free_encoder_mm_hashes), "an output is dropped that is not there"
+        self.encoded -= set(output.free_encoder_mm_hashes)
+        new = {f.identifier: f.mm_position.num_embeds for f in output.scheduled_encoder_inputs}
+        assert not self.encoded & set(new), "an output that is there is computed again"
+        size, most = self.scheduler.config.encoder_limits
+        assert sum(new.values()) <= most
+        self.encoded |= set(new)
+        assert self.encoded == set(self.scheduler.encoder_cache.sizes)
+        assert sum(self.scheduler.encoder_cache.sizes.values()) <= size
+        for name, n in output.num_scheduled_tokens.items():
+            row = self.rows[name]
+            for f in row.features:
+                place = f.mm_position
+                if place.offset < row.computed + n and place.end > row.computed:
+                    assert f.identifier in self.encoded, f"{name} needs {f.identifier}, which is not encoded"
+                    assert not f.whole or place.end <= row.computed + n, "a range was split"
+
     def _copy(self, source, target, pairs) -> None:
         for one, other in pairs:
-            for place in range(self.size):
+            for place in range(self.size + 1):
                 target[other, place] = source.get((one, place), GARBAGE)
 
     def _read(self, name: str, n: int, drafts: list[int]) -> None:
         """Every key that a token of this step attends to is the key of the request's own prefix."""
         known = self.rows[name]
-        row = Row([*known.tokens, *drafts], known.root, known.computed, known.tables)
+        row = Row([*known.tokens, *drafts], known.root, known.computed, known.tables, known.features)
         prefixes = self.prefixes(row, row.computed + n)
         for spec, table in zip(self.specs, row.tables, strict=True):
-            for query in range(row.computed, row.computed + n):
+            for query in () if spec.rules.is_state else range(row.computed, row.computed + n):
                 for key in range(query + 1):
                     if spec.rules.visible(spec, query, key):
                         held = self.device.get((table[key // self.size], key % self.size), GARBAGE)
@@ -121,5 +165,8 @@ class Memory:
         """Every block with a hash holds what the hash says, once the decided steps have run."""
         for block in self.scheduler.kv_cache_manager.block_pool.blocks:
             if block.block_hash is not None:
-                held = [self.device.get((block.block_id, place), GARBAGE) for place in range(self.size)]
-                assert held == hashes[block.block_hash], f"{block} does not hold what its hash says"
+                want, places = hashes[block.block_hash], range(self.size)
+                if self.specs[block.group].rules.is_state:
+                    want, places = want[-1:], range(self.size, self.size + 1)
+                held = [self.device.get((block.block_id, place), GARBAGE) for place in places]
+                assert held == want, f"{block} does not hold what its hash says"

@@ -46,6 +46,8 @@ SCHEMA = {
         "rollback": "num_rejected",
         "lora_load": "adapter slot",
         "lora_evict": "adapter slot",
+        "encode": "request modality identifier num_embeds",
+        "encoder_evict": "identifier",
     }.items()
 }
 _OPTIONAL = {"update": (None,)}
@@ -108,6 +110,7 @@ class State:
         free: free blocks in the order of reuse.
         cpu_free: free blocks of the swap pool, likewise.
         loras: adapter of each slot that has one.
+        encoder_cache: embeddings of each encoder output that is kept, by identifier.
     """
 
     num_groups: int
@@ -119,6 +122,7 @@ class State:
     free: list[int]
     cpu_free: list[int]
     loras: dict[int, str] = field(default_factory=dict)
+    encoder_cache: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     def empty(num_blocks: int, num_groups: int = 1, num_cpu_blocks: int = 0) -> State:
@@ -137,6 +141,7 @@ class State:
         return State(
             self.num_groups, requests, list(self.waiting), list(self.running),
             list(self.ref_cnt), list(self.hashes), list(self.free), list(self.cpu_free), dict(self.loras),
+            dict(self.encoder_cache),
         )  # fmt: skip
 
     def owners(self, block_id: int) -> list[str]:
@@ -215,6 +220,12 @@ class Fold(EventReader):
 
     def _on_lora_evict(self, adapter: str, slot: int) -> None:
         del self.now.loras[slot]
+
+    def _on_encode(self, request: str, modality: str, identifier: str, num_embeds: int) -> None:
+        self.now.encoder_cache[identifier] = num_embeds
+
+    def _on_encoder_evict(self, identifier: str) -> None:
+        del self.now.encoder_cache[identifier]
 
     def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
         for request, n in num_scheduled.items():

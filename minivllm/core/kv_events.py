@@ -11,6 +11,7 @@ from itertools import compress
 from typing import Any
 
 from minivllm.core.config import KVCacheSpec
+from minivllm.core.encoder_cache import block_keys
 from minivllm.core.events import Event
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -133,7 +134,9 @@ def _stored(request: Request, run: list[tuple[int, bytes]], group: int, spec: KV
     first, last, size = run[0][0], run[-1][0], spec.block_size
     keys = [key for key in (request.lora_name, *request.extra_keys) if key is not None]
     salted = [*keys, request.cache_salt] if request.cache_salt is not None else keys
-    extra = [(salted if position == 0 else keys) or None for position, _ in run]
+    media = [block_keys(request.mm_features, position * size, (position + 1) * size) for position, _ in run]
+    places = zip(run, media, strict=True)
+    extra = [[*(salted if position == 0 else keys), *inside] or None for (position, _), inside in places]
     return BlockStored(
         block_hashes=[name for _, name in run],
         parent_block_hash=request.block_hashes[first - 1] if first else None,

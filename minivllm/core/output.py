@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from minivllm.core.encoder_cache import MultiModalFeatureSpec
 from minivllm.core.request import FinishReason
 
 __all__ = ["EngineCoreOutput", "ModelRunnerOutput", "NewRequestData", "SchedulerOutput"]
@@ -25,6 +26,7 @@ class NewRequestData:
         num_computed_tokens: tokens already in the cache: a prefix hit, or a swapped-in history.
         lora_name: adapter, or None.
         lora_slot: where it lies; -1 for no adapter.
+        mm_features: inputs besides the text, without their data.
     """
 
     request_id: str
@@ -35,6 +37,7 @@ class NewRequestData:
     num_computed_tokens: int
     lora_name: str | None = None
     lora_slot: int = -1
+    mm_features: tuple[MultiModalFeatureSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class SchedulerOutput:
         swap_in: `(cpu block, gpu block)` copies to make before the step.
         lora_loads: `(slot, adapter)` to load before the step, in this order.
         scheduled_spec_decode_tokens: draft tokens to verify, by request: the last of its scheduled tokens, which are not known yet.
+        free_encoder_mm_hashes: encoder outputs to drop before the step.
+        scheduled_encoder_inputs: to encode before the step, after these were dropped. They carry their data.
     """
 
     step: int
@@ -66,6 +71,8 @@ class SchedulerOutput:
     swap_in: tuple[tuple[int, int], ...] = ()
     lora_loads: tuple[tuple[int, str], ...] = ()
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    free_encoder_mm_hashes: tuple[str, ...] = ()
+    scheduled_encoder_inputs: tuple[MultiModalFeatureSpec, ...] = ()
 
 
 @dataclass(slots=True)

@@ -5,23 +5,25 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from typing import Protocol
 
 from minivllm.core.block_pool import KVCacheBlock
+from minivllm.core.encoder_cache import block_keys
 from minivllm.core.request import Request
 
 __all__ = ["HashIndex", "RadixIndex", "extend_block_hashes", "hash_block", "make_prefix_index", "root_hash"]
 
 
-def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
+def hash_block(parent: bytes, token_ids: list[int], keys: Sequence[str] = ()) -> bytes:
     """The name of a full block: 32 bytes that depend on the whole prefix, and on nothing else.
 
     SHA-256 and not Python's `hash`: names are the same in every process, whatever PYTHONHASHSEED is,
-    and nobody can craft a prompt that collides with another user's.
+    and nobody can craft a prompt that collides with another user's. keys: of the media in the block (`block_keys`).
     """
-    return sha256(parent + array("q", token_ids).tobytes()).digest()
+    content = parent + array("q", token_ids).tobytes()
+    return sha256(content + repr(keys).encode() if keys else content).digest()
 
 
 def root_hash(request: Request) -> bytes:
@@ -36,8 +38,10 @@ def extend_block_hashes(request: Request, block_size: int) -> list[bytes]:
     full = request.num_tokens // block_size
     if len(hashes) < full:
         parent = hashes[-1] if hashes else root_hash(request)
+        media = request.mm_features
         for start in range(len(hashes) * block_size, full * block_size, block_size):
-            parent = hash_block(parent, tokens[start : start + block_size])
+            keys = block_keys(media, start, start + block_size) if media else ()
+            parent = hash_block(parent, tokens[start : start + block_size], keys)
             hashes.append(parent)
     return hashes
 
@@ -102,9 +106,9 @@ class HashIndex:
 class _Node:
     __slots__ = ("parent", "edge", "children", "blocks")
 
-    def __init__(self, parent: _Node | None, edge: tuple[int, ...]) -> None:
+    def __init__(self, parent: _Node | None, edge: tuple[int | str, ...]) -> None:
         self.parent, self.edge = parent, edge
-        self.children: dict[tuple[int, ...], _Node] = {}
+        self.children: dict[tuple[int | str, ...], _Node] = {}
         self.blocks: list[KVCacheBlock] = []
 
 
@@ -116,8 +120,10 @@ class RadixIndex:
         self._roots: dict[bytes, _Node] = {}
         self._nodes: dict[int, _Node] = {}
 
-    def _edge(self, request: Request, i: int) -> tuple[int, ...]:
-        return tuple(request.all_token_ids[i * self.block_size : (i + 1) * self.block_size])
+    def _edge(self, request: Request, i: int) -> tuple[int | str, ...]:
+        start, end = i * self.block_size, (i + 1) * self.block_size
+        keys = block_keys(request.mm_features, start, end) if request.mm_features else ()
+        return (*request.all_token_ids[start:end], *keys)
 
     def walk(self, request: Request, num_blocks: int) -> Iterator[KVCacheBlock | None]:
         extend_block_hashes(request, self.block_size)

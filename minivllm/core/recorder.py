@@ -10,6 +10,7 @@ from typing import Any
 
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
+from minivllm.core.encoder_cache import EncoderCacheManager
 from minivllm.core.events import Event, RequestSnapshot, State, TraceHeader
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.policy import Policy, arguments_of
@@ -36,6 +37,7 @@ class Recorder:
     preemption: Any
     requests: dict[str, Request]
     adapters: AdapterSlots
+    encoder_cache: EncoderCacheManager
     waiting: WaitingQueue
     running: list[Request]
 
@@ -64,6 +66,7 @@ class Recorder:
             free=[block.block_id for block in pool.free_queue],
             cpu_free=[block.block_id for block in cpu.free_queue] if cpu else [],
             loras={slot: name for name, slot in self.adapters.slot_of.items()},
+            encoder_cache=dict(self.encoder_cache.sizes),
         )
         for request_id, r in self.requests.items():
             held = request_id in kv.groups[0].tables

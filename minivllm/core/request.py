@@ -8,6 +8,8 @@ from collections.abc import Hashable, Sequence
 from enum import Enum, IntEnum
 from typing import Any
 
+from minivllm.core.encoder_cache import MultiModalFeatureSpec
+
 __all__ = ["FinishReason", "Request", "RequestStatus"]
 
 
@@ -50,7 +52,8 @@ class Request:
         user: whom the request belongs to, for fair-share policies.
         cache_salt: requests share cached blocks only with requests of the same salt.
         lora_name: adapter name; blocks are shared only under the same adapter.
-        extra_keys: further values that make blocks differ, such as image hashes.
+        extra_keys: further values that make blocks differ.
+        mm_features: inputs besides the text, in the order of their ranges in the prompt.
         skip_reading_prefix_cache: compute every prompt token even if its block is cached (prompt log-probabilities need it).
 
     Raises:
@@ -62,7 +65,7 @@ class Request:
         "max_tokens", "min_tokens", "eos_token_id", "stop_token_ids", "ignore_eos", "sampling_params", "arrival_time",
         "priority", "user", "cache_salt", "lora_name", "extra_keys", "skip_reading_prefix_cache", "status",
         "finish_reason", "stop_reason", "num_preemptions", "block_hashes", "capacity", "sequence_number", "max_total_tokens",
-        "end_token_ids", "num_denied", "spec_token_ids",
+        "end_token_ids", "num_denied", "spec_token_ids", "mm_features",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +85,7 @@ class Request:
         cache_salt: str | None = None,
         lora_name: str | None = None,
         extra_keys: tuple[Hashable, ...] = (),
+        mm_features: tuple[MultiModalFeatureSpec, ...] = (),
         skip_reading_prefix_cache: bool = False,
     ) -> None:
         if not prompt_token_ids:
@@ -109,7 +113,7 @@ class Request:
         self.user = user
         self.cache_salt = cache_salt
         self.lora_name = lora_name
-        self.extra_keys = extra_keys
+        self.extra_keys, self.mm_features = extra_keys, mm_features
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None

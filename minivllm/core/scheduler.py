@@ -11,6 +11,7 @@ from typing import Any
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
+from minivllm.core.encoder_cache import EncoderCacheManager, MultiModalFeatureSpec
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.core.policy import POLICIES, Listener, Policy, PolicyError, PolicyGuard, SchedulerView, Served
@@ -52,6 +53,9 @@ class _Draft:
     spec: dict[str, list[int]] = field(default_factory=dict)
     lora_loads: list[tuple[int, str]] = field(default_factory=list)
     loras_in_use: set[str] = field(default_factory=set)
+    encoder_inputs: dict[str, MultiModalFeatureSpec] = field(default_factory=dict)
+    encoder_frees: list[str] = field(default_factory=list)
+    encoded: int = 0  # embeddings that are encoded in this step
     budget: int = 0
     threshold: int = 0
     closed: bool = False  # a running request lost its blocks: no request is admitted
@@ -75,6 +79,7 @@ class Scheduler(Recorder):
         kv_cache_manager: the KV cache manager.
         spec_stats: counters of draft tokens.
         adapters: which LoRA adapter lies in which slot.
+        encoder_cache: which encoder outputs are kept.
         trace: None, or a function that takes an event (see `record` and `subscribe`).
     """
 
@@ -99,8 +104,8 @@ class Scheduler(Recorder):
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.adapters = AdapterSlots(config.max_loras)
-        self.step = 0
-        self.num_preemptions = 0
+        self.encoder_cache = EncoderCacheManager(*config.encoder_limits)
+        self.step = self.num_preemptions = 0
         self.spec_stats = SpecDecodingStats()
         self._arrivals = 0
         self._overtaken = 0
@@ -195,6 +200,8 @@ class Scheduler(Recorder):
                 f"request {request.request_id!r}: a prompt of {request.num_tokens} tokens is too long; {limit} is"
                 f" {self.max_model_len} tokens and at least one must be left for the output"
             )
+        if request.mm_features:
+            self._check_media(request)
         request.max_total_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         request.sequence_number = self._arrivals
         self._arrivals += 1
@@ -204,6 +211,18 @@ class Scheduler(Recorder):
             if attributes := _attributes(request):
                 self.trace(("attributes", request.request_id, attributes))
         self.waiting.add(request)
+
+    def _check_media(self, request: Request) -> None:
+        """Count a request with media. Raises ValueError if an input of it can never be encoded, or never be computed in one step."""
+        self.encoder_cache.check(request)
+        most = self.config.max_num_batched_tokens
+        for feature in request.mm_features:
+            if feature.whole and feature.mm_position.length > most:
+                raise ValueError(
+                    f"request {request.request_id!r}: a {feature.modality} of {feature.mm_position.length} tokens must be computed"
+                    f" in one step, and max_num_batched_tokens={most}"
+                )
+        self.encoder_cache.users += 1
 
     def schedule(self) -> SchedulerOutput:
         """Decide what the next step computes.
@@ -217,6 +236,8 @@ class Scheduler(Recorder):
         self.kv_cache_manager.block_pool.step = self.step
         draft.budget = self.config.max_num_batched_tokens
         draft.threshold = self.config.long_prefill_token_threshold if len(self.requests) > 1 else 0
+        if self.encoder_cache.held:
+            self._release_encoded()
         try:
             self._fill(draft)
         except BaseException as error:
@@ -241,6 +262,8 @@ class Scheduler(Recorder):
             swap_in=tuple(pair for pairs in draft.swap_in.values() for pair in pairs),
             lora_loads=tuple(draft.lora_loads),
             scheduled_spec_decode_tokens=draft.spec,
+            free_encoder_mm_hashes=tuple(draft.encoder_frees),
+            scheduled_encoder_inputs=tuple(draft.encoder_inputs.values()),
         )
         self._finished = []
         self.step += 1
@@ -279,7 +302,7 @@ class Scheduler(Recorder):
     def _schedule_running(self, draft: _Draft) -> None:
         scheduled, budget = draft.scheduled, draft.budget
         threshold, ask, runs = draft.threshold, self._guard.has_chunk, RequestStatus.RUNNING
-        caching = self.kv_cache_manager.caching_groups
+        caching, media = self.kv_cache_manager.caching_groups, self.encoder_cache.users > 0
         for request in tuple(self.running):
             if budget <= 0:
                 break
@@ -293,8 +316,10 @@ class Scheduler(Recorder):
                 if computed + 1 >= request.max_total_tokens:
                     continue
                 n = 1
-            if n > 1 or ask:
+            if n > 1 or ask or media:
                 n = self._cap(request, n, budget, threshold, ask)
+                if media:
+                    n, _ = self._fit_media(request, computed, n, budget, draft)
                 if n == 0:
                     continue
             if computed + n >= request.capacity:
@@ -310,6 +335,8 @@ class Scheduler(Recorder):
             scheduled[request.request_id] = n
             request.num_computed_tokens = computed + n
             budget -= n
+            if media:
+                self._encode(request, computed, n, draft)
             if request.spec_token_ids:
                 if (verified := computed + n - request.num_tokens) > 0:
                     draft.spec[request.request_id] = request.spec_token_ids[:verified]
@@ -328,6 +355,46 @@ class Scheduler(Recorder):
         if n < wanted and self.trace is not None:
             self.trace(("chunk", request.request_id, n, wanted, why))
         return n
+
+    def _fit_media(self, request: Request, start: int, n: int, budget: int, draft: _Draft) -> tuple[int, str]:
+        """How many of `n` tokens from `start` on can be computed with the encoder outputs that there are or can be, and if it
+        is none, why."""
+        if not request.mm_features or start >= request.num_prompt_tokens:
+            return n, ""
+        whole = self.encoder_cache.keep_whole(request, start, n, budget)
+        fits, reason = self.encoder_cache.fit(request, start, whole, draft.encoded)
+        reason = reason or "budget"
+        if fits < n and self.trace is not None:
+            self.trace(("chunk", request.request_id, fits, n, reason))
+        return fits, reason
+
+    def _encode(self, request: Request, start: int, n: int, draft: _Draft) -> None:
+        """Have the inputs encoded that these tokens need, and note which outputs are dropped for them."""
+        if not request.mm_features or start >= request.num_prompt_tokens:
+            return
+        new, evicted = self.encoder_cache.take(request, start, n)
+        self._drop_encoded(evicted, draft)
+        for feature in new:
+            draft.encoder_inputs[feature.identifier] = feature
+            draft.encoded += feature.mm_position.num_embeds
+            if self.trace is not None:
+                size = feature.mm_position.num_embeds
+                self.trace(("encode", request.request_id, feature.modality, feature.identifier, size))
+
+    def _release_encoded(self) -> None:
+        """Let go of encoder outputs whose ranges are computed: steps run in order, so what is dropped from now on was used."""
+        for request_id in list(self.encoder_cache.held):
+            request = self.requests[request_id]
+            self.encoder_cache.release(request, request.num_computed_tokens)
+
+    def _drop_encoded(self, evicted: Iterable[str], draft: _Draft) -> None:
+        for name in evicted:
+            if (
+                draft.encoder_inputs.pop(name, None) is None
+            ):  # else it was planned for a request that was preempted since
+                draft.encoder_frees.append(name)
+            if self.trace is not None:
+                self.trace(("encoder_evict", name))
 
     def _ask_chunk(self, request: Request, budget: int) -> int:
         """The policy's cap; no cap once it has given this request nothing, and others something, in too many steps on end."""
@@ -399,6 +466,8 @@ class Scheduler(Recorder):
         draft.new_block_ids.pop(request_id, None)
         draft.spec.pop(request_id, None)
         victim.spec_token_ids = []
+        if victim.mm_features:
+            self.encoder_cache.free(victim)
         self.waiting.add(victim, front=True)
         if self.trace is not None:
             mode = "swap" if victim.num_computed_tokens else "recompute"
@@ -483,6 +552,10 @@ class Scheduler(Recorder):
         n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
         if n == 0:
             return "policy"
+        if request.mm_features:
+            n, reason = self._fit_media(request, hit.num_tokens, n, draft.budget, draft)
+            if n == 0:
+                return reason
         reserve = request.num_tokens if config.scheduler_reserve_full_isl else 0
         blocks = self.kv_cache_manager.allocate_slots(request, n, hit, self._keep_free(), reserve)
         if blocks is None:
@@ -523,6 +596,10 @@ class Scheduler(Recorder):
         n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
         if n == 0:
             return "policy"
+        if request.mm_features:
+            n, reason = self._fit_media(request, request.num_computed_tokens, n, draft.budget, draft)
+            if n == 0:
+                return reason
         taken = kv.swap_in(request, n, self._keep_free())
         if taken is None:
             return "no_blocks"
@@ -556,7 +633,10 @@ class Scheduler(Recorder):
             num_computed_tokens=request.num_computed_tokens,
             lora_name=request.lora_name,
             lora_slot=slot,
+            mm_features=tuple(feature.bare for feature in request.mm_features),
         )
+        if request.mm_features:
+            self._encode(request, request.num_computed_tokens, n, draft)
         self._keep_account(request, -1)
         draft.scheduled[request.request_id] = n
         request.num_computed_tokens += n
@@ -731,6 +811,9 @@ class Scheduler(Recorder):
         if request.lora_name is not None:
             self.adapters.touch(request.lora_name)
         self.kv_cache_manager.free(request)
+        if request.mm_features:
+            self.encoder_cache.free(request)
+            self.encoder_cache.users -= 1
         del self.requests[request.request_id]
         self._finished.append(request.request_id)
         self._draft.new_block_ids.pop(request.request_id, None)
@@ -775,6 +858,7 @@ class Scheduler(Recorder):
         for output in outputs:
             self.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
             self._release_slots(output.lora_loads)
+        self._drop_encoded(self.encoder_cache.reset(), self._draft)
         self.kv_cache_manager.reset_prefix_cache()
         self._newest_result = self.step - 1
         self._ended_in_flight.clear()
@@ -822,6 +906,7 @@ def _attributes(r: Request) -> dict[str, Any]:
         "cache_salt": r.cache_salt,
         "lora_name": r.lora_name,
         "extra_keys": r.extra_keys,
+        "mm_features": tuple(feature.to_tuple() for feature in r.mm_features),
         "skip_reading_prefix_cache": r.skip_reading_prefix_cache,
     }
     return {name: value for name, value in rare.items() if value not in (None, (), False)}

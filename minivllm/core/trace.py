@@ -311,6 +311,8 @@ REASONS = {
     "after_preemption": "a running request had just lost its blocks; nobody is admitted in such a step",
     "max_num_partial_prefills": "as many prompts were half done as max_num_partial_prefills allows",
     "max_loras": "as many adapters were in use as max_loras allows",
+    "encoder_budget": "the encoder had computed as much in this step as max_num_encoder_input_tokens allows",
+    "encoder_cache": "the encoder outputs in use left no room for another in encoder_cache_size",
     "no_chunked_prefill": "the rest of the budget is too small for the whole prompt, and enable_chunked_prefill is off",
     "behind": "another request was first in the queue and had to wait",
     "policy": "the policy gave it no tokens",

@@ -11,9 +11,11 @@ from typing import Any, TypedDict
 import numpy as np
 
 from minivllm.core.config import EngineConfig
+from minivllm.core.encoder_cache import MultiModalFeatureSpec
 from minivllm.core.request import Request
 from minivllm.lora.adapter import LoRARequest
 from minivllm.lora.store import AdapterRegistry, RegisteredAdapter
+from minivllm.multimodal.inputs import embeds_prompt
 from minivllm.sampling.params import InvalidParameter, SamplingParams, check_text
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.random import RequestSeeds
@@ -23,16 +25,17 @@ __all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "RequestO
 
 PromptType = str | Sequence[int] | dict[str, Any]
 
-_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "prompt_embeds")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in one form: ``text``, or ``token_ids`` (then ``text`` is only for showing), or both None never."""
+    """A prompt in one form: ``text``, or ``token_ids`` (then ``text`` is only for showing), or ``embeds`` [tokens, hidden_size]."""
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
     cache_salt: str | None = None
+    embeds: Any = None
 
 
 def parse_prompt(prompt: PromptType) -> Prompt:
@@ -58,16 +61,20 @@ def _parse_dict(prompt: dict[str, Any]) -> Prompt:
             near = difflib.get_close_matches(str(name), _PROMPT_FIELDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_PROMPT_FIELDS)}"
             raise ValueError(f"unknown field {name!r} in a prompt; {hint}")
-    text, token_ids, salt = (prompt.get(name) for name in _PROMPT_FIELDS)
-    if text is None and token_ids is None:
-        raise ValueError("a prompt dict needs 'prompt' (a string) or 'prompt_token_ids' (a list of token ids)")
+    text, token_ids, salt, embeds = (prompt.get(name) for name in _PROMPT_FIELDS)
+    if text is None and token_ids is None and embeds is None:
+        raise ValueError(
+            "a prompt dict needs 'prompt' (a string), 'prompt_token_ids' (a list of token ids) or 'prompt_embeds' (a tensor)"
+        )
+    if embeds is not None and (text is not None or token_ids is not None):
+        raise ValueError("'prompt_embeds' are a whole prompt: they go with neither 'prompt' nor 'prompt_token_ids'")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"'prompt' must be a string, got {_brief(text)}")
     if token_ids is not None and not _is_token_list(token_ids):
         raise TypeError(f"'prompt_token_ids' must be a list of token ids, got {_brief(token_ids)}")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise TypeError(f"'cache_salt' must be a non-empty string, got {_brief(salt)}")
-    return Prompt(text, token_ids, salt)
+    return Prompt(text, token_ids, salt, embeds)
 
 
 def _is_token_list(value: Any) -> bool:
@@ -135,6 +142,8 @@ class InputProcessor:
 
     def tokenize(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> list[int]:
         """Token ids of a prompt, shortened if ``truncate_prompt_tokens`` says so. Raises ValueError if a limit is broken."""
+        if prompt.embeds is not None:
+            raise ValueError("prompt_embeds cannot be used here: token ids are needed")
         if prompt.token_ids is not None:
             token_ids = [int(token) for token in prompt.token_ids]
         elif self.tokenizer is None:
@@ -169,6 +178,20 @@ class InputProcessor:
                 f"the prompt has {len(text)} characters; more than {self.max_characters} cannot fit in"
                 f" max_model_len={max_model_len} tokens"
             )
+
+    def read(
+        self, prompt: Prompt, params: SamplingParams | PoolingParams
+    ) -> tuple[list[int], tuple[MultiModalFeatureSpec, ...]]:
+        """Token ids of a prompt, and what else it holds. Raises TypeError, ValueError."""
+        if prompt.embeds is None:
+            return self.tokenize(prompt, params), ()
+        for name, neutral in (("truncate_prompt_tokens", None), ("prompt_logprobs", None), ("repetition_penalty", 1.0)):
+            if (value := getattr(params, name, neutral)) != neutral:
+                raise ValueError(f"{name}={value!r} needs a prompt of tokens; this one is of prompt_embeds")
+        most = min(self.config.scheduler.encoder_limits)
+        token_ids, features = embeds_prompt(prompt.embeds, self.config.model.hidden_size, most)
+        self._check_tokens(token_ids)
+        return token_ids, features
 
     def _check_tokens(self, token_ids: list[int]) -> None:
         max_model_len, vocab_size = self.config.scheduler.max_model_len, self.config.model.vocab_size
@@ -231,7 +254,7 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             return self._process_pooling(request_id, parsed, params, adapter, about)
         params = self._complete(params)
-        token_ids = self.tokenize(parsed, params)
+        token_ids, about["mm_features"] = self.read(parsed, params)
         max_tokens = self.max_tokens(len(token_ids), params, cut_max_tokens)
         if params.min_tokens > max_tokens:
             raise ValueError(
@@ -270,7 +293,7 @@ class InputProcessor:
     ) -> ProcessedInput:
         """A request that ends when its prompt is computed. A mean needs every token's hidden state, so no cached prefix will do."""
         params.verify(self.config.model.hidden_size)
-        token_ids = self.tokenize(prompt, params)
+        token_ids, about["mm_features"] = self.read(prompt, params)
         request = Request(
             request_id,
             token_ids,

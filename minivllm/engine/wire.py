@@ -12,8 +12,9 @@ from enum import Enum
 from typing import Any
 
 import msgpack
+import numpy as np
 
-from minivllm.core import config, output, request
+from minivllm.core import config, encoder_cache, output, request
 from minivllm.sampling import logprobs, params, pooling
 
 __all__ = ["CLASSES", "Channel", "from_columns", "in_columns", "pack", "unpack"]
@@ -25,15 +26,16 @@ CLASSES: tuple[type, ...] = (
     params.SamplingParams, params.StructuredOutputsParams, params.RepetitionDetectionParams, params.RequestOutputKind,
     pooling.PoolingParams,
     output.EngineCoreOutput, logprobs.Logprob,
+    encoder_cache.PlaceholderRange, encoder_cache.MultiModalFeatureSpec,
 )  # fmt: skip
-"""What may cross, besides numbers, text, bytes, None, lists, tuples, frozen sets and dictionaries."""
+"""What may cross, besides numbers, text, bytes, None, lists, tuples, frozen sets, dictionaries and arrays."""
 
 _PLACE = {cls: place for place, cls in enumerate(CLASSES)}
 _NAMES: dict[type, tuple[str, ...]] = {
     cls: tuple(f.name for f in fields(cls)) if is_dataclass(cls) else tuple(getattr(cls, "__slots__", ()))
     for cls in CLASSES
 }
-_TUPLE, _FROZENSET, _OBJECT = 1, 2, 3
+_TUPLE, _FROZENSET, _OBJECT, _ARRAY = 1, 2, 3, 4
 
 
 def pack(value: Any) -> bytes:
@@ -51,6 +53,8 @@ def _encode(value: Any) -> msgpack.ExtType:
         return msgpack.ExtType(_TUPLE, pack(list(value)))
     if cls is frozenset:
         return msgpack.ExtType(_FROZENSET, pack(list(value)))
+    if cls is np.ndarray and value.dtype.kind in "fiub":
+        return msgpack.ExtType(_ARRAY, pack([value.dtype.str, list(value.shape), value.tobytes()]))
     raise TypeError(f"a value of type {cls.__name__} cannot cross between processes: {repr(value)[:60]}")
 
 
@@ -60,13 +64,16 @@ def unpack(data: bytes) -> Any:
 
 
 def _decode(code: int, data: bytes) -> Any:
-    if code not in (_TUPLE, _FROZENSET, _OBJECT):
+    if code not in (_TUPLE, _FROZENSET, _OBJECT, _ARRAY):
         raise ValueError(f"a message holds a value of an unknown kind {code}")
     body = unpack(data)
     if code == _TUPLE:
         return tuple(body)
     if code == _FROZENSET:
         return frozenset(body)
+    if code == _ARRAY:
+        dtype, shape, content = body
+        return np.frombuffer(bytearray(content), np.dtype(dtype)).reshape(shape)
     place, values = body
     cls = CLASSES[place]
     if issubclass(cls, Enum):

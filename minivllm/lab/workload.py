@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from minivllm.core.encoder_cache import MultiModalFeatureSpec, block_keys
 from minivllm.core.prefix import root_hash
 from minivllm.core.request import Request
 
@@ -53,7 +54,7 @@ class WorkloadRequest:
         user: whom it belongs to.
         session: the conversation that it belongs to.
         priority: smaller is more urgent.
-        cache_salt, lora_name, extra_keys, skip_reading_prefix_cache: see `minivllm.core.request.Request`.
+        cache_salt, lora_name, extra_keys, mm_features, skip_reading_prefix_cache: see `minivllm.core.request.Request`.
         ends_with_stop: the last token of the answer is a stop token; None: if `max_tokens` allows more than the answer.
         stop_token_id: that token as the request's own stop token; None: as the end of the text.
         follow_up: moment of the last token -> the request that comes after it.
@@ -70,6 +71,7 @@ class WorkloadRequest:
     cache_salt: str | None = None
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] = ()
+    mm_features: tuple[MultiModalFeatureSpec, ...] = ()
     skip_reading_prefix_cache: bool = False
     ends_with_stop: bool | None = None
     stop_token_id: int | None = None
@@ -120,6 +122,7 @@ class WorkloadRequest:
             cache_salt=self.cache_salt,
             lora_name=self.lora_name,
             extra_keys=self.extra_keys,
+            mm_features=self.mm_features,
             skip_reading_prefix_cache=self.skip_reading_prefix_cache,
         )
 
@@ -128,7 +131,9 @@ class WorkloadRequest:
         ids = np.concatenate([_as_array(piece) for piece in self.prompt])
         name, names = root_hash(cast(Request, self)), []
         for start in range(0, len(ids), block_size):
-            name = sha256(name + ids[start : start + block_size].tobytes()).digest()
+            keys = block_keys(self.mm_features, start, start + block_size)
+            content = name + ids[start : start + block_size].tobytes()
+            name = sha256(content + repr(keys).encode() if keys else content).digest()
             names.append(name)
         return names
 
@@ -550,6 +555,7 @@ def recorded_requests(trace: Trace) -> list[Recorded]:
 def _recorded(added: tuple[Any, ...], answer: array[int], end: tuple[str, Any], attributes: dict[str, Any]) -> Recorded:
     _, request_id, _, max_tokens, arrival, priority, user, prompt = added[:8]
     reason, stop_reason = end
+    features = tuple(MultiModalFeatureSpec.from_tuple(values) for values in attributes.get("mm_features", ()))
     request = WorkloadRequest(
         request_id,
         arrival,
@@ -560,6 +566,6 @@ def _recorded(added: tuple[Any, ...], answer: array[int], end: tuple[str, Any], 
         priority=priority,
         ends_with_stop=reason == "stop",
         stop_token_id=stop_reason if isinstance(stop_reason, int) else None,
-        **attributes,
+        **attributes | {"mm_features": features},
     )
     return Recorded(request, reason, bool(answer))

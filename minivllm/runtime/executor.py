@@ -13,7 +13,17 @@ import torch
 
 from minivllm.attention.backend import FP8, AttentionBackend
 from minivllm.attention.select import select_backend
-from minivllm.core.config import Decision, EngineArgs, EngineConfig, KVCacheConfig, MachineFacts, choose_dtype, resolve
+from minivllm.attention.state import backend_needs
+from minivllm.core.config import (
+    Decision,
+    EngineArgs,
+    EngineConfig,
+    KVCacheConfig,
+    MachineFacts,
+    choose_dtype,
+    resolve,
+    unify_block_size,
+)
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.lora.linear import LoRAModel
 from minivllm.models.decoder import Decoder
@@ -144,11 +154,12 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     limit_threads(cpu_quota())
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
     share = None if args.world_size == 1 else Share(0, args.tensor_parallel_size, args.enable_expert_parallel)
-    specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value), _kv_dtype(args), share)
-    backend, why = select_backend(args.attention_backend, specs, torch.device(device))
-    about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
-    linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about)
     facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache, share)
+    block_size = unify_block_size(facts.kv_specs, args.block_size)
+    specs = loaded.spec.attention_specs(block_size, getattr(torch, dtype.value), _kv_dtype(args), share)
+    backend, why = select_backend(args.attention_backend, backend_needs(specs), torch.device(device))
+    about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
+    linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about, loaded.quantization)
     facts = with_drafter(facts, args, loaded, dtype.value)
     machine = machine_facts(device, (backend.name, why), linear)
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)

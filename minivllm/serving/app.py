@@ -104,6 +104,7 @@ def token_router(state: ServerState) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a text, or of messages."""
+        await state.find_model(body.model)
         state.check_model(body.model)
         try:
             if body.prompt is not None:
@@ -125,6 +126,7 @@ def token_router(state: ServerState) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """The text of token ids."""
+        await state.find_model(body.model)
         state.check_model(body.model)
         limit = state.llm.config.model.vocab_size
         if max(body.tokens, default=0) >= limit:

@@ -367,6 +367,6 @@ def chat_router(state: ServerState) -> APIRouter:
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> dict[str, Any] | Response:
         """Answer a conversation."""
         plan = state.llm.run_input(lambda: plan_chat(body, state, plan_fields(body, state, request, "chatcmpl")))
-        return await answer(request, state, plan, ChatWriter)
+        return await answer(request, state, body.model, plan, ChatWriter)
 
     return router

@@ -198,6 +198,6 @@ def completions_router(state: ServerState) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> dict[str, Any] | Response:
         """Complete one or more prompts."""
-        return await answer(request, state, _plan_completion(body, request, state), CompletionWriter)
+        return await answer(request, state, body.model, _plan_completion(body, request, state), CompletionWriter)
 
     return router

@@ -84,6 +84,6 @@ def embeddings_router(state: ServerState) -> APIRouter:
     @router.post("/v1/embeddings", response_model=None)
     async def create_embedding(body: EmbeddingRequest, request: Request) -> dict[str, Any] | Response:
         """A vector for each input."""
-        return await answer(request, state, _plan_embedding(body, request, state), EmbeddingWriter)
+        return await answer(request, state, body.model, _plan_embedding(body, request, state), EmbeddingWriter)
 
     return router

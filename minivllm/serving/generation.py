@@ -3,11 +3,12 @@
 # Generated from nbs/serving/generation.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import asyncio
+import itertools
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
@@ -21,6 +22,7 @@ from minivllm.core.policy import ignores_priority
 from minivllm.engine.async_llm import AsyncLLM, RequestStream
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
 from minivllm.lora.adapter import LoRARequest
+from minivllm.lora.resolver import make_resolvers
 from minivllm.sampling.params import SamplingParams, check_text
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.serving.answers import ParserOptions
@@ -72,6 +74,7 @@ class ServerOptions:
     )
     reasoning_parser_plugin: str | None = _option(None, "Python file that registers a reasoning parser")
     lora_modules: list[str] = _option([], "adapters to serve as models of their own: name=path")  # noqa: RUF009
+    lora_resolvers: list[str] = _option([], "where to look for an unknown model name: folder=PATH, hub=OWNER/NAME")  # noqa: RUF009
     enable_runtime_lora: bool = _option(False, "let clients load and unload adapters")
     dashboard: bool = _option(False, "show the engine live at /dashboard")
     log_json: bool = _option(False, "write the access log as JSON")
@@ -91,6 +94,7 @@ class ServerOptions:
             raise ValueError(f"trace: there is no folder {Path(self.trace).absolute().parent}")
         self.parsers()
         self.adapters()
+        make_resolvers(self.lora_resolvers)
 
     def adapters(self) -> dict[str, str]:
         """Folder of each adapter by its name. Raises ValueError for what is no `name=path`, and for a name given twice."""
@@ -119,6 +123,7 @@ class ServerState:
         observe: Counts requests that end, for the metrics.
         in_flight: Engine requests of open HTTP requests.
         adapters: By the names that clients use.
+        lora_ids: Numbers for adapters, each once.
     """
 
     llm: AsyncLLM
@@ -126,9 +131,12 @@ class ServerState:
     observe: Callable[[FinishedRequest], None] = lambda finished: None
     in_flight: int = 0
     adapters: dict[str, LoRARequest] = field(default_factory=dict)
+    lora_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         self.parsers = self.options.parsers()
+        self.resolvers = make_resolvers(self.options.lora_resolvers)
+        self._resolving: dict[str, asyncio.Future[None]] = {}
         self.started = int(time.time())
 
     @property
@@ -143,6 +151,31 @@ class ServerState:
             message = f"the model {name!r} is not served here; {served} is"
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.model_names[0]
+
+    async def add_adapter(self, adapter: LoRARequest) -> None:
+        """Check and read an adapter, and serve it under its name from now on. Raises ApiError."""
+        try:
+            await self.llm.add_lora(replace(adapter, lora_int_id=(number := next(self.lora_ids))))
+        except ValueError as error:
+            raise as_api_error(error) from error
+        self.adapters[adapter.lora_name] = replace(adapter, lora_int_id=number)
+
+    async def find_model(self, name: str | None) -> None:
+        """Ask the resolvers for a model that is not served. Raises ApiError if what one has found cannot be used."""
+        if not self.resolvers or name is None or name in self.model_names:
+            return
+        if (work := self._resolving.get(name)) is None:
+            work = self._resolving[name] = asyncio.ensure_future(self._resolve(name))
+            work.add_done_callback(lambda work: self._resolving.pop(name) and (work.cancelled() or work.exception()))
+        await asyncio.shield(work)  # another request may wait for it, too
+
+    async def _resolve(self, name: str) -> None:
+        for resolver in self.resolvers:
+            found = await resolver.resolve_lora(self.llm.config.args.model, name)
+            if found is not None:
+                await self.add_adapter(replace(found, lora_name=name))
+                logger.info("found adapter %r in %s", name, found.lora_path)
+                return
 
     def check_room(self, count: int) -> None:
         """Raises ApiError 400 or 429: too many answers at once, or the queue would be too long."""
@@ -527,11 +560,16 @@ class Writer:
 
 
 async def answer(
-    request: Request, state: ServerState, plan: Awaitable[Plan], make_writer: Callable[[Job], Any]
+    request: Request,
+    state: ServerState,
+    model: str | None,
+    plan: Coroutine[Any, Any, Plan],
+    make_writer: Callable[[Job], Any],
 ) -> dict[str, Any] | Response:
     """Plan, generate, answer. All of it ends when the client hangs up.
 
     Args:
+        model: That the client has named.
         plan: Of the request.
         make_writer: Makes what writes the answer of a job: `response` for a stream, or `whole`.
 
@@ -541,9 +579,11 @@ async def answer(
 
     async def work() -> dict[str, Any] | Response:
         try:
+            await state.find_model(model)
             job = Job(state, await plan)
             writer = make_writer(job)
         except Exception as error:
+            plan.close()
             raise as_api_error(error) from error
         await job.submit()
         if job.plan.body.stream:

@@ -2,7 +2,6 @@
 
 # Generated from nbs/serving/lora.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import itertools
 from typing import Annotated
 
 from fastapi import APIRouter
@@ -10,7 +9,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from minivllm.lora.adapter import LoRARequest
-from minivllm.serving.errors import ApiError, as_api_error
+from minivllm.serving.errors import ApiError
 from minivllm.serving.generation import ServerState
 from minivllm.serving.middleware import JsonRoute
 from minivllm.serving.protocol import ApiModel
@@ -36,12 +35,12 @@ class UnloadAdapter(ApiModel):
 def serve_adapters(state: ServerState) -> None:
     """Check the adapters that the operator named, and serve them. Raises ValueError for one that cannot be used."""
     options, args = state.options, state.llm.config.args
-    if (options.lora_modules or options.enable_runtime_lora) and not args.enable_lora:
-        raise ValueError("--lora-modules and --enable-runtime-lora need --enable-lora")
-    for number, (name, path) in enumerate(options.adapters().items(), 1):
+    if (options.lora_modules or options.lora_resolvers or options.enable_runtime_lora) and not args.enable_lora:
+        raise ValueError("--lora-modules, --lora-resolvers and --enable-runtime-lora need --enable-lora")
+    for name, path in options.adapters().items():
         if name in state.model_names:
             raise ValueError(f"--lora-modules: {name!r} is the name of the base model")
-        adapter = LoRARequest(name, number, path)
+        adapter = LoRARequest(name, next(state.lora_ids), path)
         state.llm.llm_engine.input_processor.register(adapter)
         state.adapters[name] = adapter
 
@@ -49,7 +48,6 @@ def serve_adapters(state: ServerState) -> None:
 def lora_router(state: ServerState) -> APIRouter:
     """Load and unload adapters, where the operator allows it."""
     router = APIRouter(route_class=JsonRoute)
-    numbers = itertools.count(len(state.adapters) + 1)
 
     def check_allowed() -> None:
         if not state.options.enable_runtime_lora:
@@ -61,12 +59,7 @@ def lora_router(state: ServerState) -> APIRouter:
         check_allowed()
         if body.lora_name in state.model_names:
             raise ApiError(400, f"{body.lora_name!r} is served already; unload it first", param="lora_name")
-        adapter = LoRARequest(body.lora_name, next(numbers), body.lora_path)
-        try:
-            await state.llm.add_lora(adapter)
-        except ValueError as error:
-            raise as_api_error(error) from error
-        state.adapters[body.lora_name] = adapter
+        await state.add_adapter(LoRARequest(body.lora_name, 1, body.lora_path))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter")

@@ -361,7 +361,7 @@ def responses_router(state: ServerState) -> APIRouter:
         if body.previous_response_id is not None:
             before = store.get(body.previous_response_id, "previous_response_id").conversation
         plan = state.llm.run_input(lambda: plan_response(body, request, state, before))
-        return await answer(request, state, plan, partial(ResponseWriter, store=store))
+        return await answer(request, state, body.model, plan, partial(ResponseWriter, store=store))
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(response_id: str, stream: bool = False) -> dict[str, Any]:

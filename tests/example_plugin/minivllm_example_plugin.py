@@ -9,6 +9,8 @@ from minivllm.core.policy import FCFS, register_policy
 from minivllm.core.speculative import SpeculativeConfig, register_proposer
 from minivllm.lab.readers import register_reader
 from minivllm.lab.workload import Workload, WorkloadRequest
+from minivllm.lora.adapter import LoRARequest
+from minivllm.lora.resolver import register_lora_resolver
 from minivllm.models.linear.layer import register_linear_method
 from minivllm.models.linear.unquantized import TorchLinear
 from minivllm.models.spec import ConfigReader, DecoderSpec, family, llama
@@ -64,6 +66,16 @@ class ExampleExecutor(UniProcExecutor):
     """An executor."""
 
 
+class ExampleResolver:
+    """A LoRA resolver: every name that begins with `my-` is the adapter in one folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        return LoRARequest(lora_name, 1, self.folder) if lora_name.startswith("my-") else None
+
+
 class ExampleView(Timeline):
     """A view of a trace."""
 
@@ -112,5 +124,6 @@ def register() -> None:
     register_proposer("example", Successor)
     register_executor("example", ExampleExecutor)
     register_reader("example", lambda begin: begin.startswith("# example"), read_example)
+    register_lora_resolver("example", ExampleResolver)
     register_view("ExampleView", "minivllm_example_plugin")
     register_parsers()

@@ -53,7 +53,10 @@ if __name__ == "__main__":
 
     from minivllm.serving.generation import ServerOptions
 
-    parsers = ServerOptions(tool_call_parser="example", enable_auto_tool_choice=True, reasoning_parser="example").parsers()
+    options = ServerOptions(
+        tool_call_parser="example", enable_auto_tool_choice=True, reasoning_parser="example", lora_resolvers=["example=x"]
+    )
+    parsers = options.parsers()
     print("all by name:", type(make_linear_method("example")).__name__, parsers.form_parser.__name__)
 """
 

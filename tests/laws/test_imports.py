@@ -22,10 +22,11 @@ DOWNHILL: dict[str, set[str]] = {
     "models": {"core", "attention", "minivllm_kernels"},
     "sampling": {"core"},
     "lora": {"core", "models", "minivllm_kernels"},
+    "multimodal": {"core", "models"},
     "spec_decode": {"core", *NUMERIC},
-    "runtime": {"core", *NUMERIC, "lora", "spec_decode", "minivllm_kernels"},  # the CPU's features
-    "engine": {"core", *NUMERIC, "lora", "spec_decode", "runtime"},
-    "serving": {"core", *NUMERIC, "lora", "runtime", "engine", "viz"},  # its dashboard
+    "runtime": {"core", *NUMERIC, "lora", "multimodal", "spec_decode", "minivllm_kernels"},  # the CPU's features
+    "engine": {"core", *NUMERIC, "lora", "multimodal", "spec_decode", "runtime"},
+    "serving": {"core", *NUMERIC, "lora", "multimodal", "runtime", "engine", "viz"},  # its dashboard
     "bench": {"core", "lab", *NUMERIC, "lora", "runtime", "engine", "serving"},
     "minivllm_kernels": set(),
     "literate": set(),  # works where nothing is installed

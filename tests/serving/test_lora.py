@@ -1,7 +1,9 @@
 """Adapters over HTTP: by model name, listed with their parent, loaded and unloaded while serving."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -31,8 +33,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, An
 @pytest.fixture(scope="module", params=["thread", "process"])
 def server(request: pytest.FixtureRequest, tiny_args: EngineArgs, folders: Any) -> Any:
     args = replace(tiny_args, enable_lora=True, max_loras=2)
-    modules = [f"first={folders['all-linear'][0]}"]
-    options = ServerOptions(served_model_name=["base"], lora_modules=modules, enable_runtime_lora=True)
+    first, root = folders["all-linear"][0], Path(folders["ends"][0]).parent
+    options = ServerOptions(
+        served_model_name=["base"],
+        lora_modules=[f"first={first}"],
+        lora_resolvers=[f"folder={root}"],
+        enable_runtime_lora=True,
+    )
     with live_server(args, options, engine_in=request.param) as running:
         yield running
 
@@ -105,6 +112,52 @@ def test_the_answer_comes_when_the_adapter_is_read(server, folders, tmp_path):
     assert server.post("/v1/unload_lora_adapter", {"lora_name": "third"}).status_code == 200
 
 
+def test_an_unknown_name_is_asked_of_the_resolvers(server, folders):
+    """Many requests at once bring one adapter, which is listed and can be unloaded like any other."""
+    client, want = server.client(), greedy(server, folders["ends"][1])
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: client.completions.create(model="ends", **HOW), range(4)))
+    assert {(answer.model, answer.choices[0].text) for answer in answers} == {("ends", want)}
+    cards = {card.id: card for card in client.models.list()}
+    assert cards["ends"].parent == "base" and cards["ends"].root == folders["ends"][0]
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "ends"}).status_code == 200
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    assert server.post("/tokenize", {"model": "ends", "prompt": "a"}).status_code == 200  # found again
+    assert server.post("/v1/chat/completions", {"model": "ends", **body}).json()["model"] == "ends"
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "ends"}).status_code == 200
+
+
+def test_no_name_leads_out_of_the_folder(server, folders, tmp_path):
+    root = Path(folders["ends"][0]).parent
+    shutil.copytree(folders["ends"][0], root.parent / "outside", dirs_exist_ok=True)
+    if not (root / "link").exists():
+        (root / "link").symlink_to(root.parent / "outside")
+    outside = [
+        "../outside",
+        str(root.parent / "outside"),
+        "link",
+        f"x/../../{root.name}/ends",
+        "./ends",
+        "ends/",
+        "a\x00b",
+    ]
+    before = len(server.client().models.list().data)
+    for name in outside:
+        answer = server.post("/v1/completions", {"model": name, "prompt": "a"})
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found", name
+    assert len(server.client().models.list().data) == before
+
+
+def test_what_a_resolver_finds_is_checked(server, folders):
+    """A broken folder is the error of the request that names it, and the name stays free."""
+    broken = Path(folders["ends"][0]).parent / "broken"
+    broken.mkdir(exist_ok=True)
+    (broken / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    answer = server.post("/v1/completions", {"model": "broken", "prompt": "a"})
+    assert answer.status_code == 400 and "peft_type must be 'LORA'" in answer.json()["error"]["message"]
+    assert "broken" not in {card.id for card in server.client().models.list()}
+
+
 def test_not_without_the_switch(tiny):
     for path, body in (("load", {"lora_name": "a", "lora_path": "b"}), ("unload", {"lora_name": "a"})):
         answer = tiny.post(f"/v1/{path}_lora_adapter", body)
@@ -115,3 +168,12 @@ def test_options():
     for modules in (["a"], ["=x"], ["a="], ["a=x", "a=y"]):
         with pytest.raises(ValueError, match="lora_modules"):
             ServerOptions(lora_modules=modules)
+    for resolvers, why in (
+        (["folder"], "kind=argument"),
+        (["s3=x"], "kinds: folder, hub"),
+        (["hub=alone"], "owner/name"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            ServerOptions(lora_resolvers=resolvers)
+    with pytest.raises(ValueError, match="there is no folder '/no/where'"):
+        ServerOptions(lora_resolvers=["folder=/no/where"])

@@ -1,0 +1,59 @@
+"""Embeddings as prompts: checks, pieces, names by content."""
+
+# Generated from nbs/multimodal/inputs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from minivllm.core.encoder_cache import MultiModalFeatureSpec, PlaceholderRange
+
+__all__ = ["PIECE", "check_embeds", "embeds_feature", "embeds_prompt"]
+
+PIECE = 256  # rows of a piece, at most
+
+
+def check_embeds(value: Any, hidden_size: int | None, name: str) -> np.ndarray:
+    """Embeddings as float32 [n, hidden_size], in memory of their own.
+
+    Args:
+        value: a torch tensor or an array of floats, [n, hidden_size], or [1, n, hidden_size].
+        name: for messages.
+
+    Raises:
+        TypeError, ValueError: it is something else, or not finite.
+    """
+    if hasattr(value, "detach"):  # a torch tensor, maybe bfloat16, which numpy does not know
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.is_floating_point() else value.numpy()
+    if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, np.floating):
+        what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise TypeError(f"{name} must be a tensor or array of floats [tokens, hidden_size], got {what}")
+    rows = value[0] if value.ndim == 3 and len(value) == 1 else value
+    if rows.ndim != 2 or not len(rows) or rows.shape[1] != hidden_size:
+        raise ValueError(f"{name} must have shape [at least 1, {hidden_size}], got {list(value.shape)}")
+    rows = np.array(rows, np.float32, order="C")
+    if not np.isfinite(rows).all():
+        raise ValueError(f"{name} has values that are not finite")
+    return rows
+
+
+def embeds_feature(rows: np.ndarray, offset: int, modality: str) -> MultiModalFeatureSpec:
+    """Checked embeddings as an input of a request, from token `offset` on."""
+    name = hashlib.sha256(repr(rows.shape).encode() + rows.tobytes()).hexdigest()
+    return MultiModalFeatureSpec(name, modality, PlaceholderRange(offset, len(rows)), {"embeds": rows})
+
+
+def embeds_prompt(
+    value: Any, hidden_size: int | None, most: int
+) -> tuple[list[int], tuple[MultiModalFeatureSpec, ...]]:
+    """Placeholder token ids, and the inputs of a request, for a prompt of embeddings. most: rows of a piece, besides `PIECE`.
+
+    Raises:
+        TypeError, ValueError: see `check_embeds`.
+    """
+    rows = check_embeds(value, hidden_size, "prompt_embeds")
+    size = min(PIECE, most)
+    pieces = range(0, len(rows), size)
+    return [0] * len(rows), tuple(embeds_feature(rows[at : at + size], at, "prompt_embeds") for at in pieces)
