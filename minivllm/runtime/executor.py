@@ -30,7 +30,14 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.models.parallel import Share, TensorGroup
-from minivllm.runtime.machine import choose_device, cpu_quota, has_native_bf16, limit_threads, machine_facts
+from minivllm.runtime.machine import (
+    choose_device,
+    cpu_quota,
+    has_native_bf16,
+    limit_threads,
+    machine_facts,
+    settle_vector_math,
+)
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
 from minivllm.runtime.peak_memory import peak_bytes
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
@@ -152,6 +159,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     loaded = read_model(args)
     device = choose_device(args.device)
     limit_threads(cpu_quota())
+    settle_vector_math()
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
     share = None if args.world_size == 1 else Share(0, args.tensor_parallel_size, args.enable_expert_parallel)
     facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache, share)
