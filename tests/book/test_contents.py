@@ -20,7 +20,7 @@ def test_every_notebook_stands_in_the_book_once():
 
 
 def test_parts_and_chapters_ask_questions():
-    assert len(contents.parts()) == 11
+    assert len(contents.parts()) == 12
     asked = [part["question"] for part in contents.parts()] + [chapter["question"] for chapter in CHAPTERS]
     assert [question for question in asked if not question.endswith("?")] == []
     assert len(set(asked)) == len(asked), "two chapters ask the same"
