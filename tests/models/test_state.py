@@ -73,6 +73,26 @@ def test_a_convolution_in_pieces_is_one_over_the_whole(kernel):
     assert close(torch.cat(ys), want) and torch.equal(states[0], state)
 
 
+def test_the_cpu_kernel_is_the_recurrence_on_states_in_blocks():
+    """Three sequences: one that begins, one that goes on in another block, one of a single token in its own."""
+    pytest.importorskip("numba")
+    from minivllm.models.ops.numba_cpu import NumbaCPUOps
+
+    torch.manual_seed(0)
+    spec = MambaSpec(shapes=((5,), (4, 8, 16)), dtypes=(torch.float32,) * 2, block_size=4, dtype=torch.float32)
+    view = StateView(torch.zeros(1, 6, spec.num_bytes, dtype=torch.uint8), spec, 1)
+    view.write(torch.arange(6), states := torch.randn(6, 4, 8, 16))
+    x, dt, D = torch.randn(10, 4, 8), torch.rand(10, 4) * 3, torch.randn(4)
+    B, C, A = torch.randn(10, 2, 16), torch.randn(10, 2, 16), -torch.rand(4) * 8
+    read, write, begins = torch.tensor([-1, 2, 5]), torch.tensor([1, 3, 5]), torch.tensor([0, 4, 9, 10])
+    got, _ = NumbaCPUOps().ssd(view)(x, dt, A, B, C, D, None, read=read, write=write, begins=begins)
+    for i, tokens in enumerate((slice(0, 4), slice(4, 9), slice(9, 10))):
+        before = torch.zeros(4, 8, 16) if read[i] < 0 else states[read[i]]
+        want, after = ssd_recurrence(x[tokens], dt[tokens], A, B[tokens], C[tokens], D, before)
+        assert close(got[tokens], want) and close(view.read(write[i : i + 1])[0], after)
+    assert torch.equal(view.read(torch.tensor([0, 2, 4])), states[[0, 2, 4]])
+
+
 def batch(starts: list[int], lens: list[int], table: list[list[int]]) -> AttentionBatch:
     arrays = [np.array(x, np.int32) for x in (starts, lens, table)]
     return AttentionBatch(*arrays, np.zeros(starts[-1], np.int64))

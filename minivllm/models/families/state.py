@@ -142,6 +142,7 @@ def read_mamba2(r: ConfigReader, **fields: Any) -> Mamba2Spec:
 @family("GraniteMoeHybridForCausalLM", "granitemoehybrid")
 def granitemoehybrid(r: ConfigReader) -> DecoderSpec:
     """Granite 4: Mamba-2 and some attention, mostly without positions; experts and a shared one, or that one alone."""
+    r.assume(intermediate_size=11008, max_position_embeddings=2048)
     bias, count = r.get("attention_bias", False), r.need("num_hidden_layers")
     rope: dict[str, Any] = {} if r.only("position_embedding_type", None, "rope", "nope") == "rope" else {"rope": None}
     for name in ("rope_parameters", "rope_theta", "rope_scaling", "normalization_function", "init_method"):
@@ -211,5 +212,5 @@ def qwen3_next(r: ConfigReader) -> DecoderSpec:
         layers=tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, qwen_mlps(r, moe), strict=True)),
         norm_offset=True,
         unpack=(*STACKED, *(gated_query(attention.head_dim, kind) for kind in ("weight", "bias"))),
-        names=WeightNames(ignored=("mtp.",)),
+        ignored=("mtp.",),  # they draft tokens
     )

@@ -4,11 +4,13 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.attention.state import StatePlan, StateView
 from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
 from minivllm.models.mixers.scan import conv_scan, conv_step, in_chunks, ssd_chunk, ssd_step
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
@@ -126,6 +128,25 @@ class Mamba2(StateMixer):
             groups = y.unflatten(1, (s.num_groups, -1))
             y = F.rms_norm(groups, groups.shape[-1:], None, s.eps).flatten(1) * self.extra["norm.weight"].float()
         return y * F.silu(z) if s.norm_before_gate else y
+
+    def _run(self, u: Tensor, y: Tensor, views: list[StateView], plan: StatePlan) -> None:
+        """See `StateMixer`."""
+        ssd = self.ops.ssd(views[1])
+        if ssd is None:
+            return StateMixer._run(self, u, y, views, plan)
+        inputs, nothing = views[0], torch.empty(0)
+        if count := len(plan.rows):
+            run = partial(ssd, read=plan.read, write=plan.write, begins=torch.arange(count + 1))
+            y[plan.rows], states = self._mix(u[plan.rows], (inputs.read(plan.read), nothing), conv_step, run)
+            inputs.write(plan.write, states[0])
+        for i, piece in enumerate(plan.pieces):
+            tokens, write = slice(piece.start, piece.end), plan.piece_write[i : i + 1]
+            run = partial(
+                ssd, read=torch.tensor([piece.read]), write=write, begins=torch.tensor([0, piece.end - piece.start])
+            )
+            before = self._begin(views[:1], plan, i)[0][0]
+            y[tokens], states = self._mix(u[tokens], (before, nothing), conv_scan, run)
+            inputs.write(write, states[0][None])
 
 
 def ssd_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, Plan
+from minivllm.attention.state import StateView
 from minivllm.core.module import Module
 from minivllm.models.rope import Rotation
 
@@ -90,6 +91,14 @@ class LayerOps(Module):
         Returns:
             The queries, [T, num_heads, head_dim].
         """
+
+    def ssd(self, states: StateView) -> Callable[..., tuple[Tensor, None]] | None:
+        """What runs SSD on states where they lie; None to read them, run `ssd_step` or `ssd_scan`, and write them.
+
+        Called as those two, with `read` and `write`, int64 [S] (blocks; -1 to read none), and `begins`, int64 [S + 1], in place of
+        states: sequence s has the tokens from `begins[s]` on.
+        """
+        return None
 
     @abstractmethod
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend
+from minivllm.attention.state import StateView
 from minivllm.core.module import Module
 from minivllm.models.layers import QKNorm
 from minivllm.models.ops.base import CapturedSteps, ForwardContext
 from minivllm.models.ops.captured import CapturedCPUSteps
 from minivllm.models.ops.torch import TorchOps
 from minivllm.models.rope import Rotation
-from minivllm_kernels.cpu.compile import host_lanes, kernel, pack
+from minivllm_kernels.cpu.compile import Kernel, host_lanes, kernel, pack
 from minivllm_kernels.cpu.program import LAUNCHER
 
 __all__ = ["ALONE", "BITS", "NumbaCPUOps"]
@@ -116,6 +117,35 @@ class NumbaCPUOps(TorchOps):
         _launcher("gated_silu", size, BITS[x.dtype])(10 * rows * size, rows, both.data_ptr(), out.data_ptr(), size)
         return out
 
+    def ssd(self, states: StateView) -> Callable[..., tuple[Tensor, None]] | None:
+        """See `LayerOps`."""
+        if len(states.pages) > 1 or states.dtype != torch.float32:
+            return None
+        heads, which, (_, stride, _) = states.shape[0], _ssd_kernel(*states.shape[1:]), states.pages.stride()
+
+        def run(
+            x: Tensor,
+            dt: Tensor,
+            A: Tensor,
+            B: Tensor,
+            C: Tensor,
+            D: Tensor,
+            _: None,
+            *,
+            read: Tensor,
+            write: Tensor,
+            begins: Tensor,
+        ) -> tuple[Tensor, None]:
+            arrays = [v.contiguous() for v in (x, dt, A, B, C, D)]
+            out = torch.empty_like(arrays[0])
+            where = (*(v.data_ptr() for v in (*arrays, out)), states.pages.data_ptr() + states.start, stride // 4)
+            blocks = (v.data_ptr() for v in (read, write, begins))
+            args = pack(len(read) * heads, *where, *blocks, heads, B.shape[1])
+            LAUNCHER.run(which, args, torch.get_num_threads())
+            return out, None
+
+        return run
+
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerOps`. torch's takes several times as long on a CPU, and numpy's uses one core."""
         if logits.dtype != torch.float32:
@@ -127,3 +157,8 @@ class NumbaCPUOps(TorchOps):
     def capture(self, model: Module, run: Callable[[Tensor, ForwardContext], Tensor]) -> CapturedSteps | None:
         """See `LayerOps`."""
         return CapturedCPUSteps(model, run)
+
+
+@functools.cache
+def _ssd_kernel(head_dim: int, state_size: int) -> Kernel:
+    return kernel("minivllm_kernels.cpu.scan:ssd", head_dim, state_size, math.gcd(host_lanes(), state_size))
