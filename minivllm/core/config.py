@@ -16,8 +16,8 @@ from minivllm.core.policy import POLICIES
 from minivllm.core.speculative import SpeculativeConfig
 
 __all__ = [
-    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "RUNNERS", "STATE_KINDS",
-    "WEIGHT_BITS", "CacheConfig", "CheckpointedStateRules", "ChunkedLocalRules", "Decision",
+    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "MODEL_IMPLS", "QUANTIZATIONS", "RUNNERS",
+    "STATE_KINDS", "WEIGHT_BITS", "CacheConfig", "CheckpointedStateRules", "ChunkedLocalRules", "Decision",
     "EncoderOnlyRules", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup", "KVCacheRules",
     "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "PoolingFacts", "SchedulerConfig",
     "SlidingWindowRules", "StateRules", "choose_dtype", "choose_state_cache", "make_kv_cache_groups",
@@ -550,6 +550,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two mean the same
 
 
 RUNNERS = ("auto", "generate", "pooling")
+MODEL_IMPLS = ("auto", "minivllm", "transformers")
 
 
 _LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -565,6 +566,8 @@ class EngineArgs:
 
     model: str = _arg("smollm2", "alias, folder, .gguf file or hub id")
     tokenizer: str | None = _arg(None, "folder or hub id of the tokenizer; default: the model's own")
+    skip_tokenizer_init: bool = _arg(False, "load no tokenizer: prompts are token ids, and answers too")
+    model_impl: str = _arg("auto", "whose code computes the model; auto: ours if it is there", MODEL_IMPLS)
     runner: str = _arg("auto", "whether it generates or pools; auto: as the model's files say", RUNNERS)
     pooler_config: dict[str, Any] | None = _arg(None, "of vectors: pooling_type, normalize (as JSON in a flag)")  # noqa: RUF009
     hf_overrides: dict[str, Any] | None = _arg(None, "replaces entries of config.json (as JSON in a flag)")  # noqa: RUF009
@@ -599,9 +602,7 @@ class EngineArgs:
     scheduling_policy: str = _arg("fcfs", "who gets tokens first: fcfs, priority, fair_share or another name")
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
-    enforce_eager: bool = _arg(
-        False, "launch every kernel by itself: no CUDA graphs of decode steps, on a CPU no single launch for small ones"
-    )
+    enforce_eager: bool = _arg(False, "launch every kernel by itself: no CUDA graphs, no captured steps")
     quantization: str | None = _arg(None, "linear layers in fewer bits, made at load (on a CPU)", QUANTIZATIONS)
     quantization_config: dict[str, Any] | None = _arg(  # noqa: RUF009
         None, 'of int4: {"group_size": 32, 64 or 128}, inputs that share a scale (as JSON in a flag)'
