@@ -172,6 +172,7 @@ class TransformersDecoder(Decoder):
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops("torch", backend.batch_invariant)
         self.layers, self.eager, self.lora, self.pooling_head, self._captured = ModuleList(), True, None, None, None
+        self.group = None
         self.model: Any = None
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
