@@ -38,8 +38,12 @@ class TransformersSpec(DecoderSpec):
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     config: Any = field(default=None, compare=False, repr=False)
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `DecoderSpec`."""
+    def weight_shapes(self, share: Any = None) -> dict[str, tuple[int, ...]]:
+        """See `DecoderSpec`. Raises ValueError for a share: transformers has the whole model."""
+        if share is not None:
+            raise ValueError(
+                f"tensor_parallel_size is not implemented for {self.family}, which runs through transformers"
+            )
         return dict(self.shapes)
 
 
