@@ -16,12 +16,13 @@ from minivllm.core.policy import POLICIES
 from minivllm.core.speculative import SpeculativeConfig
 
 __all__ = [
-    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "ROUTER_NAMES", "RUNNERS",
-    "STATE_KINDS", "WEIGHT_BITS", "CacheConfig", "CheckpointedStateRules", "ChunkedLocalRules", "Decision",
-    "EncoderOnlyRules", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup", "KVCacheRules",
-    "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "PoolingFacts", "SchedulerConfig",
-    "SlidingWindowRules", "StateRules", "choose_dtype", "choose_state_cache", "make_kv_cache_groups",
-    "pad_states", "register_kv_cache_kind", "resolve", "tokens_held", "unify_block_size",
+    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "MODEL_IMPLS", "QUANTIZATIONS", "ROUTER_NAMES",
+    "RUNNERS", "STATE_KINDS", "WEIGHT_BITS", "CacheConfig", "CheckpointedStateRules", "ChunkedLocalRules",
+    "Decision", "EncoderOnlyRules", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup",
+    "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "PoolingFacts",
+    "SchedulerConfig", "SlidingWindowRules", "StateRules", "choose_dtype", "choose_state_cache",
+    "make_kv_cache_groups", "pad_states", "register_kv_cache_kind", "resolve", "tokens_held",
+    "unify_block_size",
 ]  # fmt: skip
 
 
@@ -550,6 +551,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two mean the same
 
 
 RUNNERS = ("auto", "generate", "pooling")
+MODEL_IMPLS = ("auto", "minivllm", "transformers")
 
 
 _LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -568,6 +570,8 @@ class EngineArgs:
 
     model: str = _arg("smollm2", "alias, folder, .gguf file or hub id")
     tokenizer: str | None = _arg(None, "folder or hub id of the tokenizer; default: the model's own")
+    skip_tokenizer_init: bool = _arg(False, "load no tokenizer: prompts are token ids, and answers too")
+    model_impl: str = _arg("auto", "whose code computes the model; auto: ours if it is there", MODEL_IMPLS)
     runner: str = _arg("auto", "whether it generates or pools; auto: as the model's files say", RUNNERS)
     pooler_config: dict[str, Any] | None = _arg(None, "of vectors: pooling_type, normalize (as JSON in a flag)")  # noqa: RUF009
     hf_overrides: dict[str, Any] | None = _arg(None, "replaces entries of config.json (as JSON in a flag)")  # noqa: RUF009
@@ -607,9 +611,7 @@ class EngineArgs:
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
     enforce_eager: bool = _arg(False, "launch every kernel by itself: no CUDA graphs, on a CPU no single launch")
     quantization: str | None = _arg(None, "linear layers in fewer bits, made at load (int: on a CPU)", QUANTIZATIONS)
-    quantization_config: dict[str, Any] | None = _arg(  # noqa: RUF009
-        None, 'of int4: {"group_size": 32, 64 or 128}, inputs that share a scale (as JSON in a flag)'
-    )
+    quantization_config: dict[str, Any] | None = _arg(None, "of int4: group_size 32, 64 or 128 (as JSON)")  # noqa: RUF009
     speculative_config: dict[str, Any] | None = _arg(None, "of draft tokens (as JSON in a flag)")  # noqa: RUF009
     enable_lora: bool = _arg(False, "let requests bring LoRA adapters")
     max_loras: int = _arg(1, "most different adapters in a step")
@@ -865,6 +867,8 @@ def _without_cache(args: EngineArgs) -> EngineArgs:
     for name in ("speculative_config", "enable_lora", "fp8_kv_cache", "num_cpu_blocks"):
         if getattr(args, name):
             raise ValueError(f"{name} is not implemented for a model whose attention goes both ways")
+    if args.tensor_parallel_size > 1:
+        raise ValueError("tensor_parallel_size is not implemented for a model whose attention goes both ways")
     return replace(args, enable_chunked_prefill=False, enable_prefix_caching=False, num_gpu_blocks=2)
 
 

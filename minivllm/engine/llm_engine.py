@@ -49,6 +49,19 @@ FROM_GENERATION_CONFIG = {
 }
 
 
+def load_tokenizer(config: EngineConfig, eos_token_ids: Sequence[int]) -> tuple[Any, GrammarCompiler | None]:
+    """The tokenizer and what compiles grammars with it; None for both with ``skip_tokenizer_init``.
+
+    ``eos_token_ids``: of the model, besides the tokenizer's own. Raises ValueError if there is no tokenizer.
+    """
+    args = config.args
+    if args.skip_tokenizer_init:
+        return None, None
+    tokenizer = get_tokenizer(args.tokenizer or config.model.path, args.download_dir)
+    ends = dict.fromkeys([tokenizer.eos_token_id, *eos_token_ids])
+    return tokenizer, GrammarCompiler(tokenizer, config.model.vocab_size, [i for i in ends if i is not None])
+
+
 class LLMEngine:
     """Requests in, outputs out, one step at a time. Make one with `from_engine_args`.
 
@@ -97,9 +110,7 @@ class LLMEngine:
         if isinstance(preemption, Swap):
             args = replace(args, num_cpu_blocks=preemption.num_cpu_blocks, preemption_mode="swap")
         plan = plan_engine(args)
-        tokenizer = get_tokenizer(args.tokenizer or plan.model.path, args.download_dir)
-        ends = dict.fromkeys([tokenizer.eos_token_id, *plan.model.eos_token_ids])
-        grammar = GrammarCompiler(tokenizer, plan.config.model.vocab_size, [i for i in ends if i is not None])
+        tokenizer, grammar = load_tokenizer(plan.config, plan.model.eos_token_ids)
         executor = make_executor(plan, logits_processors, grammar)
         config = executor.config
         core = EngineCore(

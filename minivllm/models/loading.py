@@ -203,6 +203,7 @@ class LoadedModel:
         records: the tensors of the checkpoint, in the file's order; empty for dummy weights.
         load_format: `safetensors` or `dummy`.
         seed: of dummy weights.
+        model_impl: see `EngineArgs.model_impl`.
         quantization: the `quantization_config` of `config.json`; empty for a checkpoint that is not quantized.
     """
 
@@ -214,12 +215,19 @@ class LoadedModel:
     load_format: str
     seed: int = 0
     quantization: dict[str, Any] = field(default_factory=dict)
+    model_impl: str = "auto"
 
     @cached_property
     def spec(self) -> DecoderSpec:
         """What `models.spec` makes of the configuration; raises for an architecture that is not implemented."""
-        from minivllm.models.families.registry import spec_from_config
+        from minivllm.models.families.registry import is_known, spec_from_config
 
+        if self.model_impl == "transformers" or (self.model_impl == "auto" and not is_known(self.hf_config)):
+            from minivllm.models.fallback import transformers_spec
+
+            if self.quantization:
+                raise CheckpointError(f"{self.path}: model_impl='transformers' reads no quantized checkpoints")
+            return transformers_spec(self.hf_config)
         spec = spec_from_config(self.hf_config)
         return (
             replace(spec, tie_word_embeddings=False) if spec.tie_word_embeddings and self._has_own_head(spec) else spec
@@ -327,6 +335,7 @@ def load_model(
     revision: str | None = None,
     hf_overrides: dict[str, Any] | None = None,
     seed: int = 0,
+    model_impl: str = "auto",
 ) -> LoadedModel:
     """Resolve a model name (see `resolve_model`) and read everything but the weights; `.weights(dtype)` streams those.
 
@@ -358,6 +367,7 @@ def load_model(
         load_format="dummy" if load_format == "dummy" else "safetensors",
         seed=seed,
         quantization=quantization,
+        model_impl=model_impl,
     )
 
 

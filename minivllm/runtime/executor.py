@@ -28,6 +28,7 @@ from minivllm.core.config import (
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.lora.linear import LoRAModel
 from minivllm.models.decoder import Decoder
+from minivllm.models.fallback import TransformersDecoder, TransformersSpec
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.models.parallel import Share, TensorGroup
@@ -149,6 +150,7 @@ def read_model(args: EngineArgs) -> LoadedModel:
         revision=args.revision,
         hf_overrides=args.hf_overrides,
         seed=args.seed,
+        model_impl=args.model_impl,
     )
 
 
@@ -195,10 +197,27 @@ def load_decoder(plan: EnginePlan, group: TensorGroup | None = None) -> Decoder:
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
     method, kv_dtype = plan.machine.linear_kernel, _kv_dtype(plan.config.args)
     longest = plan.config.scheduler.max_model_len
+    if isinstance(plan.model.spec, TransformersSpec):
+        return _load_transformers(plan, plan.model.spec, group)
     decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group)
     decoder.load_weights(plan.model.weights(plan.config.dtype))
     if (args := plan.config.args).enable_lora:
         LoRAModel(decoder, args.max_loras, args.max_lora_rank, plan.config.scheduler.max_num_batched_tokens)
+    return decoder
+
+
+def _load_transformers(plan: EnginePlan, spec: TransformersSpec, group: TensorGroup | None) -> Decoder:
+    """A model that transformers computes. Raises ValueError for what changes linear layers, which are not ours there."""
+    args = plan.config.args
+    if args.quantization or args.enable_lora or group is not None:
+        what = "quantization" if args.quantization else "enable_lora" if args.enable_lora else "tensor_parallel_size"
+        raise ValueError(f"{what} is not implemented for {spec.family}, which runs through transformers")
+    dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
+    decoder = TransformersDecoder(spec, plan.backend, dtype, device, _kv_dtype(args))
+    if plan.model.load_format == "dummy":
+        decoder.load_weights(plan.model.weights(plan.config.dtype))
+    else:
+        decoder.load_folder(str(plan.model.path))
     return decoder
 
 

@@ -430,6 +430,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError("--max-engine-restarts needs an engine in a separate process")
     if args.max_engine_restarts and options.trace:
         raise ValueError("--trace records one engine from its start to its end; it excludes --max-engine-restarts")
+    if engine_args.skip_tokenizer_init:
+        raise ValueError("--skip-tokenizer-init: a server answers in text, and needs a tokenizer")
     _check_certificate(args.ssl_certfile, args.ssl_keyfile)
     place = "thread" if args.disable_frontend_multiprocessing else "process"
     sock = listen(args.host, args.port)

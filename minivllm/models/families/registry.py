@@ -8,7 +8,7 @@ from minivllm.models import spec
 from minivllm.models.families import deepseek, dense, encoders, moe, state
 from minivllm.models.spec import DecoderSpec
 
-__all__ = ["architectures", "spec_from_config"]
+__all__ = ["architectures", "is_known", "spec_from_config"]
 
 _MODULES = (spec, dense, moe, deepseek, encoders, state)  # importing them has registered their families
 
@@ -17,6 +17,12 @@ def architectures(pooling: bool | None = None) -> tuple[str, ...]:
     """Names of `architectures` in a config that `spec_from_config` knows. pooling: only those that predict no tokens, or only the others."""
     poolers = (encoders.bert, encoders.roberta, encoders.modernbert, encoders.with_head)
     return tuple(name for name, make in spec.FAMILIES.items() if pooling in (None, make in poolers))
+
+
+def is_known(hf_config: dict[str, Any]) -> bool:
+    """Whether `spec_from_config` knows the architecture."""
+    named = (hf_config.get("architectures") or [None])[0]
+    return named in spec.FAMILIES if named else spec._ARCHITECTURE_OF.get(hf_config.get("model_type") or "") is not None
 
 
 def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
