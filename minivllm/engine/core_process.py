@@ -362,6 +362,8 @@ def connect_engine(args: EngineArgs, *, warm: bool = False, **options: Any) -> L
         engine = LLMEngine(config, cast(EngineCore, core), tokenizer, core.generation_config)
         if args.enable_lora:
             engine.know_adapters(read_model(args).spec)
+        if config.model.reads_media:
+            engine.know_media(read_model(args).spec)
         return engine
     except BaseException:
         core.shutdown()

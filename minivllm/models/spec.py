@@ -18,9 +18,9 @@ from minivllm.models.mixers.mlp import GatedMLPSpec
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
-    "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "Unpack", "WeightNames",
-    "family", "qwen2", "read_attention", "read_common", "read_mlp", "read_rope", "read_rope_of_type",
-    "read_window_per_layer", "spec_from_config", "windowed_layers", "windows_from_types",
+    "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "MediaSpec", "Unpack",
+    "WeightNames", "family", "qwen2", "read_attention", "read_common", "read_mlp", "read_rope",
+    "read_rope_of_type", "read_window_per_layer", "spec_from_config", "windowed_layers", "windows_from_types",
 ]  # fmt: skip
 
 
@@ -96,6 +96,21 @@ class Unpack:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MediaSpec:
+    """What surrounds the decoder of a model that reads pictures.
+
+    Attributes:
+        config: the whole Hugging Face config.
+        image_token_id: of the placeholders that a picture's embeddings replace.
+        whole: a picture's tokens see each other in both directions, so they must be computed in one step.
+    """
+
+    config: dict[str, Any]
+    image_token_id: int
+    whole: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """Everything that `Decoder` needs to know to build itself.
 
@@ -114,6 +129,8 @@ class DecoderSpec:
         tie_word_embeddings: the output layer is the embedding.
         names: of the checkpoint's tensors outside of the layers.
         unpack: of its tensors that have another form than `weight_shapes` says.
+        media: the encoder and its placeholders; None for a model of text alone.
+        rename: from a checkpoint's name of a tensor to ours, None for one that is not the decoder's; None if they are equal.
         draft_layers: layers that a checkpoint may hold after the model's own; they only draft tokens, and are not loaded.
     """
 
@@ -134,6 +151,8 @@ class DecoderSpec:
     names: WeightNames = field(default_factory=WeightNames)
     unpack: tuple[Unpack, ...] = field(default=(), compare=False)
     draft_layers: int = 0
+    media: MediaSpec | None = field(default=None, compare=False)
+    rename: Callable[[str], str | None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_position_embeddings"):
@@ -190,7 +209,10 @@ class DecoderSpec:
         own, head = self.names.prefix, self.names.head
         drafts = tuple(self.names.layer.format(self.num_layers + i) for i in range(self.draft_layers))
         for name, tensor in weights:
-            name = name if name.startswith(own) or name == head else own + name
+            known = name if self.rename is None else self.rename(name)
+            if known is None:
+                continue
+            name = known if known.startswith(own) or known == head else own + known
             if name.startswith(drafts):
                 continue
             rule = next((rule for rule in self.unpack if name.endswith(rule.suffix)), None)

@@ -19,6 +19,7 @@ from minivllm.lora.linear import LoRAModel
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
+from minivllm.multimodal.encoder import TowerEncoder, load_encoder
 from minivllm.runtime.machine import choose_device, cpu_quota, has_native_bf16, limit_threads, machine_facts
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
 from minivllm.runtime.peak_memory import peak_bytes
@@ -29,7 +30,7 @@ from minivllm.spec_decode.draft_model import with_drafter
 
 __all__ = [
     "EnginePlan", "Executor", "ExecutorMaker", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder",
-    "make_executor", "plan_engine", "read_model", "register_executor",
+    "make_encoder", "make_executor", "plan_engine", "read_model", "register_executor",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -136,6 +137,13 @@ def load_decoder(plan: EnginePlan) -> Decoder:
     return decoder
 
 
+def make_encoder(plan: EnginePlan) -> TowerEncoder | None:
+    """The encoder of the model, with its weights; None for a model of text alone."""
+    if (media := plan.model.spec.media) is None:
+        return None
+    return load_encoder(plan.model, media, getattr(torch, plan.config.dtype), torch.device(plan.config.device))
+
+
 def fit_memory(plan: EnginePlan) -> EnginePlan:
     """On a GPU, load the model, measure what its largest step takes, and give the KV cache what is left of
     `gpu_memory_utilization`. Elsewhere, or if the user says how large the cache is, the plan as it came.
@@ -165,7 +173,9 @@ class UniProcExecutor:
     ) -> None:
         self.kv_cache_config = plan.config.kv_cache
         decoder = plan.decoder or load_decoder(plan)
-        self._runner: ModelRunner | None = ModelRunner(decoder, plan.backend, plan.config, transforms, grammar)
+        self._runner: ModelRunner | None = ModelRunner(
+            decoder, plan.backend, plan.config, transforms, grammar, make_encoder(plan)
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minivllm-runner")  # starts with the first submission
         self._process = os.getpid()
 

@@ -35,6 +35,7 @@ class SelfAttentionSpec(TokenMixerSpec):
             all query heads as one vector, and all key heads as another.
         q, k, v, o, q_norm, k_norm: names of the weights in a checkpoint, after the layer's prefix.
         sinks: name of the heads' sinks in a checkpoint, see `AttentionBackend`; None for none.
+        sees_ahead: see `AttentionSpec`.
         qkv: name of the weight that holds those of q, k and v below each other, if the checkpoint has it so.
     """
 
@@ -58,6 +59,7 @@ class SelfAttentionSpec(TokenMixerSpec):
     k_norm: str = "self_attn.k_norm"
     qkv: str | None = None
     sinks: str | None = None
+    sees_ahead: bool = False
 
     def __post_init__(self) -> None:
         self._check()
@@ -105,6 +107,7 @@ class SelfAttentionSpec(TokenMixerSpec):
             soft_cap=self.soft_cap,
             kv_dtype=kv_dtype,
             sinks=self.sinks is not None,
+            sees_ahead=self.sees_ahead,
         )
 
     def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
