@@ -1,7 +1,8 @@
 """A model runner that remembers what stands in every slot of every block, and complains about a read of anything else.
 
 A slot holds the number of a prefix: what a request's tokens and media were up to and including that position, with all that
-keeps requests apart (salt, adapter). Two slots are equal just when keys and values there are.
+keeps requests apart (salt, adapter). Two slots are equal just when keys and values there are. A block of a group
+with states has one slot that counts: the prefix that the state was made of.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class Memory:
             known = [*row.tokens, *output.scheduled_spec_decode_tokens.get(name, ())]
             prefixes = self.prefixes(Row(known, row.root, 0, [], row.features), row.computed + n)
             assert len(prefixes) == row.computed + n, "more tokens are scheduled than are known"
-            for table in row.tables:
+            for spec, table in zip(self.specs, row.tables, strict=True):
+                if spec.rules.is_state:
+                    self._advance(name, table, prefixes, row.computed, fails)
+                    continue
                 for place in range(row.computed, row.computed + n):
                     self.device[table[place // self.size], place % self.size] = GARBAGE if fails else prefixes[place]
         result = ModelRunnerOutput()
@@ -88,6 +92,21 @@ class Memory:
                 if guesses := self.guess(row):
                     result.draft_token_ids[name] = guesses
         return result
+
+    def _advance(self, name: str, table: list[int], prefixes: list[int], computed: int, fails: bool) -> None:
+        """Read the state after `computed` tokens, and write those at the end of each block and of the step."""
+
+        def block(place: int) -> int:
+            return table[min(place // self.size, len(table) - 1)]
+
+        if computed and not fails:
+            held = self.device.get((block(computed - 1), self.size), GARBAGE)
+            assert held == prefixes[computed - 1], f"{name} reads a wrong state in block {block(computed - 1)}"
+            self.checked += 1
+        for place in range(computed, len(prefixes)):
+            if place == len(prefixes) - 1 or block(place) not in (0, block(place + 1)):
+                assert block(place), f"{name} writes its state to the null block"
+                self.device[block(place), self.size] = GARBAGE if fails else prefixes[place]
 
     def _verify(self, row: Row, drafts: list[int]) -> list[int]:
         """The drafts that are right, and one token more."""
@@ -124,7 +143,7 @@ class Memory:
 
     def _copy(self, source, target, pairs) -> None:
         for one, other in pairs:
-            for place in range(self.size):
+            for place in range(self.size + 1):
                 target[other, place] = source.get((one, place), GARBAGE)
 
     def _read(self, name: str, n: int, drafts: list[int]) -> None:
@@ -133,7 +152,7 @@ class Memory:
         row = Row([*known.tokens, *drafts], known.root, known.computed, known.tables, known.features)
         prefixes = self.prefixes(row, row.computed + n)
         for spec, table in zip(self.specs, row.tables, strict=True):
-            for query in range(row.computed, row.computed + n):
+            for query in () if spec.rules.is_state else range(row.computed, row.computed + n):
                 for key in range(query + 1):
                     if spec.rules.visible(spec, query, key):
                         held = self.device.get((table[key // self.size], key % self.size), GARBAGE)
@@ -146,5 +165,8 @@ class Memory:
         """Every block with a hash holds what the hash says, once the decided steps have run."""
         for block in self.scheduler.kv_cache_manager.block_pool.blocks:
             if block.block_hash is not None:
-                held = [self.device.get((block.block_id, place), GARBAGE) for place in range(self.size)]
-                assert held == hashes[block.block_hash], f"{block} does not hold what its hash says"
+                want, places = hashes[block.block_hash], range(self.size)
+                if self.specs[block.group].rules.is_state:
+                    want, places = want[-1:], range(self.size, self.size + 1)
+                held = [self.device.get((block.block_id, place), GARBAGE) for place in places]
+                assert held == want, f"{block} does not hold what its hash says"

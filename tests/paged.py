@@ -1,5 +1,6 @@
 """A few lines that do what the model runner does: hold block tables, lay requests end to end, run a decoder."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,8 @@ from tiny_models import checkpoint
 
 from minivllm.attention.backend import AttentionBackend, AttentionBatch
 from minivllm.attention.select import make_backend
-from minivllm.core.config import KVCacheConfig, make_kv_cache_groups
+from minivllm.attention.state import cache_layout
+from minivllm.core.config import STATE_KINDS, KVCacheConfig, make_kv_cache_groups, unify_block_size
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
 
@@ -27,17 +29,20 @@ def make_decoder(hf_model: Any, backend: str | AttentionBackend = "reference", *
 class PagedDecoder:
     """A decoder with its cache and some requests. Unused slots hold NaN, blocks come in random order."""
 
-    def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 400, seed: int = 0) -> None:
-        self.decoder, self.block_size = decoder, block_size
+    def __init__(
+        self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 400, seed: int = 0, mode: str = "none"
+    ) -> None:
         item = torch.empty(0, dtype=decoder.kv_dtype or decoder.dtype).element_size()
-        groups = make_kv_cache_groups(decoder.spec.kv_cache_specs(block_size, item))
+        block_size = unify_block_size(decoder.spec.kv_cache_specs(block_size, item), block_size)
+        self.decoder, self.block_size = decoder, block_size
+        specs = decoder.spec.kv_cache_specs(block_size, item)
+        groups = make_kv_cache_groups([replace(s, kind=STATE_KINDS[mode]) if s.rules.is_state else s for s in specs])
         self.config = KVCacheConfig(num_blocks, block_size, groups)
         decoder.bind(self.config)
         self.specs = decoder.attention_specs(block_size)
-        self.caches = [
-            decoder.backend.new_kv_cache(num_blocks, self.specs[0], CPU).fill_(torch.nan)
-            for _ in range(self.config.num_tensors)
-        ]
+        shape, dtype = cache_layout(decoder.backend, self.specs, num_blocks)
+        nothing = torch.nan if dtype.is_floating_point else 255  # four such bytes are a NaN, too
+        self.caches = [torch.full(shape, nothing, dtype=dtype) for _ in range(self.config.num_tensors)]
         self.free = list(np.random.default_rng(seed).permutation(np.arange(1, num_blocks)))
         self.tokens: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
@@ -56,8 +61,8 @@ class PagedDecoder:
             self.computed[name] += count
             ids += self.tokens[name][begin : begin + count]
             positions.append(np.arange(begin, begin + count))
-            for table in self.tables[name]:
-                while len(table) * self.block_size < self.computed[name]:
+            for group, table in zip(self.config.groups, self.tables[name], strict=True):
+                while len(table) < group.spec.rules.num_blocks(group.spec, self.computed[name]):
                     table.append(int(self.free.pop()))
         plans = [self._plan(g, scheduled, positions) for g in range(len(self.config.groups))]
         hidden = self.decoder.forward(torch.tensor(ids), torch.as_tensor(np.concatenate(positions)), self.caches, plans)
@@ -70,7 +75,8 @@ class PagedDecoder:
         for row, table in enumerate(tables):
             block_table[row, : len(table)] = table
         slots = [
-            block_table[row][p // self.block_size].astype(np.int64) * self.block_size + p % self.block_size
+            np.resize(tables[row], p[-1] // self.block_size + 1)[p // self.block_size] * self.block_size
+            + p % self.block_size
             for row, p in enumerate(positions)
         ]
         batch = AttentionBatch(
@@ -80,7 +86,7 @@ class PagedDecoder:
             slot_mapping=np.concatenate(slots),
         )
         layer = self.config.groups[group].layers[0]
-        return self.decoder.backend.plan(batch, self.specs[layer], CPU)
+        return self.specs[layer].planner(self.decoder.backend, CPU)(batch)
 
     def generate(self, prompts: dict[str, list[int]], max_tokens: int, chunk: int = 1000) -> dict[str, list[int]]:
         """Greedy tokens, all requests in one batch, prompts in chunks."""

@@ -18,11 +18,16 @@ GROUPS = {
     "hybrid": ["full", "sliding_window"],
     "gemma": ["sliding_window"] * 5 + ["full"],
     "all": ["full", "sliding_window", "chunked_local"],
+    "state": ["state"],
+    "checkpoints": ["state_all"],
+    "state hybrid": ["full", "state", "state"],
+    "checkpoint hybrid": ["state_all", "full", "state_all"],
 }
 
 
 def kv_config(kind: str, block_size: int, num_blocks: int, window: int = 8) -> KVCacheConfig:
-    specs = [KVCacheSpec(k, block_size, 1, 4, window=None if k == "full" else window) for k in GROUPS[kind]]
+    windows = {"sliding_window": window, "chunked_local": window}
+    specs = [KVCacheSpec(k, block_size, 1, 4, window=windows.get(k)) for k in GROUPS[kind]]
     return KVCacheConfig(num_blocks, block_size, make_kv_cache_groups(specs))
 
 

@@ -83,7 +83,7 @@ TINY_MODELS |= {
 _PLAIN = {"num_key_value_heads": 6, "head_dim": 12}  # hidden_size / num_attention_heads
 _LAYER_NORM = {"head_dim": DROP, "num_key_value_heads": 6, "rms_norm_eps": DROP}
 _FALCON = {**_LAYER_NORM, "num_key_value_heads": DROP, "intermediate_size": DROP}
-_GPT2 = {name: DROP for name in _SIZES if name not in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+_BARE = {name: DROP for name in _SIZES if name not in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
 _WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 1.7}
 _YARN = {
@@ -155,7 +155,7 @@ TINY_MODELS |= {
     "falcon": ("falcon", {**_FALCON, "bias": True}),
     "falcon-new": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-sequential": ("falcon", {**_FALCON, "parallel_attn": False, "multi_query": False}),
-    "gpt2": ("gpt2", {**_GPT2, "n_embd": 72, "n_layer": 4, "n_head": 6, "n_positions": 256}),
+    "gpt2": ("gpt2", {**_BARE, "n_embd": 72, "n_layer": 4, "n_head": 6, "n_positions": 256}),
     "opt": ("opt", {**_FALCON, "ffn_dim": 100, "word_embed_proj_dim": 72}),
     "gpt-neox": (
         "gpt_neox",
@@ -166,13 +166,27 @@ TINY_MODELS |= {
         {**_LAYER_NORM, "num_key_value_heads": DROP, "use_parallel_residual": False, "rope_parameters": _ROTARY},
     ),
 }
+_MAMBA2 = {"num_heads": 4, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16}
+TINY_MODELS |= {
+    "mamba2": ("mamba2", {**_BARE, **_MAMBA2, "hidden_size": 16, "num_hidden_layers": 3}),
+}
+STATES = ("mamba2",)
+"""With state-space layers."""
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3")
 """One of each family, for tests that cannot afford all."""
 EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granitemoe", "deepseek-v3")
 """Mixtures of experts. In bfloat16 a rounding may choose another expert, so these are compared in float32."""
 
 
-_NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+_NORMS = (
+    "norm.weight",
+    "norm_f.weight",
+    "ln_1.weight",
+    "ln_2.weight",
+    "ln_f.weight",
+    "ln_attn.weight",
+    "ln_mlp.weight",
+)
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:

@@ -4,8 +4,9 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -85,6 +86,14 @@ class AttentionSpec:
     def group_size(self) -> int:
         """Query heads per key-value head."""
         return self.num_heads // self.num_kv_heads
+
+    def planner(
+        self, backend: "AttentionBackend", device: torch.device, buffer: StepBuffer | None = None
+    ) -> "Callable[[AttentionBatch], Plan]":
+        """What plans the steps of a group of such layers; with a `buffer`, into it."""
+        if buffer is None:
+            return partial(backend.plan, spec=self, device=device)
+        return partial(backend.plan_into, spec=self, buffer=buffer)
 
     @property
     def out_dim(self) -> int:

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import difflib
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import gcd
 from typing import Any
 
@@ -15,10 +16,12 @@ from minivllm.core.policy import POLICIES
 from minivllm.core.speculative import SpeculativeConfig
 
 __all__ = [
-    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "WEIGHT_BITS", "CacheConfig",
-    "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup",
-    "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "SchedulerConfig",
-    "SlidingWindowRules", "choose_dtype", "make_kv_cache_groups", "register_kv_cache_kind", "resolve",
+    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "STATE_KINDS", "WEIGHT_BITS",
+    "CacheConfig", "CheckpointedStateRules", "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig",
+    "KVCacheConfig", "KVCacheGroup", "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts",
+    "ModelFacts", "SchedulerConfig", "SlidingWindowRules", "StateRules", "choose_dtype", "choose_state_cache",
+    "make_kv_cache_groups", "pad_states", "register_kv_cache_kind", "resolve", "tokens_held",
+    "unify_block_size",
 ]  # fmt: skip
 
 
@@ -31,11 +34,13 @@ class KVCacheRules:
         has_window: whether a spec of this kind needs a `window`.
         prefix_cacheable: whether its blocks may be found by content and shared.
         event_kind: what KV events call it.
+        is_state: a block holds not tokens but what a recurrence makes of all tokens up to some position.
     """
 
     has_window = False
     prefix_cacheable = True
     event_kind = "full_attention"
+    is_state = False
 
     def check(self, spec: KVCacheSpec) -> None:
         """Raise ValueError if the numbers of a spec do not suit this kind."""
@@ -72,7 +77,7 @@ class KVCacheRules:
 
 
 KV_CACHE_KINDS: dict[str, KVCacheRules] = {"full": KVCacheRules()}
-_BUILT_IN = ("full", "sliding_window", "chunked_local", "latent")
+_BUILT_IN = ("full", "sliding_window", "chunked_local", "latent", "state", "state_all")
 
 
 def register_kv_cache_kind(name: str, rules: KVCacheRules) -> None:
@@ -134,13 +139,68 @@ register_kv_cache_kind("chunked_local", ChunkedLocalRules())
 register_kv_cache_kind("latent", LatentRules())
 
 
+class StateRules(KVCacheRules):
+    """One block a request, which every step overwrites. vLLM's `mamba_cache_mode="none"`.
+
+    A spec's `head_dim` is the bytes of the state, `dtype_bytes` is 1; its option `page_bytes` is the size of a block of the
+    pool, if that is larger.
+    """
+
+    prefix_cacheable = False
+    event_kind = "mamba"
+    is_state = True
+
+    def check(self, spec: KVCacheSpec) -> None:
+        KVCacheRules.check(self, spec)
+        if self.bytes_per_block(spec) < spec.head_dim:
+            raise ValueError(f"a state of {spec.head_dim} bytes does not fit a block of {self.bytes_per_block(spec)}")
+
+    def visible(self, spec: KVCacheSpec, query: int, key: int) -> bool:
+        """The state after the token before it, and itself."""
+        return query - 1 <= key <= query
+
+    def num_blocks(self, spec: KVCacheSpec, num_tokens: int) -> int:
+        return min(1, num_tokens)
+
+    def bytes_per_block(self, spec: KVCacheSpec) -> int:
+        return dict(spec.options).get("page_bytes", spec.head_dim)
+
+    def describe(self, spec: KVCacheSpec) -> str:
+        return f"a state of {spec.head_dim:,} bytes"
+
+
+class CheckpointedStateRules(StateRules):
+    """A block for every `block_size` tokens, with the state at its end. vLLM's `mamba_cache_mode="all"`."""
+
+    prefix_cacheable = True
+
+    def skipped(self, spec: KVCacheSpec, num_computed_tokens: int) -> tuple[int, int]:
+        return 0, max(0, num_computed_tokens - 1)
+
+    def num_blocks(self, spec: KVCacheSpec, num_tokens: int) -> int:
+        return KVCacheRules.num_blocks(self, spec, num_tokens)
+
+    def max_blocks(self, spec: KVCacheSpec, num_tokens: int, max_step_tokens: int) -> int:
+        return min(self.num_blocks(spec, num_tokens), -(-max_step_tokens // spec.block_size) + 1)
+
+    def describe(self, spec: KVCacheSpec) -> str:
+        return f"{StateRules.describe(self, spec)}, kept every {spec.block_size} tokens"
+
+
+STATE_KINDS = {"none": "state", "all": "state_all"}
+"""The kind of a state by `mamba_cache_mode`."""
+register_kv_cache_kind("state", StateRules())
+register_kv_cache_kind("state_all", CheckpointedStateRules())
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """How one layer keeps its keys and values.
 
     Attributes:
         kind: `full`, `sliding_window` (the last `window` tokens), `chunked_local` (the current chunk of `window` tokens),
-            `latent` (one vector of `head_dim` numbers a token), or the name of a registered kind.
+            `latent` (one vector of `head_dim` numbers a token), `state` and `state_all` (see `StateRules`), or the name of
+            a registered kind.
         block_size: tokens per block.
         num_kv_heads: key-value heads.
         head_dim: size of one head.
@@ -180,6 +240,22 @@ class KVCacheSpec:
         return self.rules.bytes_per_block(self)
 
 
+def pad_states(specs: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
+    """The specs with the blocks of states made as large as the largest block."""
+    most = max(spec.bytes_per_block for spec in specs)
+    return [replace(spec, options=(("page_bytes", most),)) if spec.rules.is_state else spec for spec in specs]
+
+
+def unify_block_size(specs: Sequence[KVCacheSpec], block_size: int) -> int:
+    """The least multiple of `block_size` tokens whose keys and values take as many bytes as a state; vLLM unifies sizes so, too.
+
+    specs: one per layer, for blocks of `block_size`. Without both states and attention, `block_size` itself.
+    """
+    states = [spec.bytes_per_block for spec in specs if spec.rules.is_state]
+    others = [spec.bytes_per_block for spec in specs if not spec.rules.is_state]
+    return block_size * max(1, -(-max(states) // min(others))) if states and others else block_size
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
     """Layers that share a block table.
@@ -197,17 +273,19 @@ def make_kv_cache_groups(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ..
     """Group layers of equal kind into groups of equally many layers.
 
     Args:
-        specs: one per layer, in model order. All must need equally many bytes per block.
+        specs: one per layer, in model order. All must need equally many bytes per block, states at most as many.
 
     Raises:
         ValueError: no layers, or layers whose blocks differ in size.
     """
     if not specs:
-        raise ValueError("make_kv_cache_groups: the model has no attention layer")
+        raise ValueError("make_kv_cache_groups: the model has no layer that keeps anything")
+    specs = pad_states(specs)
     sizes = {spec.bytes_per_block for spec in specs}
     if len(sizes) > 1:
         raise ValueError(
-            f"make_kv_cache_groups: layers need blocks of different sizes, {sorted(sizes)} bytes; one pool cannot hold both"
+            f"make_kv_cache_groups: layers need blocks of different sizes, {sorted(sizes)} bytes; one pool cannot hold both."
+            " Beside states, a larger block_size helps"
         )
     by_spec: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
@@ -456,6 +534,7 @@ class EngineArgs:
     )
     enable_prefix_caching: bool = _arg(True, "reuse KV blocks of equal prefixes")
     prefix_cache_index: str = _arg("hash", "how cached prefixes are found", ("hash", "radix"))
+    mamba_cache_mode: str | None = _arg(None, "which states are kept as checkpoints; default: none", tuple(STATE_KINDS))
     watermark: float = _arg(0.0, "share of KV blocks kept free when a request is admitted")
     max_num_seqs: int | None = _arg(None, "most requests running at once")
     max_num_batched_tokens: int | None = _arg(None, "token budget of a step")
@@ -688,6 +767,53 @@ def _left_as_given(args: EngineArgs, known: set[str]) -> list[Decision]:
     ]
 
 
+def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCacheSpec], list[Decision], dict[str, Any]]:
+    """How the layers keep what they keep; what was decided for it (nothing, for a model that has no states); and settings of
+    `CacheConfig` that it changes.
+
+    Raises:
+        ValueError: an argument that this model cannot follow.
+    """
+    specs = list(model.kv_specs)
+    if not any(spec.rules.is_state for spec in specs):
+        if args.mamba_cache_mode is not None:
+            raise ValueError(
+                f"mamba_cache_mode={args.mamba_cache_mode!r}: model {model.name!r} has no state-space layers"
+            )
+        return specs, [], {}
+    if args.speculative is not None:
+        raise ValueError(
+            f"speculative_config: model {model.name!r} has state-space layers; a rejected draft token cannot be taken back"
+            " out of a state, so speculative decoding is not implemented for it"
+        )
+    if args.fp8_kv_cache and all(spec.rules.is_state for spec in specs):
+        raise ValueError(f"kv_cache_dtype={args.kv_cache_dtype!r}: model {model.name!r} has no keys and values")
+    mode = args.mamba_cache_mode or "none"
+    if mode != "none" and not args.enable_prefix_caching:
+        raise ValueError(f"mamba_cache_mode={mode!r} keeps states for prefix caching, but enable_prefix_caching is off")
+    why = "default" if args.mamba_cache_mode is None else "asked for"
+    decisions = [Decision("mamba_cache_mode", mode, why)]
+    if mode == "none" and args.enable_prefix_caching:
+        why = 'states are not kept; mamba_cache_mode="all" keeps one for every block'
+        decisions.append(Decision("enable_prefix_caching", False, why))
+    block_size = unify_block_size(specs, args.block_size)
+    if block_size != args.block_size:
+        why = f"a multiple of {args.block_size}, so that its keys and values are as large as a state"
+        decisions.append(Decision("block_size", block_size, why))
+    kinds = [STATE_KINDS[mode] if spec.rules.is_state else spec.kind for spec in specs]
+    specs = [replace(s, kind=kind, block_size=block_size) for s, kind in zip(specs, kinds, strict=True)]
+    return specs, decisions, {d.setting: d.value for d in decisions[1:]}
+
+
+def tokens_held(groups: Sequence[KVCacheGroup], num_blocks: int, most: int, max_step_tokens: int) -> int:
+    """The most tokens of one request, at most `most`, that `num_blocks` blocks can hold."""
+
+    def fits(tokens: int) -> bool:
+        return sum(g.spec.rules.max_blocks(g.spec, tokens, max_step_tokens) for g in groups) <= num_blocks
+
+    return bisect_left(range(1, most + 1), True, key=lambda tokens: not fits(tokens))
+
+
 def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: Decision) -> EngineConfig:
     """Choose every setting that the user left open. Pure: same input, same configuration.
 
@@ -721,27 +847,29 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     if not args.fp8_kv_cache:
         decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))
     decisions.append(Decision("linear_kernel", machine.linear_kernel, machine.linear_kernel_why))
-    groups = make_kv_cache_groups(model.kv_specs)
+    specs, about_states, chosen = choose_state_cache(args, model)
+    decisions += about_states
+    block_size, groups = specs[0].block_size, make_kv_cache_groups(specs)
     bytes_per_block = len(groups[0].layers) * groups[0].spec.bytes_per_block + model.draft_bytes_per_block
-    useful = max_num_seqs * len(groups) * -(-max_model_len // args.block_size) + 1
+    useful = max_num_seqs * sum(g.spec.rules.num_blocks(g.spec, max_model_len) for g in groups) + 1
     blocks = choose_num_blocks(args, model, machine, bytes_per_block, useful)
     decisions.append(blocks)
-    holds = (blocks.value - 1) // len(groups) * args.block_size
+    holds = tokens_held(groups, blocks.value - 1, max_model_len, budget)
     if holds < max_model_len:
         if args.max_model_len is not None:
             raise ValueError(
-                f"max_model_len={max_model_len} does not fit the KV cache: {blocks.value} blocks of {args.block_size} tokens"
+                f"max_model_len={max_model_len} does not fit the KV cache: {blocks.value} blocks of {block_size} tokens"
                 f" in {len(groups)} groups hold {holds} tokens. Lower max_model_len or give more num_gpu_blocks"
             )
         max_model_len = holds
         decisions = [d for d in decisions if d.setting != "max_model_len"]
         decisions.append(Decision("max_model_len", holds, "all that the KV cache can hold of one request"))
-    cache = CacheConfig(**_shared(CacheConfig, args, num_gpu_blocks=blocks.value))
+    cache = CacheConfig(**_shared(CacheConfig, args, num_gpu_blocks=blocks.value, **chosen))
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_model_len": max_model_len}
     limits["max_loras"] = args.max_loras if args.enable_lora else 0
     scheduler = SchedulerConfig(**_shared(SchedulerConfig, args, policy=args.scheduling_policy, **limits))
     decisions += _left_as_given(args, {d.setting for d in decisions})
-    kv_cache = KVCacheConfig(blocks.value, args.block_size, groups, args.num_cpu_blocks)
+    kv_cache = KVCacheConfig(blocks.value, block_size, groups, args.num_cpu_blocks)
     return EngineConfig(
         args=args, model=model, cache=cache, scheduler=scheduler, kv_cache=kv_cache, dtype=dtype.value, device=machine.device,
         attention_backend=machine.attention_backend, seed=args.seed, decisions=tuple(decisions), async_scheduling=overlap,

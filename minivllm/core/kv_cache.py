@@ -326,8 +326,10 @@ class KVCacheManager:
             How many blocks were given back; fewer than asked for if some were before.
 
         Raises:
-            ValueError: the request holds no blocks, or not all of these are computed.
+            ValueError: the request holds no blocks, not all of these are computed, or a block is a state, which holds all tokens.
         """
+        if any(group.rules.is_state for group in self.groups):
+            raise ValueError("a model with states cannot forget single blocks: a state is made of all tokens before it")
         computed = request.num_computed_tokens // self.block_size
         if request.request_id not in self.groups[0].tables or not 0 <= start or end > computed:
             raise ValueError(f"{request!r} has {computed} computed blocks; cannot drop {start} to {end - 1}")
@@ -383,8 +385,8 @@ class KVCacheManager:
         request_id = request.request_id
         cpu = self.swapped[request_id]
         needed = sum(bool(block.block_id) for table in cpu for block in table)
-        total = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
-        growth = sum(max(0, total - len(table)) for table in cpu)
+        total = request.num_computed_tokens + num_new_tokens
+        growth = sum(max(0, g.num_blocks(total) - len(table)) for g, table in zip(self.groups, cpu, strict=True))
         if needed + growth + keep_free > self.block_pool.num_free:
             return None
         new, null, pairs = iter(self.block_pool.get_new_blocks(needed)), self.block_pool.null_block, []

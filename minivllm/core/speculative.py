@@ -20,6 +20,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": _SUFFIX,
     "draft_model": ("model",),
+    "medusa": ("model",),
+    "eagle": ("model",),
     "synthetic": (),
 }
 PROPOSERS: dict[str, Callable[[SpeculativeConfig], Any]] = {}

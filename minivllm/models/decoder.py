@@ -8,19 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
+from minivllm.attention.backend import AttentionBackend, Plan
+from minivllm.attention.state import LayerCacheSpec
 from minivllm.core.config import KVCacheConfig
 from minivllm.core.module import Module, ModuleList
 from minivllm.models.layers import NoNorm, Scale
 from minivllm.models.linear.base import use_huge_pages
+from minivllm.models.linear.grouped import QuantizedWeight
 from minivllm.models.linear.layer import QUANTIZED, Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, build_mixer
+from minivllm.models.mixers.state import NoMLPSpec
 from minivllm.models.ops.base import CapturedSteps, ForwardContext
 from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.rope import Rope, Rotation
 from minivllm.models.spec import DecoderSpec, LayerSpec
 
-__all__ = ["Decoder", "DecoderLayer", "Media", "ParallelDecoderLayer"]
+__all__ = ["Decoder", "DecoderLayer", "Media", "MixerLayer", "ParallelDecoderLayer", "layer_kind"]
 
 
 class Media(NamedTuple):
@@ -71,6 +74,24 @@ class ParallelDecoderLayer(DecoderLayer):
         x, residual = self.mixer_norm.add(x, residual)
         inner = x if isinstance(self.mlp_norm, NoNorm) else self.mlp_norm(residual)
         return self.mixer(x, context) + self.mlp(inner), residual
+
+
+class MixerLayer(DecoderLayer):
+    """A block in which tokens see each other, and no MLP."""
+
+    capturable = True
+
+    def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer`."""
+        x, residual = self.mixer_norm.add(x, residual)
+        return self.mixer(x, context), residual
+
+
+def layer_kind(spec: LayerSpec) -> type[DecoderLayer]:
+    """The class of a layer."""
+    if isinstance(spec.mlp, NoMLPSpec):
+        return MixerLayer
+    return ParallelDecoderLayer if spec.parallel else DecoderLayer
 
 
 class Decoder(Module):
@@ -125,8 +146,7 @@ class Decoder(Module):
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self.positions = self._make_positions()
-        kinds = (ParallelDecoderLayer if layer.parallel else DecoderLayer for layer in spec.layers)
-        self.layers = ModuleList(kind(layer, builder) for kind, layer in zip(kinds, spec.layers, strict=True))
+        self.layers = ModuleList(layer_kind(layer)(layer, builder) for layer in spec.layers)
         self.final_norm = builder.norm()
         self.head = self._make_head(builder)
         self.ropes = ModuleList(None if rope is None else Rope(rope, device, max_model_len) for rope in spec.ropes)
@@ -153,7 +173,7 @@ class Decoder(Module):
     def captured(self) -> CapturedSteps | None:
         return self._captured
 
-    def attention_specs(self, block_size: int) -> list[AttentionSpec]:
+    def attention_specs(self, block_size: int) -> list[LayerCacheSpec]:
         """What each layer asks of the attention backend."""
         return self.spec.attention_specs(block_size, self.dtype, self.kv_dtype)
 
@@ -190,6 +210,7 @@ class Decoder(Module):
         kv_caches: Sequence[Tensor],
         plans: Sequence[Plan],
         media: Media | None = None,
+        x: Tensor | None = None,
     ) -> Tensor:
         """Run all layers for the tokens of one step.
 
@@ -198,16 +219,17 @@ class Decoder(Module):
             kv_caches: one per tensor of the KV cache configuration; changed in place.
             plans: one per KV cache group.
             media: embeddings in the place of those of some tokens.
+            x: what the first layer reads, [T, hidden_size], overwritten; None for the embeddings of the tokens.
 
         Returns:
             [T, hidden_size], after the last norm.
         """
-        if self._captured is not None and media is None:
+        if self._captured is not None and media is None and x is None:
             hidden = self._captured.run(token_ids, positions, kv_caches, plans)
             if hidden is not None:
                 return hidden
         rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
-        x = self.embed(token_ids, positions, media=media)
+        x = self.embed(token_ids, positions, media=media) if x is None else x
         return self._run_layers(x, ForwardContext(rotations, kv_caches, plans))
 
     def embed(
@@ -240,10 +262,10 @@ class Decoder(Module):
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+    def targets(self) -> Iterator[tuple[str, Callable[[Any], None]]]:
         """(name in a checkpoint, function that loads the tensor of that name) for all that it must hold."""
         n = self.spec.names
-        yield n.embedding, self.embedding.copy_  # type: ignore[misc]
+        yield n.embedding, self._load_embedding
         if n.positions is not None and self.positions is not None:
             yield n.positions, self.positions.copy_  # type: ignore[misc]
         for kind, load in self.final_norm.targets():
@@ -259,17 +281,29 @@ class Decoder(Module):
                 for name, load in block.targets():
                     yield prefix + name, load
 
-    def _optional_targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+    def _load_embedding(self, table: Tensor | QuantizedWeight) -> None:
+        """Rows are looked up in a tensor. A tied output layer multiplies by what came."""
+        if isinstance(table, QuantizedWeight):
+            if self.spec.tie_word_embeddings:
+                self._load_tied_head(table)
+            table = table.dequantize()
+        self.embedding.copy_(table)
+
+    def _load_tied_head(self, weight: QuantizedWeight) -> None:
+        (part,) = self.head.parts
+        self.head.load(part, "weight", weight)
+
+    def _optional_targets(self) -> Iterator[tuple[str, Callable[[Any], None]]]:
         for i, layer in enumerate(self.layers):
             for block in (layer.mixer, layer.mlp):
                 for name, load in block.optional_targets():
                     yield self.spec.names.layer.format(i) + name, load
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
         """Fill every weight, then let the linear layers bring theirs into the form that they multiply with.
 
         Args:
-            weights: names as in the checkpoint, and tensors of any float dtype, in any order. The scales `k_scale` and
+            weights: names as in the checkpoint, and tensors of any float dtype, or quantized weights, in any order. The scales `k_scale` and
                 `v_scale` of a layer's fp8 cache may be among them, one number each.
 
         Raises:
@@ -279,16 +313,18 @@ class Decoder(Module):
         self._fill(weights)  # a function by itself: what it held of the checkpoint is gone before weights are packed
         self.process_weights_after_loading()
 
-    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _fill(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
         family, shapes, optional = self.spec.family, self.spec.weight_shapes(), dict(self._optional_targets())
         targets, waiting = dict(self.targets()), self._quantized_early()
         seen: set[str] = set()
-        head: Tensor | None = None
+        head: Tensor | QuantizedWeight | None = None
         for name, tensor in self.spec.unpacked(weights):
             if name.endswith(".rotary_emb.inv_freq"):
                 continue  # old Llama checkpoints carry this table; it follows from the config
             if name == self.spec.names.head and self.spec.tie_word_embeddings:
                 head = tensor
+                if isinstance(tensor, QuantizedWeight):
+                    self._load_tied_head(tensor)
                 continue
             if name in optional:
                 try:
@@ -307,7 +343,7 @@ class Decoder(Module):
         if missing := [name for name in shapes if name not in seen]:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise ValueError(f"{family}: the checkpoint lacks {', '.join(missing[:5])}{more}")
-        if head is not None and not torch.equal(head.to(self.embedding), self.embedding):
+        if isinstance(head, Tensor) and not torch.equal(head.to(self.embedding), self.embedding):
             n = self.spec.names
             raise ValueError(f"{family}: tie_word_embeddings is true, but {n.head!r} differs from {n.embedding!r}")
 
@@ -319,7 +355,9 @@ class Decoder(Module):
         linears = [(at, x) for at, layer in layers for block in (layer.mixer, layer.mlp) for x in block.linears()]
         return {prefix + name: linear for prefix, linear in linears for name, _ in linear.targets()}
 
-    def _check_tensor(self, name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], seen: set[str]) -> None:
+    def _check_tensor(
+        self, name: str, tensor: Tensor | QuantizedWeight, shapes: dict[str, tuple[int, ...]], seen: set[str]
+    ) -> None:
         family = self.spec.family
         if name not in shapes:
             raise ValueError(f"{family}: the checkpoint has a tensor {name!r} that this model has no place for")

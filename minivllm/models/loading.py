@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +20,14 @@ from minivllm.models.hub import resolve_model
 
 __all__ = [
     "DTYPES", "DTYPE_BYTES", "FLOAT16_MAX", "INDEX", "LOAD_FORMATS", "PICKLES", "SINGLE", "CheckpointError",
-    "LoadedModel", "TensorRecord", "dummy_tensors", "find_tensors", "load_model", "read_header",
+    "LoadedModel", "TensorRecord", "checkpoint_format", "dummy_tensors", "find_tensors", "load_model",
+    "read_header",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     import torch
 
+    from minivllm.models.quantization.formats import Format
     from minivllm.models.spec import DecoderSpec
 
 
@@ -39,6 +43,11 @@ class TensorRecord:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        bits = re.search("[0-9]+", self.dtype)  # F8_E4M3 has 8
+        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -123,7 +132,9 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def iter_tensors(records: list[TensorRecord], dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_tensors(
+    records: list[TensorRecord], dtype: str, quantized: Collection[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `(name, tensor)` as stored, one at a time and file by file, for a model that computes in `dtype`.
 
     Files are memory-mapped and the tensors are views of them: a weight is read from disk when it is used. So copy it at
@@ -131,7 +142,8 @@ def iter_tensors(records: list[TensorRecord], dtype: str) -> Iterator[tuple[str,
     torch works on one thread meanwhile: copying is bound by memory, and a team of threads for each of hundreds of
     small copies costs seconds when other processes want the cores.
 
-    Raises `CheckpointError` for a tensor that is not of a float type, or that `dtype` float16 cannot hold.
+    Raises `CheckpointError` for a tensor that is not of a float type, or that `dtype` float16 cannot hold. Those of
+    `quantized` are passed on whatever they are.
     """
     import torch
     from safetensors import SafetensorError, safe_open
@@ -143,7 +155,8 @@ def iter_tensors(records: list[TensorRecord], dtype: str) -> Iterator[tuple[str,
             with safe_open(file, framework="pt") as tensors:
                 for record in records:
                     if record.file == file:
-                        yield record.name, _checked(record, tensors.get_tensor(record.name), dtype)
+                        tensor = tensors.get_tensor(record.name)
+                        yield record.name, tensor if record.name in quantized else _checked(record, tensor, dtype)
     except SafetensorError as error:
         raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
     finally:
@@ -189,6 +202,7 @@ class LoadedModel:
         records: the tensors of the checkpoint, in the file's order; empty for dummy weights.
         load_format: `safetensors` or `dummy`.
         seed: of dummy weights.
+        quantization: the `quantization_config` of `config.json`; empty for a checkpoint that is not quantized.
     """
 
     name: str
@@ -198,6 +212,7 @@ class LoadedModel:
     records: tuple[TensorRecord, ...]
     load_format: str
     seed: int = 0
+    quantization: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def spec(self) -> DecoderSpec:
@@ -245,9 +260,24 @@ class LoadedModel:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {dtype!r}")
         if self.load_format == "dummy":
             return dummy_tensors(self.spec.weight_shapes(), self.seed)
-        return iter_tensors(list(self.records), dtype)
+        if not self.quantization:
+            return iter_tensors(list(self.records), dtype)
+        return self._decoded(dtype)
+
+    def _decoded(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+        from minivllm.models.quantization.formats import decoded, quantized_modules
+
+        try:
+            format = checkpoint_format(self.quantization)
+            modules = quantized_modules(format, [(record.name, record.dtype) for record in self.records])
+            names = {name for kinds in modules.values() for name in kinds.values()}
+            yield from decoded(format, modules, iter_tensors(list(self.records), dtype, names))
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
 
     def _weight_bytes(self, size: int, linear_kernel: str | None) -> int:
+        if self.quantization:
+            return sum(record.nbytes for record in self.records)
         spec, total = self.spec, self.spec.num_parameters() * size
         if (rename := spec.rename) is not None:  # what is not the decoder's is the encoder's
             total += size * sum(math.prod(record.shape) for record in self.records if rename(record.name) is None)
@@ -304,9 +334,7 @@ def load_model(
             f"load_format='gguf', but {path} was not made from a GGUF file; name a .gguf file, or use 'auto'"
         )
     config = read_json(path / "config.json") | (hf_overrides or {})
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(f"{path / 'config.json'}: quantization_config with method {method!r} is not implemented")
+    quantization = _quantization(config, path / "config.json", load_format)
     file = path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
     for found, where in ((config, path / "config.json"), (generation, file)):
@@ -322,7 +350,47 @@ def load_model(
         records=() if load_format == "dummy" else tuple(find_tensors(path)),
         load_format="dummy" if load_format == "dummy" else "safetensors",
         seed=seed,
+        quantization=quantization,
     )
+
+
+_FORMATS = {
+    "gptq": "formats",
+    "awq": "formats",
+    "compressed-tensors": "compressed",
+    "fp8": "compressed",
+}
+"""Which module of `models.quantization` has the format of a `quant_method`."""
+
+
+def checkpoint_format(config: dict[str, Any]) -> Format:
+    """The format that a `quantization_config` describes.
+
+    Raises:
+        ValueError: a method or a setting that is not implemented; names it.
+    """
+    method = config.get("quant_method")
+    if method not in _FORMATS:
+        raise ValueError(
+            f"quantization_config: quant_method={method!r} is not implemented; implemented: {', '.join(_FORMATS)}"
+        )
+    importlib.import_module(f"minivllm.models.quantization.{_FORMATS[method]}")
+    from minivllm.models.quantization.formats import FORMATS
+
+    return FORMATS[method](config)
+
+
+def _quantization(config: dict[str, Any], file: Path, load_format: str) -> dict[str, Any]:
+    """Takes `quantization_config` out of a configuration; CheckpointError if it is not a table or cannot be had."""
+    found = config.pop("quantization_config", None) or {}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: quantization_config must be a JSON object, it is {found!r}")
+    if found and load_format == "dummy":
+        raise CheckpointError(
+            f"{file}: dummy weights of a quantized model are not implemented; "
+            "use hf_overrides={'quantization_config': None} for weights that are not quantized"
+        )
+    return found
 
 
 def _check_end_tokens(found: dict[str, Any], file: Path, vocab_size: Any) -> None:

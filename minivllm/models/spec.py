@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionSpec
+from minivllm.attention.state import LayerCacheSpec
 from minivllm.core.config import KVCacheSpec
+from minivllm.models.linear.grouped import QuantizedWeight
 from minivllm.models.mixers.attention import SelfAttentionSpec
 from minivllm.models.mixers.base import MixerSpec, TokenMixerSpec
 from minivllm.models.mixers.mlp import GatedMLPSpec
@@ -110,6 +111,14 @@ class MediaSpec:
     whole: bool = False
 
 
+def _rows(rule: Unpack, weight: QuantizedWeight) -> dict[str, QuantizedWeight]:
+    """What a rule does to a tensor's rows, done to those of a quantized weight: it is applied to their numbers."""
+    parts = rule.parts(torch.arange(weight.shape[0])[:, None])
+    if not all(rows.dim() == 2 and rows.shape[1] == 1 for rows in parts.values()):
+        raise ValueError("it is quantized, and cannot be turned")
+    return {name: weight[rows.flatten()] for name, rows in parts.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """Everything that `Decoder` needs to know to build itself.
@@ -176,7 +185,7 @@ class DecoderSpec:
 
     def attention_specs(
         self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
-    ) -> list[AttentionSpec]:
+    ) -> list[LayerCacheSpec]:
         """What each layer asks of the attention backend. kv_dtype: see `AttentionSpec`."""
         return [layer.mixer.attention_spec(block_size, dtype, kv_dtype) for layer in self.layers]
 
@@ -200,8 +209,10 @@ class DecoderSpec:
                 shapes |= {n.layer.format(i) + name: shape for name, shape in part.items()}
         return shapes
 
-    def unpacked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """A checkpoint's tensors in the form of `weight_shapes`.
+    def unpacked(
+        self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]
+    ) -> Iterator[tuple[str, Tensor | QuantizedWeight]]:
+        """A checkpoint's tensors in the form of `weight_shapes`. Of a quantized weight, rows can be taken and reordered.
 
         Raises:
             ValueError: a tensor cannot be taken apart; names it.
@@ -220,7 +231,7 @@ class DecoderSpec:
                 yield name, tensor
                 continue
             try:
-                parts = rule.parts(tensor)
+                parts = _rows(rule, tensor) if isinstance(tensor, QuantizedWeight) else rule.parts(tensor)
             except (RuntimeError, ValueError, IndexError) as error:
                 shape = tuple(tensor.shape)
                 raise ValueError(

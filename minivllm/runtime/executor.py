@@ -13,14 +13,31 @@ import torch
 
 from minivllm.attention.backend import FP8, AttentionBackend
 from minivllm.attention.select import select_backend
-from minivllm.core.config import Decision, EngineArgs, EngineConfig, KVCacheConfig, MachineFacts, choose_dtype, resolve
+from minivllm.attention.state import backend_needs
+from minivllm.core.config import (
+    Decision,
+    EngineArgs,
+    EngineConfig,
+    KVCacheConfig,
+    MachineFacts,
+    choose_dtype,
+    resolve,
+    unify_block_size,
+)
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.lora.linear import LoRAModel
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.multimodal.encoder import TowerEncoder, load_encoder
-from minivllm.runtime.machine import choose_device, cpu_quota, has_native_bf16, limit_threads, machine_facts
+from minivllm.runtime.machine import (
+    choose_device,
+    cpu_quota,
+    has_native_bf16,
+    limit_threads,
+    machine_facts,
+    settle_vector_math,
+)
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
 from minivllm.runtime.peak_memory import peak_bytes
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
@@ -114,12 +131,14 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     loaded = read_model(args)
     device = choose_device(args.device)
     limit_threads(cpu_quota())
+    settle_vector_math()
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
-    specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value), _kv_dtype(args))
-    backend, why = select_backend(args.attention_backend, specs, torch.device(device))
-    about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
-    linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about)
     facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache)
+    block_size = unify_block_size(facts.kv_specs, args.block_size)
+    specs = loaded.spec.attention_specs(block_size, getattr(torch, dtype.value), _kv_dtype(args))
+    backend, why = select_backend(args.attention_backend, backend_needs(specs), torch.device(device))
+    about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
+    linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about, loaded.quantization)
     facts = with_drafter(facts, args, loaded, dtype.value)
     machine = machine_facts(device, (backend.name, why), linear)
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)

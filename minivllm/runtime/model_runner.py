@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
+from minivllm.attention.state import LayerCacheSpec, cache_layout
 from minivllm.attention.step_buffer import BufferFull, StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
@@ -35,7 +36,7 @@ from minivllm.sampling.state import RequestView, SamplingState
 from minivllm.sampling.transforms import Transform
 from minivllm.spec_decode.draft_model import DraftHost, shared_group
 from minivllm.spec_decode.drafter import Drafter, make_drafter
-from minivllm.spec_decode.proposers import DraftRequest
+from minivllm.spec_decode.proposers import DraftRequest, HiddenStates
 from minivllm.spec_decode.rejection import Draft, RejectionSampler
 
 __all__ = [
@@ -53,23 +54,23 @@ def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 def new_kv_caches(
-    backend: AttentionBackend, config: KVCacheConfig, spec: AttentionSpec, num_blocks: int, device: torch.device
+    backend: AttentionBackend, config: KVCacheConfig, specs: list[LayerCacheSpec], num_blocks: int, device: torch.device
 ) -> list[Tensor]:
-    """Cache tensors of ``num_blocks`` blocks in the backend's layout, one for each place in a group."""
-    shape, dtype = backend.kv_cache_shape(num_blocks, spec), backend.kv_cache_dtype(spec)
+    """Cache tensors of ``num_blocks`` blocks in the backend's layout, one for each place in a group. specs: of the groups."""
+    shape, dtype = cache_layout(backend, specs, num_blocks)
     return [zeros_on_demand(shape, dtype, device) for _ in range(config.num_tensors)]
 
 
 def new_swap_caches(
-    backend: AttentionBackend, config: KVCacheConfig, spec: AttentionSpec, device: torch.device
+    backend: AttentionBackend, config: KVCacheConfig, specs: list[LayerCacheSpec], device: torch.device
 ) -> list[Tensor]:
     """Cache tensors in main memory, block 0 a null block there too. Pinned if the caches are on a GPU, which then copies by itself."""
     host, num_blocks = torch.device("cpu"), config.num_cpu_blocks + 1
     if not config.num_cpu_blocks:
         return []
     if device.type == "cpu":
-        return new_kv_caches(backend, config, spec, num_blocks, host)
-    shape, dtype = backend.kv_cache_shape(num_blocks, spec), backend.kv_cache_dtype(spec)
+        return new_kv_caches(backend, config, specs, num_blocks, host)
+    shape, dtype = cache_layout(backend, specs, num_blocks)
     return [torch.zeros(shape, dtype=dtype, pin_memory=True) for _ in range(config.num_tensors)]
 
 
@@ -85,8 +86,8 @@ def step_bytes(config: EngineConfig) -> int:
     return limits.max_num_batched_tokens * per_token + rows * (per_row + table) + (1 << 18)
 
 
-def group_attention_specs(config: KVCacheConfig, layer_specs: list[AttentionSpec]) -> list[AttentionSpec]:
-    """The attention spec of each KV cache group.
+def group_attention_specs(config: KVCacheConfig, layer_specs: list[LayerCacheSpec]) -> list[LayerCacheSpec]:
+    """The attention spec, or the state's, of each KV cache group.
 
     Raises:
         ValueError: layers of one group want different attention, so one plan cannot serve them.
@@ -152,8 +153,8 @@ class ModelRunner:
         self.device = torch.device(config.device)
         layer_specs = model.attention_specs(kv.block_size)
         self.specs = group_attention_specs(kv, layer_specs)
-        self.kv_caches = new_kv_caches(backend, kv, self.specs[0], kv.num_blocks, self.device)
-        self.swap_caches = new_swap_caches(backend, kv, self.specs[0], self.device)
+        self.kv_caches = new_kv_caches(backend, kv, self.specs, kv.num_blocks, self.device)
+        self.swap_caches = new_swap_caches(backend, kv, self.specs, self.device)
         model.eager = config.args.enforce_eager
         model.bind(kv)
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, [g.spec.block_size for g in kv.groups])
@@ -163,6 +164,7 @@ class ModelRunner:
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         speculative = config.speculative
         self.drafter = None if speculative is None else self._make_drafter(speculative)
+        self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
         self.pooler = Pooler()
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
         rate = None if speculative is None else speculative.synthetic_acceptance_rate
@@ -181,8 +183,9 @@ class ModelRunner:
             self.buffer = StepBuffer(step_bytes(config), self.device)
             if config.async_scheduling:
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
-            if not config.args.enforce_eager:
+            if not config.args.enforce_eager and all(isinstance(spec, AttentionSpec) for spec in self.specs):
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
+        self.planners = [spec.planner(backend, self.device, self.buffer) for spec in self.specs]
 
     def _make_drafter(self, speculative: SpeculativeConfig) -> Drafter:
         drafter = make_drafter(
@@ -238,10 +241,12 @@ class ModelRunner:
         arrays = step.token_ids, step.positions, *last_and_rows
         if self.buffer is None:
             token_ids, positions, last, rows = map(torch.from_numpy, arrays)
-            plans = [self.backend.plan(*group, self.device) for group in zip(step.attention, self.specs, strict=True)]
+            plans = [plan(batch) for plan, batch in zip(self.planners, step.attention, strict=True)]
             hidden = self.model.forward(token_ids, positions, self.kv_caches, plans, media)
         else:
             hidden, last, rows = self._forward_buffered(step, arrays, self.buffer, media)
+        if self.drafter is not None and self.drafter.reads:
+            self._states = step, hidden
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
         if self.pooler.entries:
@@ -323,8 +328,7 @@ class ModelRunner:
             return replayed
         buffer.begin()
         token_ids, positions, last, rows = map(buffer.put, arrays)
-        groups = zip(step.attention, self.specs, strict=True)
-        plans = [self.backend.plan_into(batch, spec, buffer) for batch, spec in groups]
+        plans = [plan(batch) for plan, batch in zip(self.planners, step.attention, strict=True)]
         buffer.send()
         return self._layers(token_ids, positions, plans, media), last, rows
 
@@ -348,7 +352,8 @@ class ModelRunner:
             (ids, token_ids), (at, positions), (of, rows_there) = (
                 buffer.reserve((padded,), np.int64) for _ in range(3)
             )
-            plans = [it for spec in self.specs if (it := self.backend.fixed_decode(padded, spec, buffer)) is not None]
+            specs = [spec for spec in self.specs if isinstance(spec, AttentionSpec)]
+            plans = [it for spec in specs if (it := self.backend.fixed_decode(padded, spec, buffer)) is not None]
             if len(plans) < len(self.specs):
                 self.graphs = None
                 return None
@@ -410,8 +415,21 @@ class ModelRunner:
         only = output.total_num_scheduled_tokens == len(sampled) + sum(drafts.values())
         accepted = {name: result.num_accepted_tokens.get(name, 0) for name in drafts}
         drafter.observe(len(sampled), drafts, accepted, seconds if only else None)
+        if self._states is not None:
+            states, self._states = self._hidden_states(*self._states), None
+            drafter.read(states)
         requests = [r for name, new in sampled.items() if (r := self._draft_request(name, new[-1])) is not None]
         return drafter.propose(requests, len(sampled))
+
+    def _hidden_states(self, step: StepInputs, hidden: Tensor) -> list[HiddenStates]:
+        """What a proposer reads: of requests that go on, the states of all places whose next token is certain."""
+        states = []
+        for i, name in enumerate(step.request_ids):
+            row, start = step.rows[i], int(step.starts[i])
+            first, end = int(step.positions[start]), int(self.batch.num_computed[row])
+            if name in self.sampling.requests and first < end < self.batch.num_tokens[row]:
+                states.append(HiddenStates(self._describe(name, 0), first, hidden[start : start + end - first]))
+        return states
 
     def _draft_request(self, request_id: str, newest: int) -> DraftRequest | None:
         """What a proposer is told of a request; None if it ends, or may not have two more tokens."""
@@ -422,7 +440,11 @@ class ModelRunner:
             left = min(left, view.params.max_tokens - len(view.output_token_ids))
         if left <= 1 or view.params.ends_with(newest) or self.drafter is None:
             return None
-        most = min(self.drafter.config.num_speculative_tokens, left - 1)
+        return self._describe(request_id, min(self.drafter.config.num_speculative_tokens, left - 1))
+
+    def _describe(self, request_id: str, most: int) -> DraftRequest:
+        view, row = self.sampling.requests[request_id], self.batch.row_of[request_id]
+        known = int(self.batch.num_tokens[row])
         token_ids = self.batch.token_ids[row, :known]
         token_ids.flags.writeable = False
         request = DraftRequest(request_id, token_ids, len(view.prompt_token_ids), most, view.params, view.seed)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from minivllm.attention.backend import AttentionBatch
+from minivllm.attention.state import cache_layout
 from minivllm.core.config import KVCacheConfig, SchedulerConfig
 from minivllm.core.speculative import SpeculativeConfig
 from minivllm.models.decoder import Decoder
@@ -39,8 +40,9 @@ def run_largest_step(
     device, batch = decoder.device, peak_batch(limits, kv.block_size)
     decoder.bind(kv)
     specs = decoder.attention_specs(kv.block_size)
-    cache = decoder.backend.new_kv_cache(int(batch.block_table.max()) + 1, specs[0], device)
-    plans = [decoder.backend.plan(batch, specs[group.layers[0]], device) for group in kv.groups]
+    shape, dtype = cache_layout(decoder.backend, specs, int(batch.block_table.max()) + 1)
+    cache = torch.zeros(shape, dtype=dtype, device=device)
+    plans = [specs[group.layers[0]].planner(decoder.backend, device)(batch) for group in kv.groups]
     token_ids = torch.randint(decoder.spec.vocab_size, (batch.num_tokens,), device=device)
     positions = np.arange(batch.num_tokens) - np.repeat(batch.query_start_loc[:-1], batch.query_lens)
     hidden = decoder.forward(token_ids, torch.from_numpy(positions).to(device), [cache] * kv.num_tensors, plans)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, Plan
+from minivllm.attention.state import backend_needs, cache_layout
 from minivllm.core.config import EngineArgs, EngineConfig, KVCacheConfig, ModelFacts, make_kv_cache_groups
 from minivllm.models.decoder import Decoder
 from minivllm.models.loading import DTYPE_BYTES, LoadedModel, load_model, read_json
@@ -95,7 +96,8 @@ class DraftCache:
         specs = decoder.attention_specs(size)
         self._specs = [specs[group.layers[0]] for group in groups]
         total = self._stride * len(groups)
-        self.tensors = [host.backend.new_kv_cache(total, specs[0], decoder.device) for _ in groups[0].layers]
+        shape, dtype = cache_layout(host.backend, specs, total)
+        self.tensors = [torch.zeros(shape, dtype=dtype, device=decoder.device) for _ in groups[0].layers]
         decoder.eager = host.config.args.enforce_eager
         decoder.bind(KVCacheConfig(total, size, groups))
         self._stamps = np.zeros(kv.num_blocks, np.int64)
@@ -120,12 +122,12 @@ class DraftCache:
         return min(known.computed, len(tokens) - self.lead)
 
     def _hash(self, known: _Known, tokens: Tokens, block: int) -> int:
-        """Of all tokens that the content of a request's block depends on; never 0."""
+        """Of all tokens up to the end of a request's block; never 0. (With a lead, its last place depends on one token more, and may
+        have read that of another request: one key of many in a guess, and not worth a block.)"""
         size, hashes = self.block_size, known.hashes
         for i in range(len(hashes), block + 1):
-            start = i * size + self.lead if i else 0
             before = hashes[-1] if hashes else 0
-            hashes.append(hash((before, tokens[start : (i + 1) * size + self.lead].tobytes())) or 1)
+            hashes.append(hash((before, tokens[i * size : (i + 1) * size].tobytes())) or 1)
         return hashes[block]
 
     def plan(self, requests: Sequence[DraftRequest], spans: Sequence[_Span]) -> tuple[Tensor, list[Plan]]:
@@ -147,7 +149,7 @@ class DraftCache:
         for group, spec in enumerate(self._specs):  # each has blocks of its own, behind those of the group before
             shift = group * self._stride
             batch = AttentionBatch(begins, ends, tables + np.int32(shift), slots_of_all + shift * size)
-            plans.append(self.backend.plan(batch, spec, self.decoder.device))
+            plans.append(spec.planner(self.backend, self.decoder.device)(batch))
         return positions.to(self.decoder.device), plans
 
     def advance(self, request: DraftRequest, start: int, end: int) -> None:
@@ -245,7 +247,7 @@ class DraftModelProposer:
             spans = [(i, start, start + 1) for i, start in zip(alive, here, strict=True)]
             hidden = self._run(requests, spans, token_ids[at], hidden[at])
         for request, drafted in zip(requests, ids, strict=True):
-            if drafted:
+            if drafted and not self.LEAD:  # else the target's own states come instead of those that were guessed
                 self.cache.guess(request, drafted[:-1])  # the last was not read
         return [Draft(i, None if not q or q[0] is None else torch.stack(q)) for i, q in zip(ids, probs, strict=True)]  # type: ignore[arg-type]
 
@@ -341,8 +343,13 @@ def with_drafter(facts: ModelFacts, args: EngineArgs, target: LoadedModel, dtype
     drafter, size = read_drafter(args, target), DTYPE_BYTES[dtype]
     weights = sum(math.prod(record.shape) for record in drafter.records) or drafter.spec.num_parameters()
     per_block = 0
-    if args.speculative.method == "draft_model":
-        per_block = sum(spec.bytes_per_block for spec in drafter.spec.kv_cache_specs(args.block_size, size))
+    if args.speculative.method in ("draft_model", "eagle"):
+        specs = drafter.spec.kv_cache_specs(args.block_size, size)
+        if any(spec.rules.is_state for spec in specs):
+            raise ValueError(
+                f"the draft model {drafter.name!r} has states, out of which a rejected token cannot be taken back"
+            )
+        per_block = sum(spec.bytes_per_block for spec in specs)
     return replace(facts, weight_bytes=facts.weight_bytes + weights * size, draft_bytes_per_block=per_block)
 
 
@@ -350,7 +357,7 @@ def load_draft_model(host: DraftHost) -> DraftModelProposer:
     """A proposer with the draft model that the configuration names. Raises ValueError if the attention backend cannot run it."""
     config, target = host.config, host.target
     drafter = read_drafter(config.args)
-    for spec in drafter.spec.attention_specs(config.kv_cache.block_size, target.dtype):
+    for spec in backend_needs(drafter.spec.attention_specs(config.kv_cache.block_size, target.dtype)):
         if (why := host.backend.unsupported(spec, target.device)) is not None:
             raise ValueError(f"the draft model {drafter.name!r} does not run on {host.backend.name!r}: {why}")
     longest = min(drafter.spec.max_model_len, config.scheduler.max_model_len)

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from minivllm.core.speculative import PROPOSERS, SpeculativeConfig
 from minivllm.spec_decode.draft_model import DraftHost, load_draft_model
+from minivllm.spec_decode.heads import load_eagle, load_medusa
 from minivllm.spec_decode.proposers import (
     DraftRequest,
     DraftView,
+    HiddenStates,
     NgramProposer,
     Proposer,
     RepeatProposer,
@@ -180,8 +182,9 @@ def make_proposer(config: SpeculativeConfig, host: DraftHost | None = None) -> P
         )
     if config.method == "synthetic":
         return RepeatProposer()
-    if config.method == "draft_model" and host is not None:
-        return load_draft_model(host)
+    loaders = {"draft_model": load_draft_model, "medusa": load_medusa, "eagle": load_eagle}
+    if config.method in loaders and host is not None:
+        return loaders[config.method](host)
     if config.method not in PROPOSERS:
         raise ValueError(f"no proposer for the speculative method {config.method!r}")
     return PROPOSERS[config.method](config)
@@ -210,6 +213,7 @@ class Drafter:
         self.acceptance = Acceptance()
         self._finish: Callable[[str, Sequence[int]], None] = getattr(proposer, "finish", lambda *about: None)
         self._forget: Callable[[str], None] = getattr(proposer, "forget", lambda request_id: None)
+        self._read: Callable[[Sequence[HiddenStates]], None] | None = getattr(proposer, "read", None)
         self.uses_blocks: bool = getattr(proposer, "uses_blocks", False)
         self._drafts: dict[str, Draft] = {}
         self._step = 0
@@ -276,6 +280,19 @@ class Drafter:
         try:
             self._finish(request_id, token_ids)
             self._forget(request_id)
+        except Exception as error:  # noqa: BLE001 - a proposer may raise anything
+            self._give_up(error)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the proposer wants the target's hidden states."""
+        return self._read is not None and self.problem is None
+
+    def read(self, states: Sequence[HiddenStates]) -> None:
+        """Hand the proposer what the target has computed."""
+        assert self._read is not None
+        try:
+            self._read(states)
         except Exception as error:  # noqa: BLE001 - a proposer may raise anything
             self._give_up(error)
 

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from minivllm.spec_decode.rejection import Draft
 
 __all__ = [
-    "AnswerIndex", "DraftRequest", "DraftView", "NgramProposer", "Proposer", "RepeatProposer",
+    "AnswerIndex", "DraftRequest", "DraftView", "HiddenStates", "NgramProposer", "Proposer", "RepeatProposer",
     "SuffixProposer", "Tokens", "find_matches", "follow",
 ]  # fmt: skip
 
@@ -46,6 +47,26 @@ class DraftRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What the target computed of one request in a step, less what was rejected.
+
+    Attributes:
+        request: with all its tokens, at least one behind these places; `most` is 0.
+        start: the first place.
+        hidden: [n, hidden_size], after the last norm; valid during the call.
+    """
+
+    request: DraftRequest
+    start: int
+    hidden: Tensor
+
+    @property
+    def end(self) -> int:
+        """Behind the last place."""
+        return self.start + len(self.hidden)
+
+
+@dataclass(frozen=True, slots=True)
 class DraftView:
     """The step as a proposer sees it.
 
@@ -64,7 +85,8 @@ class Proposer(Protocol):
     """Guesses the next tokens of requests. After an error it is not called again.
 
     It may have `finish(request_id, token_ids)`, which hears the answer of a request that has ended (nothing if it was preempted then);
-    `forget(request_id)`, which hears of one that has ended or lost its blocks; and `uses_blocks = True`, see `DraftRequest.blocks`.
+    `forget(request_id)`, which hears of one that has ended or lost its blocks; `uses_blocks = True`, see `DraftRequest.blocks`; and
+    `read(states)`, which gets the `HiddenStates` of every step before it is asked.
     """
 
     def propose(self, requests: Sequence[DraftRequest], view: DraftView) -> Sequence[Draft | Sequence[int]]:

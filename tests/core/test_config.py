@@ -123,7 +123,7 @@ def test_groups_have_equally_many_layers():
 def test_groups_of_different_block_bytes_are_refused():
     with pytest.raises(ValueError, match="different sizes"):
         make_kv_cache_groups([LAYER, KVCacheSpec("full", 16, 4, 8)])
-    with pytest.raises(ValueError, match="no attention layer"):
+    with pytest.raises(ValueError, match="no layer that keeps anything"):
         make_kv_cache_groups([])
 
 

@@ -82,7 +82,8 @@ class Workload:
         self.scheduler = Scheduler(config, cache, kv, policy=policies(rng), preemption=preemption, policy_timeout=0)
         self.memory = Memory(self.scheduler)
         self.depth = rng.choice([1, 1, 2])
-        if self.depth == 1 and rng.random() < 0.6:
+        states = any(group.spec.rules.is_state for group in kv.groups)  # cannot take back a draft token
+        if self.depth == 1 and not states and rng.random() < 0.6:
             self.memory.guess = self.guess
         self.flying: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.truth: dict[str, list[int]] = {}

@@ -5,12 +5,12 @@
 from typing import Any
 
 from minivllm.models import spec
-from minivllm.models.families import deepseek, dense, media, moe
+from minivllm.models.families import deepseek, dense, media, moe, state
 from minivllm.models.spec import DecoderSpec
 
 __all__ = ["architectures", "spec_from_config"]
 
-_MODULES = (spec, dense, moe, deepseek, media)  # importing them has registered their families
+_MODULES = (spec, dense, moe, deepseek, state, media)  # importing them has registered their families
 
 
 def architectures() -> tuple[str, ...]:

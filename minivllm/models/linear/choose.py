@@ -3,6 +3,8 @@
 # Generated from nbs/models/linear/choose.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import importlib.util
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -14,7 +16,12 @@ _NO_NUMBA = "numba is not installed (pip install 'minivllm[kernels]')"
 
 
 def explain_linear_method(
-    name: str | None, wanted: str, dtype: torch.dtype, device: torch.device, batch_invariant: bool
+    name: str | None,
+    wanted: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool,
+    checkpoint: Mapping[str, Any] | None = None,
 ) -> tuple[str, str]:
     """(method of a model's linear layers, and why). Single layers of odd sizes may get `torch`.
 
@@ -22,11 +29,18 @@ def explain_linear_method(
         name: one of `QUANTIZED` that the user asked for, or None.
         wanted: the method that goes with the attention backend, its `linear_method`.
         batch_invariant: the backend's.
+        checkpoint: its `quantization_config`, if it is quantized: then this is about the weights that are not.
 
     Raises:
-        ValueError: a quantized method cannot be had on this device, in this dtype, or with this backend.
+        ValueError: a quantized method cannot be had on this device, in this dtype, with this backend or this checkpoint.
         ImportError: it stands on numba, which is not installed.
     """
+    if checkpoint:
+        method = checkpoint.get("quant_method")
+        if name is not None:
+            raise ValueError(f"the checkpoint is quantized already ({method}): leave out quantization")
+        chosen, why = explain_linear_method(None, wanted, dtype, device, batch_invariant)
+        return chosen, f"{why}; what the checkpoint quantized ({method}) is multiplied as it is"
     if name is not None:
         return _explain_quantized(name, wanted, dtype, device, batch_invariant)
     if batch_invariant:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionSpec
+from minivllm.attention.backend import AttentionBackend
+from minivllm.attention.state import LayerCacheSpec
 from minivllm.core.config import KVCacheSpec
 from minivllm.core.module import Module
 from minivllm.models.layers import LayerNorm, RMSNorm
@@ -64,7 +65,7 @@ class TokenMixerSpec(MixerSpec):
     rope: RopeSpec | None
 
     @abstractmethod
-    def attention_spec(self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> AttentionSpec:
+    def attention_spec(self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> LayerCacheSpec:
         """What the block asks of the attention backend."""
 
     @abstractmethod

@@ -1,0 +1,185 @@
+"""States of state-space layers in the blocks of a KV cache: their layout, and the plan of a step."""
+
+# Generated from nbs/attention/state.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes
+from minivllm.attention.step_buffer import StepBuffer
+
+__all__ = [
+    "LayerCacheSpec", "MambaSpec", "Piece", "StatePlan", "StateView", "backend_needs", "cache_layout",
+    "cut_pieces", "plan_states",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec:
+    """What one state-space layer keeps of a request; stands beside `AttentionSpec`. vLLM has a class of this name.
+
+    Attributes:
+        shapes, dtypes: of the parts of a state.
+        block_size: tokens between two checkpoints.
+        dtype: of the layer's activations.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each part begins in a block, and where the last ends, in bytes. All begin at multiples of 64."""
+        offsets = [0]
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            offsets.append(offsets[-1] + -(-math.prod(shape) * dtype.itemsize // 64) * 64)
+        return tuple(offsets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a state."""
+        return self.offsets[-1]
+
+    def planner(
+        self, backend: AttentionBackend, device: torch.device, buffer: StepBuffer | None = None
+    ) -> "Callable[[AttentionBatch], StatePlan]":
+        """See `AttentionSpec.planner`."""
+        return partial(plan_states, spec=self, device=device)
+
+
+LayerCacheSpec = AttentionSpec | MambaSpec
+
+
+def backend_needs(specs: Iterable[LayerCacheSpec]) -> set[AttentionSpec]:
+    """What an attention backend must be able to do for layers of these specs; for states alone, some attention in their dtype."""
+    specs = set(specs)
+    attention = {spec for spec in specs if isinstance(spec, AttentionSpec)}
+    least: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "scale": 1.0, "block_size": 16}
+    return attention or {AttentionSpec(**least, dtype=spec.dtype) for spec in specs}
+
+
+def cache_layout(
+    backend: AttentionBackend, specs: Iterable[LayerCacheSpec], num_blocks: int
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a cache tensor that layers of these specs share: attention's, if there is any, and bytes if not."""
+    states = list[MambaSpec]()
+    for spec in specs:
+        if isinstance(spec, AttentionSpec):
+            return backend.kv_cache_shape(num_blocks, spec), backend.kv_cache_dtype(spec)
+        states.append(spec)
+    return (1, num_blocks, max(spec.num_bytes for spec in states)), torch.uint8
+
+
+class StateView:
+    """One part of the states in a cache tensor, by block.
+
+    Attributes:
+        pages: uint8 [halves, num_blocks, bytes]: the cache.
+        start, shape, dtype: where the part begins in a block, and what it is.
+    """
+
+    def __init__(self, cache: Tensor, spec: MambaSpec, part: int) -> None:
+        self.pages = as_bytes(cache).view(torch.uint8).flatten(2)
+        self.start, self.shape, self.dtype = spec.offsets[part], spec.shapes[part], spec.dtypes[part]
+        self.end = self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def _places(self) -> list[tuple[Tensor, slice]]:
+        """For each half that has bytes of the part: [num_blocks, bytes] of the cache, and which bytes of the part they are."""
+        places, size = [], self.pages.shape[2]
+        for i, half in enumerate(self.pages):
+            first, last = max(self.start, i * size), min(self.end, (i + 1) * size)
+            if first < last:
+                part = slice(first - self.start, last - self.start)
+                places.append((half[:, first - i * size : last - i * size], part))
+        return places
+
+    def read(self, blocks: Tensor) -> Tensor:
+        """[R, *shape] of R blocks; int64 [R]."""
+        found = [half.index_select(0, blocks) for half, _ in self._places()]
+        data = found[0] if len(found) == 1 else torch.cat(found, 1)
+        return data.view(self.dtype).view(len(blocks), *self.shape)
+
+    def write(self, blocks: Tensor, states: Tensor) -> None:
+        """Put [R, *shape] into R different blocks."""
+        data = states.to(self.dtype).reshape(len(blocks), -1).contiguous().view(torch.uint8)
+        for half, part in self._places():
+            half.index_copy_(0, blocks, data[:, part])
+
+
+class Piece(NamedTuple):
+    """Tokens `start` to `end` - 1 of a step, which read the state in block `read` (-1: they begin the request) and write to `write`."""
+
+    start: int
+    end: int
+    read: int
+    write: int
+
+
+@dataclass
+class StatePlan(Plan):
+    """The plan of a group of state-space layers.
+
+    Attributes:
+        rows, read, write: int64 [D]: single tokens, and the blocks of their states.
+        pieces: what follows them, in order.
+        piece_read, piece_write: int64 [P], their blocks; 0 for none to read.
+    """
+
+    spec: MambaSpec  # type: ignore[assignment]
+    rows: Tensor
+    read: Tensor
+    write: Tensor
+    pieces: list[Piece]
+    piece_read: Tensor
+    piece_write: Tensor
+
+
+def cut_pieces(start: int, first: int, end: int, table: np.ndarray, size: int) -> list[Piece]:
+    """The pieces of a request whose tokens of this step begin at `start` in the batch and are positions `first` to `end` - 1.
+
+    table: its blocks: one for every `size` tokens, with null blocks where no checkpoint is kept, or a single one.
+    """
+
+    def block(place: int) -> int:
+        return int(table[min(place // size, len(table) - 1)])
+
+    inner = range((first // size + 1) * size, end, size)
+    cuts = [place for place in inner if block(place - 1) not in (0, block(place))]
+    begins, ends = [first, *cuts], [*cuts, end]
+    return [
+        Piece(start + a - first, start + b - first, block(a - 1) if a else -1, block(b - 1))
+        for a, b in zip(begins, ends, strict=True)
+    ]
+
+
+def plan_states(batch: AttentionBatch, spec: MambaSpec, device: torch.device) -> StatePlan:
+    """Plan a step. Slots are not used: a state has a block, and no place in it."""
+    starts, table, size = batch.query_start_loc, batch.block_table, spec.block_size
+    first = batch.seq_lens - batch.query_lens
+    number, last = np.arange(len(first)), table.shape[1] - 1
+    read = table[number, np.minimum(np.maximum(first - 1, 0) // size, last)]
+    write = table[number, np.minimum((batch.seq_lens - 1) // size, last)]
+    single = (batch.query_lens == 1) & (first > 0)
+    cut = {
+        r: cut_pieces(int(starts[r]), int(first[r]), int(batch.seq_lens[r]), table[r], size)
+        for r in np.flatnonzero(~single).tolist()
+    }
+    written = [*write[single].tolist(), *(piece.write for pieces in cut.values() for piece in pieces)]
+    for r in np.flatnonzero(
+        single & (read != write) & np.isin(read, written)
+    ).tolist():  # another request writes it now
+        single[r], cut[r] = False, [Piece(int(starts[r]), int(starts[r]) + 1, int(read[r]), int(write[r]))]
+    pieces = [piece for r in sorted(cut) for piece in cut[r]]
+    arrays = [x[single] for x in (starts[:-1], read, write)]
+    arrays += [np.array([max(p.read, 0) for p in pieces]), np.array([p.write for p in pieces])]
+    rows, of, to, piece_read, piece_write = (torch.from_numpy(x.astype(np.int64)).to(device) for x in arrays)
+    return StatePlan(spec, torch.empty(0), rows, of, to, pieces, piece_read, piece_write)

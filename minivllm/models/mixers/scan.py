@@ -1,0 +1,99 @@
+"""Recurrences of state-space layers: token by token, in chunks, and one step for many sequences."""
+
+# Generated from nbs/models/mixers/scan.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "CHUNK", "by_head", "conv_scan", "conv_step", "decays", "in_chunks", "ssd_chunk", "ssd_recurrence",
+    "ssd_step",
+]  # fmt: skip
+
+
+def conv_step(u: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One token of each of R sequences through a causal convolution of each channel by itself.
+
+    Args:
+        u: [R, C]. state: [R, C, K - 1], the inputs before it, oldest first. weight: [C, K]. bias: [C] or None.
+
+    Returns:
+        float32 [R, C], and the new states.
+    """
+    full = torch.cat((state.float(), u.float()[:, :, None]), 2)
+    y = (full * weight.float()).sum(2)
+    return y if bias is None else y + bias.float(), full[:, :, 1:]
+
+
+def conv_scan(u: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """T tokens of one sequence: u [T, C], state [C, K - 1], to float32 [T, C] and the new state."""
+    full = torch.cat((state.float(), u.float().T), 1)
+    y = F.conv1d(full[None], weight.float()[:, None], None if bias is None else bias.float(), groups=len(full))[0].T
+    return y, full[:, full.shape[1] - state.shape[1] :]
+
+
+def by_head(x: Tensor, num_heads: int) -> Tensor:
+    """[T, G, N] of groups to [T, H, N] of heads: consecutive heads share a group."""
+    return x.repeat_interleave(num_heads // x.shape[1], 1)
+
+
+def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each of R sequences.
+
+    Args:
+        x: [R, H, P]. dt: [R, H], above 0. A: [H], below 0. B, C: [R, G, N]. D: [H], the input's own way past the state.
+        state: [R, H, P, N]. All float32.
+
+    Returns:
+        [R, H, P], and the new states.
+    """
+    B, C = by_head(B, len(A)), by_head(C, len(A))
+    state = state * (dt * A).exp()[..., None, None] + (dt[..., None] * x)[..., None] * B[:, :, None]
+    return (state * C[:, :, None]).sum(-1) + D[:, None] * x, state
+
+
+def ssd_recurrence(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """T tokens of one sequence, one after the other: x [T, H, P], state [H, P, N], and so on, to [T, H, P] and the new state."""
+    ys, states = [], state[None]
+    for t in range(len(x)):
+        y, states = ssd_step(x[t : t + 1], dt[t : t + 1], A, B[t : t + 1], C[t : t + 1], D, states)
+        ys.append(y)
+    return torch.cat(ys), states[0]
+
+
+CHUNK = 64
+"""Tokens of a chunk."""
+
+
+def decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left at token t of what token s added, [H, T, T], 0 for s > t; and of the state before, [H, T].
+
+    log_decay: [T, H], logarithm of each token's factor.
+    """
+    total = log_decay.T.cumsum(1)
+    between = (total[:, :, None] - total[:, None]).tril()
+    return between.exp().tril(), total.exp()
+
+
+def ssd_chunk(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `ssd_recurrence`, for a chunk, in matmuls."""
+    inner, before = decays(dt * A)
+    B, C = by_head(B, len(A)).transpose(0, 1), by_head(C, len(A)).transpose(0, 1)  # [H, T, N]
+    added = (x * dt[..., None]).transpose(0, 1)  # [H, T, P]
+    y = (C @ B.mT * inner) @ added + before[..., None] * (C @ state.mT)
+    state = state * before[:, -1, None, None] + (added * inner[:, -1, :, None]).mT @ B
+    return y.transpose(0, 1) + D[:, None] * x, state
+
+
+def in_chunks(chunk, x: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run `chunk(*parts, state)` over tokens, `CHUNK` at a time. x: tensors with a row for each token."""
+    ys = []
+    for start in range(0, len(x[0]), CHUNK):
+        y, state = chunk(*(part[start : start + CHUNK] for part in x), state)
+        ys.append(y)
+    return torch.cat(ys), state

@@ -1,0 +1,247 @@
+"""Proposers that read the target's hidden states: Medusa heads, EAGLE-1 layers."""
+
+# Generated from nbs/spec_decode/heads.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from minivllm.models.decoder import Decoder
+from minivllm.models.layers import NoNorm
+from minivllm.models.loading import CheckpointError, LoadedModel
+from minivllm.models.spec import LayerSpec, WeightNames
+from minivllm.spec_decode.draft_model import DraftHost, DraftModelProposer, choose_guesses, read_drafter
+from minivllm.spec_decode.proposers import DraftRequest, DraftView, HiddenStates
+from minivllm.spec_decode.rejection import Draft
+
+__all__ = ["EagleProposer", "MedusaProposer", "load_eagle", "load_medusa", "read_tensors", "take"]
+
+
+def read_tensors(folder: LoadedModel) -> dict[str, Tensor]:
+    """All tensors of a small checkpoint."""
+    files = dict.fromkeys(record.file for record in folder.records)
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: Any) -> Tensor:
+    """A tensor out of a checkpoint. Raises ValueError if it is missing, or of another shape."""
+    if name not in tensors:
+        raise ValueError(f"{where} lacks the tensor {name!r}")
+    tensor = tensors.pop(name)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{where}: tensor {name!r} must have shape {shape}, got {tuple(tensor.shape)}")
+    return tensor
+
+
+class MedusaProposer:
+    """Guesses each of the next tokens with a head of its own on the target's hidden state (Cai et al. 2024, arXiv 2401.10774).
+
+    Args:
+        target: gives the output layer to heads without one.
+        blocks: of each head, weight [H, H] and bias [H] of its residual layers.
+        outputs: of each head [v, H], or None.
+        token_map: int64 [v], the tokens that `outputs` know; None for all.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        blocks: Sequence[Sequence[tuple[Tensor, Tensor]]],
+        outputs: Sequence[Tensor | None],
+        token_map: Tensor | None = None,
+    ) -> None:
+        self.target, self.blocks, self.outputs, self.token_map = target, blocks, outputs, token_map
+        self._states: dict[str, tuple[int, Tensor]] = {}
+
+    def read(self, states: Sequence[HiddenStates]) -> None:
+        """Keep the newest state of each request."""
+        for each in states:
+            self._states[each.request.request_id] = each.end, each.hidden[-1].clone()
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or lost its blocks."""
+        self._states.pop(request_id, None)
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest], view: DraftView) -> list[Draft]:
+        known = [i for i, r in enumerate(requests) if self._states.get(r.request_id, (0,))[0] == len(r.token_ids) - 1]
+        drafts = [Draft()] * len(requests)
+        if not known:
+            return drafts
+        asked = [requests[i] for i in known]
+        hidden = torch.stack([self._states[request.request_id][1] for request in asked])
+        most, guesses = min(len(self.blocks), max(request.most for request in asked)), []
+        for place in range(most):
+            guesses.append(choose_guesses(self.logits(hidden, place), asked, place, self.target.ops.argmax))
+        ids = torch.stack([token_ids for token_ids, _ in guesses], 1).tolist()
+        for row, i in enumerate(known):
+            n, probs = min(most, requests[i].most), [q[row] for _, q in guesses]
+            drafts[i] = Draft(ids[row][:n], None if probs[0] is None else torch.stack(probs)[:n])  # type: ignore[arg-type]
+        return drafts
+
+    def logits(self, hidden: Tensor, head: int) -> Tensor:
+        """float32 [R, V] of one head; minus infinity for tokens that it does not know."""
+        for weight, bias in self.blocks[head]:
+            hidden = hidden + functional.silu(functional.linear(hidden, weight, bias))
+        output = self.outputs[head]
+        if output is None:
+            return self.target.compute_logits(hidden)
+        logits = functional.linear(hidden, output).float()
+        if self.token_map is None:
+            return logits
+        full = logits.new_full((len(logits), self.target.spec.vocab_size), -torch.inf)
+        return full.index_copy_(1, self.token_map, logits)
+
+
+def _medusa_name(name: str) -> str:
+    """vLLM's name of a tensor that may have that of the first Medusa code, `head.layer.linear.weight` or `head.layer.weight`."""
+    name = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
+    if found := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):
+        return "blocks.{}.layers.{}.{}".format(*found.groups())
+    found = re.fullmatch(r"(\d+)\.\d+\.weight", name)
+    return f"lm_heads.{found[1]}.weight" if found else name
+
+
+def load_medusa(host: DraftHost) -> MedusaProposer:
+    """Medusa heads from a folder. Raises ValueError for one that lacks something, or has too few heads."""
+    folder, target = read_drafter(host.config.args), host.target
+    where, size, vocab = folder.path, target.spec.hidden_size, target.spec.vocab_size
+    tensors = {_medusa_name(name): tensor for name, tensor in read_tensors(folder).items()}
+    config = folder.hf_config
+    heads, layers = (config.get(a, config.get(b)) for a, b in (("num_heads", "medusa_num_heads"), ("num_hidden_layers", "medusa_num_layers")))  # fmt: skip
+    if not isinstance(heads, int) or not isinstance(layers, int):
+        raise CheckpointError(
+            f"{where}/config.json must say num_heads and num_hidden_layers, got {heads!r} and {layers!r}"
+        )
+    if heads < host.most:
+        raise ValueError(f"{where} has {heads} heads, too few for num_speculative_tokens={host.most}")
+    token_map = tensors.pop("token_map", None)
+    if token_map is not None and (token_map.is_floating_point() or not 0 <= int(token_map.min()) <= int(token_map.max()) < vocab):  # fmt: skip
+        raise ValueError(f"{where}: token_map must hold token ids below {vocab}")
+    known = vocab if token_map is None else len(token_map)
+
+    def on(tensor: Tensor) -> Tensor:
+        return tensor.to(target.device, target.dtype, copy=True)
+
+    blocks, outputs = [], list[Tensor | None]()
+    for i in range(heads):
+        of = [f"blocks.{i}.layers.{j}." for j in range(layers)]
+        zero = torch.zeros(size)
+        blocks.append(
+            [
+                (on(take(tensors, name + "weight", (size, size), where)), on(tensors.pop(name + "bias", zero)))
+                for name in of
+            ]
+        )
+        name = f"lm_heads.{i}.weight"
+        own = name in tensors or token_map is not None
+        outputs.append(on(take(tensors, name, (known, size), where)) if own else None)
+    if tensors:
+        raise ValueError(f"{where} has a tensor {next(iter(tensors))!r} that Medusa heads have no place for")
+    return MedusaProposer(target, blocks, outputs, None if token_map is None else token_map.long().to(target.device))
+
+
+class EagleProposer(DraftModelProposer):
+    """Guesses the target's next hidden states with a layer of its own (Li et al. 2024, arXiv 2401.15077), a chain of them.
+
+    Args:
+        host: the target, and what it runs by.
+        decoder: the layer, which has no embedding, norms and output of its own.
+        fuse: weight [H, 2 H] and bias [H] or None, from embedding and state to what the layer reads.
+        embedding: float [V, H]; None for the target's.
+    """
+
+    LEAD = 1
+
+    def __init__(
+        self, host: DraftHost, decoder: Decoder, fuse: tuple[Tensor, Tensor | None], embedding: Tensor | None = None
+    ) -> None:
+        super().__init__(host, decoder)
+        self.fuse, self.embedding = fuse, embedding
+        self._states: dict[str, tuple[int, Tensor]] = {}  # the newest that was predicted, and where its token belongs
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        self._states.pop(request_id, None)
+
+    @torch.inference_mode()
+    def read(self, states: Sequence[HiddenStates]) -> None:
+        """Run the layer over what the target has computed."""
+        spans, found = [], []
+        for i, each in enumerate(states):
+            if self.cache.computed(each.request) >= each.start:
+                spans.append((i, each.start, each.end))
+                found.append(each)
+                self.cache.advance(each.request, each.start, each.end)  # a later one may share these blocks already
+        if not spans:
+            return
+        ids = [each.request.token_ids[each.start + 1 : each.end + 1].tolist() for each in found]
+        token_ids = torch.tensor([token for of_one in ids for token in of_one], device=self.decoder.device)
+        requests = [each.request for each in states]
+        hidden = self._run(requests, spans, token_ids, torch.cat([each.hidden for each in found]))
+        at = 0
+        for each in found:
+            at += each.end - each.start
+            self.cache.advance(each.request, each.start, each.end)
+            self._states[each.request.request_id] = each.end, hidden[at - 1].clone()
+
+    def _begin(self, requests: Sequence[DraftRequest], rooms: list[int]) -> Tensor:
+        states = []
+        for i, request in enumerate(requests):
+            end, state = self._states.get(request.request_id, (-1, None))
+            if state is None or end != len(request.token_ids) - 1:
+                rooms[i] = 0
+            elif rooms[i] > 0:
+                states.append(state)
+        return torch.stack(states) if states else torch.empty(0)
+
+    def _run(
+        self,
+        requests: Sequence[DraftRequest],
+        spans: Sequence[tuple[int, int, int]],
+        token_ids: Tensor,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        positions, plans = self.cache.plan(requests, spans)
+        if self.embedding is None:
+            x = self.host.target.embed(token_ids, positions)
+        else:
+            x = self.embedding[token_ids]
+        assert features is not None
+        x = functional.linear(torch.cat([x, features.to(x.dtype)], 1), *self.fuse)
+        return self.decoder.forward(token_ids, positions, self.cache.tensors, plans, x=x)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.host.target.compute_logits(hidden)
+
+
+def load_eagle(host: DraftHost) -> EagleProposer:
+    """An EAGLE-1 layer from a folder. Raises ValueError for one that is made for another target, or lacks something."""
+    folder, target = read_drafter(host.config.args), host.target
+    spec, size, where = folder.spec, target.spec.hidden_size, folder.path
+    if (spec.hidden_size, spec.vocab_size) != (size, target.spec.vocab_size):
+        raise ValueError(
+            f"{where} is made for states of {spec.hidden_size} numbers and {spec.vocab_size} tokens; the target has {size} and {target.spec.vocab_size}"
+        )
+    layers: list[LayerSpec] = [replace(spec.layers[0], mixer_norm=None), *spec.layers[1:]]
+    names = WeightNames(embedding="-", final_norm="-.weight", head="lm_head.weight", layer="layers.{}.")
+    spec = replace(spec, layers=tuple(layers), names=names, vocab_size=1, tie_word_embeddings=True)
+    tensors = read_tensors(folder)
+
+    def on(tensor: Tensor) -> Tensor:
+        return tensor.to(target.device, target.dtype, copy=True)
+
+    fuse = on(take(tensors, "fc.weight", (size, 2 * size), where))
+    bias, embedding = (tensors.pop(name, None) for name in ("fc.bias", "embed_tokens.weight"))
+    longest = min(spec.max_model_len, host.config.scheduler.max_model_len)
+    decoder = Decoder(spec, host.backend, target.dtype, target.device, max_model_len=longest)
+    decoder.load_weights([*tensors.items(), ("-", torch.zeros(1, size)), ("-.weight", torch.ones(size))])
+    decoder.final_norm = NoNorm()
+    given = None if embedding is None else on(embedding)
+    return EagleProposer(host, decoder, (fuse, None if bias is None else on(bias)), given)

@@ -1,0 +1,236 @@
+"""Quantized checkpoints of every format: logits against float64, memory, damaged files."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from paged import PagedDecoder
+from quantized_checkpoints import CASES, PROMPTS, exact_logits, write_checkpoint
+from safetensors.torch import load_file, save_file
+
+from minivllm.attention.select import make_backend
+from minivllm.core.config import EngineArgs
+from minivllm.lora.adapter import LoRAWeights
+from minivllm.lora.linear import LoRAModel
+from minivllm.models.decoder import Decoder
+from minivllm.models.linear.grouped import StoredLinear
+from minivllm.models.linear.scaled import ScaledWeight
+from minivllm.models.loading import CheckpointError, load_model
+from minivllm.runtime.executor import plan_engine
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A function from a case to its folder and its float64 weights, written once."""
+    root, written = tmp_path_factory.mktemp("quantized"), {}
+
+    def get(case):
+        if case not in written:
+            written[case] = write_checkpoint(root / case.replace(" ", "-"), case)
+        return root / case.replace(" ", "-"), written[case]
+
+    return get
+
+
+def decoder_of(folder, backend="sdpa", dtype=torch.float32, **overrides):
+    loaded = load_model(folder, **overrides)
+    decoder = Decoder(loaded.spec, make_backend(backend), dtype, CPU)
+    decoder.load_weights(loaded.weights(str(dtype).removeprefix("torch.")))
+    return decoder
+
+
+def logits_of(decoder):
+    """Three prompts of different lengths in one batch, in two steps."""
+    paged = PagedDecoder(decoder)
+    for name, tokens in PROMPTS.items():
+        paged.add(name, tokens)
+    first = paged.step({name: len(tokens) - 1 for name, tokens in PROMPTS.items()})
+    last = paged.step(dict.fromkeys(PROMPTS, 1))
+    return {name: torch.cat((first[name], last[name])).double() for name in PROMPTS}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_float64_with_the_weights_that_the_file_stands_for(folders, case):
+    folder, exact = folders(case)
+    decoder, want = decoder_of(folder), exact_logits(case, exact)
+    for layer in (*decoder.linears(), decoder.layers[0].mlp.down):
+        assert isinstance(layer.method, StoredLinear)
+        assert layer.method.weights == {}
+    down = torch.from_numpy(exact["model.layers.0.mlp.down_proj"])
+    torch.testing.assert_close(decoder.layers[0].mlp.down.weight.double(), down, rtol=1e-6, atol=1e-7)
+    got = logits_of(decoder)
+    if CASES[case][2] == "none":
+        for name in PROMPTS:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-3)
+        return
+    # a number half way between two may be rounded up here and down there: by one step of a byte, now and then
+    error = torch.cat([(got[name] - want[name]).flatten() for name in PROMPTS])
+    plain = torch.cat([(got[name] - logits_of_whole(folder)[name]).flatten() for name in PROMPTS])
+    assert error.abs().median() < 0.02 * plain.abs().median()
+    assert error.square().mean() < 0.1 * plain.square().mean()
+
+
+def logits_of_whole(folder):
+    """The same with activations that are not rounded."""
+    decoder = decoder_of(folder)
+    for linear in decoder.linears():
+        values = linear.method.values
+        assert all(isinstance(value, ScaledWeight) and value.activations != "none" for value in values)
+        linear.use("torch")
+    return logits_of(decoder)
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [("gptq act-order", "reference"), ("fp8 per channel", "reference"), ("gptq act-order", "numba_cpu")],
+)
+def test_quantized_weights_go_with_other_backends(folders, case, backend):
+    folder, _ = folders(case)
+    got, plain = logits_of(decoder_of(folder, backend)), logits_of(decoder_of(folder))
+    bound = 1e-3 if case != "fp8 per channel" else 0.5
+    for name in PROMPTS:
+        assert (got[name] - plain[name]).abs().max() < bound
+
+
+def test_bfloat16_differs_by_its_own_rounding(folders):
+    folder, exact = folders("gptq")
+    got, want = logits_of(decoder_of(folder, dtype=torch.bfloat16)), exact_logits("gptq", exact)
+    for name in PROMPTS:
+        assert (got[name] - want[name]).norm() < 0.03 * want[name].norm()
+
+
+def test_a_quantized_model_takes_the_memory_of_its_file(folders):
+    folder, _ = folders("packed with zero points")
+    decoder = decoder_of(folder)
+    values = [value for linear in decoder.linears() for value in linear.method.values]
+    weights = sum(value.shape.numel() for value in values)
+    assert sum(value.q.nbytes for value in values) == weights // 2
+    facts = load_model(folder).facts(16, "float32")
+    files = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert facts.weight_bytes == files
+
+
+def test_the_plan_says_what_is_quantized_and_refuses_to_do_it_twice(folders):
+    folder, _ = folders("awq")
+    plan = plan_engine(EngineArgs(model=str(folder), device="cpu", dtype="float32"))
+    assert "what the checkpoint quantized (awq) is multiplied as it is" in plan.machine.linear_kernel_why
+    with pytest.raises(ValueError, match=r"the checkpoint is quantized already \(awq\): leave out quantization"):
+        plan_engine(EngineArgs(model=str(folder), device="cpu", quantization="int8_per_channel_weight_only"))
+
+
+def adapted(decoder):
+    """Logits of a prompt under an adapter of every linear layer."""
+    torch.manual_seed(3)
+    lora, tokens = LoRAModel(decoder, max_loras=1, max_rank=8, max_rows=64), PROMPTS["c"]
+    for linear in decoder.linears():
+        sizes = linear.parts.items()
+        pairs = {n: LoRAWeights(torch.randn(8, linear.in_features) / 8, torch.randn(m, 8) / 8) for n, m in sizes}
+        linear.method.set_slot(0, pairs)
+    lora.batch.set(np.zeros(len(tokens), np.int64))
+    paged = PagedDecoder(decoder)
+    paged.add("c", tokens)
+    return paged.step({"c": len(tokens)})["c"]
+
+
+def test_adapters_are_added_to_a_quantized_model(folders):
+    folder, _ = folders("gptq act-order")
+    whole, stored = decoder_of(folder), decoder_of(folder)
+    for linear in whole.linears():
+        linear.use("torch")
+    got = adapted(stored)
+    assert all(isinstance(linear.method.innermost, StoredLinear) for linear in stored.linears())
+    torch.testing.assert_close(got, adapted(whole), rtol=1e-4, atol=1e-3)
+    assert (got - logits_of(decoder_of(folder))["c"]).abs().max() > 0.1
+
+
+PREFIX = "model.layers.1.mlp.down_proj"
+DAMAGE = {
+    "missing scales": ("gptq", lambda t: t.pop(".scales"), r"tensor 'X.scales' is missing: X has .g_idx, .qweight, .qz"),
+    "missing zeros": ("awq", lambda t: t.pop(".qzeros"), "tensor 'X.qzeros' is missing"),
+    "missing shape": ("packed", lambda t: t.pop(".weight_shape"), "tensor 'X.weight_shape' is missing"),
+    "missing scale of fp8": ("fp8 per channel", lambda t: t.pop(".weight_scale"), "tensor 'X.weight_scale' is missing"),
+    "missing input scale": ("fp8 static", lambda t: t.pop(".input_scale"), "tensor 'X.input_scale' is missing"),
+    "missing global scale": ("nvfp4", lambda t: t.pop(".weight_global_scale"), "'X.weight_global_scale' is missing"),
+    "short zeros": (
+        "gptq",
+        lambda t: t.update({".qzeros": t[".qzeros"][:, 1:].contiguous()}),
+        r"'X.qzeros' must have shape \(4, 8\), it has \(4, 7\)",
+    ),
+    "short scales": (
+        "fp8 blocks",
+        lambda t: t.update({".weight_scale": t[".weight_scale"][1:].contiguous()}),
+        r"'X.weight_scale' must have shape \(2, 4\), it has \(1, 4\)",
+    ),
+    "wrong type": (
+        "packed",
+        lambda t: t.update({".weight_packed": t[".weight_packed"].long()}),
+        "'X.weight_packed' must be int32, it is int64",
+    ),
+    "wrong groups": (
+        "gptq act-order",
+        lambda t: t[".g_idx"].zero_(),
+        "'X.g_idx' must name each of 4 groups 32 times",
+    ),
+    "a group that is not there": ("gptq", lambda t: t[".g_idx"].fill_(9), "'X.g_idx' must name each of 4 groups"),
+    "wrong width": (
+        "gptq",
+        lambda t: t.update({".qweight": t[".qweight"][:8].contiguous()}),
+        r"tensor 'X.scales' must have shape \(2, 64\), it has \(4, 64\)",
+    ),
+    "wrong width of whole rows": (
+        "packed",
+        lambda t: t.update({".weight_packed": t[".weight_packed"][:, :8].contiguous(), ".weight_shape": torch.tensor([64, 64])}),
+        r"tensor 'X.weight' must have shape \(64, 128\), got \(64, 64\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_tensor(folders, tmp_path, damage):
+    case, change, message = DAMAGE[damage]
+    folder, _ = folders(case)
+    state = load_file(folder / "model.safetensors")
+    own = {name.removeprefix(PREFIX): state.pop(name) for name in list(state) if name.startswith(PREFIX)}
+    change(own)
+    save_file(state | {PREFIX + kind: tensor for kind, tensor in own.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match=message.replace("X", PREFIX)):
+        decoder_of(tmp_path)
+
+
+SETTINGS = [
+    ("gptq", {"quant_method": "quip"}, "quant_method='quip' is not implemented; implemented: gptq, awq, compressed"),
+    ("gptq", {"bits": 3}, "bits=3 is not implemented; implemented: 4, 8"),
+    ("gptq", {"group_size": 48}, "tensor 'model.*' cannot be read: a group size of 48 does not divide (64|128) inputs"),
+    ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not implemented; implemented: 'gptq'"),
+    ("awq", {"version": "gemv"}, "version='gemv' is not implemented"),
+    ("awq", {"zero_point": False}, "zero_point=False is not implemented"),
+    ("packed", {"format": "marlin-24"}, "format='marlin-24' is not implemented"),
+    ("packed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme=.* is not implemented"),
+    ("packed", {"config_groups": {}}, "config_groups must name at least one group"),
+    ("fp8 of DeepSeek", {"fmt": "e5m2"}, "fmt='e5m2' is not implemented"),
+    ("fp8 of DeepSeek", {"weight_block_size": [128]}, r"weight_block_size=\[128\]"),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "message"), SETTINGS)
+def test_a_setting_that_is_not_implemented_is_named(folders, case, change, message):
+    overrides = {"quantization_config": CASES[case][0] | change}
+    with pytest.raises(CheckpointError, match=message):
+        decoder_of(folders(case)[0], hf_overrides=overrides)
+
+
+def test_modules_that_no_group_names_and_dummy_weights_are_refused(folders):
+    config = json.loads(json.dumps(CASES["packed"][0]))
+    config["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*", "gate_proj"]
+    with pytest.raises(
+        CheckpointError, match="no group of config_groups has 'model.layers.*_proj', which is quantized"
+    ):
+        decoder_of(folders("packed")[0], hf_overrides={"quantization_config": config})
+    with pytest.raises(CheckpointError, match="dummy weights of a quantized model are not implemented"):
+        load_model(folders("packed")[0], load_format="dummy")
+    with pytest.raises(CheckpointError, match="quantization_config must be a JSON object"):
+        load_model(folders("packed")[0], hf_overrides={"quantization_config": [1]})

@@ -1,0 +1,146 @@
+"""State-space layers: three forms of a recurrence, and whole models whose state outlives chunks, preemption and hits."""
+
+# ruff: noqa: F811
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import STATES, VOCAB_SIZE, hf_model, tiny_model_path  # noqa: F401
+
+from minivllm import LLM, SamplingParams
+from minivllm.attention.backend import AttentionBatch
+from minivllm.attention.state import MambaSpec, StateView, plan_states
+from minivllm.core.config import KVCacheSpec, make_kv_cache_groups, unify_block_size
+from minivllm.models.mixers.mamba2 import ssd_scan
+from minivllm.models.mixers.scan import ssd_recurrence
+
+CPU = torch.device("cpu")
+SPEC = MambaSpec(shapes=((6, 5), (3,)), dtypes=(torch.float32, torch.float32), block_size=4, dtype=torch.float32)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def hf_generate(name: str, tokens: list[int], max_tokens: int) -> list[int]:
+    model = hf_model(name)
+    model.generation_config.eos_token_id = None
+    out = model.generate(torch.tensor([tokens]), max_new_tokens=max_tokens, do_sample=False)
+    return out[0, len(tokens) :].tolist()
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return bool((got - want).abs().max() <= 1e-5 * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
+def test_ssd_in_chunks_is_the_recurrence(length):
+    torch.manual_seed(length)
+    x, dt, state = torch.randn(length, 4, 8), torch.rand(length, 4) * 3, torch.randn(4, 8, 16)
+    B, C, A, D = torch.randn(length, 2, 16), torch.randn(length, 2, 16), -torch.rand(4) * 8, torch.randn(4)
+    want, after = ssd_recurrence(x, dt, A, B, C, D, state)
+    got, there = ssd_scan(x, dt, A, B, C, D, state)
+    assert close(got, want) and close(there, after)
+
+
+def batch(starts: list[int], lens: list[int], table: list[list[int]]) -> AttentionBatch:
+    arrays = [np.array(x, np.int32) for x in (starts, lens, table)]
+    return AttentionBatch(*arrays, np.zeros(starts[-1], np.int64))
+
+
+def test_a_request_that_starts_where_another_of_the_step_writes_comes_after_it():
+    """The second has one token left; the third decodes, and its block is its own."""
+    plan = plan_states(batch([0, 6, 7, 8], [6, 5, 7], [[1, 2], [1, 3], [9, 4]]), SPEC, CPU)
+    assert (plan.rows.tolist(), plan.read.tolist(), plan.write.tolist()) == ([7], [4], [4])
+    assert [tuple(piece) for piece in plan.pieces] == [(0, 4, -1, 1), (4, 6, 1, 2), (6, 7, 1, 3)]
+
+
+def test_single_tokens_that_depend_on_each_other_are_not_worked_on_together():
+    """The first fills block 1, from which the second goes on in the same step."""
+    plan = plan_states(batch([0, 1, 2], [4, 5], [[1, 0], [1, 3]]), SPEC, CPU)
+    assert plan.rows.tolist() == [0] and [tuple(piece) for piece in plan.pieces] == [(1, 2, 1, 3)]
+
+
+def test_no_checkpoint_is_written_to_a_null_block():
+    plan = plan_states(batch([0, 14], [16], [[7, 0, 0, 8]]), SPEC, CPU)  # two computed before
+    assert [tuple(piece) for piece in plan.pieces] == [(0, 2, 7, 7), (2, 14, 7, 8)]
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 192), (2, 5, 24, 1, 4), (2, 5, 16, 2, 3)])
+def test_states_lie_in_a_cache_of_any_layout(shape):
+    """The first part of the state crosses from one half of the layout to the other."""
+    dtype = torch.uint8 if shape[0] == 1 else torch.float32
+    cache = torch.full(shape, 77, dtype=dtype)
+    views = [StateView(cache, SPEC, part) for part in range(2)]
+    blocks, states = torch.tensor([3, 1]), [torch.randn(2, *shape) for shape in SPEC.shapes]
+    for view, state in zip(views, states, strict=True):
+        view.write(blocks, state)
+    assert all(torch.equal(view.read(blocks), state) for view, state in zip(views, states, strict=True))
+    others = torch.full(shape, 77, dtype=dtype)
+    assert torch.equal(cache[:, [0, 2, 4]], others[:, [0, 2, 4]])
+
+
+def test_pages_of_attention_and_states_are_unified():
+    attention, state = KVCacheSpec("full", 16, 2, 8, None, 2), KVCacheSpec("state", 16, 1, 3000, None, 1)
+    size = unify_block_size([attention, state], 16)
+    assert size == 48  # 1,024 bytes every 16 tokens
+    specs = [KVCacheSpec("full", size, 2, 8, None, 2), state, state]
+    groups = make_kv_cache_groups(specs)
+    assert [group.spec.bytes_per_block for group in groups] == [3072] * len(groups)
+    with pytest.raises(ValueError, match="different sizes.*larger block_size"):
+        make_kv_cache_groups([attention, state])
+
+
+SETTINGS = {
+    "plain": {},
+    "checkpoints": {"mamba_cache_mode": "all", "max_num_batched_tokens": 64},
+    "preempted": {"mamba_cache_mode": "all", "num_gpu_blocks": 14, "max_num_batched_tokens": 17, "max_num_seqs": 8},
+    "swapped": {
+        "num_gpu_blocks": 16,
+        "num_cpu_blocks": 40,
+        "preemption_mode": "swap",
+        "max_num_batched_tokens": 11,
+        "max_num_seqs": 8,
+        "mamba_cache_mode": "all",
+    },
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", STATES)
+def test_generates_what_transformers_does(name, setting, tiny_model_path):
+    """Twice: the second time prefixes hit, on a checkpoint and off it."""
+    torch.set_num_threads(1)
+    prompts = [prompt(n, seed=n) for n in (1, 5, 33, 61)]
+    prompts += [prompts[-1] + prompt(9, seed=3), prompts[-1] + prompt(1, seed=9)]
+    want = [hf_generate(name, tokens, 12) for tokens in prompts]
+    llm = LLM(str(tiny_model_path(name)), dtype="float32", max_model_len=96, **SETTINGS[setting])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for _ in range(2):
+        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], params, use_tqdm=False)
+        assert [list(out.outputs[0].token_ids) for out in outputs] == want
+    stats = llm.llm_engine.core.scheduler.kv_cache_manager.stats
+    assert (stats.hit_tokens > 0) == (setting != "plain")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "state-space layers; a rejected draft",
+        ),
+        ({"kv_cache_dtype": "fp8"}, "has no keys and values"),
+        ({"mamba_cache_mode": "all", "enable_prefix_caching": False}, "enable_prefix_caching is off"),
+        ({"mamba_cache_mode": "some"}, "mamba_cache_mode must be one of"),
+    ],
+)
+def test_refusals_name_the_argument(change, message, tiny_model_path):
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tiny_model_path("mamba2")), **change)
+
+
+def test_a_model_without_states_has_no_cache_mode(tiny_model_path):
+    with pytest.raises(ValueError, match="has no state-space layers"):
+        LLM(str(tiny_model_path("llama")), mamba_cache_mode="all")

@@ -1,0 +1,220 @@
+"""Medusa heads and EAGLE layers: their guesses are those of a plain torch model that reads transformers' hidden states."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import checkpoint, hf_model, tiny_model_path  # noqa: F401 - a fixture
+from torch.nn import functional
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.scheduler import Recompute, Swap
+
+MOST = 3
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+H, V = 72, 264
+
+
+def write(folder, config: dict[str, Any], tensors: dict[str, torch.Tensor]):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def medusa_tensors(own: bool, names: str = "vllm") -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(3)
+    tensors = {}
+    for i in range(MOST):
+        tensors[f"blocks.{i}.layers.0.weight" if names == "vllm" else f"{i}.0.linear.weight"] = (
+            torch.randn(H, H, generator=g) / 6
+        )
+        tensors[f"blocks.{i}.layers.0.bias" if names == "vllm" else f"{i}.0.linear.bias"] = (
+            torch.randn(H, generator=g) / 3
+        )
+        if own:
+            tensors[f"lm_heads.{i}.weight" if names == "vllm" else f"{i}.1.weight"] = torch.randn(40, H, generator=g)
+    if own and names == "vllm":
+        tensors["token_map"] = torch.randperm(V, generator=g)[:40]
+    return tensors
+
+
+def hidden_states(tokens: list[int]) -> torch.Tensor:
+    """After the last norm, [n, H], by transformers."""
+    with torch.no_grad():
+        return hf_model("llama").model(torch.tensor([tokens])).last_hidden_state[0]
+
+
+def medusa_guesses(tensors: dict[str, torch.Tensor], tokens: list[int], count: int) -> list[int]:
+    state, said = hidden_states(tokens)[-2], []
+    for i in range(count):
+        inner = functional.linear(state, tensors[f"blocks.{i}.layers.0.weight"], tensors[f"blocks.{i}.layers.0.bias"])
+        head = state + functional.silu(inner)
+        own = tensors.get(f"lm_heads.{i}.weight")
+        if own is None:
+            said.append(int(hf_model("llama").lm_head(head).argmax()))
+        else:
+            said.append(int(tensors["token_map"][int((own @ head).argmax())]))
+    return said
+
+
+def eagle_tensors() -> dict[str, torch.Tensor]:
+    """A layer of another tiny model, under EAGLE's names, and a matrix in front of it."""
+    layer = {
+        n.removeprefix("model."): t for n, t in checkpoint(hf_model("llama-tied-biased")).items() if ".layers.2." in n
+    }
+    layer = {n.replace("layers.2.", "layers.0."): t for n, t in layer.items() if "input_layernorm" not in n}
+    g = torch.Generator().manual_seed(4)
+    return layer | {"fc.weight": torch.randn(H, 2 * H, generator=g) / 9, "fc.bias": torch.randn(H, generator=g) / 9}
+
+
+def eagle_guesses(tensors: dict[str, torch.Tensor], tokens: list[int], count: int) -> list[int]:
+    """By transformers' own layer, over the whole text again for every guess."""
+    model, target = hf_model("llama-tied-biased").model, hf_model("llama")
+    layer, said = model.layers[2], []
+    states = hidden_states(tokens)[:-1]
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.tensor([*tokens[1:], *said])
+            x = functional.linear(
+                torch.cat([target.model.embed_tokens(ids), states], 1), tensors["fc.weight"], tensors["fc.bias"]
+            )[None]
+            n = x.shape[1]
+            rotation = model.rotary_emb(x, torch.arange(n)[None])
+            mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+            attended = layer.self_attn(hidden_states=x, position_embeddings=rotation, attention_mask=mask)[0]
+            x = x + attended
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            states = torch.cat([states, x[0, -1:]])
+            said.append(int(target.lm_head(x[0, -1]).argmax()))
+    return said
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("heads")
+    sizes = {"num_heads": MOST, "num_hidden_layers": 1}
+    config = hf_model("llama-tied-biased").config.to_dict() | {
+        "num_hidden_layers": 1,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    return {
+        "medusa": write(root / "shared", sizes, medusa_tensors(False)),
+        "medusa-own": write(root / "own", sizes, medusa_tensors(True)),
+        "eagle": write(root / "eagle", config, eagle_tensors()),
+    }
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "small-budget": {"max_num_batched_tokens": 9, "max_num_seqs": 5},
+    "recompute": {"preemption": Recompute(), "num_gpu_blocks": 14},
+    "swap": {"preemption": Swap(60), "num_gpu_blocks": 14},
+}
+CASES = [("medusa", "plain"), ("medusa-own", "recompute"), ("eagle", "recompute"), ("eagle", "small-budget")]
+SLOW = [("medusa", "small-budget"), ("medusa-own", "swap"), ("eagle", "plain"), ("eagle", "swap")]
+
+
+@pytest.mark.parametrize(("kind", "way"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_guesses_come_from_the_targets_states_and_no_answer_changes(tiny_model_path, folders, kind, way):  # noqa: F811
+    path, rng = tiny_model_path("llama"), random.Random(1)
+    shared = [rng.randrange(250) for _ in range(40)]
+    prompts = [shared[: 7 * i] + [rng.randrange(250) for _ in range(rng.randrange(1, 30))] for i in range(6)]
+    asked = [{"prompt_token_ids": p} for p in [*prompts, prompts[5], prompts[4]]]
+    given = {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "attention_backend": "numba_cpu_invariant",
+        "num_gpu_blocks": 400,
+    }
+    with LLM(path, **given) as llm:
+        plain = [o.outputs[0].token_ids for o in llm.generate(asked, GREEDY, use_tqdm=False)]
+    config = {
+        "method": kind.split("-")[0],
+        "model": str(folders[kind]),
+        "num_speculative_tokens": MOST,
+        "dynamic_length": False,
+    }
+    with LLM(path, speculative_config=config, **given | WAYS[way]) as llm:
+        proposer, scheduler = llm.llm_engine.core.executor.runner.drafter.proposer, llm.llm_engine.core.scheduler
+        propose, told = proposer.propose, []
+
+        def listen(requests, view):
+            drafts = propose(requests, view)
+            told.extend(
+                (r.token_ids.tolist(), list(d.token_ids), r.most) for r, d in zip(requests, drafts, strict=True)
+            )
+            return drafts
+
+        proposer.propose = listen
+        for _ in range(2):  # the second finds prefixes in the cache
+            assert [o.outputs[0].token_ids for o in llm.generate(asked, GREEDY, use_tqdm=False)] == plain
+        assert scheduler.num_preemptions or "preemption" not in WAYS[way]
+        assert llm.llm_engine.core.executor.runner.drafter.problem is None
+    assert len(told) > 60 and all(len(drafted) == most for _, drafted, most in told)
+    tensors = eagle_tensors() if kind == "eagle" else medusa_tensors(kind == "medusa-own")
+    guesses = eagle_guesses if kind == "eagle" else medusa_guesses
+    for tokens, drafted, _ in told[:: len(told) // 12]:
+        assert drafted == guesses(tensors, tokens, len(drafted))
+
+
+def test_a_prefix_that_the_layer_never_read_gets_no_drafts_and_costs_no_request(tiny_model_path, folders):  # noqa: F811
+    config = {
+        "method": "eagle",
+        "model": str(folders["eagle"]),
+        "num_speculative_tokens": MOST,
+        "dynamic_length": False,
+    }
+    prompt = {"prompt_token_ids": [*range(60)]}
+    with LLM(tiny_model_path("llama"), dtype="float32", num_gpu_blocks=40, speculative_config=config) as llm:
+        first = llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        stats = llm.llm_engine.core.scheduler.spec_stats
+        drafts = stats.num_drafts
+        assert drafts > 0
+        llm.llm_engine.core.executor.runner.drafter.proposer.cache._stamps[:] = 0
+        assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == first
+        assert stats.num_drafts == drafts
+        assert stats.error is None
+
+
+def test_the_first_names_of_medusa_are_read_too(tiny_model_path, folders, tmp_path):  # noqa: F811
+    from minivllm.spec_decode.heads import _medusa_name
+
+    old, new = medusa_tensors(True, "first"), medusa_tensors(True)
+    assert {_medusa_name(name) for name in old} == set(new) - {"token_map"}
+    assert all(torch.equal(tensor, new[_medusa_name(name)]) for name, tensor in old.items())
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "change", "words"),
+    [("medusa", {"num_heads": 2}, {}, "has 2 heads, too few for num_speculative_tokens=3"),
+     ("medusa", {"num_heads": None}, {}, "must say num_heads and num_hidden_layers"),
+     ("medusa", {}, {"blocks.1.layers.0.weight": None}, "lacks the tensor 'blocks.1.layers.0.weight'"),
+     ("medusa", {}, {"blocks.1.layers.0.weight": torch.zeros(3, 3)}, r"must have shape \(72, 72\), got \(3, 3\)"),
+     ("medusa", {}, {"more": torch.zeros(1)}, "has a tensor 'more'"),
+     ("medusa", {}, {"token_map": torch.tensor([V])}, "token_map must hold token ids below 264"),
+     ("eagle", {"vocab_size": 300}, {}, "is made for states of 72 numbers and 300 tokens; the target has 72 and 264"),
+     ("eagle", {}, {"fc.weight": None}, "lacks the tensor 'fc.weight'")],
+)  # fmt: skip
+def test_a_folder_that_does_not_fit_is_refused_by_name(
+    tiny_model_path,  # noqa: F811
+    folders,
+    tmp_path,
+    method,
+    config,
+    change,
+    words,
+):
+    sizes = json.loads((folders[method] / "config.json").read_text()) | config
+    tensors = {
+        n: t
+        for n, t in ((eagle_tensors() if method == "eagle" else medusa_tensors(False)) | change).items()
+        if t is not None
+    }
+    folder = write(tmp_path / "bad", sizes, tensors)
+    spec = {"method": method, "model": str(folder), "num_speculative_tokens": MOST}
+    with pytest.raises(ValueError, match=words):
+        LLM(tiny_model_path("llama"), dtype="float32", num_gpu_blocks=40, speculative_config=spec)
