@@ -550,9 +550,7 @@ class EngineArgs:
     scheduling_policy: str = _arg("fcfs", "who gets tokens first: fcfs, priority, fair_share or another name")
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
-    enforce_eager: bool = _arg(
-        False, "launch every kernel by itself: no CUDA graphs of decode steps, on a CPU no single launch for small ones"
-    )
+    enforce_eager: bool = _arg(False, "launch every kernel by itself: no CUDA graphs, no captured steps on a CPU")
     quantization: str | None = _arg(
         None, "weights of the linear layers in fewer bits, made at load (on a CPU)", QUANTIZATIONS
     )
