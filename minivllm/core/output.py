@@ -89,6 +89,7 @@ class ModelRunnerOutput:
         draft_token_ids: guesses at the tokens after the newest one, for the next step to verify.
         num_accepted_tokens: how many of a request's sampled tokens are draft tokens; if not said, all but the last.
         proposer_error: why there are no more draft tokens.
+        draft_odds: of requests with draft tokens, if they were asked for: see `Verified.odds`.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -100,6 +101,7 @@ class ModelRunnerOutput:
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     num_accepted_tokens: dict[str, int] = field(default_factory=dict)
     proposer_error: str | None = None
+    draft_odds: dict[str, list[tuple[float, float, float | None]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -116,6 +118,7 @@ class EngineCoreOutput:
         num_cached_tokens: prompt tokens that came from the prefix cache.
         error: why it failed, when `finish_reason` is `error`.
         pooled: the vector of a request that wanted one.
+        num_draft_tokens, num_accepted_tokens: draft tokens that were verified in this step, and those that were accepted.
     """
 
     request_id: str
@@ -127,3 +130,5 @@ class EngineCoreOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     pooled: list[float] | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -49,12 +49,15 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments of a request on the engine's clock, in seconds; None while they have not come."""
+    """Moments of a request on the engine's clock, in seconds; None while they have not come. And its draft tokens, if there are any:
+    those that were verified, and those that were accepted."""
 
     arrival_time: float
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
