@@ -44,6 +44,7 @@ class AttentionSpec:
         value_dim: values are the first `value_dim` numbers of the keys, and the cache holds keys only (latent attention);
             None for values of their own.
         sees_ahead: some queries see beyond themselves, see `AttentionBatch.last_key`.
+        causal: a token sees no later one. If not, it sees the whole prompt, and there is no cache.
     """
 
     num_heads: int
@@ -59,6 +60,7 @@ class AttentionSpec:
     sinks: bool = False
     value_dim: int | None = None
     sees_ahead: bool = False
+    causal: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "sliding_window", "chunk"):
@@ -105,6 +107,8 @@ class AttentionSpec:
         """Why a backend that knows nothing but keys, values and a softmax over them cannot do this."""
         if self.sees_ahead:
             return "its kernels are causal, and pictures of this model see ahead; 'sdpa' and 'reference' can do that"
+        if not self.causal:
+            return "its attention is causal; attention_backend='encoder' looks both ways"
         if self.sinks:
             return "its kernels have no attention sinks; attention_backend='sdpa' and 'reference' do"
         return None if self.value_dim is None else "its kernels read no latent cache; 'sdpa' and 'reference' do"

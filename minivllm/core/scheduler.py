@@ -194,7 +194,7 @@ class Scheduler(Recorder):
             raise ValueError(f"request id {request.request_id!r} is already in use")
         if request.status is not RequestStatus.WAITING:
             raise ValueError(f"{request!r} has been run before; make a new Request")
-        if request.num_tokens >= self.max_model_len:
+        if request.num_tokens + self.config.generates > self.max_model_len:
             limit = "max_model_len" if self.max_model_len == self.config.max_model_len else "what the KV cache can hold"
             raise ValueError(
                 f"request {request.request_id!r}: a prompt of {request.num_tokens} tokens is too long; {limit} is"

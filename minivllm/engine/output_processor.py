@@ -131,7 +131,7 @@ class RequestState:
     error: str | None = None
     changed: set[int] = field(default_factory=set)
     wants_vector: bool = False
-    pooled: list[float] | None = None
+    pooled: list[Any] | None = None
     finished: bool = False
     ranks_children: bool = field(init=False)
 

@@ -21,7 +21,7 @@ __all__ = ["CLASSES", "Channel", "from_columns", "in_columns", "pack", "unpack"]
 
 CLASSES: tuple[type, ...] = (
     config.EngineArgs, config.EngineConfig, config.ModelFacts, config.KVCacheSpec, config.KVCacheGroup, config.KVCacheConfig,
-    config.CacheConfig, config.SchedulerConfig, config.Decision,
+    config.CacheConfig, config.SchedulerConfig, config.Decision, config.PoolingFacts,
     request.Request, request.RequestStatus, request.FinishReason,
     params.SamplingParams, params.StructuredOutputsParams, params.RepetitionDetectionParams, params.RequestOutputKind,
     pooling.PoolingParams,

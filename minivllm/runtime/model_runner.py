@@ -165,7 +165,7 @@ class ModelRunner:
         speculative = config.speculative
         self.drafter = None if speculative is None else self._make_drafter(speculative)
         self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
-        self.pooler = Pooler()
+        self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
         rate = None if speculative is None else speculative.synthetic_acceptance_rate
         self.rejection = RejectionSampler(self.sampler, rate)
