@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minivllm.core.encoder_cache import MultiModalFeatureSpec
 from minivllm.models.families.media import text_name
-from minivllm.models.loading import CheckpointError, LoadedModel, dummy_tensors
+from minivllm.models.loading import CheckpointError, LoadedModel, dummy_tensors, iter_tensors
 from minivllm.models.spec import MediaSpec
 
 __all__ = ["TowerEncoder", "build_tower", "load_encoder", "load_tower", "tower_name"]
@@ -63,9 +63,9 @@ def _tower_tensors(model: LoadedModel, wanted: dict[str, Tensor], dtype: str) ->
     if model.load_format == "dummy":
         yield from dummy_tensors({name: tuple(tensor.shape) for name, tensor in wanted.items()}, model.seed)
         return
-    for name, tensor in model.weights(dtype):
-        if text_name(name) is None and not name.endswith("position_ids"):
-            yield tower_name(name), tensor
+    own = [r for r in model.records if text_name(r.name) is None and not r.name.endswith("position_ids")]
+    for name, tensor in iter_tensors(own, dtype):
+        yield tower_name(name), tensor
 
 
 class TowerEncoder:
