@@ -76,6 +76,7 @@ class WeightNames:
     Attributes:
         positions: of learned position embeddings; None for none.
         prefix: what names begin with in some checkpoints of a family, and not in others.
+        ignored: what the names of tensors begin with that only draft tokens; they are not loaded.
         token_types: of the embeddings that tell a first text from a second; None for none.
         embedding_norm: of a norm of the embeddings; None for none.
     """
@@ -88,6 +89,7 @@ class WeightNames:
     prefix: str = ""
     token_types: str | None = None
     embedding_norm: str | None = None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class DecoderSpec:
         drafts = tuple(self.names.layer.format(self.num_layers + i) for i in range(self.draft_layers))
         for given, tensor in weights:
             name = self.full_name(given)
-            if name is None or name.startswith(drafts):
+            if name is None or name.startswith((*drafts, *self.names.ignored)):
                 continue
             rule = next((rule for rule in self.unpack if name.endswith(rule.suffix)), None)
             if rule is None:
