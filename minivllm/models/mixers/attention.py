@@ -29,14 +29,13 @@ class SelfAttentionSpec(TokenMixerSpec):
         num_heads, num_kv_heads, head_dim: query heads, key-value heads, and the size of each.
         rope: the rotation, or None for no positions at all.
         scale: factor on the scores; None for `head_dim ** -0.5`.
-        sliding_window, chunk, soft_cap: see `AttentionSpec`.
+        sliding_window, chunk, soft_cap, sees_ahead: see `AttentionSpec`.
         qkv_bias, o_bias: which linear layers have a bias.
         qk_norm: an RMS norm of queries and keys before the rotation; of each head, or with `qk_norm_over_projection` of
             all query heads as one vector, and all key heads as another.
         q, k, v, o, q_norm, k_norm: names of the weights in a checkpoint, after the layer's prefix.
         gate: name of a matmul whose sigmoid is multiplied with what comes out of the attention; None for none.
         sinks: name of the heads' sinks in a checkpoint, see `AttentionBackend`; None for none.
-        sees_ahead: see `AttentionSpec`.
         qkv: name of the weight that holds those of q, k and v below each other, if the checkpoint has it so.
     """
 
