@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from minivllm.models.layers import ProjectionQKNorm, QKNorm
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, TokenMixerSpec, register_mixer
 from minivllm.models.ops.base import ForwardContext
+from minivllm.models.parallel import Share, Split, SplitBlock
 from minivllm.models.rope import RopeSpec
 
 __all__ = ["SelfAttention", "SelfAttentionSpec"]
@@ -81,6 +82,18 @@ class SelfAttentionSpec(TokenMixerSpec):
         o = LinearSpec(q, {self.o: hidden_size}, self.o_bias)
         return {"qkv": LinearSpec(hidden_size, parts, self.qkv_bias), **gate, "o": o}
 
+    def split(self, share: Share) -> SplitBlock:
+        """See `MixerSpec`. A rank has some query heads, and the key-value heads that belong to them."""
+        if self.qk_norm_over_projection:
+            raise ValueError("a norm over all heads (qk_norm_over_projection) cannot be split among ranks")
+        heads, kv, dim = share.divide("query heads", self.num_heads), self.num_kv_heads, self.head_dim
+        if kv % share.size and share.size % kv:
+            raise ValueError(f"{kv} key-value heads cannot be split among, or repeated on, {share.size} ranks equally")
+        q, k = (self.num_heads * dim, 1), (kv * dim, max(1, share.size // kv))
+        pieces = {self.q: (q,), self.k: (k,), self.v: (k,)} if self.qkv is None else {self.qkv: (q, k, k)}
+        local = replace(self, num_heads=heads, num_kv_heads=max(1, kv // share.size))
+        return SplitBlock(local, {"qkv": Split("outputs", pieces), "o": Split("inputs")})
+
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """See `MixerSpec`."""
         sinks = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
@@ -133,7 +146,7 @@ class SelfAttention(Mixer):
 
     def __init__(self, spec: SelfAttentionSpec, builder: Builder) -> None:
         super().__init__(spec, builder)
-        self.backend, self.kv_dtype = builder.backend, builder.kv_dtype
+        self.backend, self.kv_dtype, self.share = builder.backend, builder.kv_dtype, builder.share
         self.sinks: Tensor | None = None
         if spec.sinks is not None:
             self.sinks = torch.empty(spec.num_heads, dtype=builder.dtype, device=builder.device)
@@ -167,10 +180,14 @@ class SelfAttention(Mixer):
         """See `Mixer`."""
         yield from Mixer.targets(self)
         if self.spec.sinks is not None and self.sinks is not None:
-            yield self.spec.sinks, self.sinks.copy_  # type: ignore[misc]
+            yield self.spec.sinks, self._load_sinks
         if (norm := self.qk_norm) is not None:
             yield f"{self.spec.q_norm}.weight", partial(norm.load, norm.q_weight)
             yield f"{self.spec.k_norm}.weight", partial(norm.load, norm.k_weight)
+
+    def _load_sinks(self, tensor: Tensor) -> None:
+        assert self.sinks is not None
+        self.sinks.copy_(tensor.narrow(0, self.share.rank * len(self.sinks), len(self.sinks)))
 
     def optional_targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """The scales of an fp8 cache: one number each, beside the layer's weights or within those of keys and values."""
