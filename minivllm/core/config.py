@@ -493,6 +493,7 @@ class ModelFacts:
         weight_bytes: size of the weights in the dtype in use.
         checkpoint_dtype: dtype named by the model's own configuration.
         hidden_size: numbers in a hidden state; None where it is not needed.
+        reads_media: there is an encoder of pictures.
         pooling: what it makes of a whole prompt.
         draft_bytes_per_block: what a KV block takes of draft layers, which keep theirs under the same block ids.
     """
@@ -506,6 +507,7 @@ class ModelFacts:
     weight_bytes: int
     checkpoint_dtype: str = "float32"
     hidden_size: int | None = None
+    reads_media: bool = False
     pooling: PoolingFacts = PoolingFacts()
     draft_bytes_per_block: int = 0
 
@@ -604,6 +606,8 @@ class EngineArgs:
     max_num_partial_prefills: int | None = _arg(None, "most requests in the middle of a prompt at once")
     max_num_encoder_input_tokens: int | None = _arg(None, "most embeddings of media encoded in a step")
     encoder_cache_size: int | None = _arg(None, "most embeddings of media kept")
+    limit_mm_per_prompt: dict[str, int] | None = _arg(None, 'most media of a prompt: {"image": n}')  # noqa: RUF009
+    mm_processor_cache_gb: float = _arg(1.0, "GiB of processed media kept")
     scheduler_reserve_full_isl: bool = _arg(True, "admit a request only if its whole prompt fits the free blocks")
     starvation_limit: int = _arg(1000, "how often a policy may pass over the oldest request, or preempt one")
     scheduling_policy: str = _arg("fcfs", "who gets tokens first: fcfs, priority, fair_share or another name")
@@ -643,6 +647,11 @@ class EngineArgs:
                 _at_least(name, getattr(self, name), value)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        limits = self.limit_mm_per_prompt or {}
+        if set(limits) - {"image"} or not all(type(n) is int and n >= 0 for n in limits.values()):
+            raise ValueError(f'limit_mm_per_prompt must be {{"image": whole number of at least 0}}, got {limits!r}')
+        if not 0 <= self.mm_processor_cache_gb < 2**20:
+            raise ValueError(f"mm_processor_cache_gb must be at least 0, got {self.mm_processor_cache_gb}")
         if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs must be -1 or at least 0, got {self.max_logprobs}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):

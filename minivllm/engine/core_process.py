@@ -378,6 +378,8 @@ def around(core: Any, args: EngineArgs) -> LLMEngine:
         engine = LLMEngine(config, cast(EngineCore, core), tokenizer, core.generation_config)
         if args.enable_lora:
             engine.know_adapters(read_model(args).spec)
+        if config.model.reads_media:
+            engine.know_media(read_model(args).spec)
         return engine
     except BaseException:
         core.shutdown()

@@ -24,6 +24,7 @@ from minivllm.lora.adapter import AdapterError, LoRARequest
 from minivllm.lora.store import AdapterRegistry, RegisteredAdapter
 from minivllm.models.spec import DecoderSpec
 from minivllm.models.tokenizer import get_tokenizer
+from minivllm.multimodal.processor import MediaProcessor
 from minivllm.runtime.executor import Executor, plan_engine
 from minivllm.runtime.executors.select import make_executor
 from minivllm.sampling.grammar import GrammarCompiler
@@ -119,12 +120,21 @@ class LLMEngine:
         engine = cls(config, core, tokenizer, plan.model.generation_config)
         engine.input_processor.transforms_read_extra_args = bool(logits_processors)
         engine.know_adapters(plan.model.spec)
+        engine.know_media(plan.model.spec)
         return engine
 
     def know_adapters(self, spec: DecoderSpec) -> None:
         """Let requests bring adapters for the model that the spec describes, if ``enable_lora`` is on."""
         if self.config.args.enable_lora:
             self.input_processor.adapters = AdapterRegistry(spec, self.config.args.max_lora_rank)
+
+    def know_media(self, spec: DecoderSpec) -> None:
+        """Let requests bring pictures, if the model that the spec describes reads them."""
+        if spec.media is not None:
+            args, model = self.config.args, self.config.model
+            limits, size = args.limit_mm_per_prompt, int(args.mm_processor_cache_gb * (1 << 30))
+            about = spec.media, self.tokenizer, model.hidden_size
+            self.input_processor.media = MediaProcessor(model.path, *about, limits, size)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Check an adapter and read it into main memory; True, as in vLLM. Raises ValueError if it cannot be used."""

@@ -288,6 +288,8 @@ class LoadedModel:
         if self.quantization:
             return -(-sum(record.nbytes for record in self.records) // (1 if share is None else share.size))
         spec, total = self.spec, self.spec.num_parameters(share) * size
+        if (rename := spec.rename) is not None:  # what is not the decoder's is the encoder's
+            total += size * sum(math.prod(record.shape) for record in self.records if rename(record.name) is None)
         if linear_kernel is None:
             return total
         matrices = {name: math.prod(shape) for name, shape in spec.weight_shapes(share).items() if len(shape) == 2}
@@ -321,6 +323,7 @@ class LoadedModel:
             weight_bytes=self._weight_bytes(size, linear_kernel, share),
             checkpoint_dtype=self.checkpoint_dtype,
             hidden_size=spec.hidden_size,
+            reads_media=spec.media is not None,
         )
 
 
@@ -356,8 +359,9 @@ def load_model(
     generation = read_json(file) if file.is_file() else {}
     for found, where in ((config, path / "config.json"), (generation, file)):
         _check_end_tokens(found, where, config.get("vocab_size"))
-    if generation.get("eos_token_id") is None and config.get("eos_token_id") is not None:
-        generation["eos_token_id"] = config["eos_token_id"]
+    ends = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    if generation.get("eos_token_id") is None and ends is not None:
+        generation["eos_token_id"] = ends
     return LoadedModel(
         name=str(name),
         path=path,

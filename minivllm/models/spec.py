@@ -21,9 +21,9 @@ from minivllm.models.pooling import PoolerSpec
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
-    "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "Unpack", "WeightNames",
-    "family", "qwen2", "read_attention", "read_common", "read_mlp", "read_rope", "read_rope_of_type",
-    "read_window_per_layer", "spec_from_config", "windowed_layers", "windows_from_types",
+    "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "MediaSpec", "Unpack",
+    "WeightNames", "family", "qwen2", "read_attention", "read_common", "read_mlp", "read_rope",
+    "read_rope_of_type", "read_window_per_layer", "spec_from_config", "windowed_layers", "windows_from_types",
 ]  # fmt: skip
 
 
@@ -106,6 +106,21 @@ class Unpack:
     rows: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class MediaSpec:
+    """What surrounds the decoder of a model that reads pictures.
+
+    Attributes:
+        config: the whole Hugging Face config.
+        image_token_id: of the placeholders that a picture's embeddings replace.
+        whole: a picture's tokens see each other in both directions, so they must be computed in one step.
+    """
+
+    config: dict[str, Any]
+    image_token_id: int
+    whole: bool = False
+
+
 def _rows(rule: Unpack, weight: QuantizedWeight) -> dict[str, QuantizedWeight]:
     """What a rule does to a tensor's rows, done to those of a quantized weight: it is applied to their numbers."""
     parts = rule.parts(torch.arange(weight.shape[0])[:, None])
@@ -133,6 +148,8 @@ class DecoderSpec:
         tie_word_embeddings: the output layer is the embedding.
         names: of the checkpoint's tensors outside of the layers.
         unpack: of its tensors that have another form than `weight_shapes` says.
+        media: the encoder and its placeholders; None for a model of text alone.
+        rename: from a checkpoint's name of a tensor to ours, None for one that is not the decoder's; None if they are equal.
         token_types: rows of the token type embeddings. A token of type t has the id `t * vocab_size + id`.
         pooler: what follows the hidden states of a model that predicts no tokens; None for one that does.
         ignored: beginnings of the names of tensors that a checkpoint may hold, and that are not used.
@@ -156,6 +173,8 @@ class DecoderSpec:
     names: WeightNames = field(default_factory=WeightNames)
     unpack: tuple[Unpack, ...] = field(default=(), compare=False)
     draft_layers: int = 0
+    media: MediaSpec | None = field(default=None, compare=False)
+    rename: Callable[[str], str | None] | None = field(default=None, compare=False)
     ignored: tuple[str, ...] = ()
     token_types: int = 0
     pooler: PoolerSpec | None = None
@@ -226,6 +245,8 @@ class DecoderSpec:
 
     def full_name(self, name: str) -> str | None:
         """A checkpoint's name of a tensor with the prefix that it may lack; None for one that is not used."""
+        if self.rename is not None:
+            return self.rename(name)
         heads = () if self.pooler is None else self.pooler.weight_shapes(1, True)
         if name == self.names.head or name in heads:
             return name if self.pooler is None or name in heads else None

@@ -33,6 +33,7 @@ from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.models.parallel import Share, TensorGroup
 from minivllm.models.pooling import pooling_facts
+from minivllm.multimodal.encoder import TowerEncoder, load_encoder
 from minivllm.runtime.machine import (
     choose_device,
     cpu_quota,
@@ -49,7 +50,7 @@ from minivllm.sampling.transforms import Transform
 from minivllm.spec_decode.draft_model import with_drafter
 
 __all__ = [
-    "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder",
+    "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder", "make_encoder",
     "measure_memory", "plan_engine", "read_model", "with_memory", "with_pooling",
 ]  # fmt: skip
 
@@ -221,6 +222,13 @@ def _load_transformers(plan: EnginePlan, spec: TransformersSpec, group: TensorGr
     return decoder
 
 
+def make_encoder(plan: EnginePlan) -> TowerEncoder | None:
+    """The encoder of the model, with its weights; None for a model of text alone."""
+    if (media := plan.model.spec.media) is None:
+        return None
+    return load_encoder(plan.model, media, getattr(torch, plan.config.dtype), torch.device(plan.config.device))
+
+
 def measure_memory(plan: EnginePlan, decoder: Decoder) -> tuple[int, int] | None:
     """What a GPU has left for the KV cache beside a loaded model and its largest step, and what that step takes, in bytes.
 
@@ -273,7 +281,9 @@ class UniProcExecutor:
     ) -> None:
         self.config, self.kv_cache_config = plan.config, plan.config.kv_cache
         decoder = plan.decoder or load_decoder(plan)
-        self._runner: ModelRunner | None = ModelRunner(decoder, plan.backend, plan.config, transforms, grammar)
+        self._runner: ModelRunner | None = ModelRunner(
+            decoder, plan.backend, plan.config, transforms, grammar, make_encoder(plan)
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minivllm-runner")  # starts with the first submission
         self._process = os.getpid()
 

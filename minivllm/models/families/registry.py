@@ -5,12 +5,12 @@
 from typing import Any
 
 from minivllm.models import spec
-from minivllm.models.families import deepseek, dense, encoders, moe, state
+from minivllm.models.families import deepseek, dense, encoders, media, moe, state
 from minivllm.models.spec import DecoderSpec
 
 __all__ = ["architectures", "is_known", "spec_from_config"]
 
-_MODULES = (spec, dense, moe, deepseek, encoders, state)  # importing them has registered their families
+_MODULES = (spec, dense, moe, deepseek, encoders, state, media)  # importing them has registered their families
 
 
 def architectures(pooling: bool | None = None) -> tuple[str, ...]:

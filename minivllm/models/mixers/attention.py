@@ -30,7 +30,7 @@ class SelfAttentionSpec(TokenMixerSpec):
         num_heads, num_kv_heads, head_dim: query heads, key-value heads, and the size of each.
         rope: the rotation, or None for no positions at all.
         scale: factor on the scores; None for `head_dim ** -0.5`.
-        sliding_window, chunk, soft_cap: see `AttentionSpec`.
+        sliding_window, chunk, soft_cap, sees_ahead: see `AttentionSpec`.
         qkv_bias, o_bias: which linear layers have a bias.
         qk_norm: an RMS norm of queries and keys before the rotation; of each head, or with `qk_norm_over_projection` of
             all query heads as one vector, and all key heads as another.
@@ -60,6 +60,7 @@ class SelfAttentionSpec(TokenMixerSpec):
     k_norm: str = "self_attn.k_norm"
     qkv: str | None = None
     sinks: str | None = None
+    sees_ahead: bool = False
     gate: str | None = None
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class SelfAttentionSpec(TokenMixerSpec):
             soft_cap=self.soft_cap,
             kv_dtype=kv_dtype,
             sinks=self.sinks is not None,
+            sees_ahead=self.sees_ahead,
         )
 
     def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
