@@ -567,8 +567,8 @@ ROUTER_NAMES = ("prefix_aware", "least_loaded", "round_robin")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineArgs:
-    """What a user may say of an engine. None and "auto" mean "choose"."""
+class _ModelArgs:
+    """What is loaded, and where it is computed."""
 
     model: str = _arg("smollm2", "alias, folder, .gguf file or hub id")
     tokenizer: str | None = _arg(None, "folder or hub id of the tokenizer; default: the model's own")
@@ -588,6 +588,12 @@ class EngineArgs:
     data_parallel_router: str = _arg("prefix_aware", "which of them gets a request", ROUTER_NAMES)
     enable_expert_parallel: bool = _arg(False, "ranks that share a layer hold whole experts, not a part of each")
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs(_ModelArgs):
+    """What a user may say of an engine. None and "auto" mean "choose"."""
+
     max_model_len: int | None = _arg(None, "most tokens of a request, prompt and output together")
     block_size: int = _arg(16, "tokens per KV block")
     kv_cache_dtype: str = _arg("auto", "of keys and values: the model's, or a byte each (e4m3)", KV_CACHE_DTYPES)
@@ -647,11 +653,6 @@ class EngineArgs:
                 _at_least(name, getattr(self, name), value)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        limits = self.limit_mm_per_prompt or {}
-        if set(limits) - {"image"} or not all(type(n) is int and n >= 0 for n in limits.values()):
-            raise ValueError(f'limit_mm_per_prompt must be {{"image": whole number of at least 0}}, got {limits!r}')
-        if not 0 <= self.mm_processor_cache_gb < 2**20:
-            raise ValueError(f"mm_processor_cache_gb must be at least 0, got {self.mm_processor_cache_gb}")
         if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs must be -1 or at least 0, got {self.max_logprobs}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
@@ -661,6 +662,7 @@ class EngineArgs:
         ):
             raise ValueError(f"pooler_config must be a dict of pooling_type and normalize, got {self.pooler_config!r}")
         self._check_quantization()
+        self._check_media()
         self._check_parallel()
         if self.speculative is not None and self.async_scheduling:
             raise ValueError(
@@ -672,6 +674,13 @@ class EngineArgs:
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
             raise ValueError('preemption_mode="swap" needs num_cpu_blocks of at least 1, got 0')
+
+    def _check_media(self) -> None:
+        limits = self.limit_mm_per_prompt or {}
+        if set(limits) - {"image"} or not all(type(n) is int and n >= 0 for n in limits.values()):
+            raise ValueError(f'limit_mm_per_prompt must be {{"image": whole number of at least 0}}, got {limits!r}')
+        if not 0 <= self.mm_processor_cache_gb < 2**20:
+            raise ValueError(f"mm_processor_cache_gb must be at least 0, got {self.mm_processor_cache_gb}")
 
     def _check_parallel(self) -> None:
         if self.world_size > 1 and self.distributed_executor_backend == "uni":
