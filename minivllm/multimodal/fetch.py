@@ -137,8 +137,9 @@ class MediaConnector:
             data += piece
             if len(data) > self.max_bytes:
                 raise MediaError(f"the picture has more than {self.max_bytes:,} bytes")
+            left = _left(deadline)
             if connection.sock is not None:
-                connection.sock.settimeout(_left(deadline))
+                connection.sock.settimeout(left)
         return bytes(data)
 
 
