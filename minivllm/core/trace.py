@@ -339,6 +339,7 @@ _TOLD: dict[str, Callable[[Any], str]] = {
     "admit": lambda e: f"started, {e.num_cached} tokens cached" if e.num_cached else "started",
     "alloc": lambda e: f"took {_blocks(e)}",
     "hit": lambda e: f"shared {_blocks(e)}",
+    "encode": lambda e: f"had an input encoded: {e.modality}, {e.num_embeds} embeddings",
     "skip": lambda e: f"gave back {_blocks(e)}, which no later token attends to",
     "preempt": lambda e: (
         f"preempted ({e.mode}): "

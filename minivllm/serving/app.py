@@ -112,9 +112,8 @@ def token_router(state: ServerState) -> APIRouter:
             if body.prompt is not None:
                 tokens = await encode(state, body.prompt, body.add_special_tokens is not False)
             else:
-                _, tokens = await state.llm.run_input(
-                    lambda: render_request(state, body, tool_use(body, state.parsers))
-                )
+                prompt = await state.llm.run_input(lambda: render_request(state, body, tool_use(body, state.parsers)))
+                tokens = prompt["prompt_token_ids"]
         except Exception as error:
             raise as_api_error(error) from error
         tokenizer = state.llm.get_tokenizer()
