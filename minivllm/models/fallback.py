@@ -51,7 +51,7 @@ def _refused(what: str, why: str) -> ValueError:
     return ValueError(f"{what} cannot run through transformers (model_impl='transformers'): {why}")
 
 
-def model_class(hf_config: dict[str, Any]) -> tuple[type, Any]:
+def model_class(hf_config: dict[str, Any]) -> tuple[Any, Any]:
     """transformers' class for a config, and the config as its object.
 
     Raises:
@@ -164,6 +164,8 @@ class TransformersDecoder(Decoder):
     Attributes:
         model: the model, from `load_weights` on.
     """
+
+    spec: TransformersSpec
 
     def __init__(
         self,

@@ -29,10 +29,17 @@ class MediaEncoder(Protocol):
 class StepRows(Protocol):
     """What is asked of a step (`StepInputs` of the runtime): requests laid end to end."""
 
-    request_ids: list[str]
-    attention: list[AttentionBatch]
-    starts: npt.NDArray[np.int32]
-    positions: npt.NDArray[np.int64]
+    @property
+    def request_ids(self) -> list[str]: ...
+
+    @property
+    def attention(self) -> list[AttentionBatch]: ...
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]: ...
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]: ...
 
 
 class EncoderOutputs:

@@ -182,7 +182,11 @@ def make_proposer(config: SpeculativeConfig, host: DraftHost | None = None) -> P
         )
     if config.method == "synthetic":
         return RepeatProposer()
-    loaders = {"draft_model": load_draft_model, "medusa": load_medusa, "eagle": load_eagle}
+    loaders: dict[str, Callable[[Any], Proposer]] = {
+        "draft_model": load_draft_model,
+        "medusa": load_medusa,
+        "eagle": load_eagle,
+    }
     if config.method in loaders and host is not None:
         return loaders[config.method](host)
     if config.method not in PROPOSERS:

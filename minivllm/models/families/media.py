@@ -77,7 +77,7 @@ def gemma3_vision(r: ConfigReader) -> DecoderSpec:
     windows = [w for layer in spec.layers if (w := layer.mixer.sliding_window) is not None]  # type: ignore[attr-defined]
     if windows and tokens > min(windows):
         raise ValueError(f"mm_tokens_per_image={tokens} is more than the sliding window of {min(windows)}")
-    mixers = [replace(layer.mixer, sees_ahead=True) for layer in spec.layers]  # type: ignore[call-arg]
+    mixers = [replace(layer.mixer, sees_ahead=True) for layer in spec.layers]  # type: ignore[type-var]
     return replace(spec, layers=tuple(replace(x, mixer=m) for x, m in zip(spec.layers, mixers, strict=True)))
 
 

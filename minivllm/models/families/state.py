@@ -3,6 +3,7 @@
 # Generated from nbs/models/families/state.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +75,7 @@ def mamba2(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"), names=_BACKBONE)
 
 
-def mixers_by_type(r: ConfigReader, types: list[str], kinds: dict[str, TokenMixerSpec]) -> list[TokenMixerSpec]:
+def mixers_by_type(r: ConfigReader, types: list[str], kinds: Mapping[str, TokenMixerSpec]) -> list[TokenMixerSpec]:
     """The mixer of each layer. kinds: by the names that the config may use.
 
     Raises:
@@ -104,7 +105,11 @@ def lfm2(r: ConfigReader) -> DecoderSpec:
     part = {name: f"feed_forward.{weight}" for name, weight in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
     mlp = GatedMLPSpec(intermediate_size=size, **part)  # type: ignore[arg-type]
     r.assume(max_position_embeddings=128_000)
-    names = {"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm", "o": "self_attn.out_proj"}
+    names: dict[str, Any] = {
+        "q_norm": "self_attn.q_layernorm",
+        "k_norm": "self_attn.k_layernorm",
+        "o": "self_attn.out_proj",
+    }
     attention = read_attention(r, num_kv_heads=8, theta=1e6, qk_norm=True, **names)
     conv = ShortConvSpec(
         prefix="conv.", channels=r.need("hidden_size"), kernel=r.get("conv_L_cache", 3), bias=r.get("conv_bias", False)

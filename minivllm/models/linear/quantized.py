@@ -146,6 +146,7 @@ class PackedWeight(QuantizedWeight):
             raise ValueError(f"no kernel for this weight: {problem}")
         self._shape, self.columns, self.bits, self.out_dtype = weight.shape, weight.columns, weight.bits, out_dtype
         self.order, self.inputs, self.bias = weight.order, weight.inputs, bias
+        self.codes: Tensor | None
         self.codes, factor = (None, 1.0) if weight.codes is None else whole_codes(weight.codes)
         self.table = None if self.codes is None else self.codes.view(torch.uint8) ^ 128
         group, shift = rounded_together(weight)

@@ -174,7 +174,7 @@ class MoE(Mixer):
         plain = "batch_invariant" if builder.ops.batch_invariant else "torch"  # a router is small, and never quantized
         own = replace(builder, linear_method=plain, dtype=torch.float32 if spec.router.float32 else builder.dtype)
         super().__init__(spec, own)
-        self.group = builder.group
+        self.ranks = builder.group
         self.experts = ModuleList(build_mixer(expert, builder.inner("expert")) for expert in spec.experts)
         self.shared = None if spec.shared is None else build_mixer(spec.shared, builder.inner("shared"))
         self.correction: Tensor | None = None
@@ -200,7 +200,7 @@ class MoE(Mixer):
             total += part * weight[:, None]
         total = total.to(x.dtype)
         total = total if self.shared is None else total + self._shared(x)
-        return total if self.group is None else self.group.all_reduce(total)
+        return total if self.ranks is None else self.ranks.all_reduce(total)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, float32 [T, top_k], and experts, int64 [T, top_k], of tokens [T, hidden_size]."""

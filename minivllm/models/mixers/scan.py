@@ -123,7 +123,8 @@ def delta_recurrence(
     """T tokens of one sequence, one after the other: q [T, H, K], state [H, K, V], and so on, to [T, H, V] and the new state."""
     ys, states = [], state[None]
     for t in range(len(q)):
-        y, states = delta_step(*(x[t : t + 1] for x in (q, k, v, log_decay, beta)), states)
+        now = slice(t, t + 1)
+        y, states = delta_step(q[now], k[now], v[now], log_decay[now], beta[now], states)
         ys.append(y)
     return torch.cat(ys), states[0]
 

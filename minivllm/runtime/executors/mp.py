@@ -97,7 +97,7 @@ class StepResult:
         ((output, samples),) = self._future.result()
         if self._log is not None:
             self._log |= samples
-        return output  # type: ignore[no-any-return]
+        return output
 
 
 class Workers:
