@@ -19,7 +19,14 @@ from minivllm.lora.linear import LoRAModel
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
-from minivllm.runtime.machine import choose_device, cpu_quota, has_native_bf16, limit_threads, machine_facts
+from minivllm.runtime.machine import (
+    choose_device,
+    cpu_quota,
+    has_native_bf16,
+    limit_threads,
+    machine_facts,
+    settle_vector_math,
+)
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
 from minivllm.runtime.peak_memory import peak_bytes
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
@@ -112,6 +119,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     loaded = read_model(args)
     device = choose_device(args.device)
     limit_threads(cpu_quota())
+    settle_vector_math()
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
     specs = loaded.spec.attention_specs(args.block_size, getattr(torch, dtype.value), _kv_dtype(args))
     backend, why = select_backend(args.attention_backend, specs, torch.device(device))
