@@ -97,7 +97,7 @@ class ModelRunnerOutput:
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """What one request gained in one step, on its way to the output processor.
+    """What one request gained in one step, as the output processor receives it.
 
     Attributes:
         request_id: whose.
