@@ -44,6 +44,7 @@ PREMISES = {
     "serving/generation": "200",
     "serving/tools": "135",
     "bench/serve": "20",
+    "runtime/machine": "2024.2",
     "viz/palette": "4.5 0.12",
 }
 
