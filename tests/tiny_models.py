@@ -272,6 +272,31 @@ def checkpoint(model: Any, original_format: bool = True) -> dict[str, torch.Tens
         return load_file(f"{folder}/model.safetensors")
 
 
+@torch.inference_mode()
+def next_logits(model: Any, prompts: list[list[int]], outputs: list[list[int]]) -> list[torch.Tensor]:
+    """What transformers has for each token of the outputs: its logits [n, vocabulary] before them.
+
+    One call for all, the texts filled up at their ends, which no token before them sees. If each token of an output is the
+    argmax of its row, then the output is what transformers generates greedily.
+    """
+    texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    longest = max(map(len, texts))
+    logits = model(torch.tensor([text + [0] * (longest - len(text)) for text in texts]), use_cache=False).logits
+    return [rows[len(p) - 1 : len(p) + len(o) - 1] for rows, p, o in zip(logits, prompts, outputs, strict=True)]
+
+
+def logits_equal(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Within 1e-4, or 1e-5 of the largest where logits are beyond 10: some fifty roundings of float32."""
+    return bool((got - want).abs().max() < 1e-5 * max(10, float(want.abs().max())))
+
+
+def class_name(name: str) -> str:
+    """The class in transformers of a model in `TINY_MODELS`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TINY_MODELS[name][0]]
+
+
 def tiny_tokenizer() -> Any:
     """One token a byte, `<s>` 256, `</s>` 257, and ChatML's two marks; with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

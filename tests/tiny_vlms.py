@@ -22,6 +22,15 @@ TEMPLATE = (
 )
 
 
+VLMS = {
+    "LlavaForConditionalGeneration": ("llava", "llava-siglip"),
+    "Gemma3ForConditionalGeneration": ("gemma3",),
+    "Idefics3ForConditionalGeneration": ("idefics3",),
+    "SmolVLMForConditionalGeneration": ("idefics3",),  # the same layers; its processor needs a package more
+}
+"""Tiny models of each class in transformers."""
+
+
 def marker(name: str) -> str:
     return MARKERS.get(name, "<image>")
 

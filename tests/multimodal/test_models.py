@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_vlms import greedy, marker, picture, processor, save_vlm, vlm
+from tiny_vlms import VLMS, greedy, marker, picture, processor, save_vlm, vlm
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.scheduler import Swap
 
-NAMES = ("llava", "llava-siglip", "gemma3", "idefics3")
+NAMES = tuple(dict.fromkeys(name for names in VLMS.values() for name in names))
 COUNT = 6
 PARAMS = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 PLAIN = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
