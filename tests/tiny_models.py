@@ -78,6 +78,13 @@ TINY_MODELS |= {
     "qwen2-moe": ("qwen2_moe", {**_MOE, "num_experts": 8, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 2}),
     "qwen3-moe": ("qwen3_moe", {**_MOE, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 12}),
+    "llama4": (
+        "llama4_text",
+        {
+            "num_local_experts": 8, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64,
+            "no_rope_layers": [1, 0, 1, 1], "attention_chunk_size": 24, "floor_scale": 16, "attn_scale": 0.3,
+        },
+    ),
     "granitemoe": ("granitemoe", {"num_local_experts": 8, "residual_multiplier": 0.3, "attention_multiplier": 0.2}),
 }  # fmt: skip
 _PLAIN = {"num_key_value_heads": 6, "head_dim": 12}  # hidden_size / num_attention_heads
@@ -141,6 +148,19 @@ TINY_MODELS |= {
     "olmo3": ("olmo3", {**_PLAIN, **_WINDOWS}),
     "gemma2": ("gemma2", {**_WINDOWS, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 9.0}),
     "phi3": ("phi3", {**_PLAIN, "num_key_value_heads": 2, "sliding_window": 24}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            **_PLAIN,
+            "original_max_position_embeddings": 32,  # fewer than the tests' texts have tokens
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.1] * 6,
+                "long_factor": [*range(2, 8)],
+            },
+        },
+    ),
     "granite": ("granite", _GRANITE),
     "glm": ("glm", {"rope_parameters": _ROTARY}),
     "glm4": ("glm4", {"rope_parameters": _ROTARY}),

@@ -32,6 +32,7 @@ class RouterSpec:
         groups, top_groups: experts form `groups` groups, and only those of the best `top_groups` can be chosen.
         group_score: members of a group whose scores add up to the group's: 1 (the best) or 2.
         bias: the scores have a bias of the matmul.
+        on_input: the weights are factors on what the experts read, not on what they give.
         float32: the matmul is float32, whatever the model is.
         name: of the weight in a checkpoint, after the layer's prefix.
         correction: name of a vector that is added to the scores for the choice, and not for the weights; None for none.
@@ -46,6 +47,7 @@ class RouterSpec:
     top_groups: int = 1
     group_score: int = 1
     bias: bool = False
+    on_input: bool = False
     float32: bool = False
     name: str = "mlp.gate"
     correction: str | None = None
@@ -193,7 +195,10 @@ class MoE(Mixer):
         order = ids.flatten().argsort(stable=True)
         counts = (ids.flatten() == torch.arange(self.spec.num_experts, device=x.device)[:, None]).sum(1)
         out = x.new_empty(len(order), x.shape[1])
-        out[order] = self._by_expert(x[order // ids.shape[1]], counts)
+        rows = x[order // ids.shape[1]]
+        if self.spec.router.on_input:
+            rows, weights = rows * weights.flatten()[order, None].to(x.dtype), torch.ones_like(weights)
+        out[order] = self._by_expert(rows, counts)
         each = out.view(*ids.shape, -1).unbind(1)
         total = each[0] * weights[:, :1]
         for part, weight in zip(each[1:], weights.unbind(1)[1:], strict=True):
