@@ -46,7 +46,9 @@ def test_logits_and_greedy_tokens_under_preemption_and_prefix_hits(name, backend
     model, texts = hf_model(name), prompts(name)
     how = {"dtype": "float32", "attention_backend": backend, "block_size": 4, "max_num_batched_tokens": 24}
     specs = spec_from_config(model.config.to_dict()).kv_cache_specs(4)
-    each = 16 if name == "llama4" else 27  # blocks for one request of the longest, and a bit; chunks before the last are freed
+    each = (
+        16 if name == "llama4" else 27
+    )  # blocks for one request of the longest, and a bit; chunks before the last are freed
     blocks = each * len(make_kv_cache_groups(specs)) + 1
     with LLM(str(tiny_model_path(name)), max_model_len=90, **how, num_gpu_blocks=blocks, max_logprobs=-1) as llm:
         outputs = [out.outputs[0] for _ in range(2) for out in llm.generate(texts, PARAMS, use_tqdm=False)]
