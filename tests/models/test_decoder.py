@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from paged import CPU, PagedDecoder, make_decoder
-from tiny_models import EXPERTS, FAMILIES, TINY_MODELS, VOCAB_SIZE, hf_model, logits_equal, next_logits
+from tiny_models import EXPERTS, FAMILIES, STATES, TINY_MODELS, VOCAB_SIZE, hf_model, logits_equal, next_logits
 
 from minivllm.attention.select import make_backend
 from minivllm.core.config import KVCacheConfig, KVCacheGroup, KVCacheSpec
@@ -61,6 +61,7 @@ def test_logits_in_one_piece_in_chunks_and_token_by_token(name, backend):
         got = torch.cat([paged.step({"r": n})["r"] for n in chunks])
         assert got.dtype == torch.float32
         assert logits_equal(got, want)
+        assert name not in STATES or (got - want).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(("name", "backend"), [case for case in MODELS if case not in PROVEN])
