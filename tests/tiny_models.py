@@ -195,7 +195,7 @@ TINY_MODELS |= {
             **_MOE,
             "num_experts": 8,
             "shared_expert_intermediate_size": 64,
-            "linear_key_head_dim": 8,
+            "linear_key_head_dim": 32,  # fewer: products of a key and a query are near 0, and their head's norm magnifies a rounding
             "linear_value_head_dim": 12,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
