@@ -173,8 +173,6 @@ SETTINGS = {
     [
         ("mamba2", "plain"),
         ("granite-hybrid", "checkpoints"),
-        ("mamba", "checkpoints"),
-        ("bamba", "plain"),
         ("jamba", "checkpoints"),
         *((name, setting) for name in BLOCKS for setting in ("preempted", "swapped")),
     ],
