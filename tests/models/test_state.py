@@ -163,7 +163,7 @@ SETTINGS = {
         "preemption_mode": "swap",
         "max_num_batched_tokens": 11,
         "max_num_seqs": 8,
-        "mamba_cache_mode": "all",
+        "mamba_cache_mode": "align",
     },
 }
 
