@@ -25,11 +25,13 @@ class ForwardContext:
         rotations: one for each rotation that the model has, or None for layers without positions.
         kv_caches: one for each tensor of the KV cache configuration; changed in place.
         plans: one for each KV cache group, from the attention backend.
+        positions: int64 [T], of the tokens. Only for what no rotation says: where a step is captured, they are not the step's.
     """
 
     rotations: Sequence[Rotation | None]
     kv_caches: Sequence[Tensor]
     plans: Sequence[Plan]
+    positions: Tensor
 
 
 class CapturedSteps(Protocol):
