@@ -10,11 +10,17 @@ table shows the median of the rounds. Every request of a batch has its own promp
 
 The suffix proposer would know the answers of the rounds before, which are the same: its engine remembers none, but in the row
 `suffix, seen`, which shows what a repeated question gains.
+
+    python benchmarks/speculation.py --gpu [--tokens 512] [--drafts 4] [--acceptance 0.7] [--rounds 5] [--json FILE]
+
+One stream on a GPU: random weights in Qwen3-0.6B's shape, draft tokens that are accepted by chance, against none. Both engines replay
+CUDA graphs; with drafts once as the engine would, and once with `async_scheduling`, where outputs are handled while the next step runs.
 """
 
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -93,8 +99,67 @@ def measure(
     return seconds, [list(output.outputs[0].token_ids) for output in outputs], counts
 
 
+def on_gpu(args: argparse.Namespace) -> None:
+    """One stream with synthetic acceptance against none, in turns."""
+    from engine_gpu import model_folder
+
+    card, few = torch.cuda.get_device_name(), {"num_gpu_blocks": 256, "max_num_seqs": 8, "max_model_len": 2048}
+    config = {
+        "method": "synthetic",
+        "num_speculative_tokens": args.drafts,
+        "synthetic_acceptance_rate": args.acceptance,
+    }
+    engines = {"off": (None, None), "drafts": (config, None), "drafts, async": (config, True)}
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    prompt = {"prompt_token_ids": [i % 251 for i in range(200)]}
+    with tempfile.TemporaryDirectory() as name:
+        folder = str(model_folder(Path(name)))
+        llms = {
+            name: LLM(
+                folder, load_format="dummy", dtype="bfloat16", device="cuda", enable_prefix_caching=False,
+                speculative_config=drafts, async_scheduling=overlaps, **few,
+            )
+            for name, (drafts, overlaps) in engines.items()
+        }  # fmt: skip
+        seconds: dict[str, list[float]] = {name: [] for name in llms}
+        steps, per_step = {}, {}
+        for turn in range(args.rounds + 1):  # the first compiles kernels and captures graphs
+            for name, llm in llms.items():
+                core = llm.llm_engine.core
+                before, start = core.scheduler.step, time.perf_counter()
+                [out] = llm.generate(prompt, params, use_tqdm=False)
+                if turn:
+                    seconds[name].append(time.perf_counter() - start)
+                assert len(out.outputs[0].token_ids) == args.tokens
+                steps[name] = core.scheduler.step - before
+                per_step[name] = core.scheduler.spec_stats.mean_acceptance_length or 1.0
+    rows = []
+    for name, took in seconds.items():
+        ratios = [off / own for off, own in zip(seconds["off"], took, strict=True)]
+        rows.append({
+            "drafts": name, "tokens_per_second": round(args.tokens / statistics.median(took), 1), "ratio": round(statistics.median(ratios), 3),
+            "ratios": [round(ratio, 3) for ratio in ratios], "ms_per_step": round(1e3 * statistics.median(took) / steps[name], 3),
+            "tokens_per_step": round(per_step[name], 3), "graphs": len(llms[name].llm_engine.core.executor.runner.graphs or ()),
+        })  # fmt: skip
+    about = f"{card}, Qwen3-0.6B's shape, one stream, {args.drafts} drafts, accepted with a chance of {args.acceptance}"
+    print(f"{about}; {args.tokens} tokens, medians of {args.rounds} rounds")
+    print("drafts         tokens/s  over off  ms a step  tokens a step  graphs")
+    for row in rows:
+        print(
+            f"{row['drafts']:13}  {row['tokens_per_second']:8.1f}  {row['ratio']:8.2f}  {row['ms_per_step']:9.3f}"
+            f"  {row['tokens_per_step']:13.2f}  {row['graphs']:6}"
+        )
+    if args.json:
+        result = {"about": about, "rounds": args.rounds, "tokens": args.tokens, "rows": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpu", action="store_true", help="one stream with synthetic acceptance on a GPU")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.7, help="with --gpu: the chance that a draft token is accepted"
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tokens", type=int, default=96)
@@ -103,6 +168,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", type=Path, help="also write the table here")
     args = parser.parse_args()
+    if args.gpu:
+        if not torch.cuda.is_available():
+            print("not run: torch sees no NVIDIA GPU here")
+            return
+        on_gpu(args)
+        return
     llms = engines(args.model, args.drafts, args.dtype)
     rows = []
     for batch in args.batches:
