@@ -203,6 +203,10 @@ TINY_MODELS |= {
         },
     ),
 }
+TINY_MODELS["qwen3-next-attention"] = (
+    "qwen3_next",
+    {**TINY_MODELS["qwen3-next"][1], "layer_types": ["full_attention"] * 4},
+)
 STATES = ("mamba2", "lfm2", "granite-hybrid", "qwen3-next")
 """With state-space layers."""
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3")
