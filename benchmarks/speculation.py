@@ -11,6 +11,8 @@ table shows the median of the rounds. Every request of a batch has its own promp
 The suffix proposer would know the answers of the rounds before, which are the same: its engine remembers none, but in the row
 `suffix, seen`, which shows what a repeated question gains.
 
+With `--train N` heads are trained first, on N answers of the model to questions of the chat's kind about other things, and get a row.
+
     python benchmarks/speculation.py --gpu [--tokens 512] [--drafts 4] [--acceptance 0.7] [--rounds 5] [--json FILE]
 
 One stream on a GPU: random weights in Qwen3-0.6B's shape, draft tokens that are accepted by chance, against none. Both engines replay
@@ -28,6 +30,7 @@ from typing import Any
 import torch
 
 from minivllm import LLM, SamplingParams
+from minivllm.spec_decode.training import StateCollector, save_medusa, train_medusa
 
 NAMES = (
     "Ada",
@@ -67,7 +70,36 @@ PROMPTS = {
 OFF: dict[str, Any] | None = None
 
 
-def engines(model: str, drafts: int, dtype: str) -> dict[str, LLM]:
+THINGS = (
+    "play the piano", "cook", "draw", "speak Italian", "ride a horse", "write poems", "knit", "garden", "dance", "sing", "ski", "sail",
+    "bake bread", "play chess", "juggle", "drive a car", "sew", "paint", "climb", "surf", "fish", "read music", "take photos", "run",
+    "skate", "program", "meditate", "box", "row", "fence", "do yoga", "lift weights",
+)  # fmt: skip
+
+
+def trained_heads(model: str, dtype: str, count: int, heads: int, folder: Path) -> Path:
+    """Medusa heads from `count` answers of the model, none of which is asked for later."""
+    texts = [
+        f"My friend {NAMES[i % len(NAMES)]} wants to learn to {THINGS[i % len(THINGS)]} at the age of {20 + i % 50}. What would you tell"
+        f" {NAMES[i % len(NAMES)]}?"
+        for i in range(count)
+    ]
+    collector, start = StateCollector(), time.perf_counter()
+    config = {"method": collector, "num_speculative_tokens": 1, "dynamic_length": False}
+    params = SamplingParams(temperature=0, max_tokens=96)
+    with LLM(model, dtype=dtype, max_model_len=512, enable_prefix_caching=False, speculative_config=config) as llm:
+        llm.chat([[{"role": "user", "content": text}] for text in texts], params, use_tqdm=False)
+        output = llm.llm_engine.core.executor.runner.model.embedding.float()
+    said, tensors = time.perf_counter(), train_medusa(collector.texts(), heads, output, epochs=5)
+    tokens, known = sum(len(ids) for _, ids in collector.texts()), len(tensors["token_map"])
+    print(
+        f"{heads} heads, trained on {tokens} tokens, {known} different ones: {said - start:.0f} s to write them,"
+        f" {time.perf_counter() - said:.0f} s to train"
+    )
+    return save_medusa(folder, tensors)
+
+
+def engines(model: str, drafts: int, dtype: str, heads: Path | None) -> dict[str, LLM]:
     """One engine for each row of the table."""
     suffix = {"method": "suffix", "num_speculative_tokens": drafts}
     configs = {
@@ -76,6 +108,8 @@ def engines(model: str, drafts: int, dtype: str) -> dict[str, LLM]:
         "suffix": suffix | {"suffix_decoding_max_cached_requests": 0},
         "suffix, seen": suffix,
     }
+    if heads is not None:
+        configs["medusa"] = {"method": "medusa", "model": str(heads), "num_speculative_tokens": drafts}
     sizes: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": 1024,
@@ -166,6 +200,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--train", type=int, default=0, metavar="N", help="train Medusa heads on N answers first")
     parser.add_argument("--json", type=Path, help="also write the table here")
     args = parser.parse_args()
     if args.gpu:
@@ -174,7 +209,11 @@ def main() -> None:
             return
         on_gpu(args)
         return
-    llms = engines(args.model, args.drafts, args.dtype)
+    with tempfile.TemporaryDirectory() as name:
+        heads = None
+        if args.train:
+            heads = trained_heads(args.model, args.dtype, args.train, args.drafts, Path(name))
+        llms = engines(args.model, args.drafts, args.dtype, heads)
     rows = []
     for batch in args.batches:
         for kind, text in PROMPTS.items():

@@ -72,7 +72,8 @@ class EngineCore:
                 config.args.kv_events_endpoint, config.args.kv_events_replay_endpoint, config.args.kv_events_topic
             )
         if config.async_scheduling:
-            self.step = self.step_async if config.speculative is None else self.step_drafting  # type: ignore[method-assign]
+            ahead = self.step_async if config.speculative is None else self.step_drafting
+            self.step = ahead  # type: ignore[method-assign]
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
@@ -166,7 +167,7 @@ class EngineCore:
         return outputs
 
     def step_drafting(self) -> list[EngineCoreOutput]:
-        """As `step_async`, with draft tokens: what a step verifies is known when the one before has ended, so that is waited for first.
+        """As `step_async`, with draft tokens: what a step verifies is known when the one before has ended, which is waited for first.
 
         The step runs while the caller handles what requests gained in the one before.
         """
