@@ -195,7 +195,7 @@ TINY_MODELS |= {
             **_MOE,
             "num_experts": 8,
             "shared_expert_intermediate_size": 64,
-            "linear_key_head_dim": 8,
+            "linear_key_head_dim": 32,  # fewer: products of a key and a query are near 0, and their head's norm magnifies a rounding
             "linear_value_head_dim": 12,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
@@ -207,7 +207,32 @@ TINY_MODELS["qwen3-next-attention"] = (
     "qwen3_next",
     {**TINY_MODELS["qwen3-next"][1], "layer_types": ["full_attention"] * 4},
 )
-STATES = ("mamba2", "lfm2", "granite-hybrid", "qwen3-next")
+_NARROW = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+TINY_MODELS |= {
+    "mamba": ("mamba", {**_BARE, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 8, "use_bias": True}),
+    "jamba": (
+        "jamba",
+        {
+            **{name: DROP for name in ("head_dim", "max_position_embeddings")},
+            **_NARROW,
+            "num_hidden_layers": 3,
+            "mamba_d_state": 8,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+        },
+    ),
+    "bamba": (
+        "bamba",
+        {
+            "head_dim": DROP,
+            **_NARROW,
+            **{f"mamba_{name}": size for name, size in {**_HYBRID_MAMBA2, "n_heads": 4, "n_groups": 2}.items()},
+            "attn_layer_indices": [1],
+        },
+    ),
+}
+STATES = ("mamba2", "lfm2", "granite-hybrid", "qwen3-next", "mamba", "jamba", "bamba")
 """With state-space layers."""
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3")
 """One of each family, for tests that cannot afford all."""

@@ -291,8 +291,11 @@ class Scheduler(Recorder):
         """
         for request_id in reversed(draft.new_requests.copy()):
             self._preempt(self.requests[request_id], draft, request_id, "policy_error")
-        for request_id, n in draft.scheduled.items():
+        for request_id, n in tuple(draft.scheduled.items()):
             request = self.requests[request_id]
+            if self.kv_cache_manager.has_gap(request, request.num_computed_tokens - n):
+                self._preempt(request, draft, request_id, "policy_error")
+                continue
             request.num_computed_tokens -= n
             self.kv_cache_manager.uncache_blocks(request, request.num_computed_tokens)
         draft.scheduled.clear()

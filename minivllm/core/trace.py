@@ -328,7 +328,8 @@ REASONS = {
 
 
 def _blocks(event: Any) -> str:
-    return f"block{'s' if len(event.blocks) > 1 else ''} {', '.join(map(str, event.blocks))}"
+    blocks = [str(block) for block in event.blocks if block]
+    return f"block{'s' if len(blocks) > 1 else ''} {', '.join(blocks)}"
 
 
 _TOLD: dict[str, Callable[[Any], str]] = {

@@ -5,6 +5,7 @@ import torch
 from paged import PagedDecoder, make_decoder
 from tiny_models import (
     _SIZES,
+    STATES,
     TINY_MODELS,
     VOCAB_SIZE,
     hf_model,
@@ -28,7 +29,7 @@ from minivllm_kernels.cpu.matmul.layout import host_tiles
 from minivllm_kernels.cpu.program import Program
 
 _CAPTURED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "smollm3")
-CAN = [name for name in TINY_MODELS if name.startswith(_CAPTURED) and "moe" not in name]
+CAN = [name for name in TINY_MODELS if name.startswith(_CAPTURED) and "moe" not in name and name not in STATES]
 
 
 def prompts(*lengths):

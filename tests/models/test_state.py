@@ -12,8 +12,9 @@ from minivllm.attention.backend import AttentionBatch
 from minivllm.attention.state import MambaSpec, StateView, plan_states
 from minivllm.core.config import KVCacheSpec, make_kv_cache_groups, unify_block_size
 from minivllm.models.mixers.delta import delta_scan
+from minivllm.models.mixers.mamba1 import selective_scan
 from minivllm.models.mixers.mamba2 import ssd_scan
-from minivllm.models.mixers.scan import conv_scan, conv_step, delta_recurrence, ssd_recurrence
+from minivllm.models.mixers.scan import conv_scan, conv_step, delta_recurrence, selective_recurrence, ssd_recurrence
 
 CPU = torch.device("cpu")
 SPEC = MambaSpec(shapes=((6, 5), (3,)), dtypes=(torch.float32, torch.float32), block_size=4, dtype=torch.float32)
@@ -53,6 +54,16 @@ def test_the_delta_rule_in_chunks_is_the_recurrence(length):
     state = torch.randn(4, 8, 12)
     want, after = delta_recurrence(q, k, v, log_decay, beta, state)
     got, there = delta_scan(q, k, v, log_decay, beta, state)
+    assert close(got, want) and close(there, after)
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
+def test_the_selective_scan_in_chunks_is_the_recurrence(length):
+    torch.manual_seed(length)
+    x, dt, state = torch.randn(length, 12), torch.rand(length, 12) * 3, torch.randn(12, 4)
+    B, C, A, D = torch.randn(length, 4), torch.randn(length, 4), -torch.rand(12, 4) * 8, torch.randn(12)
+    want, after = selective_recurrence(x, dt, A, B, C, D, state)
+    got, there = selective_scan(x, dt, A, B, C, D, state)
     assert close(got, want) and close(there, after)
 
 
@@ -141,7 +152,7 @@ def test_pages_of_attention_and_states_are_unified():
         make_kv_cache_groups([attention, state])
 
 
-BLOCKS = {"mamba2": 8, "lfm2": 16, "qwen3-next": 16}
+BLOCKS = {"mamba2": 8, "lfm2": 14, "qwen3-next": 13}
 """Few enough that requests are preempted."""
 SETTINGS = {
     "plain": {},
@@ -152,7 +163,7 @@ SETTINGS = {
         "preemption_mode": "swap",
         "max_num_batched_tokens": 11,
         "max_num_seqs": 8,
-        "mamba_cache_mode": "all",
+        "mamba_cache_mode": "align",
     },
 }
 
@@ -162,13 +173,14 @@ SETTINGS = {
     [
         ("mamba2", "plain"),
         ("granite-hybrid", "checkpoints"),
+        ("jamba", "checkpoints"),
         *((name, setting) for name in BLOCKS for setting in ("preempted", "swapped")),
     ],
 )
 def test_generates_what_transformers_does(name, setting, tiny_model_path):
     """Twice: the second time prefixes hit, on a checkpoint and off it."""
     torch.set_num_threads(1)
-    prompts = [prompt(n, seed=n) for n in (1, 5, 33, 61)]
+    prompts = [prompt(n, seed=n) for n in (1, 5, 44, 61)]
     prompts += [prompts[-1] + prompt(9, seed=3), prompts[-1] + prompt(1, seed=9)]
     want = [hf_generate(name, tokens, 12) for tokens in prompts]
     more = {"num_gpu_blocks": BLOCKS[name]} if setting in ("preempted", "swapped") else {}
