@@ -264,6 +264,7 @@ class Scheduler(Recorder):
             scheduled_spec_decode_tokens=draft.spec,
             free_encoder_mm_hashes=tuple(draft.encoder_frees),
             scheduled_encoder_inputs=tuple(draft.encoder_inputs.values()),
+            recorded=self.trace is not None,
         )
         self._finished = []
         self.step += 1
@@ -687,9 +688,8 @@ class Scheduler(Recorder):
         gained = {out.request_id: tuple(out.new_token_ids) for out in outputs} if self.trace is not None else None
         if result.logprobs or result.prompt_logprobs or result.errors or result.pooled:
             self._attach(result, outputs, ended)
-        if gained is not None and self.trace is not None:
-            late = () if output.step == self.step - 1 else (output.step,)
-            self.trace(("update", self.clock.now(), gained, *late))
+        if gained is not None:
+            self._trace_result(output, result, gained)
         for request in ended:
             if request.status is not RequestStatus.RUNNING:  # preempted while its last token was computed
                 self.waiting.remove(request)
@@ -757,6 +757,16 @@ class Scheduler(Recorder):
             self.requests[request_id].spec_token_ids = list(tokens)
         if kept and self.trace is not None:
             self.trace(("draft", kept))
+
+    def _trace_result(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, gained: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Record what came of a step."""
+        if self.trace is not None:
+            late = () if output.step == self.step - 1 else (output.step,)
+            self.trace(("update", self.clock.now(), gained, *late))
+            if result.expert_loads:
+                self.trace(("experts", output.step, result.expert_loads))
 
     def _drop_late(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Forget what a step brings to requests that ended while it ran: their ids may be in use again."""

@@ -254,6 +254,11 @@ class Trace(Recording):
         """Memory lost to fragmentation over time, drawn with matplotlib; returns the axes."""
         return views.find("Waste")(self).plot(ax)
 
+    def plot_experts(self, layer: int | None = None, ax: Any = None) -> Any:
+        """How many tokens each expert took, drawn with matplotlib; returns the axes: of all layers, or step by step of one (see the
+        table `experts`)."""
+        return views.find("plot_experts")(self, layer, ax)
+
 
 class TraceError(ValueError):
     """A trace that contradicts itself. Says at which event."""

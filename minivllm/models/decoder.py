@@ -274,7 +274,7 @@ class Decoder(Module):
                 return hidden
         rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
         x = self.embed(token_ids, positions, media=media) if x is None else x
-        return self._run_layers(x, ForwardContext(rotations, kv_caches, plans))
+        return self._run_layers(x, ForwardContext(rotations, kv_caches, plans, positions))
 
     def embed(
         self, token_ids: Tensor, positions: Tensor, out: Tensor | None = None, media: Media | None = None

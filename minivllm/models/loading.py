@@ -222,6 +222,12 @@ class LoadedModel:
         """What `models.spec` makes of the configuration; raises for an architecture that is not implemented."""
         from minivllm.models.families.registry import is_known, spec_from_config
 
+        if self.hf_config.get("is_encoder_decoder"):
+            named = (self.hf_config.get("architectures") or [self.hf_config.get("model_type")])[0]
+            raise CheckpointError(
+                f"{named} is an encoder-decoder model (is_encoder_decoder in config.json): cross-attention is not implemented"
+            )
+
         if self.model_impl == "transformers" or (self.model_impl == "auto" and not is_known(self.hf_config)):
             from minivllm.models.fallback import transformers_spec
 
