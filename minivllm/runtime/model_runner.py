@@ -182,7 +182,7 @@ class ModelRunner:
         self._capture_problem: str | None = None
         if self.device.type != "cpu":
             self.buffer = StepBuffer(step_bytes(config), self.device)
-            if config.async_scheduling:
+            if config.async_scheduling and speculative is None:  # else a step begins when all tokens are known
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
             if not config.args.enforce_eager and all(isinstance(spec, AttentionSpec) for spec in self.specs):
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
