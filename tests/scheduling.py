@@ -20,6 +20,8 @@ GROUPS = {
     "all": ["full", "sliding_window", "chunked_local"],
     "state": ["state"],
     "checkpoints": ["state_all"],
+    "aligned": ["state_align"],
+    "aligned hybrid": ["full", "state_align", "sliding_window"],
     "state hybrid": ["full", "state", "state"],
     "checkpoint hybrid": ["state_all", "full", "state_all"],
 }

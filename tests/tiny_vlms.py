@@ -12,6 +12,7 @@ from tiny_models import randomise, tiny_tokenizer
 _TEXT = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}  # fmt: skip
 _VISION = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}  # fmt: skip
+VLMS = ("llava", "llava-siglip", "gemma3", "idefics3", "smolvlm")
 IDS = {"<image>": 260, "<start_of_image>": 260, "<end_of_image>": 261, "<image_soft_token>": 262}
 MARKERS = {"gemma3": "<start_of_image>"}
 TEMPLATE = (
@@ -59,7 +60,7 @@ def _config(name: str) -> Any:
             boi_token_index=260, eoi_token_index=261, image_token_index=262,
         )  # fmt: skip
     text = {"model_type": "llama", **_TEXT}
-    return AutoConfig.for_model("idefics3", text_config=text, vision_config=_VISION, scale_factor=2, image_token_id=260)
+    return AutoConfig.for_model(name, text_config=text, vision_config=_VISION, scale_factor=2, image_token_id=260)
 
 
 @cache

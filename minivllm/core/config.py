@@ -17,12 +17,12 @@ from minivllm.core.speculative import SpeculativeConfig
 
 __all__ = [
     "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "MODEL_IMPLS", "QUANTIZATIONS", "ROUTER_NAMES",
-    "RUNNERS", "STATE_KINDS", "WEIGHT_BITS", "CacheConfig", "CheckpointedStateRules", "ChunkedLocalRules",
-    "Decision", "EncoderOnlyRules", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup",
-    "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "PoolingFacts",
-    "SchedulerConfig", "SlidingWindowRules", "StateRules", "choose_dtype", "choose_state_cache",
-    "make_kv_cache_groups", "pad_states", "register_kv_cache_kind", "resolve", "tokens_held",
-    "unify_block_size",
+    "RUNNERS", "STATE_KINDS", "WEIGHT_BITS", "AlignedStateRules", "CacheConfig", "CheckpointedStateRules",
+    "ChunkedLocalRules", "Decision", "EncoderOnlyRules", "EngineArgs", "EngineConfig", "KVCacheConfig",
+    "KVCacheGroup", "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts",
+    "PoolingFacts", "SchedulerConfig", "SlidingWindowRules", "StateRules", "choose_dtype",
+    "choose_state_cache", "make_kv_cache_groups", "pad_states", "register_kv_cache_kind", "resolve",
+    "tokens_held", "unify_block_size",
 ]  # fmt: skip
 
 
@@ -64,6 +64,13 @@ class KVCacheRules:
         """Length of the block table of a request with `num_tokens` tokens."""
         return -(-num_tokens // spec.block_size)
 
+    def first_kept(self, spec: KVCacheSpec, held: int, num_tokens: int) -> int:
+        """Which entry of a table that grows from `held` entries to those of `num_tokens` tokens is the first to get a block.
+
+        Those between get the null block. Default: none do.
+        """
+        return held
+
     def max_blocks(self, spec: KVCacheSpec, num_tokens: int, max_step_tokens: int) -> int:
         """Most blocks held at once by a request of `num_tokens` tokens, computed at most `max_step_tokens` at a time."""
         return self.num_blocks(spec, num_tokens)
@@ -78,7 +85,7 @@ class KVCacheRules:
 
 
 KV_CACHE_KINDS: dict[str, KVCacheRules] = {"full": KVCacheRules()}
-_BUILT_IN = ("full", "sliding_window", "chunked_local", "latent", "encoder_only", "state", "state_all")
+_BUILT_IN = ("full", "sliding_window", "chunked_local", "latent", "encoder_only", "state", "state_all", "state_align")
 
 
 def register_kv_cache_kind(name: str, rules: KVCacheRules) -> None:
@@ -205,10 +212,27 @@ class CheckpointedStateRules(StateRules):
         return f"{StateRules.describe(self, spec)}, kept every {spec.block_size} tokens"
 
 
-STATE_KINDS = {"none": "state", "all": "state_all"}
+class AlignedStateRules(CheckpointedStateRules):
+    """A step keeps the state at the last boundary of blocks that it reaches, and its last one. vLLM's `mamba_cache_mode="align"`.
+
+    vLLM lets a prompt's steps end at such boundaries; here a step that crosses one is cut there when it is executed.
+    """
+
+    def first_kept(self, spec: KVCacheSpec, held: int, num_tokens: int) -> int:
+        return max(held, num_tokens // spec.block_size - 1)
+
+    def max_blocks(self, spec: KVCacheSpec, num_tokens: int, max_step_tokens: int) -> int:
+        return min(self.num_blocks(spec, num_tokens), 3)  # what the step reads, and two that it writes
+
+    def describe(self, spec: KVCacheSpec) -> str:
+        return f"{StateRules.describe(self, spec)}, kept once a step"
+
+
+STATE_KINDS = {"none": "state", "align": "state_align", "all": "state_all"}
 """The kind of a state by `mamba_cache_mode`."""
 register_kv_cache_kind("state", StateRules())
 register_kv_cache_kind("state_all", CheckpointedStateRules())
+register_kv_cache_kind("state_align", AlignedStateRules())
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +241,8 @@ class KVCacheSpec:
 
     Attributes:
         kind: `full`, `sliding_window` (the last `window` tokens), `chunked_local` (the current chunk of `window` tokens),
-            `latent` (one vector of `head_dim` numbers a token), `encoder_only` (nothing), `state` and `state_all` (see
-            `StateRules`), or the name of a registered kind.
+            `latent` (one vector of `head_dim` numbers a token), `encoder_only` (nothing), `state`, `state_all` and
+            `state_align` (see `StateRules`), or the name of a registered kind.
         block_size: tokens per block.
         num_kv_heads: key-value heads.
         head_dim: size of one head.
@@ -664,10 +688,6 @@ class EngineArgs(_ModelArgs):
         self._check_quantization()
         self._check_media()
         self._check_parallel()
-        if self.speculative is not None and self.async_scheduling:
-            raise ValueError(
-                "speculative_config needs async_scheduling=False: a step verifies what the one before it led to"
-            )
         if not self.enable_lora and (self.max_loras, self.max_lora_rank, self.max_cpu_loras) != (1, 16, None):
             raise ValueError("max_loras, max_lora_rank and max_cpu_loras need enable_lora=True")
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
@@ -917,7 +937,7 @@ def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCach
     why = "default" if args.mamba_cache_mode is None else "asked for"
     decisions = [Decision("mamba_cache_mode", mode, why)]
     if mode == "none" and args.enable_prefix_caching:
-        why = 'states are not kept; mamba_cache_mode="all" keeps one for every block'
+        why = 'states are not kept; mamba_cache_mode="all" keeps one for every block, "align" one for every step'
         decisions.append(Decision("enable_prefix_caching", False, why))
     block_size = unify_block_size(specs, args.block_size)
     if block_size != args.block_size:

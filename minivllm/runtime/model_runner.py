@@ -23,6 +23,7 @@ from minivllm.core.speculative import SpeculativeConfig
 from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder, Media
+from minivllm.models.mixers.moe import ExpertLoads
 from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
@@ -167,8 +168,8 @@ class ModelRunner:
         self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
         self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
-        rate = None if speculative is None else speculative.synthetic_acceptance_rate
-        self.rejection = RejectionSampler(self.sampler, rate)
+        self.rejection = RejectionSampler(self.sampler, speculative and speculative.synthetic_acceptance_rate)
+        self.expert_loads = ExpertLoads(model)
         self._looks_back = bool(transforms)
         self._latest: PendingStep | None = None
         self.future: FutureTokens | None = None
@@ -181,7 +182,7 @@ class ModelRunner:
         self._capture_problem: str | None = None
         if self.device.type != "cpu":
             self.buffer = StepBuffer(step_bytes(config), self.device)
-            if config.async_scheduling:
+            if config.async_scheduling and speculative is None:  # else a step begins when all tokens are known
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
             if not config.args.enforce_eager and all(isinstance(spec, AttentionSpec) for spec in self.specs):
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
@@ -228,6 +229,8 @@ class ModelRunner:
             self.media.update(output)
         if not output.total_num_scheduled_tokens:
             return pending
+        if output.recorded != self.expert_loads.on:
+            self.expert_loads.switch(output.recorded)
         guesses = output.scheduled_spec_decode_tokens
         step = self.batch.prepare(output.num_scheduled_tokens, guesses)
         media = self.media.gather(step) if self.media.features else None
@@ -245,6 +248,8 @@ class ModelRunner:
             hidden = self.model.forward(token_ids, positions, self.kv_caches, plans, media)
         else:
             hidden, last, rows = self._forward_buffered(step, arrays, self.buffer, media)
+        if self.expert_loads.counts:
+            pending.loads = self.expert_loads.take()
         if self.drafter is not None and self.drafter.reads:
             self._states = step, hidden
         if self._prompt_done:
@@ -342,6 +347,8 @@ class ModelRunner:
         or the buffer is too small."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)
+        if self.expert_loads.counts:
+            return None  # a graph tells no one what its experts took
         adapted = self.adapters is not None and self.adapters.model.active
         if adapted and self.adapters is not None and not self.adapters.model.can_replay(padded or rows):
             return None
@@ -526,6 +533,7 @@ class PendingStep:
         drawn: the tokens, or None if there are none or they have been taken.
         views, rows, places: of the requests that get a token: their views, rows in the `InputBatch` (which can differ from those in the
             `SamplingState`), and where in the row it belongs.
+        loads: of a recorded step, see `ExpertLoads.take`.
     """
 
     runner: ModelRunner
@@ -534,9 +542,13 @@ class PendingStep:
     views: Sequence[RequestView] = ()
     rows: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
     places: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    loads: Sequence[tuple[int, Tensor]] = ()
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the tokens, and put them into their rows."""
+        if self.loads:
+            self.output.expert_loads = tuple((layer, tuple(counts.tolist())) for layer, counts in self.loads)
+            self.loads = ()
         if self.drawn is None:
             return self.output
         drawn, self.drawn = self.drawn.finish(), None

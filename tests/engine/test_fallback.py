@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, randomise, save_tiny_model, tiny_tokenizer
+from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, next_logits, randomise, save_tiny_model, tiny_tokenizer
 
 from minivllm import LLM, SamplingParams
 from minivllm.models.fallback import transformers_spec
@@ -58,26 +58,19 @@ TOKENS = torch.randint(0, EOS_TOKEN_ID - 1, (200,), generator=torch.Generator().
 PROMPTS = [TOKENS[:60], TOKENS[:40] + TOKENS[100:115], TOKENS[:3], TOKENS[70:100], TOKENS[:60] + TOKENS[150:161]]
 
 
-@torch.inference_mode()
-def generated(model_type: str, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    found = hf(model_type).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    return found[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize("model_type", MODELS)
 def test_chunks_preemption_and_prefix_hits(model_type: str, tmp_path: Path):
     assert not is_known(hf(model_type).config.to_dict()), "this package has it by now: take another family"
     how = {"dtype": "float32", "attention_backend": "sdpa", "block_size": 4, "max_num_batched_tokens": 24}
     groups = 2 if model_type == "exaone4" else 1
     with LLM(save(model_type, tmp_path), max_model_len=90, **how, num_gpu_blocks=27 * groups + 1) as llm:
-        expected = [generated(model_type, prompt) for prompt in PROMPTS]
         with llm.record() as trace:
-            for _ in range(2):
-                outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-                assert [output.outputs[0].token_ids for output in outputs] == expected
+            first, again = (
+                [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] for _ in "ab"
+            )
         trace.check()
         metrics = llm.get_metrics()
+    assert first == again == [logits.argmax(-1).tolist() for logits in next_logits(hf(model_type), PROMPTS, first)]
     assert metrics["prefix_cache_hits"] > 0 and metrics["num_preemptions"] > 0
 
 

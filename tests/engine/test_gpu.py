@@ -166,6 +166,33 @@ def test_async_scheduling_replays_graphs(folder, name):
     assert len(llm.llm_engine.core.executor.runner.graphs) > 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_with_drafts_replay_graphs_and_change_no_token(folder, overlap):
+    """Drafts are accepted and rejected: the answers to come, with mistakes."""
+
+    class Guesses:
+        def propose(self, requests, view):
+            drafts = []
+            for request in requests:
+                known, start = request.token_ids.tolist(), request.num_prompt_tokens
+                truth = answers[tuple(known[:start])][len(known) - start :][: request.most]
+                drafts.append([t if (len(known) + i) % 3 else 0 for i, t in enumerate(truth)])
+            return drafts
+
+    plain = load(folder("llama-64"), dtype="float32", attention_backend="numba_cuda", async_scheduling=False)
+    answers = {tuple(p): ids for p, ids in zip(PROMPTS, tokens(plain, greedy(24)), strict=True)}
+    config = {"method": Guesses(), "num_speculative_tokens": 4, "dynamic_length": False}
+    llm = load(
+        folder("llama-64"), dtype="float32", attention_backend="numba_cuda", async_scheduling=overlap, speculative_config=config
+    )  # fmt: skip
+    for _ in range(2):  # the second time prefixes are cached
+        assert tokens(llm, greedy(24)) == list(answers.values())
+    core = llm.llm_engine.core
+    stats = core.scheduler.spec_stats
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens and stats.error is None
+    assert len(core.executor.runner.graphs) > 0
+
+
 def test_with_async_scheduling_the_host_waits_for_nothing_but_tokens(folder):
     llm = load(folder("qwen3-64"), dtype="bfloat16", attention_backend="numba_cuda", async_scheduling=True)
     params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, logprobs=2)

@@ -1,6 +1,7 @@
 """GGUF files against three oracles: transformers models written into GGUF, the block formats, transformers' own reader."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -226,7 +227,7 @@ def test_rope_scaling_metadata(tmp_path, kind):
         ({"llama__rope__scaling__type": "linear"}, r"llama\.rope\.scaling\.factor is missing"),
         ({"llama__block_count": None}, r"llama\.block_count is missing"),
         ({"llama__attention__head_count_kv": [2, 1]}, "differs from layer to layer"),
-        ({"split__count": 3}, "split GGUF"),
+        ({"split__count": 3}, r"split.no and split.count are \(0, 3\), .* called NAME-00001-of-00003.gguf"),
         ({"tokenizer__ggml__model": "bert"}, "bert"),
         ({"tokenizer__ggml__pre": "viking"}, "viking"),
         ({"tokenizer__ggml__remove_extra_whitespaces": True}, "remove_extra_whitespaces"),
@@ -241,6 +242,29 @@ def test_what_has_no_equivalent_is_refused_by_name_before_weights_are_written(tm
     with pytest.raises(GGUFError, match=named):
         convert_gguf(path, tmp_path / "hf")
     assert not (tmp_path / "hf" / "model.safetensors").exists()
+
+
+def test_a_file_in_parts_is_the_whole_file(tmp_path, monkeypatch):
+    """Split by llama.cpp's own writer: three parts of at most 8 tensors; the folder, or any part, stands for all."""
+    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "parts").mkdir()
+    tiny.write_gguf(tmp_path / "parts/m.gguf", split=8)
+    parts = sorted((tmp_path / "parts").iterdir())
+    assert [part.name for part in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    convert_gguf(tiny.write_gguf(tmp_path / "whole.gguf"), tmp_path / "hf")
+    want = load_file(tmp_path / "hf/model.safetensors")
+    folders = {hub.resolve_model(name) for name in (*parts, tmp_path / "parts")}
+    assert len(folders) == 1, "converted once"
+    got = load_file(folders.pop() / "model.safetensors")
+    assert want.keys() == got.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    moved = parts[1].rename(tmp_path / "moved.gguf")
+    with pytest.raises(GGUFError, match=r"one of 3 parts, of which m-00002-of-00003.gguf are not there"):
+        read_gguf(parts[2])
+    with pytest.raises(GGUFError, match=r"moved.gguf: .*general.architecture is missing"):
+        read_gguf(moved)
+    shutil.copy(parts[2], parts[1])
+    with pytest.raises(GGUFError, match=r"m-00002-of-00003.gguf: split.no and split.count are \(2, 3\)"):
+        read_gguf(parts[0])
 
 
 def test_a_file_without_an_embedding(tmp_path):

@@ -27,6 +27,7 @@ OWN_NAMES = {
     "falcon": {name: value for name, value in MINIMAL.items() if name != "intermediate_size"},
     "opt": {name: value for name, value in MINIMAL.items() if name != "intermediate_size"}
     | {"word_embed_proj_dim": 256},
+    "mamba": {"hidden_size": 256, "vocab_size": 1000},
     "mamba2": {"hidden_size": 256, "num_heads": 8, "vocab_size": 1000},
     "granitemoehybrid": MINIMAL | {"mamba_n_heads": 8},
     "deepseek_v2": MINIMAL | {"num_experts_per_tok": 6},
@@ -143,7 +144,9 @@ def test_spec_survives_json(name):
     assert spec_from_config(json.loads(config.to_json_string(use_diff=False))) == spec_from_config(config.to_dict())
 
 
-@pytest.mark.parametrize("name", [name for name in TINY_MODELS if name not in ("gpt2", "opt", "mamba2")])
+@pytest.mark.parametrize(
+    "name", [name for name in TINY_MODELS if name not in ("gpt2", "opt", "mamba2", "mamba", "jamba")]
+)
 def test_spec_survives_the_old_spelling_of_rope(name):
     new = hf_config(name).to_dict()
     old = copy.deepcopy(new)

@@ -2,6 +2,8 @@
 
 # ruff: noqa: F811
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,9 @@ from minivllm.attention.backend import AttentionBatch
 from minivllm.attention.state import MambaSpec, StateView, plan_states
 from minivllm.core.config import KVCacheSpec, make_kv_cache_groups, unify_block_size
 from minivllm.models.mixers.delta import delta_scan
+from minivllm.models.mixers.mamba1 import selective_scan
 from minivllm.models.mixers.mamba2 import ssd_scan
-from minivllm.models.mixers.scan import conv_scan, conv_step, delta_recurrence, ssd_recurrence
+from minivllm.models.mixers.scan import conv_scan, conv_step, delta_recurrence, selective_recurrence, ssd_recurrence
 
 CPU = torch.device("cpu")
 SPEC = MambaSpec(shapes=((6, 5), (3,)), dtypes=(torch.float32, torch.float32), block_size=4, dtype=torch.float32)
@@ -56,6 +59,16 @@ def test_the_delta_rule_in_chunks_is_the_recurrence(length):
     assert close(got, want) and close(there, after)
 
 
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
+def test_the_selective_scan_in_chunks_is_the_recurrence(length):
+    torch.manual_seed(length)
+    x, dt, state = torch.randn(length, 12), torch.rand(length, 12) * 3, torch.randn(12, 4)
+    B, C, A, D = torch.randn(length, 4), torch.randn(length, 4), -torch.rand(12, 4) * 8, torch.randn(12)
+    want, after = selective_recurrence(x, dt, A, B, C, D, state)
+    got, there = selective_scan(x, dt, A, B, C, D, state)
+    assert close(got, want) and close(there, after)
+
+
 @pytest.mark.parametrize("kernel", [1, 3, 4])
 def test_a_convolution_in_pieces_is_one_over_the_whole(kernel):
     u, weight, bias = torch.randn(30, 6), torch.randn(6, kernel), torch.randn(6)
@@ -73,23 +86,53 @@ def test_a_convolution_in_pieces_is_one_over_the_whole(kernel):
     assert close(torch.cat(ys), want) and torch.equal(states[0], state)
 
 
-def test_the_cpu_kernel_is_the_recurrence_on_states_in_blocks():
-    """Three sequences: one that begins, one that goes on in another block, one of a single token in its own."""
+READ, WRITE, BEGINS = torch.tensor([-1, 2, 5]), torch.tensor([1, 3, 5]), torch.tensor([0, 4, 9, 10])
+"""Three sequences: one that begins, one that goes on in another block, one of a single token in its own."""
+
+
+@pytest.mark.parametrize("kind", ["ssd", "delta", "conv"])
+def test_a_cpu_kernel_is_the_recurrence_on_states_in_blocks(kind):
+    """The states lie in the second half of a cache."""
     pytest.importorskip("numba")
     from minivllm.models.ops.numba_cpu import NumbaCPUOps
 
     torch.manual_seed(0)
-    spec = MambaSpec(shapes=((5,), (4, 8, 16)), dtypes=(torch.float32,) * 2, block_size=4, dtype=torch.float32)
-    view = StateView(torch.zeros(1, 6, spec.num_bytes, dtype=torch.uint8), spec, 1)
-    view.write(torch.arange(6), states := torch.randn(6, 4, 8, 16))
-    x, dt, D = torch.randn(10, 4, 8), torch.rand(10, 4) * 3, torch.randn(4)
-    B, C, A = torch.randn(10, 2, 16), torch.randn(10, 2, 16), -torch.rand(4) * 8
-    read, write, begins = torch.tensor([-1, 2, 5]), torch.tensor([1, 3, 5]), torch.tensor([0, 4, 9, 10])
-    got, _ = NumbaCPUOps().ssd(view)(x, dt, A, B, C, D, None, read=read, write=write, begins=begins)
-    for i, tokens in enumerate((slice(0, 4), slice(4, 9), slice(9, 10))):
-        before = torch.zeros(4, 8, 16) if read[i] < 0 else states[read[i]]
-        want, after = ssd_recurrence(x[tokens], dt[tokens], A, B[tokens], C[tokens], D, before)
-        assert close(got[tokens], want) and close(view.read(write[i : i + 1])[0], after)
+    tokens, shape = 10, {"ssd": (4, 8, 16), "delta": (4, 8, 12), "conv": (600, 3)}[kind]
+    if kind == "ssd":
+        each = [
+            torch.randn(tokens, 4, 8),
+            torch.rand(tokens, 4),
+            torch.randn(tokens, 2, 16),
+            torch.randn(tokens, 2, 16),
+        ]
+        A, D = -torch.rand(4) * 8, torch.randn(4)
+
+        def call(function, x, dt, B, C, *state, **where):
+            return function(x, dt, A, B, C, D, *state, **where)
+
+    elif kind == "delta":
+        each = [torch.nn.functional.normalize(torch.randn(tokens, 4, 8), dim=-1) for _ in range(2)]
+        each += [torch.randn(tokens, 4, 12), -torch.rand(tokens, 4), torch.rand(tokens, 4)]
+
+        def call(function, *args, **where):
+            return function(*args, **where)
+
+    else:
+        each, weight, bias = [torch.randn(tokens, 600)], torch.randn(600, 4), torch.randn(600)
+
+        def call(function, u, state, **where):
+            return function(u, state, weight, bias, **where)
+
+    spec = MambaSpec(shapes=((2048,), shape), dtypes=(torch.float32,) * 2, block_size=4, dtype=torch.float32)
+    view = StateView(torch.zeros(2, 6, 8192, dtype=torch.uint8), spec, 1)
+    view.write(torch.arange(6), states := torch.randn(6, *shape))
+    recurrence = {"ssd": ssd_recurrence, "delta": delta_recurrence, "conv": conv_scan}[kind]
+    kernel = getattr(NumbaCPUOps(), kind)(view)
+    got, _ = call(kernel, *each, None, read=READ, write=WRITE, begins=BEGINS)
+    for i, (first, last) in enumerate(pairwise(BEGINS.tolist())):
+        before = torch.zeros(shape) if READ[i] < 0 else states[READ[i]]
+        want, after = call(recurrence, *(x[first:last] for x in each), before)
+        assert close(got[first:last], want) and close(view.read(WRITE[i : i + 1])[0], after)
     assert torch.equal(view.read(torch.tensor([0, 2, 4])), states[[0, 2, 4]])
 
 
@@ -141,7 +184,7 @@ def test_pages_of_attention_and_states_are_unified():
         make_kv_cache_groups([attention, state])
 
 
-BLOCKS = {"mamba2": 8, "lfm2": 16, "qwen3-next": 16}
+BLOCKS = {"mamba2": 8, "lfm2": 14, "qwen3-next": 13}
 """Few enough that requests are preempted."""
 SETTINGS = {
     "plain": {},
@@ -152,7 +195,7 @@ SETTINGS = {
         "preemption_mode": "swap",
         "max_num_batched_tokens": 11,
         "max_num_seqs": 8,
-        "mamba_cache_mode": "all",
+        "mamba_cache_mode": "align",
     },
 }
 
@@ -162,13 +205,14 @@ SETTINGS = {
     [
         ("mamba2", "plain"),
         ("granite-hybrid", "checkpoints"),
+        ("jamba", "checkpoints"),
         *((name, setting) for name in BLOCKS for setting in ("preempted", "swapped")),
     ],
 )
 def test_generates_what_transformers_does(name, setting, tiny_model_path):
     """Twice: the second time prefixes hit, on a checkpoint and off it."""
     torch.set_num_threads(1)
-    prompts = [prompt(n, seed=n) for n in (1, 5, 33, 61)]
+    prompts = [prompt(n, seed=n) for n in (1, 5, 44, 61)]
     prompts += [prompts[-1] + prompt(9, seed=3), prompts[-1] + prompt(1, seed=9)]
     want = [hf_generate(name, tokens, 12) for tokens in prompts]
     more = {"num_gpu_blocks": BLOCKS[name]} if setting in ("preempted", "swapped") else {}

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_vlms import greedy, marker, picture, processor, save_vlm, vlm
+from tiny_vlms import VLMS, greedy, marker, picture, processor, save_vlm, vlm
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.scheduler import Swap
 
-NAMES = ("llava", "llava-siglip", "gemma3", "idefics3")
 COUNT = 6
 PARAMS = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 PLAIN = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
@@ -48,7 +47,7 @@ def tokens(outputs):
     return [o.outputs[0].token_ids for o in outputs]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VLMS)
 def test_a_ragged_batch_equals_transformers(name, folder):
     llm = engine(folder(name))
     for (text, images), out in zip(prompts(name), ask(llm, prompts(name), PARAMS), strict=True):
