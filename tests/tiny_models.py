@@ -223,6 +223,10 @@ TINY_MODELS |= {
         },
     ),
 }
+TINY_MODELS["qwen3-next-attention"] = (
+    "qwen3_next",
+    {**TINY_MODELS["qwen3-next"][1], "layer_types": ["full_attention"] * 4},
+)
 _NARROW = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
 TINY_MODELS |= {
     "mamba": ("mamba", {**_BARE, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 8, "use_bias": True}),

@@ -688,10 +688,6 @@ class EngineArgs(_ModelArgs):
         self._check_quantization()
         self._check_media()
         self._check_parallel()
-        if self.speculative is not None and self.async_scheduling:
-            raise ValueError(
-                "speculative_config needs async_scheduling=False: a step verifies what the one before it led to"
-            )
         if not self.enable_lora and (self.max_loras, self.max_lora_rank, self.max_cpu_loras) != (1, 16, None):
             raise ValueError("max_loras, max_lora_rank and max_cpu_loras need enable_lora=True")
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:

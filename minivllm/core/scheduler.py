@@ -751,9 +751,7 @@ class Scheduler(Recorder):
     def _propose(self, drafts: dict[str, list[int]]) -> None:
         """Keep draft tokens for the next step. Raises ValueError if that has been decided already."""
         if self._newest_result < self.step - 1:
-            raise ValueError(
-                "draft tokens need async_scheduling=False: the step that could verify them has been decided already"
-            )
+            raise ValueError("draft tokens came too late: the step that could verify them has been decided already")
         kept = {name: tuple(tokens) for name, tokens in drafts.items() if tokens and name in self.requests}
         for request_id, tokens in kept.items():
             self.requests[request_id].spec_token_ids = list(tokens)
@@ -776,6 +774,7 @@ class Scheduler(Recorder):
             if output.step <= last:
                 for table in (result.sampled_token_ids, result.prompt_logprobs, result.errors, result.pooled):
                     table.pop(request_id, None)
+                result.draft_token_ids.pop(request_id, None)
             if output.step >= last:
                 del self._ended_in_flight[request_id]
 

@@ -148,7 +148,7 @@ class Decoder(Module):
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops(backend.layer_ops, backend.batch_invariant)
         self.linear_method = linear_method or ("batch_invariant" if backend.batch_invariant else backend.linear_method)
-        builder = self._builder()
+        builder = self.builder()
         rows = -(-spec.vocab_size // builder.share.size)
         self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
@@ -162,7 +162,8 @@ class Decoder(Module):
         self.lora: Any = None
         self._captured: CapturedSteps | None = None
 
-    def _builder(self) -> Builder:
+    def builder(self) -> Builder:
+        """What parts of the model are built with."""
         names = ("hidden_size", "norm_eps", "norm_offset", "layer_norm", "norm_bias")
         return Builder(
             **{name: getattr(self.spec, name) for name in names},

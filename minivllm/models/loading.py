@@ -316,6 +316,25 @@ class LoadedModel:
             return iter_tensors([record for record in self.records if self.spec.full_name(record.name)], dtype)
         return self._decoded(dtype)
 
+    def mtp_weights(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `weights`, of the layer that drafts tokens; see `DecoderSpec.mtp`.
+
+        Raises:
+            ValueError: the model has no such layer, or the checkpoint has left it out.
+        """
+        spec, mtp = self.spec.mtp_layer(), self.spec.mtp
+        assert mtp is not None
+        names, hidden = (mtp.embedding_norm, mtp.hidden_norm, mtp.fuse), spec.hidden_size
+        shapes = spec.weight_shapes() | dict(zip(names, ((hidden,), (hidden,), (hidden, 2 * hidden)), strict=True))
+        del shapes[spec.names.embedding]
+        if self.load_format == "dummy":
+            return dummy_tensors(shapes, self.seed)
+        starts = (spec.names.layer.format(0), *names, mtp.final_norm)
+        part = replace(self, records=tuple(record for record in self.records if record.name.startswith(starts)))
+        if not part.records:
+            raise CheckpointError(f"{self.path} has no tensor {starts[0]}*: its layer to draft with was left out")
+        return part._decoded(dtype) if self.quantization else iter_tensors(part.records, dtype)
+
     def _decoded(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
         from minivllm.models.quantization.formats import decoded, quantized_modules
 

@@ -21,8 +21,8 @@ from minivllm.models.pooling import PoolerSpec
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
-    "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "MediaSpec", "Unpack",
-    "WeightNames", "family", "qwen2", "read_attention", "read_common", "read_mlp", "read_rope",
+    "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "MTPSpec", "MediaSpec",
+    "Unpack", "WeightNames", "family", "qwen2", "read_attention", "read_common", "read_mlp", "read_rope",
     "read_rope_of_type", "read_window_per_layer", "spec_from_config", "windowed_layers", "windows_from_types",
 ]  # fmt: skip
 
@@ -107,6 +107,31 @@ class Unpack:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MTPSpec:
+    """A layer that predicts one token more (multi-token prediction, DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Attributes:
+        spec: of the layer.
+        layer: what the names of its tensors begin with in a checkpoint.
+        embedding_norm, hidden_norm, fuse, final_norm: names of the other tensors: norms of a token's embedding and of the state that
+            led to it, the matrix [H, 2 H] that makes one of both, the norm behind the layer.
+        count: how many such layers a checkpoint holds.
+        passes_normed: the layer reads what it said before as it is after the final norm; else as it is before.
+        skips_first: the token behind the first place is not read.
+    """
+
+    spec: LayerSpec
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    fuse: str
+    final_norm: str
+    count: int = 1
+    passes_normed: bool = False
+    skips_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class MediaSpec:
     """What surrounds the decoder of a model that reads pictures.
 
@@ -153,7 +178,7 @@ class DecoderSpec:
         token_types: rows of the token type embeddings. A token of type t has the id `t * vocab_size + id`.
         pooler: what follows the hidden states of a model that predicts no tokens; None for one that does.
         ignored: beginnings of the names of tensors that a checkpoint may hold, and that are not used.
-        draft_layers: layers that a checkpoint may hold after the model's own; they only draft tokens, and are not loaded.
+        mtp: the layer that a checkpoint may hold besides the model's own to draft tokens with; None for none.
     """
 
     family: str
@@ -172,7 +197,7 @@ class DecoderSpec:
     tie_word_embeddings: bool = False
     names: WeightNames = field(default_factory=WeightNames)
     unpack: tuple[Unpack, ...] = field(default=(), compare=False)
-    draft_layers: int = 0
+    mtp: MTPSpec | None = None
     media: MediaSpec | None = field(default=None, compare=False)
     rename: Callable[[str], str | None] | None = field(default=None, compare=False)
     ignored: tuple[str, ...] = ()
@@ -261,10 +286,9 @@ class DecoderSpec:
         Raises:
             ValueError: a tensor cannot be taken apart; names it.
         """
-        drafts = tuple(self.names.layer.format(self.num_layers + i) for i in range(self.draft_layers))
         for given, tensor in weights:
             name = self.full_name(given)
-            if name is None or name.startswith(drafts):
+            if name is None:
                 continue
             rule = next((rule for rule in self.unpack if name.endswith(rule.suffix)), None)
             if rule is None:
@@ -278,6 +302,19 @@ class DecoderSpec:
                     f"{self.family}: tensor {name!r} of shape {shape} cannot be taken apart: {error}"
                 ) from None
             yield from ((name.removesuffix(rule.suffix) + part, value) for part, value in parts.items())
+
+    def mtp_layer(self) -> "DecoderSpec":
+        """The layer that drafts tokens as a decoder by itself, without an embedding and an output layer of its own.
+
+        Raises:
+            ValueError: there is none, or there are several.
+        """
+        if self.mtp is None or self.mtp.count != 1:
+            has = "no layer" if self.mtp is None else f"{self.mtp.count} layers"
+            raise ValueError(f"{self.family}: a checkpoint of this model has {has} to draft with; it must be one")
+        names = WeightNames(embedding="-", final_norm=self.mtp.final_norm, head="-.head", layer=self.mtp.layer)
+        alone = {"vocab_size": 1, "tie_word_embeddings": True, "ignored": (), "mtp": None, "rename": None}
+        return replace(self, layers=(self.mtp.spec,), names=names, **alone)  # type: ignore[arg-type]
 
     def num_parameters(self, share: Share | None = None) -> int:
         """Numbers in a checkpoint; a tied output layer counts once. share: of one rank."""

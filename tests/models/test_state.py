@@ -2,6 +2,8 @@
 
 # ruff: noqa: F811
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -84,23 +86,53 @@ def test_a_convolution_in_pieces_is_one_over_the_whole(kernel):
     assert close(torch.cat(ys), want) and torch.equal(states[0], state)
 
 
-def test_the_cpu_kernel_is_the_recurrence_on_states_in_blocks():
-    """Three sequences: one that begins, one that goes on in another block, one of a single token in its own."""
+READ, WRITE, BEGINS = torch.tensor([-1, 2, 5]), torch.tensor([1, 3, 5]), torch.tensor([0, 4, 9, 10])
+"""Three sequences: one that begins, one that goes on in another block, one of a single token in its own."""
+
+
+@pytest.mark.parametrize("kind", ["ssd", "delta", "conv"])
+def test_a_cpu_kernel_is_the_recurrence_on_states_in_blocks(kind):
+    """The states lie in the second half of a cache."""
     pytest.importorskip("numba")
     from minivllm.models.ops.numba_cpu import NumbaCPUOps
 
     torch.manual_seed(0)
-    spec = MambaSpec(shapes=((5,), (4, 8, 16)), dtypes=(torch.float32,) * 2, block_size=4, dtype=torch.float32)
-    view = StateView(torch.zeros(1, 6, spec.num_bytes, dtype=torch.uint8), spec, 1)
-    view.write(torch.arange(6), states := torch.randn(6, 4, 8, 16))
-    x, dt, D = torch.randn(10, 4, 8), torch.rand(10, 4) * 3, torch.randn(4)
-    B, C, A = torch.randn(10, 2, 16), torch.randn(10, 2, 16), -torch.rand(4) * 8
-    read, write, begins = torch.tensor([-1, 2, 5]), torch.tensor([1, 3, 5]), torch.tensor([0, 4, 9, 10])
-    got, _ = NumbaCPUOps().ssd(view)(x, dt, A, B, C, D, None, read=read, write=write, begins=begins)
-    for i, tokens in enumerate((slice(0, 4), slice(4, 9), slice(9, 10))):
-        before = torch.zeros(4, 8, 16) if read[i] < 0 else states[read[i]]
-        want, after = ssd_recurrence(x[tokens], dt[tokens], A, B[tokens], C[tokens], D, before)
-        assert close(got[tokens], want) and close(view.read(write[i : i + 1])[0], after)
+    tokens, shape = 10, {"ssd": (4, 8, 16), "delta": (4, 8, 12), "conv": (600, 3)}[kind]
+    if kind == "ssd":
+        each = [
+            torch.randn(tokens, 4, 8),
+            torch.rand(tokens, 4),
+            torch.randn(tokens, 2, 16),
+            torch.randn(tokens, 2, 16),
+        ]
+        A, D = -torch.rand(4) * 8, torch.randn(4)
+
+        def call(function, x, dt, B, C, *state, **where):
+            return function(x, dt, A, B, C, D, *state, **where)
+
+    elif kind == "delta":
+        each = [torch.nn.functional.normalize(torch.randn(tokens, 4, 8), dim=-1) for _ in range(2)]
+        each += [torch.randn(tokens, 4, 12), -torch.rand(tokens, 4), torch.rand(tokens, 4)]
+
+        def call(function, *args, **where):
+            return function(*args, **where)
+
+    else:
+        each, weight, bias = [torch.randn(tokens, 600)], torch.randn(600, 4), torch.randn(600)
+
+        def call(function, u, state, **where):
+            return function(u, state, weight, bias, **where)
+
+    spec = MambaSpec(shapes=((2048,), shape), dtypes=(torch.float32,) * 2, block_size=4, dtype=torch.float32)
+    view = StateView(torch.zeros(2, 6, 8192, dtype=torch.uint8), spec, 1)
+    view.write(torch.arange(6), states := torch.randn(6, *shape))
+    recurrence = {"ssd": ssd_recurrence, "delta": delta_recurrence, "conv": conv_scan}[kind]
+    kernel = getattr(NumbaCPUOps(), kind)(view)
+    got, _ = call(kernel, *each, None, read=READ, write=WRITE, begins=BEGINS)
+    for i, (first, last) in enumerate(pairwise(BEGINS.tolist())):
+        before = torch.zeros(shape) if READ[i] < 0 else states[READ[i]]
+        want, after = call(recurrence, *(x[first:last] for x in each), before)
+        assert close(got[first:last], want) and close(view.read(WRITE[i : i + 1])[0], after)
     assert torch.equal(view.read(torch.tensor([0, 2, 4])), states[[0, 2, 4]])
 
 

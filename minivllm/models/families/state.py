@@ -22,6 +22,7 @@ from minivllm.models.spec import (
     ConfigReader,
     DecoderSpec,
     LayerSpec,
+    MTPSpec,
     Unpack,
     WeightNames,
     family,
@@ -300,5 +301,14 @@ def qwen3_next(r: ConfigReader) -> DecoderSpec:
         layers=tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, qwen_mlps(r, moe), strict=True)),
         norm_offset=True,
         unpack=(*STACKED, *(gated_query(attention.head_dim, kind) for kind in ("weight", "bias"))),
-        ignored=("mtp.",),  # they draft tokens
+        ignored=("mtp.",),
+        mtp=MTPSpec(
+            spec=LayerSpec(mixer=attention, mlp=moe),
+            layer="mtp.layers.{}.",
+            embedding_norm="mtp.pre_fc_norm_embedding.weight",
+            hidden_norm="mtp.pre_fc_norm_hidden.weight",
+            fuse="mtp.fc.weight",
+            final_norm="mtp.norm.weight",
+            passes_normed=True,
+        ),
     )

@@ -83,6 +83,7 @@ class Mamba1(StateMixer):
     """
 
     spec: Mamba1Spec
+    steps, scans = (conv_step, selective_step), (conv_scan, selective_scan)
     x_proj: Linear
     dt_proj: Linear
 
@@ -94,15 +95,7 @@ class Mamba1(StateMixer):
         """See `Mixer`."""
         self.A = -self.extra["A_log"].float().exp()
 
-    def step(self, u: Tensor, states: States) -> tuple[Tensor, States]:
-        """See `StateMixer`."""
-        return self._mix(u, states, conv_step, selective_step)
-
-    def scan(self, u: Tensor, states: States) -> tuple[Tensor, States]:
-        """See `StateMixer`."""
-        return self._mix(u, states, conv_scan, selective_scan)
-
-    def _mix(self, u: Tensor, states: States, conv: Callable, scan: Callable) -> tuple[Tensor, States]:
+    def mix(self, u: Tensor, states: States, conv: Callable, scan: Callable) -> tuple[Tensor, States]:
         """From the first matmul to the last, with one form of the convolution and of the recurrence."""
         s, w = self.spec, self.extra
         x, z = u.chunk(2, 1)

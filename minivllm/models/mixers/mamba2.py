@@ -4,16 +4,16 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.attention.state import StatePlan, StateView
+from minivllm.attention.state import StateView
 from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
 from minivllm.models.mixers.scan import conv_scan, conv_step, in_chunks, ssd_chunk, ssd_step
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
+from minivllm.models.ops.base import InPlace
 
 __all__ = ["Mamba2", "Mamba2Spec", "ssd_scan"]
 
@@ -82,6 +82,11 @@ class Mamba2Spec(StateMixerSpec):
         return (self.channels, self.kernel - 1), (self.num_heads, self.head_dim, self.state_size)
 
 
+def ssd_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """`ssd_recurrence` in chunks."""
+    return in_chunks(lambda x, dt, B, C, state: ssd_chunk(x, dt, A, B, C, D, state), (x, dt, B, C), state)
+
+
 @register_mixer(Mamba2Spec)
 class Mamba2(StateMixer):
     """Convolve; let the state decay, add to it and read it; gate and norm.
@@ -91,6 +96,7 @@ class Mamba2(StateMixer):
     """
 
     spec: Mamba2Spec
+    steps, scans = (conv_step, ssd_step), (conv_scan, ssd_scan)
 
     def __init__(self, spec: Mamba2Spec, builder: Builder) -> None:
         super().__init__(spec, builder)
@@ -100,15 +106,7 @@ class Mamba2(StateMixer):
         """See `Mixer`."""
         self.A = -self.extra["A_log"].float().exp()
 
-    def step(self, u: Tensor, states: States) -> tuple[Tensor, States]:
-        """See `StateMixer`."""
-        return self._mix(u, states, conv_step, ssd_step)
-
-    def scan(self, u: Tensor, states: States) -> tuple[Tensor, States]:
-        """See `StateMixer`."""
-        return self._mix(u, states, conv_scan, ssd_scan)
-
-    def _mix(self, u: Tensor, states: States, conv, ssd) -> tuple[Tensor, States]:
+    def mix(self, u: Tensor, states: States, conv, ssd) -> tuple[Tensor, States]:
         """From the first matmul to the last, with one form of the convolution and of the recurrence."""
         s, w = self.spec, self.extra
         z, xBC, dt = u.split((s.inner, s.channels, s.num_heads), 1)
@@ -129,26 +127,6 @@ class Mamba2(StateMixer):
             y = F.rms_norm(groups, groups.shape[-1:], None, s.eps).flatten(1) * self.extra["norm.weight"].float()
         return y * F.silu(z) if s.norm_before_gate else y
 
-    def _run(self, u: Tensor, y: Tensor, views: list[StateView], plan: StatePlan) -> None:
+    def kernels(self, views: list[StateView]) -> tuple[InPlace | None, ...]:
         """See `StateMixer`."""
-        ssd = self.ops.ssd(views[1])
-        if ssd is None:
-            return StateMixer._run(self, u, y, views, plan)
-        inputs, nothing = views[0], torch.empty(0)
-        if count := len(plan.rows):
-            run = partial(ssd, read=plan.read, write=plan.write, begins=torch.arange(count + 1))
-            y[plan.rows], states = self._mix(u[plan.rows], (inputs.read(plan.read), nothing), conv_step, run)
-            inputs.write(plan.write, states[0])
-        for i, piece in enumerate(plan.pieces):
-            tokens, write = slice(piece.start, piece.end), plan.piece_write[i : i + 1]
-            run = partial(
-                ssd, read=torch.tensor([piece.read]), write=write, begins=torch.tensor([0, piece.end - piece.start])
-            )
-            before = self._begin(views[:1], plan, i)[0][0]
-            y[tokens], states = self._mix(u[tokens], (before, nothing), conv_scan, run)
-            inputs.write(write, states[0][None])
-
-
-def ssd_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`ssd_recurrence` in chunks."""
-    return in_chunks(lambda x, dt, B, C, state: ssd_chunk(x, dt, A, B, C, D, state), (x, dt, B, C), state)
+        return self.ops.conv(views[0]), self.ops.ssd(views[1])

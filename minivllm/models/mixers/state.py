@@ -5,7 +5,8 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from minivllm.attention.state import MambaSpec, StatePlan, StateView
 from minivllm.core.config import KVCacheSpec
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, Mixer, MixerSpec, TokenMixerSpec, register_mixer
-from minivllm.models.ops.base import ForwardContext
+from minivllm.models.ops.base import ForwardContext, InPlace
 
 __all__ = ["NoMLP", "NoMLPSpec", "StateMixer", "StateMixerSpec", "States"]
 
@@ -61,7 +62,11 @@ class StateMixer(Mixer):
 
     Attributes:
         extra: the weights that are no linear layer's, by the last part of their names.
+        steps, scans: each part's recurrence, for one token of many sequences and for many tokens of one.
     """
+
+    steps: ClassVar[tuple[Callable, ...]]
+    scans: ClassVar[tuple[Callable, ...]]
 
     spec: StateMixerSpec
     in_proj: Linear
@@ -73,6 +78,13 @@ class StateMixer(Mixer):
         self.extra = {name: torch.empty(shape, **how) for name, shape in spec.extra_shapes().items()}
 
     @abstractmethod
+    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
+        """From the first matmul to the last, with one form of each recurrence: of `steps`, of `scans`, or of `kernels`."""
+
+    def kernels(self, views: list[StateView]) -> tuple[InPlace | None, ...]:
+        """What runs each recurrence on states where they lie, if the ops have it."""
+        return (None,)
+
     def step(self, u: Tensor, states: States) -> tuple[Tensor, States]:
         """One token of each of R sequences.
 
@@ -82,10 +94,11 @@ class StateMixer(Mixer):
         Returns:
             [R, inputs of `out_proj`], and the new states.
         """
+        return self.mix(u, states, *self.steps)
 
-    @abstractmethod
     def scan(self, u: Tensor, states: States) -> tuple[Tensor, States]:
         """T tokens of one sequence: u [T, ...], parts without the first dimension."""
+        return self.mix(u, states, *self.scans)
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] to the same shape; changes states in this layer's cache."""
@@ -106,6 +119,9 @@ class StateMixer(Mixer):
 
     def _run(self, u: Tensor, y: Tensor, views: list[StateView], plan: StatePlan) -> None:
         """Work through a step, into y [T, ...]: decodes together, then pieces."""
+        kernels = self.kernels(views)
+        if None not in kernels:
+            return self._run_in_place(u, y, kernels, plan)  # type: ignore[arg-type]
         if len(plan.rows):
             y[plan.rows], states = self.step(u[plan.rows], tuple(view.read(plan.read) for view in views))
             for view, state in zip(views, states, strict=True):
@@ -136,6 +152,18 @@ class StateMixer(Mixer):
                 y[t : t + 1], states = self.step(u[t : t + 1], states)
             for view, state in zip(views, states, strict=True):
                 view.write(plan.piece_write[i : i + 1], state)
+
+    def _run_in_place(self, u: Tensor, y: Tensor, kernels: tuple[InPlace, ...], plan: StatePlan) -> None:
+        """As `_run`, on states where they lie."""
+        nothing = (torch.empty(0),) * len(kernels)
+        if count := len(plan.rows):
+            where = {"read": plan.read, "write": plan.write, "begins": torch.arange(count + 1)}
+            y[plan.rows] = self.mix(u[plan.rows], nothing, *(partial(kernel, **where) for kernel in kernels))[0]
+        for i, piece in enumerate(plan.pieces):
+            begins = torch.tensor([0, piece.end - piece.start])
+            where = {"read": torch.tensor([piece.read]), "write": plan.piece_write[i : i + 1], "begins": begins}
+            tokens = slice(piece.start, piece.end)
+            y[tokens] = self.mix(u[tokens], nothing, *(partial(kernel, **where) for kernel in kernels))[0]
 
 
 @dataclass(frozen=True, kw_only=True)

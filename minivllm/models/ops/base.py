@@ -14,7 +14,7 @@ from minivllm.attention.state import StateView
 from minivllm.core.module import Module
 from minivllm.models.rope import Rotation
 
-__all__ = ["CapturedSteps", "ForwardContext", "LayerOps"]
+__all__ = ["CapturedSteps", "ForwardContext", "InPlace", "LayerOps"]
 
 
 @dataclass(slots=True)
@@ -42,6 +42,10 @@ class CapturedSteps(Protocol):
     ) -> Tensor | None:
         """The hidden states [T, hidden_size], or None if this step must be run layer by layer."""
         ...
+
+
+InPlace = Callable[..., tuple[Tensor, None]]
+"""A recurrence that runs on states where they lie, see `LayerOps.ssd`."""
 
 
 class LayerOps(Module):
@@ -94,12 +98,20 @@ class LayerOps(Module):
             The queries, [T, num_heads, head_dim].
         """
 
-    def ssd(self, states: StateView) -> Callable[..., tuple[Tensor, None]] | None:
+    def ssd(self, states: StateView) -> InPlace | None:
         """What runs SSD on states where they lie; None to read them, run `ssd_step` or `ssd_scan`, and write them.
 
         Called as those two, with `read` and `write`, int64 [S] (blocks; -1 to read none), and `begins`, int64 [S + 1], in place of
         states: sequence s has the tokens from `begins[s]` on.
         """
+        return None
+
+    def delta(self, states: StateView) -> InPlace | None:
+        """The same for the gated delta rule."""
+        return None
+
+    def conv(self, states: StateView) -> InPlace | None:
+        """The same for a short convolution."""
         return None
 
     @abstractmethod

@@ -15,7 +15,7 @@ from minivllm.attention.backend import AttentionBackend
 from minivllm.attention.state import StateView
 from minivllm.core.module import Module
 from minivllm.models.layers import QKNorm
-from minivllm.models.ops.base import CapturedSteps, ForwardContext
+from minivllm.models.ops.base import CapturedSteps, ForwardContext, InPlace
 from minivllm.models.ops.captured import CapturedCPUSteps
 from minivllm.models.ops.torch import TorchOps
 from minivllm.models.rope import Rotation
@@ -117,31 +117,46 @@ class NumbaCPUOps(TorchOps):
         _launcher("gated_silu", size, BITS[x.dtype])(10 * rows * size, rows, both.data_ptr(), out.data_ptr(), size)
         return out
 
-    def ssd(self, states: StateView) -> Callable[..., tuple[Tensor, None]] | None:
+    def ssd(self, states: StateView) -> InPlace | None:
         """See `LayerOps`."""
-        if len(states.pages) > 1 or states.dtype != torch.float32:
+        place, (heads, P, N) = _in_place(states), states.shape
+        if place is None:
             return None
-        heads, which, (_, stride, _) = states.shape[0], _ssd_kernel(*states.shape[1:]), states.pages.stride()
+        which = _scan_kernel("ssd", P, N, _lanes(N))
 
-        def run(
-            x: Tensor,
-            dt: Tensor,
-            A: Tensor,
-            B: Tensor,
-            C: Tensor,
-            D: Tensor,
-            _: None,
-            *,
-            read: Tensor,
-            write: Tensor,
-            begins: Tensor,
-        ) -> tuple[Tensor, None]:
-            arrays = [v.contiguous() for v in (x, dt, A, B, C, D)]
-            out = torch.empty_like(arrays[0])
-            where = (*(v.data_ptr() for v in (*arrays, out)), states.pages.data_ptr() + states.start, stride // 4)
-            blocks = (v.data_ptr() for v in (read, write, begins))
-            args = pack(len(read) * heads, *where, *blocks, heads, B.shape[1])
-            LAUNCHER.run(which, args, torch.get_num_threads())
+        def run(x, dt, A, B, C, D, _, *, read: Tensor, write: Tensor, begins: Tensor) -> tuple[Tensor, None]:
+            out, where = torch.empty(x.shape), (read, write, begins)
+            _scan(which, len(read) * heads, [x, dt, A, B, C, D], out, place, where, heads, B.shape[1])
+            return out, None
+
+        return run
+
+    def delta(self, states: StateView) -> InPlace | None:
+        """See `LayerOps`."""
+        place, (heads, K, V) = _in_place(states), states.shape
+        if place is None:
+            return None
+        which = _scan_kernel("delta", K, V, _lanes(V))
+
+        def run(q, k, v, log_decay, beta, _, *, read: Tensor, write: Tensor, begins: Tensor) -> tuple[Tensor, None]:
+            out, where = torch.empty(v.shape), (read, write, begins)
+            _scan(which, len(read) * heads, [q, k, v, log_decay, beta], out, place, where, heads)
+            return out, None
+
+        return run
+
+    def conv(self, states: StateView) -> InPlace | None:
+        """See `LayerOps`."""
+        place, (channels, before) = _in_place(states), states.shape
+        if place is None:
+            return None
+        which, parts = _scan_kernel("conv", before + 1), -(-channels // 512)
+
+        def run(u, _, weight, bias, *, read: Tensor, write: Tensor, begins: Tensor) -> tuple[Tensor, None]:
+            u, weight = u.float(), weight.float().contiguous()
+            bias = torch.empty(0) if bias is None else bias.float()
+            out, where = torch.empty(u.shape), (read, write, begins)
+            _scan(which, len(read) * parts, [u, weight, bias], out, place, where, channels, parts)
             return out, None
 
         return run
@@ -160,5 +175,27 @@ class NumbaCPUOps(TorchOps):
 
 
 @functools.cache
-def _ssd_kernel(head_dim: int, state_size: int) -> Kernel:
-    return kernel("minivllm_kernels.cpu.scan:ssd", head_dim, state_size, math.gcd(host_lanes(), state_size))
+def _scan_kernel(name: str, *params: int) -> Kernel:
+    return kernel(f"minivllm_kernels.cpu.scan:{name}", *params)
+
+
+def _lanes(size: int) -> int:
+    return math.gcd(host_lanes(), size)
+
+
+def _in_place(states: StateView) -> tuple[int, int] | None:
+    """Address of the states of block 0, and numbers from one block to the next; None if a state is in two halves of a layout."""
+    halves, stride, _ = states.pages.stride()
+    half, start = divmod(states.start, states.pages.shape[2])
+    if states.dtype != torch.float32 or stride % 4 or start + states.end - states.start > states.pages.shape[2]:
+        return None
+    return states.pages.data_ptr() + half * halves + start, stride // 4
+
+
+def _scan(
+    which: Kernel, items: int, arrays: list[Tensor], out: Tensor, place: tuple[int, int], where, *sizes: int
+) -> None:
+    """Launch a recurrence. where: blocks that are read and written, and where each sequence begins."""
+    arrays = [x.contiguous() for x in arrays]
+    addresses = (*(x.data_ptr() for x in (*arrays, out)), *place, *(x.data_ptr() for x in where))
+    LAUNCHER.run(which, pack(items, *addresses, *sizes), torch.get_num_threads())
