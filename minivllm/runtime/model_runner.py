@@ -358,8 +358,11 @@ class ModelRunner:
         or the buffer is too small."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)
-        if self.expert_loads.counts or (self.adapters is not None and self.adapters.model.active):
-            return None  # a graph tells no one what its experts took; the adapters' matmuls on a GPU are launched one by one
+        if self.expert_loads.counts:
+            return None  # a graph tells no one what its experts took
+        adapted = self.adapters is not None and self.adapters.model.active
+        if adapted and self.adapters is not None and not self.adapters.model.can_replay(padded or rows):
+            return None
         one_each = len(step.attention[0].seq_lens) == rows
         if self.graphs is None or padded is None or not one_each or not self._may_replay(self.graphs):
             return None
@@ -373,7 +376,7 @@ class ModelRunner:
             if len(plans) < len(self.specs):
                 self.graphs = None
                 return None
-            key = (padded, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
+            key = (padded, adapted, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
         except BufferFull:
             return None
         ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, step.positions, 0
