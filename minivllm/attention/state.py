@@ -5,7 +5,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ class MambaSpec:
     dtype: torch.dtype
     ring: int = 1
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each part begins in a block, and where the last ends, in bytes. All begin at multiples of 64."""
         offsets = [0]

@@ -4,6 +4,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tiny_models import STATES, VOCAB_SIZE, hf_model, tiny_model_path  # noqa: F
 from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import AttentionBatch
 from minivllm.attention.state import MambaSpec, StateView, plan_states
-from minivllm.core.config import KVCacheSpec, make_kv_cache_groups, unify_block_size
+from minivllm.core.config import KVCacheSpec, _check_drafts, make_kv_cache_groups, unify_block_size
 from minivllm.models.mixers.delta import delta_scan
 from minivllm.models.mixers.mamba1 import selective_scan
 from minivllm.models.mixers.mamba2 import ssd_scan
@@ -279,10 +280,6 @@ def test_rejected_drafts_are_taken_back_out_of_states(name, tiny_model_path):
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}, "mamba_cache_mode": "all"},
             "only the last states are kept, so mamba_cache_mode='all'",
         ),
-        (
-            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
-            "state-space layers, for which method 'mtp'",
-        ),
         ({"kv_cache_dtype": "fp8"}, "has no keys and values"),
         ({"mamba_cache_mode": "all", "enable_prefix_caching": False}, "enable_prefix_caching is off"),
         ({"mamba_cache_mode": "some"}, "mamba_cache_mode must be one of"),
@@ -296,3 +293,9 @@ def test_refusals_name_the_argument(change, message, tiny_model_path):
 def test_a_model_without_states_has_no_cache_mode(tiny_model_path):
     with pytest.raises(ValueError, match="has no state-space layers"):
         LLM(str(tiny_model_path("llama")), mamba_cache_mode="all")
+
+
+def test_a_proposer_with_a_cache_of_its_own_is_refused():
+    args, model = SimpleNamespace(speculative=SimpleNamespace(method="eagle")), SimpleNamespace(name="m")
+    with pytest.raises(ValueError, match="model 'm' has state-space layers, for which method 'eagle' is not"):
+        _check_drafts(args, model, "none")
