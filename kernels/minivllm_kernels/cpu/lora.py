@@ -274,11 +274,11 @@ def tile_expand(out_bits: int) -> Callable[[Any], None]:
 
     def make(count: int) -> Any:
         @jit
-        def some(args, out, sums, j, end, h, b, n):
-            """`count` tiles of outputs from n on, of the rows of one group."""
+        def some(args, out, sums, j, end, h, b, n, rank):
+            """`count` tiles of outputs from n on, of the rows of one group. What h has beyond the rank was not written."""
             order, outputs, room = ints_at(args[ORDER], 64), args[EXPAND_OUTPUTS], args[RANK]
             tiles_zero(count)
-            for r in range(0, room, L):
+            for r in range(0, rank, L):
                 tiles_expand(h + 2 * r, 2 * args[PARTS] * room, b + 2 * (n * room + L * r), 2 * L * room, count)
             tiles_write(sums, count)
             done = floats_at(sums, 32)
@@ -311,15 +311,16 @@ def tile_expand(out_bits: int) -> Callable[[Any], None]:
                     next_b = slots[end] * outputs * room
                     for at in range(begin * room, last * room, 1024):
                         prefetch(ahead, next_b + at, 2048)
-                if ranks[slot * args[PARTS] + part] > 0:
+                rank = ranks[slot * args[PARTS] + part]
+                if rank > 0:
                     tiles_begin(args[CONFIGS] + 64 * (end - j))
                     h = args[EXPAND_H] + 2 * (j * args[PARTS] + part) * room
                     b, n = args[EXPAND_B] + 2 * slot * outputs * room, begin
                     while n + AT_ONCE_OUT <= last:
-                        four(args, out, sums, j, end, h, b, n)
+                        four(args, out, sums, j, end, h, b, n, rank)
                         n += AT_ONCE_OUT
                     for at in range(n, last, L):
-                        single(args, out, sums, j, end, h, b, at)
+                        single(args, out, sums, j, end, h, b, at, rank)
         tiles_end()
 
     return body
