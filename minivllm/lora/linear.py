@@ -402,18 +402,22 @@ class _TileKernels(_CPUKernels):
         from minivllm_kernels.cpu.compile import kernel, pack
         from minivllm_kernels.cpu.program import LAUNCHER
 
-        x, rows, threads, (a, b) = x.contiguous(), len(x), torch.get_num_threads(), self._where
-        h = x.new_empty(rows, self._width)
-        size = 2 * GROUP * max(self._inputs + 64, 128)  # rows of x, and sums
-        more = [
-            (self._starts.ctypes.data, c.ctypes.data, LAUNCHER.scratch(threads * size), size) for c in self._configs
-        ]
-        first = kernel("minivllm_kernels.cpu.lora:tile_shrink")
-        where = (x.data_ptr(), a, h.data_ptr(), self._inputs, 0)
-        LAUNCHER.run(first, pack(rows * self._width // GROUP, *self._shared, *where, *more[0]), threads)
-        second = kernel("minivllm_kernels.cpu.lora:tile_expand", _BITS[out.dtype])
-        where = (h.data_ptr(), b, out.data_ptr(), self._outputs, self._chunks.ctypes.data)
-        LAUNCHER.run(second, pack(len(self._chunks), *self._shared, *where, *more[1]), threads)
+        x, threads, (a, b) = x.contiguous(), torch.get_num_threads(), self._where
+        size = 2 * GROUP * (self._inputs + self._width + 128)  # rows of x, of h, and sums
+        configs = (config.ctypes.data for config in self._configs)
+        where = (
+            x.data_ptr(),
+            a,
+            self._inputs,
+            b,
+            out.data_ptr(),
+            self._outputs,
+            self._chunks.ctypes.data,
+            len(self._chunks),
+        )
+        more = (self._starts.ctypes.data, *configs, LAUNCHER.scratch(threads * size), size)
+        compiled = kernel("minivllm_kernels.cpu.lora:tile_lora", _BITS[out.dtype])
+        LAUNCHER.run(compiled, pack(len(x), *self._shared, *where, *more), threads)
 
 
 def add_grouped(x: Tensor, out: Tensor, a: Tensor, b: Tensor, spans: Sequence[tuple[int, int]], ends: Any) -> None:
