@@ -6,15 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
 
-from minivllm_kernels.cpu.compile import COUNT, NEXT, OWN
+from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT, OWN
+from minivllm_kernels.cpu.matmul.amx import LEFT, RIGHT, SUMS, instruct, pointer, tiles_begin, tiles_end
+from minivllm_kernels.cpu.matmul.layout import TILE
 from minivllm_kernels.cpu.simd import (
+    I16,
+    I64,
+    Array,
+    Const,
+    Int,
     claim,
     floats_at,
     fma,
     ints_at,
     load,
+    prefetch,
+    primitive,
     splat,
     store,
     tile_fma,
@@ -22,12 +32,15 @@ from minivllm_kernels.cpu.simd import (
     tile_outer,
     tile_totals,
     tile_zeros,
+    vec,
 )  # fmt: skip
 
 __all__ = [
-    "AT_ONCE", "EXPAND_B", "EXPAND_CHUNKS", "EXPAND_H", "EXPAND_OUT", "EXPAND_OUTPUTS", "ORDER", "PARTS",
-    "RANK", "RANKS", "RANK_OF", "SHRINK_A", "SHRINK_H", "SHRINK_INPUTS", "SHRINK_X", "SLOTS", "USED",
-    "expand", "jit", "shrink",
+    "AT_ONCE", "AT_ONCE_OUT", "CONFIGS", "EXPAND_B", "EXPAND_CHUNKS", "EXPAND_H", "EXPAND_OUT",
+    "EXPAND_OUTPUTS", "ORDER", "PARTS", "RANK", "RANKS", "RANK_OF", "SHRINK_A", "SHRINK_H", "SHRINK_INPUTS",
+    "SHRINK_X", "SLOTS", "STARTS", "TILE_ARGUMENTS", "TILE_SCRATCH", "TILE_SCRATCH_BYTES", "USED",
+    "copy_words", "expand", "jit", "lora_configs", "shrink", "tile_expand", "tile_shrink", "tiles_expand",
+    "tiles_shrink", "tiles_write", "tiles_zero",
 ]  # fmt: skip
 
 jit = njit(error_model="numpy")
@@ -154,5 +167,159 @@ def expand(w_bits: int, out_bits: int, lanes: int) -> Callable[[Any], None]:
                 for at in range(n, end, L):
                     some(args, h, b, out, j, count, first, w, at)
                 j += count
+
+    return body
+
+
+TILE_ARGUMENTS = range(OWN + 11, OWN + 15)
+(STARTS, CONFIGS, TILE_SCRATCH, TILE_SCRATCH_BYTES) = TILE_ARGUMENTS
+"""Further arguments of the kernels of the tile unit. Addresses: of the groups, int64, where each begins among the sorted rows, and where the last one
+ends (`USED` then is followed by the number of groups); of `lora_configs`; of scratch memory, and its bytes for each thread."""
+AT_ONCE_OUT = 4 * TILE
+"""Outputs that `tile_expand` computes at once."""
+
+
+def lora_configs(width: int) -> np.ndarray:
+    """uint8 [17, 64]: configurations of the tile unit for 0 to 16 rows of `width` bytes: four sums, two tiles of rows, two of weights."""
+    configs = np.zeros((TILE + 1, 64), np.uint8)
+    configs[:, 0] = 1
+    for rows, config in enumerate(configs):
+        config[48:56] = (rows, rows, rows, rows, rows, rows, width // 4, width // 4)
+        config[16:32:2] = np.array([64, 64, 64, 64, width, width, 64, 64]) * (config[48:56] > 0)
+    return configs
+
+
+@primitive(types.void)
+def copy_words(b, into: Array, to: Int, source: Array, at: Int, count: Const):
+    """Copy `count` numbers of 16 bits as they are."""
+    into.write(to, source.read(at, vec(count, I16), 2), 2)
+
+
+@primitive(types.void)
+def tiles_shrink(b, x: Int, stride: Int, a: Int):
+    """Add the products of 64 inputs with 16 rows of an A to the first two sums: half of the inputs to each, so that neither waits."""
+    for i in range(2):
+        instruct(b, "tileloadd64", LEFT + i, pointer(b, x, ir.Constant(I64, 64 * i)), stride)
+        instruct(b, "tileloadd64", RIGHT + i, pointer(b, a, ir.Constant(I64, 1024 * i)), ir.Constant(I64, 64))
+        instruct(b, "tdpbf16ps", SUMS + i, LEFT + i, RIGHT + i)
+
+
+@primitive(types.void)
+def tiles_expand(b, h: Int, stride: Int, weight: Int, size: Int, count: Const):
+    """Add the products of 16 ranks with `count` tiles of a B, `size` bytes from one to the next, to the first sums."""
+    instruct(b, "tileloadd64", LEFT, pointer(b, h, ir.Constant(I64, 0)), stride)
+    for v in range(count):
+        there = pointer(b, weight, b.mul(size, ir.Constant(I64, v)))
+        instruct(b, "tileloadd64", RIGHT + v % 2, there, ir.Constant(I64, 64))
+        instruct(b, "tdpbf16ps", SUMS + v, LEFT, RIGHT + v % 2)
+
+
+@primitive(types.void)
+def tiles_write(b, where: Int, count: Const):
+    """Write the first `count` sums side by side, as rows of `16 * count` float32."""
+    for v in range(count):
+        instruct(b, "tilestored64", SUMS + v, pointer(b, where, ir.Constant(I64, 64 * v)), ir.Constant(I64, 64 * count))
+
+
+@primitive(types.void)
+def tiles_zero(b, count: Const):
+    """The first `count` sums begin with zeros."""
+    for v in range(count):
+        instruct(b, "tilezero", SUMS + v)
+
+
+def tile_shrink() -> Callable[[Any], None]:
+    """As `shrink`, by the tile unit; x, A and h are bf16, inputs a multiple of 64, room for ranks one of 16. The work items are groups and 16 ranks."""
+    L, WIDE, STEP = TILE, 2 * TILE, 4 * TILE
+
+    @jit
+    def one(args, x, rows, sums, j, end, a):
+        order, inputs = ints_at(args[ORDER], 64), args[SHRINK_INPUTS]
+        here = floats_at(rows, 16)
+        for i in range(end - j):
+            for k in range(0, inputs, WIDE):
+                copy_words(here, i * inputs + k, x, order[j + i] * inputs + k, WIDE)
+        tiles_begin(args[CONFIGS] + 64 * (end - j))
+        ahead = floats_at(a, 16)
+        for k in range(0, inputs, STEP):
+            prefetch(ahead, L * (k + 2 * STEP), 2048)
+            tiles_shrink(rows + 2 * k, 2 * inputs, a + WIDE * k)
+        tiles_write(sums, 2)
+
+    def body(args):
+        rows = args[TILE_SCRATCH] + claim(args, ENTERED, 1) * args[TILE_SCRATCH_BYTES]
+        inputs, width = args[SHRINK_INPUTS], args[PARTS] * args[RANK]
+        sums, tiles = rows + 2 * L * inputs, width // L
+        x, h, done = floats_at(args[SHRINK_X], 16), floats_at(args[SHRINK_H], 16), floats_at(sums, 32)
+        slots, used = ints_at(args[SLOTS], 64), ints_at(args[USED], 64)
+        ranks, starts = ints_at(args[RANK_OF], 64), ints_at(args[STARTS], 64)
+        while True:
+            item = claim(args, NEXT, 1)
+            if item >= used[1] * tiles:
+                break
+            j, end, n = starts[item // tiles], starts[item // tiles + 1], item % tiles * L
+            slot = slots[j]
+            if n % args[RANK] < ranks[slot * args[PARTS] + n // args[RANK]]:
+                one(args, x, rows, sums, j, end, args[SHRINK_A] + 2 * (slot * width + n) * inputs)
+                for i in range(end - j):
+                    store(h, (j + i) * width + n, load(done, 2 * i * L, L) + load(done, 2 * i * L + L, L))
+        tiles_end()
+
+    return body
+
+
+def tile_expand(out_bits: int) -> Callable[[Any], None]:
+    """As `expand`, by the tile unit; h and B are bf16, every chunk a multiple of 16 outputs. ``out_bits``: of out."""
+    L = TILE
+
+    def make(count: int) -> Any:
+        @jit
+        def some(args, out, sums, j, end, h, b, n):
+            """`count` tiles of outputs from n on, of the rows of one group."""
+            order, outputs, room = ints_at(args[ORDER], 64), args[EXPAND_OUTPUTS], args[RANK]
+            tiles_zero(count)
+            for r in range(0, room, L):
+                tiles_expand(h + 2 * r, 2 * args[PARTS] * room, b + 2 * (n * room + L * r), 2 * L * room, count)
+            tiles_write(sums, count)
+            done = floats_at(sums, 32)
+            for i in range(end - j):
+                at = order[j + i] * outputs + n
+                for c in range(0, count * L, L):
+                    store(out, at + c, load(out, at + c, L) + load(done, i * count * L + c, L))
+
+        return some
+
+    four, single = make(4), make(1)
+
+    def body(args):
+        sums = args[TILE_SCRATCH] + claim(args, ENTERED, 1) * args[TILE_SCRATCH_BYTES]
+        out, outputs, room = floats_at(args[EXPAND_OUT], out_bits), args[EXPAND_OUTPUTS], args[RANK]
+        slots, used, starts = ints_at(args[SLOTS], 64), ints_at(args[USED], 64), ints_at(args[STARTS], 64)
+        chunks, ranks = ints_at(args[EXPAND_CHUNKS], 64), ints_at(args[RANK_OF], 64)
+        while True:
+            item = claim(args, NEXT, 1)
+            if item >= args[COUNT]:
+                break
+            begin, last, part = chunks[3 * item], chunks[3 * item + 1], chunks[3 * item + 2]
+            for group in range(used[1]):
+                j, end = starts[group], starts[group + 1]
+                slot = slots[j]
+                if (
+                    group + 1 < used[1]
+                ):  # short pieces in many places: the core's own prefetcher does not see them coming
+                    ahead = floats_at(args[EXPAND_B], 16)
+                    next_b = slots[end] * outputs * room
+                    for at in range(begin * room, last * room, 1024):
+                        prefetch(ahead, next_b + at, 2048)
+                if ranks[slot * args[PARTS] + part] > 0:
+                    tiles_begin(args[CONFIGS] + 64 * (end - j))
+                    h = args[EXPAND_H] + 2 * (j * args[PARTS] + part) * room
+                    b, n = args[EXPAND_B] + 2 * slot * outputs * room, begin
+                    while n + AT_ONCE_OUT <= last:
+                        four(args, out, sums, j, end, h, b, n)
+                        n += AT_ONCE_OUT
+                    for at in range(n, last, L):
+                        single(args, out, sums, j, end, h, b, at)
+        tiles_end()
 
     return body
