@@ -167,6 +167,9 @@ register_kv_cache_kind("encoder_only", EncoderOnlyRules())
 class StateRules(KVCacheRules):
     """One block a request, which every step overwrites. vLLM's `mamba_cache_mode="none"`.
 
+    With the option `ring`, that many blocks: the state after position p is in block `p % ring`, so that the states of the last
+    `ring` tokens are kept, and rejected draft tokens can be taken back. vLLM calls these speculative blocks.
+
     A spec's `head_dim` is the bytes of the state, `dtype_bytes` is 1; its option `page_bytes` is the size of a block of the
     pool, if that is larger.
     """
@@ -185,7 +188,7 @@ class StateRules(KVCacheRules):
         return query - 1 <= key <= query
 
     def num_blocks(self, spec: KVCacheSpec, num_tokens: int) -> int:
-        return min(1, num_tokens)
+        return dict(spec.options).get("ring", 1) if num_tokens else 0
 
     def bytes_per_block(self, spec: KVCacheSpec) -> int:
         return dict(spec.options).get("page_bytes", spec.head_dim)
@@ -285,7 +288,12 @@ class KVCacheSpec:
 def pad_states(specs: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
     """The specs with the blocks of states made as large as the largest block."""
     most = max(spec.bytes_per_block for spec in specs)
-    return [replace(spec, options=(("page_bytes", most),)) if spec.rules.is_state else spec for spec in specs]
+    return [
+        replace(spec, options=tuple((dict(spec.options) | {"page_bytes": most}).items()))
+        if spec.rules.is_state
+        else spec
+        for spec in specs
+    ]
 
 
 def unify_block_size(specs: Sequence[KVCacheSpec], block_size: int) -> int:
@@ -910,6 +918,22 @@ def _without_cache(args: EngineArgs) -> EngineArgs:
     return replace(args, enable_chunked_prefill=False, enable_prefix_caching=False, num_gpu_blocks=2)
 
 
+def _check_drafts(args: EngineArgs, model: ModelFacts, mode: str) -> None:
+    """Refuse draft tokens that the states of a model cannot be brought back from."""
+    if args.speculative is None:
+        return
+    method = args.speculative.method
+    if method in ("draft_model", "medusa", "eagle", "mtp"):
+        raise ValueError(
+            f"speculative_config: model {model.name!r} has state-space layers, for which method {method!r} is not implemented;"
+            " ngram, suffix, synthetic and objects are"
+        )
+    if mode != "none":
+        raise ValueError(
+            f"speculative_config: with draft tokens only the last states are kept, so mamba_cache_mode={mode!r} cannot be"
+        )
+
+
 def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCacheSpec], list[Decision], dict[str, Any]]:
     """How the layers keep what they keep; what was decided for it (nothing, for a model that has no states); and settings of
     `CacheConfig` that it changes.
@@ -924,16 +948,12 @@ def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCach
                 f"mamba_cache_mode={args.mamba_cache_mode!r}: model {model.name!r} has no state-space layers"
             )
         return specs, [], {}
-    if args.speculative is not None:
-        raise ValueError(
-            f"speculative_config: model {model.name!r} has state-space layers; a rejected draft token cannot be taken back"
-            " out of a state, so speculative decoding is not implemented for it"
-        )
     if args.fp8_kv_cache and all(spec.rules.is_state for spec in specs):
         raise ValueError(f"kv_cache_dtype={args.kv_cache_dtype!r}: model {model.name!r} has no keys and values")
     mode = args.mamba_cache_mode or "none"
     if mode != "none" and not args.enable_prefix_caching:
         raise ValueError(f"mamba_cache_mode={mode!r} keeps states for prefix caching, but enable_prefix_caching is off")
+    _check_drafts(args, model, mode)
     why = "default" if args.mamba_cache_mode is None else "asked for"
     decisions = [Decision("mamba_cache_mode", mode, why)]
     if mode == "none" and args.enable_prefix_caching:
@@ -945,6 +965,9 @@ def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCach
         decisions.append(Decision("block_size", block_size, why))
     kinds = [STATE_KINDS[mode] if spec.rules.is_state else spec.kind for spec in specs]
     specs = [replace(s, kind=kind, block_size=block_size) for s, kind in zip(specs, kinds, strict=True)]
+    if args.speculative is not None:
+        ring = (("ring", 1 + args.speculative.num_speculative_tokens),)
+        specs = [replace(spec, options=(*spec.options, *ring)) if spec.rules.is_state else spec for spec in specs]
     return specs, decisions, {d.setting: d.value for d in decisions[1:]}
 
 

@@ -360,16 +360,17 @@ class KVCacheManager:
         """
         request_id, pool = request.request_id, self.cpu_pool
         tables = [group.tables[request_id] for group in self.groups]
-        used = -(-request.num_computed_tokens // self.block_size)
-        blocks = [block for table in tables for block in table[:used] if block.block_id]
+        used = [group.num_blocks(request.num_computed_tokens) for group in self.groups]
+        tables = [table[:count] for table, count in zip(tables, used, strict=True)]
+        blocks = [block for table in tables for block in table if block.block_id]
         if pool is None or len(blocks) > pool.num_free:
             return None
         copies = iter(pool.get_new_blocks(len(blocks)))
-        cpu = tuple([next(copies) if b.block_id else pool.null_block for b in table[:used]] for table in tables)
+        cpu = tuple([next(copies) if b.block_id else pool.null_block for b in table] for table in tables)
         pairs = tuple(
             (b.block_id, c.block_id)
             for table, copy in zip(tables, cpu, strict=True)
-            for b, c in zip(table, copy, strict=False)
+            for b, c in zip(table, copy, strict=True)
             if b.block_id
         )
         if self.trace is not None:

@@ -56,6 +56,9 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        self._check()
+
     @property
     def max_length(self) -> int:
         """Longest sequence that the stretched rotation was meant for, by vLLM's rule."""
@@ -63,7 +66,7 @@ class RopeSpec:
             return int(self.max_position * self.factor)
         return int(self.original_max_position * self.factor) if self.kind == "yarn" else self.max_position
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise ValueError(f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
         if self.dim < 2 or self.dim % 2:

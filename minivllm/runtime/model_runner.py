@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
-from minivllm.attention.state import LayerCacheSpec, cache_layout
+from minivllm.attention.state import LayerCacheSpec, MambaSpec, cache_layout
 from minivllm.attention.step_buffer import BufferFull, StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
@@ -42,7 +42,7 @@ from minivllm.spec_decode.rejection import Draft, RejectionSampler
 
 __all__ = [
     "GRAPH_BYTES", "FutureTokens", "ModelRunner", "PendingStep", "group_attention_specs", "new_kv_caches",
-    "new_swap_caches", "step_bytes", "zeros_on_demand",
+    "new_swap_caches", "step_bytes", "table_sizes", "zeros_on_demand",
 ]  # fmt: skip
 
 
@@ -87,6 +87,14 @@ def step_bytes(config: EngineConfig) -> int:
     return limits.max_num_batched_tokens * per_token + rows * (per_row + table) + (1 << 18)
 
 
+def table_sizes(config: KVCacheConfig, max_model_len: int) -> tuple[int, list[int]]:
+    """Tokens that block tables have room for, and tokens of a block of each KV cache group."""
+    least = (
+        g.spec.block_size * g.spec.rules.num_blocks(g.spec, 1) for g in config.groups
+    )  # a ring of states may be longer
+    return max(max_model_len, *least), [g.spec.block_size for g in config.groups]
+
+
 def group_attention_specs(config: KVCacheConfig, layer_specs: list[LayerCacheSpec]) -> list[LayerCacheSpec]:
     """The attention spec, or the state's, of each KV cache group.
 
@@ -98,7 +106,10 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[LayerCacheSpe
         distinct = {layer_specs[layer] for layer in group.layers}
         if len(distinct) > 1:
             raise ValueError(f"layers {group.layers} share a block table but differ in attention: {distinct}")
-        specs.append(distinct.pop())
+        spec = distinct.pop()
+        specs.append(
+            replace(spec, ring=dict(group.spec.options).get("ring", 1)) if isinstance(spec, MambaSpec) else spec
+        )
     return specs
 
 
@@ -158,7 +169,7 @@ class ModelRunner:
         self.swap_caches = new_swap_caches(backend, kv, self.specs, self.device)
         model.eager = config.args.enforce_eager
         model.bind(kv)
-        self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, [g.spec.block_size for g in kv.groups])
+        self.batch = InputBatch(limits.max_num_seqs, *table_sizes(kv, limits.max_model_len))
         self.adapters = self._make_adapters() if config.args.enable_lora else None
         self.lora_slots = np.full(limits.max_num_seqs, -1)
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
@@ -168,7 +179,7 @@ class ModelRunner:
         self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
         self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
-        self.rejection = RejectionSampler(self.sampler, speculative and speculative.synthetic_acceptance_rate)
+        self.rejection = RejectionSampler(self.sampler, speculative.synthetic_acceptance_rate if speculative else None)
         self.expert_loads = ExpertLoads(model)
         self._looks_back = bool(transforms)
         self._latest: PendingStep | None = None

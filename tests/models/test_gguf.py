@@ -13,6 +13,7 @@ import tiny_gguf as tiny
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from varied_prompts import varied_prompts
 
 from minivllm.models import hub
 from minivllm.models.families.registry import spec_from_config
@@ -540,25 +541,28 @@ def test_smollm2_weights_equal_transformers_own_reading_of_the_gguf(smollm2_path
 
 
 @pytest.mark.slow
-def test_gemma3_270m_continues_as_transformers_does():
-    """Over the edge of its window. Only where the model is at hand: its licence is the user's to accept."""
+@pytest.mark.long
+def test_gemma3_270m_continues_32_prompts_as_transformers_does():
+    """Some over the edge of its window. Only where the model is at hand: its licence is the user's to accept."""
     from minivllm import LLM, SamplingParams
 
     folder = hub.cache_dir() / f"gemma3-270m-{hub.GEMMA3_270M.version}-v{hub.LAYOUT}"
     if not folder.is_dir():
         pytest.skip('not in the cache; LLM("gemma3-270m") puts it there')
-    llm = LLM("gemma3-270m", dtype="float32", max_model_len=1024)
-    prompts = ["The capital of France is", "Numbers: " + ", ".join(map(str, range(160)))]
-    ours = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
-    assert max(len(output.prompt_token_ids) for output in ours) > 512
-    theirs, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(llm.model_path),
-        AutoTokenizer.from_pretrained(llm.model_path),
-    )
+    with LLM("gemma3-270m", dtype="float32", max_model_len=1024, max_num_batched_tokens=512) as llm:
+        tokenizer = llm.get_tokenizer()
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"  # it has none
+        )
+        prompts = varied_prompts(tokenizer)
+        ours = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    assert len(prompts) == 32 and max(map(len, prompts)) > 512
+    theirs = AutoModelForCausalLM.from_pretrained(llm.model_path, dtype=torch.float32).eval()
     for prompt, output in zip(prompts, ours, strict=True):
-        ids = tokenizer(prompt, return_tensors="pt")
-        expected = theirs.generate(**ids, max_new_tokens=12, do_sample=False)[0][ids["input_ids"].shape[1] :]
-        assert output.outputs[0].token_ids == expected.tolist()
+        tokens = output.outputs[0].token_ids
+        with torch.inference_mode():  # each is their argmax after those before it: what their `generate` chooses
+            logits = theirs(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens), use_cache=False).logits[0]
+        assert logits.argmax(-1).tolist() == tokens
 
 
 def test_big_endian_numbers_are_refused(tmp_path):

@@ -2,7 +2,9 @@
 
 # ruff: noqa: F811
 
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tiny_models import STATES, VOCAB_SIZE, hf_model, tiny_model_path  # noqa: F
 from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import AttentionBatch
 from minivllm.attention.state import MambaSpec, StateView, plan_states
-from minivllm.core.config import KVCacheSpec, make_kv_cache_groups, unify_block_size
+from minivllm.core.config import KVCacheSpec, _check_drafts, make_kv_cache_groups, unify_block_size
 from minivllm.models.mixers.delta import delta_scan
 from minivllm.models.mixers.mamba1 import selective_scan
 from minivllm.models.mixers.mamba2 import ssd_scan
@@ -136,6 +138,21 @@ def test_a_cpu_kernel_is_the_recurrence_on_states_in_blocks(kind):
     assert torch.equal(view.read(torch.tensor([0, 2, 4])), states[[0, 2, 4]])
 
 
+@pytest.mark.parametrize(("first", "count"), [(0, 3), (7, 3), (7, 5), (7, 1)])
+def test_a_ring_keeps_the_states_of_as_many_tokens_as_it_has_blocks(first, count):
+    spec, table = replace(SPEC, ring=4), [5, 6, 7, 8]
+    plan = plan_states(batch([0, count], [first + count], [table]), spec, CPU)
+    if count == 1:
+        assert (plan.read.tolist(), plan.write.tolist()) == ([table[6 % 4]], [table[7 % 4]])
+    elif first and count <= 4:
+        assert [tuple(p) for p in plan.pieces] == [
+            (i, i + 1, table[(first + i - 1) % 4], table[(first + i) % 4]) for i in range(count)
+        ]
+    else:
+        read = table[(first - 1) % 4] if first else -1
+        assert [tuple(p) for p in plan.pieces] == [(0, count, read, table[(first + count - 1) % 4])]
+
+
 def batch(starts: list[int], lens: list[int], table: list[list[int]]) -> AttentionBatch:
     arrays = [np.array(x, np.int32) for x in (starts, lens, table)]
     return AttentionBatch(*arrays, np.zeros(starts[-1], np.int64))
@@ -226,12 +243,42 @@ def test_generates_what_transformers_does(name, setting, tiny_model_path):
     assert (llm.llm_engine.core.scheduler.num_preemptions > 0) == bool(more)
 
 
+class Guesses:
+    """Drafts the next tokens of an answer, every third of them wrong."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        self.answers = answers
+
+    def propose(self, requests, view):
+        return [self.guess(request) for request in requests]
+
+    def guess(self, request):
+        prompt = tuple(request.token_ids[: request.num_prompt_tokens])
+        said = len(request.token_ids) - len(prompt)
+        return [t if i % 3 else (t + 1) % 250 for i, t in enumerate(self.answers[prompt]) if said <= i < said + 3]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3-next"])
+def test_rejected_drafts_are_taken_back_out_of_states(name, tiny_model_path):
+    torch.set_num_threads(1)
+    prompts = [prompt(n, seed=n) for n in (1, 5, 44)]
+    want = [hf_generate(name, tokens, 12) for tokens in prompts]
+    guesses = Guesses({tuple(p): w for p, w in zip(prompts, want, strict=True)})
+    drafts = {"method": guesses, "num_speculative_tokens": 3, "dynamic_length": False}
+    llm = LLM(str(tiny_model_path(name)), dtype="float32", max_model_len=96, speculative_config=drafts)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], params, use_tqdm=False)
+    assert [list(out.outputs[0].token_ids) for out in outputs] == want
+    stats = llm.llm_engine.core.scheduler.spec_stats
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "state-space layers; a rejected draft",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}, "mamba_cache_mode": "all"},
+            "only the last states are kept, so mamba_cache_mode='all'",
         ),
         ({"kv_cache_dtype": "fp8"}, "has no keys and values"),
         ({"mamba_cache_mode": "all", "enable_prefix_caching": False}, "enable_prefix_caching is off"),
@@ -246,3 +293,9 @@ def test_refusals_name_the_argument(change, message, tiny_model_path):
 def test_a_model_without_states_has_no_cache_mode(tiny_model_path):
     with pytest.raises(ValueError, match="has no state-space layers"):
         LLM(str(tiny_model_path("llama")), mamba_cache_mode="all")
+
+
+def test_a_proposer_with_a_cache_of_its_own_is_refused():
+    args, model = SimpleNamespace(speculative=SimpleNamespace(method="eagle")), SimpleNamespace(name="m")
+    with pytest.raises(ValueError, match="model 'm' has state-space layers, for which method 'eagle' is not"):
+        _check_drafts(args, model, "none")

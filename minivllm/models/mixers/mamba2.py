@@ -93,6 +93,7 @@ class Mamba2(StateMixer):
 
     Attributes:
         A: [num_heads], how fast each state decays; below 0.
+        wide: the small weights in float32.
     """
 
     spec: Mamba2Spec
@@ -100,21 +101,22 @@ class Mamba2(StateMixer):
 
     def __init__(self, spec: Mamba2Spec, builder: Builder) -> None:
         super().__init__(spec, builder)
-        self.A = torch.empty(0)
+        self.A, self.wide = torch.empty(0), dict[str, Tensor]()
 
     def process_weights_after_loading(self) -> None:
         """See `Mixer`."""
-        self.A = -self.extra["A_log"].float().exp()
+        self.A, self.wide = -self.extra["A_log"].float().exp(), {k: w.float() for k, w in self.extra.items()}
 
     def mix(self, u: Tensor, states: States, conv, ssd) -> tuple[Tensor, States]:
         """From the first matmul to the last, with one form of the convolution and of the recurrence."""
-        s, w = self.spec, self.extra
+        s, w = self.spec, self.wide
         z, xBC, dt = u.split((s.inner, s.channels, s.num_heads), 1)
         xBC, last_inputs = conv(xBC, states[0], w["conv1d.weight"][:, 0], w.get("conv1d.bias"))
         x, B, C = F.silu(xBC).split((s.inner, s.num_groups * s.state_size, s.num_groups * s.state_size), 1)
         x, B, C = x.unflatten(1, (s.num_heads, -1)), *(v.unflatten(1, (s.num_groups, -1)) for v in (B, C))
-        dt = F.softplus(dt.float() + w["dt_bias"].float()).clamp(*s.dt_limit)
-        y, state = ssd(x, dt, self.A, B, C, w["D"].float(), states[1])
+        dt = F.softplus(dt.float() + w["dt_bias"])
+        dt = dt if s.dt_limit == (0.0, math.inf) else dt.clamp(*s.dt_limit)
+        y, state = ssd(x, dt, self.A, B, C, w["D"], states[1])
         return self._gate(y.flatten(1), z.float()).to(u.dtype), (last_inputs, state)
 
     def _gate(self, y: Tensor, z: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ class Mamba2(StateMixer):
             y = y * F.silu(z)
         if s.norm:
             groups = y.unflatten(1, (s.num_groups, -1))
-            y = F.rms_norm(groups, groups.shape[-1:], None, s.eps).flatten(1) * self.extra["norm.weight"].float()
+            y = F.rms_norm(groups, groups.shape[-1:], None, s.eps).flatten(1) * self.wide["norm.weight"]
         return y * F.silu(z) if s.norm_before_gate else y
 
     def kernels(self, views: list[StateView]) -> tuple[InPlace | None, ...]:

@@ -301,10 +301,11 @@ class ExpertLoads:
     """Counts the tokens of each expert of a model, step by step, while it is switched on.
 
     model: has `layers`, some of them with an `mlp` that is a `MoE`.
+    counts: whether there is something to count: then the layers must be run, not a graph of them.
     """
 
     def __init__(self, model: Any) -> None:
-        self.model, self.on, self._blocks = model, False, dict[int, MoE]()
+        self.model, self.on, self.counts, self._blocks = model, False, False, dict[int, MoE]()
 
     def switch(self, on: bool) -> None:
         """Begin or end."""
@@ -312,13 +313,9 @@ class ExpertLoads:
             block.loads = None
         blocks = ((i, getattr(layer, "mlp", None)) for i, layer in enumerate(self.model.layers)) if on else ()
         self.on, self._blocks = on, {i: block for i, block in blocks if isinstance(block, MoE)}
+        self.counts = bool(self._blocks)
         for block in self._blocks.values():
             block.loads = []
-
-    @property
-    def counts(self) -> bool:
-        """Whether there is something to count: then the layers must be run, not a graph of them."""
-        return bool(self._blocks)
 
     def take(self) -> list[tuple[int, Tensor]]:
         """(layer, tokens of each of its experts, int64 [E]) of the newest step."""
