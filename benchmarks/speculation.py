@@ -1,10 +1,10 @@
 """What does speculative decoding gain? Tokens per second with n-gram and suffix drafts over those without, in one run.
 
-    python benchmarks/speculation.py [--model smollm2] [--batches 1 16] [--tokens 96] [--drafts 4] [--rounds 5] [--json FILE]
+    python benchmarks/speculation.py [--batches 1 16] [--prompts edit chat] [--tokens 96] [--drafts 4] [--rounds 5] [--json FILE]
 
-Two prompts: an edit, whose answer repeats most of the prompt, and a chat, whose answer is new. Greedy. The last column says whether the
-answers are those without drafts: a step of another size rounds differently, unless the backend is batch-invariant, and that can decide
-between two tokens that are nearly equally likely.
+Three prompts: a letter to be edited, whose answer repeats most of it; code to be edited, which this small model does badly; and a chat,
+whose answer is new. Greedy. The last column says whether the answers are those without drafts: a step of another size rounds differently, unless
+the backend is batch-invariant, and that can decide between two tokens that are nearly equally likely.
 Each round runs all engines in turn, so that what else the machine does meets all alike; a ratio is taken within a round, and the
 table shows the median of the rounds. Every request of a batch has its own prompt.
 
@@ -63,8 +63,17 @@ CODE = """class {name}Account:
         self.balance = self.balance - amount
         return self.balance
 """
+LETTER = """Dear Mr. Brown,
+
+thank you for your order of the third of May. We are sorry to tell you that the blue chairs are out of stock until the end of June. The
+two tables and the lamp will leave our house on Monday and should reach you within four days. If you do not want to wait for the chairs,
+we will gladly send you the green ones at the same price, or pay back what you have paid for them. Please let us know which you prefer.
+
+Kind regards,
+{name} Miller"""
 PROMPTS = {
-    "edit": "Copy this Python code and rename `amount` to `value`. Answer with the code only.\n\n" + CODE,
+    "edit": "Rewrite this letter with the name Brown changed to Green:\n\n" + LETTER,
+    "code": "Copy this Python code and rename `amount` to `value`. Answer with the code only.\n\n" + CODE,
     "chat": "My friend {name} wants to learn to swim at the age of forty. What would you tell {name}?",
 }
 OFF: dict[str, Any] | None = None
@@ -86,12 +95,14 @@ def trained_heads(model: str, dtype: str, count: int, heads: int, folder: Path) 
     ]
     collector, start = StateCollector(), time.perf_counter()
     config = {"method": collector, "num_speculative_tokens": 1, "dynamic_length": False}
-    params = SamplingParams(temperature=0, max_tokens=96)
+    params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
     with LLM(model, dtype=dtype, max_model_len=512, enable_prefix_caching=False, speculative_config=config) as llm:
         llm.chat([[{"role": "user", "content": text}] for text in texts], params, use_tqdm=False)
         output = llm.llm_engine.core.executor.runner.model.embedding.float()
-    said, tensors = time.perf_counter(), train_medusa(collector.texts(), heads, output, epochs=5)
-    tokens, known = sum(len(ids) for _, ids in collector.texts()), len(tensors["token_map"])
+    said, last = time.perf_counter(), params.max_tokens or 0
+    answers = [(states[-last:], ids[-last - 1 :]) for states, ids in collector.texts()]
+    tensors = train_medusa(answers, heads, output, epochs=8, batch_size=256, learning_rate=1e-3)
+    tokens, known = sum(len(ids) for _, ids in answers), len(tensors["token_map"])
     print(
         f"{heads} heads, trained on {tokens} tokens, {known} different ones: {said - start:.0f} s to write them,"
         f" {time.perf_counter() - said:.0f} s to train"
@@ -196,6 +207,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), choices=PROMPTS)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
@@ -216,7 +228,7 @@ def main() -> None:
         llms = engines(args.model, args.drafts, args.dtype, heads)
     rows = []
     for batch in args.batches:
-        for kind, text in PROMPTS.items():
+        for kind, text in ((kind, PROMPTS[kind]) for kind in args.prompts):
             asked = [[{"role": "user", "content": text.format(name=NAMES[i % len(NAMES)])}] for i in range(batch)]
             ratios: dict[str, list[float]] = {name: [] for name in llms}
             rates, counts, same = {name: [] for name in llms}, {}, dict.fromkeys(llms, True)

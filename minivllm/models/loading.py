@@ -333,7 +333,7 @@ class LoadedModel:
         part = replace(self, records=tuple(record for record in self.records if record.name.startswith(starts)))
         if not part.records:
             raise CheckpointError(f"{self.path} has no tensor {starts[0]}*: its layer to draft with was left out")
-        return part._decoded(dtype) if self.quantization else iter_tensors(part.records, dtype)
+        return part._decoded(dtype) if self.quantization else iter_tensors(list(part.records), dtype)
 
     def _decoded(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
         from minivllm.models.quantization.formats import decoded, quantized_modules

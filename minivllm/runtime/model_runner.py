@@ -179,7 +179,7 @@ class ModelRunner:
         self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
         self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
-        self.rejection = RejectionSampler(self.sampler, speculative and speculative.synthetic_acceptance_rate)
+        self.rejection = RejectionSampler(self.sampler, speculative.synthetic_acceptance_rate if speculative else None)
         self.expert_loads = ExpertLoads(model)
         self._looks_back = bool(transforms)
         self._latest: PendingStep | None = None

@@ -64,7 +64,7 @@ def load_mtp(host: DraftHost) -> MTPProposer:
     names = {mtp.fuse: (size, 2 * size), mtp.embedding_norm: (size,), mtp.hidden_norm: (size,)}
     for name in names:
         if isinstance(tensors.get(name), QuantizedWeight):
-            tensors[name] = tensors[name].dequantize()  # type: ignore[attr-defined]
+            tensors[name] = tensors[name].dequantize()
     fuse, *scales = (take(tensors, name, shape, source.path) for name, shape in names.items())
     longest = min(spec.max_model_len, host.config.scheduler.max_model_len)
     decoder = Decoder(spec, host.backend, target.dtype, target.device, target.linear_method, max_model_len=longest)

@@ -118,6 +118,6 @@ def deepseek_v3(r: ConfigReader) -> DecoderSpec:
     if not names:
         return spec
     parts = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "fuse": "eh_proj", "final_norm": "shared_head.norm"}
-    tensors = {part: f"{names[0]}{name}.weight" for part, name in parts.items()}
+    tensors: dict[str, Any] = {part: f"{names[0]}{name}.weight" for part, name in parts.items()}
     mtp = MTPSpec(spec=spec.layers[-1], layer=names[0], count=count, skips_first=True, **tensors)
     return replace(spec, mtp=mtp, ignored=tuple(names))

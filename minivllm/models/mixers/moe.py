@@ -301,10 +301,7 @@ class ExpertLoads:
     """Counts the tokens of each expert of a model, step by step, while it is switched on.
 
     model: has `layers`, some of them with an `mlp` that is a `MoE`.
-
-    Attributes:
-        on: it is switched on.
-        counts: and there is something to count: then the layers must be run, not a graph of them.
+    counts: whether there is something to count: then the layers must be run, not a graph of them.
     """
 
     def __init__(self, model: Any) -> None:
@@ -316,9 +313,9 @@ class ExpertLoads:
             block.loads = None
         blocks = ((i, getattr(layer, "mlp", None)) for i, layer in enumerate(self.model.layers)) if on else ()
         self.on, self._blocks = on, {i: block for i, block in blocks if isinstance(block, MoE)}
+        self.counts = bool(self._blocks)
         for block in self._blocks.values():
             block.loads = []
-        self.counts = bool(self._blocks)
 
     def take(self) -> list[tuple[int, Tensor]]:
         """(layer, tokens of each of its experts, int64 [E]) of the newest step."""
