@@ -1,6 +1,6 @@
 """How near is a layer of experts to the time that reading its weights takes? And what do loading, and a latent cache, cost?
 
-    python benchmarks/experts.py [layer] [load] [cache] [--rounds 5] [--output FILE]
+    python benchmarks/experts.py [layer] [load] [cache] [--rounds 5] [--threads N] [--output FILE]
 
 Layer: 64 experts of which a token visits 8, hidden size 1024, 512 numbers inside, 256 tokens, bfloat16, on as many threads as there are cores. The
 floor is the time in which the same threads read all weights once. transformers' loop over experts (`eager`) and its grouped matmul take turns with
@@ -74,7 +74,7 @@ def layers() -> tuple[dict[str, Callable[[torch.Tensor], torch.Tensor]], int]:
 
 @torch.inference_mode()
 def time_layer(rounds: int) -> dict[str, Any]:
-    """Medians of alternating rounds, in milliseconds."""
+    """The quickest of alternating rounds, in milliseconds: what a machine that is shared takes otherwise is not ours."""
     named, size = layers()
     x = torch.randn(TOKENS, HIDDEN).to(torch.bfloat16)
     want, got = named["transformers, loop"](x).float(), named["ours"](x).float()
@@ -86,11 +86,11 @@ def time_layer(rounds: int) -> dict[str, Any]:
             start = time.perf_counter()
             run(x)
             times[name].append(1e3 * (time.perf_counter() - start))
-    middle = {name: statistics.median(found[1:]) for name, found in times.items()}
+    best = {name: min(found[1:]) for name, found in times.items()}
     return {
         "weights_mb": round(size / 1e6, 1), "tokens": TOKENS, "threads": torch.get_num_threads(),
-        "milliseconds": {name: round(value, 2) for name, value in middle.items()},
-        "times_the_floor": {name: round(value / middle["floor"], 2) for name, value in middle.items()}, "goal": GOAL,
+        "milliseconds": {name: round(value, 2) for name, value in best.items()},
+        "times_the_floor": {name: round(value / best["floor"], 2) for name, value in best.items()}, "goal": GOAL,
     }  # fmt: skip
 
 
@@ -154,8 +154,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=["layer", "load", "cache", []], default=[])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, help="of torch and the kernels (default: all)")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     args = parser.parse_args()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     parts = {"layer": lambda: time_layer(args.rounds), "load": lambda: time_load(args.rounds), "cache": cache_bytes}
     results = {name: run() for name, run in parts.items() if name in (args.parts or parts)}
     print(json.dumps(results, indent=2))
