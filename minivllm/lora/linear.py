@@ -5,7 +5,8 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,8 @@ from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.layer import Linear
 
 __all__ = [
-    "CHUNK", "FEW_ROWS", "GROUP", "LONG_RUN", "RANKS", "LoRABatch", "LoRALinear", "LoRAModel", "add_grouped",
-    "pack_tiles",
+    "CHUNK", "FEW_ROWS", "GROUP", "LONG_RUN", "RANKS", "LoRABatch", "LoRALinear", "LoRAModel", "Prepared",
+    "PreparedAdapter", "add_grouped", "pack_tiles",
 ]  # fmt: skip
 
 FEW_ROWS = 256
@@ -141,6 +142,20 @@ def _of_base(name: str) -> Any:
     return property(get, put, doc=f"The base method's `{name}`.")
 
 
+class Prepared(NamedTuple):
+    """An adapter of one layer, in the order of a slot, float32 or the bits of 16-bit numbers: a [parts, rank, inputs], b [rank, outputs],
+    and the rank of each part, a multiple of `RANKS`."""
+
+    a: npt.NDArray[Any]
+    b: npt.NDArray[Any]
+    ranks: npt.NDArray[np.int64]
+
+
+def _numbers(x: Tensor) -> npt.NDArray[Any]:
+    """The memory of a tensor as an array; of 16-bit numbers, their bits."""
+    return (x if x.dtype == torch.float32 else x.view(torch.int16)).numpy()
+
+
 class LoRALinear(LinearMethod):
     """Another method, and what the adapters add to it.
 
@@ -161,9 +176,9 @@ class LoRALinear(LinearMethod):
         self._parts, self._inputs, self._outputs = linear.parts, linear.in_features, linear.out_features
         self._share = linear.share
         self._spans = list(itertools.pairwise(np.cumsum([0, *linear.parts.values()]).tolist()))
-        tiles = _by_tiles(linear)
-        step = GROUP if tiles else RANKS
-        parts, rank = len(self._parts), -(-max_rank // step) * step
+        self._tiles = _by_tiles(linear)
+        self._step = GROUP if self._tiles else RANKS
+        parts, rank = len(self._parts), -(-max_rank // self._step) * self._step
         how = dict[str, Any](dtype=linear.dtype, device=linear.device)
         self._a = torch.zeros(max_loras, parts, rank, self._inputs, **how)
         self._b = torch.zeros(max_loras, rank, self._outputs, **how)
@@ -172,7 +187,7 @@ class LoRALinear(LinearMethod):
         self._kernels: _CPUKernels | _CUDAKernels | None = None
         if linear.method_name in _KERNELS:
             sizes = (self._inputs, self._outputs, rank)
-            make = _TileKernels if tiles else _CPUKernels
+            make = _TileKernels if self._tiles else _CPUKernels
             self._kernels = make(batch, self._a, self._b, self._ranks, self._spans, sizes)
         elif linear.method_name in _CUDA_KERNELS and linear.device.type == "cuda" and not invariant:
             self._kernels = _CUDAKernels.make(batch, self._a, self._b, self._spans)
@@ -205,20 +220,53 @@ class LoRALinear(LinearMethod):
 
     def set_slot(self, slot: int, weights: Mapping[str, LoRAWeights]) -> None:
         """Put an adapter's weights, by the names of the parts, into a slot, in place of what it held."""
-        if weights and not self._used:
-            self._used = True  # an attribute: steps that were captured without adapters are thrown away
-        if not weights and not self._ranks[slot].any():
-            return
-        self._ranks[slot] = 0
-        new_a, new_b = torch.zeros_like(self._a[slot]), torch.zeros_like(self._b[slot])
-        for i, (part, (start, end)) in enumerate(zip(self._parts, self._spans, strict=True)):
+        self.put(slot, self.prepare(weights))
+
+    def prepare(self, weights: Mapping[str, LoRAWeights]) -> Prepared | None:
+        """An adapter's weights as they will lie in a slot; None for none. Any thread may call it: one that reads does, so that a step need not."""
+        if not weights:
+            return None
+        rank = -(-max(len(new.a) for new in weights.values()) // self._step) * self._step
+        dtype = np.float32 if self._a.dtype == torch.float32 else np.int16  # numpy knows no bfloat16
+        a, b = np.zeros((len(self._parts), rank, self._inputs), dtype), np.zeros((rank, self._outputs), dtype)
+        ranks = np.zeros(len(self._parts), np.int64)
+        for i, (part, (start, _)) in enumerate(zip(self._parts, self._spans, strict=True)):
             if (new := weights.get(part)) is not None:
-                rank, (a, b) = len(new.a), self._cut(part, new)
-                new_a[i, :rank], new_b[:rank, start : start + len(b)] = a, b.T
-                self._ranks[slot, i] = -(-rank // RANKS) * RANKS
-        if self._kernels is not None:
-            new_a, new_b = self._kernels.pack(new_a, new_b, slot, self._ranks[slot])
-        self._a[slot], self._b[slot] = new_a, new_b
+                new_a, new_b = (_numbers(x.to(self._a.dtype)) for x in self._cut(part, new))
+                a[i, : len(new_a)], b[: new_b.shape[1], start : start + len(new_b)] = new_a, new_b.T
+                ranks[i] = -(-len(new_a) // RANKS) * RANKS
+        if self._tiles:
+            a, b = pack_tiles(a, b)
+        return Prepared(a, b, ranks)
+
+    def put(self, slot: int, new: Prepared | None) -> None:
+        """Copy what was prepared into a slot, in place of what it held: no more than a copy of memory on a CPU."""
+        if new is None:
+            if self._ranks[slot].any():
+                self._ranks[slot] = 0
+                self._tell(slot)
+            return
+        if not self._used:
+            self._used = True  # an attribute: steps that were captured without adapters are thrown away
+        rank, self._ranks[slot] = len(new.b), new.ranks
+        if self._a.device.type == "cpu":
+            into_a, into_b = _numbers(self._a[slot]), _numbers(self._b[slot])
+            into_a[:, :rank] = new.a
+            if self._tiles:
+                tiles = self._outputs // GROUP
+                into_b.reshape(tiles, -1)[:, : rank * GROUP] = new.b.reshape(tiles, -1)
+            else:
+                into_b[:rank] = new.b
+            return
+        self._a[slot, :, :rank] = torch.from_numpy(new.a).view(self._a.dtype).to(self._a.device)
+        self._b[slot, :rank] = torch.from_numpy(new.b).view(self._b.dtype).to(self._b.device)
+        self._a[slot, :, rank:], self._b[slot, rank:] = 0, 0
+        self._tell(slot)
+
+    def _tell(self, slot: int) -> None:
+        """Tell a GPU's kernels of a slot's new ranks."""
+        if isinstance(self._kernels, _CUDAKernels):
+            self._kernels.set_ranks(slot, self._ranks[slot])
 
     def _cut(self, part: str, new: LoRAWeights) -> tuple[Tensor, Tensor]:
         """What this rank multiplies with: the columns of A for its inputs, or the rows of B for its outputs."""
@@ -304,10 +352,6 @@ class _CPUKernels:
         """Whether `add` can be called: always."""
         return True
 
-    def pack(self, a: Tensor, b: Tensor, slot: int, ranks: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """An adapter's A [parts, rank, inputs] and B [rank, outputs] as they lie in a slot."""
-        return a, b
-
     def add(self, x: Tensor, out: Tensor) -> None:
         """out += what each row's adapter makes of x, in place."""
         from minivllm_kernels.cpu.compile import kernel, pack
@@ -333,14 +377,14 @@ def _by_tiles(linear: Linear) -> bool:
     return host_tiles() and not linear.in_features % (4 * TILE) and not any(n % TILE for n in linear.parts.values())
 
 
-def pack_tiles(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def pack_tiles(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """A [parts, rank, inputs] and B [rank, outputs] of one adapter in the order of the tile unit.
 
     Of A, [parts * rank / 16][inputs / 32][16][16][2]: pairs of inputs for 16 ranks; of B, [outputs / 16][rank / 2][16][2]. Shapes stay.
     """
-    tiles = a.view(-1, 16, a.shape[2] // 32, 16, 2).permute(0, 2, 3, 1, 4)
-    pairs = b.view(len(b) // 2, 2, -1, 16).permute(2, 0, 3, 1)
-    return tiles.reshape(a.shape), pairs.reshape(b.shape)
+    tiles = a.reshape(-1, 16, a.shape[2] // 32, 16, 2).transpose(0, 2, 3, 1, 4)
+    pairs = b.reshape(len(b) // 2, 2, -1, 16).transpose(2, 0, 3, 1)
+    return np.ascontiguousarray(tiles).reshape(a.shape), np.ascontiguousarray(pairs).reshape(b.shape)
 
 
 class _TileKernels(_CPUKernels):
@@ -353,27 +397,27 @@ class _TileKernels(_CPUKernels):
         batch.has_runs = False
         self._starts, self._configs = batch.starts, [lora_configs(width) for width in (64, 32)]
 
-    def pack(self, a: Tensor, b: Tensor, slot: int, ranks: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """See `_CPUKernels.pack`."""
-        return pack_tiles(a, b)
-
     def add(self, x: Tensor, out: Tensor) -> None:
         """See `_CPUKernels.add`."""
         from minivllm_kernels.cpu.compile import kernel, pack
         from minivllm_kernels.cpu.program import LAUNCHER
 
-        x, rows, threads, (a, b) = x.contiguous(), len(x), torch.get_num_threads(), self._where
-        h = x.new_empty(rows, self._width)
-        size = 2 * GROUP * max(self._inputs + 64, 128)  # rows of x, and sums
-        more = [
-            (self._starts.ctypes.data, c.ctypes.data, LAUNCHER.scratch(threads * size), size) for c in self._configs
-        ]
-        first = kernel("minivllm_kernels.cpu.lora:tile_shrink")
-        where = (x.data_ptr(), a, h.data_ptr(), self._inputs, 0)
-        LAUNCHER.run(first, pack(rows * self._width // GROUP, *self._shared, *where, *more[0]), threads)
-        second = kernel("minivllm_kernels.cpu.lora:tile_expand", _BITS[out.dtype])
-        where = (h.data_ptr(), b, out.data_ptr(), self._outputs, self._chunks.ctypes.data)
-        LAUNCHER.run(second, pack(len(self._chunks), *self._shared, *where, *more[1]), threads)
+        x, threads, (a, b) = x.contiguous(), torch.get_num_threads(), self._where
+        size = 2 * GROUP * (self._inputs + self._width + 128)  # rows of x, of h, and sums
+        configs = (config.ctypes.data for config in self._configs)
+        where = (
+            x.data_ptr(),
+            a,
+            self._inputs,
+            b,
+            out.data_ptr(),
+            self._outputs,
+            self._chunks.ctypes.data,
+            len(self._chunks),
+        )
+        more = (self._starts.ctypes.data, *configs, LAUNCHER.scratch(threads * size), size)
+        compiled = kernel("minivllm_kernels.cpu.lora:tile_lora", _BITS[out.dtype])
+        LAUNCHER.run(compiled, pack(len(x), *self._shared, *where, *more), threads)
 
 
 def add_grouped(x: Tensor, out: Tensor, a: Tensor, b: Tensor, spans: Sequence[tuple[int, int]], ends: Any) -> None:
@@ -407,10 +451,11 @@ class _CUDAKernels:
         fits = a.shape[3] % 8 == 0 and all(n % 8 == 0 for span in spans for n in span)
         return cls(batch, a, b, spans) if fits and a.dtype in (torch.bfloat16, torch.float16) else None
 
-    def pack(self, a: Tensor, b: Tensor, slot: int, ranks: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """See `_CPUKernels.pack`. What an adapter leaves alone is zeros, as the grouped matmuls want it."""
+    def set_ranks(self, slot: int, ranks: npt.NDArray[np.int64]) -> None:
+        """A slot holds another adapter, or none. What that leaves alone must be zeros, for the grouped matmuls."""
+        for i in np.flatnonzero(ranks == 0):
+            self._b[slot, :, slice(*self._spans[i])] = 0
         self._ranks[slot] = torch.from_numpy(ranks.astype(np.int32))
-        return a, b
 
     def takes(self, x: Tensor, out: Tensor) -> bool:
         """Whether `add` can be called. `grouped_mm` is for bfloat16."""
@@ -425,6 +470,14 @@ class _CUDAKernels:
 
         assert self._batch.work is not None
         add_lora(out, x, self._a, self._b, self._batch.work, self._ranks, self._part_of)
+
+
+@dataclass(frozen=True)
+class PreparedAdapter:
+    """An adapter as its slots take it: for each layer that may have one, and for the embedding."""
+
+    layers: list[Prepared | None]
+    embedding: LoRAWeights | None
 
 
 class LoRAModel:
@@ -455,17 +508,6 @@ class LoRAModel:
         self._by_kernels = True
         model.lora = self
 
-    def set_slot(self, slot: int, adapter: Adapter) -> None:
-        """Copy an adapter into a slot, in place of what it held."""
-        for prefix, linear, wrapped in self._methods:
-            found = {part: adapter.modules.get(prefix + part) for part in linear.parts}
-            wrapped.set_slot(slot, {part: weights for part, weights in found.items() if weights is not None})
-        self._ranks.pop(slot, None)
-        if (weights := adapter.modules.get(self._embedding)) is not None:
-            rank = self._ranks[slot] = len(weights.a)
-            self._a[slot, :, :rank], self._b[slot, :rank] = weights.a.T, weights.b.T
-        self._by_kernels = not self._ranks and all(wrapped.in_graphs for _, _, wrapped in self._methods)
-
     @property
     def active(self) -> bool:
         """Whether a row of what is computed next has an adapter."""
@@ -486,3 +528,21 @@ class LoRAModel:
                 for some in rows.split(size):
                     picked = F.pad(a[token_ids[some]], (0, 0, 0, size - len(some)))
                     x.index_add_(0, some, (picked @ b)[: len(some)])
+
+    def prepare(self, adapter: Adapter) -> PreparedAdapter:
+        """What `set_slot` copies. Any thread may call it."""
+        layers = []
+        for prefix, linear, wrapped in self._methods:
+            found = {part: adapter.modules.get(prefix + part) for part in linear.parts}
+            layers.append(wrapped.prepare({part: weights for part, weights in found.items() if weights is not None}))
+        return PreparedAdapter(layers, adapter.modules.get(self._embedding))
+
+    def set_slot(self, slot: int, adapter: PreparedAdapter) -> None:
+        """Copy an adapter into a slot, in place of what it held."""
+        for (_, _, wrapped), new in zip(self._methods, adapter.layers, strict=True):
+            wrapped.put(slot, new)
+        self._ranks.pop(slot, None)
+        if (weights := adapter.embedding) is not None:
+            rank = self._ranks[slot] = len(weights.a)
+            self._a[slot, :, :rank], self._b[slot, :rank] = weights.a.T, weights.b.T
+        self._by_kernels = not self._ranks and all(wrapped.in_graphs for _, _, wrapped in self._methods)

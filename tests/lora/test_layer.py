@@ -31,7 +31,7 @@ def test_over_every_base(method: str, dtype: torch.dtype, rows: int) -> None:
     layer.method.process_weights_after_loading()
     x = torch.randn(rows, inputs).to(dtype)
     base, batch = layer(x).clone(), LoRABatch(256, CPU)
-    layer.method = LoRALinear(layer, batch, max_loras=3, max_rank=12, invariant=False)
+    layer.method = LoRALinear(layer, batch, max_loras=3, max_rank=12 if rows == 7 else 40, invariant=False)
     adapters: list[dict[str, Any]] = [
         {"q": LoRAWeights(torch.randn(12, inputs).to(dtype), torch.randn(80, 12).to(dtype))},
         {

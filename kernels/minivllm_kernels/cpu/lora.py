@@ -36,10 +36,11 @@ from minivllm_kernels.cpu.simd import (
 )  # fmt: skip
 
 __all__ = [
-    "AT_ONCE", "AT_ONCE_OUT", "CONFIGS", "EXPAND_B", "EXPAND_CHUNKS", "EXPAND_H", "EXPAND_OUT",
-    "EXPAND_OUTPUTS", "ORDER", "PARTS", "RANK", "RANKS", "RANK_OF", "SHRINK_A", "SHRINK_H", "SHRINK_INPUTS",
-    "SHRINK_X", "SLOTS", "STARTS", "TILE_ARGUMENTS", "TILE_SCRATCH", "TILE_SCRATCH_BYTES", "USED",
-    "copy_words", "expand", "jit", "lora_configs", "shrink", "tile_expand", "tile_shrink", "tiles_expand",
+    "AT_ONCE", "AT_ONCE_OUT", "EXPAND_B", "EXPAND_CHUNKS", "EXPAND_H", "EXPAND_OUT", "EXPAND_OUTPUTS",
+    "FOR_EXPAND", "FOR_SHRINK", "NUM_CHUNKS", "ORDER", "PARTS", "RANK", "RANKS", "RANK_OF", "SHRINK_A",
+    "SHRINK_H", "SHRINK_INPUTS", "SHRINK_X", "SLOTS", "STARTS", "STEP", "TILE_A", "TILE_B", "TILE_CHUNKS",
+    "TILE_INPUTS", "TILE_OUT", "TILE_OUTPUTS", "TILE_SCRATCH", "TILE_SCRATCH_BYTES", "TILE_X", "USED", "WIDE",
+    "copy_words", "expand", "jit", "lora_configs", "shrink", "tile_lora", "tile_shrink", "tiles_expand",
     "tiles_shrink", "tiles_write", "tiles_zero",
 ]  # fmt: skip
 
@@ -171,12 +172,24 @@ def expand(w_bits: int, out_bits: int, lanes: int) -> Callable[[Any], None]:
     return body
 
 
-TILE_ARGUMENTS = range(OWN + 11, OWN + 15)
-(STARTS, CONFIGS, TILE_SCRATCH, TILE_SCRATCH_BYTES) = TILE_ARGUMENTS
-"""Further arguments of the kernels of the tile unit. Addresses: of the groups, int64, where each begins among the sorted rows, and where the last one
-ends (`USED` then is followed by the number of groups); of `lora_configs`; of scratch memory, and its bytes for each thread."""
-AT_ONCE_OUT = 4 * TILE
-"""Outputs that `tile_expand` computes at once."""
+(
+    TILE_X,
+    TILE_A,
+    TILE_INPUTS,
+    TILE_B,
+    TILE_OUT,
+    TILE_OUTPUTS,
+    TILE_CHUNKS,
+    NUM_CHUNKS,
+    STARTS,
+    FOR_SHRINK,
+    FOR_EXPAND,
+) = range(OWN + 6, OWN + 17)
+(TILE_SCRATCH, TILE_SCRATCH_BYTES) = range(OWN + 17, OWN + 19)
+"""Further arguments of `tile_lora`. `STARTS`: address of the groups, int64, where each begins among the sorted rows, and where the last one ends
+(`USED` is followed by the number of groups). Two configurations of the unit, see `lora_configs`. Scratch memory, and its bytes for each thread."""
+AT_ONCE_OUT, WIDE, STEP = 4 * TILE, 2 * TILE, 4 * TILE
+"""Outputs that `tile_lora` computes at once; inputs of a tile; inputs of a step of `tiles_shrink`."""
 
 
 def lora_configs(width: int) -> np.ndarray:
@@ -228,60 +241,48 @@ def tiles_zero(b, count: Const):
         instruct(b, "tilezero", SUMS + v)
 
 
-def tile_shrink() -> Callable[[Any], None]:
-    """As `shrink`, by the tile unit; x, A and h are bf16, inputs a multiple of 64, room for ranks one of 16. The work items are groups and 16 ranks."""
-    L, WIDE, STEP = TILE, 2 * TILE, 4 * TILE
-
-    @jit
-    def one(args, x, rows, sums, j, end, a):
-        order, inputs = ints_at(args[ORDER], 64), args[SHRINK_INPUTS]
-        here = floats_at(rows, 16)
-        for i in range(end - j):
-            for k in range(0, inputs, WIDE):
-                copy_words(here, i * inputs + k, x, order[j + i] * inputs + k, WIDE)
-        tiles_begin(args[CONFIGS] + 64 * (end - j))
-        ahead = floats_at(a, 16)
-        for k in range(0, inputs, STEP):
-            prefetch(ahead, L * (k + 2 * STEP), 2048)
-            tiles_shrink(rows + 2 * k, 2 * inputs, a + WIDE * k)
-        tiles_write(sums, 2)
-
-    def body(args):
-        rows = args[TILE_SCRATCH] + claim(args, ENTERED, 1) * args[TILE_SCRATCH_BYTES]
-        inputs, width = args[SHRINK_INPUTS], args[PARTS] * args[RANK]
-        sums, tiles = rows + 2 * L * inputs, width // L
-        x, h, done = floats_at(args[SHRINK_X], 16), floats_at(args[SHRINK_H], 16), floats_at(sums, 32)
-        slots, used = ints_at(args[SLOTS], 64), ints_at(args[USED], 64)
-        ranks, starts = ints_at(args[RANK_OF], 64), ints_at(args[STARTS], 64)
-        while True:
-            item = claim(args, NEXT, 1)
-            if item >= used[1] * tiles:
-                break
-            j, end, n = starts[item // tiles], starts[item // tiles + 1], item % tiles * L
-            slot = slots[j]
-            if n % args[RANK] < ranks[slot * args[PARTS] + n // args[RANK]]:
-                one(args, x, rows, sums, j, end, args[SHRINK_A] + 2 * (slot * width + n) * inputs)
-                for i in range(end - j):
-                    store(h, (j + i) * width + n, load(done, 2 * i * L, L) + load(done, 2 * i * L + L, L))
-        tiles_end()
-
-    return body
+@jit
+def tile_shrink(args, rows, h, sums, j, end, slot):
+    """h [rows of the group, parts * rank] = x A^T, for the ranks that the adapter has. All but the sums are bf16; `rows`, `h`, `sums`: addresses."""
+    order, ranks, inputs = ints_at(args[ORDER], 64), ints_at(args[RANK_OF], 64), args[TILE_INPUTS]
+    here, x, result, done = floats_at(rows, 16), floats_at(args[TILE_X], 16), floats_at(h, 16), floats_at(sums, 32)
+    width, room = args[PARTS] * args[RANK], args[RANK]
+    for i in range(end - j):
+        for k in range(0, inputs, WIDE):
+            copy_words(here, i * inputs + k, x, order[j + i] * inputs + k, WIDE)
+    tiles_begin(args[FOR_SHRINK] + 64 * (end - j))
+    for n in range(0, width, TILE):
+        if n % room < ranks[slot * args[PARTS] + n // room]:
+            a = args[TILE_A] + 2 * (slot * width + n) * inputs
+            ahead = floats_at(a, 16)
+            tiles_zero(2)
+            for k in range(0, inputs, STEP):
+                prefetch(ahead, TILE * (k + 2 * STEP), 2048)
+                tiles_shrink(rows + 2 * k, 2 * inputs, a + WIDE * k)
+            tiles_write(sums, 2)
+            for i in range(end - j):
+                store(result, i * width + n, load(done, i * WIDE, TILE) + load(done, i * WIDE + TILE, TILE))
 
 
-def tile_expand(out_bits: int) -> Callable[[Any], None]:
-    """As `expand`, by the tile unit; h and B are bf16, every chunk a multiple of 16 outputs. ``out_bits``: of out."""
+def tile_lora(out_bits: int) -> Callable[[Any], None]:
+    """Body of the kernel for `out += x A^T B^T` by the tile unit. Inputs are a multiple of 64, outputs of each chunk and room for ranks of 16.
+
+    The work items are groups. ``out_bits``: of out.
+    """
     L = TILE
 
     def make(count: int) -> Any:
         @jit
-        def some(args, out, sums, j, end, h, b, n):
-            """`count` tiles of outputs from n on, of the rows of one group."""
-            order, outputs, room = ints_at(args[ORDER], 64), args[EXPAND_OUTPUTS], args[RANK]
+        def some(args, out, sums, j, end, h, b, n, rank):
+            """`count` tiles of outputs from n on, of the rows of one group. What h has beyond the rank was not written."""
+            order, outputs, room = ints_at(args[ORDER], 64), args[TILE_OUTPUTS], args[RANK]
             tiles_zero(count)
-            for r in range(0, room, L):
+            for r in range(0, rank, L):
                 tiles_expand(h + 2 * r, 2 * args[PARTS] * room, b + 2 * (n * room + L * r), 2 * L * room, count)
             tiles_write(sums, count)
-            done = floats_at(sums, 32)
+            done, ahead = floats_at(sums, 32), floats_at(b, 16)
+            for at in range((n + count * L) * room, (n + 2 * count * L) * room, 1024):
+                prefetch(ahead, at, 2048)
             for i in range(end - j):
                 at = order[j + i] * outputs + n
                 for c in range(0, count * L, L):
@@ -292,34 +293,31 @@ def tile_expand(out_bits: int) -> Callable[[Any], None]:
     four, single = make(4), make(1)
 
     def body(args):
-        sums = args[TILE_SCRATCH] + claim(args, ENTERED, 1) * args[TILE_SCRATCH_BYTES]
-        out, outputs, room = floats_at(args[EXPAND_OUT], out_bits), args[EXPAND_OUTPUTS], args[RANK]
+        rows = args[TILE_SCRATCH] + claim(args, ENTERED, 1) * args[TILE_SCRATCH_BYTES]
+        outputs, room, parts = args[TILE_OUTPUTS], args[RANK], args[PARTS]
+        h = rows + 2 * L * args[TILE_INPUTS]
+        sums, out = h + 2 * L * parts * room, floats_at(args[TILE_OUT], out_bits)
         slots, used, starts = ints_at(args[SLOTS], 64), ints_at(args[USED], 64), ints_at(args[STARTS], 64)
-        chunks, ranks = ints_at(args[EXPAND_CHUNKS], 64), ints_at(args[RANK_OF], 64)
+        chunks, ranks = ints_at(args[TILE_CHUNKS], 64), ints_at(args[RANK_OF], 64)
         while True:
-            item = claim(args, NEXT, 1)
-            if item >= args[COUNT]:
+            group = claim(args, NEXT, 1)
+            if group >= used[1]:
                 break
-            begin, last, part = chunks[3 * item], chunks[3 * item + 1], chunks[3 * item + 2]
-            for group in range(used[1]):
-                j, end = starts[group], starts[group + 1]
-                slot = slots[j]
-                if (
-                    group + 1 < used[1]
-                ):  # short pieces in many places: the core's own prefetcher does not see them coming
-                    ahead = floats_at(args[EXPAND_B], 16)
-                    next_b = slots[end] * outputs * room
-                    for at in range(begin * room, last * room, 1024):
-                        prefetch(ahead, next_b + at, 2048)
-                if ranks[slot * args[PARTS] + part] > 0:
-                    tiles_begin(args[CONFIGS] + 64 * (end - j))
-                    h = args[EXPAND_H] + 2 * (j * args[PARTS] + part) * room
-                    b, n = args[EXPAND_B] + 2 * slot * outputs * room, begin
+            j, end = starts[group], starts[group + 1]
+            slot = slots[j]
+            tile_shrink(args, rows, h, sums, j, end, slot)
+            tiles_begin(args[FOR_EXPAND] + 64 * (end - j))
+            b = args[TILE_B] + 2 * slot * outputs * room
+            for chunk in range(args[NUM_CHUNKS]):
+                n, last, part = chunks[3 * chunk], chunks[3 * chunk + 1], chunks[3 * chunk + 2]
+                rank = ranks[slot * parts + part]
+                if rank > 0:
+                    mine = h + 2 * part * room
                     while n + AT_ONCE_OUT <= last:
-                        four(args, out, sums, j, end, h, b, n)
+                        four(args, out, sums, j, end, mine, b, n, rank)
                         n += AT_ONCE_OUT
                     for at in range(n, last, L):
-                        single(args, out, sums, j, end, h, b, at)
+                        single(args, out, sums, j, end, mine, b, at, rank)
         tiles_end()
 
     return body
