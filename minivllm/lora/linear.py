@@ -453,7 +453,7 @@ class _CUDAKernels:
 
     def set_ranks(self, slot: int, ranks: npt.NDArray[np.int64]) -> None:
         """A slot holds another adapter, or none. What that leaves alone must be zeros, for the grouped matmuls."""
-        for i in np.flatnonzero(ranks == 0):
+        for i in np.flatnonzero(ranks == 0).tolist():
             self._b[slot, :, slice(*self._spans[i])] = 0
         self._ranks[slot] = torch.from_numpy(ranks.astype(np.int32))
 

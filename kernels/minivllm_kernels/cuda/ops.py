@@ -563,6 +563,6 @@ def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, work: Tensor, ranks: 
     pointers = (h.data_ptr(), x.data_ptr(), a.data_ptr(), *shared)
     grid = tiles, parts * room // lora.RANKS
     run(lora.lora_shrink(dtype, features), device, grid, *pointers, parts, room, x.stride(0) // 2)
-    pointers = (out.data_ptr(), h.data_ptr(), b.data_ptr(), *shared, part_of.data_ptr())
     grid = tiles, -(-outputs // (8 * lora.EXPAND_THREADS))
-    run(lora.lora_expand(dtype), device, grid, *pointers, parts, room, outputs, out.stride(0) // 2)
+    read = (out.data_ptr(), h.data_ptr(), b.data_ptr(), *shared, part_of.data_ptr())
+    run(lora.lora_expand(dtype), device, grid, *read, parts, room, outputs, out.stride(0) // 2)

@@ -212,7 +212,7 @@ def read_llama4_mixers(r: ConfigReader) -> list[SelfAttentionSpec]:
         raise ValueError(
             f"layer_types {sorted(unknown)}, {len(types)} of them, and {len(marks)} no_rope_layers for {count} layers"
         )
-    bias, sizes = r.get("attention_bias", False), {"head_dim": 128, "num_kv_heads": 8, "theta": 5e5}
+    bias, sizes = r.get("attention_bias", False), dict[str, Any](head_dim=128, num_kv_heads=8, theta=5e5)
     rotated = read_attention(
         r, qkv_bias=bias, o_bias=bias, qk_norm=r.get("use_qk_norm", True), learned_qk_norm=False, **sizes
     )

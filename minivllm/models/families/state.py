@@ -246,7 +246,7 @@ def jamba(r: ConfigReader) -> DecoderSpec:
     router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), name="feed_forward.router")
     names = {part: name.replace("forward.", "forward.experts.{}.") for part, name in _FEED_FORWARD.items()}
     moe = read_experts(r, 16, mlp.intermediate_size, router)
-    moe = replace(moe, expert=replace(moe.expert, **names))
+    moe = replace(moe, expert=replace(moe.expert, **dict[str, Any](names)))
     every, first = r.get("attn_layer_period", 8), r.get("attn_layer_offset", 4)
     expert_every, expert_first = r.get("expert_layer_period", 2), r.get("expert_layer_offset", 1)
     layers = [

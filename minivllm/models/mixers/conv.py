@@ -2,6 +2,7 @@
 
 # Generated from nbs/models/mixers/conv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -51,7 +52,8 @@ class ShortConv(StateMixer):
         """See `StateMixer`."""
         return (self.ops.conv(views[0]),)
 
-    def mix(self, u: Tensor, states: States, conv) -> tuple[Tensor, States]:
+    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
+        (conv,) = forms
         B, C, x = u.float().chunk(3, 1)
         y, state = conv(B * x, states[0], self.extra["conv.weight"][:, 0], self.extra.get("conv.bias"))
         return (C * y).to(u.dtype), (state,)

@@ -2,6 +2,7 @@
 
 # Generated from nbs/models/mixers/delta.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +78,8 @@ class DeltaNet(StateMixer):
         """See `StateMixer`."""
         return self.ops.conv(views[0]), self.ops.delta(views[1])
 
-    def mix(self, u: Tensor, states: States, conv, delta) -> tuple[Tensor, States]:
+    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
+        conv, delta = forms
         s, w, many = self.spec, self.extra, self.spec.num_v_heads // self.spec.num_k_heads
         qkvz, ba = u.split((u.shape[1] - 2 * s.num_v_heads, 2 * s.num_v_heads), 1)
         qkvz, ba = qkvz.unflatten(1, (s.num_k_heads, -1)), ba.unflatten(1, (s.num_k_heads, -1))

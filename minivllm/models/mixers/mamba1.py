@@ -95,9 +95,9 @@ class Mamba1(StateMixer):
         """See `Mixer`."""
         self.A = -self.extra["A_log"].float().exp()
 
-    def mix(self, u: Tensor, states: States, conv: Callable, scan: Callable) -> tuple[Tensor, States]:
+    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
         """From the first matmul to the last, with one form of the convolution and of the recurrence."""
-        s, w = self.spec, self.extra
+        (conv, scan), s, w = forms, self.spec, self.extra
         x, z = u.chunk(2, 1)
         x, last_inputs = conv(x, states[0], w["conv1d.weight"][:, 0], w.get("conv1d.bias"))
         x = F.silu(x)

@@ -3,6 +3,7 @@
 # Generated from nbs/models/mixers/mamba2.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -107,9 +108,9 @@ class Mamba2(StateMixer):
         """See `Mixer`."""
         self.A, self.wide = -self.extra["A_log"].float().exp(), {k: w.float() for k, w in self.extra.items()}
 
-    def mix(self, u: Tensor, states: States, conv, ssd) -> tuple[Tensor, States]:
+    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
         """From the first matmul to the last, with one form of the convolution and of the recurrence."""
-        s, w = self.spec, self.wide
+        (conv, ssd), s, w = forms, self.spec, self.wide
         z, xBC, dt = u.split((s.inner, s.channels, s.num_heads), 1)
         xBC, last_inputs = conv(xBC, states[0], w["conv1d.weight"][:, 0], w.get("conv1d.bias"))
         x, B, C = F.silu(xBC).split((s.inner, s.num_groups * s.state_size, s.num_groups * s.state_size), 1)
