@@ -13,7 +13,7 @@ CUDA = torch.device("cuda", 0)
 REASON = ops.device_unsupported(CUDA)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"no GPU to run on: {REASON}")]
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
-INPUTS, PARTS, SLOTS, ROOM = 1032, {"q": 1024, "k": 64, "v": 72}, 5, 24
+INPUTS, PARTS, SLOTS, ROOM = 1040, {"q": 1024, "k": 64, "v": 80}, 5, 24
 
 
 class Adapted:

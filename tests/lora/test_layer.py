@@ -1,5 +1,6 @@
 """A layer with adapters, over every kind of base method, against the formula; and the engine's calls for adapters."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from adapters import VARIANTS, peft_adapter
 from tiny_models import tiny_model_path  # noqa: F401 - a fixture
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.lora import linear
@@ -73,6 +75,37 @@ def test_grouped_matmuls_are_the_loop_over_the_adapters():
                 want[row, start:end] += x[row].double() @ a[slot, part].double().T @ b[slot, :, start:end].double()
     assert (out - want).norm() / (want - base).norm() < 8e-3
     assert torch.equal(out[slots < 0], base[slots < 0])
+
+
+class OnlyViews(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert all(returned.alias_info is not None for returned in func._schema.returns), f"torch computes {func}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_to_fill_a_slot_is_to_copy_memory(dtype: torch.dtype) -> None:
+    """A step does it while streams wait; each of torch's own operations may start threads, and there are hundreds of layers."""
+    pytest.importorskip("numba")
+    layer, batch = Linear(128, {"q": 80, "v": 48}, dtype=dtype, device=CPU, method="cpu"), LoRABatch(16, CPU)
+    method = LoRALinear(layer, batch, max_loras=2, max_rank=40, invariant=False)
+    prepared = method.prepare({"v": LoRAWeights(torch.randn(20, 128), torch.randn(48, 20))})
+    with OnlyViews():
+        method.put(1, prepared)
+        method.put(0, None)
+
+
+def test_groups_are_rows_of_one_slot_and_at_most_sixteen() -> None:
+    rng = np.random.default_rng(0)
+    for rows in (1, 5, 40, 100):
+        batch, slots = LoRABatch(128, CPU, invariant=True), rng.integers(-1, 3, rows)
+        batch.set(slots)
+        used, groups = batch.used
+        ends = batch.starts[: groups + 1].tolist()
+        assert ends[0] == 0 and ends[-1] == used == (slots >= 0).sum()
+        for first, end in itertools.pairwise(ends):
+            assert 0 < end - first <= 16 and len(set(batch.slots[first:end])) == 1
+        assert groups == sum(-(-int((slots == slot).sum()) // 16) for slot in range(3))
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
