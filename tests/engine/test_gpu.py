@@ -166,8 +166,20 @@ def test_async_scheduling_replays_graphs(folder, name):
     assert len(llm.llm_engine.core.executor.runner.graphs) > 0
 
 
+def distance(truth, prompts, completions, loras=(None,)):
+    """How much likelier the likeliest token is than the one chosen, by a model in float32: the mean of all places."""
+    gaps = []
+    for i, (prompt, one) in enumerate(zip(prompts, completions, strict=True)):
+        request = {"prompt_token_ids": prompt + list(one.token_ids)}
+        params, lora = SamplingParams(max_tokens=1, prompt_logprobs=1), loras[i % len(loras)]
+        [out] = truth.generate(request, params, lora_request=lora, use_tqdm=False)
+        for token, entry in zip(one.token_ids, out.prompt_logprobs[len(prompt) :], strict=True):
+            gaps.append(max(report.logprob for report in entry.values()) - entry[token].logprob)
+    return float(np.mean(gaps))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-def test_steps_with_drafts_replay_graphs_and_change_no_token(folder, overlap):
+def test_steps_with_drafts_replay_graphs_and_are_as_near_to_float32(folder, overlap):
     """Drafts are accepted and rejected: the answers to come, with mistakes."""
 
     class Guesses:
@@ -179,14 +191,19 @@ def test_steps_with_drafts_replay_graphs_and_change_no_token(folder, overlap):
                 drafts.append([t if (len(known) + i) % 3 else 0 for i, t in enumerate(truth)])
             return drafts
 
-    plain = load(folder("llama-64"), dtype="float32", attention_backend="numba_cuda", async_scheduling=False)
-    answers = {tuple(p): ids for p, ids in zip(PROMPTS, tokens(plain, greedy(24)), strict=True)}
+    def answered(llm):
+        requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        return [out.outputs[0] for out in llm.generate(requests, greedy(24), use_tqdm=False)]
+
+    how = {"dtype": "bfloat16", "attention_backend": "numba_cuda"}
+    truth = load(folder("llama-64"), dtype="float32", enable_prefix_caching=False)
+    plain = answered(load(folder("llama-64"), **how, async_scheduling=False))
+    answers = {tuple(prompt): one.token_ids for prompt, one in zip(PROMPTS, plain, strict=True)}
     config = {"method": Guesses(), "num_speculative_tokens": 4, "dynamic_length": False}
-    llm = load(
-        folder("llama-64"), dtype="float32", attention_backend="numba_cuda", async_scheduling=overlap, speculative_config=config
-    )  # fmt: skip
-    for _ in range(2):  # the second time prefixes are cached
-        assert tokens(llm, greedy(24)) == list(answers.values())
+    llm = load(folder("llama-64"), **how, async_scheduling=overlap, speculative_config=config)
+    limit = 1.5 * distance(truth, PROMPTS, plain) + 0.01
+    for _ in range(2):  # the second time prefixes are cached; rows round otherwise when others are beside them
+        assert distance(truth, PROMPTS, answered(llm)) < limit
     core = llm.llm_engine.core
     stats = core.scheduler.spec_stats
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens and stats.error is None
@@ -276,23 +293,10 @@ def adapters(folder, tmp_path_factory):
 
 def adapted(llm, loras, n):
     """Completions of all prompts twice, by the base and the adapters in turn."""
-    prompts, mix, params = PROMPTS * 2, [None, *loras], greedy(n)
-    params.logprobs = 5
+    prompts, mix = PROMPTS * 2, [None, *loras]
     requests = [mix[i % len(mix)] for i in range(len(prompts))]
-    answers = llm.generate([{"prompt_token_ids": p} for p in prompts], params, lora_request=requests, use_tqdm=False)
+    answers = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(n), lora_request=requests, use_tqdm=False)
     return [answer.outputs[0] for answer in answers]
-
-
-def assert_equal_up_to_near_ties(got, want):
-    """Other rows side by side round otherwise: the first token that differs must have been nearly as likely."""
-    for one, other in zip(want, got, strict=True):
-        pairs = enumerate(zip(one.token_ids, other.token_ids, strict=True))
-        if (place := next((i for i, (a, b) in pairs if a != b), None)) is not None:
-            best, at = (
-                one.logprobs[place][one.token_ids[place]].logprob,
-                one.logprobs[place].get(other.token_ids[place]),
-            )
-            assert at is not None and best - at.logprob <= 0.25, (place, best, at)
 
 
 def test_float32_tokens_with_adapters_are_those_of_merged_weights(folder, adapters):
@@ -304,19 +308,24 @@ def test_float32_tokens_with_adapters_are_those_of_merged_weights(folder, adapte
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_graphs_with_adapters_change_no_token(folder, adapters, is_async):
+def test_graphs_with_adapters_are_as_near_to_float32_as_without(folder, adapters, is_async):
     """Adapters come and go in two slots; one graph for each number of rows serves every mix of them."""
     how = {"dtype": "bfloat16", "attention_backend": "numba_cuda", "enable_lora": True, "max_loras": 2}
     loras = [lora for lora, _ in adapters]
-    want = adapted(load(folder("llama-64"), **how, enforce_eager=True), loras, 24)
+    truth = load(folder("llama-64"), dtype="float32", enable_lora=True, max_loras=2, enable_prefix_caching=False)
+    prompts, mix = PROMPTS * 2, [None, *loras]
+    eager = distance(truth, prompts, adapted(load(folder("llama-64"), **how, enforce_eager=True), loras, 24), mix)
     llm = load(folder("llama-64"), **how, async_scheduling=is_async)
     runner = llm.llm_engine.core.executor.runner
-    for _ in range(2):
+    for _ in range(2):  # the second time prefixes are cached: other rows side by side, other rounding
         got = adapted(llm, loras, 24)
-    assert_equal_up_to_near_ties(got, want)
-    keys = list(runner.graphs._graphs)
-    assert any(key[1] for key in keys), "no step with adapters was replayed"
-    plain = adapted(llm, [], 24)
-    alone = adapted(load(folder("llama-64"), **how | {"enable_lora": False, "max_loras": 1}), [], 24)
-    assert_equal_up_to_near_ties(plain, alone)
+        replayed = distance(truth, prompts, got, mix)
+        assert replayed < 1.5 * eager + 0.01
+    assert any(key[1] for key in runner.graphs._graphs), "no step with adapters was replayed"
+    plain, alone = (
+        adapted(llm, [], 24),
+        adapted(load(folder("llama-64"), **how | {"enable_lora": False, "max_loras": 1}), [], 24),
+    )
+    assert distance(truth, prompts, plain) < 1.5 * distance(truth, prompts, alone) + 0.01
+    assert distance(truth, prompts, plain, mix) > 10 * replayed + 0.1  # the adapters do change what is likely
     assert sum(a.token_ids != b.token_ids for a, b in zip(plain, got)) > 8
