@@ -33,9 +33,9 @@ MODELS_HEAD = ("Family", "Architectures", "Checkpoints", "Compared with transfor
 
 
 def make_tests(target: Path) -> None:
-    """Write a page for every test that the features name: its source."""
-    features = (ROOT / "site/docs/features.md").read_text()
-    for path in sorted(set(re.findall(r"\]\(../../(tests/[^)]*\.py)\)", features))):
+    """Write a page for every test that the pages name: its source."""
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "site/docs").rglob("*.md"))
+    for path in sorted(set(re.findall(r"\]\((?:\.\./)+(tests/[^)]*\.py)\)", pages))):
         fence = "`" * 8
         text = (ROOT / path).read_text(encoding="utf-8")
         lines = ["---", "orphan: true", "---", "", f"# {path}", "", f"{fence}python", text.rstrip(), fence, ""]

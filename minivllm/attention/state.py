@@ -105,13 +105,13 @@ class StateView:
         return places
 
     def read(self, blocks: Tensor) -> Tensor:
-        """[R, *shape] of R blocks; int64 [R]."""
+        """`[R, *shape]` of R blocks; int64 [R]."""
         found = [half.index_select(0, blocks) for half, _ in self._places()]
         data = found[0] if len(found) == 1 else torch.cat(found, 1)
         return data.view(self.dtype).view(len(blocks), *self.shape)
 
     def write(self, blocks: Tensor, states: Tensor) -> None:
-        """Put [R, *shape] into R different blocks."""
+        """Put `[R, *shape]` into R different blocks."""
         data = states.to(self.dtype).reshape(len(blocks), -1).contiguous().view(torch.uint8)
         for half, part in self._places():
             half.index_copy_(0, blocks, data[:, part])

@@ -90,7 +90,7 @@ class StateMixer(Mixer):
         """One token of each of R sequences.
 
         Args:
-            u: [R, outputs of `in_proj`]. states: parts, each [R, *shape].
+            u: [R, outputs of `in_proj`]. states: parts, each `[R, *shape]`.
 
         Returns:
             [R, inputs of `out_proj`], and the new states.
