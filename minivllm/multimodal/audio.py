@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from minivllm.multimodal.images import MediaError
 
-__all__ = ["RATES", "Samples", "as_audio", "decode_wav", "resample"]
-
 Samples = npt.NDArray[np.float32]
 RATES = range(1_000, 384_001)  # samples a second that are taken
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE

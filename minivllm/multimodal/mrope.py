@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from minivllm.core.encoder_cache import MultiModalFeatureSpec
 
-__all__ = ["Int64", "MRope", "StepTokens", "mrope_positions"]
-
 Int64 = npt.NDArray[np.int64]
 
 

@@ -18,11 +18,6 @@ from minivllm.multimodal.audio import as_audio
 from minivllm.multimodal.images import MediaError, as_image
 from minivllm.multimodal.inputs import check_embeds
 
-__all__ = [
-    "RULES", "Item", "MediaProcessor", "Rules", "gemma3_rules", "idefics3_rules", "llava_rules",
-    "qwen2_5_vl_rules", "qwen2_audio_rules",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Item:

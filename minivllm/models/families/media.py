@@ -7,11 +7,6 @@ from typing import Any
 
 from minivllm.models.spec import ConfigReader, DecoderSpec, MediaSpec, family, spec_from_config
 
-__all__ = [
-    "gemma3_vision", "idefics3", "llava", "qwen2_5_vl", "qwen2_audio", "smolvlm", "surrounded", "text_config",
-    "text_name",
-]  # fmt: skip
-
 _TOWER = ("vision_tower.", "audio_tower.", "multi_modal_projector.", "vision_model.", "connector.", "visual.")
 _TEXT = {
     "language_model.model.": "model.",
