@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from minivllm.lab.cost import CostModel, Speculative
 from minivllm.lab.simulation import simulate
 
-__all__ = ["speculation_pays"]
-
 if TYPE_CHECKING:
     import pandas as pd
 

@@ -21,8 +21,6 @@ from minivllm.models.mixers.state import NoMLPSpec
 from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.spec import DecoderSpec, LayerSpec
 
-__all__ = ["TransformersDecoder", "TransformersSpec", "model_class", "paged_attention", "transformers_spec"]
-
 _NAME = "minivllm_paged"
 
 
