@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.config import WEIGHT_BITS, ModelFacts
+from minivllm.core.config import WEIGHT_BITS, ModelFacts, stage_layers
 from minivllm.models.hub import resolve_model
 
 __all__ = [
@@ -276,14 +276,15 @@ class LoadedModel:
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
 
-    def _weight_bytes(self, size: int, linear_kernel: str | None, share: Share | None) -> int:
+    def _weight_bytes(self, size: int, linear_kernel: str | None, share: Share | None, layers: range) -> int:
         if self.quantization:
             return -(-sum(record.nbytes for record in self.records) // (1 if share is None else share.size))
-        spec, total = self.spec, self.spec.num_parameters(share) * size
+        spec, shapes = self.spec, self.spec.stage_shapes(layers, share)
+        total = sum(math.prod(shape) for shape in shapes.values()) * size
         if linear_kernel is None:
             return total
-        matrices = {name: math.prod(shape) for name, shape in spec.weight_shapes(share).items() if len(shape) == 2}
-        embedding, head = matrices.pop(spec.names.embedding), matrices.pop(spec.names.head, 0)
+        matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
+        embedding, head = matrices.pop(spec.names.embedding, 0), matrices.pop(spec.names.head, 0)
         products = sum(matrices.values())
         # the output layer has 8 bits, and is there besides the embeddings even if it is tied to them
         return total - (products + head) * size + embedding + int(products * WEIGHT_BITS[linear_kernel]) // 8
@@ -295,10 +296,12 @@ class LoadedModel:
         linear_kernel: str | None = None,
         fp8_kv_cache: bool = False,
         share: Share | None = None,
+        stages: int = 1,
     ) -> ModelFacts:
         """What `EngineArgs.resolve` wants to know, for this block size, dtype, kernel of quantized weights, and cache.
 
         share: what each rank has of the model, in tensor parallelism; sizes are then those of a rank.
+        stages: of a pipeline; the weights are those of the largest.
         """
         spec, size = self.spec, DTYPE_BYTES[dtype]
         return ModelFacts(
@@ -308,7 +311,10 @@ class LoadedModel:
             num_layers=spec.num_layers,
             max_position_embeddings=spec.max_model_len,
             kv_specs=tuple(spec.kv_cache_specs(block_size, 1 if fp8_kv_cache else size, share)),
-            weight_bytes=self._weight_bytes(size, linear_kernel, share),
+            weight_bytes=max(
+                self._weight_bytes(size, linear_kernel, share, layers)
+                for layers in stage_layers(spec.num_layers, stages)
+            ),
             checkpoint_dtype=self.checkpoint_dtype,
             hidden_size=spec.hidden_size,
         )

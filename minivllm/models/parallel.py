@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Share", "Split", "SplitBlock", "TensorGroup"]
+__all__ = ["Share", "Split", "SplitBlock", "Stage", "TensorGroup"]
 
 
 class Share(NamedTuple):
@@ -60,6 +60,34 @@ class SplitBlock:
 
     spec: Any
     splits: Mapping[str, Any]
+
+
+class Stage:
+    """A pipeline stage, seen from one rank: which layers it has, and the ranks before and behind it.
+
+    Args:
+        layers: numbers of the layers.
+        is_first, is_last: whether there is no stage before it, or behind it.
+        before, behind: ranks in torch.distributed.
+    """
+
+    def __init__(self, layers: range, is_first: bool, is_last: bool, before: int = -1, behind: int = -1) -> None:
+        self.layers, self.is_first, self.is_last = layers, is_first, is_last
+        self.before, self.behind = before, behind
+        self._sent: tuple[Any, Tensor] | None = None
+
+    def send(self, x: Tensor, residual: Tensor) -> None:
+        """Hand both tensors [T, hidden_size] to the next stage. They are on their way when this returns."""
+        if self._sent is not None:
+            self._sent[0].wait()
+        both = torch.stack((x, residual))
+        self._sent = dist.isend(both, self.behind), both  # which must live until it has arrived
+
+    def receive(self, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """What the stage before has sent. like: [*, hidden_size], of the dtype and device."""
+        both = like.new_empty(2, tokens, like.shape[-1])
+        dist.recv(both, self.before)
+        return both[0], both[1]
 
 
 class TensorGroup:

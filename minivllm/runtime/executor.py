@@ -29,7 +29,7 @@ from minivllm.lora.linear import LoRAModel
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
-from minivllm.models.parallel import Share, TensorGroup
+from minivllm.models.parallel import Share, Stage, TensorGroup
 from minivllm.runtime.machine import choose_device, cpu_quota, has_native_bf16, limit_threads, machine_facts
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
 from minivllm.runtime.peak_memory import peak_bytes
@@ -153,8 +153,10 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     device = choose_device(args.device)
     limit_threads(cpu_quota())
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
-    share = None if args.world_size == 1 else Share(0, args.tensor_parallel_size, args.enable_expert_parallel)
-    facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache, share)
+    share = None if args.tensor_parallel_size == 1 else Share(0, args.tensor_parallel_size, args.enable_expert_parallel)
+    facts = loaded.facts(
+        args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache, share, args.pipeline_parallel_size
+    )
     block_size = unify_block_size(facts.kv_specs, args.block_size)
     specs = loaded.spec.attention_specs(block_size, getattr(torch, dtype.value), _kv_dtype(args), share)
     backend, why = select_backend(args.attention_backend, backend_needs(specs), torch.device(device))
@@ -165,12 +167,12 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
 
-def load_decoder(plan: EnginePlan, group: TensorGroup | None = None) -> Decoder:
-    """Build the model, or what one rank of a group holds of it, and read its weights."""
+def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stage | None = None) -> Decoder:
+    """Build the model, or what one rank of a group or a pipeline stage holds of it, and read its weights."""
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
     method, kv_dtype = plan.machine.linear_kernel, _kv_dtype(plan.config.args)
     longest = plan.config.scheduler.max_model_len
-    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group)
+    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group, stage)
     decoder.load_weights(plan.model.weights(plan.config.dtype))
     if (args := plan.config.args).enable_lora:
         LoRAModel(decoder, args.max_loras, args.max_lora_rank, plan.config.scheduler.max_num_batched_tokens)

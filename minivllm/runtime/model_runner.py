@@ -5,7 +5,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -94,7 +94,7 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[LayerCacheSpe
     """
     specs = []
     for group in config.groups:
-        distinct = {layer_specs[layer] for layer in group.layers}
+        distinct = {layer_specs[layer] for layer in group.layers} or {layer_specs[0]}  # none of them in this stage
         if len(distinct) > 1:
             raise ValueError(f"layers {group.layers} share a block table but differ in attention: {distinct}")
         specs.append(distinct.pop())
@@ -183,7 +183,8 @@ class ModelRunner:
             self.buffer = StepBuffer(step_bytes(config), self.device)
             if config.async_scheduling:
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
-            if not config.args.enforce_eager and all(isinstance(spec, AttentionSpec) for spec in self.specs):
+            alone = config.args.pipeline_parallel_size == 1
+            if not config.args.enforce_eager and alone and all(isinstance(spec, AttentionSpec) for spec in self.specs):
                 self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
         self.planners = [spec.planner(backend, self.device, self.buffer) for spec in self.specs]
 
@@ -247,6 +248,10 @@ class ModelRunner:
             hidden, last, rows = self._forward_buffered(step, arrays, self.buffer, media)
         if self.drafter is not None and self.drafter.reads:
             self._states = step, hidden
+        if not self.model.stage.is_last:
+            self.batch.num_computed[step.rows] += step.counts
+            self.batch.append_tokens(step.rows[chosen], ~step.rows[chosen])  # `learn` will name them
+            return pending
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
         if self.pooler.entries:
@@ -259,6 +264,13 @@ class ModelRunner:
             self._sample(step, chosen, sampled, rows, pending)
         self._latest = pending
         return pending
+
+    def learn(self, tokens: Mapping[str, list[int]]) -> None:
+        """In a pipeline stage before the last: the newest token of each request, which the last stage has sampled."""
+        for request_id, new in tokens.items():
+            if (row := self.batch.row_of.get(request_id)) is not None:
+                rows = np.array([row])
+                self.batch.set_tokens(rows, self.batch.num_tokens[rows] - 1, np.array(new[-1:]))
 
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         if self.drafter is not None:

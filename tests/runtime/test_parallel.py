@@ -44,7 +44,7 @@ def pair():
 
 def sharded(workers, path, **changes) -> LLM:
     """An LLM whose ranks are these workers."""
-    args = EngineArgs(model=str(path), tensor_parallel_size=workers.size, **{**SIZES, **changes})
+    args = EngineArgs(model=str(path), **{**SIZES, "tensor_parallel_size": workers.size, **changes})
     plan = plan_engine(args)
     executor = MultiprocExecutor(plan, workers)
     tokenizer = get_tokenizer(plan.model.path)
@@ -54,6 +54,13 @@ def sharded(workers, path, **changes) -> LLM:
     llm._start_with(LLMEngine(executor.config, core, tokenizer, plan.model.generation_config))
     llm.llm_engine.know_adapters(plan.model.spec)
     return llm
+
+
+def test_settings():
+    assert EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=3).world_size == 6
+    assert EngineArgs(pipeline_parallel_size=2).executor == "mp" and EngineArgs().executor == "uni"
+    with pytest.raises(ValueError, match="needs? distributed_executor_backend='mp'"):
+        EngineArgs(pipeline_parallel_size=2, distributed_executor_backend="uni")
 
 
 def tokens(llm: LLM, params=GREEDY, prompts=PROMPTS, **options) -> list[list[int]]:
@@ -128,6 +135,55 @@ def test_adapters_speculation_structure_and_samples_on_two_ranks(pair, tiny_mode
     (want, _, frame, accepted), (got, text, frame_there, accepted_there) = results
     assert got == want and text in ("yes, of course", "no, never") and accepted_there == accepted > 0
     assert list(frame_there.columns) == list(frame.columns) and len(frame_there) == len(frame)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "gpt-oss"])
+def test_two_stages_give_the_tokens_of_one(name, pair, tiny_model_path, tmp_path):
+    """With two batches in flight, preemption, prefix hits, chunks of prompts, an adapter, log-probabilities and seeds."""
+    path, blocks = tiny_model_path(name), 22 if name != "llama-tied-biased" else 12
+    changes = {"num_gpu_blocks": blocks, "max_model_len": 128 if blocks > 12 else 100, "max_num_batched_tokens": 48}
+    changes |= {"max_num_seqs": 8}
+    params = [GREEDY] * 3 + [
+        SamplingParams(temperature=0, max_tokens=30, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=1, seed=5, max_tokens=25, ignore_eos=True, presence_penalty=0.5),
+        GREEDY,
+    ]
+    adapters = None
+    if name == "llama-tied-biased":
+        peft_adapter(name, VARIANTS["all-linear"], tmp_path / "one", 1)
+        adapters = [LoRARequest("one", 1, str(tmp_path / "one")), None] * 3
+        changes["enable_lora"] = True
+
+    def run(llm: LLM):
+        found = []
+        for _ in range(2):
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=adapters)
+            found.append([list(o.outputs[0].token_ids) for o in outputs])
+        return found, outputs[3].prompt_logprobs
+
+    llm = LLM(str(path), **{**SIZES, **changes})
+    want, logprobs = run(llm)
+    llm.llm_engine.close()
+    llm = sharded(pair, path, tensor_parallel_size=1, pipeline_parallel_size=2, **changes)
+    core, most = llm.llm_engine.core, 0
+    submit = core._submit
+
+    def counted(scheduled):
+        nonlocal most
+        submit(scheduled)
+        most = max(most, sum(s.total_num_scheduled_tokens > 0 for s, _ in core._in_flight))
+
+    core._submit = counted
+    got, logprobs_there = run(llm)
+    assert got == want and most == 2
+    assert [sorted(one) for one in logprobs_there[1:]] == [sorted(one) for one in logprobs[1:]]
+    metrics = llm.llm_engine.get_metrics()
+    assert metrics["num_preemptions"] > 0 and metrics["prefix_cache_hits"] > 0
+    plan = plan_engine(EngineArgs(model=str(path), pipeline_parallel_size=2, **{**SIZES, **changes}))
+    caches = [rank["kv_cache"] for rank in core.executor.collective_rpc("memory")]
+    assert max(caches) == plan.config.kv_cache.num_blocks * (plan.config.kv_cache.bytes_per_block // 2)
+    llm.llm_engine.close()
 
 
 def listening(pids: list[int]) -> set[str]:

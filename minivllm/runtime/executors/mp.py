@@ -87,16 +87,18 @@ class Call:
 
 
 class StepResult:
-    """A step under way: see `PendingStep`. log: where samples go."""
+    """A step under way: see `PendingStep`. log: where samples go. tokens: where what was sampled goes, or None."""
 
-    def __init__(self, future: "Future[list[Any]]", log: SampleLog | None) -> None:
-        self._future, self._log = future, log
+    def __init__(self, future: "Future[list[Any]]", log: SampleLog | None, tokens: dict[str, list[int]] | None) -> None:
+        self._future, self._log, self._tokens = future, log, tokens
 
     def result(self) -> ModelRunnerOutput:
         """Wait for it. Raises WorkerError."""
         ((output, samples),) = self._future.result()
         if self._log is not None:
             self._log |= samples
+        if self._tokens is not None:
+            self._tokens |= output.sampled_token_ids
         return output  # type: ignore[no-any-return]
 
 
@@ -263,11 +265,9 @@ class MultiprocExecutor:
     is_remote = True
     """Requests must be able to cross to other processes."""
 
-    OUTPUT_RANK = 0
-    """Sends the results of steps: every rank has them."""
-
     def __init__(self, plan: EnginePlan, workers: Workers | None = None) -> None:
         self._log: SampleLog | None = None
+        self._tokens: dict[str, list[int]] = {}  # sampled, and not yet told to the stages before the last
         args, self._own = plan.config.args, workers is None
         self.workers = workers or start_workers(args.world_size, plan.config.device)
         if self.workers.size != args.world_size:
@@ -289,8 +289,18 @@ class MultiprocExecutor:
         return self.submit(output).result()
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
-        future = self.workers.call("execute_model", [output], ranks=[self.OUTPUT_RANK], fatal=True)
-        return StepResult(future, self._log)
+        tokens, self._tokens = self._tokens, {}
+        future = self.workers.call("execute_model", [output, tokens], ranks=[self.output_rank], fatal=True)
+        return StepResult(future, self._log, self._tokens_of_steps())
+
+    def _tokens_of_steps(self) -> dict[str, list[int]] | None:
+        return self._tokens if self.config.args.pipeline_parallel_size > 1 else None
+
+    @property
+    def output_rank(self) -> int:
+        """Sends the results of steps: the first rank of the last stage, of which every rank has them."""
+        args = self.config.args
+        return args.world_size - args.tensor_parallel_size
 
     def keep_samples(self, log: SampleLog | None) -> None:
         self._log = log
@@ -300,7 +310,7 @@ class MultiprocExecutor:
     def explain(self, record: SampleRecord, tokenizer: Any = None, top: int = 5) -> "pd.DataFrame":
         """See `Executor`. With any tokenizer, tokens are texts by the model's own."""
         arguments = [record, tokenizer is not None, top]
-        return self.workers.call("explain", arguments, ranks=[self.OUTPUT_RANK]).result()[0]
+        return self.workers.call("explain", arguments, ranks=[self.output_rank]).result()[0]
 
     def collective_rpc(
         self,

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from minivllm.attention.select import make_backend
-from minivllm.core.config import EngineConfig, MachineFacts
+from minivllm.core.config import EngineArgs, EngineConfig, MachineFacts, stage_groups, stage_layers
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.plugins import load_plugins
-from minivllm.models.parallel import Share, TensorGroup
+from minivllm.models.parallel import Share, Stage, TensorGroup
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import EnginePlan, load_decoder, measure_memory, read_model
 from minivllm.runtime.executors.broadcast import Frames, Ring
@@ -121,13 +121,25 @@ class Worker:
     def load_model(self, config: EngineConfig, machine: MachineFacts) -> tuple[int, int] | None:
         """Read the weights. Returns what `measure_memory` finds."""
         args = config.args
-        self.group = None
-        if self.size > 1:
-            self.group = TensorGroup(Share(self.rank, args.tensor_parallel_size, args.enable_expert_parallel))
+        self.group = self._join(args) if args.tensor_parallel_size > 1 else None
         plan = EnginePlan(config, read_model(args), make_backend(config.attention_backend), machine)
-        self.plan = replace(plan, decoder=(decoder := load_decoder(plan, self.group)))
+        self.stage = self._find_stage(plan)
+        self.plan = replace(plan, decoder=(decoder := load_decoder(plan, self.group, self.stage)))
         self.grammar = LateGrammar(self.plan)
         return measure_memory(self.plan, decoder)
+
+    def _join(self, args: EngineArgs) -> TensorGroup:
+        """The ranks of this one's stage. All ranks make all groups, as torch wants it."""
+        size = args.tensor_parallel_size
+        groups = [dist.new_group(list(range(at, at + size))) for at in range(0, self.size, size)]
+        return TensorGroup(Share(self.rank % size, size, args.enable_expert_parallel), groups[self.rank // size])
+
+    def _find_stage(self, plan: EnginePlan) -> Stage:
+        """Which layers this rank has."""
+        args, width = plan.config.args, plan.config.args.tensor_parallel_size
+        count, index = args.pipeline_parallel_size, self.rank // width
+        layers = stage_layers(plan.config.model.num_layers, count)[index]
+        return Stage(layers, index == 0, index == count - 1, self.rank - width, self.rank + width)
 
     def unload(self) -> None:
         """Give the memory of the model back; another may be loaded."""
@@ -138,6 +150,8 @@ class Worker:
 
     def initialize(self, config: EngineConfig) -> None:
         """Make the KV cache, and everything else that a step needs."""
+        local = replace(config.kv_cache, groups=stage_groups(config.kv_cache.groups, self.stage.layers))
+        config = replace(config, kv_cache=local)
         self.plan = replace(self.plan, config=config)
         assert self.plan.decoder is not None, "load_model comes first"
         self.runner = ModelRunner(self.plan.decoder, self.plan.backend, config, (), self.grammar)  # type: ignore[arg-type]
@@ -147,9 +161,13 @@ class Worker:
         assert self.runner is not None
         self.runner.sample_log = self._samples if on else None
 
-    def execute_model(self, output: SchedulerOutput) -> tuple[ModelRunnerOutput, SampleLog]:
-        """Execute a step; with what `keep_samples` asked for."""
+    def execute_model(
+        self, output: SchedulerOutput, tokens: Mapping[str, list[int]]
+    ) -> tuple[ModelRunnerOutput, SampleLog]:
+        """Execute a step; with what `keep_samples` asked for. tokens: sampled since the last one, for the stages that did not sample."""
         assert self.runner is not None
+        if not self.stage.is_last:
+            self.runner.learn(tokens)
         result = self.runner.execute_model(output)
         samples = dict(self._samples)
         self._samples.clear()
@@ -165,7 +183,7 @@ class Worker:
         """Bytes of this rank's weights and KV cache, and what its joins with other ranks came to: calls, and bytes put in."""
         assert self.runner is not None
         decoder = self.runner.model
-        tensors = [decoder.embedding, *(linear.weight for linear in (*decoder.linears(), decoder.head))]
+        tensors = [decoder.embedding, *(linear.weight for linear in (*decoder.linears(), decoder.head) if linear)]
         distinct = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
         joins = (0, 0) if self.group is None else (self.group.calls, self.group.bytes)
         cache = sum(cache.nbytes for cache in self.runner.kv_caches)
