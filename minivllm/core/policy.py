@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -22,9 +21,10 @@ from minivllm.core.events import EventReader
 from minivllm.core.request import Request, RequestStatus
 
 __all__ = [
-    "FCFS", "LFU", "LRU", "POLICIES", "Clairvoyant", "Combined", "DeepestFirst", "FairShare", "Listener",
-    "LongestPrefixMatch", "Policy", "PolicyError", "PolicyGuard", "Priority", "SchedulerView", "Served",
-    "ShortestFirst", "View", "Watchdog", "arguments_of", "combine", "ignores_priority", "register_policy",
+    "FCFS", "LFU", "LRU", "POLICIES", "AdapterFairShare", "Clairvoyant", "Combined", "DeepestFirst",
+    "FairShare", "Listener", "LongestPrefixMatch", "Policy", "PolicyError", "PolicyGuard", "Priority",
+    "SchedulerView", "Served", "ShortestFirst", "View", "Watchdog", "arguments_of", "combine",
+    "ignores_priority", "register_policy",
 ]  # fmt: skip
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
@@ -334,20 +334,17 @@ class FairShare(Policy):
     """Users take turns by the tokens that they were served: the virtual token counter of Sheng et al. (2024), their algorithm 2.
 
     Args:
-        by: who takes turns: `user`, or `lora_name` for adapters (requests of the base model count as one more).
         input_weight, output_weight: what a token of a prompt and of an answer counts; 1 and 2 in the paper.
 
     Attributes:
-        counters: service of each user (or adapter) so far, lifted when one comes back.
+        counters: service of each user so far, lifted when one comes back.
     """
 
     order_per_admission = True
+    _who = attrgetter("user")
 
-    def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0, by: str = "user") -> None:
-        if by not in ("user", "lora_name"):
-            raise ValueError(f"FairShare: by must be 'user' or 'lora_name', got {by!r}")
-        self.input_weight, self.output_weight, self.by = input_weight, output_weight, by
-        self._who = attrgetter(by)
+    def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
+        self.input_weight, self.output_weight = input_weight, output_weight
         self.on_start()
 
     def on_start(self) -> None:
@@ -381,6 +378,28 @@ class FairShare(Policy):
 
     def order(self, waiting: Sequence[Any], view: SchedulerView) -> Sequence[Any]:
         return sorted(waiting, key=lambda r: self.counters[self._who(r)])
+
+
+class AdapterFairShare(FairShare):
+    """LoRA adapters take turns, and the base model with them. One that waits for a slot is waited for, once the others are ahead.
+
+    Args:
+        input_weight, output_weight: see `FairShare`.
+        lead: weighted tokens by which others may be ahead of an adapter that waits; more of them means fewer loads.
+    """
+
+    _who = attrgetter("lora_name")
+
+    def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0, lead: float = 1000.0) -> None:
+        super().__init__(input_weight, output_weight)
+        self.lead = lead
+
+    def chunk(self, request: Any, budget_left: int, view: SchedulerView) -> int:
+        who = self._who(request)
+        if request.request_id not in self._waiting.get(who, ()):
+            return budget_left
+        least = min(self.counters[other] for other in self._waiting)
+        return 0 if self.counters[who] > least + self.lead else budget_left
 
 
 class LRU(Policy):
@@ -446,7 +465,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "priority": Priority,
     "shortest_first": ShortestFirst,
     "fair_share": FairShare,
-    "fair_share_by_adapter": partial(FairShare, by="lora_name"),
+    "adapter_fair_share": AdapterFairShare,
     "longest_prefix_match": LongestPrefixMatch,
     "lru": LRU,
     "lfu": LFU,

@@ -96,7 +96,7 @@ def _of_base(name: str) -> Any:
     def put(self: Any, value: Any) -> None:
         setattr(self.base, name, value)
 
-    return property(get, put)
+    return property(get, put, doc=f"The base method's `{name}`.")
 
 
 class LoRALinear(LinearMethod):

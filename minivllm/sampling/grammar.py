@@ -235,7 +235,7 @@ def _from_structural_tag(params: StructuredOutputsParams, special_tokens: Mappin
 
 
 def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, int] = MappingProxyType({})) -> str:
-    """The wish as the text of an llguidance grammar. ``special_tokens``: see `special_token_ids`. GrammarError if it cannot be one."""
+    """The constraint as the text of an llguidance grammar. ``special_tokens``: see `special_token_ids`. GrammarError if it cannot be one."""
     match params.kind:
         case "json" | "json_object":
             return _from_json(params)

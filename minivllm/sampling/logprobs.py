@@ -21,7 +21,7 @@ class Logprob:
 
 
 class HostCopy:
-    """A tensor on its way to the host. From a GPU it is copied behind what runs there, and nobody waits before `wait`."""
+    """A tensor that is being copied to the host. From a GPU the copy is queued after the kernels; only `wait` blocks."""
 
     def __init__(self, x: Tensor) -> None:
         self._here, self._arrived = x, None

@@ -264,7 +264,7 @@ class PendingSample:
         token_ids: int64 [R], on the device, -1 where none can be drawn.
         reports: rows that want log-probabilities, and these.
         errors: by request id.
-        copy: of the tokens on its way to the host; None if they are there.
+        copy: of the tokens to the host, not yet complete; None if they are there.
     """
 
     request_ids: Sequence[str]

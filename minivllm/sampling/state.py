@@ -33,7 +33,7 @@ COLUMNS: dict[str, type] = {
     "seed": np.uint64,
     "num_output_tokens": np.int64,
     "logprobs": np.int64,
-    "unusual": np.bool_,  # has wishes that are not a number: bias, allowed ids, bad words, grammar, own transforms
+    "unusual": np.bool_,  # has parameters that are not a number: bias, allowed ids, bad words, grammar, own transforms
 }
 
 
@@ -136,7 +136,7 @@ class TokenCounts:
 
 
 class SamplingState:
-    """The wishes of all running requests, as columns. Rows stay put from `add` to `remove`.
+    """The parameters of all running requests, as columns. Rows stay put from `add` to `remove`.
 
     max_num_seqs: the number of rows. vocab_size: the width of the logits. device: where the batch's tensors live.
     """

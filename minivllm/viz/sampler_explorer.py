@@ -243,12 +243,12 @@ def _generated(llm: Any, prompt: Any, params: Any, step: int) -> Any:
     """The record of the `step`-th token of a completion."""
     if prompt is None:
         raise ValueError("SamplerExplorer: a model needs a prompt, or a trace: SamplerExplorer(llm, prompt, params)")
-    wish = llm.get_default_sampling_params() if params is None else params
-    if wish.num_children != 1:
-        raise ValueError(f"SamplerExplorer shows one completion; params ask for {wish.num_children}")
-    needed = max(step + 1, wish.min_tokens)
+    params = llm.get_default_sampling_params() if params is None else params
+    if params.num_children != 1:
+        raise ValueError(f"SamplerExplorer shows one completion; params ask for {params.num_children}")
+    needed = max(step + 1, params.min_tokens)
     with llm.record(samples=True) as trace:
-        (output,) = llm.generate([prompt], wish.clone(max_tokens=needed), use_tqdm=False)
+        (output,) = llm.generate([prompt], params.clone(max_tokens=needed), use_tqdm=False)
     length = len(output.outputs[0].token_ids)
     if step >= length:
         raise ValueError(f"SamplerExplorer: the completion ended after {length} tokens; there is no token {step}")

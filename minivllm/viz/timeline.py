@@ -46,12 +46,14 @@ def pack_lanes(payload: Payload, data: TimelineData) -> dict[str, Any]:
         "preemptions": _columns(data.preemptions),
         "admissions": _columns(data.admissions),
         "waits": _columns(data.waits),
+        "drafts": _columns(data.drafts),
+        "loras": data.loras.T,
         "time": np.rint(time / unit),
         "strips": np.diff(strips, prepend=0, axis=1),
     }  # fmt: skip
     return {
         "steps": data.num_steps, "requests": len(data.request_ids), "start": float(data.time[0]), "unit": unit, "budget": data.budget,
-        "policy": data.policy, "reasons": data.reasons, "ids": payload.add_json(data.request_ids),
+        "policy": data.policy, "reasons": data.reasons, "adapters": [name.split("@")[0] for name in data.adapters], "ids": payload.add_json(data.request_ids),
         "names": payload.add_json([data.names.get(id, id) for id in data.request_ids]),
         "parts": {name: payload.add_numbers(numbers) for name, numbers in parts.items()},
     }  # fmt: skip
@@ -95,16 +97,18 @@ class Timeline(TraceView):
     def draw(self, axes: Axes) -> None:
         d = self.lanes
         axes.set_axis_off()
-        main, tokens, queue = (axes.inset_axes((0, y, 1, h)) for y, h in ((0.42, 0.58), (0.21, 0.17), (0, 0.17)))
-        draw_lanes(main, d)
-        _draw_tokens(tokens, d)
-        _draw_queue(queue, d)
-        for ax in (main, tokens):
-            ax.tick_params(labelbottom=False)
-        for ax in (main, tokens, queue):
+        strips = [_draw_tokens, _draw_queue, *([_draw_adapters] if len(d.loras) else [])]
+        foot = 0.21 * len(strips)
+        drawn = [axes.inset_axes((0, foot, 1, 1 - foot))]
+        draw_lanes(drawn[0], d)
+        for i, draw in enumerate(strips, 1):
+            drawn.append(axes.inset_axes((0, foot - 0.21 * i, 1, 0.17)))
+            draw(drawn[-1], d)
+        for ax in drawn:
+            ax.tick_params(labelbottom=ax is drawn[-1])
             ax.set_xlim(0, d.num_steps)
             ax.spines[["top", "right"]].set_visible(False)
-        queue.set_xlabel("step")
+        drawn[-1].set_xlabel("step")
 
 
 def describe_lanes(d: TimelineData) -> str:
@@ -116,6 +120,9 @@ def describe_lanes(d: TimelineData) -> str:
     text += f"Ended: {ends or 'none'}{open_}. "
     if len(d.preemptions):
         text += f"{counted(len(d.preemptions), 'preemption')} of {counted(len(np.unique(d.preemptions[:, 1])), 'request')}. "
+    if len(d.loras):
+        slots = counted(len(np.unique(d.loras[:, 0])), "slot")
+        text += f"{counted(len(d.loras), 'load')} of {counted(len(d.adapters), 'adapter')} into {slots}. "
     waited = np.bincount(d.request, weights=np.where(d.kind <= SWAPPED, d.end - d.start, 0), minlength=n)
     if n and waited.max() > 0:
         longest = d.request_ids[int(np.argmax(waited))]
@@ -176,6 +183,11 @@ def draw_lanes(ax: Axes, d: TimelineData) -> None:
     for kind in _STYLE:
         if (d.kind == kind).any():
             _draw_kind(ax, d, kind, crowded)
+    if len(d.drafts) and not crowded:
+        step, request, verified, accepted = d.drafts.T
+        at = {"y": request + 0.85, "height": 0.16, "left": step}
+        ax.barh(width=0.9, color="none", edgecolor=LIGHT["muted"], linewidth=0.5, **at)
+        ax.barh(width=0.9 * accepted / verified, color=LIGHT["decode"], label="drafts accepted", **at)
     for name, mark in _MARKS.items():
         mine = d.finish_kind == FINISHES.index(name)
         if mine.any() and not crowded:
@@ -216,3 +228,16 @@ def _draw_queue(ax: Axes, d: TimelineData) -> None:
     ax.set_ylabel("requests", fontsize="small")
     ax.set_ylim(bottom=0)
     ax.legend(loc="upper right", fontsize="x-small", frameon=False, ncols=2)
+
+
+def _draw_adapters(ax: Axes, d: TimelineData) -> None:
+    """Which adapter lay in each slot."""
+    slot, start, end, adapter = d.loras.T
+    colours = [owner_colour(i) for i in adapter]
+    ax.barh(slot, end - start, left=start, height=0.8, color=colours, edgecolor=LIGHT["panel"], linewidth=0.6)
+    for x, y, wide, i in zip(start, slot, end - start, adapter, strict=True):
+        if wide * 60 > d.num_steps * len(name := d.adapters[i].split("@")[0]):
+            ax.text(x + wide / 2, y, name, ha="center", va="center", fontsize="x-small", parse_math=False)
+    ax.set_ylim(slot.max() + 0.6, -0.6)
+    ax.set_yticks([])
+    ax.set_ylabel("adapters", fontsize="small")

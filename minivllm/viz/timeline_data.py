@@ -40,9 +40,12 @@ class TimelineData:
         preemptions: rows of step, request, who needed its blocks, 1 if swapped. [n, 4]
         admissions: rows of step, request, tokens computed already, those of them that were cached at first. [n, 4]
         waits: rows of step, first in the queue, index into `reasons`: from this step on, as long as it waits. [n, 3]
+        drafts: rows of step, request, draft tokens verified, those of them accepted. [n, 4]
         time: when each step began, and when the last one ended. In seconds. [num_steps + 1]
         step_end: when the result of each step was there; the beginning of the next one if there was none. [num_steps]
         prefill_tokens, decode_tokens, running, waiting: per step; the queues at its end. [num_steps]
+        loras: rows of slot, first step, end, index into `adapters`: which LoRA adapter lay in which slot. By slot, then time. [n, 4]
+        adapters: their names; with contents behind an `@`, where the engine adds them.
         budget: most tokens of one step, 0 if the trace does not say.
         names: what requests are called, where that is not their id.
     """
@@ -63,6 +66,9 @@ class TimelineData:
     preemptions: Ints
     admissions: Ints
     waits: Ints
+    drafts: Ints
+    loras: Ints
+    adapters: list[str]
     time: npt.NDArray[np.float64]
     step_end: npt.NDArray[np.float64]
     prefill_tokens: Ints
@@ -101,7 +107,8 @@ class TimelineData:
             )
         kind, tokens, reason = int(self.kind[i]), int(self.tokens[i]), self.reasons[self.reason[i]]
         if kind == DECODE:
-            return "decode"
+            here = self.drafts[(self.drafts[:, 0] == step) & (self.drafts[:, 1] == request)]
+            return f"decode, {here[0, 3]} of {here[0, 2]} draft tokens accepted" if len(here) else "decode"
         if kind == PREFILL:
             cut = f" of the {self.wanted[i]} that it wanted: {reason}" if reason else ""
             return f"prefill, {tokens} token{'s' * (tokens != 1)}{cut}"
@@ -151,6 +158,10 @@ class TimelineReader(FoldReader):
         self.preemptions: list[tuple[int, int, int, int]] = []
         self.admissions: list[tuple[int, int, int, int]] = []
         self.waits: list[tuple[int, int, int]] = []
+        self.drafts: list[tuple[int, int, int, int]] = []
+        self.loras: list[tuple[int, int, int, int]] = []
+        self.adapters: dict[str, int] = {}
+        self._slots = {slot: (name, 0) for slot, name in self.fold.now.loras.items()}
         self.steps: list[list[int]] = []
         self.starts: list[float] = []
         self.ends: list[float | None] = []
@@ -203,10 +214,12 @@ class TimelineReader(FoldReader):
         requests = self.fold.now.requests
         for name, n in num_scheduled.items():
             life = lives[name]
-            if n == 1 and life.kind == DECODE:
-                decodes += 1
-            elif n == 1 and requests[name].num_computed_tokens >= life.prompt:
-                decodes += 1
+            if life.kind == DECODE:
+                decodes += n  # more than one with draft tokens
+            elif requests[name].num_computed_tokens >= life.prompt and (
+                n == 1 or requests[name].num_tokens - requests[name].num_computed_tokens == 1
+            ):
+                decodes += n
                 self._turn(life, DECODE, now)
             else:
                 prefill += n
@@ -226,6 +239,10 @@ class TimelineReader(FoldReader):
             self.ends[-1 - late] = time
         for name, new in tokens.items():
             self.lives[name].output += len(new)
+
+    def _on_verify(self, drafts: dict[str, Any]) -> None:
+        for name, (tokens, accepted, *_) in drafts.items():
+            self.drafts.append((self.step, self.lives[name].number, len(tokens), accepted))
 
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
         reason = self._code("arrived") if self.step >= 0 else 0
@@ -253,6 +270,13 @@ class TimelineReader(FoldReader):
         self._turn(life, SWAPPED if mode == "swap" else PREEMPTED, self.step)
         self.preemptions.append((self.step, life.number, self.lives[needed_by].number, int(mode == "swap")))
 
+    def _on_lora_load(self, adapter: str, slot: int) -> None:
+        self._slots[slot] = adapter, max(self.step, 0)
+
+    def _on_lora_evict(self, adapter: str, slot: int) -> None:
+        name, start = self._slots.pop(slot)
+        self.loras.append((slot, start, max(self.step, start + 1), self.adapters.setdefault(name, len(self.adapters))))
+
     def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
         life = self.lives[request]
         self._turn(life, None, self.step + 1)
@@ -264,8 +288,11 @@ class TimelineReader(FoldReader):
         for life in self.all:
             if life.number not in self.finishes:
                 self._turn(life, None, self.step + 1)
-        spans, steps = as_rows(sorted(self.spans), 7), as_rows([tuple(s) for s in self.steps], 4)
         n = len(self.starts)
+        loras = [(*row[:2], min(row[2], n), row[3]) for row in self.loras]
+        for slot, (name, start) in self._slots.items():
+            loras.append((slot, start, n, self.adapters.setdefault(name, len(self.adapters))))
+        spans, steps = as_rows(sorted(self.spans), 7), as_rows([tuple(s) for s in self.steps], 4)
         last = self.ends[-1] if n and self.ends[-1] is not None else self.starts[-1] if n else 0.0
         following = [*self.starts[1:], last][:n]
         finish = [self.finishes.get(i, (n, 0)) for i in range(len(self.ids))]
@@ -279,6 +306,8 @@ class TimelineReader(FoldReader):
             request=spans[:, 0], start=spans[:, 1], end=spans[:, 2], kind=spans[:, 3].astype(np.uint8),
             tokens=spans[:, 4], wanted=spans[:, 5], reason=spans[:, 6].astype(np.uint8),
             preemptions=as_rows(self.preemptions, 4), admissions=as_rows(self.admissions, 4), waits=as_rows(self.waits, 3),
+            drafts=as_rows(self.drafts, 4),
+            loras=as_rows(sorted(loras), 4), adapters=list(self.adapters),
             time=np.array([*self.starts, last]),
             step_end=np.array([later if end is None else end for end, later in zip(self.ends, following, strict=True)], np.float64),
             prefill_tokens=steps[:, 0], decode_tokens=steps[:, 1], running=steps[:, 2], waiting=steps[:, 3],

@@ -10,7 +10,7 @@ from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
-from minivllm.core.policy import FCFS, LongestPrefixMatch, Priority, ShortestFirst
+from minivllm.core.policy import FCFS, AdapterFairShare, FairShare, LongestPrefixMatch, Priority, ShortestFirst
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Recompute, Scheduler, Swap
 
@@ -117,6 +117,36 @@ def test_a_request_that_is_passed_too_often_is_waited_for():
             break
     assert "1" in driver.outputs and passed <= 8
     driver.drain()
+
+
+def waits_of_the_quiet_one(policy, loras):
+    """Steps until each of three requests of adapter `b` has its first token, while `a` keeps the engine full."""
+    scheduler = make(loras=loras, seqs=4, policy=policy)
+    driver = Driver(scheduler)
+    number, came, waits = 0, {}, []
+    for step in range(120):
+        while len(scheduler.waiting) < 8:
+            add(scheduler, "a", start=number, max_tokens=5 + number % 7)  # they do not end together
+            number += 1
+        if step % 40 == 10:
+            add(scheduler, "b", start=1000 + step, max_tokens=9)
+            came[str(1000 + step)] = step
+        driver.step()
+        waits += [step - came.pop(name) for name in list(came) if driver.outputs.get(name)]
+    return waits + [120 - step for step in came.values()]
+
+
+@pytest.mark.parametrize("loras", [1, 2])
+def test_a_busy_adapter_does_not_starve_a_quiet_one(loras):
+    """With a slot for both, turns by tokens are enough; with one slot the busy one must also be held back."""
+    first_come = waits_of_the_quiet_one(FCFS(), loras)
+    by_user = waits_of_the_quiet_one(FairShare(), loras)
+    fair = waits_of_the_quiet_one(AdapterFairShare(lead=20), loras)
+    patient = waits_of_the_quiet_one(AdapterFairShare(lead=200), loras)
+    never = [110, 70, 30]  # to the end of the run
+    assert loras == 2 or first_come == by_user == never
+    assert max(fair) <= 8 and min(*first_come, *by_user) >= 17
+    assert loras == 2 or max(fair) < max(patient) < 30
 
 
 POLICIES = {

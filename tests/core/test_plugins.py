@@ -8,7 +8,7 @@ import pytest
 
 from minivllm.cli import main
 from minivllm.core import plugins
-from minivllm.core.policy import FCFS, POLICIES, FairShare, Priority, ignores_priority, register_policy
+from minivllm.core.policy import FCFS, POLICIES, Priority, ignores_priority, register_policy
 
 SOURCES = {
     "pl_calls": "from minivllm.core import plugins\ncalls = []\ndef register():\n    calls.append(len(plugins.load_plugins()))\n",
@@ -84,10 +84,6 @@ def test_the_command_lists_them(installed, capsys):
 def test_a_policy_by_name():
     with pytest.raises(ValueError, match="policy 'fcfs' exists already"):
         register_policy("fcfs", FCFS)
-    fair = POLICIES["fair_share_by_adapter"]()
-    assert isinstance(fair, FairShare) and fair.by == "lora_name"
     assert [name for name in POLICIES if not ignores_priority(name)] == ["priority"]
     assert ignores_priority(FCFS()) and not ignores_priority(Priority())
     assert not ignores_priority(type("Mine", (FCFS,), {})())
-    with pytest.raises(ValueError, match="by must be 'user' or 'lora_name', got 'model'"):
-        FairShare(by="model")

@@ -78,10 +78,11 @@ def test_together_as_alone(llm: AsyncLLM):
     assert together == alone and all(alone) and rest
 
 
-@pytest.mark.parametrize("engine_in", ["thread", "process"])
-def test_drafts_change_no_text(args: EngineArgs, llm: AsyncLLM, engine_in: str):
+def test_drafts_change_no_text(request: pytest.FixtureRequest, args: EngineArgs, llm: AsyncLLM):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "dynamic_length": False}
-    drafting = AsyncLLM.from_engine_args(replace(args, speculative_config=config), engine_in=engine_in)
+    drafting = AsyncLLM.from_engine_args(
+        replace(args, speculative_config=config), engine_in=request.node.callspec.params["llm"]
+    )
     params = [SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=30, ignore_eos=True) for i in range(6)]
 
     async def run(engine: AsyncLLM) -> list[str]:

@@ -1,5 +1,6 @@
 """Tokens and logits equal those of weights that PEFT merged, for many adapters in one batch."""
 
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 from minivllm import LLM, SamplingParams
 from minivllm.core.scheduler import Swap
 from minivllm.lora.adapter import LoRARequest
+from minivllm.lora.store import AdapterStore
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +62,20 @@ def test_all_in_one_batch(tiny_model_path, expected, backend):  # noqa: F811
         assert llm.get_metrics()["prefix_cache_hits"] > 0
 
 
+def read_at_once(self: AdapterStore, *about: str) -> Future[None]:
+    """`prefetch`, but the adapter is there when it returns: the order in which requests join does not depend on the machine."""
+    future = PREFETCH(self, *about)
+    wait([future])
+    return future
+
+
+PREFETCH = AdapterStore.prefetch
+
+
 @pytest.mark.parametrize("preemption", [None, Swap(100)])
-def test_few_slots_little_memory(tiny_model_path, expected, preemption):  # noqa: F811
+def test_few_slots_little_memory(tiny_model_path, expected, preemption, monkeypatch):  # noqa: F811
     """Adapters are evicted and loaded again, requests wait for slots and are preempted."""
+    monkeypatch.setattr(AdapterStore, "prefetch", read_at_once)
     few = {**SIZES, "num_gpu_blocks": 14, "block_size": 8, "max_model_len": 72, "max_num_batched_tokens": 40}
     with LLM(
         tiny_model_path("llama"), enable_lora=True, max_loras=2, max_cpu_loras=3, preemption=preemption, **few

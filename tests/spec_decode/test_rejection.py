@@ -151,19 +151,29 @@ class Forgetful(RejectionSampler):
         return torch.where(said == drafts, said, token_ids)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("q", ["none", "flat", "peaked"])
-def test_chi_squared_over_200_000_draws(q):
-    check_distribution(q, {}, 200_000)
+QS = ["none", "flat", "peaked"]
+OPTIONS = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 4},
+    {"top_p": 0.7},
+    {"min_p": 0.1},
+    {"presence_penalty": 1.0},
+    {"logit_bias": {3: 2.0}},
+]
 
 
-@pytest.mark.parametrize("q", ["none", "flat", "peaked"])
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"presence_penalty": 1.0}, {"logit_bias": {3: 2.0}}],
-    ids=lambda w: "-".join(w) or "plain",
-)  # fmt: skip
+@pytest.mark.parametrize(("q", "options"), [(q, {}) for q in QS] + [("flat", each) for each in OPTIONS[1:]], ids=str)
 def test_chi_squared(q, options):
-    check_distribution(q, options, 8_000)
+    check_distribution(q, options, 4_000)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("q", QS)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda w: "-".join(w) or "plain")
+def test_chi_squared_over_200_000_draws(q, options):
+    check_distribution(q, options, 200_000)
 
 
 def check_distribution(q, options, draws):

@@ -9,7 +9,7 @@ from viz_runs import Moody, busy_trace
 
 from minivllm.core.trace import Trace
 from minivllm.lab import Constant, simulate
-from minivllm.lab.workload import poisson
+from minivllm.lab.workload import WorkloadRequest, poisson
 from minivllm.viz.palette import DECODE_TINT, owner_colour, tint
 from minivllm.viz.timeline import Timeline
 from minivllm.viz.timeline_data import (
@@ -278,3 +278,34 @@ def test_two_thousand_requests_in_ten_thousand_steps(open_page, tmp_path):
         f"\n{trace.num_steps} steps: read and packed in {seconds:.2f} s, {path.stat().st_size / 1e3:.0f} KB; frame {np.median(paints):.1f} ms, worst {max(paints):.1f} ms"
     )
     assert path.stat().st_size < 400_000 and np.median(paints) < 100
+
+
+def test_the_adapters_in_the_slots(open_page, tmp_path):
+    """Loads, evictions and what a request waits for, in Python and on the page, are what the folded state says."""
+    requests = [
+        WorkloadRequest(f"r{i}", i * 0.03, (range(5 + i % 7),), range(1, 9), lora_name=f"a{i * 5 % 4}@0123")
+        for i in range(24)
+    ]
+    config = {
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 64,
+        "num_gpu_blocks": 64,
+        "max_loras": 2,
+    }
+    trace = simulate(requests, config=config, cost_model=Constant(per_step=0.01)).trace
+    view = Timeline(trace)
+    data, states = view.lanes, dict(trace.states())
+    told = []
+    for step in range(data.num_steps):
+        there = {int(r[0]): data.adapters[r[3]] for r in data.loras if r[1] <= step < r[2]}
+        assert there == states[step].loras, step
+        told.append(", ".join(f"{name.split('@')[0]} in slot {slot}" for slot, name in sorted(there.items())))
+    kinds = [event.kind for event in trace]
+    assert len(data.loras) == kinds.count("lora_load") > 6 and kinds.count("lora_evict") > 4
+    assert f"{len(data.loras)} loads of 4 adapters into 2 slots" in view.describe()
+    assert any("max_loras" in data.describe(r, s) for r in range(24) for s in range(data.num_steps))
+    page = open_page(view.save(tmp_path / "x.html"), width=1000)
+    lanes = "document.querySelector('.mv-timeline').lanes.lanes"
+    shown = page.evaluate(f"Array.from({{ length: {data.num_steps} }}, (_, s) => {lanes}.adaptersAt(s))")
+    assert [sorted(text.split(", ")) for text in shown] == [sorted(text.split(", ")) for text in told]

@@ -35,6 +35,7 @@ class SelfAttentionSpec(TokenMixerSpec):
         qk_norm: an RMS norm of queries and keys before the rotation; of each head, or with `qk_norm_over_projection` of
             all query heads as one vector, and all key heads as another.
         q, k, v, o, q_norm, k_norm: names of the weights in a checkpoint, after the layer's prefix.
+        gate: name of a matmul whose sigmoid is multiplied with what comes out of the attention; None for none.
         sinks: name of the heads' sinks in a checkpoint, see `AttentionBackend`; None for none.
         qkv: name of the weight that holds those of q, k and v below each other, if the checkpoint has it so.
     """
@@ -59,6 +60,7 @@ class SelfAttentionSpec(TokenMixerSpec):
     k_norm: str = "self_attn.k_norm"
     qkv: str | None = None
     sinks: str | None = None
+    gate: str | None = None
 
     def __post_init__(self) -> None:
         self._check()
@@ -75,10 +77,9 @@ class SelfAttentionSpec(TokenMixerSpec):
         """See `MixerSpec`."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         parts = {self.q: q, self.k: kv, self.v: kv} if self.qkv is None else {self.qkv: q + 2 * kv}
-        return {
-            "qkv": LinearSpec(hidden_size, parts, self.qkv_bias),
-            "o": LinearSpec(q, {self.o: hidden_size}, self.o_bias),
-        }
+        gate = {} if self.gate is None else {"gate": LinearSpec(hidden_size, {self.gate: q}, self.qkv_bias)}
+        o = LinearSpec(q, {self.o: hidden_size}, self.o_bias)
+        return {"qkv": LinearSpec(hidden_size, parts, self.qkv_bias), **gate, "o": o}
 
     def split(self, share: Share) -> SplitBlock:
         """See `MixerSpec`. A rank has some query heads, and the key-value heads that belong to them."""
@@ -138,6 +139,7 @@ class SelfAttention(Mixer):
     capturable = True
     spec: SelfAttentionSpec
     qkv: Linear
+    gate: Linear | None = None
     o: Linear
 
     def __init__(self, spec: SelfAttentionSpec, builder: Builder) -> None:
@@ -169,7 +171,8 @@ class SelfAttention(Mixer):
             rotation=context.rotations[self.rotation],
             backend=self.backend,
         )
-        return self.o(self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1))
+        out = self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1)
+        return self.o(out if self.gate is None else out * torch.sigmoid(self.gate(x)))
 
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """See `Mixer`."""

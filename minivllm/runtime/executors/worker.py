@@ -26,6 +26,7 @@ from minivllm.models.parallel import Share, Stage, TensorGroup
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import EnginePlan, load_decoder, measure_memory, read_model
 from minivllm.runtime.executors.broadcast import Frames, Ring
+from minivllm.runtime.machine import settle_vector_math
 from minivllm.runtime.model_runner import ModelRunner
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
@@ -120,6 +121,7 @@ class Worker:
 
     def load_model(self, config: EngineConfig, machine: MachineFacts) -> tuple[int, int] | None:
         """Read the weights. Returns what `measure_memory` finds."""
+        settle_vector_math()
         args = config.args
         self.group = self._join(args) if args.tensor_parallel_size > 1 else None
         plan = EnginePlan(config, read_model(args), make_backend(config.attention_backend), machine)

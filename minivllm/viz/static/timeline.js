@@ -35,8 +35,11 @@ class Lanes {
     [this.prompt, this.output, this.finish, this.finishKind] = [0, 1, 2, 3].map((i) => parts.requests.subarray(i * n, (i + 1) * n));
     this.preemptions = this.events(parts.preemptions);
     this.admissions = this.events(parts.admissions);
+    this.drafts = this.events(parts.drafts); // draft tokens verified, and accepted
     const waits = parts.waits.length / 3;
     this.waits = { step: sums(parts.waits, 0, waits), request: parts.waits.subarray(waits, 2 * waits), reason: parts.waits.subarray(2 * waits) };
+    this.loras = Array.from({ length: parts.loras.length / 4 }, (_, i) => [0, 1, 2, 3].map((column) => parts.loras[column * parts.loras.length / 4 + i]));
+    this.slots = this.loras.length ? Math.max(...this.loras.map((row) => row[0])) + 1 : 0;
     const s = this.steps;
     this.time = new Float64Array(s + 1);
     for (let i = 0; i < s; i++) this.time[i + 1] = this.time[i] + parts.time[i] * about.unit;
@@ -99,7 +102,10 @@ class Lanes {
     const i = this.span(request, step);
     if (i < 0) return step <= this.finish[request] ? "not there yet" : `finished: ${FINISHES[this.finishKind[request]]}`;
     const reason = this.about.reasons[this.reason[i]];
-    if (this.kind[i] === DECODE) return "decode";
+    if (this.kind[i] === DECODE) {
+      const draft = (this.drafts.get(request) ?? []).find((row) => row[0] === step);
+      return draft ? `decode, ${draft[3]} of ${draft[2]} draft tokens accepted` : "decode";
+    }
     if (this.kind[i] === PREFILL) {
       const n = this.tokens[i];
       return `prefill, ${n} token${n === 1 ? "" : "s"}${reason ? ` of the ${this.wanted[i]} that it wanted: ${reason}` : ""}`;
@@ -129,9 +135,15 @@ class Lanes {
     if (done === null) return null;
     for (; at <= i; at++) {
       if (this.kind[at] === PREFILL) done += this.tokens[at];
-      else if (this.kind[at] === DECODE) done += Math.min(step + 1, this.end[at]) - this.start[at];
+      else if (this.kind[at] === DECODE) done += this.gained(request, this.start[at], Math.min(step + 1, this.end[at]));
     }
     return done;
+  }
+
+  // Tokens that decodes of these steps gave a request: one a step, and the accepted draft tokens.
+  gained(request, from, to) {
+    const drafts = (this.drafts.get(request) ?? []).filter((row) => row[0] >= from && row[0] < to);
+    return drafts.reduce((sum, row) => sum + row[3], to - from);
   }
 
   // When the first in the queue waited, and for what: [start, end, request, reason].
@@ -148,11 +160,17 @@ class Lanes {
     return out.filter(([start, end]) => end > start);
   }
 
+  // The adapters in the slots during a step, in words; "" for none.
+  adaptersAt(step) {
+    const there = this.loras.filter(([, start, end]) => start <= step && step < end);
+    return there.map(([slot, , , adapter]) => `${this.about.adapters[adapter]} in slot ${slot}`).join(", ");
+  }
+
   // The whole life of a request: [first step, last step, words] for each thing that it did, decodes in a row as one.
   story(request) {
     const out = [];
     for (let i = this.first[request]; i < this.first[request + 1]; i++) {
-      const words = this.kind[i] === DECODE ? `decode, ${this.end[i] - this.start[i]} tokens` : this.describe(request, this.start[i]);
+      const words = this.kind[i] === DECODE ? `decode, ${this.gained(request, this.start[i], this.end[i])} tokens` : this.describe(request, this.start[i]);
       out.push([this.start[i], this.end[i] - 1, words]);
     }
     if (this.finishKind[request]) out.push([this.finish[request], this.finish[request], `finished: ${FINISHES[this.finishKind[request]]}`]);
@@ -276,10 +294,24 @@ function paintRows(context, lanes, { height, top, rowHeight, xAt, from, to, colo
         context.fillRect(x, y, Math.max(1, end - x), bar);
       }
     }
+    if (bar >= 8) paintDrafts(context, lanes, row, { y: y + bar, xAt, from, to, hue });
     if (shapes && lanes.finishKind[row] && lanes.finish[row] >= from - 1 && lanes.finish[row] <= to) {
       const size = Math.min(8, bar - 1);
       paintEnd(context, lanes.finishKind[row], xAt(lanes.finish[row] + 1, true), y + bar / 2, size, colour);
     }
+  }
+}
+
+// A strip at the foot of a row: the share of each step's draft tokens that was accepted.
+function paintDrafts(context, lanes, row, { y, xAt, from, to, hue }) {
+  context.fillStyle = context.strokeStyle = hue;
+  context.lineWidth = 1;
+  for (const [step, , verified, accepted] of lanes.drafts.get(row) ?? []) {
+    if (step < from || step > to) continue;
+    const [x, end] = [xAt(step), xAt(step + 1)];
+    if (end - x < 3) continue; // too narrow to tell a share
+    context.strokeRect(x + 0.5, y - 2.5, end - x - 2, 2);
+    context.fillRect(x, y - 3, ((end - x - 1) * accepted) / verified, 3);
   }
 }
 
@@ -334,7 +366,7 @@ function paintDense(context, lanes, { width, height, top, rowHeight, xAt, from, 
 const NARROW = 92, WIDE = 176; // pixels for the names of requests: ids, or words
 const RIGHT = 16;
 const TALLEST = 20; // pixels of a row
-const STRIP = { tokens: [8, 52], queue: [76, 44], reasons: [136, 16], axis: 160, height: 182 };
+const STRIP = { tokens: [8, 52], queue: [76, 44], reasons: [136, 16], adapters: [160, 120], axis: 160, height: 182 }; // adapters: the most that their slots take
 
 // What part of a run is in sight, in steps or in seconds. Several charts can share one.
 export class Axis {
@@ -404,6 +436,8 @@ export function makeLanesChart(card, context, lanes, axis, { label, most = 360, 
   const element = h("div", { class: "mv-lanes" }, rows, stripCanvas, line);
   const tooltip = makeTooltip(card.element);
   const reasons = lanes.queueReasons();
+  const slotHeight = lanes.slots ? Math.max(3, Math.min(16, STRIP.adapters[1] / lanes.slots)) : 0;
+  const below = lanes.slots ? Math.ceil(slotHeight * lanes.slots) + 8 : 0; // what the slots of adapters add to the strips
   let width = 0;
   let rowHeight = TALLEST;
   let fit = true;
@@ -481,12 +515,13 @@ export function makeLanesChart(card, context, lanes, axis, { label, most = 360, 
   }
 
   function drawStrips() {
-    const pen = sharpen(stripCanvas, width, STRIP.height);
-    pen.clearRect(0, 0, width, STRIP.height);
+    const pen = sharpen(stripCanvas, width, STRIP.height + below);
+    pen.clearRect(0, 0, width, STRIP.height + below);
     pen.font = "11px system-ui, sans-serif";
     drawTokens(pen);
     drawQueue(pen);
     drawReasons(pen);
+    drawAdapters(pen);
     drawAxis(pen);
   }
 
@@ -620,9 +655,33 @@ export function makeLanesChart(card, context, lanes, axis, { label, most = 360, 
     }
   }
 
+  // A row for each slot: the adapter that lies in it, from its load to its eviction.
+  function drawAdapters(pen) {
+    if (!lanes.slots) return;
+    const { colour } = context;
+    pen.textBaseline = "middle";
+    pen.textAlign = "right";
+    pen.fillStyle = colour("muted");
+    pen.fillText("adapters", GUTTER - 12, STRIP.adapters[0] + (slotHeight * lanes.slots) / 2);
+    pen.textAlign = "center";
+    for (const [slot, start, end, adapter] of lanes.loras) {
+      const x = Math.max(GUTTER, xOf(axis.at(lanes, start)));
+      const x1 = Math.min(GUTTER + plot(), xOf(axis.at(lanes, end, true)));
+      if (x1 <= x) continue;
+      const y = STRIP.adapters[0] + slot * slotHeight;
+      pen.fillStyle = colour(ownerColour(adapter));
+      pen.fillRect(x, y, Math.max(1, x1 - x - 1), Math.max(2, slotHeight - 1));
+      const name = lanes.about.adapters[adapter];
+      if (slotHeight > 10 && pen.measureText(name).width < x1 - x - 6) {
+        pen.fillStyle = readable(colour(ownerColour(adapter)));
+        pen.fillText(name, (x + x1) / 2, y + slotHeight / 2);
+      }
+    }
+  }
+
   function drawAxis(pen) {
     const { colour } = context;
-    const y = STRIP.axis;
+    const y = STRIP.axis + below;
     const step = Math.max(niceStep(axis.to - axis.from, Math.max(2, plot() / 90)), axis.mode === "step" ? 1 : 0);
     pen.strokeStyle = pen.fillStyle = colour("muted");
     pen.textAlign = "center";
@@ -825,6 +884,7 @@ function stepFacts(lanes, step, reasons) {
     ["tokens", `${prefill + decode}${lanes.budget ? ` of ${lanes.budget}` : ""}: ${prefill} prefill, ${decode} decode`],
     ["queues", `${lanes.running[step]} running, ${lanes.waiting[step]} waiting`],
     ["took", duration(lanes.stepEnd[step] - lanes.time[step])],
+    ["adapters", lanes.adaptersAt(step) || null],
     ["first in line", wait ? `${lanes.names[wait[2]]} waits: ${lanes.about.reasons[wait[3]]}` : null],
   ];
 }
