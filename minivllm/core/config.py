@@ -610,9 +610,7 @@ class EngineArgs:
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
     enforce_eager: bool = _arg(False, "launch every kernel by itself: no CUDA graphs, on a CPU no single launch")
     quantization: str | None = _arg(None, "linear layers in fewer bits, made at load (on a CPU)", QUANTIZATIONS)
-    quantization_config: dict[str, Any] | None = _arg(  # noqa: RUF009
-        None, 'of int4: {"group_size": 32, 64 or 128}, inputs that share a scale (as JSON in a flag)'
-    )
+    quantization_config: dict[str, Any] | None = _arg(None, 'of int4: {"group_size": 32, 64 or 128} (JSON)')  # noqa: RUF009
     speculative_config: dict[str, Any] | None = _arg(None, "of draft tokens (as JSON in a flag)")  # noqa: RUF009
     enable_lora: bool = _arg(False, "let requests bring LoRA adapters")
     max_loras: int = _arg(1, "most different adapters in a step")

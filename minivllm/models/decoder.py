@@ -21,12 +21,8 @@ from minivllm.models.mixers.base import Builder, LinearSpec, Mixer
 from minivllm.models.mixers.state import NoMLPSpec
 from minivllm.models.ops.base import CapturedSteps, ForwardContext
 from minivllm.models.ops.select import make_layer_ops
-<<<<<<< HEAD
 from minivllm.models.parallel import Stage, TensorGroup
-=======
-from minivllm.models.parallel import TensorGroup
 from minivllm.models.pooling import PoolingHead
->>>>>>> par
 from minivllm.models.rope import Rope, Rotation
 from minivllm.models.spec import DecoderSpec, LayerSpec
 
@@ -154,21 +150,7 @@ class Decoder(Module):
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops(backend.layer_ops, backend.batch_invariant)
         self.linear_method = linear_method or ("batch_invariant" if backend.batch_invariant else backend.linear_method)
-<<<<<<< HEAD
-        builder = Builder(
-            hidden_size=spec.hidden_size,
-            norm_eps=spec.norm_eps,
-            norm_offset=spec.norm_offset,
-            ops=self.ops,
-            backend=backend,
-            linear_method=self.linear_method,
-            dtype=dtype,
-            device=device,
-            kv_dtype=kv_dtype,
-            layer_norm=spec.layer_norm,
-            norm_bias=spec.norm_bias,
-            group=group,
-        )
+        builder = self._builder()
         here = self.stage.is_first or (self.stage.is_last and spec.tie_word_embeddings)
         rows = -(-spec.vocab_size // builder.share.size) if here else 0
         self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
@@ -176,19 +158,9 @@ class Decoder(Module):
         self.positions = self._make_positions()
         layers = [spec.layers[i] for i in self.stage.layers]
         self.layers = ModuleList(layer_kind(layer)(layer, builder) for layer in layers)
-        self.final_norm = builder.norm()
-        self.head = self._make_head(builder) if self.stage.is_last else None
-=======
-        builder = self._builder()
-        rows = -(-spec.vocab_size // builder.share.size)
-        self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
-        self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        self.positions = self._make_positions()
-        self.layers = ModuleList(layer_kind(layer)(layer, builder) for layer in spec.layers)
         self.final_norm = builder.norm() if spec.names.final_norm else NoNorm()
         self._make_pooling(builder)
-        self.head = self._make_head(builder)
->>>>>>> par
+        self.head = self._make_head(builder) if self.stage.is_last else None
         self.ropes = ModuleList(None if rope is None else Rope(rope, device, max_model_len) for rope in spec.ropes)
         self.eager = False
         self.lora: Any = None
@@ -379,20 +351,15 @@ class Decoder(Module):
             yield n.embedding, self._load_embedding
         if n.positions is not None and self.positions is not None:
             yield n.positions, self.positions.copy_  # type: ignore[misc]
-<<<<<<< HEAD
-        for kind, load in self.final_norm.targets() if self.stage.is_last else ():
-            yield n.final_norm.removesuffix("weight") + kind, load
-        if self.head is not None and not self.spec.tie_word_embeddings:
-=======
         if n.token_types is not None:
             yield n.token_types, self.token_types.copy_  # type: ignore[misc]
-        for name, norm in ((n.embedding_norm, self.embedding_norm), (n.final_norm, self.final_norm)):
+        last = self.final_norm if self.stage.is_last else None
+        for name, norm in ((n.embedding_norm, self.embedding_norm), (n.final_norm, last)):
             if name is not None and not isinstance(norm, NoNorm | None):
                 yield from ((name.removesuffix("weight") + kind, load) for kind, load in norm.targets())
         if self.pooling_head is not None:
             yield from self.pooling_head.targets()
-        elif not self.spec.tie_word_embeddings:
->>>>>>> par
+        elif self.head is not None and not self.spec.tie_word_embeddings:
             yield from self.head.targets()
         for i, layer in self.numbered_layers():
             prefix = n.layer.format(i)
