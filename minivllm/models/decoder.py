@@ -381,8 +381,9 @@ class Decoder(Module):
         self.embedding[len(rows) :].zero_()
 
     def _load_tied_head(self, weight: QuantizedWeight) -> None:
-        (part,) = self.head.parts
-        self.head.load(part, "weight", weight)
+        if self.head is not None:  # in a pipeline, the last stage has it
+            (part,) = self.head.parts
+            self.head.load(part, "weight", weight)
 
     def _optional_targets(self) -> Iterator[tuple[str, Callable[[Any], None]]]:
         for i, layer in self.numbered_layers():

@@ -171,7 +171,8 @@ def test_stages_give_transformers_logits(name, width, depth):
             decoder.compute_logits = lambda hidden: hidden
         held = {name for name, _ in decoder.targets()}
         assert held == set(spec.stage_shapes(layers[index]))
-        return logits_of(decoder) if stage.is_last else None
+        logits = logits_of(decoder)
+        return logits if stage.is_last else None
 
     *others, logits = on_ranks(width * depth, run)
     assert all(other is None for other in others[: width * (depth - 1)])
