@@ -289,7 +289,8 @@ class MultiprocExecutor:
         return self.submit(output).result()
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
-        tokens, self._tokens = self._tokens, {}
+        tokens = dict(self._tokens)
+        self._tokens.clear()  # and not another one: results that are still to come are put into it
         future = self.workers.call("execute_model", [output, tokens], ranks=[self.output_rank], fatal=True)
         return StepResult(future, self._log, self._tokens_of_steps())
 
