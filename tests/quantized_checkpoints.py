@@ -13,6 +13,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from minivllm.attention.select import make_backend
+from minivllm.models.decoder import Decoder
+from minivllm.models.loading import load_model
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -156,6 +160,36 @@ def float4(w: np.ndarray, nv: bool) -> Written:
     return tensors | {".weight_scale": stored} | more, (FLOAT4[q] * scale[..., None]).reshape(w.shape)
 
 
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def nf4(w: np.ndarray) -> Written:
+    """Blocks of 64 of the weight laid flat, the first number of a byte in its high bits."""
+    each, codes = w.reshape(-1, 64), np.array(NF4)
+    absmax = np.abs(each).max(1).astype(np.float32)
+    q = np.abs((each / absmax[:, None])[..., None] - codes).argmin(-1)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(w.shape)}
+    pairs = q.reshape(-1, 2)
+    tensors = {
+        ".weight": torch.from_numpy((pairs[:, 0] << 4 | pairs[:, 1]).astype(np.uint8))[:, None],
+        ".weight.absmax": torch.from_numpy(absmax),
+        ".weight.quant_map": torch.tensor(NF4),
+        ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    return tensors, (codes[q] * absmax[:, None]).reshape(w.shape)
+
+
+def llm_int8(w: np.ndarray) -> Written:
+    largest = np.abs(w).max(1).astype(np.float32)
+    q = np.rint(w / largest[:, None] * 127).astype(np.int8)
+    tensors = {".weight": torch.from_numpy(q), ".SCB": torch.from_numpy(largest)}
+    return tensors | {".weight_format": torch.tensor(0, dtype=torch.uint8)}, q * (largest[:, None].astype(float) / 127)
+
+
 def _group(format: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None} | weights
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
@@ -221,6 +255,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Written], str]] = 
         "none",
     ),
     "mxfp4": (_group("mxfp4-pack-quantized", FLOAT | INT4 | {"strategy": "group"}), lambda w: float4(w, False), "none"),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, "none"),
+    "int8 of bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, llm_int8, "none"),
     "fp8 of DeepSeek": (BLOCK, lambda w: eight(w, FP8, "block", name=".weight_scale_inv"), "group"),
 }
 """For each format its `quantization_config`, its writer, and how its activations are rounded."""
@@ -240,6 +276,49 @@ def write_checkpoint(folder: Path, case: str) -> dict[str, np.ndarray]:
     described = small_model().config.to_dict() | {"quantization_config": config, "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(described))
     return exact
+
+
+@cache
+def gpt_oss() -> Any:
+    """A GPT-OSS of one layer and four experts, in transformers."""
+    from tiny_models import randomise
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = SIZES | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    more = {"vocab_size": 264, "max_position_embeddings": 256, "layer_types": ["full_attention"], "pad_token_id": None}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **more, rope_parameters=rope, attn_implementation="eager")).eval()
+    randomise(model)
+    return model
+
+
+def write_gpt_oss(folder: Path) -> dict[str, torch.Tensor]:
+    """A folder with MXFP4 experts; gives the logits of transformers in float32, which holds such weights exactly."""
+    import copy
+
+    exact, state = copy.deepcopy(gpt_oss()), {n: t.clone() for n, t in gpt_oss().state_dict().items()}
+    for name, parameter in exact.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            whole = parameter.detach().transpose(1, 2)
+            tensors, dense = float4(whole.double().flatten(0, 1).numpy(), False)
+            parameter.data = torch.from_numpy(dense).float().view(whole.shape).transpose(1, 2).contiguous()
+            del state[name]
+            state[f"{name}_blocks"] = tensors[".weight_packed"].view(*whole.shape[:2], -1, 16)
+            state[f"{name}_scales"] = tensors[".weight_scale"].view(*whole.shape[:2], -1)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.contiguous() for name, t in state.items()}, folder / "model.safetensors", {"format": "pt"})
+    described = gpt_oss().config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(described))
+    with torch.inference_mode():
+        return {name: exact(torch.tensor([tokens])).logits[0].double() for name, tokens in PROMPTS.items()}
+
+
+def decoder_of(folder: Path, backend: str = "sdpa", dtype: torch.dtype = torch.float32, **overrides: Any) -> Decoder:
+    """Our decoder with the weights of a folder or file."""
+    loaded = load_model(folder, **overrides)
+    decoder = Decoder(loaded.spec, make_backend(backend), dtype, torch.device("cpu"))
+    decoder.load_weights(loaded.weights(str(dtype).removeprefix("torch.")))
+    return decoder
 
 
 def round_like(x: torch.Tensor, how: str, dtype: torch.dtype) -> torch.Tensor:

@@ -200,17 +200,39 @@ def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
 
 
-def iter_tensors(gguf: GGUFFile) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield `(hf_name, float32 array)` for every weight, decoded one at a time, in the order of the file."""
+BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K")
+"""Types of blocks that `models.quantization.blocks` can multiply by."""
+
+
+def block_type(name: str) -> str | None:
+    """The type that the name of a tensor ends with if it holds blocks, else None."""
+    return name.rpartition(".")[2] if name.rpartition(".")[2] in BLOCK_TYPES else None
+
+
+def stored_names(gguf: GGUFFile, keep_blocks: bool) -> dict[str, str]:
+    """From each weight's name in the file to the one in the folder, where blocks that are kept have their type behind it."""
+    names = {}
+    for name, tensor in gguf.tensors.items():
+        if name != ROPE_FACTORS:
+            kept = keep_blocks and tensor.tensor_type.name in BLOCK_TYPES
+            names[name] = hf_name(name, family_of(gguf).layer_tensors)
+            names[name] += f".{tensor.tensor_type.name}" if kept else ""
+    return names
+
+
+def iter_tensors(gguf: GGUFFile, keep_blocks: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield `(stored name, float32 array)` for every weight, decoded one at a time, in the order of the file.
+
+    keep_blocks: those of `BLOCK_TYPES` as they are, uint8 [outputs, bytes of a row].
+    """
     from gguf.quants import dequantize
 
     family = family_of(gguf)
     heads = {"attn_q": gguf.need("attention.head_count"), "attn_k": _num_kv_heads(gguf)}
-    for name, tensor in gguf.tensors.items():
-        if name == ROPE_FACTORS:
-            continue
+    for name, stored in stored_names(gguf, keep_blocks).items():
+        tensor = gguf.tensors[name]
         try:
-            array = dequantize(tensor.data, tensor.tensor_type)
+            array = tensor.data if block_type(stored) else dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise GGUFError(f"{gguf.path}: tensor {name}: type {tensor.tensor_type.name} is not implemented") from error
         kind = name.split(".")[-2]
@@ -218,7 +240,7 @@ def iter_tensors(gguf: GGUFFile) -> Iterator[tuple[str, np.ndarray]]:
             array = unpermute(array, heads[kind])
         if kind.endswith("norm") and family.norm_shift:
             array = array - np.float32(family.norm_shift)
-        yield hf_name(name, family.layer_tensors), np.ascontiguousarray(array, dtype=np.float32)
+        yield stored, np.ascontiguousarray(array, dtype=np.uint8 if block_type(stored) else np.float32)
 
 
 def _num_kv_heads(gguf: GGUFFile) -> int:
@@ -508,7 +530,7 @@ def _chat_template(gguf: GGUFFile) -> dict[str, Any]:
 def write_safetensors(
     path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[tuple[str, np.ndarray]]
 ) -> None:
-    """Write float32 tensors to a safetensors file, one at a time, so that only one is in memory.
+    """Write float32 tensors and blocks to a safetensors file, one at a time, so that only one is in memory.
 
     The format: 8 bytes with the length of a JSON header, the header (name -> dtype, shape, byte range), the raw bytes.
     `tensors` must yield exactly the names and shapes announced in `shapes`, in that order.
@@ -516,43 +538,53 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + 4 * int(np.prod(shape))
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+        size, dtype = (1, "U8") if block_type(name) else (4, "F32")
+        start, end = end, end + size * int(np.prod(shape))
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with open(path, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for (name, shape), (given, array) in zip(shapes.items(), tensors, strict=True):
-            if given != name or array.shape != shape or array.dtype != np.float32:
-                raise GGUFError(f"expected {name} {shape} float32, got {given} {array.shape} {array.dtype}")
+            kind = np.dtype(np.uint8 if block_type(name) else np.float32)
+            if given != name or array.shape != shape or array.dtype != kind:
+                raise GGUFError(f"expected {name} {shape} {kind}, got {given} {array.shape} {array.dtype}")
             file.write(array.data)
         file.flush()
         os.fsync(file.fileno())
 
 
 def convert_gguf(
-    path: str | Path, folder: str | Path, progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None
+    path: str | Path,
+    folder: str | Path,
+    progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
+    keep_blocks: bool = False,
 ) -> None:
-    """Write a GGUF file as a Hugging Face folder: float32 `model.safetensors`, `config.json`, tokenizer, generation config.
+    """Write a GGUF file as a Hugging Face folder: `model.safetensors`, `config.json`, tokenizer, generation config.
 
-    Every quantised value is exact in float32 (not in bfloat16), so a model loaded from the folder computes with the
-    same numbers whoever loads it. `progress(iterable, total)` may wrap the loop over tensors (a progress bar).
+    Weights become float32. Every quantised value is exact in it (not in bfloat16), so a model loaded from the folder
+    computes with the same numbers whoever loads it. With `keep_blocks`, blocks of `BLOCK_TYPES` are copied as they are,
+    and only minivllm reads the folder. `progress(iterable, total)` may wrap the loop over tensors (a progress bar).
     Raises `GGUFError` for anything in the file that has no equivalent, before the weights are written.
     """
     gguf, folder = read_gguf(path), Path(folder)
     config, (tokenizer, tokenizer_config) = config_from_gguf(gguf), tokenizer_from_gguf(gguf)
-    names = family_of(gguf).layer_tensors
-    shapes = {hf_name(name, names): _shape(t) for name, t in gguf.tensors.items() if name != ROPE_FACTORS}
+    names = stored_names(gguf, keep_blocks)
+    shapes = {stored: _shape(gguf.tensors[name], bool(block_type(stored))) for name, stored in names.items()}
+    if any(map(block_type, shapes)):
+        config["quantization_config"] = {"quant_method": "gguf"}
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
     _write_json(folder / "generation_config.json", token_ids(gguf))
-    tensors: Iterable[tuple[str, np.ndarray]] = iter_tensors(gguf)
+    tensors: Iterable[tuple[str, np.ndarray]] = iter_tensors(gguf, keep_blocks)
     write_safetensors(folder / "model.safetensors", shapes, progress(tensors, len(shapes)) if progress else tensors)
     _write_json(folder / "config.json", config)
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
+def _shape(tensor: Any, as_blocks: bool) -> tuple[int, ...]:
+    if as_blocks:
+        return tuple(tensor.data.shape)
     return tuple(int(n) for n in reversed(tensor.shape))  # GGUF lists the fastest dimension first
 
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -258,13 +258,14 @@ def _bytes_in(folder: Path) -> int:
     return size
 
 
-def _convert(gguf: Path, folder: Path, title: str, source: dict[str, Any]) -> None:
+def _convert(gguf: Path, folder: Path, title: str, source: dict[str, Any], keep_blocks: bool = False) -> None:
     """Convert `gguf` into `folder` under a progress bar, and record where it came from."""
     from minivllm.models.gguf import convert_gguf
 
-    convert_gguf(
-        gguf, folder, lambda tensors, total: tqdm(tensors, total=total, desc=f"Unpacking {title}", unit=" tensors")
-    )
+    def progress(tensors: Iterable[Any], total: int) -> Iterable[Any]:
+        return tqdm(tensors, total=total, desc=f"Unpacking {title}", unit=" tensors")
+
+    convert_gguf(gguf, folder, progress, keep_blocks)
     (folder / "minivllm_source.json").write_text(json.dumps(source | {"layout": LAYOUT}, indent=2) + "\n")
 
 
@@ -307,8 +308,8 @@ def _embedded(name: str, cache: Path) -> Path:
 def _gguf_file(path: Path, cache: Path) -> Path:
     digest = _sha256(path)
     source = {"source": [path.name], "sha256": [digest]}
-    target = cache / f"{path.stem}-{digest[:16]}-v{LAYOUT}"
-    return build_once(target, lambda staging: _convert(path, staging / "result", path.stem, source))
+    target = cache / f"{path.stem}-{digest[:16]}-blocks-v{LAYOUT}"
+    return build_once(target, lambda staging: _convert(path, staging / "result", path.stem, source, keep_blocks=True))
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

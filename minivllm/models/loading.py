@@ -355,6 +355,9 @@ _FORMATS = {
     "awq": "formats",
     "compressed-tensors": "compressed",
     "fp8": "compressed",
+    "gguf": "blocks",
+    "bitsandbytes": "codes",
+    "mxfp4": "codes",
 }
 """Which module of `models.quantization` has the format of a `quant_method`."""
 

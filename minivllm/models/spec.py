@@ -211,7 +211,7 @@ class DecoderSpec:
             try:
                 parts = _rows(rule, tensor) if isinstance(tensor, QuantizedWeight) else rule.parts(tensor)
             except (RuntimeError, ValueError, IndexError) as error:
-                shape = tuple(tensor.shape)
+                shape = tuple(getattr(tensor, "shape", ()))
                 raise ValueError(
                     f"{self.family}: tensor {name!r} of shape {shape} cannot be taken apart: {error}"
                 ) from None

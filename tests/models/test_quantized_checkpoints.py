@@ -1,25 +1,24 @@
 """Quantized checkpoints of every format: logits against float64, memory, damaged files."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from paged import PagedDecoder
-from quantized_checkpoints import CASES, PROMPTS, exact_logits, write_checkpoint
+from quantized_checkpoints import CASES, PROMPTS, decoder_of, exact_logits, write_checkpoint, write_gpt_oss
 from safetensors.torch import load_file, save_file
 
-from minivllm.attention.select import make_backend
 from minivllm.core.config import EngineArgs
 from minivllm.lora.adapter import LoRAWeights
 from minivllm.lora.linear import LoRAModel
-from minivllm.models.decoder import Decoder
 from minivllm.models.linear.grouped import StoredLinear
 from minivllm.models.linear.scaled import ScaledWeight
 from minivllm.models.loading import CheckpointError, load_model
+from minivllm.models.quantization.codes import BitsAndBytes
+from minivllm.models.quantization.formats import Parts
 from minivllm.runtime.executor import plan_engine
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +32,6 @@ def folders(tmp_path_factory):
         return root / case.replace(" ", "-"), written[case]
 
     return get
-
-
-def decoder_of(folder, backend="sdpa", dtype=torch.float32, **overrides):
-    loaded = load_model(folder, **overrides)
-    decoder = Decoder(loaded.spec, make_backend(backend), dtype, CPU)
-    decoder.load_weights(loaded.weights(str(dtype).removeprefix("torch.")))
-    return decoder
 
 
 def logits_of(decoder):
@@ -146,6 +138,28 @@ def test_adapters_are_added_to_a_quantized_model(folders):
     assert (got - logits_of(decoder_of(folder))["c"]).abs().max() > 0.1
 
 
+def test_the_experts_of_gpt_oss_stay_four_bits(tmp_path):
+    want = write_gpt_oss(tmp_path)
+    decoder = decoder_of(tmp_path)
+    for expert in decoder.layers[0].mlp.experts:
+        assert [value.bits for linear in expert.linears() for value in linear.method.values] == [4, 4]
+    got = logits_of(decoder)
+    for name in PROMPTS:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=2e-3)
+
+
+LIBRARY = load_file(Path(__file__).parent / "bitsandbytes_0_50.safetensors")
+"""Weights that bitsandbytes 0.50.2 wrote, each with `=exact`, what it made of them again."""
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4-nested", "fp4", "int8"])
+def test_weights_that_bitsandbytes_wrote(name):
+    own = {key.removeprefix(f"bitsandbytes-{name}"): tensor for key, tensor in LIBRARY.items()}
+    parts = Parts("X", {kind: tensor for kind, tensor in own.items() if kind.startswith(".")})
+    weight = BitsAndBytes({}).decode(parts)[".weight"]
+    assert torch.equal(weight.dequantize().half(), own["=exact"].half())
+
+
 PREFIX = "model.layers.1.mlp.down_proj"
 DAMAGE = {
     "missing scales": ("gptq", lambda t: t.pop(".scales"), r"tensor 'X.scales' is missing: X has .g_idx, .qweight, .qz"),
@@ -168,6 +182,28 @@ DAMAGE = {
         "packed",
         lambda t: t.update({".weight_packed": t[".weight_packed"].long()}),
         "'X.weight_packed' must be int32, it is int64",
+    ),
+    "missing map": ("nf4", lambda t: t.pop(".weight.quant_map"), "tensor 'X.weight.quant_map' is missing"),
+    "missing state": (
+        "nf4",
+        lambda t: t.pop(".weight.quant_state.bitsandbytes__nf4"),
+        "tensor 'X.weight.quant_state.bitsandbytes__nf4' is missing",
+    ),
+    "a state that is no JSON": (
+        "nf4",
+        lambda t: t[".weight.quant_state.bitsandbytes__nf4"].fill_(0),
+        "'X.weight.quant_state.bitsandbytes__nf4' is not the description of a weight",
+    ),
+    "short absmax": (
+        "nf4",
+        lambda t: t.update({".weight.absmax": t[".weight.absmax"][1:].clone()}),
+        "'X.weight.absmax' must have 128 numbers, it has 127",
+    ),
+    "missing scale of int8": ("int8 of bitsandbytes", lambda t: t.pop(".SCB"), "tensor 'X.SCB' is missing"),
+    "another order": (
+        "int8 of bitsandbytes",
+        lambda t: t[".weight_format"].fill_(1),
+        "'X.weight_format' must be 0, rows one after the other",
     ),
     "wrong groups": (
         "gptq act-order",

@@ -156,10 +156,13 @@ def granitemoe(r: ConfigReader) -> DecoderSpec:
     )
 
 
-def lying_experts(suffix: str, *names: str) -> tuple[Unpack, Unpack]:
-    """As `each_expert`, for a tensor [E, inputs, outputs] in which the parts alternate, and its bias [E, outputs]."""
+def lying_experts(suffix: str, *names: str) -> tuple[Unpack, ...]:
+    """As `each_expert`, for a tensor [E, inputs, outputs] in which the parts alternate, and its bias [E, outputs].
 
-    def parts(kind: str, stacked: Callable[[Tensor], Tensor]) -> Callable[[Tensor], dict[str, Tensor]]:
+    Or, in the tensor's place, a list of quantized weights [outputs, inputs] under the name with `_blocks` behind it.
+    """
+
+    def parts(kind: str, stacked: Callable[[Any], Any]) -> Callable[[Tensor], dict[str, Tensor]]:
         def split(tensor: Tensor) -> dict[str, Tensor]:
             experts, count = enumerate(stacked(tensor)), len(names)
             return {f"{name.format(e)}.{kind}": x[i::count] for e, x in experts for i, name in enumerate(names)}
@@ -167,12 +170,13 @@ def lying_experts(suffix: str, *names: str) -> tuple[Unpack, Unpack]:
         return split
 
     weight = Unpack(suffix, parts("weight", lambda tensor: tensor.transpose(1, 2)))
-    return weight, Unpack(f"{suffix}_bias", parts("bias", lambda tensor: tensor))
+    same = {"bias": "bias", "blocks": "weight"}
+    return weight, *(Unpack(f"{suffix}_{end}", parts(kind, lambda stack: stack)) for end, kind in same.items())
 
 
 @family("GptOssForCausalLM", "gpt_oss")
 def gpt_oss(r: ConfigReader) -> DecoderSpec:
-    """GPT-OSS with weights that are not quantized: sinks, a window on every other layer, clamped experts."""
+    """GPT-OSS: sinks, a window on every other layer, clamped experts."""
     r.only("swiglu_alpha", 1.702)
     r.only("hidden_act", "silu")
     bias, count, types = r.get("attention_bias", True), r.need("num_hidden_layers"), r.get("layer_types")

@@ -50,6 +50,14 @@ class Parts:
             raise self.error(kind, f"must have shape {tuple(shape)}, it has {tuple(tensor.shape)}")
         return tensor
 
+    def flat(self, kind: str, dtypes: torch.dtype | Sequence[torch.dtype], count: int | None = None) -> Tensor:
+        """A tensor laid flat, whatever its shape. count: the numbers that it must have."""
+        given = self.tensors.get(kind)
+        tensor = self.need(kind, dtypes, None if given is None else given.shape).flatten()
+        if count is not None and len(tensor) != count:
+            raise self.error(kind, f"must have {count} numbers, it has {len(tensor)}")
+        return tensor
+
     def groups(self, kind: str, inputs: int, size: int) -> int:
         """How many groups of `size` inputs there are; -1 for one group.
 
