@@ -272,3 +272,80 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return folder if folder.exists() else save_tiny_model(name, folder)
 
     return path
+
+
+_ENCODER = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 66,
+}
+_MODERN = {
+    **_ENCODER,
+    "num_hidden_layers": 3,
+    "local_attention": 16,
+    "global_attn_every_n_layers": 2,
+    **dict.fromkeys(("bos_token_id", "cls_token_id"), 256),
+    **dict.fromkeys(("eos_token_id", "sep_token_id"), 257),
+    "pad_token_id": 0,
+}
+_CAUSAL = {**_SIZES, "num_hidden_layers": 2, "pad_token_id": 0}
+_ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bert": ("bert", {**_ENCODER, "hidden_act": "gelu"}),
+    "Roberta": ("roberta", {**_ENCODER, "pad_token_id": 1, "type_vocab_size": 1}),
+    "XLMRoberta": ("xlm-roberta", {**_ENCODER, "pad_token_id": 1, "type_vocab_size": 1}),
+    "ModernBert": ("modernbert", _MODERN),
+}
+_SMALL_GPT2 = {"vocab_size": VOCAB_SIZE, "bos_token_id": 256, "eos_token_id": EOS_TOKEN_ID}
+_BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", _CAUSAL),
+    "Mistral": ("mistral", {**_CAUSAL, "sliding_window": 24}),
+    "Qwen2": ("qwen2", _CAUSAL),
+    "Qwen3": ("qwen3", _CAUSAL),
+    "Gemma2": ("gemma2", {**_CAUSAL, **_WINDOWS, "layer_types": _WINDOWS["layer_types"][:2]}),
+    "GPT2": ("gpt2", {**_SMALL_GPT2, "n_embd": 72, "n_layer": 2, "n_head": 6, "n_positions": 256}),
+}
+POOLING_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{base}{kind}": how
+    for table, kinds in ((_ENCODERS, ("Model", "ForMaskedLM")), (_BASES, ("Model",)))
+    for base, how in table.items()
+    for kind in (*kinds, "ForSequenceClassification", "ForTokenClassification")
+}
+"""Models that predict no tokens, by their class in transformers."""
+
+
+@cache
+def hf_pooling_model(name: str, **changes: Any) -> Any:
+    """The transformers model of this class, float32, the same weights every time. changes: of its config."""
+    import transformers
+
+    model_type, sizes = POOLING_MODELS[name]
+    config = transformers.AutoConfig.for_model(
+        model_type, **{key: value for key, value in {**sizes, "num_labels": 3, **changes}.items() if value is not DROP}
+    )
+    if "GPT2" in name:
+        config.pad_token_id = 0
+    model = getattr(transformers, name)._from_config(config, attn_implementation="eager").eval()
+    randomise(model)
+    return model
+
+
+def pair_tokenizer() -> Any:
+    """As `tiny_tokenizer`, with marks around a text, `<s> a </s>`, and around two, `<s> a </s> b </s>`, of two token types."""
+    from tokenizers import processors
+
+    tokenizer = tiny_tokenizer()
+    marks = [("<s>", 256), ("</s>", EOS_TOKEN_ID)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s>:0 $A:0 </s>:0 $B:1 </s>:1", special_tokens=marks
+    )
+    return tokenizer
+
+
+def save_pooling_model(name: str, folder: Path, **changes: Any) -> Path:
+    """As `save_tiny_model`, for a class of `POOLING_MODELS`."""
+    hf_pooling_model(name, **changes).save_pretrained(folder)
+    pair_tokenizer().save_pretrained(folder)
+    return folder

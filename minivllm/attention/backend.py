@@ -43,6 +43,7 @@ class AttentionSpec:
         sinks: each head has one more score in its softmax, which belongs to no token (see `AttentionBackend.sinks`).
         value_dim: values are the first `value_dim` numbers of the keys, and the cache holds keys only (latent attention);
             None for values of their own.
+        causal: a token sees no later one. If not, it sees the whole prompt, and there is no cache.
     """
 
     num_heads: int
@@ -57,6 +58,7 @@ class AttentionSpec:
     kv_dtype: torch.dtype | None = None
     sinks: bool = False
     value_dim: int | None = None
+    causal: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "sliding_window", "chunk"):
@@ -101,6 +103,8 @@ class AttentionSpec:
     @property
     def beyond_kernels(self) -> str | None:
         """Why a backend that knows nothing but keys, values and a softmax over them cannot do this."""
+        if not self.causal:
+            return "its attention is causal; attention_backend='encoder' looks both ways"
         if self.sinks:
             return "its kernels have no attention sinks; attention_backend='sdpa' and 'reference' do"
         return None if self.value_dim is None else "its kernels read no latent cache; 'sdpa' and 'reference' do"

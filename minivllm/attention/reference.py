@@ -82,8 +82,8 @@ class ReferenceBackend(AttentionBackend):
         self.compute_dtype = compute_dtype
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        """None: the definition has no limits."""
-        return None
+        """It computes whatever is causal."""
+        return None if spec.causal else spec.beyond_kernels
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> ReferencePlan:
         """See `AttentionBackend.plan`."""

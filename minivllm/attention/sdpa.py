@@ -118,6 +118,8 @@ class SDPABackend(AttentionBackend):
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         """A soft cap is the one thing that torch's kernel has no room for."""
+        if not spec.causal:
+            return spec.beyond_kernels
         if spec.soft_cap is not None:
             return f"scaled_dot_product_attention has no soft cap on the scores (soft_cap={spec.soft_cap})"
         return None

@@ -14,6 +14,7 @@ __all__ = ["backend_names", "make_backend", "register_backend", "select_backend"
 _BACKENDS: dict[str, str | Callable[[], AttentionBackend]] = {
     "reference": "minivllm.attention.reference:ReferenceBackend",
     "sdpa": "minivllm.attention.sdpa:SDPABackend",
+    "encoder": "minivllm.attention.encoder:EncoderBackend",
     "numba_cpu": "minivllm.attention.numba_cpu:NumbaCPUBackend",
     "numba_cpu_invariant": "minivllm.attention.numba_cpu:NumbaCPUInvariantBackend",
     "numba_cuda": "minivllm.attention.numba_cuda:NumbaCudaBackend",
@@ -89,7 +90,7 @@ def select_backend(
                 )
         return backend, "asked for"
     refused: list[str] = []
-    for candidate in _AUTO_ORDER:
+    for candidate in _AUTO_ORDER if all(one.causal for one in specs) else ["encoder"]:
         try:
             backend = make_backend(candidate)
         except ImportError as error:

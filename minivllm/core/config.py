@@ -16,12 +16,12 @@ from minivllm.core.policy import POLICIES
 from minivllm.core.speculative import SpeculativeConfig
 
 __all__ = [
-    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "STATE_KINDS", "WEIGHT_BITS",
-    "CacheConfig", "CheckpointedStateRules", "ChunkedLocalRules", "Decision", "EngineArgs", "EngineConfig",
-    "KVCacheConfig", "KVCacheGroup", "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts",
-    "ModelFacts", "SchedulerConfig", "SlidingWindowRules", "StateRules", "choose_dtype", "choose_state_cache",
-    "make_kv_cache_groups", "pad_states", "register_kv_cache_kind", "resolve", "tokens_held",
-    "unify_block_size",
+    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "RUNNERS", "STATE_KINDS",
+    "WEIGHT_BITS", "CacheConfig", "CheckpointedStateRules", "ChunkedLocalRules", "Decision",
+    "EncoderOnlyRules", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup", "KVCacheRules",
+    "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "PoolingFacts", "SchedulerConfig",
+    "SlidingWindowRules", "StateRules", "choose_dtype", "choose_state_cache", "make_kv_cache_groups",
+    "pad_states", "register_kv_cache_kind", "resolve", "tokens_held", "unify_block_size",
 ]  # fmt: skip
 
 
@@ -77,7 +77,7 @@ class KVCacheRules:
 
 
 KV_CACHE_KINDS: dict[str, KVCacheRules] = {"full": KVCacheRules()}
-_BUILT_IN = ("full", "sliding_window", "chunked_local", "latent", "state", "state_all")
+_BUILT_IN = ("full", "sliding_window", "chunked_local", "latent", "encoder_only", "state", "state_all")
 
 
 def register_kv_cache_kind(name: str, rules: KVCacheRules) -> None:
@@ -134,9 +134,26 @@ class LatentRules(KVCacheRules):
         return f"latent vectors of {spec.head_dim}"
 
 
+class EncoderOnlyRules(KVCacheRules):
+    """Attention that goes both ways: a prompt is computed in one step, and nothing is kept of it."""
+
+    prefix_cacheable = False
+    event_kind = "encoder_only_attention"
+
+    def visible(self, spec: KVCacheSpec, query: int, key: int) -> bool:
+        return True
+
+    def num_blocks(self, spec: KVCacheSpec, num_tokens: int) -> int:
+        return 0
+
+    def describe(self, spec: KVCacheSpec) -> str:
+        return "no cache"
+
+
 register_kv_cache_kind("sliding_window", SlidingWindowRules())
 register_kv_cache_kind("chunked_local", ChunkedLocalRules())
 register_kv_cache_kind("latent", LatentRules())
+register_kv_cache_kind("encoder_only", EncoderOnlyRules())
 
 
 class StateRules(KVCacheRules):
@@ -199,8 +216,8 @@ class KVCacheSpec:
 
     Attributes:
         kind: `full`, `sliding_window` (the last `window` tokens), `chunked_local` (the current chunk of `window` tokens),
-            `latent` (one vector of `head_dim` numbers a token), `state` and `state_all` (see `StateRules`), or the name of
-            a registered kind.
+            `latent` (one vector of `head_dim` numbers a token), `encoder_only` (nothing), `state` and `state_all` (see
+            `StateRules`), or the name of a registered kind.
         block_size: tokens per block.
         num_kv_heads: key-value heads.
         head_dim: size of one head.
@@ -368,6 +385,7 @@ class SchedulerConfig:
         policy: a name of `minivllm.core.policy.POLICIES`, when no policy object is given.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits into the free blocks, not just its first chunk.
         max_loras: most different LoRA adapters in a step; 0 for no limit (and no adapter weights).
+        generates: the model predicts tokens, so that a prompt must leave room for one.
         max_num_encoder_input_tokens: most embeddings of media that are encoded in a step; None for `max_num_batched_tokens`.
         encoder_cache_size: most embeddings of media that are kept; None for `max_num_batched_tokens`.
         starvation_limit: a policy may let younger requests overtake the oldest waiting one, preempt one request, or give a request no
@@ -386,6 +404,7 @@ class SchedulerConfig:
     max_num_encoder_input_tokens: int | None = None
     encoder_cache_size: int | None = None
     starvation_limit: int = 1000
+    generates: bool = True
 
     def __post_init__(self) -> None:
         _at_least("starvation_limit", self.starvation_limit, 1)
@@ -433,6 +452,33 @@ def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingFacts:
+    """What a model makes of a whole prompt. Names are vLLM's.
+
+    Attributes:
+        tasks: of `embed`, `token_embed`, `classify`, `token_classify`, `score`: those that it can do, the usual one first.
+        pooling_type: `cls` (the first token), `mean` or `last`: which hidden states stand for the prompt.
+        normalize: vectors are scaled to length 1.
+        labels: names of the classes.
+        activation: of class scores: `softmax`, `sigmoid` or `identity`.
+        matryoshka_dimensions: sizes that a vector may be cut to; empty for any.
+        token_types: kinds of text that it tells apart, such as the first of a pair and the second; 0 for none.
+        generates: it predicts tokens too.
+        whole_prompts: its attention goes both ways, so prompts are not cut and no cache is kept.
+    """
+
+    tasks: tuple[str, ...] = ("embed", "token_embed", "score")
+    pooling_type: str = "mean"
+    normalize: bool = True
+    labels: tuple[str, ...] = ()
+    activation: str = "softmax"
+    matryoshka_dimensions: tuple[int, ...] = ()
+    token_types: int = 0
+    generates: bool = True
+    whole_prompts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the engine needs to know of a model, without the model.
 
@@ -446,6 +492,7 @@ class ModelFacts:
         weight_bytes: size of the weights in the dtype in use.
         checkpoint_dtype: dtype named by the model's own configuration.
         hidden_size: numbers in a hidden state; None where it is not needed.
+        pooling: what it makes of a whole prompt.
         draft_bytes_per_block: what a KV block takes of draft layers, which keep theirs under the same block ids.
     """
 
@@ -458,6 +505,7 @@ class ModelFacts:
     weight_bytes: int
     checkpoint_dtype: str = "float32"
     hidden_size: int | None = None
+    pooling: PoolingFacts = PoolingFacts()
     draft_bytes_per_block: int = 0
 
 
@@ -501,6 +549,9 @@ WEIGHT_BITS = {"int8": 8.0} | {f"int4_{group}": 4 + 32 / group for group in GROU
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two mean the same
 
 
+RUNNERS = ("auto", "generate", "pooling")
+
+
 _LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 
@@ -514,6 +565,8 @@ class EngineArgs:
 
     model: str = _arg("smollm2", "alias, folder, .gguf file or hub id")
     tokenizer: str | None = _arg(None, "folder or hub id of the tokenizer; default: the model's own")
+    runner: str = _arg("auto", "whether it generates or pools; auto: as the model's files say", RUNNERS)
+    pooler_config: dict[str, Any] | None = _arg(None, "of vectors: pooling_type, normalize (as JSON in a flag)")  # noqa: RUF009
     hf_overrides: dict[str, Any] | None = _arg(None, "replaces entries of config.json (as JSON in a flag)")  # noqa: RUF009
     revision: str | None = _arg(None, "branch, tag or commit of a hub id")
     download_dir: str | None = _arg(None, "where downloaded models are kept")
@@ -549,9 +602,7 @@ class EngineArgs:
     enforce_eager: bool = _arg(
         False, "launch every kernel by itself: no CUDA graphs of decode steps, on a CPU no single launch for small ones"
     )
-    quantization: str | None = _arg(
-        None, "weights of the linear layers in fewer bits, made at load (on a CPU)", QUANTIZATIONS
-    )
+    quantization: str | None = _arg(None, "linear layers in fewer bits, made at load (on a CPU)", QUANTIZATIONS)
     quantization_config: dict[str, Any] | None = _arg(  # noqa: RUF009
         None, 'of int4: {"group_size": 32, 64 or 128}, inputs that share a scale (as JSON in a flag)'
     )
@@ -590,6 +641,10 @@ class EngineArgs:
             raise ValueError(f"max_logprobs must be -1 or at least 0, got {self.max_logprobs}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise TypeError(f"hf_overrides must be a dict of config.json entries, got {self.hf_overrides!r}")
+        if self.pooler_config is not None and not (
+            isinstance(self.pooler_config, dict) and self.pooler_config.keys() <= {"pooling_type", "normalize"}
+        ):
+            raise ValueError(f"pooler_config must be a dict of pooling_type and normalize, got {self.pooler_config!r}")
         self._check_quantization()
         if self.speculative is not None and self.async_scheduling:
             raise ValueError(
@@ -713,7 +768,8 @@ def choose_num_blocks(
         ValueError: the memory does not hold two blocks.
     """
     if args.num_gpu_blocks is not None:
-        return Decision("num_gpu_blocks", args.num_gpu_blocks, "asked for")
+        why = "attention goes both ways: no cache is kept" if model.pooling.whole_prompts else "asked for"
+        return Decision("num_gpu_blocks", args.num_gpu_blocks, why)
     if args.kv_cache_memory_bytes is not None:
         room, why = args.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     elif machine.device == "cpu":
@@ -756,6 +812,14 @@ def _left_as_given(args: EngineArgs, known: set[str]) -> list[Decision]:
         for f, value in values.items()
         if value not in (None, "auto")
     ]
+
+
+def _without_cache(args: EngineArgs) -> EngineArgs:
+    """The settings of a model whose attention goes both ways. Raises ValueError for one that means nothing there."""
+    for name in ("speculative_config", "enable_lora", "fp8_kv_cache", "num_cpu_blocks"):
+        if getattr(args, name):
+            raise ValueError(f"{name} is not implemented for a model whose attention goes both ways")
+    return replace(args, enable_chunked_prefill=False, enable_prefix_caching=False, num_gpu_blocks=2)
 
 
 def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCacheSpec], list[Decision], dict[str, Any]]:
@@ -818,6 +882,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
         decisions.append(Decision(setting, default if asked is None else asked, why if asked is None else "asked for"))
         return decisions[-1].value
 
+    args = _without_cache(args) if model.pooling.whole_prompts else args
     longest = model.max_position_embeddings
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ValueError(f"max_model_len={args.max_model_len} is longer than the model was made for ({longest})")
@@ -852,12 +917,11 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
                 f"max_model_len={max_model_len} does not fit the KV cache: {blocks.value} blocks of {block_size} tokens"
                 f" in {len(groups)} groups hold {holds} tokens. Lower max_model_len or give more num_gpu_blocks"
             )
-        max_model_len = holds
-        decisions = [d for d in decisions if d.setting != "max_model_len"]
-        decisions.append(Decision("max_model_len", holds, "all that the KV cache can hold of one request"))
+        max_model_len, most = holds, Decision("max_model_len", holds, "all that the KV cache can hold of one request")
+        decisions = [*(d for d in decisions if d.setting != "max_model_len"), most]
     cache = CacheConfig(**_shared(CacheConfig, args, num_gpu_blocks=blocks.value, **chosen))
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_model_len": max_model_len}
-    limits["max_loras"] = args.max_loras if args.enable_lora else 0
+    limits |= {"max_loras": args.max_loras if args.enable_lora else 0, "generates": model.pooling.generates}
     scheduler = SchedulerConfig(**_shared(SchedulerConfig, args, policy=args.scheduling_policy, **limits))
     decisions += _left_as_given(args, {d.setting for d in decisions})
     kv_cache = KVCacheConfig(blocks.value, block_size, groups, args.num_cpu_blocks)

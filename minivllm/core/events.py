@@ -46,6 +46,7 @@ SCHEMA = {
         "rollback": "num_rejected",
         "lora_load": "adapter slot",
         "lora_evict": "adapter slot",
+        "verify": "drafts",
         "encode": "request modality identifier num_embeds",
         "encoder_evict": "identifier",
     }.items()
@@ -192,7 +193,9 @@ class Fold(EventReader):
     def _ignore(self, *fields: Any) -> None:
         pass
 
-    _on_attributes = _on_step = _on_wait = _on_chunk = _on_draft = _on_note = _on_order = _on_policy_error = _ignore
+    _on_attributes = _on_step = _on_wait = _on_chunk = _on_draft = _on_verify = _on_note = _on_order = (
+        _on_policy_error
+    ) = _ignore
 
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
         output = fields[5]

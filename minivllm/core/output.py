@@ -85,10 +85,11 @@ class ModelRunnerOutput:
         prompt_logprobs: per request, entries for prompt positions that were computed in this step.
         errors: requests that failed alone, with the reason; they are finished with `FinishReason.ERROR`.
         failed_loras: adapters of `lora_loads` that could not be loaded, with the reason; what was computed with them is wrong.
-        pooled: vectors of requests that wanted one and no tokens; these requests have ended.
+        pooled: vectors or class scores of requests that wanted these and no tokens; these requests have ended.
         draft_token_ids: guesses at the tokens after the newest one, for the next step to verify.
         num_accepted_tokens: how many of a request's sampled tokens are draft tokens; if not said, all but the last.
         proposer_error: why there are no more draft tokens.
+        draft_odds: of requests with draft tokens, if they were asked for: see `Verified.odds`.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -96,10 +97,11 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     failed_loras: dict[str, str] = field(default_factory=dict)
-    pooled: dict[str, list[float]] = field(default_factory=dict)
+    pooled: dict[str, list[Any]] = field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     num_accepted_tokens: dict[str, int] = field(default_factory=dict)
     proposer_error: str | None = None
+    draft_odds: dict[str, list[tuple[float, float, float | None]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -115,7 +117,8 @@ class EngineCoreOutput:
         prompt_logprobs: entries for prompt positions, or None.
         num_cached_tokens: prompt tokens that came from the prefix cache.
         error: why it failed, when `finish_reason` is `error`.
-        pooled: the vector of a request that wanted one.
+        pooled: the vector or class scores of a request that wanted them; of a task for tokens, a list of them.
+        num_draft_tokens, num_accepted_tokens: draft tokens that were verified in this step, and those that were accepted.
     """
 
     request_id: str
@@ -126,4 +129,6 @@ class EngineCoreOutput:
     prompt_logprobs: list[Any] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
-    pooled: list[float] | None = None
+    pooled: list[Any] | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

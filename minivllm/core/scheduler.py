@@ -194,7 +194,7 @@ class Scheduler(Recorder):
             raise ValueError(f"request id {request.request_id!r} is already in use")
         if request.status is not RequestStatus.WAITING:
             raise ValueError(f"{request!r} has been run before; make a new Request")
-        if request.num_tokens >= self.max_model_len:
+        if request.num_tokens + self.config.generates > self.max_model_len:
             limit = "max_model_len" if self.max_model_len == self.config.max_model_len else "what the KV cache can hold"
             raise ValueError(
                 f"request {request.request_id!r}: a prompt of {request.num_tokens} tokens is too long; {limit} is"
@@ -726,16 +726,22 @@ class Scheduler(Recorder):
         self, drafts: dict[str, list[int]], result: ModelRunnerOutput, outputs: list[EngineCoreOutput]
     ) -> None:
         """Count the draft tokens, and take back what was computed for those that were not accepted."""
-        rejected = {}
+        rejected, verified = {}, {}
         for out in outputs:
             if draft := drafts.get(out.request_id):
-                accepted = result.num_accepted_tokens.get(
-                    out.request_id, len(result.sampled_token_ids[out.request_id]) - 1
-                )
-                self.spec_stats.observe_draft(len(draft), min(accepted, len(out.new_token_ids)))
+                new, most = out.new_token_ids, len(result.sampled_token_ids[out.request_id]) - 1
+                accepted = min(result.num_accepted_tokens.get(out.request_id, most), len(new))
+                out.num_draft_tokens, out.num_accepted_tokens = len(draft), accepted
+                self.spec_stats.observe_draft(len(draft), accepted)
+                if self.trace is not None:
+                    after = new[accepted] if accepted < len(new) else None
+                    odds = tuple(result.draft_odds.get(out.request_id, ()))
+                    verified[out.request_id] = (tuple(draft), accepted, after, odds)
                 if n := len(draft) + 1 - len(out.new_token_ids):
                     rejected[out.request_id] = n
                     self.requests[out.request_id].num_computed_tokens -= n
+        if verified and self.trace is not None:
+            self.trace(("verify", verified))
         if rejected and self.trace is not None:
             self.trace(("rollback", rejected))
 

@@ -195,7 +195,7 @@ class Trace(Recording):
         return names
 
     def to_pandas(self) -> dict[str, Any]:
-        """Tidy tables `steps`, `requests`, `blocks`, `tokens` and `decisions`: see `minivllm.core.trace_tables`."""
+        """Tidy tables `steps`, `requests`, `blocks`, `tokens`, `decisions` and `spec_decode`: see `minivllm.core.trace_tables`."""
         return trace_tables.tables(self)
 
     def save(self, path: Any, drop_samples: bool = False) -> None:
@@ -240,6 +240,11 @@ class Trace(Recording):
     def plot_timeline(self, ax: Any = None) -> Any:
         """What each request did in each step, drawn with matplotlib; returns the axes."""
         return views.find("Timeline")(self).plot(ax)
+
+    def plot_drafts(self, request_id: str | None = None, step: int | None = None, ax: Any = None) -> Any:
+        """How far drafts were right, drawn with matplotlib; returns the axes: of all, by place in the draft; of one request and step, the
+        probabilities of each draft token (see the table `spec_decode`)."""
+        return views.find("plot_drafts")(self, request_id, step, ax)
 
     def plot_prefix_tree(self, ax: Any = None) -> Any:
         """The cached prefixes as a tree, drawn with matplotlib; returns the axes."""

@@ -116,6 +116,8 @@ _STEP = ["step", "start", "end", "num_tokens", "num_prefill_tokens", "num_decode
          "used_blocks", "cached_blocks", "free_blocks", "num_preempted", "num_finished"]  # fmt: skip
 _BLOCK = ["step", "time", "event", "block_id", "request_id", "group", "position", "hash"]
 _TOKEN = ["request_id", "position", "token_id", "step", "time"]
+_SPEC_DECODE = ["request_id", "step", "position", "place", "token_id", "outcome", "target_prob", "draft_prob",
+                "sampled_instead", "residual_prob"]  # fmt: skip
 _DECISION = ["step", "request_id", "decision", "num_tokens", "wanted", "reason"]
 
 
@@ -128,6 +130,7 @@ class _Collector(FoldReader):
         self.blocks: list[tuple[Any, ...]] = []
         self.tokens: list[tuple[Any, ...]] = []
         self.decisions: list[tuple[Any, ...]] = []
+        self.drafts: list[tuple[Any, ...]] = []
 
     def end_step(self) -> None:
         state, free, cached = self.fold.now, len(self.fold.free_blocks), self.fold.num_cached_free
@@ -150,7 +153,8 @@ class _Collector(FoldReader):
         row = self.steps[-1]
         for request, n in num_scheduled.items():
             state = self.fold.now.requests[request]
-            decode = state.num_computed_tokens >= state.num_prompt_tokens and n == 1
+            behind = state.num_tokens - state.num_computed_tokens  # with draft tokens a decode has more than one token
+            decode = state.num_computed_tokens >= state.num_prompt_tokens and (n == 1 or behind == 1)
             row["num_tokens"] += n
             row["num_decodes" if decode else "num_prefill_tokens"] += n
             self._decide(request, "decode" if decode else "prefill", n)
@@ -175,6 +179,16 @@ class _Collector(FoldReader):
         for request, new in tokens.items():
             first = self.fold.now.requests[request].num_tokens
             self.tokens += [(request, position, token, step, time) for position, token in enumerate(new, first)]
+
+    def _on_verify(self, drafts: dict[str, Any]) -> None:
+        for request, (tokens, accepted, after, odds) in drafts.items():
+            first = self.fold.now.requests[request].num_tokens
+            for place, token in enumerate(tokens):
+                reached = "rejected" if place == accepted and after is not None else "not reached"
+                outcome = "accepted" if place < accepted else reached
+                p, q, rest = odds[place] if place < len(odds) else (None, None, None)
+                instead = after if outcome == "rejected" else None
+                self.drafts.append((request, self.number, first + place, place, token, outcome, p, q, instead, rest))
 
     def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
         if self.steps:
@@ -220,6 +234,9 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
         `blocks`: one row per event of a block. Integers that a row lacks are `<NA>`, here and in `decisions`.
         `tokens`: one row per sampled token.
         `decisions`: one row per decision about a request in a step, with the reason where it got less than it wanted.
+        `spec_decode`: one row per draft token that was verified: its `place` in the draft, and the `outcome`: `accepted`, `rejected`, or `not
+        reached` behind a rejected one. Of a trace with samples also its probability for the target and for the proposer (1 if it gave
+        none), and, where it was rejected, the probability of the token sampled instead in what the target had left.
     """
     import pandas as pd
 
@@ -236,4 +253,7 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
         "blocks": blocks.astype({"group": "Int64", "position": "Int64"}),
         "tokens": pd.DataFrame(collector.tokens, columns=_TOKEN),
         "decisions": decisions.astype({"num_tokens": "Int64", "wanted": "Int64"}),
+        "spec_decode": pd.DataFrame(collector.drafts, columns=_SPEC_DECODE).astype(
+            {"sampled_instead": "Int64", "target_prob": float, "draft_prob": float, "residual_prob": float}
+        ),
     }

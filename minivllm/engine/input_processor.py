@@ -25,17 +25,21 @@ __all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "RequestO
 
 PromptType = str | Sequence[int] | dict[str, Any]
 
-_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "prompt_embeds")
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "prompt_embeds", "token_type_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in one form: ``text``, or ``token_ids`` (then ``text`` is only for showing), or ``embeds`` [tokens, hidden_size]."""
+    """A prompt in one form: ``text``, or ``token_ids`` (then ``text`` is only for showing), or ``embeds`` [tokens, hidden_size].
+
+    ``token_type_ids``: one a token, of a model that tells a first text (0) from a second (1).
+    """
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
     cache_salt: str | None = None
     embeds: Any = None
+    token_type_ids: Sequence[int] | None = None
 
 
 def parse_prompt(prompt: PromptType) -> Prompt:
@@ -61,7 +65,7 @@ def _parse_dict(prompt: dict[str, Any]) -> Prompt:
             near = difflib.get_close_matches(str(name), _PROMPT_FIELDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_PROMPT_FIELDS)}"
             raise ValueError(f"unknown field {name!r} in a prompt; {hint}")
-    text, token_ids, salt, embeds = (prompt.get(name) for name in _PROMPT_FIELDS)
+    text, token_ids, salt, embeds, types = (prompt.get(name) for name in _PROMPT_FIELDS)
     if text is None and token_ids is None and embeds is None:
         raise ValueError(
             "a prompt dict needs 'prompt' (a string), 'prompt_token_ids' (a list of token ids) or 'prompt_embeds' (a tensor)"
@@ -74,7 +78,11 @@ def _parse_dict(prompt: dict[str, Any]) -> Prompt:
         raise TypeError(f"'prompt_token_ids' must be a list of token ids, got {_brief(token_ids)}")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise TypeError(f"'cache_salt' must be a non-empty string, got {_brief(salt)}")
-    return Prompt(text, token_ids, salt, embeds)
+    if types is not None and not (_is_token_list(types) and token_ids is not None and len(types) == len(token_ids)):
+        raise TypeError(
+            f"'token_type_ids' must be a list of numbers, one for each of 'prompt_token_ids', got {_brief(types)}"
+        )
+    return Prompt(text, token_ids, salt, embeds, types)
 
 
 def _is_token_list(value: Any) -> bool:
@@ -151,17 +159,29 @@ class InputProcessor:
         else:
             text = prompt.text or ""
             check_text(text, "prompt")
+            if params.truncate_prompt_tokens is not None and not self.config.model.pooling.generates:
+                keep = self.num_kept(params.truncate_prompt_tokens)
+                text = text[: max(1, 2 * self.max_characters)]
+                return list(self.tokenizer(text, truncation=True, max_length=keep).input_ids)
             if params.truncate_prompt_tokens is None:
                 self.check_characters(text)
             elif len(text) > self.max_characters:  # the end is kept, and twice as much as can be needed of it
                 text = text[-2 * self.max_characters :]
             token_ids = list(self.tokenizer(text).input_ids)
         if params.truncate_prompt_tokens is not None:
-            limit = self.config.scheduler.max_model_len - 1
-            keep = limit if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-            token_ids = token_ids[-keep:]
+            keep = self.num_kept(params.truncate_prompt_tokens)
+            token_ids = token_ids[-keep:] if self.config.model.pooling.generates else token_ids[:keep]
         self._check_tokens(token_ids)
         return token_ids
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """All that fits, less the one token that a model which predicts tokens must have room for."""
+        return self.config.scheduler.max_model_len - self.config.model.pooling.generates
+
+    def num_kept(self, truncate_prompt_tokens: int) -> int:
+        """Tokens that remain of a longer prompt."""
+        return self.max_prompt_tokens if truncate_prompt_tokens == -1 else truncate_prompt_tokens
 
     @property
     def max_characters(self) -> int:
@@ -197,10 +217,11 @@ class InputProcessor:
         max_model_len, vocab_size = self.config.scheduler.max_model_len, self.config.model.vocab_size
         if not token_ids:
             raise ValueError("the prompt is empty; at least one token is needed")
-        if len(token_ids) >= max_model_len:
+        if len(token_ids) > (limit := self.max_prompt_tokens):
+            more = ", and one token must be generated" if limit < max_model_len else ""
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, but at most {max_model_len - 1} are allowed:"
-                f" max_model_len={max_model_len} ({self._why_max_model_len()}), and one token must be generated."
+                f"the prompt has {len(token_ids)} tokens, but at most {limit} are allowed:"
+                f" max_model_len={max_model_len} ({self._why_max_model_len()}){more}."
                 " Shorten it, or set truncate_prompt_tokens"
             )
         for i, token in enumerate(token_ids):
@@ -253,6 +274,11 @@ class InputProcessor:
         about |= {"cache_salt": parsed.cache_salt, "lora_name": adapter and adapter.key}
         if isinstance(params, PoolingParams):
             return self._process_pooling(request_id, parsed, params, adapter, about)
+        if not self.config.model.pooling.generates:
+            tasks = ", ".join(self.config.model.pooling.tasks)
+            raise ValueError(f"this model predicts no tokens (runner='pooling'); it can {tasks}")
+        if parsed.token_type_ids is not None:
+            raise ValueError("token_type_ids: only a model that pools prompts can have token types")
         params = self._complete(params)
         token_ids, about["mm_features"] = self.read(parsed, params)
         max_tokens = self.max_tokens(len(token_ids), params, cut_max_tokens)
@@ -292,14 +318,21 @@ class InputProcessor:
         about: dict[str, Any],
     ) -> ProcessedInput:
         """A request that ends when its prompt is computed. A mean needs every token's hidden state, so no cached prefix will do."""
-        params.verify(self.config.model.hidden_size)
+        facts, vocab_size = self.config.model.pooling, self.config.model.vocab_size
+        params = params.resolved(facts, self.config.model.hidden_size)
         token_ids, about["mm_features"] = self.read(prompt, params)
+        ids = token_ids
+        if prompt.token_type_ids is not None:
+            types = prompt.token_type_ids[: len(token_ids)]
+            if not 0 <= min(types) <= max(types) < max(1, facts.token_types):
+                raise ValueError(f"token_type_ids: this model has {facts.token_types} token types, got {_brief(types)}")
+            ids = [token + vocab_size * int(kind) for token, kind in zip(token_ids, types, strict=True)]
         request = Request(
             request_id,
-            token_ids,
+            ids,
             max_tokens=1,
             sampling_params=params,
-            skip_reading_prefix_cache=params.pooling_type == "mean",
+            skip_reading_prefix_cache=not params.reads_prefix,
             **about,
         )
         return ProcessedInput(prompt.text, token_ids, params, [request], adapter)

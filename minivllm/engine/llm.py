@@ -7,9 +7,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -20,7 +21,18 @@ from minivllm.core.trace import Trace
 from minivllm.engine.beam_search import Beams, BeamSearchOutput, beam_search_output, num_candidates, search_beams
 from minivllm.engine.input_processor import ProcessedInput, PromptType, parse_prompt
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from minivllm.engine.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from minivllm.engine.pairs import make_pairs
 from minivllm.lora.adapter import LoRARequest
 from minivllm.models.tokenizer import apply_chat_template
 from minivllm.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -31,6 +43,8 @@ __all__ = ["LLM", "Message", "deferred_interrupts"]
 
 if TYPE_CHECKING:
     import pandas as pd
+
+T = TypeVar("T")
 Message = dict[str, Any]
 
 
@@ -181,18 +195,98 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt, from the hidden states after the model's last norm; see `PoolingParams`.
 
-        The model predicts tokens and was not trained to make vectors: texts about the same thing come out nearer to each other than
-        others, but a model that was trained for it tells them apart far better.
+        A model that predicts tokens was not trained to make vectors: texts about the same thing come out nearer to each other than
+        others, but a model that was trained for it (`LLM("minilm")`) tells them apart far better.
 
         Raises:
-            TypeError, ValueError: a bad prompt or parameter, found before anything runs.
+            TypeError, ValueError: a bad prompt or parameter, or a model that gives none; found before anything runs.
         """
+        outputs = self._pool(_as_prompt_list(prompts), pooling_params, "embed", use_tqdm)
+        return [_pooled(output, EmbeddingOutput) for output in outputs]
+
+    def _pool(
+        self,
+        prompts: Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None,
+        task: str | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         params = PoolingParams() if pooling_params is None else pooling_params
         for given in params if isinstance(params, (list, tuple)) else [params]:
             if not isinstance(given, PoolingParams):
                 raise TypeError(f"pooling_params must be PoolingParams, got {type(given).__name__}")
-        outputs = self._run(self._process_all(_as_prompt_list(prompts), params), use_tqdm)
-        return [_embedding(output) for output in outputs]
+            if task is not None and given.task not in (None, task):
+                raise ValueError(f"pooling_params has task={given.task!r}, and this method is for {task!r}")
+        each = _one_each("pooling_params", params, len(prompts), PoolingParams)
+        each = [replace(given, task=task or given.task) for given in each]
+        return self._run(self._process_all(prompts, each), use_tqdm)
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Whatever the model makes of a prompt. pooling_task: a name in `sampling.pooling.TASKS`; None for its usual one.
+
+        Raises:
+            TypeError, ValueError: a bad prompt or parameter, or a task that is not the model's; found before anything runs.
+        """
+        outputs = self._pool(_as_prompt_list(prompts), pooling_params, pooling_task, use_tqdm)
+        return [_pooled(output, PoolingOutput) for output in outputs]
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """A number for each class of a classifier, for each prompt. Raises as `encode`."""
+        outputs = self._pool(_as_prompt_list(prompts), pooling_params, "classify", use_tqdm)
+        return [_pooled(output, ClassificationOutput) for output in outputs]
+
+    def reward(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a reward model gives each token of a prompt; a model that rates the whole text does so with the last. Raises as `encode`."""
+        return self.encode(prompts, pooling_params, pooling_task="token_classify", use_tqdm=use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well pairs of texts go together: by a cross-encoder, or by the cosine of two vectors; see `engine.pairs`.
+
+        Args:
+            data_1: one text for all of `data_2`, or as many.
+
+        Raises:
+            ValueError: as `encode`, and if the texts make no pairs.
+        """
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        params = pooling_params or PoolingParams()
+        processor, keep = self.llm_engine.input_processor, params.truncate_prompt_tokens
+        keep = None if keep is None else processor.num_kept(keep)
+        pairs = make_pairs(self.get_tokenizer(), self.config.model.pooling, first, second, keep)
+        outputs = [_pooled(output, PoolingOutput) for output in self._pool(pairs.prompts, params, "score", use_tqdm)]
+        ends = [i if pairs.places is None else pairs.places[i][1] for i in range(len(second))]
+        scores = pairs.scores([output.outputs.data for output in outputs])
+        about = [outputs[end] for end in ends]
+        return [
+            PoolingRequestOutput(output.request_id, ScoringOutput(score), output.prompt_token_ids)
+            for output, score in zip(about, scores, strict=True)
+        ]
 
     def chat(
         self,
@@ -328,17 +422,11 @@ def _as_prompt_list(prompts: Any) -> list[Any]:
     return listed if isinstance(listed[0], (str, dict)) or hasattr(listed[0], "__len__") else [listed]
 
 
-def _embedding(output: RequestOutput) -> EmbeddingRequestOutput:
+def _pooled(output: RequestOutput, make: Callable[[list[Any]], T]) -> PoolingRequestOutput[T]:
     if output.pooled is None:
         raise RuntimeError(f"request {output.request_id!r} got no vector: {output.error or 'it was aborted'}")
-    return EmbeddingRequestOutput(
-        output.request_id,
-        EmbeddingOutput(output.pooled),
-        output.prompt_token_ids,
-        output.finished,
-        output.num_cached_tokens,
-        output.metrics,
-    )
+    about = (output.prompt_token_ids, output.finished, output.num_cached_tokens, output.metrics)
+    return PoolingRequestOutput(output.request_id, make(output.pooled), *about)
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

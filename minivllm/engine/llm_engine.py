@@ -315,19 +315,23 @@ def rehearsal(config: EngineConfig) -> Iterator[SchedulerOutput]:
     cache, limits = config.kv_cache, config.scheduler
     count = min(len(_PARAMS), limits.max_num_seqs, limits.max_num_batched_tokens)
     room = (cache.num_blocks - 1) // (count * len(cache.groups)) * cache.block_size
+    if config.model.pooling.whole_prompts:
+        room = limits.max_model_len
     length = min(PROMPT, limits.max_num_batched_tokens // count, min(limits.max_model_len, room) - STEPS)
     if length < 1:
         return
     need = -(-(length + STEPS) // cache.block_size)
     prompt = [token % config.model.vocab_size for token in range(length)]
     block, new = 1, []  # block 0 is nobody's
-    for i, params in enumerate(_PARAMS[:count]):
+    pooling, hidden_size = config.model.pooling, config.model.hidden_size
+    rehearsed = _PARAMS if pooling.generates else (PoolingParams().resolved(pooling, hidden_size),) * 2
+    for i, params in enumerate(rehearsed[:count]):
         tables = [list(range(block + g * need, block + (g + 1) * need)) for g in range(len(cache.groups))]
         block += need * len(cache.groups)
         new.append(NewRequestData(f"warm-up-{i}", prompt, [], params, tuple(tables), 0, None))
     names = tuple(request.request_id for request in new)
     yield SchedulerOutput(0, dict.fromkeys(names, length), length * count, tuple(new))
-    for step in range(1, STEPS + 1):
+    for step in range(1, STEPS + 1 if pooling.generates else 1):
         yield SchedulerOutput(step, dict.fromkeys(names, 1), count)
     yield SchedulerOutput(STEPS + 1, {}, 0, finished=names)
 

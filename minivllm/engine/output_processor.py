@@ -131,7 +131,7 @@ class RequestState:
     error: str | None = None
     changed: set[int] = field(default_factory=set)
     wants_vector: bool = False
-    pooled: list[float] | None = None
+    pooled: list[Any] | None = None
     finished: bool = False
     ranks_children: bool = field(init=False)
 
@@ -267,6 +267,9 @@ class OutputProcessor:
                 state.metrics.first_token_time = state.metrics.first_token_time or now
                 state.metrics.last_token_time = now
                 state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+            if output.num_draft_tokens:
+                state.metrics.num_draft_tokens += output.num_draft_tokens
+                state.metrics.num_accepted_tokens += output.num_accepted_tokens
             if output.error is not None:
                 state.error = output.error
             if output.pooled is not None:

@@ -3,11 +3,12 @@
 # Generated from nbs/engine/outputs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 __all__ = [
-    "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "FinishedRequest", "RequestMetrics",
-    "RequestOutput",
+    "ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput",
+    "EmbeddingRequestOutput", "FinishedRequest", "PoolingOutput", "PoolingRequestOutput", "RequestMetrics",
+    "RequestOutput", "ScoringOutput", "ScoringRequestOutput",
 ]  # fmt: skip
 
 
@@ -49,12 +50,15 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments of a request on the engine's clock, in seconds; None while they have not come."""
+    """Moments of a request on the engine's clock, in seconds; None while they have not come. And its draft tokens, if there are any:
+    those that were verified, and those that were accepted."""
 
     arrival_time: float
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class RequestOutput:
 
     prompt: the text, None if token ids were given. prompt_logprobs: for each prompt token ``{token id: Logprob}`` (None for
     the first, which nothing predicts), or None. num_cached_tokens: prompt tokens found in the prefix cache.
-    error: why the request failed, if the finish reason is "error". pooled: the vector, of a request with PoolingParams; it has no
+    error: why the request failed, if the finish reason is "error". pooled: the vector or class scores, of a request with PoolingParams; it has no
     ``outputs``.
     """
 
@@ -91,7 +95,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
-    pooled: list[float] | None = None
+    pooled: list[Any] | None = None
 
     def add(self, later: "RequestOutput") -> None:
         """Take in the next delta of the same request, so that one output says what two would have said."""
@@ -117,12 +121,45 @@ class EmbeddingOutput:
 
 
 @dataclass(slots=True)
-class EmbeddingRequestOutput:
-    """What `LLM.embed` gives for one prompt; vLLM's shape."""
+class ClassificationOutput:
+    """``probs``: one number for each class of the model."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together, as the model sees it."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """Whatever was asked for. ``data``: a list of numbers, or for a task for tokens one list a token."""
+
+    data: list[Any]
+
+
+Pooled = TypeVar("Pooled")
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Pooled]):
+    """What `LLM.encode`, `embed`, `classify` and `score` give for one prompt; vLLM's shape."""
 
     request_id: str
-    outputs: EmbeddingOutput
+    outputs: Pooled
     prompt_token_ids: list[int]
     finished: bool = True
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

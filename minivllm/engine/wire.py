@@ -21,7 +21,7 @@ __all__ = ["CLASSES", "Channel", "from_columns", "in_columns", "pack", "unpack"]
 
 CLASSES: tuple[type, ...] = (
     config.EngineArgs, config.EngineConfig, config.ModelFacts, config.KVCacheSpec, config.KVCacheGroup, config.KVCacheConfig,
-    config.CacheConfig, config.SchedulerConfig, config.Decision,
+    config.CacheConfig, config.SchedulerConfig, config.Decision, config.PoolingFacts,
     request.Request, request.RequestStatus, request.FinishReason,
     params.SamplingParams, params.StructuredOutputsParams, params.RepetitionDetectionParams, params.RequestOutputKind,
     pooling.PoolingParams,
@@ -89,8 +89,8 @@ def in_columns(outputs: Sequence[output.EngineCoreOutput]) -> list[Any]:
     whole: list[output.EngineCoreOutput] = []
     plain: list[output.EngineCoreOutput] = []
     for o in outputs:
-        more = (o.finish_reason, o.logprobs, o.prompt_logprobs, o.error, o.pooled)
-        (plain if more == (None,) * 5 else whole).append(o)
+        more = (o.finish_reason, o.logprobs, o.prompt_logprobs, o.error, o.pooled, o.num_draft_tokens or None)
+        (plain if more == (None,) * 6 else whole).append(o)
     return [
         whole, [o.request_id for o in plain], [o.new_token_ids for o in plain], [o.num_cached_tokens for o in plain],
     ]  # fmt: skip

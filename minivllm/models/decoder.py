@@ -20,10 +20,13 @@ from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, build_mixer
 from minivllm.models.mixers.state import NoMLPSpec
 from minivllm.models.ops.base import CapturedSteps, ForwardContext
 from minivllm.models.ops.select import make_layer_ops
+from minivllm.models.pooling import PoolingHead
 from minivllm.models.rope import Rope, Rotation
 from minivllm.models.spec import DecoderSpec, LayerSpec
 
-__all__ = ["Decoder", "DecoderLayer", "Media", "MixerLayer", "ParallelDecoderLayer", "layer_kind"]
+__all__ = [
+    "Decoder", "DecoderLayer", "Media", "MixerLayer", "ParallelDecoderLayer", "PostNormLayer", "layer_kind",
+]  # fmt: skip
 
 
 class Media(NamedTuple):
@@ -64,6 +67,15 @@ class DecoderLayer(Module):
         return x, residual
 
 
+class PostNormLayer(DecoderLayer):
+    """Two blocks, each added to its input and normed then."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """x, [T, hidden_size], to the same shape; there is no residual stream beside it."""
+        x = self.mixer_norm(x + self.mixer(x, context))
+        return self.mlp_norm(x + self.mlp(x)), None
+
+
 class ParallelDecoderLayer(DecoderLayer):
     """Two blocks side by side, which share a norm or have one each."""
 
@@ -91,7 +103,7 @@ def layer_kind(spec: LayerSpec) -> type[DecoderLayer]:
     """The class of a layer."""
     if isinstance(spec.mlp, NoMLPSpec):
         return MixerLayer
-    return ParallelDecoderLayer if spec.parallel else DecoderLayer
+    return ParallelDecoderLayer if spec.parallel else PostNormLayer if spec.post_norm else DecoderLayer
 
 
 class Decoder(Module):
@@ -130,29 +142,39 @@ class Decoder(Module):
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops(backend.layer_ops, backend.batch_invariant)
         self.linear_method = linear_method or ("batch_invariant" if backend.batch_invariant else backend.linear_method)
-        builder = Builder(
-            hidden_size=spec.hidden_size,
-            norm_eps=spec.norm_eps,
-            norm_offset=spec.norm_offset,
-            ops=self.ops,
-            backend=backend,
-            linear_method=self.linear_method,
-            dtype=dtype,
-            device=device,
-            kv_dtype=kv_dtype,
-            layer_norm=spec.layer_norm,
-            norm_bias=spec.norm_bias,
-        )
+        builder = self._builder()
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self.positions = self._make_positions()
         self.layers = ModuleList(layer_kind(layer)(layer, builder) for layer in spec.layers)
-        self.final_norm = builder.norm()
+        self.final_norm = builder.norm() if spec.names.final_norm else NoNorm()
+        self._make_pooling(builder)
         self.head = self._make_head(builder)
         self.ropes = ModuleList(None if rope is None else Rope(rope, device, max_model_len) for rope in spec.ropes)
         self.eager = False
         self.lora: Any = None
         self._captured: CapturedSteps | None = None
+
+    def _builder(self) -> Builder:
+        names = ("hidden_size", "norm_eps", "norm_offset", "layer_norm", "norm_bias")
+        return Builder(
+            **{name: getattr(self.spec, name) for name in names},
+            ops=self.ops,
+            backend=self.backend,
+            linear_method=self.linear_method,
+            dtype=self.dtype,
+            device=self.device,
+            kv_dtype=self.kv_dtype,
+        )
+
+    def _make_pooling(self, builder: Builder) -> None:
+        """What encoders and classifiers have besides their layers."""
+        spec = self.spec
+        self.embedding_norm = builder.norm() if spec.names.embedding_norm else None
+        self.token_types = torch.empty(spec.token_types, spec.hidden_size, dtype=self.dtype, device=self.device)
+        self.pooling_head: PoolingHead | None = None
+        if spec.pooler is not None:
+            self.pooling_head = PoolingHead(spec.pooler, spec.hidden_size, spec.norm_eps, spec.norm_bias, self.device)
 
     def _make_positions(self) -> Tensor | None:
         if self.spec.names.positions is None:
@@ -161,11 +183,16 @@ class Decoder(Module):
         return torch.empty(rows, self.spec.hidden_size, dtype=self.dtype, device=self.device)
 
     def _make_head(self, builder: Builder) -> Linear:
-        """The output layer, which gives float32 if its method can; over the embeddings' memory if it is tied to them."""
+        """The output layer, which gives float32 if its method can; over the embeddings' memory if it is tied to them.
+
+        In a model that predicts no tokens it is there, and takes no memory.
+        """
         spec, method = self.spec, self.linear_method
         if method in QUANTIZED:
             method = "torch_int8" if method.startswith("torch_") else "int8"
-        shared = self.embedding if spec.tie_word_embeddings else None
+        shared = self.embedding if spec.tie_word_embeddings or spec.pooler is not None else None
+        if spec.pooler is not None:
+            method = "torch"
         head = LinearSpec(spec.hidden_size, {spec.names.head.removesuffix(".weight"): spec.vocab_size})
         return builder.linear(head, method=method, out_dtype=torch.float32, weight=shared)
 
@@ -236,6 +263,9 @@ class Decoder(Module):
         self, token_ids: Tensor, positions: Tensor, out: Tensor | None = None, media: Media | None = None
     ) -> Tensor:
         """What the first layer reads, [T, hidden_size], of token ids and positions, int64 [T]; written to `out` if given."""
+        kinds = None
+        if len(self.token_types):
+            kinds, token_ids = token_ids // self.spec.vocab_size, token_ids % self.spec.vocab_size
         x = torch.index_select(self.embedding, 0, token_ids, out=out)
         if self.lora is not None:
             self.lora.embed(token_ids, x)
@@ -245,7 +275,9 @@ class Decoder(Module):
             x[media.rows] = media.values
         if self.positions is not None:
             x += self.positions[positions + self.spec.position_offset]
-        return x
+        if kinds is not None:
+            x += self.token_types[kinds]
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _run_layers(self, x: Tensor, context: ForwardContext) -> Tensor:
         """From embeddings to hidden states, both [T, hidden_size]."""
@@ -268,9 +300,14 @@ class Decoder(Module):
         yield n.embedding, self._load_embedding
         if n.positions is not None and self.positions is not None:
             yield n.positions, self.positions.copy_  # type: ignore[misc]
-        for kind, load in self.final_norm.targets():
-            yield n.final_norm.removesuffix("weight") + kind, load
-        if not self.spec.tie_word_embeddings:
+        if n.token_types is not None:
+            yield n.token_types, self.token_types.copy_  # type: ignore[misc]
+        for name, norm in ((n.embedding_norm, self.embedding_norm), (n.final_norm, self.final_norm)):
+            if name is not None and not isinstance(norm, NoNorm | None):
+                yield from ((name.removesuffix("weight") + kind, load) for kind, load in norm.targets())
+        if self.pooling_head is not None:
+            yield from self.pooling_head.targets()
+        elif not self.spec.tie_word_embeddings:
             yield from self.head.targets()
         for i, (layer, spec) in enumerate(zip(self.layers, self.spec.layers, strict=True)):
             prefix = n.layer.format(i)

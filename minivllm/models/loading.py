@@ -261,7 +261,7 @@ class LoadedModel:
         if self.load_format == "dummy":
             return dummy_tensors(self.spec.weight_shapes(), self.seed)
         if not self.quantization:
-            return iter_tensors(list(self.records), dtype)
+            return iter_tensors([record for record in self.records if self.spec.full_name(record.name)], dtype)
         return self._decoded(dtype)
 
     def _decoded(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:

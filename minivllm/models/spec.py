@@ -16,6 +16,7 @@ from minivllm.models.linear.grouped import QuantizedWeight
 from minivllm.models.mixers.attention import SelfAttentionSpec
 from minivllm.models.mixers.base import MixerSpec, TokenMixerSpec
 from minivllm.models.mixers.mlp import GatedMLPSpec
+from minivllm.models.pooling import PoolerSpec
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
@@ -40,6 +41,7 @@ class LayerSpec:
 
     Raises:
         ValueError: fields that no layer implements together.
+        post_norm: the norms come after what each block gives was added to the stream (Vaswani et al., 2017).
     """
 
     mixer: TokenMixerSpec
@@ -50,9 +52,12 @@ class LayerSpec:
     mlp_post_norm: str | None = None
     parallel: bool = False
     residual_scale: float = 1.0
+    post_norm: bool = False
 
     def __post_init__(self) -> None:
         post_norms, scaled = self.mixer_post_norm or self.mlp_post_norm, self.residual_scale != 1.0
+        if self.post_norm and (self.parallel or scaled or post_norms):
+            raise ValueError("a layer with post_norm is not parallel, and has no residual_scale and no further norms")
         if self.parallel and (scaled or post_norms):
             raise ValueError("a layer cannot be parallel and have a residual_scale or post norms")
         if scaled and post_norms:
@@ -71,14 +76,18 @@ class WeightNames:
     Attributes:
         positions: of learned position embeddings; None for none.
         prefix: what names begin with in some checkpoints of a family, and not in others.
+        token_types: of the embeddings that tell a first text from a second; None for none.
+        embedding_norm: of a norm of the embeddings; None for none.
     """
 
     embedding: str = "model.embed_tokens.weight"
-    final_norm: str = "model.norm.weight"
+    final_norm: str | None = "model.norm.weight"
     head: str = "lm_head.weight"
     layer: str = "model.layers.{}."
     positions: str | None = None
     prefix: str = ""
+    token_types: str | None = None
+    embedding_norm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,9 @@ class DecoderSpec:
         tie_word_embeddings: the output layer is the embedding.
         names: of the checkpoint's tensors outside of the layers.
         unpack: of its tensors that have another form than `weight_shapes` says.
+        token_types: rows of the token type embeddings. A token of type t has the id `t * vocab_size + id`.
+        pooler: what follows the hidden states of a model that predicts no tokens; None for one that does.
+        ignored: beginnings of the names of tensors that a checkpoint may hold, and that are not used.
         draft_layers: layers that a checkpoint may hold after the model's own; they only draft tokens, and are not loaded.
     """
 
@@ -143,6 +155,9 @@ class DecoderSpec:
     names: WeightNames = field(default_factory=WeightNames)
     unpack: tuple[Unpack, ...] = field(default=(), compare=False)
     draft_layers: int = 0
+    ignored: tuple[str, ...] = ()
+    token_types: int = 0
+    pooler: PoolerSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_position_embeddings"):
@@ -164,6 +179,11 @@ class DecoderSpec:
         """Longest sequence that every layer's rotation was meant for."""
         return min((rope.max_length for rope in self.ropes if rope is not None), default=self.max_position_embeddings)
 
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether attention goes both ways."""
+        return self.layers[0].mixer.kv_cache_spec(1, 1).kind == "encoder_only"
+
     def attention_specs(
         self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> list[LayerCacheSpec]:
@@ -180,15 +200,28 @@ class DecoderSpec:
         shapes: dict[str, tuple[int, ...]] = {n.embedding: (self.vocab_size, hidden)}
         if n.positions is not None:
             shapes[n.positions] = (self.max_position_embeddings + self.position_offset, hidden)
+        if n.token_types is not None:
+            shapes[n.token_types] = (self.token_types, hidden)
         kinds = ("weight", "bias") if self.norm_bias else ("weight",)
-        shapes |= {f"{n.final_norm.removesuffix('weight')}{kind}": (hidden,) for kind in kinds}
-        if not self.tie_word_embeddings:
+        for norm in filter(None, (n.embedding_norm, n.final_norm)):
+            shapes |= {f"{norm.removesuffix('weight')}{kind}": (hidden,) for kind in kinds}
+        if self.pooler is not None:
+            shapes |= self.pooler.weight_shapes(hidden, self.norm_bias)
+        elif not self.tie_word_embeddings:
             shapes[n.head] = (self.vocab_size, hidden)
         for i, layer in enumerate(self.layers):
             norms = {f"{name}.{kind}": (hidden,) for name in layer.norms().values() for kind in kinds}
             for part in (layer.mixer.weight_shapes(hidden), layer.mlp.weight_shapes(hidden), norms):
                 shapes |= {n.layer.format(i) + name: shape for name, shape in part.items()}
         return shapes
+
+    def full_name(self, name: str) -> str | None:
+        """A checkpoint's name of a tensor with the prefix that it may lack; None for one that is not used."""
+        heads = () if self.pooler is None else self.pooler.weight_shapes(1, True)
+        if name == self.names.head or name in heads:
+            return name if self.pooler is None or name in heads else None
+        full = name if name.startswith(self.names.prefix) else self.names.prefix + name
+        return full if full in heads or not full.startswith(self.ignored) else None
 
     def unpacked(
         self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]
@@ -198,11 +231,10 @@ class DecoderSpec:
         Raises:
             ValueError: a tensor cannot be taken apart; names it.
         """
-        own, head = self.names.prefix, self.names.head
         drafts = tuple(self.names.layer.format(self.num_layers + i) for i in range(self.draft_layers))
-        for name, tensor in weights:
-            name = name if name.startswith(own) or name == head else own + name
-            if name.startswith(drafts):
+        for given, tensor in weights:
+            name = self.full_name(given)
+            if name is None or name.startswith(drafts):
                 continue
             rule = next((rule for rule in self.unpack if name.endswith(rule.suffix)), None)
             if rule is None:

@@ -20,6 +20,7 @@ from minivllm.core.config import (
     EngineConfig,
     KVCacheConfig,
     MachineFacts,
+    ModelFacts,
     choose_dtype,
     resolve,
     unify_block_size,
@@ -29,6 +30,7 @@ from minivllm.lora.linear import LoRAModel
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
+from minivllm.models.pooling import pooling_facts
 from minivllm.runtime.machine import (
     choose_device,
     cpu_quota,
@@ -46,7 +48,7 @@ from minivllm.spec_decode.draft_model import with_drafter
 
 __all__ = [
     "EnginePlan", "Executor", "ExecutorMaker", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder",
-    "make_executor", "plan_engine", "read_model", "register_executor",
+    "make_executor", "plan_engine", "read_model", "register_executor", "with_pooling",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -121,6 +123,14 @@ def read_model(args: EngineArgs) -> LoadedModel:
     )
 
 
+def with_pooling(facts: ModelFacts, loaded: LoadedModel, args: EngineArgs) -> ModelFacts:
+    """The facts with what the model makes of a whole prompt, and the longest that it was trained for."""
+    spec, longest = loaded.spec, facts.max_position_embeddings
+    pooling, limit = pooling_facts(spec.pooler, loaded.hf_config, loaded.path, args.runner, args.pooler_config)
+    pooling = replace(pooling, token_types=spec.token_types, whole_prompts=spec.whole_prompts)
+    return replace(facts, pooling=pooling, max_position_embeddings=min(longest, limit or longest))
+
+
 def plan_engine(args: EngineArgs) -> EnginePlan:
     """Find the model, look at the machine, and decide.
 
@@ -132,7 +142,10 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     limit_threads(cpu_quota())
     settle_vector_math()
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
+    if loaded.spec.whole_prompts and args.dtype == "auto" and loaded.checkpoint_dtype == "float32":
+        dtype = Decision("dtype", "float32", "the checkpoint's own: vectors are compared with others'")
     facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache)
+    facts = with_pooling(facts, loaded, args)
     block_size = unify_block_size(facts.kv_specs, args.block_size)
     specs = loaded.spec.attention_specs(block_size, getattr(torch, dtype.value), _kv_dtype(args))
     backend, why = select_backend(args.attention_backend, backend_needs(specs), torch.device(device))

@@ -165,7 +165,7 @@ class ModelRunner:
         speculative = config.speculative
         self.drafter = None if speculative is None else self._make_drafter(speculative)
         self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
-        self.pooler = Pooler()
+        self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
         rate = None if speculative is None else speculative.synthetic_acceptance_rate
         self.rejection = RejectionSampler(self.sampler, rate)
@@ -460,6 +460,7 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden)
         if self.sample_log is not None:
             log_samples(self.sample_log, batch.requests, logits, [draft.token_ids for draft in drafts])
+        self.rejection.explains = self.sample_log is not None
         verified = self.rejection.verify(logits, batch, drafts, self._looks_back)
         for view, draft, got in zip(batch.requests, drafts, verified, strict=True):
             name = view.request_id
@@ -468,6 +469,8 @@ class ModelRunner:
             self.batch.accept(name, len(draft.token_ids), got.token_ids)
             if got.token_ids:
                 result.sampled_token_ids[name], result.num_accepted_tokens[name] = got.token_ids, got.num_accepted
+            if got.odds:
+                result.draft_odds[name] = got.odds
             if got.logprobs:
                 result.logprobs[name] = got.logprobs
             if got.error is not None:

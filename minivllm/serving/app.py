@@ -35,6 +35,7 @@ from minivllm.serving.generation import ServerOptions, ServerState, encode
 from minivllm.serving.lora import lora_router, serve_adapters
 from minivllm.serving.metrics import Metrics
 from minivllm.serving.middleware import AccessLog, ApiKey, BodyLimit, JsonRoute, SiteCheck, http_protocol
+from minivllm.serving.pooling import pooling_router
 from minivllm.serving.protocol import DetokenizeRequest, TokenizeRequest
 from minivllm.serving.responses import responses_router
 from minivllm.viz.assets import document
@@ -64,7 +65,8 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     )
     app = FastAPI(title="minivllm", version=installed_version("minivllm"), lifespan=_lifespan(state, options.trace))
     app.state.server = state
-    endpoints = (completions_router, chat_router, responses_router, embeddings_router, token_router, lora_router)
+    generating = (completions_router, chat_router, responses_router)
+    endpoints = (*generating, embeddings_router, pooling_router, token_router, lora_router)
     for router in (*(make(state) for make in endpoints), operation_router(state, metrics)):
         app.include_router(router)
     if options.dashboard:

@@ -265,7 +265,10 @@ class ChatWriter(Writer):
         usage = self.counter.usage()
         if self.plan.reasoning is not None:
             thought = sum(reader.count_thought_tokens(self.tokenizer.decode) for reader in self.readers)
-            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
+            usage["completion_tokens_details"] = {
+                **usage.get("completion_tokens_details", {}),
+                "reasoning_tokens": thought,
+            }
         return usage
 
     def _details(self, completion: CompletionOutput) -> dict[str, Any]:

@@ -30,10 +30,10 @@ class EmbeddingRequest(RequestFields):
     input: str | list[str] | list[int] | list[list[int]]
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    normalize: bool = True
+    normalize: bool | None = None
     truncate_prompt_tokens: Int64 | None = None
     add_special_tokens: bool = True
-    pooling_type: Literal["mean", "last"] = "mean"
+    pooling_type: Literal["mean", "cls", "last"] | None = None
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs, each a text or token ids."""
@@ -42,7 +42,7 @@ class EmbeddingRequest(RequestFields):
     def pooling_params(self) -> PoolingParams:
         """Raises InvalidParameter."""
         names = ("pooling_type", "dimensions", "normalize", "truncate_prompt_tokens")
-        return PoolingParams(**{name: getattr(self, name) for name in names})
+        return PoolingParams(task="embed", **{name: getattr(self, name) for name in names})
 
 
 def encode_vector(vector: Sequence[float], encoding_format: str) -> list[float] | str:

@@ -459,6 +459,7 @@ class Counter:
     def __init__(self, details: bool = False) -> None:
         self.details = details
         self._prompts: set[int] = set()
+        self._drafts: dict[int, tuple[int, int]] = {}  # accepted and rejected draft tokens of each prompt's answers
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
 
     def begin(self, i: int, output: RequestOutput) -> bool:
@@ -474,6 +475,9 @@ class Counter:
         """Count what is new of its answers."""
         self.begin(i, output)
         self._generated_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        if (metrics := output.metrics) is not None and metrics.num_draft_tokens:
+            accepted = metrics.num_accepted_tokens
+            self._drafts[i] = accepted, metrics.num_draft_tokens - accepted
 
     @property
     def cached_tokens(self) -> int:
@@ -483,12 +487,17 @@ class Counter:
     def usage(self, generates: bool = True) -> dict[str, Any]:
         """OpenAI's usage object. ``generates``: False if what was generated is not part of the answer."""
         generated = self._generated_tokens if generates else 0
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self._prompt_tokens + generated,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens} if self.details else None,
         }
+        if self._drafts:  # speculation drafted for these prompts
+            names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+            counts = map(sum, zip(*self._drafts.values(), strict=True))
+            usage["completion_tokens_details"] = dict(zip(names, counts, strict=True))
+        return usage
 
 
 class Writer:

@@ -44,12 +44,16 @@ class Verified:
         num_accepted: how many of them were guesses.
         logprobs: a report for each token, or None.
         error: why it failed, behind the tokens that it got before.
+        odds: if the sampler `explains`, of each guess up to the first that was rejected: its probability in the target's distribution
+            and in the one that it was drawn from (1 for a plain guess), and, if it was rejected, that of the token in its place
+            in what was left (else None).
     """
 
     token_ids: list[int] = field(default_factory=list)
     num_accepted: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    odds: list[tuple[float, float, float | None]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -116,6 +120,8 @@ class RejectionSampler:
 
     def __init__(self, sampler: Sampler, synthetic_acceptance_rate: float | None = None) -> None:
         self.sampler, self.synthetic_acceptance_rate = sampler, synthetic_acceptance_rate
+        self.explains = False  # whether `Verified.odds` are wanted, which take a softmax more
+        self._odds: list[tuple[float, float, float | None]] = []  # of the rows of a call
 
     def verify(
         self, logits: Tensor, batch: SamplingBatch, drafts: Sequence[Draft], looks_back: bool = False
@@ -151,7 +157,7 @@ class RejectionSampler:
         self, logits: Tensor, rows: DraftBatch, at: Sequence[tuple[int, int]], results: Sequence[Verified]
     ) -> list[int]:
         """Choose a token in every row, and give the requests those that count. Returns the requests that accepted the last of theirs."""
-        accept = partial(self._accept_rows, rows)
+        accept = partial(self._explained if self.explains else self._accept_rows, rows)
         drawn = self.sampler.start(logits, rows, accept=accept).finish()
         going = {i for i, place in at if place == results[i].num_accepted}
         for row, ((i, place), token_id) in enumerate(zip(at, drawn.token_ids.tolist(), strict=True)):
@@ -164,6 +170,8 @@ class RejectionSampler:
                 if result.logprobs is not None and (report := drawn.logprobs[row]) is not None:
                     result.logprobs.append(report)
                 rows.state.append(view.request_id, token_id)
+                if self.explains and rows.draft_ids[row] != NO_DRAFT:
+                    result.odds.append(self._odds[row])
                 if token_id == rows.draft_ids[row]:
                     result.num_accepted += 1
                     if not view.params.ends_with(token_id):
@@ -178,6 +186,25 @@ class RejectionSampler:
         sure = batch.column("greedy")
         rows = [i for i, probs in enumerate(batch.draft_probs) if probs is not None and not sure[i]]
         return self._by_ratio(logits, token_ids, batch, rows) if rows else token_ids
+
+    def _explained(self, batch: DraftBatch, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """As `_accept_rows`, and keep the odds of each row."""
+        chosen, p = self._accept_rows(batch, logits, token_ids), torch.softmax(logits, -1)
+        self._odds, greedy = [], batch.column("greedy")
+        for i, (guess, token) in enumerate(zip(batch.draft_ids.tolist(), chosen.tolist(), strict=True)):
+            q = batch.draft_probs[i]
+            if guess == NO_DRAFT:
+                self._odds.append((0.0, 0.0, None))
+                continue
+            rest = p[i].clone()
+            if q is None or greedy[i]:
+                rest[guess] = 0.0
+            else:
+                rest = (rest - q.to(rest.device)).clamp_(min=0)
+            rejected = token != guess and token >= 0
+            share = 1.0 if greedy[i] else float(rest[token] / rest.sum()) if rejected else None
+            self._odds.append((float(p[i, guess]), 1.0 if q is None else float(q[guess]), share if rejected else None))
+        return chosen
 
     def _by_ratio(self, logits: Tensor, token_ids: Tensor, batch: DraftBatch, rows: list[int]) -> Tensor:
         """In these rows, the draft token with a chance of p(x) / q(x), else one from what p has more than q."""

@@ -19,10 +19,11 @@ _HOMES = {
     "Timeline": "minivllm.viz.timeline",
     "View": "minivllm.viz.view",
     "Waste": "minivllm.viz.waste",
+    "plot_drafts": "minivllm.viz.drafts",
     "show": "minivllm.viz.page",
 }
 
-__all__ = [name for name in ("register_view", *_HOMES) if name != "show"]
+__all__ = [name for name in ("register_view", *_HOMES) if name not in ("plot_drafts", "show")]
 
 
 def register_view(name: str, home: str) -> None:

@@ -46,6 +46,7 @@ def pack_lanes(payload: Payload, data: TimelineData) -> dict[str, Any]:
         "preemptions": _columns(data.preemptions),
         "admissions": _columns(data.admissions),
         "waits": _columns(data.waits),
+        "drafts": _columns(data.drafts),
         "loras": data.loras.T,
         "time": np.rint(time / unit),
         "strips": np.diff(strips, prepend=0, axis=1),
@@ -182,6 +183,11 @@ def draw_lanes(ax: Axes, d: TimelineData) -> None:
     for kind in _STYLE:
         if (d.kind == kind).any():
             _draw_kind(ax, d, kind, crowded)
+    if len(d.drafts) and not crowded:
+        step, request, verified, accepted = d.drafts.T
+        at = {"y": request + 0.85, "height": 0.16, "left": step}
+        ax.barh(width=0.9, color="none", edgecolor=LIGHT["muted"], linewidth=0.5, **at)
+        ax.barh(width=0.9 * accepted / verified, color=LIGHT["decode"], label="drafts accepted", **at)
     for name, mark in _MARKS.items():
         mine = d.finish_kind == FINISHES.index(name)
         if mine.any() and not crowded:

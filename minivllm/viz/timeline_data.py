@@ -40,6 +40,7 @@ class TimelineData:
         preemptions: rows of step, request, who needed its blocks, 1 if swapped. [n, 4]
         admissions: rows of step, request, tokens computed already, those of them that were cached at first. [n, 4]
         waits: rows of step, first in the queue, index into `reasons`: from this step on, as long as it waits. [n, 3]
+        drafts: rows of step, request, draft tokens verified, those of them accepted. [n, 4]
         time: when each step began, and when the last one ended. In seconds. [num_steps + 1]
         step_end: when the result of each step was there; the beginning of the next one if there was none. [num_steps]
         prefill_tokens, decode_tokens, running, waiting: per step; the queues at its end. [num_steps]
@@ -65,6 +66,7 @@ class TimelineData:
     preemptions: Ints
     admissions: Ints
     waits: Ints
+    drafts: Ints
     loras: Ints
     adapters: list[str]
     time: npt.NDArray[np.float64]
@@ -105,7 +107,8 @@ class TimelineData:
             )
         kind, tokens, reason = int(self.kind[i]), int(self.tokens[i]), self.reasons[self.reason[i]]
         if kind == DECODE:
-            return "decode"
+            here = self.drafts[(self.drafts[:, 0] == step) & (self.drafts[:, 1] == request)]
+            return f"decode, {here[0, 3]} of {here[0, 2]} draft tokens accepted" if len(here) else "decode"
         if kind == PREFILL:
             cut = f" of the {self.wanted[i]} that it wanted: {reason}" if reason else ""
             return f"prefill, {tokens} token{'s' * (tokens != 1)}{cut}"
@@ -155,6 +158,7 @@ class TimelineReader(FoldReader):
         self.preemptions: list[tuple[int, int, int, int]] = []
         self.admissions: list[tuple[int, int, int, int]] = []
         self.waits: list[tuple[int, int, int]] = []
+        self.drafts: list[tuple[int, int, int, int]] = []
         self.loras: list[tuple[int, int, int, int]] = []
         self.adapters: dict[str, int] = {}
         self._slots = {slot: (name, 0) for slot, name in self.fold.now.loras.items()}
@@ -210,10 +214,12 @@ class TimelineReader(FoldReader):
         requests = self.fold.now.requests
         for name, n in num_scheduled.items():
             life = lives[name]
-            if n == 1 and life.kind == DECODE:
-                decodes += 1
-            elif n == 1 and requests[name].num_computed_tokens >= life.prompt:
-                decodes += 1
+            if life.kind == DECODE:
+                decodes += n  # more than one with draft tokens
+            elif requests[name].num_computed_tokens >= life.prompt and (
+                n == 1 or requests[name].num_tokens - requests[name].num_computed_tokens == 1
+            ):
+                decodes += n
                 self._turn(life, DECODE, now)
             else:
                 prefill += n
@@ -233,6 +239,10 @@ class TimelineReader(FoldReader):
             self.ends[-1 - late] = time
         for name, new in tokens.items():
             self.lives[name].output += len(new)
+
+    def _on_verify(self, drafts: dict[str, Any]) -> None:
+        for name, (tokens, accepted, *_) in drafts.items():
+            self.drafts.append((self.step, self.lives[name].number, len(tokens), accepted))
 
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
         reason = self._code("arrived") if self.step >= 0 else 0
@@ -296,6 +306,7 @@ class TimelineReader(FoldReader):
             request=spans[:, 0], start=spans[:, 1], end=spans[:, 2], kind=spans[:, 3].astype(np.uint8),
             tokens=spans[:, 4], wanted=spans[:, 5], reason=spans[:, 6].astype(np.uint8),
             preemptions=as_rows(self.preemptions, 4), admissions=as_rows(self.admissions, 4), waits=as_rows(self.waits, 3),
+            drafts=as_rows(self.drafts, 4),
             loras=as_rows(sorted(loras), 4), adapters=list(self.adapters),
             time=np.array([*self.starts, last]),
             step_end=np.array([later if end is None else end for end, later in zip(self.ends, following, strict=True)], np.float64),

@@ -154,7 +154,7 @@ def test_what_is_wrong_is_said(llm: LLM):
 
 
 def test_the_pooler_starts_again_or_goes_on():
-    params, ones = PoolingParams(normalize=False), torch.ones(2, 3)
+    params, ones = PoolingParams(pooling_type="mean", normalize=False), torch.ones(2, 3)
     pooler = Pooler()
     pooler.add("a", params, 4, 0)
     assert pooler.take("a", ones) is None

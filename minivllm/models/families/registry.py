@@ -5,17 +5,18 @@
 from typing import Any
 
 from minivllm.models import spec
-from minivllm.models.families import deepseek, dense, moe, state
+from minivllm.models.families import deepseek, dense, encoders, moe, state
 from minivllm.models.spec import DecoderSpec
 
 __all__ = ["architectures", "spec_from_config"]
 
-_MODULES = (spec, dense, moe, deepseek, state)  # importing them has registered their families
+_MODULES = (spec, dense, moe, deepseek, encoders, state)  # importing them has registered their families
 
 
-def architectures() -> tuple[str, ...]:
-    """Names of `architectures` in a config that `spec_from_config` knows."""
-    return tuple(spec.FAMILIES)
+def architectures(pooling: bool | None = None) -> tuple[str, ...]:
+    """Names of `architectures` in a config that `spec_from_config` knows. pooling: only those that predict no tokens, or only the others."""
+    poolers = (encoders.bert, encoders.roberta, encoders.modernbert, encoders.with_head)
+    return tuple(name for name, make in spec.FAMILIES.items() if pooling in (None, make in poolers))
 
 
 def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:

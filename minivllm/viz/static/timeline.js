@@ -35,6 +35,7 @@ class Lanes {
     [this.prompt, this.output, this.finish, this.finishKind] = [0, 1, 2, 3].map((i) => parts.requests.subarray(i * n, (i + 1) * n));
     this.preemptions = this.events(parts.preemptions);
     this.admissions = this.events(parts.admissions);
+    this.drafts = this.events(parts.drafts); // draft tokens verified, and accepted
     const waits = parts.waits.length / 3;
     this.waits = { step: sums(parts.waits, 0, waits), request: parts.waits.subarray(waits, 2 * waits), reason: parts.waits.subarray(2 * waits) };
     this.loras = Array.from({ length: parts.loras.length / 4 }, (_, i) => [0, 1, 2, 3].map((column) => parts.loras[column * parts.loras.length / 4 + i]));
@@ -101,7 +102,10 @@ class Lanes {
     const i = this.span(request, step);
     if (i < 0) return step <= this.finish[request] ? "not there yet" : `finished: ${FINISHES[this.finishKind[request]]}`;
     const reason = this.about.reasons[this.reason[i]];
-    if (this.kind[i] === DECODE) return "decode";
+    if (this.kind[i] === DECODE) {
+      const draft = (this.drafts.get(request) ?? []).find((row) => row[0] === step);
+      return draft ? `decode, ${draft[3]} of ${draft[2]} draft tokens accepted` : "decode";
+    }
     if (this.kind[i] === PREFILL) {
       const n = this.tokens[i];
       return `prefill, ${n} token${n === 1 ? "" : "s"}${reason ? ` of the ${this.wanted[i]} that it wanted: ${reason}` : ""}`;
@@ -131,9 +135,15 @@ class Lanes {
     if (done === null) return null;
     for (; at <= i; at++) {
       if (this.kind[at] === PREFILL) done += this.tokens[at];
-      else if (this.kind[at] === DECODE) done += Math.min(step + 1, this.end[at]) - this.start[at];
+      else if (this.kind[at] === DECODE) done += this.gained(request, this.start[at], Math.min(step + 1, this.end[at]));
     }
     return done;
+  }
+
+  // Tokens that decodes of these steps gave a request: one a step, and the accepted draft tokens.
+  gained(request, from, to) {
+    const drafts = (this.drafts.get(request) ?? []).filter((row) => row[0] >= from && row[0] < to);
+    return drafts.reduce((sum, row) => sum + row[3], to - from);
   }
 
   // When the first in the queue waited, and for what: [start, end, request, reason].
@@ -160,7 +170,7 @@ class Lanes {
   story(request) {
     const out = [];
     for (let i = this.first[request]; i < this.first[request + 1]; i++) {
-      const words = this.kind[i] === DECODE ? `decode, ${this.end[i] - this.start[i]} tokens` : this.describe(request, this.start[i]);
+      const words = this.kind[i] === DECODE ? `decode, ${this.gained(request, this.start[i], this.end[i])} tokens` : this.describe(request, this.start[i]);
       out.push([this.start[i], this.end[i] - 1, words]);
     }
     if (this.finishKind[request]) out.push([this.finish[request], this.finish[request], `finished: ${FINISHES[this.finishKind[request]]}`]);
@@ -284,10 +294,24 @@ function paintRows(context, lanes, { height, top, rowHeight, xAt, from, to, colo
         context.fillRect(x, y, Math.max(1, end - x), bar);
       }
     }
+    if (bar >= 8) paintDrafts(context, lanes, row, { y: y + bar, xAt, from, to, hue });
     if (shapes && lanes.finishKind[row] && lanes.finish[row] >= from - 1 && lanes.finish[row] <= to) {
       const size = Math.min(8, bar - 1);
       paintEnd(context, lanes.finishKind[row], xAt(lanes.finish[row] + 1, true), y + bar / 2, size, colour);
     }
+  }
+}
+
+// A strip at the foot of a row: the share of each step's draft tokens that was accepted.
+function paintDrafts(context, lanes, row, { y, xAt, from, to, hue }) {
+  context.fillStyle = context.strokeStyle = hue;
+  context.lineWidth = 1;
+  for (const [step, , verified, accepted] of lanes.drafts.get(row) ?? []) {
+    if (step < from || step > to) continue;
+    const [x, end] = [xAt(step), xAt(step + 1)];
+    if (end - x < 3) continue; // too narrow to tell a share
+    context.strokeRect(x + 0.5, y - 2.5, end - x - 2, 2);
+    context.fillRect(x, y - 3, ((end - x - 1) * accepted) / verified, 3);
   }
 }
 

@@ -1,0 +1,57 @@
+"""Attention both ways, without a cache, as a block of a layer."""
+
+# Generated from nbs/models/mixers/encoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionSpec
+from minivllm.attention.encoder import EncoderBackend
+from minivllm.core.config import KVCacheSpec
+from minivllm.models.mixers.attention import SelfAttention, SelfAttentionSpec
+from minivllm.models.mixers.base import Builder, register_mixer
+from minivllm.models.ops.base import ForwardContext
+
+__all__ = ["EncoderAttention", "EncoderAttentionSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderAttentionSpec(SelfAttentionSpec):
+    """Parameters of `EncoderAttention`: those of self-attention. sliding_window: a token sees this many tokens on either side."""
+
+    def attention_spec(self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> AttentionSpec:
+        """See `TokenMixerSpec`. The window is the layer's own affair: all layers share one plan."""
+        spec = super().attention_spec(block_size, dtype, kv_dtype)
+        return replace(spec, causal=False, sliding_window=None)
+
+    def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
+        """See `TokenMixerSpec`."""
+        return KVCacheSpec("encoder_only", block_size, self.num_kv_heads, self.head_dim, None, dtype_bytes)
+
+
+@register_mixer(EncoderAttentionSpec)
+class EncoderAttention(SelfAttention):
+    """QKV matmul, rotation, attention of all tokens of a prompt to each other, output matmul."""
+
+    def __init__(self, spec: EncoderAttentionSpec, builder: Builder) -> None:
+        super().__init__(spec, builder)
+        self.backend = backend = EncoderBackend()
+        backend.window = spec.sliding_window
+
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """[T, hidden_size] to the same shape."""
+        plan = context.plans[self.group]
+        kv = x.new_empty(2, len(x), self.spec.num_kv_heads, self.head_dim)
+        q = self.ops.rope_and_cache(
+            self.qkv(x),
+            kv,
+            plan.slot_mapping,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            qk_norm=self.qk_norm,
+            rotation=context.rotations[self.rotation],
+            backend=self.backend,
+        )
+        return self.o(self.backend.attend(q, kv, plan).reshape(len(x), -1))
