@@ -102,17 +102,20 @@ def main() -> None:
             for name in list(kinds)[:: 1 if number % 2 else -1]:
                 llm, mix = kinds[name]
                 rates[name].append(tokens_per_second(llm, args.requests, args.tokens, mix))
-        dtype = getattr(torch, engine.config.dtype)
-        by_peft = peft_tokens_per_second(folders, args.model, dtype, args.requests, args.tokens) if args.peft else {}
-    print(
-        f"{args.requests} requests, {args.tokens} tokens each, rank {args.rank}, {engine.config.dtype}, {torch.get_num_threads()} threads"
-    )
-    print("adapters  tokens/s  of base  median ratio  PEFT tokens/s  of its base")
-    best = {name: max(each[1:]) for name, each in rates.items()}
-    for name, each in rates.items():
-        ratio = median(mine / base for mine, base in zip(each[1:], rates["base"][1:], strict=True))
-        theirs = f"{by_peft[name]:13.0f}  {by_peft[name] / by_peft['base']:11.2f}" if name in by_peft else ""
-        print(f"{name:>8}  {best[name]:8.0f}  {best[name] / best['base']:7.2f}  {ratio:12.2f}  {theirs}".rstrip())
+        print(
+            f"{args.requests} requests, {args.tokens} tokens each, rank {args.rank}, {engine.config.dtype}, {torch.get_num_threads()} threads"
+        )
+        print("adapters  tokens/s  of base  median ratio")
+        best = {name: max(each[1:]) for name, each in rates.items()}
+        for name, each in rates.items():
+            ratio = median(mine / base for mine, base in zip(each[1:], rates["base"][1:], strict=True))
+            print(f"{name:>8}  {best[name]:8.0f}  {best[name] / best['base']:7.2f}  {ratio:12.2f}", flush=True)
+        if args.peft:
+            dtype = getattr(torch, engine.config.dtype)
+            theirs = peft_tokens_per_second(folders, args.model, dtype, args.requests, args.tokens)
+            print("PEFT on the same prompts: tokens/s, and share of its base")
+            for name, rate in theirs.items():
+                print(f"{name:>8}  {rate:8.0f}  {rate / theirs['base']:7.2f}")
 
 
 if __name__ == "__main__":
