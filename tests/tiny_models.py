@@ -166,11 +166,44 @@ TINY_MODELS |= {
         {**_LAYER_NORM, "num_key_value_heads": DROP, "use_parallel_residual": False, "rope_parameters": _ROTARY},
     ),
 }
+_HYBRID_MAMBA2 = {"n_heads": 9, "d_head": 16, "d_state": 16, "n_groups": 3, "chunk_size": 16}
 _MAMBA2 = {"num_heads": 4, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16}
 TINY_MODELS |= {
     "mamba2": ("mamba2", {**_BARE, **_MAMBA2, "hidden_size": 16, "num_hidden_layers": 3}),
+    "lfm2": (
+        "lfm2",
+        {
+            "rms_norm_eps": DROP,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "block_multiple_of": 8,
+            "conv_bias": True,
+        },
+    ),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        {
+            **_GRANITE,
+            **{f"mamba_{name}": size for name, size in _HYBRID_MAMBA2.items()},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 8,
+            "shared_intermediate_size": 40,
+        },
+    ),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            **_MOE,
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 64,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "rope_parameters": {**_ROTARY, "partial_rotary_factor": 0.25},
+        },
+    ),
 }
-STATES = ("mamba2",)
+STATES = ("mamba2", "lfm2", "granite-hybrid", "qwen3-next")
 """With state-space layers."""
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3")
 """One of each family, for tests that cannot afford all."""
@@ -189,6 +222,10 @@ _NORMS = (
 )
 
 
+_OFFSET_NORMS = ("Gemma", "Qwen3Next")
+"""Families whose norms multiply by 1 + weight."""
+
+
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     """Fill every parameter: matrices with unit gain or so, norms around 1, biases around 0."""
     generator = torch.Generator().manual_seed(seed)
@@ -202,7 +239,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             )
         else:
             noise *= 0.3
-            noise += 1.0 if name.endswith(_NORMS) and "gemma" not in type(model).__name__.lower() else 0.0
+            noise += 1.0 if name.endswith(_NORMS) and not type(model).__name__.startswith(_OFFSET_NORMS) else 0.0
         parameter.data.copy_(noise)
 
 

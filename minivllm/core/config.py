@@ -16,8 +16,8 @@ from minivllm.core.policy import POLICIES
 from minivllm.core.speculative import SpeculativeConfig
 
 __all__ = [
-    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "RUNNERS", "STATE_KINDS",
-    "WEIGHT_BITS", "CacheConfig", "CheckpointedStateRules", "ChunkedLocalRules", "Decision",
+    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "ROUTER_NAMES", "RUNNERS",
+    "STATE_KINDS", "WEIGHT_BITS", "CacheConfig", "CheckpointedStateRules", "ChunkedLocalRules", "Decision",
     "EncoderOnlyRules", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup", "KVCacheRules",
     "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "PoolingFacts", "SchedulerConfig",
     "SlidingWindowRules", "StateRules", "choose_dtype", "choose_state_cache", "make_kv_cache_groups",
@@ -559,6 +559,9 @@ def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+ROUTER_NAMES = ("prefix_aware", "least_loaded", "round_robin")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """What a user may say of an engine. None and "auto" mean "choose"."""
@@ -573,6 +576,11 @@ class EngineArgs:
     load_format: str = _arg("auto", "where weights come from", ("auto", "safetensors", "gguf", "dummy"))
     dtype: str = _arg("auto", "of weights and activations", ("auto", "float32", "bfloat16", "float16"))
     device: str = _arg("auto", "where to compute", ("auto", "cpu", "cuda"))
+    distributed_executor_backend: str | None = _arg(None, "uni: in the engine's process; mp: one a rank")
+    tensor_parallel_size: int = _arg(1, "ranks that share every layer")
+    data_parallel_size: int = _arg(1, "whole engines behind one server")
+    data_parallel_router: str = _arg("prefix_aware", "which of them gets a request", ROUTER_NAMES)
+    enable_expert_parallel: bool = _arg(False, "ranks that share a layer hold whole experts, not a part of each")
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
     max_model_len: int | None = _arg(None, "most tokens of a request, prompt and output together")
     block_size: int = _arg(16, "tokens per KV block")
@@ -580,9 +588,7 @@ class EngineArgs:
     num_gpu_blocks: int | None = _arg(None, "physical KV blocks, null block included; default: from memory")
     num_cpu_blocks: int = _arg(0, "KV blocks of the swap pool")
     kv_cache_memory_bytes: int | None = _arg(None, "memory for the KV cache; default: from gpu_memory_utilization")
-    gpu_memory_utilization: float = _arg(
-        0.9, "share of a GPU's memory to use; on a CPU half of this share of what is free, at most 4 GiB for the cache"
-    )
+    gpu_memory_utilization: float = _arg(0.9, "share of a GPU's memory; on a CPU half of it, of what is free")
     enable_prefix_caching: bool = _arg(True, "reuse KV blocks of equal prefixes")
     prefix_cache_index: str = _arg("hash", "how cached prefixes are found", ("hash", "radix"))
     mamba_cache_mode: str | None = _arg(None, "which states are kept as checkpoints; default: none", tuple(STATE_KINDS))
@@ -599,9 +605,7 @@ class EngineArgs:
     scheduling_policy: str = _arg("fcfs", "who gets tokens first: fcfs, priority, fair_share or another name")
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
-    enforce_eager: bool = _arg(
-        False, "launch every kernel by itself: no CUDA graphs of decode steps, on a CPU no single launch for small ones"
-    )
+    enforce_eager: bool = _arg(False, "launch every kernel by itself: no CUDA graphs, on a CPU no single launch")
     quantization: str | None = _arg(None, "linear layers in fewer bits, made at load (on a CPU)", QUANTIZATIONS)
     quantization_config: dict[str, Any] | None = _arg(  # noqa: RUF009
         None, 'of int4: {"group_size": 32, 64 or 128}, inputs that share a scale (as JSON in a flag)'
@@ -629,7 +633,7 @@ class EngineArgs:
             if choices and value != f.default:
                 _one_of(f.name, value, choices)
         _one_of("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
-        least = {"block_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
+        least = {"block_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
                  "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1, "max_loras": 1, "max_lora_rank": 1,
                  "max_cpu_loras": self.max_loras, "max_num_encoder_input_tokens": 1, "encoder_cache_size": 1}  # fmt: skip
         for name, value in least.items():
@@ -646,6 +650,7 @@ class EngineArgs:
         ):
             raise ValueError(f"pooler_config must be a dict of pooling_type and normalize, got {self.pooler_config!r}")
         self._check_quantization()
+        self._check_parallel()
         if self.speculative is not None and self.async_scheduling:
             raise ValueError(
                 "speculative_config needs async_scheduling=False: a step verifies what the one before it led to"
@@ -656,6 +661,35 @@ class EngineArgs:
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
             raise ValueError('preemption_mode="swap" needs num_cpu_blocks of at least 1, got 0')
+
+    def _check_parallel(self) -> None:
+        if self.world_size > 1 and self.distributed_executor_backend == "uni":
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} needs distributed_executor_backend='mp': 'uni' has one rank"
+            )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError("enable_expert_parallel needs tensor_parallel_size of at least 2")
+        if self.executor == "mp" and self.speculative is not None and not isinstance(self.speculative.method, str):
+            raise ValueError(
+                "speculative_config: a proposer that is an object cannot be handed to worker processes;"
+                " it needs distributed_executor_backend='uni'"
+            )
+
+        drafts = None if self.speculative is None else self.speculative.method
+        if self.world_size > 1 and drafts == "draft_model":
+            raise ValueError(
+                "speculative_config: a draft model is implemented for one rank, not for tensor parallelism"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.tensor_parallel_size
+
+    @property
+    def executor(self) -> str:
+        """The executor: the one asked for, or the one that has so many ranks."""
+        return self.distributed_executor_backend or ("uni" if self.world_size == 1 else "mp")
 
     def _check_quantization(self) -> None:
         config = self.quantization_config
@@ -814,6 +848,18 @@ def _left_as_given(args: EngineArgs, known: set[str]) -> list[Decision]:
     ]
 
 
+def _explain_machine(args: EngineArgs, machine: MachineFacts) -> list[Decision]:
+    """The attention backend, and what follows from several ranks."""
+    attention = Decision("attention_backend", machine.attention_backend, machine.attention_backend_why)
+    if args.world_size == 1:
+        return [attention]
+    decisions = [attention, Decision("distributed_executor_backend", args.executor, f"{args.world_size} ranks")]
+    if machine.device == "cpu" and not args.enforce_eager:
+        why = "ranks add up between the matmuls, so a step cannot be one launch"
+        decisions.append(Decision("enforce_eager", True, why))
+    return decisions
+
+
 def _without_cache(args: EngineArgs) -> EngineArgs:
     """The settings of a model whose attention goes both ways. Raises ValueError for one that means nothing there."""
     for name in ("speculative_config", "enable_lora", "fp8_kv_cache", "num_cpu_blocks"):
@@ -899,7 +945,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
     overlaps = machine.device != "cpu" and args.speculative is None
     overlap = choose("async_scheduling", args.async_scheduling, overlaps, usual)
-    decisions.append(Decision("attention_backend", machine.attention_backend, machine.attention_backend_why))
+    decisions += _explain_machine(args, machine)
     if not args.fp8_kv_cache:
         decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))
     decisions.append(Decision("linear_kernel", machine.linear_kernel, machine.linear_kernel_why))

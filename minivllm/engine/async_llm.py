@@ -135,6 +135,7 @@ class AsyncLLM:
         self._wakeup = Wakeup(engine.core.fileno())
         self._closing = False
         self._ids = itertools.count()
+        engine.core.watch(self._wakeup.set)
         self._inputs = ThreadPoolExecutor(4, thread_name_prefix="minivllm-inputs")
         self._thread = threading.Thread(target=self._run, name="minivllm-engine", daemon=True)
         self._thread.start()
@@ -145,12 +146,20 @@ class AsyncLLM:
     ) -> Self:
         """Load the model and start. ``options``: see `LLMEngine.from_engine_args`.
 
-        ``engine_in``: "thread", or "process" for an engine core in a process of its own (see `engine.core_process`).
+        ``engine_in``: "thread", or "process" for an engine core in a process of its own (see `engine.core_process`); with
+        ``args.data_parallel_size`` several of them, and the option ``router`` chooses among them (see `core.routing`).
         ``warm``: rehearse first, so that the first request does not pay for it (see `llm_engine.warm_up`).
 
         Raises:
             ValueError: an unknown model or setting. TypeError: an option that cannot cross to the process.
         """
+        if args.data_parallel_size > 1:
+            from minivllm.engine.core_process import around
+            from minivllm.engine.data_parallel import DataParallelCore
+
+            if engine_in != "process":
+                raise ValueError('data_parallel_size needs engine_in="process": each replica is a process')
+            return cls(around(DataParallelCore.start(args, warm=warm, **options), args))
         if engine_in == "process":
             from minivllm.engine.core_process import connect_engine  # it needs msgpack
 
@@ -216,6 +225,7 @@ class AsyncLLM:
                     self._deliver(self._step())
                 elif not self._inbox:
                     self._wakeup.wait()
+                    engine.core.check_health()
         except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             self.dead_error = error
         self._end()

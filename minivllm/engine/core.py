@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -54,13 +54,14 @@ class EngineCore:
             swaps = config.args.preemption_mode == "swap"
             preemption = Swap(config.cache.num_cpu_blocks) if swaps else Recompute()
         self.executor, self.grammar, self.clock = executor, grammar, clock or WallClock()
+        self._remote = getattr(executor, "is_remote", False)
         self.scheduler = Scheduler(
             config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
         )
         if config.speculative is not None:  # all counters are there from the start
             self.scheduler.spec_stats.num_accepted_tokens_per_pos = [0] * config.speculative.num_speculative_tokens
         self._compiling = GrammarQueue(grammar)
-        self._adapters: dict[str, Future[None]] = {}  # done when an adapter is in main memory
+        self._adapters: dict[str, Future[Any]] = {}  # done when an adapter is in main memory
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self._outputs: list[EngineCoreOutput] = []  # what the next step returns
         self._recording: TraceWriter | None = None
@@ -77,6 +78,11 @@ class EngineCore:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
         if request.request_id in self._compiling.waiting or request.request_id in self.scheduler.requests:
             raise ValueError(f"request id {request.request_id!r} is already in use")
+        if self._remote and getattr(request.sampling_params, "logits_processors", None):
+            raise ValueError(
+                "logits_processors are functions, which cannot be handed to worker processes;"
+                " they need distributed_executor_backend='uni'"
+            )
         adapter = None if request.lora_name is None else self._adapters[request.lora_name]
         if getattr(request.sampling_params, "structured_outputs", None) is None and (
             adapter is None or _is_read(adapter)
@@ -87,12 +93,12 @@ class EngineCore:
 
     def prefetch_lora(self, key: str, path: str, digest: str) -> None:
         """Have an adapter read into main memory. Requests with it, which may come now, join the scheduler when it is there."""
-        self._adapters[key] = self.executor.collective_rpc("prefetch_lora", key, path, digest)[0]
+        self._adapters[key] = self.executor.collective_rpc("prefetch_lora", args=(key, path, digest), non_block=True)
 
     def is_lora_read(self, key: str) -> bool:
         """Whether an adapter that `prefetch_lora` was called for is in main memory. Raises AdapterError if it cannot be read."""
         adapter = self._adapters[key]
-        return adapter.done() and adapter.result() is None
+        return adapter.done() and adapter.result() is not None
 
     def pin_lora(self, key: str) -> None:
         """Keep an adapter in its slot once it has one. Raises ValueError if too few slots would be left."""
@@ -114,6 +120,14 @@ class EngineCore:
     def compile_grammar(self, params: StructuredOutputsParams) -> PendingGrammar:
         """Begin to compile a grammar, for a caller that waits for it before `add_request`. Raises ValueError if it cannot be one."""
         return self._compiling.compile(params)
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Have a function called, in some thread, should the executor fail while nothing is asked of it."""
+        self.executor.register_failure_callback(callback)
+
+    def check_health(self) -> None:
+        """Raises what the executor has failed with, if it has."""
+        self.executor.check_health()
 
     def fileno(self) -> int | None:
         """A file that becomes readable when outputs have come by themselves; None, for here `step` makes them."""

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from minivllm.core.clock import WallClock
@@ -27,7 +28,9 @@ from minivllm.runtime.executor import read_model
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
 
-__all__ = ["CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "connect_engine", "logger"]
+__all__ = [
+    "CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "around", "connect_engine", "logger",
+]  # fmt: skip
 
 logger = logging.getLogger("minivllm.engine")
 CALLS = ("reset_prefix_cache", "record_to", "is_lora_read", "pin_lora", "unpin_lora")
@@ -45,6 +48,7 @@ class EngineCoreProc:
         self._inbox: deque[list[Any]] = deque()
         self._news = threading.Condition()
         self._taken = 0
+        core.watch(lambda: self._put(["check"]))
         threading.Thread(target=self._listen, name="minivllm-listen", daemon=True).start()
 
     def _listen(self) -> None:
@@ -95,6 +99,8 @@ class EngineCoreProc:
             self.core.prefetch_lora(*what)
         elif kind == "abort":
             self.core.abort(what[0])
+        elif kind == "check":
+            self.core.check_health()
         elif kind == "call" and what[0] in CALLS:
             name, arguments = what
             try:
@@ -161,13 +167,15 @@ class EngineCoreClient:
     """An engine core in a process of its own, with the methods of `EngineCore`. One thread uses it; `get_stats` is for all.
 
     ``options``: see `LLMEngine.from_engine_args`; objects that would have to cross (policies, transforms) cannot.
-    ``warm``: whether to rehearse first, see `llm_engine.warm_up`.
+    ``warm``: whether to rehearse first, see `llm_engine.warm_up`. ``environment``: what the process has besides this one's.
 
     Raises:
         ValueError, ...: what loading the model raises there. TypeError: an option that cannot cross. EngineProcessError.
     """
 
-    def __init__(self, args: EngineArgs, *, warm: bool = False, **options: Any) -> None:
+    def __init__(
+        self, args: EngineArgs, *, warm: bool = False, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
         for name, value in options.items():
             if not (value is None or value == () or isinstance(value, str)):
                 raise TypeError(
@@ -180,7 +188,7 @@ class EngineCoreClient:
         self._sent = 0
         self._born: dict[str, int] = {}
         self._arrived: deque[list[Any]] = deque()
-        self.process, self.channel = _start_process()
+        self.process, self.channel = _start_process(environment or {})
         try:
             given = {name: value for name, value in options.items() if value}
             level = logging.getLogger().getEffectiveLevel()
@@ -230,6 +238,12 @@ class EngineCoreClient:
         """See `EngineCore.compile_grammar`. Here it is compiled to be checked; the engine's process does it again."""
         assert self.grammar is not None
         return self.grammar.submit(params)
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """There is no need: the channel becomes readable, see `fileno`."""
+
+    def check_health(self) -> None:
+        """The next step says it if the process has failed."""
 
     def fileno(self) -> int | None:
         """The channel: it becomes readable when a step's outputs have come."""
@@ -336,11 +350,13 @@ class EngineCoreClient:
         self.channel.close()
 
 
-def _start_process() -> tuple["subprocess.Popen[bytes]", Channel]:
+def _start_process(environment: Mapping[str, str]) -> tuple["subprocess.Popen[bytes]", Channel]:
     ours, theirs = socket.socketpair()
     try:
         command = [sys.executable, "-P", "-m", "minivllm.engine.core_process", str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+        )
     except BaseException:
         ours.close()
         raise
@@ -351,7 +367,11 @@ def _start_process() -> tuple["subprocess.Popen[bytes]", Channel]:
 
 def connect_engine(args: EngineArgs, *, warm: bool = False, **options: Any) -> LLMEngine:
     """An LLMEngine whose core runs in a process of its own. Raises what `EngineCoreClient` raises."""
-    core = EngineCoreClient(args, warm=warm, **options)
+    return around(EngineCoreClient(args, warm=warm, **options), args)
+
+
+def around(core: Any, args: EngineArgs) -> LLMEngine:
+    """An LLMEngine over a core that is elsewhere (`EngineCoreClient` or the like); shut down if that fails."""
     try:
         config = core.config
         tokenizer = get_tokenizer(args.tokenizer or config.model.path, args.download_dir)

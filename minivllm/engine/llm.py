@@ -66,7 +66,6 @@ class LLM:
         policy: Policy | None = None,
         preemption: Preemption | None = None,
         logits_processors: Sequence[Transform] = (),
-        distributed_executor_backend: str = "uniproc",
         **engine_args: Any,
     ) -> None:
         self._start(
@@ -74,11 +73,13 @@ class LLM:
             policy=policy,
             preemption=preemption,
             logits_processors=logits_processors,
-            distributed_executor_backend=distributed_executor_backend,
         )
 
     def _start(self, args: EngineArgs, **options: Any) -> None:
-        self.llm_engine = LLMEngine.from_engine_args(args, **options)
+        self._start_with(LLMEngine.from_engine_args(args, **options))
+
+    def _start_with(self, engine: LLMEngine) -> None:
+        self.llm_engine = engine
         self._ids = itertools.count()
 
     @classmethod

@@ -24,7 +24,8 @@ from minivllm.lora.adapter import AdapterError, LoRARequest
 from minivllm.lora.store import AdapterRegistry, RegisteredAdapter
 from minivllm.models.spec import DecoderSpec
 from minivllm.models.tokenizer import get_tokenizer
-from minivllm.runtime.executor import Executor, fit_memory, make_executor, plan_engine
+from minivllm.runtime.executor import Executor, plan_engine
+from minivllm.runtime.executors.select import make_executor
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
@@ -80,7 +81,6 @@ class LLMEngine:
         policy: Policy | None = None,
         preemption: Preemption | None = None,
         logits_processors: Sequence[Transform] = (),
-        distributed_executor_backend: str = "uniproc",
         clock: Clock | None = None,
     ) -> Self:
         """Find and load the model, and build everything around it.
@@ -89,17 +89,23 @@ class LLMEngine:
         ``logits_processors``: transforms of the whole batch's logits, besides those of single requests.
         Raises ValueError for an unknown model or a setting out of range.
         """
+        if args.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size={args.data_parallel_size}: one LLMEngine is one replica; minivllm serve, or"
+                ' AsyncLLM.from_engine_args(args, engine_in="process"), has several'
+            )
         if isinstance(preemption, Swap):
             args = replace(args, num_cpu_blocks=preemption.num_cpu_blocks, preemption_mode="swap")
-        plan = fit_memory(plan_engine(args))
+        plan = plan_engine(args)
         tokenizer = get_tokenizer(args.tokenizer or plan.model.path, args.download_dir)
         ends = dict.fromkeys([tokenizer.eos_token_id, *plan.model.eos_token_ids])
         grammar = GrammarCompiler(tokenizer, plan.config.model.vocab_size, [i for i in ends if i is not None])
-        executor = make_executor(distributed_executor_backend, plan, logits_processors, grammar)
+        executor = make_executor(plan, logits_processors, grammar)
+        config = executor.config
         core = EngineCore(
-            plan.config, executor, policy=policy, preemption=preemption, clock=clock or WallClock(), grammar=grammar
+            config, executor, policy=policy, preemption=preemption, clock=clock or WallClock(), grammar=grammar
         )
-        engine = cls(plan.config, core, tokenizer, plan.model.generation_config)
+        engine = cls(config, core, tokenizer, plan.model.generation_config)
         engine.input_processor.transforms_read_extra_args = bool(logits_processors)
         engine.know_adapters(plan.model.spec)
         return engine

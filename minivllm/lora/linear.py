@@ -117,6 +117,7 @@ class LoRALinear(LinearMethod):
     def __init__(self, linear: Linear, batch: LoRABatch, max_loras: int, max_rank: int, invariant: bool) -> None:
         self.base, self._batch, self._invariant = linear.method, batch, invariant
         self._parts, self._inputs, self._outputs = linear.parts, linear.in_features, linear.out_features
+        self._share = linear.share
         self._spans = list(itertools.pairwise(np.cumsum([0, *linear.parts.values()]).tolist()))
         parts, rank = len(self._parts), -(-max_rank // RANKS) * RANKS
         how = dict[str, Any](dtype=linear.dtype, device=linear.device)
@@ -157,10 +158,18 @@ class LoRALinear(LinearMethod):
         self._ranks[slot] = 0
         for i, (part, (start, end)) in enumerate(zip(self._parts, self._spans, strict=True)):
             if (new := weights.get(part)) is not None:
-                rank = len(new.a)
-                self._a[slot, i].zero_()[:rank] = new.a
-                self._b[slot, :, start:end].zero_()[:rank] = new.b.T
+                rank, (a, b) = len(new.a), self._cut(part, new)
+                self._a[slot, i].zero_()[:rank] = a
+                self._b[slot, :, start:end].zero_()[:rank, : len(b)] = b.T
                 self._ranks[slot, i] = -(-rank // RANKS) * RANKS
+
+    def _cut(self, part: str, new: LoRAWeights) -> tuple[Tensor, Tensor]:
+        """What this rank multiplies with: the columns of A for its inputs, or the rows of B for its outputs."""
+        if self._share is None:
+            return new.a, new.b
+        if self._share.by == "inputs":
+            return self._share.cut(part, new.a, 1), new.b
+        return new.a, self._share.cut(part, new.b, 0)
 
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""

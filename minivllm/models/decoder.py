@@ -3,6 +3,7 @@
 # Generated from nbs/models/decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,12 @@ from minivllm.core.module import Module, ModuleList
 from minivllm.models.layers import NoNorm, Scale
 from minivllm.models.linear.base import use_huge_pages
 from minivllm.models.linear.grouped import QuantizedWeight
-from minivllm.models.linear.layer import QUANTIZED, Linear
-from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, build_mixer
+from minivllm.models.linear.layer import QUANTIZED, GatheredLinear, Linear, Shard
+from minivllm.models.mixers.base import Builder, LinearSpec, Mixer
 from minivllm.models.mixers.state import NoMLPSpec
 from minivllm.models.ops.base import CapturedSteps, ForwardContext
 from minivllm.models.ops.select import make_layer_ops
+from minivllm.models.parallel import TensorGroup
 from minivllm.models.pooling import PoolingHead
 from minivllm.models.rope import Rope, Rotation
 from minivllm.models.spec import DecoderSpec, LayerSpec
@@ -52,7 +54,7 @@ class DecoderLayer(Module):
         self.mlp_norm = builder.norm() if spec.mlp_norm else NoNorm()
         self.mixer_post_norm = builder.norm() if spec.mixer_post_norm else scale
         self.mlp_post_norm = builder.norm() if spec.mlp_post_norm else scale
-        self.mixer, self.mlp = build_mixer(spec.mixer, builder), build_mixer(spec.mlp, builder)
+        self.mixer, self.mlp = builder.block(spec.mixer), builder.block(spec.mlp)
 
     def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """The output of the layer before, and the residual stream that it has not been added to yet; returns the same."""
@@ -119,6 +121,8 @@ class Decoder(Module):
             `QUANTIZED`, the output layer gets 8 bits, and embeddings stay as they are.
         kv_dtype: of the cache, see `AttentionSpec`.
         max_model_len: positions that will occur; None for all that the model was meant for.
+        group: the ranks that hold the layers together; None for one rank. Then every kernel is launched by itself on a CPU: the ranks
+            add up between the matmuls.
 
     Attributes:
         ops: what is computed between the linear layers.
@@ -138,12 +142,15 @@ class Decoder(Module):
         linear_method: str | None = None,
         kv_dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
+        group: TensorGroup | None = None,
     ) -> None:
+        self.group = group
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops(backend.layer_ops, backend.batch_invariant)
         self.linear_method = linear_method or ("batch_invariant" if backend.batch_invariant else backend.linear_method)
         builder = self._builder()
-        self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        rows = -(-spec.vocab_size // builder.share.size)
+        self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self.positions = self._make_positions()
         self.layers = ModuleList(layer_kind(layer)(layer, builder) for layer in spec.layers)
@@ -165,6 +172,7 @@ class Decoder(Module):
             dtype=self.dtype,
             device=self.device,
             kv_dtype=self.kv_dtype,
+            group=self.group,
         )
 
     def _make_pooling(self, builder: Builder) -> None:
@@ -193,16 +201,22 @@ class Decoder(Module):
         shared = self.embedding if spec.tie_word_embeddings or spec.pooler is not None else None
         if spec.pooler is not None:
             method = "torch"
-        head = LinearSpec(spec.hidden_size, {spec.names.head.removesuffix(".weight"): spec.vocab_size})
-        return builder.linear(head, method=method, out_dtype=torch.float32, weight=shared)
+        name = spec.names.head.removesuffix(".weight")
+        head = LinearSpec(spec.hidden_size, {name: len(self.embedding)})
+        how: dict[str, Any] = {"method": method, "out_dtype": torch.float32, "weight": shared}
+        if self.group is None:
+            return builder.linear(head, **how)
+        how["shard"] = Shard(*builder.share[:2], "outputs", {name: ((spec.vocab_size, 1),)})
+        return builder.linear(head, cls=partial(GatheredLinear, group=self.group, outputs=spec.vocab_size), **how)
 
     @property
     def captured(self) -> CapturedSteps | None:
         return self._captured
 
     def attention_specs(self, block_size: int) -> list[LayerCacheSpec]:
-        """What each layer asks of the attention backend."""
-        return self.spec.attention_specs(block_size, self.dtype, self.kv_dtype)
+        """What each layer asks of the attention backend, of this rank."""
+        share = None if self.group is None else self.group.share
+        return self.spec.attention_specs(block_size, self.dtype, self.kv_dtype, share)
 
     def linears(self) -> list[Linear]:
         """The linear layers of the layers, in the order of a step."""
@@ -228,7 +242,7 @@ class Decoder(Module):
                     mixer.rotation = self.spec.ropes.index(spec.rope)
         if missing := sorted(set(range(count)) - seen):
             raise ValueError(f"KV cache groups: layers {missing} are in no group")
-        self._captured = None if self.eager else self.ops.capture(self, self._run_layers)
+        self._captured = None if self.eager or self.group is not None else self.ops.capture(self, self._run_layers)
 
     def forward(
         self,
@@ -266,7 +280,10 @@ class Decoder(Module):
         kinds = None
         if len(self.token_types):
             kinds, token_ids = token_ids // self.spec.vocab_size, token_ids % self.spec.vocab_size
-        x = torch.index_select(self.embedding, 0, token_ids, out=out)
+        if self.group is None:
+            x = torch.index_select(self.embedding, 0, token_ids, out=out)
+        else:
+            x = self.group.embed(self.embedding, token_ids, self.spec.vocab_size)
         if self.lora is not None:
             self.lora.embed(token_ids, x)
         if self.embedding_scale != 1.0:
@@ -293,6 +310,10 @@ class Decoder(Module):
             logits = logits * self.spec.logits_scale
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """What this rank has of a tensor with a row for each token."""
+        return tensor if self.group is None else tensor.narrow(0, *self.group.share.rows(len(tensor)))
 
     def targets(self) -> Iterator[tuple[str, Callable[[Any], None]]]:
         """(name in a checkpoint, function that loads the tensor of that name) for all that it must hold."""
@@ -324,7 +345,9 @@ class Decoder(Module):
             if self.spec.tie_word_embeddings:
                 self._load_tied_head(table)
             table = table.dequantize()
-        self.embedding.copy_(table)
+        rows = self._rows(table)
+        self.embedding[: len(rows)].copy_(rows)
+        self.embedding[len(rows) :].zero_()
 
     def _load_tied_head(self, weight: QuantizedWeight) -> None:
         (part,) = self.head.parts
@@ -370,8 +393,10 @@ class Decoder(Module):
                     raise ValueError(f"{family}: {name!r} {error}") from None
                 continue
             self._check_tensor(name, tensor, shapes, seen)
-            targets.pop(name)(tensor)
             seen.add(name)
+            if (load := targets.pop(name, None)) is None:
+                continue  # another rank has it
+            load(tensor)
             linear = waiting.pop(name, None)
             if (
                 linear is not None and linear not in waiting.values()
@@ -380,9 +405,12 @@ class Decoder(Module):
         if missing := [name for name in shapes if name not in seen]:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise ValueError(f"{family}: the checkpoint lacks {', '.join(missing[:5])}{more}")
-        if isinstance(head, Tensor) and not torch.equal(head.to(self.embedding), self.embedding):
+        if isinstance(head, Tensor) and not self._is_embedding(self._rows(head)):
             n = self.spec.names
             raise ValueError(f"{family}: tie_word_embeddings is true, but {n.head!r} differs from {n.embedding!r}")
+
+    def _is_embedding(self, rows: Tensor) -> bool:
+        return torch.equal(rows.to(self.embedding), self.embedding[: len(rows)])
 
     def _quantized_early(self) -> dict[str, Linear]:
         """Which linear layer a tensor belongs to, of those that are quantized as soon as they are whole."""

@@ -27,6 +27,7 @@ __all__ = [
 if TYPE_CHECKING:
     import torch
 
+    from minivllm.models.parallel import Share
     from minivllm.models.quantization.formats import Format
     from minivllm.models.spec import DecoderSpec
 
@@ -275,22 +276,30 @@ class LoadedModel:
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
 
-    def _weight_bytes(self, size: int, linear_kernel: str | None) -> int:
+    def _weight_bytes(self, size: int, linear_kernel: str | None, share: Share | None) -> int:
         if self.quantization:
-            return sum(record.nbytes for record in self.records)
-        spec, total = self.spec, self.spec.num_parameters() * size
+            return -(-sum(record.nbytes for record in self.records) // (1 if share is None else share.size))
+        spec, total = self.spec, self.spec.num_parameters(share) * size
         if linear_kernel is None:
             return total
-        matrices = {name: math.prod(shape) for name, shape in spec.weight_shapes().items() if len(shape) == 2}
+        matrices = {name: math.prod(shape) for name, shape in spec.weight_shapes(share).items() if len(shape) == 2}
         embedding, head = matrices.pop(spec.names.embedding), matrices.pop(spec.names.head, 0)
         products = sum(matrices.values())
         # the output layer has 8 bits, and is there besides the embeddings even if it is tied to them
         return total - (products + head) * size + embedding + int(products * WEIGHT_BITS[linear_kernel]) // 8
 
     def facts(
-        self, block_size: int, dtype: str, linear_kernel: str | None = None, fp8_kv_cache: bool = False
+        self,
+        block_size: int,
+        dtype: str,
+        linear_kernel: str | None = None,
+        fp8_kv_cache: bool = False,
+        share: Share | None = None,
     ) -> ModelFacts:
-        """What `EngineArgs.resolve` wants to know, for this block size, dtype, kernel of quantized weights, and cache."""
+        """What `EngineArgs.resolve` wants to know, for this block size, dtype, kernel of quantized weights, and cache.
+
+        share: what each rank has of the model, in tensor parallelism; sizes are then those of a rank.
+        """
         spec, size = self.spec, DTYPE_BYTES[dtype]
         return ModelFacts(
             name=self.name,
@@ -298,8 +307,8 @@ class LoadedModel:
             vocab_size=spec.vocab_size,
             num_layers=spec.num_layers,
             max_position_embeddings=spec.max_model_len,
-            kv_specs=tuple(spec.kv_cache_specs(block_size, 1 if fp8_kv_cache else size)),
-            weight_bytes=self._weight_bytes(size, linear_kernel),
+            kv_specs=tuple(spec.kv_cache_specs(block_size, 1 if fp8_kv_cache else size, share)),
+            weight_bytes=self._weight_bytes(size, linear_kernel, share),
             checkpoint_dtype=self.checkpoint_dtype,
             hidden_size=spec.hidden_size,
         )

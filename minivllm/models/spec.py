@@ -16,6 +16,7 @@ from minivllm.models.linear.grouped import QuantizedWeight
 from minivllm.models.mixers.attention import SelfAttentionSpec
 from minivllm.models.mixers.base import MixerSpec, TokenMixerSpec
 from minivllm.models.mixers.mlp import GatedMLPSpec
+from minivllm.models.parallel import Share
 from minivllm.models.pooling import PoolerSpec
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
@@ -76,6 +77,7 @@ class WeightNames:
     Attributes:
         positions: of learned position embeddings; None for none.
         prefix: what names begin with in some checkpoints of a family, and not in others.
+        ignored: what the names of tensors begin with that only draft tokens; they are not loaded.
         token_types: of the embeddings that tell a first text from a second; None for none.
         embedding_norm: of a norm of the embeddings; None for none.
     """
@@ -88,6 +90,7 @@ class WeightNames:
     prefix: str = ""
     token_types: str | None = None
     embedding_norm: str | None = None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,25 +182,32 @@ class DecoderSpec:
         """Longest sequence that every layer's rotation was meant for."""
         return min((rope.max_length for rope in self.ropes if rope is not None), default=self.max_position_embeddings)
 
+    def _mixers(self, share: Share | None) -> list[TokenMixerSpec]:
+        """The token mixers; of one rank, if a share is given. Raises ValueError if they cannot be split so."""
+        if share is None:
+            return [layer.mixer for layer in self.layers]
+        return [layer.mixer.split(share).spec for layer in self.layers]
+
     @property
     def whole_prompts(self) -> bool:
         """Whether attention goes both ways."""
         return self.layers[0].mixer.kv_cache_spec(1, 1).kind == "encoder_only"
 
     def attention_specs(
-        self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+        self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, share: Share | None = None
     ) -> list[LayerCacheSpec]:
-        """What each layer asks of the attention backend. kv_dtype: see `AttentionSpec`."""
-        return [layer.mixer.attention_spec(block_size, dtype, kv_dtype) for layer in self.layers]
+        """What each layer asks of the attention backend. kv_dtype: see `AttentionSpec`. share: of one rank."""
+        return [mixer.attention_spec(block_size, dtype, kv_dtype) for mixer in self._mixers(share)]
 
-    def kv_cache_specs(self, block_size: int, dtype_bytes: int = 4) -> list[KVCacheSpec]:
-        """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number."""
-        return [layer.mixer.kv_cache_spec(block_size, dtype_bytes) for layer in self.layers]
+    def kv_cache_specs(self, block_size: int, dtype_bytes: int = 4, share: Share | None = None) -> list[KVCacheSpec]:
+        """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number. share: of one rank."""
+        return [mixer.kv_cache_spec(block_size, dtype_bytes) for mixer in self._mixers(share)]
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that a checkpoint of this model holds."""
+    def weight_shapes(self, share: Share | None = None) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that a checkpoint of this model holds; with a share, of what one rank keeps of it."""
         n, hidden = self.names, self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {n.embedding: (self.vocab_size, hidden)}
+        vocabulary = (self.vocab_size if share is None else -(-self.vocab_size // share.size), hidden)
+        shapes: dict[str, tuple[int, ...]] = {n.embedding: vocabulary}
         if n.positions is not None:
             shapes[n.positions] = (self.max_position_embeddings + self.position_offset, hidden)
         if n.token_types is not None:
@@ -208,10 +218,11 @@ class DecoderSpec:
         if self.pooler is not None:
             shapes |= self.pooler.weight_shapes(hidden, self.norm_bias)
         elif not self.tie_word_embeddings:
-            shapes[n.head] = (self.vocab_size, hidden)
+            shapes[n.head] = vocabulary
         for i, layer in enumerate(self.layers):
             norms = {f"{name}.{kind}": (hidden,) for name in layer.norms().values() for kind in kinds}
-            for part in (layer.mixer.weight_shapes(hidden), layer.mlp.weight_shapes(hidden), norms):
+            blocks = (b if share is None else b.split(share).spec for b in (layer.mixer, layer.mlp))
+            for part in (*(block.weight_shapes(hidden) for block in blocks), norms):
                 shapes |= {n.layer.format(i) + name: shape for name, shape in part.items()}
         return shapes
 
@@ -234,7 +245,7 @@ class DecoderSpec:
         drafts = tuple(self.names.layer.format(self.num_layers + i) for i in range(self.draft_layers))
         for given, tensor in weights:
             name = self.full_name(given)
-            if name is None or name.startswith(drafts):
+            if name is None or name.startswith((*drafts, *self.names.ignored)):
                 continue
             rule = next((rule for rule in self.unpack if name.endswith(rule.suffix)), None)
             if rule is None:
@@ -249,9 +260,9 @@ class DecoderSpec:
                 ) from None
             yield from ((name.removesuffix(rule.suffix) + part, value) for part, value in parts.items())
 
-    def num_parameters(self) -> int:
-        """Numbers in a checkpoint; a tied output layer counts once."""
-        return sum(math.prod(shape) for shape in self.weight_shapes().values())
+    def num_parameters(self, share: Share | None = None) -> int:
+        """Numbers in a checkpoint; a tied output layer counts once. share: of one rank."""
+        return sum(math.prod(shape) for shape in self.weight_shapes(share).values())
 
 
 _NEUTRAL_FIELDS = """

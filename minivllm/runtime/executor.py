@@ -4,8 +4,8 @@
 
 import gc
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +30,7 @@ from minivllm.lora.linear import LoRAModel
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
+from minivllm.models.parallel import Share, TensorGroup
 from minivllm.models.pooling import pooling_facts
 from minivllm.runtime.machine import (
     choose_device,
@@ -47,8 +48,8 @@ from minivllm.sampling.transforms import Transform
 from minivllm.spec_decode.draft_model import with_drafter
 
 __all__ = [
-    "EnginePlan", "Executor", "ExecutorMaker", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder",
-    "make_executor", "plan_engine", "read_model", "register_executor", "with_pooling",
+    "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder",
+    "measure_memory", "plan_engine", "read_model", "with_memory", "with_pooling",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class PendingStep(Protocol):
 
 class Executor(Protocol):
     """Executes what the scheduler decides."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """What it runs by."""
+        ...
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -87,13 +93,36 @@ class Executor(Protocol):
         """How a recorded token was chosen, stage by stage: see `Sampler.explain`."""
         ...
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the model runner of every worker, and return their results."""
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """Call a method of every rank's model runner; the results, in the order of ranks. A method that returns a future is waited for.
+
+        Args:
+            timeout: seconds to wait; None for no limit.
+            args, kwargs: of the method.
+            non_block: return a future of the results.
+
+        Raises:
+            TimeoutError, or what the method raises.
+        """
+        ...
+
+    def check_health(self) -> None:
+        """Raises what the executor has failed with, if it has."""
+        ...
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        """Have a function called, in some thread, should the executor fail by itself."""
         ...
 
     def shutdown(self) -> None:
         """Give memory and processes back; no call may follow."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -142,12 +171,17 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     limit_threads(cpu_quota())
     settle_vector_math()
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
+    share = None if args.world_size == 1 else Share(0, args.tensor_parallel_size, args.enable_expert_parallel)
+    if share is not None and (loaded.spec.whole_prompts or loaded.spec.pooler is not None):
+        raise ValueError(
+            f"{loaded.spec.family}: encoders and classifiers are implemented for one rank, not for {args.world_size}"
+        )
     if loaded.spec.whole_prompts and args.dtype == "auto" and loaded.checkpoint_dtype == "float32":
         dtype = Decision("dtype", "float32", "the checkpoint's own: vectors are compared with others'")
-    facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache)
+    facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache, share)
     facts = with_pooling(facts, loaded, args)
     block_size = unify_block_size(facts.kv_specs, args.block_size)
-    specs = loaded.spec.attention_specs(block_size, getattr(torch, dtype.value), _kv_dtype(args))
+    specs = loaded.spec.attention_specs(block_size, getattr(torch, dtype.value), _kv_dtype(args), share)
     backend, why = select_backend(args.attention_backend, backend_needs(specs), torch.device(device))
     about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
     linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about, loaded.quantization)
@@ -156,16 +190,49 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
 
-def load_decoder(plan: EnginePlan) -> Decoder:
-    """Build the model and read its weights."""
+def load_decoder(plan: EnginePlan, group: TensorGroup | None = None) -> Decoder:
+    """Build the model, or what one rank of a group holds of it, and read its weights."""
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
     method, kv_dtype = plan.machine.linear_kernel, _kv_dtype(plan.config.args)
     longest = plan.config.scheduler.max_model_len
-    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest)
+    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group)
     decoder.load_weights(plan.model.weights(plan.config.dtype))
     if (args := plan.config.args).enable_lora:
         LoRAModel(decoder, args.max_loras, args.max_lora_rank, plan.config.scheduler.max_num_batched_tokens)
     return decoder
+
+
+def measure_memory(plan: EnginePlan, decoder: Decoder) -> tuple[int, int] | None:
+    """What a GPU has left for the KV cache beside a loaded model and its largest step, and what that step takes, in bytes.
+
+    None if there is nothing to measure: on a CPU, or if the user says how large the cache is.
+    """
+    args, config = plan.config.args, plan.config
+    if config.device == "cpu" or args.num_gpu_blocks is not None or args.kv_cache_memory_bytes is not None:
+        return None
+    peak = peak_bytes(decoder, config.kv_cache, config.scheduler, config.speculative)
+    graphs = 0 if args.enforce_eager else GRAPH_BYTES
+    free, _ = torch.cuda.mem_get_info()
+    return (
+        free - peak - graphs + config.model.weight_bytes,
+        peak,
+    )  # `resolve` takes the weights off, but they are loaded
+
+
+def with_memory(plan: EnginePlan, measured: tuple[int, int] | None) -> EnginePlan:
+    """The plan with a KV cache for what `measure_memory` found.
+
+    Raises:
+        ValueError: nothing is left; says what to change.
+    """
+    if measured is None:
+        return plan
+    config, (left, peak) = plan.config, measured
+    graphs = 0 if config.args.enforce_eager else GRAPH_BYTES
+    dtype = next(d for d in config.decisions if d.setting == "dtype")
+    fitted = resolve(config.args, config.model, replace(plan.machine, free_memory_bytes=left), dtype)
+    decision = Decision("peak_memory_bytes", peak, f"the largest step, measured; CUDA graphs may take {graphs:,} more")
+    return replace(plan, config=replace(fitted, decisions=(*fitted.decisions, decision)))
 
 
 def fit_memory(plan: EnginePlan) -> EnginePlan:
@@ -175,18 +242,8 @@ def fit_memory(plan: EnginePlan) -> EnginePlan:
     Raises:
         ValueError: nothing is left; says what to change.
     """
-    args, config = plan.config.args, plan.config
-    if config.device == "cpu" or args.num_gpu_blocks is not None or args.kv_cache_memory_bytes is not None:
-        return plan
     decoder = load_decoder(plan)
-    peak = peak_bytes(decoder, config.kv_cache, config.scheduler, config.speculative)
-    graphs = 0 if args.enforce_eager else GRAPH_BYTES
-    free, _ = torch.cuda.mem_get_info()
-    left = free - peak - graphs + config.model.weight_bytes  # which `resolve` takes off, but they are loaded already
-    dtype = next(d for d in config.decisions if d.setting == "dtype")
-    measured = resolve(args, config.model, replace(plan.machine, free_memory_bytes=left), dtype)
-    decision = Decision("peak_memory_bytes", peak, f"the largest step, measured; CUDA graphs may take {graphs:,} more")
-    return replace(plan, config=replace(measured, decisions=(*measured.decisions, decision)), decoder=decoder)
+    return replace(with_memory(plan, measure_memory(plan, decoder)), decoder=decoder)
 
 
 class UniProcExecutor:
@@ -195,7 +252,7 @@ class UniProcExecutor:
     def __init__(
         self, plan: EnginePlan, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None
     ) -> None:
-        self.kv_cache_config = plan.config.kv_cache
+        self.config, self.kv_cache_config = plan.config, plan.config.kv_cache
         decoder = plan.decoder or load_decoder(plan)
         self._runner: ModelRunner | None = ModelRunner(decoder, plan.backend, plan.config, transforms, grammar)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minivllm-runner")  # starts with the first submission
@@ -227,8 +284,27 @@ class UniProcExecutor:
     def explain(self, record: SampleRecord, tokenizer: Any = None, top: int = 5) -> "pd.DataFrame":
         return record.explain(self.runner.sampler, self.runner.grammar, tokenizer, top)
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(self.runner, method)(*args)]
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        result = getattr(self.runner, method)(*args, **(kwargs or {}))
+        future: Future[list[Any]] = Future()
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: _pass_on(done, future))
+        else:
+            future.set_result([result])
+        return future if non_block else future.result(timeout)
+
+    def check_health(self) -> None:
+        """There is nothing that could fail by itself."""
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        """It will not be called: see `check_health`."""
 
     def shutdown(self) -> None:
         self._thread.shutdown()
@@ -240,36 +316,8 @@ class UniProcExecutor:
             torch.cuda.empty_cache()
 
 
-ExecutorMaker = Callable[[EnginePlan, Sequence[Transform], GrammarCompiler | None], Executor]
-_EXECUTORS: dict[str, ExecutorMaker] = {"uniproc": UniProcExecutor}
-
-
-def register_executor(name: str, make: ExecutorMaker) -> None:
-    """Let `distributed_executor_backend` name an executor. `make`: its class, or a function of a plan, transforms and a grammar.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    if name in _EXECUTORS or name in _LATER:
-        raise ValueError(f"executor {name!r} exists already")
-    _EXECUTORS[name] = make
-
-
-_LATER = ("mp", "ray", "external_launcher")
-
-
-def make_executor(
-    kind: str, plan: EnginePlan, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None
-) -> Executor:
-    """The executor of this name, with the model loaded.
-
-    ``transforms``: of the logits of every request. ``grammar``: for structured outputs.
-
-    Raises:
-        NotImplementedError: a name that vLLM knows and this package does not (yet). ValueError: any other name.
-    """
-    if kind in _LATER:
-        raise NotImplementedError(f"distributed_executor_backend={kind!r} is not implemented; 'uniproc' is")
-    if kind not in _EXECUTORS:
-        raise ValueError(f"distributed_executor_backend must be one of {', '.join(_EXECUTORS)}; got {kind!r}")
-    return _EXECUTORS[kind](plan, transforms, grammar)
+def _pass_on(done: "Future[Any]", future: "Future[list[Any]]") -> None:
+    if (error := done.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result([done.result()])

@@ -14,7 +14,8 @@ from minivllm.lora.resolver import register_lora_resolver
 from minivllm.models.linear.layer import register_linear_method
 from minivllm.models.linear.unquantized import TorchLinear
 from minivllm.models.spec import ConfigReader, DecoderSpec, family, llama
-from minivllm.runtime.executor import UniProcExecutor, register_executor
+from minivllm.runtime.executor import UniProcExecutor
+from minivllm.runtime.executors.select import register_executor
 from minivllm.sampling.transforms import register_transform
 from minivllm.viz import register_view
 from minivllm.viz.timeline import Timeline

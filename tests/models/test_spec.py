@@ -28,6 +28,7 @@ OWN_NAMES = {
     "opt": {name: value for name, value in MINIMAL.items() if name != "intermediate_size"}
     | {"word_embed_proj_dim": 256},
     "mamba2": {"hidden_size": 256, "num_heads": 8, "vocab_size": 1000},
+    "granitemoehybrid": MINIMAL | {"mamba_n_heads": 8},
     "deepseek_v2": MINIMAL | {"num_experts_per_tok": 6},
 }
 SMOLLM2 = json.loads(

@@ -11,8 +11,9 @@ from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import AttentionBatch
 from minivllm.attention.state import MambaSpec, StateView, plan_states
 from minivllm.core.config import KVCacheSpec, make_kv_cache_groups, unify_block_size
+from minivllm.models.mixers.delta import delta_scan
 from minivllm.models.mixers.mamba2 import ssd_scan
-from minivllm.models.mixers.scan import ssd_recurrence
+from minivllm.models.mixers.scan import conv_scan, conv_step, delta_recurrence, ssd_recurrence
 
 CPU = torch.device("cpu")
 SPEC = MambaSpec(shapes=((6, 5), (3,)), dtypes=(torch.float32, torch.float32), block_size=4, dtype=torch.float32)
@@ -42,6 +43,34 @@ def test_ssd_in_chunks_is_the_recurrence(length):
     want, after = ssd_recurrence(x, dt, A, B, C, D, state)
     got, there = ssd_scan(x, dt, A, B, C, D, state)
     assert close(got, want) and close(there, after)
+
+
+@pytest.mark.parametrize("length", [1, 64, 65, 150])
+def test_the_delta_rule_in_chunks_is_the_recurrence(length):
+    torch.manual_seed(length)
+    q, k = (torch.nn.functional.normalize(torch.randn(length, 4, 8), dim=-1) for _ in range(2))
+    v, log_decay, beta = torch.randn(length, 4, 12), -torch.rand(length, 4) * 3, torch.rand(length, 4)
+    state = torch.randn(4, 8, 12)
+    want, after = delta_recurrence(q, k, v, log_decay, beta, state)
+    got, there = delta_scan(q, k, v, log_decay, beta, state)
+    assert close(got, want) and close(there, after)
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 4])
+def test_a_convolution_in_pieces_is_one_over_the_whole(kernel):
+    u, weight, bias = torch.randn(30, 6), torch.randn(6, kernel), torch.randn(6)
+    padded = torch.nn.functional.pad(u.T[None], (kernel - 1, 0))
+    want = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=6)[0].T
+    state, ys = torch.zeros(6, kernel - 1), []
+    for piece in u.split([1, 9, 2, 18]):
+        y, state = conv_scan(piece, state, weight, bias)
+        ys.append(y)
+    assert close(torch.cat(ys), want)
+    states, ys = torch.zeros(1, 6, kernel - 1), []
+    for token in u.split(1):
+        y, states = conv_step(token, states, weight, bias)
+        ys.append(y)
+    assert close(torch.cat(ys), want) and torch.equal(states[0], state)
 
 
 def batch(starts: list[int], lens: list[int], table: list[list[int]]) -> AttentionBatch:
@@ -92,12 +121,13 @@ def test_pages_of_attention_and_states_are_unified():
         make_kv_cache_groups([attention, state])
 
 
+BLOCKS = {"mamba2": 8, "lfm2": 16, "qwen3-next": 16}
+"""Few enough that requests are preempted."""
 SETTINGS = {
     "plain": {},
     "checkpoints": {"mamba_cache_mode": "all", "max_num_batched_tokens": 64},
-    "preempted": {"mamba_cache_mode": "all", "num_gpu_blocks": 14, "max_num_batched_tokens": 17, "max_num_seqs": 8},
+    "preempted": {"mamba_cache_mode": "all", "max_num_batched_tokens": 17, "max_num_seqs": 8},
     "swapped": {
-        "num_gpu_blocks": 16,
         "num_cpu_blocks": 40,
         "preemption_mode": "swap",
         "max_num_batched_tokens": 11,
@@ -107,21 +137,29 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("mamba2", "plain"),
+        ("granite-hybrid", "checkpoints"),
+        *((name, setting) for name in BLOCKS for setting in ("preempted", "swapped")),
+    ],
+)
 def test_generates_what_transformers_does(name, setting, tiny_model_path):
     """Twice: the second time prefixes hit, on a checkpoint and off it."""
     torch.set_num_threads(1)
     prompts = [prompt(n, seed=n) for n in (1, 5, 33, 61)]
     prompts += [prompts[-1] + prompt(9, seed=3), prompts[-1] + prompt(1, seed=9)]
     want = [hf_generate(name, tokens, 12) for tokens in prompts]
-    llm = LLM(str(tiny_model_path(name)), dtype="float32", max_model_len=96, **SETTINGS[setting])
+    more = {"num_gpu_blocks": BLOCKS[name]} if setting in ("preempted", "swapped") else {}
+    llm = LLM(str(tiny_model_path(name)), dtype="float32", max_model_len=96, **SETTINGS[setting] | more)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     for _ in range(2):
         outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], params, use_tqdm=False)
         assert [list(out.outputs[0].token_ids) for out in outputs] == want
     stats = llm.llm_engine.core.scheduler.kv_cache_manager.stats
     assert (stats.hit_tokens > 0) == (setting != "plain")
+    assert (llm.llm_engine.core.scheduler.num_preemptions > 0) == bool(more)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 
 from minivllm.core.config import EngineArgs, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from minivllm.core.output import NewRequestData, SchedulerOutput
-from minivllm.runtime.executor import UniProcExecutor, make_executor, plan_engine
+from minivllm.runtime.executor import UniProcExecutor, plan_engine
+from minivllm.runtime.executors.select import make_executor
 from minivllm.runtime.model_runner import group_attention_specs, zeros_on_demand
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.pooling import PoolingParams
@@ -215,12 +217,10 @@ def test_zeros_take_no_memory_until_they_are_touched():
 
 
 def test_executors(plan):
-    for name in ("mp", "ray", "external_launcher"):
-        with pytest.raises(NotImplementedError, match=f"'{name}' is not implemented"):
-            make_executor(name, plan)
-    with pytest.raises(ValueError, match="must be one of uniproc; got 'threads'"):
-        make_executor("threads", plan)
-    executor = make_executor("uniproc", plan)
+    threads = replace(plan, config=replace(plan.config, args=EngineArgs(distributed_executor_backend="threads")))
+    with pytest.raises(ValueError, match="must be one of uni, mp.*; got 'threads'"):
+        make_executor(threads)
+    executor = make_executor(plan)
     assert executor.kv_cache_config is plan.config.kv_cache
     executor.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
@@ -238,7 +238,7 @@ def test_rows_are_numpy_views_of_one_batch(runner):
 
 
 def test_a_forked_child_is_told_that_it_cannot_run_the_engine(plan, monkeypatch):
-    executor = make_executor("uniproc", plan)
+    executor = make_executor(plan)
     own = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: own + 1)
     for call in (executor.execute_model, executor.submit):

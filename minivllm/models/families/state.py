@@ -1,14 +1,37 @@
-"""Families with state-space layers: Mamba-2."""
+"""Families with state-space layers: Mamba-2, LFM2, Granite 4 hybrids, Qwen3-Next."""
 
 # Generated from nbs/models/families/state.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
+from dataclasses import replace
+from typing import Any
 
+from torch import Tensor
+
+from minivllm.models.families.moe import EXPERT_NAMES, STACKED, each_expert, qwen_mlps, read_experts
+from minivllm.models.mixers.base import TokenMixerSpec
+from minivllm.models.mixers.conv import ShortConvSpec
+from minivllm.models.mixers.delta import DeltaNetSpec
 from minivllm.models.mixers.mamba2 import Mamba2Spec
+from minivllm.models.mixers.mlp import GatedMLPSpec
+from minivllm.models.mixers.moe import MoESpec, RouterSpec
 from minivllm.models.mixers.state import NoMLPSpec
-from minivllm.models.spec import ConfigReader, DecoderSpec, LayerSpec, WeightNames, family, read_common
+from minivllm.models.spec import (
+    ConfigReader,
+    DecoderSpec,
+    LayerSpec,
+    Unpack,
+    WeightNames,
+    family,
+    read_attention,
+    read_common,
+    read_mlp,
+)
 
-__all__ = ["LONGEST", "mamba2", "read_dt_limit"]
+__all__ = [
+    "LONGEST", "gated_query", "granitemoehybrid", "lfm2", "mamba2", "mixers_by_type", "qwen3_next",
+    "read_dt_limit", "read_mamba2",
+]  # fmt: skip
 
 LONGEST = 1 << 17
 """Positions of a model whose config names no limit, since it needs none."""
@@ -49,3 +72,144 @@ def mamba2(r: ConfigReader) -> DecoderSpec:
     layer = LayerSpec(mixer=mixer, mlp=NoMLPSpec(), mixer_norm="norm", mlp_norm=None)
     common = read_common(r, eps_name=None, eps=eps)
     return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"), names=_BACKBONE)
+
+
+def mixers_by_type(r: ConfigReader, types: list[str], kinds: dict[str, TokenMixerSpec]) -> list[TokenMixerSpec]:
+    """The mixer of each layer. kinds: by the names that the config may use.
+
+    Raises:
+        ValueError: another name, or not one for each layer.
+    """
+    if len(types) != r.need("num_hidden_layers"):
+        raise ValueError(f"{len(types)} layer types for {r.need('num_hidden_layers')} layers")
+    if unknown := set(types) - set(kinds):
+        raise ValueError(f"layer types {sorted(unknown)} are not supported; supported: {', '.join(kinds)}")
+    return [kinds[kind] for kind in types]
+
+
+@family("Lfm2ForCausalLM", "lfm2")
+def lfm2(r: ConfigReader) -> DecoderSpec:
+    """LFM2: short convolutions, and attention in some layers."""
+    for other in ("block_dim", "conv_dim", "conv_dim_out", "num_heads", "theta", "block_norm_eps", "use_pos_enc"):
+        r.get(other)  # what other fields say, too
+    for training in ("conv_use_xavier_init", "block_use_xavier_init", "block_mlp_init_scale", "block_out_init_scale"):
+        r.get(training)
+    r.only("block_use_swiglu", True)
+    size, count = r.get("block_ff_dim") or r.get("intermediate_size", 12288), r.need("num_hidden_layers")
+    factor, multiple = r.get("block_ffn_dim_multiplier", 1.0), r.get("block_multiple_of", 256)
+    r.get("intermediate_size")
+    if r.get("block_auto_adjust_ff_dim", True):
+        size = int(2 * size / 3)
+        size = size if factor is None else -(-int(factor * size) // multiple) * multiple
+    part = {name: f"feed_forward.{weight}" for name, weight in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
+    mlp = GatedMLPSpec(intermediate_size=size, **part)  # type: ignore[arg-type]
+    r.assume(max_position_embeddings=128_000)
+    names = {"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm", "o": "self_attn.out_proj"}
+    attention = read_attention(r, num_kv_heads=8, theta=1e6, qk_norm=True, **names)
+    conv = ShortConvSpec(
+        prefix="conv.", channels=r.need("hidden_size"), kernel=r.get("conv_L_cache", 3), bias=r.get("conv_bias", False)
+    )
+    full = r.get("full_attn_idxs")
+    full = range(count) if full is None else full
+    types = r.get("layer_types") or ["full_attention" if i in full else "conv" for i in range(count)]
+    mixers = mixers_by_type(r, types, {"conv": conv, "full_attention": attention})
+    norms = {"mixer_norm": "operator_norm", "mlp_norm": "ffn_norm"}
+    common = read_common(r, tied=True, eps=1e-5, eps_name="norm_eps")
+    tied = r.get("tie_embedding")
+    return DecoderSpec(
+        **common | ({} if tied is None else {"tie_word_embeddings": tied}),
+        layers=tuple(LayerSpec(mixer=mixer, mlp=mlp, **norms) for mixer in mixers),  # type: ignore[arg-type]
+        names=WeightNames(final_norm="model.embedding_norm.weight"),
+    )
+
+
+def read_mamba2(r: ConfigReader, **fields: Any) -> Mamba2Spec:
+    """Mamba-2 of a hybrid, with the fields that IBM's and others' configs have for it. fields: more of `Mamba2Spec`."""
+    heads, expand = r.get("mamba_n_heads", 128), r.get("mamba_expand", 2)
+    head_dim = r.get("mamba_d_head", 64)
+    inner = expand * r.need("hidden_size")
+    head_dim = inner // heads if head_dim == "auto" else head_dim
+    if heads * head_dim != inner:
+        raise ValueError(f"{heads} heads of {head_dim} are not mamba_expand * hidden_size = {inner} numbers")
+    r.get("mamba_chunk_size")
+    return Mamba2Spec(
+        prefix="mamba.", num_heads=heads, head_dim=head_dim, num_groups=r.get("mamba_n_groups", 1),
+        state_size=r.get("mamba_d_state", 256), kernel=r.get("mamba_d_conv", 4), bias=r.get("mamba_proj_bias", False),
+        conv_bias=r.get("mamba_conv_bias", True), eps=r.get("rms_norm_eps", 1e-6), dt_limit=read_dt_limit(r), **fields,
+    )  # fmt: skip
+
+
+@family("GraniteMoeHybridForCausalLM", "granitemoehybrid")
+def granitemoehybrid(r: ConfigReader) -> DecoderSpec:
+    """Granite 4: Mamba-2 and some attention, mostly without positions; experts and a shared one, or that one alone."""
+    bias, count = r.get("attention_bias", False), r.need("num_hidden_layers")
+    rope: dict[str, Any] = {} if r.only("position_embedding_type", None, "rope", "nope") == "rope" else {"rope": None}
+    for name in ("rope_parameters", "rope_theta", "rope_scaling", "normalization_function", "init_method"):
+        r.get(name)
+    attention = read_attention(r, qkv_bias=bias, o_bias=bias, scale=r.get("attention_multiplier", 1.0), **rope)
+    types = r.get("layer_types") or r.get("layers_block_type") or ["mamba"] * count
+    kinds = dict.fromkeys(("mamba", "linear_attention"), read_mamba2(r)) | dict.fromkeys(
+        ("attention", "full_attention"), attention
+    )
+    r.get("layers_block_type"), r.get("intermediate_size")
+    size = r.get("shared_intermediate_size", 1024)
+    mlp = read_mlp(r, intermediate_size=size, gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
+    router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), normalize=True, name="block_sparse_moe.router.layer")
+    block: GatedMLPSpec | MoESpec = mlp
+    if r.get("num_local_experts", 8):
+        block = read_experts(r, 8, r.get("intermediate_size", 11008), router, field="num_local_experts", shared=mlp)
+    weights, scale = {part: f"{name}.weight" for part, name in EXPERT_NAMES.items()}, r.get("residual_multiplier", 1.0)
+    mixers = mixers_by_type(r, types, kinds)
+    return DecoderSpec(
+        **read_common(r),
+        layers=tuple(LayerSpec(mixer=mixer, mlp=block, residual_scale=scale) for mixer in mixers),
+        embedding_scale=r.get("embedding_multiplier", 1.0),
+        logits_scale=1 / r.get("logits_scaling", 1.0),
+        unpack=(
+            each_expert("block_sparse_moe.input_linear.weight", weights["gate"], weights["up"]),
+            each_expert("block_sparse_moe.output_linear.weight", weights["down"]),
+            each_expert("block_sparse_moe.experts.gate_up_proj", weights["gate"], weights["up"]),
+            each_expert("block_sparse_moe.experts.down_proj", weights["down"]),
+            Unpack("block_sparse_moe.router.weight", lambda t: {f"{router.name}.weight": t}),
+        ),
+    )
+
+
+def gated_query(head_dim: int, kind: str) -> Unpack:
+    """A matmul that holds, head by head, a query and the gate of the head's output."""
+
+    def parts(tensor: Tensor) -> dict[str, Tensor]:
+        q, gate = tensor.unflatten(0, (-1, 2, head_dim)).transpose(0, 1)
+        return {f"self_attn.q_proj.{kind}": q.flatten(0, 1), f"self_attn.q_gate.{kind}": gate.flatten(0, 1)}
+
+    return Unpack(f"self_attn.q_proj.{kind}", parts)
+
+
+@family("Qwen3NextForCausalLM", "qwen3_next")
+def qwen3_next(r: ConfigReader) -> DecoderSpec:
+    """Qwen3-Next: three gated delta nets to one attention layer with a gate, and experts."""
+    count, bias = r.need("num_hidden_layers"), r.get("attention_bias", False)
+    attention = read_attention(
+        r, head_dim=256, num_kv_heads=2, part=0.25, qkv_bias=bias, o_bias=bias, qk_norm=True, gate="self_attn.q_gate"
+    )
+    delta = DeltaNetSpec(
+        prefix="linear_attn.", num_k_heads=r.get("linear_num_key_heads", 16), num_v_heads=r.get("linear_num_value_heads", 32),
+        k_dim=r.get("linear_key_head_dim", 128), v_dim=r.get("linear_value_head_dim", 128),
+        kernel=r.get("linear_conv_kernel_dim", 4), eps=r.get("rms_norm_eps", 1e-6),
+    )  # fmt: skip
+    every = r.get("full_attention_interval", 4)
+    types = r.get("layer_types") or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    mixers = mixers_by_type(r, types, {"linear_attention": delta, "full_attention": attention})
+    router = RouterSpec(top_k=r.get("num_experts_per_tok", 10), normalize=r.get("norm_topk_prob", True))
+    names = {part: f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+    r.assume(intermediate_size=5632)
+    shared = read_mlp(r, intermediate_size=r.get("shared_expert_intermediate_size", 512), **names)
+    moe = read_experts(r, 512, r.get("moe_intermediate_size", 512), router)
+    moe = replace(moe, shared=shared, shared_gate="mlp.shared_expert_gate")
+    return DecoderSpec(
+        **read_common(r),
+        layers=tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, qwen_mlps(r, moe), strict=True)),
+        norm_offset=True,
+        unpack=(*STACKED, *(gated_query(attention.head_dim, kind) for kind in ("weight", "bias"))),
+        names=WeightNames(ignored=("mtp.",)),
+    )

@@ -15,14 +15,18 @@ from minivllm.core.module import Module
 from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.grouped import QuantizedWeight, StoredLinear
 from minivllm.models.linear.unquantized import matmul_by_tiles
+from minivllm.models.parallel import TensorGroup
 
 __all__ = [
-    "QUANTIZED", "Linear", "Shard", "linear_method_names", "make_linear_method", "method_or_torch",
-    "register_linear_method", "stored_linear",
+    "QUANTIZED", "GatheredLinear", "Linear", "RowParallelLinear", "Shard", "linear_method_names",
+    "make_linear_method", "method_or_torch", "register_linear_method", "stored_linear",
 ]  # fmt: skip
 
 QUANTIZED = (*WEIGHT_BITS, *(f"torch_{name}" for name in WEIGHT_BITS))
+
+
 """Methods that round a weight to 8 bits, or to 4 with a scale for every group of inputs, when it is loaded."""
+
 
 _METHODS: dict[str, str | Callable[[], LinearMethod]] = {
     "torch": "minivllm.models.linear.unquantized:TorchLinear",
@@ -79,15 +83,33 @@ def method_or_torch(name: str, inputs: int, outputs: int, dtype: torch.dtype, de
 
 
 class Shard(NamedTuple):
-    """Which part of a layer a rank computes: of the outputs, or a partial sum over part of the inputs."""
+    """Which part of a layer a rank computes: of the outputs, or a partial sum over part of the inputs.
+
+    Attributes:
+        pieces: see `Split`.
+    """
 
     rank: int
     size: int
     by: str
+    pieces: Mapping[str, tuple[tuple[int, int], ...]] = {}
 
-    def of(self, length: int) -> tuple[int, int]:
-        """(start, length) of this rank's part."""
-        return length // self.size * self.rank, length // self.size
+    def of(self, part: str, length: int) -> list[tuple[int, int]]:
+        """(start, length) of what this rank has of each piece of a part, along a dimension of this length."""
+        pieces = self.pieces.get(part, ((length, 1),))
+        whole, start, found = sum(rows for rows, _ in pieces), 0, []
+        for rows, copies in pieces:
+            shares, rank = self.size // copies, self.rank // copies
+            each = -(-rows // shares)  # of a vocabulary, the last ranks may have fewer
+            first = min(rank * each, rows)
+            found.append((start + first, min(each, rows - first)))
+            start += rows
+        return [(a * length // whole, n * length // whole) for a, n in found]  # packed: several outputs in a number
+
+    def cut(self, part: str, tensor: Tensor, dim: int) -> Tensor:
+        """What this rank has of a tensor of a part, whose dimension `dim` is the one that is cut."""
+        found = [tensor.narrow(dim, *span) for span in self.of(part, tensor.shape[dim])]
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
 
 
 class Linear(Module):
@@ -203,7 +225,10 @@ class Linear(Module):
         if self.share is not None:
             dim = self.method.dims[kind][0 if self.share.by == "outputs" else 1]
             if dim is not None:
-                tensor = tensor.narrow(dim, *self.share.of(tensor.shape[dim]))
+                tensor = self.share.cut(name, tensor, dim)
+                if tensor.shape[dim] < target.shape[dim]:  # the last rows of a vocabulary
+                    target.narrow(dim, tensor.shape[dim], target.shape[dim] - tensor.shape[dim]).zero_()
+                    target = target.narrow(dim, 0, tensor.shape[dim])
             elif kind == "bias" and self.share.rank > 0:  # partial sums are added up: one rank brings the bias
                 tensor = torch.zeros_like(tensor)
         target.copy_(tensor)
@@ -217,12 +242,13 @@ class Linear(Module):
             stored.weights = {"bias": before["bias"]} if "bias" in before else {}
             self.method = self.method.replaced(stored)
         if self.share is not None:
-            rank, size, by = self.share
-            if isinstance(weight, QuantizedWeight):
-                weight = weight.shard(rank, size, by)
+            rank, size, by, pieces = self.share
+            if not isinstance(weight, QuantizedWeight):
+                weight = self.share.cut(name, weight, int(by == "inputs"))
+            elif len(cut := pieces.get(name, ((0, 1),))) == 1:
+                weight = weight.shard(rank // cut[0][1], size // cut[0][1], by)
             else:
-                dim = int(by == "inputs")
-                weight = weight.narrow(dim, *self.share.of(weight.shape[dim]))
+                raise ValueError(f"a quantized {name} holds {len(cut)} matrices, and cannot be split among ranks")
         if isinstance(weight, Tensor):
             weight = weight.to(self.dtype, copy=True)
         stored.loaded[name] = weight.to(self.device)
@@ -254,3 +280,31 @@ class Linear(Module):
         return Linear(
             inputs, parts, method=self.method_name, out_dtype=self.out_dtype, shard=Shard(rank, size, by), **kind
         )
+
+
+class RowParallelLinear(Linear):
+    """A shard by inputs, whose ranks add up their results. group: the ranks."""
+
+    capturable = True
+
+    def __init__(self, *args: Any, group: TensorGroup, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in_features] of this rank to the sum, [T, out_features]."""
+        return self.group.all_reduce(self.method.apply(x))
+
+
+class GatheredLinear(Linear):
+    """A shard by outputs, whose ranks lay their results side by side. group: the ranks. outputs: of the whole layer."""
+
+    capturable = True
+
+    def __init__(self, *args: Any, group: TensorGroup, outputs: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group, self.outputs = group, outputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in_features] to [T, outputs]."""
+        return self.group.all_gather(self.method.apply(x))[:, : self.outputs]

@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from minivllm.models.layers import ProjectionQKNorm, QKNorm
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, TokenMixerSpec, register_mixer
 from minivllm.models.ops.base import ForwardContext
+from minivllm.models.parallel import Share, Split, SplitBlock
 from minivllm.models.rope import RopeSpec
 
 __all__ = ["SelfAttention", "SelfAttentionSpec"]
@@ -34,6 +35,7 @@ class SelfAttentionSpec(TokenMixerSpec):
         qk_norm: an RMS norm of queries and keys before the rotation; of each head, or with `qk_norm_over_projection` of
             all query heads as one vector, and all key heads as another.
         q, k, v, o, q_norm, k_norm: names of the weights in a checkpoint, after the layer's prefix.
+        gate: name of a matmul whose sigmoid is multiplied with what comes out of the attention; None for none.
         sinks: name of the heads' sinks in a checkpoint, see `AttentionBackend`; None for none.
         qkv: name of the weight that holds those of q, k and v below each other, if the checkpoint has it so.
     """
@@ -58,6 +60,7 @@ class SelfAttentionSpec(TokenMixerSpec):
     k_norm: str = "self_attn.k_norm"
     qkv: str | None = None
     sinks: str | None = None
+    gate: str | None = None
 
     def __post_init__(self) -> None:
         self._check()
@@ -74,10 +77,21 @@ class SelfAttentionSpec(TokenMixerSpec):
         """See `MixerSpec`."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         parts = {self.q: q, self.k: kv, self.v: kv} if self.qkv is None else {self.qkv: q + 2 * kv}
-        return {
-            "qkv": LinearSpec(hidden_size, parts, self.qkv_bias),
-            "o": LinearSpec(q, {self.o: hidden_size}, self.o_bias),
-        }
+        gate = {} if self.gate is None else {"gate": LinearSpec(hidden_size, {self.gate: q}, self.qkv_bias)}
+        o = LinearSpec(q, {self.o: hidden_size}, self.o_bias)
+        return {"qkv": LinearSpec(hidden_size, parts, self.qkv_bias), **gate, "o": o}
+
+    def split(self, share: Share) -> SplitBlock:
+        """See `MixerSpec`. A rank has some query heads, and the key-value heads that belong to them."""
+        if self.qk_norm_over_projection:
+            raise ValueError("a norm over all heads (qk_norm_over_projection) cannot be split among ranks")
+        heads, kv, dim = share.divide("query heads", self.num_heads), self.num_kv_heads, self.head_dim
+        if kv % share.size and share.size % kv:
+            raise ValueError(f"{kv} key-value heads cannot be split among, or repeated on, {share.size} ranks equally")
+        q, k = (self.num_heads * dim, 1), (kv * dim, max(1, share.size // kv))
+        pieces = {self.q: (q,), self.k: (k,), self.v: (k,)} if self.qkv is None else {self.qkv: (q, k, k)}
+        local = replace(self, num_heads=heads, num_kv_heads=max(1, kv // share.size))
+        return SplitBlock(local, {"qkv": Split("outputs", pieces), "o": Split("inputs")})
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """See `MixerSpec`."""
@@ -125,11 +139,12 @@ class SelfAttention(Mixer):
     capturable = True
     spec: SelfAttentionSpec
     qkv: Linear
+    gate: Linear | None = None
     o: Linear
 
     def __init__(self, spec: SelfAttentionSpec, builder: Builder) -> None:
         super().__init__(spec, builder)
-        self.backend, self.kv_dtype = builder.backend, builder.kv_dtype
+        self.backend, self.kv_dtype, self.share = builder.backend, builder.kv_dtype, builder.share
         self.sinks: Tensor | None = None
         if spec.sinks is not None:
             self.sinks = torch.empty(spec.num_heads, dtype=builder.dtype, device=builder.device)
@@ -156,16 +171,21 @@ class SelfAttention(Mixer):
             rotation=context.rotations[self.rotation],
             backend=self.backend,
         )
-        return self.o(self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1))
+        out = self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1)
+        return self.o(out if self.gate is None else out * torch.sigmoid(self.gate(x)))
 
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """See `Mixer`."""
         yield from Mixer.targets(self)
         if self.spec.sinks is not None and self.sinks is not None:
-            yield self.spec.sinks, self.sinks.copy_  # type: ignore[misc]
+            yield self.spec.sinks, self._load_sinks
         if (norm := self.qk_norm) is not None:
             yield f"{self.spec.q_norm}.weight", partial(norm.load, norm.q_weight)
             yield f"{self.spec.k_norm}.weight", partial(norm.load, norm.k_weight)
+
+    def _load_sinks(self, tensor: Tensor) -> None:
+        assert self.sinks is not None
+        self.sinks.copy_(tensor.narrow(0, self.share.rank * len(self.sinks), len(self.sinks)))
 
     def optional_targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """The scales of an fp8 cache: one number each, beside the layer's weights or within those of keys and values."""

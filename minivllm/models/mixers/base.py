@@ -4,7 +4,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,8 +15,9 @@ from minivllm.attention.state import LayerCacheSpec
 from minivllm.core.config import KVCacheSpec
 from minivllm.core.module import Module
 from minivllm.models.layers import LayerNorm, RMSNorm
-from minivllm.models.linear.layer import Linear, method_or_torch
+from minivllm.models.linear.layer import Linear, RowParallelLinear, Shard, method_or_torch
 from minivllm.models.ops.base import LayerOps
+from minivllm.models.parallel import Share, Split, SplitBlock, TensorGroup
 from minivllm.models.rope import RopeSpec
 
 __all__ = [
@@ -39,6 +40,14 @@ class MixerSpec(ABC):
     @abstractmethod
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """The linear layers, by the name of the attribute that will hold each."""
+
+    def split(self, share: Share) -> SplitBlock:
+        """What a rank computes of the block.
+
+        Raises:
+            ValueError: it cannot be split, or not among so many ranks; says why.
+        """
+        raise ValueError(f"{type(self).__name__.removesuffix('Spec')} cannot be split among ranks (tensor parallelism)")
 
     def vectors(self) -> dict[str, int]:
         """Other weights of a checkpoint, one-dimensional: {name: size}."""
@@ -82,6 +91,9 @@ class Builder:
         kv_dtype: of the cache, see `AttentionSpec`.
         norm_offset: see `RMSNorm`.
         layer_norm, norm_bias: norms are layer norms, with a bias or without.
+        group: the ranks that hold the layers together; None for one rank.
+        splits: how the linear layers of the block that is built are cut, by attribute.
+        reduces: whether a layer that is cut by inputs adds up the ranks' results; else the block does.
     """
 
     hidden_size: int
@@ -95,6 +107,25 @@ class Builder:
     kv_dtype: torch.dtype | None = None
     layer_norm: bool = False
     norm_bias: bool = False
+    group: TensorGroup | None = None
+    splits: Mapping[str, Any] = field(default_factory=dict)
+    reduces: bool = True
+
+    @property
+    def share(self) -> Share:
+        """Which part of every layer is built."""
+        return Share() if self.group is None else self.group.share
+
+    def block(self, spec: MixerSpec) -> "Mixer":
+        """The module of a spec, or what this rank computes of it. Raises as `build_mixer` and `MixerSpec.split`."""
+        if self.group is None:
+            return build_mixer(spec, self)
+        part = spec.split(self.share)
+        return build_mixer(part.spec, replace(self, splits=part.splits))
+
+    def inner(self, name: str) -> "Builder":
+        """For a block within the block that is built, whose results that block adds up."""
+        return self if self.group is None else replace(self, splits=self.splits[name].splits, reduces=False)
 
     def norm(self, size: int | None = None) -> RMSNorm | LayerNorm:
         """A norm of the model's kind, of hidden states if no size is given."""
@@ -104,12 +135,24 @@ class Builder:
         how = {"dtype": self.dtype, "device": self.device, "offset": self.norm_offset}
         return RMSNorm(size, self.norm_eps, self.ops, **how)  # type: ignore[arg-type]
 
-    def linear(self, spec: LinearSpec, **kwargs: Any) -> Linear:
-        """A linear layer, its weights still to be loaded."""
+    def linear(self, spec: LinearSpec, name: str = "", cls: Callable[..., Linear] = Linear, **kwargs: Any) -> Linear:
+        """A linear layer, its weights still to be loaded. name: of its attribute. cls: what to make if it is not cut."""
         sizes = (spec.inputs, sum(spec.parts.values()))
         method = method_or_torch(kwargs.pop("method", self.linear_method), *sizes, self.dtype, self.device)
-        how = {"bias": spec.bias, "dtype": self.dtype, "device": self.device, "method": method}
-        return Linear(spec.inputs, spec.parts, **how, **kwargs)  # type: ignore[arg-type]
+        how: dict[str, Any] = {
+            "bias": spec.bias,
+            "dtype": self.dtype,
+            "device": self.device,
+            "method": method,
+            **kwargs,
+        }
+        split: Split | None = self.splits.get(name)
+        if split is None or self.group is None:
+            return cls(spec.inputs, spec.parts, **how)
+        shard = Shard(*self.share[:2], *split)
+        if split.by == "inputs" and self.reduces:
+            return RowParallelLinear(spec.inputs, spec.parts, shard=shard, group=self.group, **how)
+        return Linear(spec.inputs, spec.parts, shard=shard, **how)
 
 
 class Mixer(Module):
@@ -124,7 +167,7 @@ class Mixer(Module):
         self.spec, self.ops = spec, builder.ops
         self.cache = self.group = self.rotation = 0
         for name, linear in spec.linears(builder.hidden_size).items():
-            setattr(self, name, builder.linear(linear))
+            setattr(self, name, builder.linear(linear, name))
 
     def linears(self) -> list[Linear]:
         """Its linear layers, in the order of a step."""

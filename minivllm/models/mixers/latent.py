@@ -14,6 +14,7 @@ from minivllm.core.config import KVCacheSpec
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, TokenMixerSpec, register_mixer
 from minivllm.models.ops.base import ForwardContext
+from minivllm.models.parallel import Share, Split, SplitBlock
 from minivllm.models.rope import RopeSpec, apply_rope
 
 __all__ = ["LatentAttention", "LatentAttentionSpec"]
@@ -60,6 +61,11 @@ class LatentAttentionSpec(TokenMixerSpec):
         both = LinearSpec(hidden_size, {"self_attn.q_a_proj": self.q_rank} | latent, self.bias)
         return {"compress": both, "q": LinearSpec(self.q_rank, {"self_attn.q_b_proj": q}), "o": o}
 
+    def split(self, share: Share) -> SplitBlock:
+        """See `MixerSpec`. A rank has some heads; the latents, which all heads read, lie in the cache of every rank."""
+        local = replace(self, num_heads=share.divide("query heads", self.num_heads))
+        return SplitBlock(local, {"q": Split("outputs"), "o": Split("inputs")})
+
     def vectors(self) -> dict[str, int]:
         """See `MixerSpec`."""
         q = {} if self.q_rank is None else {"self_attn.q_a_layernorm": self.q_rank}
@@ -96,7 +102,7 @@ class LatentAttention(Mixer):
 
     def __init__(self, spec: LatentAttentionSpec, builder: Builder) -> None:
         super().__init__(spec, builder)
-        self.backend, norms = builder.backend, replace(builder, norm_eps=spec.eps)
+        self.backend, norms, self.share = builder.backend, replace(builder, norm_eps=spec.eps), builder.share
         self.q_norm = None if spec.q_rank is None else norms.norm(spec.q_rank)
         self.kv_norm = norms.norm(spec.rank)
         shape = (spec.num_heads, spec.nope_dim + spec.v_dim, spec.rank)
@@ -123,10 +129,14 @@ class LatentAttention(Mixer):
             return torch.cat([torch.einsum(how, row, weight) for row in x.split(1)])
         return torch.einsum(how, x, weight)
 
+    def _load_expand(self, tensor: Tensor) -> None:
+        mine = self.expand.flatten(0, 1)
+        mine.copy_(tensor.narrow(0, self.share.rank * len(mine), len(mine)))
+
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
         """See `Mixer`."""
         yield from Mixer.targets(self)
-        yield "self_attn.kv_b_proj.weight", self.expand.flatten(0, 1).copy_
+        yield "self_attn.kv_b_proj.weight", self._load_expand
         for name, norm in (("q_a_layernorm", self.q_norm), ("kv_a_layernorm", self.kv_norm)):
             for kind, load in () if norm is None else norm.targets():
                 yield f"self_attn.{name}.{kind}", load

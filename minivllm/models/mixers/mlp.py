@@ -2,13 +2,14 @@
 
 # Generated from nbs/models/mixers/mlp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, register_mixer
 from minivllm.models.ops.torch import ACTIVATIONS
+from minivllm.models.parallel import Share, Split, SplitBlock
 
 __all__ = ["MLP", "ClampedMLP", "ClampedMLPSpec", "GatedMLP", "GatedMLPSpec", "MLPSpec", "check_mlp"]
 
@@ -54,6 +55,13 @@ class GatedMLPSpec(MixerSpec):
             "down": LinearSpec(inner, {self.down: hidden_size}, self.bias),
         }
 
+    def split(self, share: Share) -> SplitBlock:
+        """See `MixerSpec`. A rank has some of the numbers inside."""
+        inner = self.intermediate_size
+        pieces = {} if self.gate_up is None else {self.gate_up: ((inner, 1), (inner, 1))}
+        local = replace(self, intermediate_size=share.divide("numbers inside the MLP", inner))
+        return SplitBlock(local, {"gate_up": Split("outputs", pieces), "down": Split("inputs")})
+
 
 class _Activated(Mixer):
     """What MLPs have in common."""
@@ -96,6 +104,11 @@ class MLPSpec(MixerSpec):
             "up": LinearSpec(hidden_size, {self.up: self.intermediate_size}, self.bias),
             "down": LinearSpec(self.intermediate_size, {self.down: hidden_size}, self.bias),
         }
+
+    def split(self, share: Share) -> SplitBlock:
+        """See `MixerSpec`. A rank has some of the numbers inside."""
+        local = replace(self, intermediate_size=share.divide("numbers inside the MLP", self.intermediate_size))
+        return SplitBlock(local, {"up": Split("outputs"), "down": Split("inputs")})
 
 
 @register_mixer(MLPSpec)

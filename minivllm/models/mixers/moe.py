@@ -15,6 +15,7 @@ from minivllm.models.linear.layer import Linear
 from minivllm.models.linear.unquantized import TorchLinear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, build_mixer, register_mixer
 from minivllm.models.mixers.mlp import GatedMLP, GatedMLPSpec
+from minivllm.models.parallel import Share, SplitBlock
 
 __all__ = ["MoE", "MoESpec", "RouterSpec", "groups_experts", "numbered", "route"]
 
@@ -96,6 +97,7 @@ class MoESpec(MixerSpec):
         expert: of each, with `{}` for its number in the names of its weights.
         shared: of the expert that every token visits, or None.
         shared_gate: name of the weight of the gate that the shared expert goes through; None for no gate.
+        held: (first, count) of the experts that are here, if the others are on other ranks.
     """
 
     num_experts: int
@@ -103,6 +105,7 @@ class MoESpec(MixerSpec):
     expert: GatedMLPSpec
     shared: GatedMLPSpec | None = None
     shared_gate: str | None = None
+    held: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         count, router = self.num_experts, self.router
@@ -115,8 +118,22 @@ class MoESpec(MixerSpec):
 
     @property
     def experts(self) -> list[GatedMLPSpec]:
-        """One for each expert."""
-        return [numbered(self.expert, e) for e in range(self.num_experts)]
+        """One for each expert that is here."""
+        first, count = self.held or (0, self.num_experts)
+        return [numbered(self.expert, e) for e in range(first, first + count)]
+
+    def split(self, share: Share) -> SplitBlock:
+        """See `MixerSpec`. A rank has a part of every expert, or with `by_expert` some experts; the router is on all."""
+        blocks, local = {}, self
+        if share.by_expert:
+            count = share.divide("experts", self.num_experts)
+            local = replace(self, held=(share.rank * count, count))
+            blocks["expert"] = SplitBlock(self.expert, {})
+        else:
+            blocks["expert"] = self.expert.split(share)
+        if self.shared is not None:
+            blocks["shared"] = self.shared.split(share)
+        return SplitBlock(replace(local, **{name: block.spec for name, block in blocks.items()}), blocks)
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """See `MixerSpec`. Of the router, and of the gate of the shared expert; experts are blocks themselves."""
@@ -157,12 +174,13 @@ class MoE(Mixer):
         plain = "batch_invariant" if builder.ops.batch_invariant else "torch"  # a router is small, and never quantized
         own = replace(builder, linear_method=plain, dtype=torch.float32 if spec.router.float32 else builder.dtype)
         super().__init__(spec, own)
-        self.experts = ModuleList(build_mixer(expert, builder) for expert in spec.experts)
-        self.shared = None if spec.shared is None else build_mixer(spec.shared, builder)
+        self.group = builder.group
+        self.experts = ModuleList(build_mixer(expert, builder.inner("expert")) for expert in spec.experts)
+        self.shared = None if spec.shared is None else build_mixer(spec.shared, builder.inner("shared"))
         self.correction: Tensor | None = None
         if spec.router.correction is not None:
             self.correction = torch.empty(spec.num_experts, device=builder.device)
-        self.grouped = groups_experts(builder)
+        self.grouped = groups_experts(builder) and spec.held is None
         self.stacked: list[Tensor] = []
         self._checked: list[Any] = [
             -1,
@@ -181,7 +199,8 @@ class MoE(Mixer):
         for part, weight in zip(each[1:], weights.unbind(1)[1:], strict=True):
             total += part * weight[:, None]
         total = total.to(x.dtype)
-        return total if self.shared is None else total + self._shared(x)
+        total = total if self.shared is None else total + self._shared(x)
+        return total if self.group is None else self.group.all_reduce(total)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, float32 [T, top_k], and experts, int64 [T, top_k], of tokens [T, hidden_size]."""
@@ -199,7 +218,9 @@ class MoE(Mixer):
         return out if self.spec.shared_gate is None else out * self._sigmoid(self.shared_gate(x))
 
     def _by_expert(self, x: Tensor, counts: Tensor) -> Tensor:
-        """The experts' outputs of rows that are sorted by expert. counts: int64 [E], rows of each."""
+        """The experts' outputs of rows that are sorted by expert. counts: int64 [E], rows of each. Zeros of experts elsewhere."""
+        if self.spec.held is not None:
+            return self._by_held_expert(x, counts.tolist(), *self.spec.held)
         if not self._stack_is_current():
             segments = zip(self.experts, x.split(counts.tolist()), strict=True)
             return torch.cat([expert(rows) for expert, rows in segments if len(rows)])
@@ -210,6 +231,14 @@ class MoE(Mixer):
 
         inner = self.ops.gated_linear(x, both, self.experts[0].activation)
         return torch._grouped_mm(inner, down.transpose(1, 2), offs=ends)
+
+    def _by_held_expert(self, x: Tensor, counts: list[int], first: int, count: int) -> Tensor:
+        out, start = torch.zeros_like(x), sum(counts[:first])
+        for expert, rows in zip(self.experts, counts[first : first + count], strict=True):
+            if rows:
+                out[start : start + rows] = expert(x[start : start + rows])
+            start += rows
+        return out
 
     def _whole_weights(self) -> list[tuple[Tensor, Tensor]]:
         """Gate-up and down of each expert, if all are gated MLPs that nothing was added to; else nothing."""

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
-    "CHUNK", "by_head", "conv_scan", "conv_step", "decays", "in_chunks", "ssd_chunk", "ssd_recurrence",
-    "ssd_step",
+    "CHUNK", "by_head", "conv_scan", "conv_step", "decays", "delta_chunk", "delta_recurrence", "delta_step",
+    "in_chunks", "ssd_chunk", "ssd_recurrence", "ssd_step",
 ]  # fmt: skip
 
 
@@ -97,3 +97,46 @@ def in_chunks(chunk, x: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tens
         y, state = chunk(*(part[start : start + CHUNK] for part in x), state)
         ys.append(y)
     return torch.cat(ys), state
+
+
+def delta_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of each of R sequences.
+
+    Args:
+        q, k: [R, H, K], of length 1 (q over the root of K). v: [R, H, V]. log_decay: [R, H], at most 0. beta: [R, H], 0 to 1.
+        state: [R, H, K, V]. All float32.
+
+    Returns:
+        [R, H, V], and the new states.
+    """
+    state = state * log_decay.exp()[..., None, None]
+    change = (v - (state * k[..., None]).sum(-2)) * beta[..., None]
+    state = state + k[..., None] * change[:, :, None]
+    return (state * q[..., None]).sum(-2), state
+
+
+def delta_recurrence(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """T tokens of one sequence, one after the other: q [T, H, K], state [H, K, V], and so on, to [T, H, V] and the new state."""
+    ys, states = [], state[None]
+    for t in range(len(q)):
+        y, states = delta_step(*(x[t : t + 1] for x in (q, k, v, log_decay, beta)), states)
+        ys.append(y)
+    return torch.cat(ys), states[0]
+
+
+def delta_chunk(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `delta_recurrence`, for a chunk, in matmuls and one triangular solve."""
+    inner, before = decays(log_decay)
+    q, k, v, beta = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), beta.T[..., None]
+    reads = (beta * (k @ k.mT) * inner).tril(-1)  # of what token s writes, at token t
+    wanted = beta * (v - before[..., None] * (k @ state))
+    change = torch.linalg.solve_triangular(reads, wanted, upper=False, unitriangular=True)
+    y = (q @ k.mT * inner) @ change + before[..., None] * (q @ state)
+    state = state * before[:, -1, None, None] + (k * inner[:, -1, :, None]).mT @ change
+    return y.transpose(0, 1), state

@@ -1,0 +1,225 @@
+"""Several engine cores behind a front that looks like one."""
+
+# Generated from nbs/engine/data_parallel.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import os
+import select
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from minivllm.core.config import EngineArgs
+from minivllm.core.output import EngineCoreOutput
+from minivllm.core.request import Request
+from minivllm.core.routing import ROUTERS, PrefixAware, Replica, Router
+from minivllm.engine.core_process import EngineCoreClient
+from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
+from minivllm.sampling.params import StructuredOutputsParams
+
+__all__ = ["DataParallelCore", "replica_args", "replica_environment"]
+
+
+def replica_args(args: EngineArgs, rank: int) -> EngineArgs:
+    """The settings of one replica.
+
+    Raises:
+        ValueError: KV events on an address that has no port to add to.
+    """
+    changes: dict[str, Any] = {"data_parallel_size": 1}
+    for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+        if (address := getattr(args, name)) is not None:
+            parts = urlsplit(address)
+            if parts.scheme != "tcp" or parts.port is None:
+                raise ValueError(
+                    f"{name}={address!r}: with data_parallel_size it must be tcp://HOST:PORT; replica r adds r to the port"
+                )
+            changes[name] = address.removesuffix(str(parts.port)) + str(parts.port + rank)
+    return replace(args, **changes)
+
+
+def replica_environment(args: EngineArgs, rank: int) -> dict[str, str]:
+    """What a replica's environment has besides this one's: a share of the cores, and GPUs of its own."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = str(max(1, cores // args.data_parallel_size))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+    added = {name: threads for name in names if name not in os.environ}
+    if args.device != "cpu":
+        world = args.world_size
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = given.split(",") if given else [str(i) for i in range(world * args.data_parallel_size)]
+        added["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * world : (rank + 1) * world])
+    return added
+
+
+class DataParallelCore:
+    """Several engine cores, with the methods of one. See `EngineCoreClient`, which they are.
+
+    Args:
+        cores: the replicas.
+        router: chooses one for each request.
+    """
+
+    def __init__(self, cores: Sequence[EngineCoreClient], router: Router) -> None:
+        self.cores, self.router = list(cores), router
+        self.replicas = [Replica(i) for i in range(len(self.cores))]
+        self.config, self.clock = self.cores[0].config, self.cores[0].clock
+        self.generation_config = self.cores[0].generation_config
+        self.grammar: GrammarCompiler | None = None
+        self._home: dict[str, tuple[Replica, int]] = {}
+        self._poll = select.epoll() if hasattr(select, "epoll") else select.kqueue()
+        for core in self.cores:
+            _watch(self._poll, core.fileno())
+
+    @classmethod
+    def start(cls, args: EngineArgs, router: Router | None = None, **options: Any) -> "DataParallelCore":
+        """Start `args.data_parallel_size` replicas, all at once. options: see `EngineCoreClient`.
+
+        Raises:
+            ValueError, ...: what one of them raises; the others are ended then.
+        """
+        ranks = range(args.data_parallel_size)
+
+        def one(rank: int) -> EngineCoreClient:
+            return EngineCoreClient(replica_args(args, rank), environment=replica_environment(args, rank), **options)
+
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            started = [pool.submit(one, rank) for rank in ranks]
+        errors = [future.exception() for future in started]
+        if (error := next((e for e in errors if e is not None), None)) is not None:
+            for future in started:
+                if future.exception() is None:
+                    future.result().shutdown()
+            raise error
+        if router is None:
+            kind = ROUTERS[args.data_parallel_router]
+            router = PrefixAware(args.block_size) if kind is PrefixAware else kind()
+        return cls([future.result() for future in started], router)
+
+    @property
+    def scheduler(self) -> Any:
+        """There is none here; raises EngineProcessError that says where they are."""
+        return self.cores[0].scheduler
+
+    def record(self, samples: bool = False) -> Any:
+        """See `EngineCoreClient.record`."""
+        return self.cores[0].record(samples)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request at the replica that the router chooses. Raises ValueError as `EngineCoreClient.add_request`, or for a number that no replica has."""
+        chosen = self.router.choose(request, self.replicas)
+        if not 0 <= chosen < len(self.replicas):
+            name = type(self.router).__name__
+            raise ValueError(f"router {name} chose replica {chosen!r}; there are 0 to {len(self.replicas) - 1}")
+        replica = self.replicas[chosen]
+        self.cores[chosen].add_request(request)
+        self._home[request.request_id] = replica, request.num_prompt_tokens
+        replica.num_requests += 1
+        replica.num_tokens += request.num_prompt_tokens
+
+    def _forget(self, request_id: str) -> Replica | None:
+        replica, tokens = self._home.pop(request_id, (None, 0))
+        if replica is not None:
+            replica.num_requests -= 1
+            replica.num_tokens -= tokens
+        return replica
+
+    def abort(self, request_ids: Any) -> list[str]:
+        """See `EngineCore.abort`."""
+        ended: list[str] = []
+        for request_id in list(request_ids):
+            if (replica := self._forget(request_id)) is not None:
+                ended += self.cores[replica.index].abort([request_id])
+        return ended
+
+    def fileno(self) -> int | None:
+        """It becomes readable when a replica has outputs."""
+        return self._poll.fileno()
+
+    def has_requests(self) -> bool:
+        """Whether `step` has something to deliver without waiting."""
+        return any(core.has_requests() for core in self.cores)
+
+    def step(self) -> list[EngineCoreOutput]:
+        """The outputs that have come; waits for some. Raises EngineProcessError if a replica has ended."""
+        ready = [core for core in self.cores if core.has_requests()]
+        if not ready:
+            _wait(self._poll)
+            ready = [core for core in self.cores if core.has_requests()]
+        outputs = [output for core in ready for output in core.step()]
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+        return outputs
+
+    def get_stats(self) -> dict[str, float]:
+        """See `EngineCore.get_stats`: sums, and for shares the mean, of all replicas."""
+        stats = [core.get_stats() for core in self.cores]
+        names = dict.fromkeys(name for one in stats for name in one)
+        count = {name: len(stats) if name.endswith("_perc") else 1 for name in names}
+        return {name: sum(one.get(name, 0) for one in stats) / count[name] for name in names}
+
+    def compile_grammar(self, params: StructuredOutputsParams) -> PendingGrammar:
+        """See `EngineCoreClient.compile_grammar`."""
+        assert self.grammar is not None
+        return self.grammar.submit(params)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`; whether all did."""
+        done = [core.reset_prefix_cache(reset_running_requests) for core in self.cores]
+        return all(done)
+
+    def record_to(self, path: str) -> None:
+        """See `EngineCoreClient.record_to`: a file for each replica, with its number before the suffix."""
+        stem, suffix = os.path.splitext(path)
+        for i, core in enumerate(self.cores):
+            core.record_to(f"{stem}-{i}{suffix}")
+
+    def prefetch_lora(self, key: str, path: str, digest: str) -> None:
+        """See `EngineCore.prefetch_lora`."""
+        for core in self.cores:
+            core.prefetch_lora(key, path, digest)
+
+    def is_lora_read(self, key: str) -> bool:
+        """See `EngineCore.is_lora_read`; by all."""
+        return all(core.is_lora_read(key) for core in self.cores)
+
+    def pin_lora(self, key: str) -> None:
+        """See `EngineCore.pin_lora`."""
+        for core in self.cores:
+            core.pin_lora(key)
+
+    def unpin_lora(self, key: str) -> None:
+        """See `EngineCore.unpin_lora`."""
+        for core in self.cores:
+            core.unpin_lora(key)
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """There is no need: a file becomes readable, see `fileno`."""
+
+    def check_health(self) -> None:
+        """The next step says it if a replica has failed."""
+
+    def shutdown(self) -> None:
+        """End all replicas. Twice is no error."""
+        with ThreadPoolExecutor(len(self.cores)) as pool:
+            list(pool.map(lambda core: core.shutdown(), self.cores))
+        self._poll.close()
+        if self.grammar is not None:
+            self.grammar.shutdown()
+
+
+def _watch(poll: Any, number: int | None) -> None:
+    assert number is not None
+    if hasattr(select, "epoll"):
+        poll.register(number, select.EPOLLIN)
+    else:
+        poll.control([select.kevent(number, select.KQ_FILTER_READ, select.KQ_EV_ADD)], 0)
+
+
+def _wait(poll: Any) -> None:
+    if hasattr(select, "epoll"):
+        poll.poll()
+    else:
+        poll.control([], 1)

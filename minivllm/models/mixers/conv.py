@@ -1,0 +1,57 @@
+"""Gated short convolution (LFM2), as a block of a layer."""
+
+# Generated from nbs/models/mixers/conv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minivllm.models.mixers.base import LinearSpec, register_mixer
+from minivllm.models.mixers.scan import conv_scan, conv_step
+from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
+
+__all__ = ["ShortConv", "ShortConvSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvSpec(StateMixerSpec):
+    """Parameters of `ShortConv`. channels: numbers of a hidden state; kernel: inputs that the convolution sees; bias: of everything."""
+
+    channels: int
+    kernel: int
+    bias: bool = False
+
+    def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
+        """See `MixerSpec`."""
+        into, out = {f"{self.prefix}in_proj": 3 * hidden_size}, {f"{self.prefix}out_proj": hidden_size}
+        return {
+            "in_proj": LinearSpec(hidden_size, into, self.bias),
+            "out_proj": LinearSpec(hidden_size, out, self.bias),
+        }
+
+    def extra_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `StateMixerSpec`."""
+        bias: dict[str, tuple[int, ...]] = {"conv.bias": (self.channels,)} if self.bias else {}
+        return {"conv.weight": (self.channels, 1, self.kernel)} | bias
+
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """See `StateMixerSpec`."""
+        return ((self.channels, self.kernel - 1),)
+
+
+@register_mixer(ShortConvSpec)
+class ShortConv(StateMixer):
+    """`C * conv(B * x)`, with B, C and x from one matmul."""
+
+    def step(self, u: Tensor, states: States) -> tuple[Tensor, States]:
+        """See `StateMixer`."""
+        return self._mix(u, states, conv_step)
+
+    def scan(self, u: Tensor, states: States) -> tuple[Tensor, States]:
+        """See `StateMixer`."""
+        return self._mix(u, states, conv_scan)
+
+    def _mix(self, u: Tensor, states: States, conv) -> tuple[Tensor, States]:
+        B, C, x = u.float().chunk(3, 1)
+        y, state = conv(B * x, states[0], self.extra["conv.weight"][:, 0], self.extra.get("conv.bias"))
+        return (C * y).to(u.dtype), (state,)

@@ -1,0 +1,326 @@
+"""Executor with a process for each rank."""
+
+# Generated from nbs/runtime/executors/mp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.config import EngineConfig, KVCacheConfig
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.runtime.executor import EnginePlan, PendingStep, with_memory
+from minivllm.runtime.executors.broadcast import Broadcast, Frames, Ring, unnamed_file
+from minivllm.runtime.executors.worker import Launch
+from minivllm.runtime.machine import cpu_quota
+from minivllm.runtime.sample_record import SampleLog, SampleRecord
+
+__all__ = [
+    "Call", "MultiprocExecutor", "StepResult", "WorkerError", "Workers", "logger", "start_worker",
+    "start_workers", "worker_environment",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+logger = logging.getLogger("minivllm.runtime")
+
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+def worker_environment(size: int) -> dict[str, str]:
+    """The environment of one of `size` workers: this one's, with a share of the cores, unless the user has said how many threads."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, min(cores, cpu_quota() or cores) // size)
+    return dict.fromkeys(_THREADS, str(threads)) | os.environ
+
+
+def start_worker(rank: int, size: int, file: int) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    """A worker's process, and the socket to it. file: of the ring."""
+    ours, theirs = socket.socketpair()
+    try:
+        command = [sys.executable, "-P", "-m", "minivllm.runtime.executors.worker"]
+        command += map(str, (theirs.fileno(), file, rank, size))
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno(), file], stdin=subprocess.DEVNULL, env=worker_environment(size)
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
+
+
+class WorkerError(RuntimeError):
+    """A worker has failed or was killed; the engine cannot go on."""
+
+
+@dataclass
+class Call:
+    """A call under way. ranks: that answer. fatal: an error of a worker is the end of them all."""
+
+    ranks: Sequence[int]
+    fatal: bool
+    future: "Future[list[Any]]" = field(default_factory=Future)
+    answers: dict[int, Any] = field(default_factory=dict)
+
+    def answer(self, rank: int, failed: bool, value: Any) -> bool:
+        """Take an answer; whether the call is done."""
+        if failed:
+            self.future.set_exception(value)
+        elif rank in self.ranks:
+            self.answers[rank] = value
+            if len(self.answers) == len(self.ranks):
+                self.future.set_result([self.answers[rank] for rank in self.ranks])
+        return self.future.done()
+
+
+class StepResult:
+    """A step under way: see `PendingStep`. log: where samples go."""
+
+    def __init__(self, future: "Future[list[Any]]", log: SampleLog | None) -> None:
+        self._future, self._log = future, log
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for it. Raises WorkerError."""
+        ((output, samples),) = self._future.result()
+        if self._log is not None:
+            self._log |= samples
+        return output  # type: ignore[no-any-return]
+
+
+class Workers:
+    """Processes that answer calls.
+
+    Args:
+        launches: what each is told first.
+
+    Raises:
+        Exception: what a worker raises while it starts.
+    """
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        self.size = len(launches)
+        self.failure: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._calls: dict[int, Call] = {0: Call(range(self.size), True)}
+        self._number, self._lock, self._closing = 1, threading.Lock(), False
+        file = unnamed_file(Ring.size(self.size))
+        started = [start_worker(rank, self.size, file) for rank in range(self.size)]
+        self.processes = [process for process, _ in started]
+        self._frames = [Frames(sock) for _, sock in started]
+        self._broadcast = Broadcast(self._frames, file)
+        os.close(file)
+        self._thread = threading.Thread(target=self._listen, name="minivllm-workers", daemon=True)
+        self._thread.start()
+        try:
+            ready = self._calls[0].future
+            for frames, launch in zip(self._frames, launches, strict=True):
+                with contextlib.suppress(OSError):  # it has ended, which the thread will say
+                    frames.send(launch)
+            ready.result()
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    def call(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+        ranks: Sequence[int] | None = None, fatal: bool = False,
+    ) -> "Future[list[Any]]":  # fmt: skip
+        """Call a method of every worker.
+
+        Args:
+            ranks: those that answer; None for all.
+            fatal: if one raises, the workers no longer agree, and are ended.
+
+        Raises:
+            WorkerError: they have ended. What pickle raises, for arguments that cannot cross.
+        """
+        call = Call(range(self.size) if ranks is None else ranks, fatal)
+        with self._lock:  # messages go out in the order of their numbers
+            self.check()
+            self._calls[self._number] = call
+            message = (self._number, method, tuple(args), dict(kwargs or {}), tuple(call.ranks))
+            try:
+                self._broadcast.send(message)
+            except OSError:  # a worker has ended, which the thread will say, to this call too
+                pass
+            except BaseException:
+                del self._calls[self._number]
+                raise
+            self._number += 1
+        return call.future
+
+    def check(self) -> None:
+        """Raises WorkerError if a worker has ended, or they were closed."""
+        if self.failure is not None:
+            raise WorkerError(str(self.failure)) from self.failure
+        if self._closing:
+            raise RuntimeError("this engine was closed: its executor was shut down")
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """Have a function called, in the thread that listens, if a worker ends by itself; at once if one has."""
+        self._callbacks.append(callback)
+        if self.failure is not None:
+            callback()
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, frames in enumerate(self._frames):
+                selector.register(frames.sock, selectors.EVENT_READ, rank)
+            while self.failure is None:
+                for key, _ in selector.select():
+                    try:
+                        number, rank, failed, value = self._frames[key.data].receive()
+                    except EOFError:
+                        self._fail(WorkerError(self._how_it_ended(key.data)))
+                        return
+                    self._take(number, rank, failed, value)
+
+    def _take(self, number: int, rank: int, failed: bool, value: Any) -> None:
+        """Give an answer to the call that it belongs to."""
+        call = self._calls.get(number)
+        if call is not None and call.answer(rank, failed, value):
+            self._calls.pop(number, None)
+        if failed and (call is None or call.fatal):  # of a call that is fatal, a second worker may say the same
+            self._fail(
+                value if number == 0 else WorkerError(f"worker {rank} has failed: {type(value).__name__}: {value}")
+            )
+
+    def _how_it_ended(self, rank: int) -> str:
+        process = self.processes[rank]
+        try:
+            status = process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            how = "has closed its socket"
+        else:
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"worker {rank} of {self.size} (process {process.pid}) {how}"
+
+    def _fail(self, error: BaseException) -> None:
+        """The end: no worker goes on, and nobody waits any longer."""
+        self._broadcast.closed = True
+        for process in self.processes:
+            process.kill()
+        with self._lock:
+            self.failure = error
+            calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if not call.future.done():
+                call.future.set_exception(error)
+        if not self._closing:
+            for callback in self._callbacks:
+                callback()
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Let the workers finish, for so long, then kill them. Twice is no error."""
+        if not self._closing and self.failure is None and seconds:
+            with contextlib.suppress(WorkerError, OSError):
+                self.call("stop", ranks=())
+        self._closing = True
+        for process in self.processes:
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._thread.join()
+        for frames in self._frames:
+            frames.sock.close()
+
+
+def start_workers(size: int, device: str) -> Workers:
+    """New workers that have found each other, with no model yet. device: `cpu` or `cuda`."""
+    with tempfile.TemporaryDirectory(prefix="minivllm-") as folder:
+        level = logging.getLogger().getEffectiveLevel()
+        store = os.path.join(folder, "store")
+        workers = Workers([Launch(rank, size, device, store, level) for rank in range(size)])
+    logger.info("%d worker processes are ready", size)
+    return workers
+
+
+class MultiprocExecutor:
+    """Runs the model in worker processes, one for each rank.
+
+    Args:
+        workers: processes that run no model now, to use instead of new ones; they stay when the executor is shut down.
+
+    Raises:
+        Exception: what loading the model raises, in whatever process.
+    """
+
+    is_remote = True
+    """Requests must be able to cross to other processes."""
+
+    OUTPUT_RANK = 0
+    """Sends the results of steps: every rank has them."""
+
+    def __init__(self, plan: EnginePlan, workers: Workers | None = None) -> None:
+        self._log: SampleLog | None = None
+        args, self._own = plan.config.args, workers is None
+        self.workers = workers or start_workers(args.world_size, plan.config.device)
+        if self.workers.size != args.world_size:
+            raise ValueError(f"{self.workers.size} workers cannot run a model on {args.world_size} ranks")
+        try:
+            measured = self.workers.call("load_model", [plan.config, plan.machine], fatal=True).result()
+            smallest = None if None in measured else min(measured)
+            self.config: EngineConfig = with_memory(plan, smallest).config
+            self.workers.call("initialize", [self.config], fatal=True).result()
+        except BaseException:
+            self.workers.close(0.0)
+            raise
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        return self.config.kv_cache
+
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        return self.submit(output).result()
+
+    def submit(self, output: SchedulerOutput) -> PendingStep:
+        future = self.workers.call("execute_model", [output], ranks=[self.OUTPUT_RANK], fatal=True)
+        return StepResult(future, self._log)
+
+    def keep_samples(self, log: SampleLog | None) -> None:
+        self._log = log
+        if self.workers.failure is None:
+            self.workers.call("keep_samples", [log is not None]).result()
+
+    def explain(self, record: SampleRecord, tokenizer: Any = None, top: int = 5) -> "pd.DataFrame":
+        """See `Executor`. With any tokenizer, tokens are texts by the model's own."""
+        arguments = [record, tokenizer is not None, top]
+        return self.workers.call("explain", arguments, ranks=[self.OUTPUT_RANK]).result()[0]
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        future = self.workers.call(method, args, kwargs)
+        return future if non_block else future.result(timeout)
+
+    def check_health(self) -> None:
+        self.workers.check()
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        self.workers.on_failure(callback)
+
+    def shutdown(self) -> None:
+        if self._own or self.workers.failure is not None:
+            self.workers.close()
+        else:
+            self.workers.call("unload", fatal=True).result()

@@ -1,0 +1,59 @@
+"""The choice of an executor."""
+
+# Generated from nbs/runtime/executors/select.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from collections.abc import Callable, Sequence
+
+from minivllm.runtime.executor import EnginePlan, Executor, UniProcExecutor, fit_memory
+from minivllm.runtime.executors.mp import MultiprocExecutor
+from minivllm.sampling.grammar import GrammarCompiler
+from minivllm.sampling.transforms import Transform
+
+__all__ = ["ExecutorMaker", "make_executor", "register_executor"]
+
+ExecutorMaker = Callable[[EnginePlan, Sequence[Transform], GrammarCompiler | None], Executor]
+
+
+def _uni(plan: EnginePlan, transforms: Sequence[Transform], grammar: GrammarCompiler | None) -> Executor:
+    return UniProcExecutor(fit_memory(plan), transforms, grammar)
+
+
+def _mp(plan: EnginePlan, transforms: Sequence[Transform], grammar: GrammarCompiler | None) -> Executor:
+    if transforms:
+        raise ValueError(
+            "logits_processors are objects, which cannot be handed to worker processes;"
+            " they need distributed_executor_backend='uni'"
+        )
+    return MultiprocExecutor(plan)
+
+
+_EXECUTORS: dict[str, ExecutorMaker] = {"uni": _uni, "mp": _mp}
+
+
+def register_executor(name: str, make: ExecutorMaker) -> None:
+    """Let `distributed_executor_backend` name an executor. `make`: its class, or a function of a plan, transforms and a grammar.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _EXECUTORS:
+        raise ValueError(f"executor {name!r} exists already")
+    _EXECUTORS[name] = make
+
+
+def make_executor(
+    plan: EnginePlan, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None
+) -> Executor:
+    """The executor that the plan's settings ask for, with the model loaded, and the KV cache fitted to what memory is left.
+
+    Args:
+        transforms: of the logits of every request.
+        grammar: for structured outputs.
+
+    Raises:
+        ValueError: no such executor, transforms cannot be handed to its processes, or no memory is left.
+    """
+    kind = plan.config.args.executor
+    if kind not in _EXECUTORS:
+        raise ValueError(f"distributed_executor_backend must be one of {', '.join(_EXECUTORS)}; got {kind!r}")
+    return _EXECUTORS[kind](plan, transforms, grammar)

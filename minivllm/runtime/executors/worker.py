@@ -1,0 +1,261 @@
+"""A rank of an engine in a process of its own."""
+
+# Generated from nbs/runtime/executors/worker.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minivllm.attention.select import make_backend
+from minivllm.core.config import EngineConfig, MachineFacts
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.plugins import load_plugins
+from minivllm.models.parallel import Share, TensorGroup
+from minivllm.models.tokenizer import get_tokenizer
+from minivllm.runtime.executor import EnginePlan, load_decoder, measure_memory, read_model
+from minivllm.runtime.executors.broadcast import Frames, Ring
+from minivllm.runtime.machine import settle_vector_math
+from minivllm.runtime.model_runner import ModelRunner
+from minivllm.runtime.sample_record import SampleLog, SampleRecord
+from minivllm.sampling.grammar import GrammarCompiler
+
+__all__ = [
+    "LateGrammar", "Launch", "Worker", "connect", "die_with", "logger", "main", "send_answer", "serve",
+    "status",
+]  # fmt: skip
+
+logger = logging.getLogger("minivllm.runtime")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a worker is told first.
+
+    Attributes:
+        rank, size: its number, and how many workers there are.
+        device: `cpu` or `cuda`; there, each rank takes the GPU of its number.
+        store: a file that does not exist yet, the same for all ranks, in which they find each other.
+        log_level: of the root logger.
+    """
+
+    rank: int
+    size: int
+    device: str
+    store: str
+    log_level: int = logging.WARNING
+
+
+def connect(launch: Launch) -> None:
+    """Join the other ranks, if there are any."""
+    if launch.device == "cuda":
+        torch.cuda.set_device(launch.rank)
+    if launch.size == 1:
+        return
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, loopback)
+    dist.init_process_group(
+        "nccl" if launch.device == "cuda" else "gloo",
+        init_method=f"file://{launch.store}",
+        rank=launch.rank,
+        world_size=launch.size,
+        timeout=timedelta(minutes=10),
+    )
+
+
+class LateGrammar:
+    """Makes the grammar compiler when it is first needed. See `GrammarCompiler.matcher`."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self._plan = plan
+        self._compiler: GrammarCompiler | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._made().tokenizer
+
+    def matcher(self, params: Any) -> Any:
+        """A fresh matcher at the start of the text."""
+        return self._made().matcher(params)
+
+    def _made(self) -> GrammarCompiler:
+        if self._compiler is None:
+            args, model = self._plan.config.args, self._plan.model
+            tokenizer = get_tokenizer(args.tokenizer or model.path, args.download_dir)
+            ends = dict.fromkeys([tokenizer.eos_token_id, *model.eos_token_ids])
+            self._compiler = GrammarCompiler(
+                tokenizer, self._plan.config.model.vocab_size, [i for i in ends if i is not None]
+            )
+        return self._compiler
+
+
+class Worker:
+    """One rank of an engine.
+
+    Attributes:
+        rank: its number.
+        plan: what it runs; from `load_model` on.
+        group: the ranks that hold the layers together, or None.
+        runner: from `initialize` on.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.rank, self.size = launch.rank, launch.size
+        connect(launch)
+        self.group: TensorGroup | None = None
+        self.runner: ModelRunner | None = None
+        self._samples: SampleLog = {}
+
+    def load_model(self, config: EngineConfig, machine: MachineFacts) -> tuple[int, int] | None:
+        """Read the weights. Returns what `measure_memory` finds."""
+        settle_vector_math()
+        args = config.args
+        self.group = None
+        if self.size > 1:
+            self.group = TensorGroup(Share(self.rank, args.tensor_parallel_size, args.enable_expert_parallel))
+        plan = EnginePlan(config, read_model(args), make_backend(config.attention_backend), machine)
+        self.plan = replace(plan, decoder=(decoder := load_decoder(plan, self.group)))
+        self.grammar = LateGrammar(self.plan)
+        return measure_memory(self.plan, decoder)
+
+    def unload(self) -> None:
+        """Give the memory of the model back; another may be loaded."""
+        if self.runner is not None and self.runner.adapters is not None:
+            self.runner.adapters.close()
+        self.runner = None
+        del self.plan, self.grammar
+
+    def initialize(self, config: EngineConfig) -> None:
+        """Make the KV cache, and everything else that a step needs."""
+        self.plan = replace(self.plan, config=config)
+        assert self.plan.decoder is not None, "load_model comes first"
+        self.runner = ModelRunner(self.plan.decoder, self.plan.backend, config, (), self.grammar)  # type: ignore[arg-type]
+
+    def keep_samples(self, on: bool) -> None:
+        """Send what the sampler sees along with the results from now on, or stop."""
+        assert self.runner is not None
+        self.runner.sample_log = self._samples if on else None
+
+    def execute_model(self, output: SchedulerOutput) -> tuple[ModelRunnerOutput, SampleLog]:
+        """Execute a step; with what `keep_samples` asked for."""
+        assert self.runner is not None
+        result = self.runner.execute_model(output)
+        samples = dict(self._samples)
+        self._samples.clear()
+        return result, samples
+
+    def explain(self, record: SampleRecord, texts: bool, top: int) -> Any:
+        """See `SampleRecord.explain`. texts: show tokens as texts."""
+        assert self.runner is not None
+        tokenizer = self.grammar.tokenizer if texts else None
+        return record.explain(self.runner.sampler, self.grammar, tokenizer, top)  # type: ignore[arg-type]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this rank's weights and KV cache, and what its joins with other ranks came to: calls, and bytes put in."""
+        assert self.runner is not None
+        decoder = self.runner.model
+        tensors = [decoder.embedding, *(linear.weight for linear in (*decoder.linears(), decoder.head))]
+        distinct = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+        joins = (0, 0) if self.group is None else (self.group.calls, self.group.bytes)
+        cache = sum(cache.nbytes for cache in self.runner.kv_caches)
+        return {"matrices": sum(distinct.values()), "kv_cache": cache, "calls": joins[0], "bytes": joins[1]}
+
+    def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call from the engine returns."""
+        target = getattr(self, method, None) or getattr(self.runner, method)
+        return target(*args, **kwargs)
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if self.runner is not None:
+            self.unload()
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def die_with(sock: socket.socket) -> None:
+    """End this process as soon as the other end of a socket has closed."""
+    poll = select.poll()
+    poll.register(sock, getattr(select, "POLLRDHUP", 0))  # and a hang-up, which is always reported
+
+    def watch() -> None:
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="minivllm-watch", daemon=True).start()
+
+
+def send_answer(frames: Frames, number: int, rank: int, value: Any, failed: bool = False) -> None:
+    """Answer a message; an answer that cannot cross becomes an error that says so."""
+    try:
+        frames.send((number, rank, failed, value))
+    except OSError:  # the engine is gone
+        os._exit(1)
+    except Exception as error:  # noqa: BLE001 - pickle raises what it likes
+        what = f"{type(value).__name__}: {error}"
+        frames.send(
+            (number, rank, True, TypeError(f"what a worker would answer cannot cross between processes: {what}"))
+        )
+
+
+def serve(worker: Worker, frames: Frames, ring: Ring) -> None:
+    """Do what the engine says until it says stop, or its end of the socket closes."""
+    while True:
+        number, method, args, kwargs, ranks = frames.receive(ring, worker.rank)
+        if method == "stop":
+            return
+        answers = worker.rank in ranks
+        try:
+            result = worker.call(method, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - the engine decides what follows from it
+            send_answer(frames, number, worker.rank, error, failed=True)
+            continue
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done, n=number: _send_result(frames, n, worker.rank, done))
+        elif answers:
+            send_answer(frames, number, worker.rank, result)
+
+
+def _send_result(frames: Frames, number: int, rank: int, done: "Future[Any]") -> None:
+    error = done.exception()
+    send_answer(frames, number, rank, done.result() if error is None else error, failed=error is not None)
+
+
+def main(control: int, file: int, rank: int, size: int) -> int:
+    """What runs in a worker's process; returns its exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=control)
+    die_with(sock)
+    frames, ring = Frames(sock), Ring(file, size)
+    launch: Launch = frames.receive()
+    logging.basicConfig(level=launch.log_level, format=f"%(asctime)s %(levelname)s %(name)s rank {rank}: %(message)s")
+    try:
+        load_plugins()
+        worker = Worker(launch)
+    except Exception as error:  # noqa: BLE001 - said by the engine
+        send_answer(frames, 0, rank, error, failed=True)
+        return 1
+    send_answer(frames, 0, rank, None)
+    serve(worker, frames, ring)
+    worker.close()
+    return 0
+
+
+if __name__ == "__main__" and "get_ipython" not in globals():
+    status = main(*map(int, sys.argv[1:]))
+    logging.shutdown()
+    os._exit(status)  # there is nothing to take down: the system does it faster

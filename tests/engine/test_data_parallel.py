@@ -1,0 +1,176 @@
+"""Several engines behind a front that looks like one. The replicas here are small things in this process; one slow test has real ones."""
+
+import asyncio
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+from tiny_models import tiny_model_path
+
+from minivllm.core.clock import WallClock
+from minivllm.core.config import EngineArgs
+from minivllm.core.output import EngineCoreOutput
+from minivllm.core.request import FinishReason, Request
+from minivllm.core.routing import LeastLoaded, RoundRobin
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.core_process import EngineProcessError
+from minivllm.engine.data_parallel import DataParallelCore, replica_args, replica_environment
+from minivllm.engine.llm import LLM
+from minivllm.sampling.params import SamplingParams
+
+__all__ = ["tiny_model_path"]
+
+
+class FakeCore:
+    """A replica whose steps the test makes. What it is asked is in `asked`."""
+
+    config, generation_config = None, {}
+
+    def __init__(self, number: int) -> None:
+        self.number, self.clock, self.asked, self.ready = number, WallClock(), [], []
+        self.ours, self.theirs = socket.socketpair()
+
+    def fileno(self) -> int:
+        return self.ours.fileno()
+
+    def produce(self, *outputs: EngineCoreOutput) -> None:
+        self.ready.append(list(outputs))
+        self.theirs.send(b"!")
+
+    def add_request(self, request: Request) -> None:
+        if request.num_prompt_tokens > 50:
+            raise ValueError("too long")
+        self.asked.append(("add", request.request_id))
+
+    def abort(self, ids: list[str]) -> list[str]:
+        self.asked.append(("abort", *ids))
+        return ids
+
+    def has_requests(self) -> bool:
+        return bool(self.ready)
+
+    def step(self) -> list[EngineCoreOutput]:
+        self.ours.recv(1)
+        return self.ready.pop(0)
+
+    def get_stats(self) -> dict[str, float]:
+        return {"num_requests_running": self.number + 1, "kv_cache_usage_perc": 0.2 * self.number}
+
+    def __getattr__(self, name: str):
+        return lambda *args: self.asked.append((name, *args)) or self.number == 0
+
+
+def request(name: str, length: int = 3) -> Request:
+    return Request(name, [1] * length, max_tokens=4)
+
+
+def token(name: str, last: bool = False) -> EngineCoreOutput:
+    return EngineCoreOutput(name, [7], FinishReason.LENGTH if last else None)
+
+
+@pytest.fixture
+def front():
+    front = DataParallelCore([FakeCore(0), FakeCore(1)], LeastLoaded())
+    yield front
+    front.shutdown()
+
+
+def test_requests_go_where_the_router_says_and_their_ends_are_counted(front):
+    a, b = front.cores
+    for name in "wxyz":
+        front.add_request(request(name))
+    assert a.asked == [("add", "w"), ("add", "y")] and b.asked == [("add", "x"), ("add", "z")]
+    assert [(r.num_requests, r.num_tokens) for r in front.replicas] == [(2, 6), (2, 6)]
+    assert not front.has_requests()
+    b.produce(token("x"), token("z", last=True))
+    a.produce(token("w", last=True))
+    assert front.has_requests() and {o.request_id for o in front.step()} == {"w", "x", "z"}
+    assert [r.num_requests for r in front.replicas] == [1, 1]
+    assert front.abort(["x", "unknown", "w"]) == ["x"]
+    assert [r.num_requests for r in front.replicas] == [1, 0] and b.asked[-1] == ("abort", "x")
+    with pytest.raises(ValueError, match="too long"):
+        front.add_request(request("long", 60))
+    assert [r.num_requests for r in front.replicas] == [1, 0]
+
+
+def test_step_waits_for_whichever_replica_comes_first(front):
+    import threading
+
+    front.add_request(request("a"))
+    threading.Timer(0.05, lambda: front.cores[1].produce(token("a"))).start()
+    assert [o.request_id for o in front.step()] == ["a"]
+
+
+def test_what_concerns_all_reaches_all(front):
+    front.prefetch_lora("k", "p", "d")
+    front.record_to("/tmp/x.jsonl")
+    assert front.reset_prefix_cache() is False and front.is_lora_read("k") is False
+    for i, core in enumerate(front.cores):
+        assert ("prefetch_lora", "k", "p", "d") in core.asked and ("reset_prefix_cache", False) in core.asked
+        assert ("record_to", f"/tmp/x-{i}.jsonl") in core.asked
+    assert front.get_stats() == {"num_requests_running": 3, "kv_cache_usage_perc": 0.1}
+
+
+def test_a_router_that_names_no_replica_is_told_so(front):
+    class Wrong:
+        def choose(self, request, replicas):
+            return 2
+
+    front.router = Wrong()
+    with pytest.raises(ValueError, match="router Wrong chose replica 2; there are 0 to 1"):
+        front.add_request(request("a"))
+
+
+def test_settings_of_a_replica(monkeypatch):
+    args = EngineArgs(data_parallel_size=2, kv_events_endpoint="tcp://*:5557", device="cpu")
+    assert replica_args(args, 1).kv_events_endpoint == "tcp://*:5558" and replica_args(args, 1).data_parallel_size == 1
+    with pytest.raises(ValueError, match="it must be tcp://HOST:PORT"):
+        replica_args(replace(args, kv_events_endpoint="ipc:///tmp/x"), 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    both = replace(args, tensor_parallel_size=2, device="auto")
+    assert [replica_environment(both, r)["CUDA_VISIBLE_DEVICES"] for r in (0, 1)] == ["4,5", "6,7"]
+    assert int(replica_environment(args, 0)["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_one_engine_refuses_to_be_several():
+    with pytest.raises(ValueError, match="one LLMEngine is one replica"):
+        LLM(data_parallel_size=2)
+    with pytest.raises(ValueError, match='needs engine_in="process"'):
+        AsyncLLM.from_engine_args(EngineArgs(data_parallel_size=2))
+    with pytest.raises(ValueError, match="must be one of 'prefix_aware'"):
+        EngineArgs(data_parallel_router="random")
+
+
+@pytest.mark.slow
+def test_two_real_replicas_give_the_tokens_of_one(tiny_model_path):
+    path = str(tiny_model_path("llama"))
+    sizes = {"dtype": "float32", "device": "cpu", "num_gpu_blocks": 40, "max_model_len": 128}
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [f"A beginning that is long enough for some blocks, {i}" for i in range(6)]
+    llm = LLM(path, **sizes)
+    want = [o.outputs[0].text for o in llm.generate(prompts, greedy, use_tqdm=False)]
+    llm.llm_engine.close()
+
+    async def main() -> None:
+        args = EngineArgs(model=path, data_parallel_size=2, **sizes)
+        engine = AsyncLLM.from_engine_args(args, engine_in="process", router=RoundRobin())
+
+        async def one(prompt: str) -> str:
+            async for output in engine.generate(prompt, greedy):
+                last = output
+            return last.outputs[0].text
+
+        assert await asyncio.gather(*map(one, prompts)) == want
+        front = engine.llm_engine.core
+        assert all(core.get_stats()["num_steps"] > 0 for core in front.cores)
+        front.cores[1].process.kill()
+        with pytest.raises(Exception, match="was killed by SIGKILL"):
+            for prompt in prompts:
+                await one(prompt)
+        engine.shutdown()
+        assert all(core.process.poll() is not None for core in front.cores)
+
+    asyncio.run(main())
+    assert issubclass(EngineProcessError, RuntimeError)

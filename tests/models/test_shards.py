@@ -1,0 +1,174 @@
+"""The parts of a decoder give together what the whole gives. Ranks are threads here; `tests/runtime/test_parallel.py` has processes."""
+
+import math
+import threading
+
+import pytest
+import torch
+from paged import PagedDecoder, make_decoder
+from tiny_models import STATES, TINY_MODELS, hf_config, hf_model
+
+from minivllm.core.config import EngineArgs, KVCacheSpec
+from minivllm.models.decoder import Decoder
+from minivllm.models.families.registry import spec_from_config
+from minivllm.models.linear.layer import Shard
+from minivllm.models.parallel import Share, TensorGroup
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """These matmuls are too small to share out; on a busy machine waiting for each other takes most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+PROMPT = torch.randint(0, 250, (41,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+class Board:
+    """Where ranks that are threads put what they have, and read what the others have."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.parts = threading.Barrier(size, timeout=120), [None] * size
+
+    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self.parts[rank] = x.clone()
+        self.barrier.wait()
+        parts = list(self.parts)
+        self.barrier.wait()
+        return parts
+
+
+class ThreadGroup(TensorGroup):
+    def __init__(self, share: Share, board: Board) -> None:
+        super().__init__(share)
+        self.board = board
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._count(x)
+        return x.copy_(sum(self.board.exchange(self.share.rank, x)))
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self._count(x)
+        return torch.cat(self.board.exchange(self.share.rank, x), -1)
+
+
+def on_ranks(size: int, run, by_expert: bool = False) -> list:
+    """What `run(group)` gives on each rank."""
+    board, results = Board(size), [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = run(ThreadGroup(Share(rank, size, by_expert), board))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            results[rank] = error
+            board.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in sorted(results, key=lambda r: isinstance(r, threading.BrokenBarrierError)):
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def logits_of(decoder: Decoder) -> torch.Tensor:
+    """A prompt in two chunks."""
+    paged = PagedDecoder(decoder)
+    paged.add("a", PROMPT)
+    return torch.cat([paged.step({"a": 30})["a"], paged.step({"a": 11})["a"]])
+
+
+@torch.inference_mode()
+def want(name: str) -> torch.Tensor:
+    return hf_model(name)(torch.tensor([PROMPT])).logits[0]
+
+
+NORM_OVER_ALL = ("olmo2", "olmo3", "olmoe")
+CASES = [(name, 2) for name in TINY_MODELS if name not in (*NORM_OVER_ALL, *STATES)]
+CASES += [("falcon", 3), ("falcon-sequential", 6)]
+FAST = ("llama-tied-biased", "phi3", "gpt-oss", "deepseek-v3", "qwen2-moe", "falcon", "gpt-neox")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [pytest.param(*case, marks=[] if case[0] in FAST and case[1] == 2 else [pytest.mark.slow]) for case in CASES],
+)
+def test_ranks_give_transformers_logits_and_hold_what_was_computed(name, size):
+    spec = spec_from_config(hf_config(name).to_dict())
+    share = Share(0, size)
+    shapes = spec.weight_shapes(share)
+    backend = "reference" if name == "gemma2" else "sdpa"  # a soft cap on scores is what sdpa has no room for
+
+    def run(group: ThreadGroup):
+        decoder = make_decoder(hf_model(name), backend, group=group)
+        held = sum(math.prod(linear.weight.shape) for linear in decoder.linears())
+        return logits_of(decoder), held, group.calls, decoder.attention_specs(8)[0].num_kv_heads
+
+    results = on_ranks(size, run)
+    for logits, held, calls, kv_heads in results:
+        torch.testing.assert_close(logits, want(name), atol=3e-4, rtol=3e-4)
+        assert torch.equal(logits, results[0][0]), "every rank must have the same bits"
+        blocks = sum(layer.mixer is not None for layer in spec.layers) * 2
+        assert calls == 2 * (1 + blocks + 1)
+        outside = (spec.names.embedding, spec.names.head, spec.names.positions)
+        matrices = sum(math.prod(s) for n, s in shapes.items() if len(s) == 2 and n not in outside and "kv_b" not in n)
+        assert held == matrices
+        whole = spec.layers[0].mixer.attention_spec(8, torch.float32, None).num_kv_heads
+        assert kv_heads == max(1, whole // size)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
+def test_ranks_that_hold_whole_experts(name):
+    def run(group: ThreadGroup):
+        decoder = make_decoder(hf_model(name), "sdpa", group=group)
+        return logits_of(decoder), [len(layer.mlp.experts) for layer in decoder.layers if hasattr(layer.mlp, "experts")]
+
+    for logits, experts in on_ranks(2, run, by_expert=True):
+        torch.testing.assert_close(logits, want(name), atol=3e-4, rtol=3e-4)
+        assert set(experts) == {4}
+
+
+def test_what_cannot_be_split_is_refused_by_name():
+    def split(name: str, size: int, **more):
+        return spec_from_config({**hf_config(name).to_dict(), **more}).weight_shapes(Share(0, size))
+
+    with pytest.raises(ValueError, match="6 query heads cannot be split among 4 ranks"):
+        split("llama", 4)
+    with pytest.raises(ValueError, match="2 key-value heads cannot be split among, or repeated on, 3 ranks"):
+        split("llama", 3)
+    with pytest.raises(ValueError, match="100 numbers inside the MLP cannot be split among 6"):
+        split("llama", 6)
+    with pytest.raises(ValueError, match="a norm over all heads"):
+        split("olmo2", 3)
+    for name in STATES:
+        with pytest.raises(ValueError, match="cannot be split among ranks"):
+            split(name, 2)
+    with pytest.raises(ValueError, match="8 experts cannot be split among 3"):
+        spec_from_config(hf_config("mixtral").to_dict()).layers[0].mlp.split(Share(0, 3, True))
+    with pytest.raises(ValueError, match="enable_expert_parallel needs tensor_parallel_size"):
+        EngineArgs(enable_expert_parallel=True)
+    with pytest.raises(ValueError, match="needs distributed_executor_backend='mp'"):
+        EngineArgs(tensor_parallel_size=2, distributed_executor_backend="uni")
+
+
+def test_shares_cover_every_row_once():
+    for rows, size in ((264, 5), (7, 4), (3, 4), (16, 4)):
+        spans = [Share(rank, size).rows(rows) for rank in range(size)]
+        assert [i for start, n in spans for i in range(start, start + n)] == list(range(rows))
+    pieces = {"qkv": ((8, 1), (4, 2), (4, 2))}  # 4 ranks; 2 key-value heads of 2 rows, each on 2 ranks
+    assert Shard(3, 4, "outputs", pieces).of("qkv", 16) == [(6, 2), (10, 2), (14, 2)]
+    assert Shard(1, 4, "outputs", pieces).of("qkv", 8) == [(1, 1), (4, 1), (6, 1)]  # two outputs in a number
+
+
+def test_kv_bytes_of_a_rank():
+    spec = spec_from_config(hf_config("llama").to_dict())
+    one = spec.kv_cache_specs(16, 4, Share(0, 2))[0]
+    assert one == KVCacheSpec("full", 16, 1, 16, None, 4)
+    falcon = spec_from_config(hf_config("falcon").to_dict())
+    assert falcon.kv_cache_specs(16, 4, Share(1, 3))[0].num_kv_heads == 1

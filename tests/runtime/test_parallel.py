@@ -1,0 +1,222 @@
+"""Several ranks give the tokens of one: tensor and expert parallelism by worker processes."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from adapters import VARIANTS, peft_adapter
+from tiny_models import tiny_model_path
+
+from minivllm.core.config import EngineArgs
+from minivllm.engine.async_llm import AsyncLLM, EngineDeadError
+from minivllm.engine.core import EngineCore
+from minivllm.engine.llm import LLM
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.lora.adapter import LoRARequest
+from minivllm.models.parallel import Share
+from minivllm.models.tokenizer import get_tokenizer
+from minivllm.runtime.executor import plan_engine
+from minivllm.runtime.executors.mp import MultiprocExecutor, WorkerError, start_workers
+from minivllm.sampling.grammar import GrammarCompiler
+from minivllm.sampling.params import SamplingParams, StructuredOutputsParams
+from minivllm.spec_decode.proposers import NgramProposer
+
+__all__ = ["tiny_model_path"]
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sockets are inherited")
+SIZES = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "num_gpu_blocks": 60, "attention_backend": "sdpa"}
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SHARED = "A long beginning that several of the requests share, word by word, "
+PROMPTS = [SHARED + "and then one", "Hello", SHARED + "and then another", "abcabcabcabcabc", "The end", "x"]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two workers, for all tests."""
+    workers = start_workers(2, "cpu")
+    yield workers
+    workers.close()
+
+
+def sharded(workers, path, **changes) -> LLM:
+    """An LLM whose ranks are these workers."""
+    args = EngineArgs(model=str(path), tensor_parallel_size=workers.size, **{**SIZES, **changes})
+    plan = plan_engine(args)
+    executor = MultiprocExecutor(plan, workers)
+    tokenizer = get_tokenizer(plan.model.path)
+    grammar = GrammarCompiler(tokenizer, plan.config.model.vocab_size)
+    core = EngineCore(executor.config, executor, grammar=grammar)
+    llm = LLM.__new__(LLM)
+    llm._start_with(LLMEngine(executor.config, core, tokenizer, plan.model.generation_config))
+    llm.llm_engine.know_adapters(plan.model.spec)
+    return llm
+
+
+def tokens(llm: LLM, params=GREEDY, prompts=PROMPTS, **options) -> list[list[int]]:
+    return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False, **options)]
+
+
+def check_bytes(path, memory, **changes):
+    """Weights and cache of every rank are what the plan says."""
+    args = EngineArgs(model=str(path), tensor_parallel_size=len(memory), **{**SIZES, **changes})
+    plan = plan_engine(args)
+    shapes = plan.model.spec.weight_shapes(Share(0, len(memory), args.enable_expert_parallel))
+    matrices = sum(4 * rows * columns for rows, columns in (shape for shape in shapes.values() if len(shape) == 2))
+    extra = [shape for name, shape in shapes.items() if re.search("kv_b_proj|wpe|embed_positions", name)]
+    for rank in memory:
+        assert rank["matrices"] == matrices - sum(4 * rows * columns for rows, columns in extra)
+        assert rank["kv_cache"] == plan.config.kv_cache.num_blocks * plan.config.kv_cache.bytes_per_block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "gpt-oss", "deepseek-v3", "falcon"])
+def test_two_ranks_give_the_tokens_of_one(name, pair, tiny_model_path):
+    """With prefix hits, and preemption. All families: `tests/models/test_shards.py`."""
+    path, changes = tiny_model_path(name), {"num_gpu_blocks": 22 if name in ("gemma3", "gpt-oss") else 12}
+    if name == "deepseek-v3":
+        changes |= {"enable_expert_parallel": True}
+    changes |= {"max_model_len": 128 if changes["num_gpu_blocks"] > 12 else 100}
+    llm = LLM(str(path), **{**SIZES, **changes, "enable_expert_parallel": False})
+    want, preempted = tokens(llm), llm.llm_engine.get_metrics()["num_preemptions"]
+    llm.llm_engine.close()
+    assert preempted > 0
+    llm = sharded(pair, path, **changes)
+    assert tokens(llm) == want and tokens(llm) == want
+    metrics = llm.llm_engine.get_metrics()
+    assert metrics["num_preemptions"] > preempted and metrics["prefix_cache_hits"] > 0
+    check_bytes(path, llm.llm_engine.core.executor.collective_rpc("memory"), **changes)
+    llm.llm_engine.close()
+
+
+@pytest.mark.slow
+def test_adapters_speculation_structure_and_samples_on_two_ranks(pair, tiny_model_path, tmp_path):
+    peft_adapter("llama", VARIANTS["all-linear"], tmp_path / "one", 1)
+    peft_adapter("llama", VARIANTS["ends"], tmp_path / "two", 2)
+    adapters = [LoRARequest("one", 1, str(tmp_path / "one")), LoRARequest("two", 2, str(tmp_path / "two")), None] * 2
+    choice = StructuredOutputsParams(choice=["yes, of course", "no, never"])
+    params = [
+        GREEDY,
+        SamplingParams(temperature=0, max_tokens=20, structured_outputs=choice),
+        SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=1),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, repetition_penalty=1.2),
+        SamplingParams(temperature=1, seed=3, max_tokens=8),
+        GREEDY,
+    ]
+
+    def run(llm: LLM):
+        with llm.llm_engine.record(samples=True) as trace:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=adapters)
+        name = outputs[0].request_id
+        frame = llm.llm_engine.explain(trace, name, 1)
+        stats = llm.llm_engine.get_metrics()["spec_decode_num_accepted_tokens"]
+        return [list(o.outputs[0].token_ids) for o in outputs], outputs[1].outputs[0].text, frame, stats
+
+    changes = {
+        "enable_lora": True,
+        "max_loras": 2,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "dynamic_length": False},
+    }
+    results = []
+    for make in (LLM, lambda path, **more: sharded(pair, path, **more)):
+        llm = make(str(tiny_model_path("llama")), **{**SIZES, **changes})
+        results.append(run(llm))
+        llm.llm_engine.close()
+    (want, _, frame, accepted), (got, text, frame_there, accepted_there) = results
+    assert got == want and text in ("yes, of course", "no, never") and accepted_there == accepted > 0
+    assert list(frame_there.columns) == list(frame.columns) and len(frame_there) == len(frame)
+
+
+def listening(pids: list[int]) -> set[str]:
+    """The addresses that these processes listen on, as /proc/net/tcp has them."""
+    inodes = {os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_listen_on_loopback_alone(pair):
+    assert listening([process.pid for process in pair.processes]) <= LOOPBACK
+
+
+@pytest.mark.slow
+def test_the_end_of_a_worker_reaches_every_waiter(pair, tiny_model_path):
+    """Last of those that use the pair: it is gone then. In a thread, with requests waiting and with none."""
+
+    async def main() -> None:
+        engine = AsyncLLM(sharded(pair, tiny_model_path("llama")).llm_engine)
+        died = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        engine.on_death = lambda error: loop.call_soon_threadsafe(died.set)
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        streams = [await engine.submit(prompt, params) for prompt in PROMPTS]
+        await anext(streams[0])
+        pair.processes[1].kill()
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match=r"worker 1 of 2 \(process \d+\) was killed by SIGKILL"):
+                async for _ in stream:
+                    pass
+        await asyncio.wait_for(died.wait(), 20)
+        with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
+            await engine.submit("x", params)
+        engine.shutdown()
+
+    asyncio.run(main())
+    assert all(process.wait(10) != 0 for process in pair.processes)
+    with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+        pair.call("memory")
+
+
+SERVE = """
+import sys
+from minivllm.core.config import EngineArgs
+from minivllm.engine.llm import LLM
+llm = LLM(sys.argv[1], distributed_executor_backend="mp", dtype="float32", device="cpu", num_gpu_blocks=9, max_model_len=64)
+print(*[process.pid for process in llm.llm_engine.core.executor.workers.processes], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_one_worker_leaves_nothing_behind(tiny_model_path, tmp_path):
+    """One rank in a process: the same tokens, no socket; kill -9 of the engine ends the worker too."""
+    env = dict(os.environ, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
+    command = [sys.executable, "-c", SERVE, str(tiny_model_path("llama"))]
+    engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    (worker,) = map(int, engine.stdout.readline().split())
+    if sys.platform == "linux":
+        assert listening([worker, engine.pid]) == set()
+    engine.kill()
+    engine.wait()
+    deadline = time.monotonic() + 20
+    while alive(worker):
+        assert time.monotonic() < deadline, "the worker outlives the engine"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_cannot_cross_is_refused_by_name(tiny_model_path):
+    path = str(tiny_model_path("llama"))
+    with pytest.raises(ValueError, match="logits_processors are objects"):
+        LLM(path, distributed_executor_backend="mp", logits_processors=[lambda logits, batch: logits], **SIZES)
+    speculation = {"method": NgramProposer(1, 2), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="a proposer that is an object"):
+        EngineArgs(model=path, distributed_executor_backend="mp", speculative_config=speculation)
