@@ -676,9 +676,9 @@ class EngineArgs:
             )
 
         drafts = None if self.speculative is None else self.speculative.method
-        if self.world_size > 1 and drafts == "draft_model":
+        if self.world_size > 1 and drafts not in (None, "ngram", "suffix", "synthetic"):
             raise ValueError(
-                "speculative_config: a draft model is implemented for one rank, not for tensor parallelism"
+                f"speculative_config: method {drafts!r} is implemented for one rank; with several, ngram and suffix are"
             )
 
     @property
