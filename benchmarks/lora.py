@@ -1,9 +1,10 @@
-"""Throughput with LoRA adapters in one batch, as a share of the base model's, in one run.
+"""Throughput with LoRA adapters in one batch, as a share of the base model's, in one run; and PEFT's, with `--peft`.
 
-    python benchmarks/lora.py [--model smollm2] [--requests 64] [--adapters 0 1 4 16] [--rank 16] [--dtype auto]
+    python benchmarks/lora.py [--model smollm2] [--requests 64] [--adapters 0 1 16] [--rank 16] [--dtype auto] [--peft]
 
-Random adapters of all linear layers. `0` is an engine with adapters enabled and none in the batch; `base` is one without. Each
-round runs all of them in turn, so that what else the machine does meets all alike; the table shows the best of the rounds.
+Random adapters of all linear layers. `0` is an engine with adapters enabled and none in the batch; `base` is one without. Each round runs
+all of them, every second one in reverse, so that what else the machine does meets all alike. The table shows the best of the rounds, and the
+median of a round's own ratios to its base. PEFT's way for many adapters is one `generate` with `adapter_names`; its base is the same call with none.
 """
 
 import argparse
@@ -11,12 +12,14 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 from safetensors.torch import save_file
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.lora.adapter import CONFIG, WEIGHTS, lora_targets
+from minivllm.models.hub import resolve_model
 from minivllm.models.loading import load_model
 
 
@@ -43,15 +46,48 @@ def tokens_per_second(llm: LLM, requests: int, tokens: int, loras: list[LoRARequ
     return requests * tokens / (time.perf_counter() - start)
 
 
+def peft_tokens_per_second(
+    folders: list[Path], model: str, dtype: torch.dtype, requests: int, tokens: int
+) -> dict[str, float]:
+    """Of transformers with PEFT on the same prompts: the base, one adapter, and all of them in one batch."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype).eval()
+    wrapped = peft.PeftModel.from_pretrained(base, folders[0], adapter_name="adapter-0")
+    for i, folder in enumerate(folders[1:], 1):
+        wrapped.load_adapter(folder, adapter_name=f"adapter-{i}")
+    ids = torch.tensor([[(7 * i + j) % 1000 for j in range(32)] for i in range(requests)])
+    rates = {}
+    for name, mix in (
+        ("base", ["__base__"]),
+        ("1", ["adapter-0"]),
+        (str(len(folders)), [f"adapter-{i}" for i in range(len(folders))]),
+    ):
+        how = {
+            "max_new_tokens": tokens,
+            "min_new_tokens": tokens,
+            "do_sample": False,
+            "attention_mask": torch.ones_like(ids),
+        }
+        names = [mix[i % len(mix)] for i in range(requests)]
+        start = time.perf_counter()
+        with torch.inference_mode():
+            wrapped.generate(input_ids=ids, adapter_names=names, **how)
+        rates[name] = requests * tokens / (time.perf_counter() - start)
+    return rates
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--adapters", type=int, nargs="+", default=[0, 1, 4, 16])
+    parser.add_argument("--adapters", type=int, nargs="+", default=[0, 1, 16])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--peft", action="store_true", help="measure PEFT's batched adapters, too")
     args = parser.parse_args()
     most, sizes = max(args.adapters), {"dtype": args.dtype, "max_model_len": 512}
     targets = lora_targets(load_model(args.model).spec)
@@ -61,16 +97,25 @@ def main() -> None:
         base = LLM(args.model, **sizes)
         engine = LLM(args.model, enable_lora=True, max_loras=most, max_lora_rank=args.rank, **sizes)
         kinds = {"base": (base, [None])} | {str(n): (engine, loras[:n] or [None]) for n in args.adapters}
-        best = dict.fromkeys(kinds, 0.0)
-        for _ in range(args.rounds + 1):  # the first compiles kernels and loads adapters
-            for name, (llm, mix) in kinds.items():
-                best[name] = max(best[name], tokens_per_second(llm, args.requests, args.tokens, mix))
-    print(
-        f"{args.requests} requests, {args.tokens} tokens each, rank {args.rank}, {engine.config.dtype}, {torch.get_num_threads()} threads"
-    )
-    print("adapters  tokens/s  share of base")
-    for name, rate in best.items():
-        print(f"{name:>8}  {rate:8.0f}  {rate / best['base']:13.2f}")
+        rates: dict[str, list[float]] = {name: [] for name in kinds}
+        for number in range(args.rounds + 1):  # the first compiles kernels and loads adapters
+            for name in list(kinds)[:: 1 if number % 2 else -1]:
+                llm, mix = kinds[name]
+                rates[name].append(tokens_per_second(llm, args.requests, args.tokens, mix))
+        print(
+            f"{args.requests} requests, {args.tokens} tokens each, rank {args.rank}, {engine.config.dtype}, {torch.get_num_threads()} threads"
+        )
+        print("adapters  tokens/s  of base  median ratio")
+        best = {name: max(each[1:]) for name, each in rates.items()}
+        for name, each in rates.items():
+            ratio = median(mine / base for mine, base in zip(each[1:], rates["base"][1:], strict=True))
+            print(f"{name:>8}  {best[name]:8.0f}  {best[name] / best['base']:7.2f}  {ratio:12.2f}", flush=True)
+        if args.peft:
+            dtype = getattr(torch, engine.config.dtype)
+            theirs = peft_tokens_per_second(folders, args.model, dtype, args.requests, args.tokens)
+            print("PEFT on the same prompts: tokens/s, and share of its base")
+            for name, rate in theirs.items():
+                print(f"{name:>8}  {rate:8.0f}  {rate / theirs['base']:7.2f}")
 
 
 if __name__ == "__main__":

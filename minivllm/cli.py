@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from minivllm.commands import chat, complete, trace_view
+from minivllm.commands import chat, complete, quantize, trace_view
 from minivllm.commands.flags import say_loading
 from minivllm.engine.arguments import with_config
 
@@ -64,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     plugins = commands.add_parser("plugins", help="list installed plugins, and whether they are loaded")
     plugins.set_defaults(run=run_plugins)
     trace_view.add_parser(commands)
+    quantize.add_parser(commands)
     for name, what in (
         ("serve", "serve a model over the OpenAI API"),
         ("bench", "measure an engine or a server"),

@@ -537,7 +537,7 @@ class MachineFacts:
     linear_kernel_why: str = "default"
 
 
-_INT8, _INT4 = QUANTIZATIONS = ("int8_per_channel_weight_only", "int4_per_group_weight_only")
+_INT8, _INT4, _FP8 = QUANTIZATIONS = ("int8_per_channel_weight_only", "int4_per_group_weight_only", "fp8")
 
 
 GROUP_SIZES = (32, 64, 128)
@@ -609,7 +609,7 @@ class EngineArgs:
     preemption_mode: str = _arg("recompute", "what happens to a preempted request's blocks", ("recompute", "swap"))
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
     enforce_eager: bool = _arg(False, "launch every kernel by itself: no CUDA graphs, on a CPU no single launch")
-    quantization: str | None = _arg(None, "linear layers in fewer bits, made at load (on a CPU)", QUANTIZATIONS)
+    quantization: str | None = _arg(None, "linear layers in fewer bits, made at load (int: on a CPU)", QUANTIZATIONS)
     quantization_config: dict[str, Any] | None = _arg(None, 'of int4: {"group_size": 32, 64 or 128} (JSON)')  # noqa: RUF009
     speculative_config: dict[str, Any] | None = _arg(None, "of draft tokens (as JSON in a flag)")  # noqa: RUF009
     enable_lora: bool = _arg(False, "let requests bring LoRA adapters")
@@ -718,10 +718,10 @@ class EngineArgs:
 
     @property
     def linear_kernel(self) -> str | None:
-        """The linear kernel that `quantization` asks for, `int8` or `int4_` and the group size; None for no quantization."""
+        """The linear kernel that `quantization` asks for, `int8`, `fp8` or `int4_` and the group size; None for no quantization."""
         if self.quantization == _INT4:
             return f"int4_{(self.quantization_config or {}).get('group_size', GROUP_SIZES[0])}"
-        return "int8" if self.quantization == _INT8 else None
+        return {_INT8: "int8", _FP8: "fp8"}.get(self.quantization or "")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:

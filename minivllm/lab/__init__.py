@@ -8,9 +8,10 @@ from minivllm.lab.history import ReplayDivergence, fork, replay
 from minivllm.lab.hits import hit_rates
 from minivllm.lab.readers import WorkloadFileError, read_workload
 from minivllm.lab.simulation import Run, simulate
+from minivllm.lab.speculation import speculation_pays
 from minivllm.lab.workload import Workload, WorkloadRequest
 
 __all__ = [
     "Constant", "CostModel", "Diff", "ReplayDivergence", "Roofline", "Run", "Workload", "WorkloadFileError", "WorkloadRequest",
-    "diff", "fork", "hit_rates", "read_workload", "replay", "simulate",
+    "diff", "fork", "hit_rates", "read_workload", "replay", "simulate", "speculation_pays",
 ]  # fmt: skip

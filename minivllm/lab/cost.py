@@ -19,7 +19,7 @@ from minivllm.core.trace import Trace
 
 __all__ = [
     "DEVICES", "MODELS", "Constant", "CostModel", "Device", "FittedCost", "ModelShape", "Roofline",
-    "StepWork", "features", "timed_steps",
+    "Speculative", "StepWork", "features", "timed_steps",
 ]  # fmt: skip
 
 
@@ -388,3 +388,55 @@ def _solve(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
         weights = _nonnegative_least_squares(relative * trust[:, None], target * trust, start=weights)
     usual = rows @ weights
     return weights * (np.minimum(times, 3 * usual).sum() / usual.sum())
+
+
+@dataclass(frozen=True)
+class Speculative(CostModel):
+    """A cost model with draft tokens.
+
+    Attributes:
+        base: seconds of a step by its work.
+        acceptance: the chance that a draft token is right, if all before it were.
+        num_speculative_tokens: most draft tokens of a request in a step.
+        draft_seconds: the proposer's time for each token of a draft, for all requests at once; 0 for one that only looks back.
+        dynamic_length: draft only as many tokens as pay by `base`.
+        seed: of what is accepted.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    base: CostModel
+    acceptance: float
+    num_speculative_tokens: int = 4
+    draft_seconds: float = 0.0
+    dynamic_length: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.acceptance <= 1.0:
+            raise ValueError(f"acceptance must be in [0, 1], got {self.acceptance}")
+        if self.num_speculative_tokens < 0 or self.draft_seconds < 0:
+            raise ValueError(
+                "num_speculative_tokens and draft_seconds must be at least 0, got"
+                f" {self.num_speculative_tokens} and {self.draft_seconds}"
+            )
+
+    def seconds(self, output: SchedulerOutput, work: StepWork) -> float:
+        longest = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
+        return self.base.seconds(output, work) + longest * self.draft_seconds
+
+    def num_gpu_blocks(self, block_size: int) -> int | None:
+        return self.base.num_gpu_blocks(block_size)
+
+    def length(self, batch_size: int, context: int) -> int:
+        """How many draft tokens each request of a batch gets. context: tokens that all of them attend to, together."""
+        if not self.dynamic_length:
+            return self.num_speculative_tokens
+        rates = []
+        for n in range(self.num_speculative_tokens + 1):
+            rows = batch_size * (1 + n)
+            work = StepWork(rows, batch_size, rows, prefill_context=context, prefill_pairs=context * (1 + n))
+            gained = sum(self.acceptance**i for i in range(n + 1))
+            rates.append(gained / (self.base.seconds(SchedulerOutput(0, {}, rows), work) + n * self.draft_seconds))
+        return int(np.argmax(rates))

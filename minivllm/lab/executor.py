@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Protocol
 
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
-from minivllm.lab.cost import StepWork
+from minivllm.lab.cost import Speculative, StepWork
 
-__all__ = ["Executor", "FakeExecutor"]
+__all__ = ["DraftingExecutor", "Executor", "FakeExecutor"]
 
 
 class Executor(Protocol):
@@ -98,3 +99,32 @@ class FakeExecutor:
         if row[2] >= len(answer):
             self.exhausted.append(name)
         return new[: accepted + 1]
+
+
+class DraftingExecutor(FakeExecutor):
+    """A `FakeExecutor` whose drafts are right as often as a cost model says."""
+
+    def __init__(self, cost: Speculative, block_size: int = 16) -> None:
+        super().__init__(block_size)
+        self.cost = cost
+        self._luck: dict[str, list[float]] = {}  # for each place of an answer, the same in every run
+
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        result = super().execute_model(output)
+        for name in output.finished:
+            self._luck.pop(name, None)
+        names = list(result.sampled_token_ids)
+        if not names:
+            return result
+        n = self.cost.length(len(names), sum(self._rows[name][1] for name in names))
+        for name in names if n else ():
+            answer, said = self._answers.get(name, ()), self._rows[name][2]
+            draft = [answer[i] if i < len(answer) else 0 for i in range(said, said + n)]
+            if name not in self._luck:
+                rng = random.Random(f"{self.cost.seed} {name}")
+                self._luck[name] = [rng.random() for _ in range(len(answer) + self.cost.num_speculative_tokens)]
+            luck = self._luck[name][said : said + n]
+            result.draft_token_ids[name] = [
+                token if chance < self.cost.acceptance else token + 1 for token, chance in zip(draft, luck, strict=True)
+            ]
+        return result

@@ -20,8 +20,8 @@ from minivllm.core.policy import POLICIES, Combined, Policy, combine
 from minivllm.core.request import FinishReason
 from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
 from minivllm.core.trace import Event, Trace
-from minivllm.lab.cost import CostModel, Roofline
-from minivllm.lab.executor import Executor, FakeExecutor
+from minivllm.lab.cost import CostModel, Roofline, Speculative
+from minivllm.lab.executor import DraftingExecutor, Executor, FakeExecutor
 from minivllm.lab.meter import Meter
 from minivllm.lab.workload import Workload, WorkloadRequest
 
@@ -328,7 +328,8 @@ def simulate(
         config: `llm.config`, or a dict of the names in `SchedulerConfig` and `CacheConfig`. What it leaves open is taken from the trace; for
             a workload, from vLLM's defaults for GPUs, with as many KV blocks as the cost model's device has room for.
         policy: None for the trace's own; for a workload, first come, first served.
-        cost_model: None for one that is fitted to the trace; for a workload, `Roofline("h100", "llama-3.1-8b")`.
+        cost_model: None for one that is fitted to the trace; for a workload, `Roofline("h100", "llama-3.1-8b")`. With a `Speculative` one the
+            fake model drafts.
         executor: "fake", or an object with `execute_model(output)`. With another one and no cost model, its own time counts; one derived from
             `FakeExecutor` answers as that does, and may add draft tokens.
         preemption: `Recompute()` or `Swap(n)`; None for the trace's own, or as the CPU blocks in `config` say.
@@ -349,6 +350,8 @@ def simulate(
         known = source.cost_model if isinstance(source, Run) else None
         cost_model = known or (CostModel.fit(trace) if trace is not None else Roofline())
     settings = make_settings(config, trace.header.settings if trace is not None else None, cost_model)
+    if model is None and isinstance(cost_model, Speculative):
+        model = DraftingExecutor(cost_model, settings.cache.block_size)
     if kv_cache is None and trace is not None and settings.kv_cache is None:
         kv_cache = _fitting(kv_cache_of(trace), settings)
     if kv_cache is not None:

@@ -202,6 +202,8 @@ class Decoder(Module):
         spec, method = self.spec, self.linear_method
         if method in QUANTIZED:
             method = "torch_int8" if method.startswith("torch_") else "int8"
+        elif method == "fp8":
+            method = self.backend.linear_method
         shared = self.embedding if spec.tie_word_embeddings or spec.pooler is not None else None
         if spec.pooler is not None:
             method = "torch"
@@ -446,7 +448,7 @@ class Decoder(Module):
 
     def _quantized_early(self) -> dict[str, Linear]:
         """Which linear layer a tensor belongs to, of those that are quantized as soon as they are whole."""
-        if self.linear_method not in QUANTIZED:
+        if self.linear_method not in (*QUANTIZED, "fp8"):
             return {}
         layers = [(self.spec.names.layer.format(i), layer) for i, layer in self.numbered_layers()]
         linears = [(at, x) for at, layer in layers for block in (layer.mixer, layer.mlp) for x in block.linears()]

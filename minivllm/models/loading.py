@@ -286,6 +286,8 @@ class LoadedModel:
         matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
         embedding, head = matrices.pop(spec.names.embedding, 0), matrices.pop(spec.names.head, 0)
         products = sum(matrices.values())
+        if linear_kernel == "fp8":  # the output layer stays what it is
+            return total - products * (size - 1)
         # the output layer has 8 bits, and is there besides the embeddings even if it is tied to them
         return total - (products + head) * size + embedding + int(products * WEIGHT_BITS[linear_kernel]) // 8
 

@@ -2,7 +2,9 @@
 
 import gc
 import shutil
+import threading
 import weakref
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from adapters import GREEDY, SIZES, VARIANTS, greedy, peft_adapter, prompts_of
 from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 
-from minivllm import LLM, LoRARequest
+from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.lora import store
 from minivllm.lora.adapter import Adapter, AdapterError
 from minivllm.lora.linear import LoRAModel
@@ -125,6 +127,37 @@ def test_add_lora_waits_for_the_weights(tiny_model_path, made, tmp_path):  # noq
         llm.llm_engine.add_lora(LoRARequest("a", 1, str(folder)))
         (output,) = run(llm, LoRARequest("a", 1, str(folder)))
         assert output.outputs[0].token_ids == greedy(made["rslora"][1], PROMPT)
+
+
+def test_a_load_holds_no_other_stream_up(tiny_model_path, made, monkeypatch):  # noqa: F811
+    """A stream has a token in every step: while the file is read, however long that takes, and when the slot is filled."""
+    may_read, load = threading.Event(), store.load_adapter
+
+    def slowly(*about: Any) -> Adapter:
+        may_read.wait(10)
+        return load(*about)
+
+    monkeypatch.setattr(store, "load_adapter", slowly)
+    with LLM(tiny_model_path("llama"), enable_lora=True, **SIZES) as llm:
+        engine, said = llm.llm_engine, {"stream": 0, "late": 0}
+
+        def step() -> None:
+            before = said["stream"]
+            for output in engine.step():
+                said[output.request_id] = len(output.outputs[0].token_ids)
+            assert said["stream"] == before + 1
+
+        engine.add_request("stream", PROMPT, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        step()
+        engine.add_request("late", PROMPT, GREEDY, lora_request=request(made, "rslora"))
+        for _ in range(10):
+            step()
+        assert said["late"] == 0
+        may_read.set()
+        wait([engine.core._adapters[engine.input_processor.register(request(made, "rslora")).key]])
+        for _ in range(2):  # it joins in one step, and its prompt fits that step
+            step()
+        assert said["late"] > 0
 
 
 class Guesses:

@@ -202,7 +202,9 @@ def test_an_engine_explains_and_generates(tiny_model_path, quantization):  # noq
     with LLM(tiny_model_path("qwen3"), quantization=quantization, num_gpu_blocks=40) as llm:
         rows = [line.split() for line in llm.config.explain().splitlines()]
         assert ["quantization", quantization] in [row[:2] for row in rows]
-        assert ["linear_kernel", "int8" if "int8" in quantization else "int4_32"] in [row[:2] for row in rows]
+        kernel = EngineArgs(quantization=quantization).linear_kernel
+        assert ["linear_kernel", kernel] in [row[:2] for row in rows]
+        assert {linear.method_name for linear in llm.llm_engine.core.executor.runner.model.linears()} == {kernel}
         out = llm.generate(
             ["ab", "abcdefgh"], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False
         )
@@ -214,6 +216,22 @@ def test_the_reference_backend_refuses(tiny_model_path):  # noqa: F811
 
     with pytest.raises(ValueError, match="reference, numba_cpu_invariant"):
         LLM(tiny_model_path("qwen3"), quantization=QUANTIZATIONS[0], attention_backend="reference", num_gpu_blocks=40)
+
+
+def test_fp8_rounds_weights_and_each_token():
+    weight, bias, x = torch.randn(48, 64), torch.randn(48), torch.randn(7, 64) * torch.logspace(-2, 2, 7)[:, None]
+    layer = Linear(64, {"all": 48}, bias=True, dtype=torch.float32, device=CPU, method="fp8")
+    layer.load("all", "weight", weight)
+    layer.load("all", "bias", bias)
+    layer.method.process_weights_after_loading()
+    rounded = layer.weight.double()
+    assert ((rounded - weight).abs() <= weight.abs() / 16 + weight.abs().amax(1, keepdim=True) / 448 / 512).all()
+    scale = x.double().abs().amax(1, keepdim=True) / 448
+    want = ((x / scale.float()).to(torch.float8_e4m3fn).double() * scale) @ rounded.T + bias.double()
+    torch.testing.assert_close(layer(x).double(), want, rtol=1e-4, atol=1e-3)
+    assert layer.method.value.q.nbytes == 48 * 64
+    with pytest.raises(ValueError, match="quantization='fp8' does not go with an attention backend that is batch-inv"):
+        explain_linear_method("fp8", "torch", torch.float32, CPU, True)
 
 
 def test_the_flag():
@@ -237,7 +255,7 @@ TEXT = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS[:2])
 @pytest.mark.parametrize("budget", [8, 512])  # by the kernel for few rows, and by torch
 def test_smollm2_mostly_chooses_the_same_tokens(llm, quantization, budget):
     from minivllm import LLM, SamplingParams

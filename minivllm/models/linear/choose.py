@@ -41,6 +41,10 @@ def explain_linear_method(
             raise ValueError(f"the checkpoint is quantized already ({method}): leave out quantization")
         chosen, why = explain_linear_method(None, wanted, dtype, device, batch_invariant)
         return chosen, f"{why}; what the checkpoint quantized ({method}) is multiplied as it is"
+    if name == "fp8":
+        if batch_invariant:
+            raise ValueError("quantization='fp8' does not go with an attention backend that is batch-invariant")
+        return name, "weights and activations of 8 bits, a scale for each output and each token; output layer whole"
     if name is not None:
         return _explain_quantized(name, wanted, dtype, device, batch_invariant)
     if batch_invariant:

@@ -34,6 +34,7 @@ _METHODS: dict[str, str | Callable[[], LinearMethod]] = {
     "cpu": "minivllm.models.linear.cpu:CPULinear",
     "cpu_invariant": "minivllm.models.linear.cpu:CPUInvariantLinear",
     "gemv": "minivllm.models.linear.cuda:FewRowsLinear",
+    "fp8": "minivllm.models.linear.scaled:FP8Linear",
     **dict.fromkeys(QUANTIZED, "minivllm.models.linear.quantized:quantized_linear"),
 }
 

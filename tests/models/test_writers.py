@@ -1,0 +1,118 @@
+"""Quantized checkpoints that we write: read again, by us and by gguf; what cannot be written."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import tiny_gguf as tiny
+import torch
+from paged import PagedDecoder
+from quantized_checkpoints import PROMPTS, decoder_of, linears, small_model
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from minivllm.cli import main
+from minivllm.models.gguf import convert_gguf
+from minivllm.models.linear.grouped import GroupedWeight
+from minivllm.models.linear.scaled import ScaledWeight
+from minivllm.models.loading import CheckpointError, load_model
+from minivllm.models.quantization.writers import linear_names, round_groups, write_compressed, write_gguf
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A small Llama as transformers saves it."""
+    folder = tmp_path_factory.mktemp("plain")
+    small_model().save_pretrained(folder)
+    return folder
+
+
+def logits(decoder):
+    paged = PagedDecoder(decoder)
+    paged.add("a", PROMPTS["a"])
+    return paged.step({"a": len(PROMPTS["a"])})["a"]
+
+
+def test_rounding_goes_to_the_nearest_number_of_each_group():
+    weight = torch.randn(6, 64) * torch.logspace(-3, 2, 6)[:, None]
+    weight[0] = 0
+    for bits, top in ((4, 7), (8, 127)):
+        rounded = round_groups(weight, 32, bits)
+        step = weight.unflatten(1, (2, 32)).abs().amax(-1) / top
+        assert ((rounded.dequantize() - weight).unflatten(1, (2, 32)).abs() <= step[..., None] / 2 * 1.0001).all()
+
+
+@pytest.mark.parametrize(("format", "kind", "step"), [("int4", GroupedWeight, 1 / 7), ("int8", ScaledWeight, 1 / 127),
+                                                      ("fp8", ScaledWeight, 1 / 16)])  # fmt: skip
+def test_what_is_written_is_read_again_within_half_a_step(plain, tmp_path, format, kind, step):
+    write_compressed(load_model(plain), tmp_path / "out", format)
+    decoder = decoder_of(tmp_path / "out")
+    values = [value for linear in decoder.linears() for value in linear.method.values]
+    assert {type(value) for value in values} == {kind}
+    down = torch.from_numpy(linears()["model.layers.1.mlp.down_proj"])
+    error = decoder.layers[1].mlp.down.weight.double() - down
+    bound = down.abs().amax(1, keepdim=True) * step / 2 if format != "fp8" else down.abs() * step + 1e-4
+    assert (error.abs() <= bound * 1.001).all()
+    assert 0 < (logits(decoder) - logits(decoder_of(plain))).norm() < 0.5 * logits(decoder).norm()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    group = written["config_groups"]["group_0"]
+    assert (group["weights"]["group_size"], bool(group["input_activations"])) == (
+        (64, False) if format == "int4" else (None, True)
+    )
+
+
+@pytest.fixture
+def bpe(tmp_path):
+    """A tiny Llama with a byte-level BPE tokenizer."""
+    folder = tmp_path / "bpe"
+    convert_gguf(tiny.write_gguf(tmp_path / "m.gguf"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("format", ["gguf-q8_0", "gguf-q4_0"])
+def test_a_gguf_file_holds_the_model_and_its_tokenizer(bpe, tmp_path, format):
+    file = tmp_path / "out" / "m.gguf"
+    write_gguf(load_model(bpe), file, format)
+    convert_gguf(file, tmp_path / "again")
+    first, again = (load_file(folder / "model.safetensors") for folder in (bpe, tmp_path / "again"))
+    assert first.keys() == again.keys()
+    kind = gguf.GGMLQuantizationType[format.removeprefix("gguf-").upper()]
+    for name, tensor in first.items():
+        array = tensor.numpy()
+        if name in linear_names(load_model(bpe).spec):
+            array = gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
+        elif array.ndim == 2:
+            kind8 = gguf.GGMLQuantizationType.Q8_0
+            array = gguf.quants.dequantize(gguf.quants.quantize(array, kind8), kind8)
+        assert np.array_equal(again[name].numpy(), array), name
+    own, other = (
+        {k: v for k, v in json.loads((f / "config.json").read_text()).items()} for f in (bpe, tmp_path / "again")
+    )
+    assert own == other
+    text = "the 12 abab <|im_start|>x  <think>"
+    tokens = [Tokenizer.from_file(str(f / "tokenizer.json")).encode(text).ids for f in (bpe, tmp_path / "again")]
+    assert tokens[0] == tokens[1]
+
+
+def test_the_command_writes_and_refuses(plain, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["quantize", str(plain), str(out), "--format", "int4", "--group-size", "32"]) == 0
+    assert "MB of weights" in capsys.readouterr().out
+    for more, said in (
+        ([str(plain), str(out), "--format", "fp8"], "is not empty"),
+        ([str(out), str(tmp_path / "b"), "--format", "fp8"], r"is quantized already (compressed-tensors)"),
+        ([str(plain), str(tmp_path / "c"), "--format", "int4", "--group-size", "48"], "no group size of (48,) divides"),
+        (
+            [str(plain), str(tmp_path / "d"), "--format", "int8", "--group-size", "32"],
+            "--group-size goes with --format int4",
+        ),
+    ):
+        assert main(["quantize", *more]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_model_that_gguf_cannot_hold_is_refused(plain, tmp_path):
+    model = load_model(plain, hf_overrides={"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    with pytest.raises(CheckpointError, match="stretched rotations or windows is not implemented"):
+        write_gguf(model, tmp_path / "x" / "m.gguf", "gguf-q8_0")
