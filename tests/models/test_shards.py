@@ -225,7 +225,7 @@ def test_what_cannot_be_split_is_refused_by_name():
                 tensor_parallel_size=2,
                 speculative_config={"method": method, "model": "x", "num_speculative_tokens": 2},
             )
-    with pytest.raises(ValueError, match="needs distributed_executor_backend='mp'"):
+    with pytest.raises(ValueError, match="need distributed_executor_backend='mp'"):
         EngineArgs(tensor_parallel_size=2, distributed_executor_backend="uni")
 
 

@@ -59,7 +59,7 @@ def sharded(workers, path, **changes) -> LLM:
 def test_settings():
     assert EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=3).world_size == 6
     assert EngineArgs(pipeline_parallel_size=2).executor == "mp" and EngineArgs().executor == "uni"
-    with pytest.raises(ValueError, match="needs? distributed_executor_backend='mp'"):
+    with pytest.raises(ValueError, match="need distributed_executor_backend='mp'"):
         EngineArgs(pipeline_parallel_size=2, distributed_executor_backend="uni")
 
 
