@@ -1,10 +1,19 @@
 """Throughput with LoRA adapters in one batch, as a share of the base model's, in one run; and PEFT's, with `--peft`.
 
+<<<<<<< HEAD
     python benchmarks/lora.py [--model smollm2] [--requests 64] [--adapters 0 1 16] [--rank 16] [--dtype auto] [--peft]
 
 Random adapters of all linear layers. `0` is an engine with adapters enabled and none in the batch; `base` is one without. Each round runs
 all of them, every second one in reverse, so that what else the machine does meets all alike. The table shows the best of the rounds, and the
 median of a round's own ratios to its base. PEFT's way for many adapters is one `generate` with `adapter_names`; its base is the same call with none.
+=======
+    python benchmarks/lora.py [--model smollm2] [--requests 64] [--adapters 0 1 16] [--rank 16] [--dtype auto] [--peft] [--stalls]
+
+Random adapters of all linear layers. `0` is an engine with adapters enabled and none in the batch; `base` is one without. Each round runs
+all of them, every second one in reverse, so that what else the machine does meets all alike. The table shows the best of the rounds, and the
+median of a round's own ratios to its base. `--stalls`: eight streams of the base, and every five steps a request of an adapter that must be loaded
+first, or of the base: how long the streams wait from token to token, in steps of their own. PEFT's way for many adapters is one `generate` with `adapter_names`; its base is the same call with none.
+>>>>>>> main
 """
 
 import argparse
@@ -46,6 +55,39 @@ def tokens_per_second(llm: LLM, requests: int, tokens: int, loras: list[LoRARequ
     return requests * tokens / (time.perf_counter() - start)
 
 
+<<<<<<< HEAD
+=======
+def gaps(llm: LLM, loras: list[LoRARequest | None]) -> list[float]:
+    """Seconds from token to token of eight streams, while a request of each of these adapters joins, five steps apart."""
+    engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=5 * len(loras) + 20, ignore_eos=True)
+    llm.reset_prefix_cache()
+    for i in range(8):
+        engine.add_request(f"stream-{i}", [(7 * i + j) % 1000 for j in range(32)], params)
+    engine.step()
+    found, few = [], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    for i, lora in enumerate(loras):
+        engine.add_request(f"new-{i}", [(11 * i + j) % 1000 for j in range(8)], few, lora_request=lora)
+        for _ in range(5):
+            start = time.perf_counter()
+            said = {output.request_id for output in engine.step()}
+            found.append(time.perf_counter() - start)
+            assert all(f"stream-{n}" in said for n in range(8)), "a stream had no token in a step"
+    while engine.has_unfinished_requests():
+        engine.step()
+    return found
+
+
+def show_stalls(engine: LLM, loras: list[LoRARequest]) -> None:
+    """The first round of adapters reads them from the disk, and each takes the slot of another."""
+    print("time from token to token of eight streams, ms: median, longest, and the longest in medians")
+    for round_ in range(3):
+        for name, mix in (("base", [None] * len(loras)), ("adapters", loras)):
+            each = gaps(engine, mix)
+            middle, worst = median(each), max(each)
+            print(f"{round_} {name:>8}  {1e3 * middle:7.1f}  {1e3 * worst:7.1f}  {worst / middle:5.2f}", flush=True)
+
+
+>>>>>>> main
 def peft_tokens_per_second(
     folders: list[Path], model: str, dtype: torch.dtype, requests: int, tokens: int
 ) -> dict[str, float]:
@@ -88,12 +130,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--peft", action="store_true", help="measure PEFT's batched adapters, too")
+<<<<<<< HEAD
+=======
+    parser.add_argument("--stalls", action="store_true", help="measure how long streams wait while adapters are loaded")
+>>>>>>> main
     args = parser.parse_args()
     most, sizes = max(args.adapters), {"dtype": args.dtype, "max_model_len": 512}
     targets = lora_targets(load_model(args.model).spec)
     with tempfile.TemporaryDirectory() as root:
         folders = [write_adapter(Path(root) / str(i), targets, args.rank) for i in range(most)]
         loras = [LoRARequest(f"adapter-{i}", i + 1, str(folder)) for i, folder in enumerate(folders)]
+        if args.stalls:
+            show_stalls(LLM(args.model, enable_lora=True, max_loras=2, max_lora_rank=args.rank, **sizes), loras)
+            return
         base = LLM(args.model, **sizes)
         engine = LLM(args.model, enable_lora=True, max_loras=most, max_lora_rank=args.rank, **sizes)
         kinds = {"base": (base, [None])} | {str(n): (engine, loras[:n] or [None]) for n in args.adapters}

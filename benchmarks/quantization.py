@@ -1,11 +1,12 @@
 """What do weights of 8 and of 4 bits cost, and what do they gain, on this CPU?
 
-    python benchmarks/quantization.py [quality] [speed] [memory] [--model smollm2] [--rounds 3] [--threads N] [--output FILE]
+    python benchmarks/quantization.py [quality] [speed] [memory] [ladder] [--model smollm2] [--rounds 3] [--threads N] [--output FILE]
 
 Quality: perplexity of a fixed text (the beginning of Lewis Carroll's *Alice*, 1865, in alice.txt), and the mean divergence of the
 next token's distribution from that of bfloat16, in nats. Speed: output tokens a second of one stream (64 tokens in, 64 out) and of 64
 requests at once (64 in, 32 out), medians of rounds in which all formats take turns; memory: of the weights as the engine counts them, and
-the peak of a process that loads the model and answers once.
+the peak of a process that loads the model and answers once. Ladder: the linear layers of SmolLM2 by several kernels for 1, 8 and 64 rows on
+one thread, in its processor time, as ratios to bf16; in a file of its own, results/matmul_ladder-intel-xeon.json.
 
 SmolLM2 comes from a file whose layers were rounded to 4 bits in groups of 32, long ago, by others: groups of 32 find its very steps again,
 and lose much less than they would of another model. Groups of 64 and 128 show what 4 bits usually cost.
@@ -13,6 +14,7 @@ and lose much less than they would of another model. Groups of 64 and 128 show w
 
 import argparse
 import json
+import math
 import platform
 import resource
 import statistics
@@ -27,6 +29,8 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import AttentionBatch
+from minivllm.models.linear.layer import Linear
+from minivllm_kernels.cpu.matmul.layout import host_byte_tiles, host_tiles
 
 Results = dict[str, dict[str, float]]
 TEXT = Path(__file__).with_name("alice.txt")
@@ -139,6 +143,50 @@ def show(results: Results) -> None:
         print(" ".join([f"{name:20}", *cells]))
 
 
+LADDER_ROWS = (1, 8, 64)
+SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
+LADDER: dict[str, tuple[str, bool]] = {  # a linear method, and whether the tile unit may be used
+    "bf16": ("cpu", True),
+    "int4 of 32, dequantized by torch": ("torch_int4_32", True),
+    "int8, a scale a row": ("int8", False),
+    "int4, groups of 32": ("int4_32", False),
+    "int4, groups of 128": ("int4_128", False),
+    "int8, a scale a row, tiles": ("int8", True),
+    "int4, groups of 32, tiles": ("int4_32", True),
+    "int4, groups of 128, tiles": ("int4_128", True),
+}
+
+
+def ladder(rounds: int, layers: int = 10) -> dict[str, Any]:
+    """Ratios to bf16 for each kernel and number of rows. Least times of rounds in which the kernels take turns."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    kernels: dict[str, list[Any]] = {}
+    for name, (method, tiles) in LADDER.items():
+        if tiles and not (host_tiles() and host_byte_tiles()) and name.endswith("tiles"):
+            continue
+        kernels[name] = []
+        for outputs, inputs in SHAPES * (1 if "torch" in name else layers):
+            layer = Linear(inputs, {"all": outputs}, dtype=torch.bfloat16, device=torch.device("cpu"))
+            layer.use(method, (torch.randn(outputs, inputs) / inputs**0.5).bfloat16())
+            if not tiles:
+                layer.method.value.kernel._by_tiles = None
+            kernels[name].append(layer)
+    least: dict[str, list[float]] = {name: [math.inf] * len(LADDER_ROWS) for name in kernels}
+    with torch.inference_mode():
+        for i, rows in enumerate(LADDER_ROWS):
+            x = {inputs: torch.randn(rows, inputs).bfloat16() for _, inputs in SHAPES}
+            for _ in range(rounds + 1):  # the first one warms up
+                for name, linears in kernels.items():
+                    start = time.thread_time()
+                    for layer in linears:
+                        layer(x[layer.in_features])
+                    least[name][i] = min(least[name][i], (time.thread_time() - start) / len(linears))
+    torch.set_num_threads(before)
+    ratios = {name: [round(bf16 / t, 2) for bf16, t in zip(least["bf16"], found)] for name, found in least.items()}
+    return {"machine": machine(), "threads": 1, "rows": list(LADDER_ROWS), "ratios": ratios}
+
+
 def machine() -> str:
     """The model of the CPU."""
     return str(torch.cpu.get_capabilities().get("cpu_name") or platform.processor())  # type: ignore[attr-defined]
@@ -146,19 +194,30 @@ def machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=[], help="quality, speed, memory; all if none is named")
+    parser.add_argument(
+        "what", nargs="*", default=[], help="quality, speed, memory, ladder; the first three if none is named"
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument("--output", type=Path, help="a JSON file that the figures join")
     parser.add_argument("--peak", choices=FORMATS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if unknown := set(args.what) - {"quality", "speed", "memory"}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: quality, speed, memory")
+    if unknown := set(args.what) - {"quality", "speed", "memory", "ladder"}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: quality, speed, memory, ladder")
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.peak:
         return answer_once(args.model, args.peak)
+    if args.what == ["ladder"]:
+        found = ladder(args.rounds)
+        for name, ratios in found["ratios"].items():
+            print(f"{name:34}", *(f"{ratio:6.2f}" for ratio in ratios))
+        file = Path(__file__).parent / "results" / "matmul_ladder-intel-xeon.json"
+        file.write_text(json.dumps(found, indent=1) + "\n")
+        return None
+    if "ladder" in args.what:
+        parser.error("ladder is measured alone")
     kept: dict[str, Any] = {"machine": machine(), "threads": torch.get_num_threads(), "model": args.model}
     old = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
     if any(old.get(key, value) != value for key, value in kept.items()):

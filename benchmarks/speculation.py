@@ -1,20 +1,28 @@
 """What does speculative decoding gain? Tokens per second with n-gram and suffix drafts over those without, in one run.
 
-    python benchmarks/speculation.py [--model smollm2] [--batches 1 16] [--tokens 96] [--drafts 4] [--rounds 5] [--json FILE]
+    python benchmarks/speculation.py [--batches 1 16] [--prompts edit chat] [--tokens 96] [--drafts 4] [--rounds 5] [--json FILE]
 
-Two prompts: an edit, whose answer repeats most of the prompt, and a chat, whose answer is new. Greedy. The last column says whether the
-answers are those without drafts: a step of another size rounds differently, unless the backend is batch-invariant, and that can decide
-between two tokens that are nearly equally likely.
+Three prompts: a letter to be edited, whose answer repeats most of it; code to be edited, which this small model does badly; and a chat,
+whose answer is new. Greedy. The last column says whether the answers are those without drafts: a step of another size rounds differently, unless
+the backend is batch-invariant, and that can decide between two tokens that are nearly equally likely.
 Each round runs all engines in turn, so that what else the machine does meets all alike; a ratio is taken within a round, and the
 table shows the median of the rounds. Every request of a batch has its own prompt.
 
 The suffix proposer would know the answers of the rounds before, which are the same: its engine remembers none, but in the row
 `suffix, seen`, which shows what a repeated question gains.
+
+With `--train N` heads are trained first, on N answers of the model to questions of the chat's kind about other things, and get a row.
+
+    python benchmarks/speculation.py --gpu [--tokens 512] [--drafts 4] [--acceptance 0.7] [--rounds 5] [--json FILE]
+
+One stream on a GPU: random weights in Qwen3-0.6B's shape, draft tokens that are accepted by chance, against none. Both engines replay
+CUDA graphs; with drafts once as the engine would, and once with `async_scheduling`, where outputs are handled while the next step runs.
 """
 
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +30,7 @@ from typing import Any
 import torch
 
 from minivllm import LLM, SamplingParams
+from minivllm.spec_decode.training import StateCollector, save_medusa, train_medusa
 
 NAMES = (
     "Ada",
@@ -54,14 +63,54 @@ CODE = """class {name}Account:
         self.balance = self.balance - amount
         return self.balance
 """
+LETTER = """Dear Mr. Brown,
+
+thank you for your order of the third of May. We are sorry to tell you that the blue chairs are out of stock until the end of June. The
+two tables and the lamp will leave our house on Monday and should reach you within four days. If you do not want to wait for the chairs,
+we will gladly send you the green ones at the same price, or pay back what you have paid for them. Please let us know which you prefer.
+
+Kind regards,
+{name} Miller"""
 PROMPTS = {
-    "edit": "Copy this Python code and rename `amount` to `value`. Answer with the code only.\n\n" + CODE,
+    "edit": "Rewrite this letter with the name Brown changed to Green:\n\n" + LETTER,
+    "code": "Copy this Python code and rename `amount` to `value`. Answer with the code only.\n\n" + CODE,
     "chat": "My friend {name} wants to learn to swim at the age of forty. What would you tell {name}?",
 }
 OFF: dict[str, Any] | None = None
 
 
-def engines(model: str, drafts: int, dtype: str) -> dict[str, LLM]:
+THINGS = (
+    "play the piano", "cook", "draw", "speak Italian", "ride a horse", "write poems", "knit", "garden", "dance", "sing", "ski", "sail",
+    "bake bread", "play chess", "juggle", "drive a car", "sew", "paint", "climb", "surf", "fish", "read music", "take photos", "run",
+    "skate", "program", "meditate", "box", "row", "fence", "do yoga", "lift weights",
+)  # fmt: skip
+
+
+def trained_heads(model: str, dtype: str, count: int, heads: int, folder: Path) -> Path:
+    """Medusa heads from `count` answers of the model, none of which is asked for later."""
+    texts = [
+        f"My friend {NAMES[i % len(NAMES)]} wants to learn to {THINGS[i % len(THINGS)]} at the age of {20 + i % 50}. What would you tell"
+        f" {NAMES[i % len(NAMES)]}?"
+        for i in range(count)
+    ]
+    collector, start = StateCollector(), time.perf_counter()
+    config = {"method": collector, "num_speculative_tokens": 1, "dynamic_length": False}
+    params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
+    with LLM(model, dtype=dtype, max_model_len=512, enable_prefix_caching=False, speculative_config=config) as llm:
+        llm.chat([[{"role": "user", "content": text}] for text in texts], params, use_tqdm=False)
+        output = llm.llm_engine.core.executor.runner.model.embedding.float()
+    said, last = time.perf_counter(), params.max_tokens or 0
+    answers = [(states[-last:], ids[-last - 1 :]) for states, ids in collector.texts()]
+    tensors = train_medusa(answers, heads, output, epochs=8, batch_size=256, learning_rate=1e-3)
+    tokens, known = sum(len(ids) for _, ids in answers), len(tensors["token_map"])
+    print(
+        f"{heads} heads, trained on {tokens} tokens, {known} different ones: {said - start:.0f} s to write them,"
+        f" {time.perf_counter() - said:.0f} s to train"
+    )
+    return save_medusa(folder, tensors)
+
+
+def engines(model: str, drafts: int, dtype: str, heads: Path | None) -> dict[str, LLM]:
     """One engine for each row of the table."""
     suffix = {"method": "suffix", "num_speculative_tokens": drafts}
     configs = {
@@ -70,6 +119,8 @@ def engines(model: str, drafts: int, dtype: str) -> dict[str, LLM]:
         "suffix": suffix | {"suffix_decoding_max_cached_requests": 0},
         "suffix, seen": suffix,
     }
+    if heads is not None:
+        configs["medusa"] = {"method": "medusa", "model": str(heads), "num_speculative_tokens": drafts}
     sizes: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": 1024,
@@ -93,20 +144,91 @@ def measure(
     return seconds, [list(output.outputs[0].token_ids) for output in outputs], counts
 
 
+def on_gpu(args: argparse.Namespace) -> None:
+    """One stream with synthetic acceptance against none, in turns."""
+    from engine_gpu import model_folder
+
+    card, few = torch.cuda.get_device_name(), {"num_gpu_blocks": 256, "max_num_seqs": 8, "max_model_len": 2048}
+    config = {
+        "method": "synthetic",
+        "num_speculative_tokens": args.drafts,
+        "synthetic_acceptance_rate": args.acceptance,
+    }
+    engines = {"off": (None, None), "drafts": (config, None), "drafts, async": (config, True)}
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    prompt = {"prompt_token_ids": [i % 251 for i in range(200)]}
+    with tempfile.TemporaryDirectory() as name:
+        folder = str(model_folder(Path(name)))
+        llms = {
+            name: LLM(
+                folder, load_format="dummy", dtype="bfloat16", device="cuda", enable_prefix_caching=False,
+                speculative_config=drafts, async_scheduling=overlaps, **few,
+            )
+            for name, (drafts, overlaps) in engines.items()
+        }  # fmt: skip
+        seconds: dict[str, list[float]] = {name: [] for name in llms}
+        steps, per_step = {}, {}
+        for turn in range(args.rounds + 1):  # the first compiles kernels and captures graphs
+            for name, llm in llms.items():
+                core = llm.llm_engine.core
+                before, start = core.scheduler.step, time.perf_counter()
+                [out] = llm.generate(prompt, params, use_tqdm=False)
+                if turn:
+                    seconds[name].append(time.perf_counter() - start)
+                assert len(out.outputs[0].token_ids) == args.tokens
+                steps[name] = core.scheduler.step - before
+                per_step[name] = core.scheduler.spec_stats.mean_acceptance_length or 1.0
+    rows = []
+    for name, took in seconds.items():
+        ratios = [off / own for off, own in zip(seconds["off"], took, strict=True)]
+        rows.append({
+            "drafts": name, "tokens_per_second": round(args.tokens / statistics.median(took), 1), "ratio": round(statistics.median(ratios), 3),
+            "ratios": [round(ratio, 3) for ratio in ratios], "ms_per_step": round(1e3 * statistics.median(took) / steps[name], 3),
+            "tokens_per_step": round(per_step[name], 3), "graphs": len(llms[name].llm_engine.core.executor.runner.graphs or ()),
+        })  # fmt: skip
+    about = f"{card}, Qwen3-0.6B's shape, one stream, {args.drafts} drafts, accepted with a chance of {args.acceptance}"
+    print(f"{about}; {args.tokens} tokens, medians of {args.rounds} rounds")
+    print("drafts         tokens/s  over off  ms a step  tokens a step  graphs")
+    for row in rows:
+        print(
+            f"{row['drafts']:13}  {row['tokens_per_second']:8.1f}  {row['ratio']:8.2f}  {row['ms_per_step']:9.3f}"
+            f"  {row['tokens_per_step']:13.2f}  {row['graphs']:6}"
+        )
+    if args.json:
+        result = {"about": about, "rounds": args.rounds, "tokens": args.tokens, "rows": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpu", action="store_true", help="one stream with synthetic acceptance on a GPU")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.7, help="with --gpu: the chance that a draft token is accepted"
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), choices=PROMPTS)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--train", type=int, default=0, metavar="N", help="train Medusa heads on N answers first")
     parser.add_argument("--json", type=Path, help="also write the table here")
     args = parser.parse_args()
-    llms = engines(args.model, args.drafts, args.dtype)
+    if args.gpu:
+        if not torch.cuda.is_available():
+            print("not run: torch sees no NVIDIA GPU here")
+            return
+        on_gpu(args)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        heads = None
+        if args.train:
+            heads = trained_heads(args.model, args.dtype, args.train, args.drafts, Path(name))
+        llms = engines(args.model, args.drafts, args.dtype, heads)
     rows = []
     for batch in args.batches:
-        for kind, text in PROMPTS.items():
+        for kind, text in ((kind, PROMPTS[kind]) for kind in args.prompts):
             asked = [[{"role": "user", "content": text.format(name=NAMES[i % len(NAMES)])}] for i in range(batch)]
             ratios: dict[str, list[float]] = {name: [] for name in llms}
             rates, counts, same = {name: [] for name in llms}, {}, dict.fromkeys(llms, True)

@@ -37,6 +37,16 @@ def run_collect_env(args: argparse.Namespace, out: TextIO) -> None:
         print(f"{name:16} {value}", file=out)
 
 
+def run_models(args: argparse.Namespace, out: TextIO) -> None:
+    """List the families of models, the formats of their checkpoints, and what of them is tested."""
+    from minivllm.models.families.registry import TESTED, families
+
+    for family in families():
+        print(family.about, ", ".join(family.architectures), sep="\n    ", file=out)
+        print(f"    {', '.join(family.formats)}; like transformers: {TESTED[family.kind]}", file=out)
+    print("Any other causal model whose attention transformers lets others compute runs by its code there.", file=out)
+
+
 def run_plugins(args: argparse.Namespace, out: TextIO) -> None:
     """List the installed plugins, and whether they are loaded."""
     from minivllm.core.plugins import describe_plugins
@@ -63,6 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
     collect.set_defaults(run=run_collect_env)
     plugins = commands.add_parser("plugins", help="list installed plugins, and whether they are loaded")
     plugins.set_defaults(run=run_plugins)
+    models = commands.add_parser("models", help="list the families of models, and how each is tested")
+    models.set_defaults(run=run_models)
     trace_view.add_parser(commands)
     quantize.add_parser(commands)
     for name, what in (

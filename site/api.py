@@ -16,6 +16,7 @@ PACKAGES = {
     "attention": "Attention over the paged cache: the protocol, and the backends.",
     "models": "One decoder for many families; loading; the tokenizer.",
     "lora": "Adapters: PEFT folders, slots, the linear layer that applies them.",
+    "multimodal": "Pictures and embeddings in a prompt: inputs, processors, encoders.",
     "sampling": "Parameters, transforms of the logits, the draw.",
     "spec_decode": "Speculative decoding: proposers of draft tokens, the rejection sampler.",
     "runtime": "Input batch, model runner, executor.",

@@ -17,22 +17,43 @@ from api import make_api
 from book import make_book
 from links import on_site
 from replays import make_gallery
-from results import make_benchmarks
+from results import make_benchmarks, table
 
 from minivllm.literate import write
+from minivllm.models.families.registry import TESTED, families
 from minivllm.viz import BlockMap, Timeline
 
 ROOT = Path(__file__).parents[1]
+MODELS = (
+    "What `minivllm models` prints. The last column says what of a small random model of each architecture is compared with `transformers`, in ragged"
+    " batches with chunked prompts, prefix hits and preemption; a test refuses a family that is not. Quantized safetensors load into the linear layers"
+    " of any family. Any other causal model whose attention `transformers` lets others compute runs by its code there (`model_impl`)."
+)
+MODELS_HEAD = ("Family", "Architectures", "Checkpoints", "Compared with transformers")
 
 
 def make_tests(target: Path) -> None:
-    """Write a page for every test that the features name: its source."""
-    features = (ROOT / "site/docs/features.md").read_text()
-    for path in sorted(set(re.findall(r"\]\(../../(tests/[^)]*\.py)\)", features))):
+    """Write a page for every test that the pages name: its source."""
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "site/docs").rglob("*.md"))
+    for path in sorted(set(re.findall(r"\]\((?:\.\./)+(tests/[^)]*\.py)\)", pages))):
         fence = "`" * 8
         text = (ROOT / path).read_text(encoding="utf-8")
         lines = ["---", "orphan: true", "---", "", f"# {path}", "", f"{fence}python", text.rstrip(), fence, ""]
         write(target / path.replace(".py", ".md"), "\n".join(lines))
+
+
+def make_models(target: Path) -> None:
+    """Write the page of model families."""
+    rows = [
+        (
+            family.about,
+            ", ".join(f"`{name}`" for name in family.architectures),
+            ", ".join(family.formats),
+            TESTED[family.kind],
+        )
+        for family in families()
+    ]
+    write(target / "models.md", "\n".join(["# Model families", "", MODELS, "", *table(MODELS_HEAD, rows)]))
 
 
 def main(target: Path) -> None:
@@ -50,6 +71,7 @@ def main(target: Path) -> None:
     make_gallery(target / "gallery", target / "_extra/replays")
     make_benchmarks(ROOT, target)
     make_tests(target)
+    make_models(target)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from tiny_models import hf_model
 
@@ -35,6 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def peft_adapter(model: str, settings: dict[str, Any], folder: Path, seed: int) -> Any:
     """Save an adapter of a tiny model in `folder`; gives the merged transformers model."""
+    import peft  # here: it imports a dozen models of transformers
+
     wrapped = peft.get_peft_model(copy.deepcopy(hf_model(model)), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in wrapped.named_parameters():

@@ -75,7 +75,7 @@ class Memory:
             assert len(prefixes) == row.computed + n, "more tokens are scheduled than are known"
             for spec, table in zip(self.specs, row.tables, strict=True):
                 if spec.rules.is_state:
-                    self._advance(name, table, prefixes, row.computed, fails)
+                    self._advance(name, table, prefixes, row.computed, fails, dict(spec.options).get("ring", 1))
                     continue
                 for place in range(row.computed, row.computed + n):
                     self.device[table[place // self.size], place % self.size] = GARBAGE if fails else prefixes[place]
@@ -93,18 +93,24 @@ class Memory:
                     result.draft_token_ids[name] = guesses
         return result
 
-    def _advance(self, name: str, table: list[int], prefixes: list[int], computed: int, fails: bool) -> None:
-        """Read the state after `computed` tokens, and write those at the end of each block and of the step."""
+    def _advance(self, name: str, table: list[int], prefixes: list[int], computed: int, fails: bool, ring: int) -> None:
+        """Read the state after `computed` tokens, and write those at the end of each block and of the step.
+
+        ring: of a table of that many blocks, the state of each token goes to the next, if a step has no more tokens.
+        """
 
         def block(place: int) -> int:
-            return table[min(place // self.size, len(table) - 1)]
+            return table[place % ring if ring > 1 else min(place // self.size, len(table) - 1)]
 
         if computed and not fails:
             held = self.device.get((block(computed - 1), self.size), GARBAGE)
             assert held == prefixes[computed - 1], f"{name} reads a wrong state in block {block(computed - 1)}"
             self.checked += 1
         for place in range(computed, len(prefixes)):
-            if place == len(prefixes) - 1 or block(place) not in (0, block(place + 1)):
+            kept = (
+                computed and len(prefixes) - computed <= ring if ring > 1 else block(place) not in (0, block(place + 1))
+            )
+            if kept or place == len(prefixes) - 1:
                 assert block(place), f"{name} writes its state to the null block"
                 self.device[block(place), self.size] = GARBAGE if fails else prefixes[place]
 

@@ -1,7 +1,9 @@
 """Shared by all tests: fast ones run first, and hypothesis draws the same examples every time."""
 
+import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "site" in fixtures:  # all pages are built first
             item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+_imports = 0
+_MANY = 100
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Every engine collects garbage when it closes. To walk all that was imported by then (transformers alone has 200,000
+    objects) takes longer than most tests do, so the collector is told that it stays."""
+    global _imports
+    if len(sys.modules) > _imports + _MANY:
+        gc.collect()
+        gc.freeze()
+        _imports = len(sys.modules)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,10 @@ GROUPS = {
     "all": ["full", "sliding_window", "chunked_local"],
     "state": ["state"],
     "checkpoints": ["state_all"],
+    "aligned": ["state_align"],
+    "aligned hybrid": ["full", "state_align", "sliding_window"],
+    "ring": ["state_ring"],
+    "ring hybrid": ["full", "state_ring", "state_ring"],
     "state hybrid": ["full", "state", "state"],
     "checkpoint hybrid": ["state_all", "full", "state_all"],
 }
@@ -27,7 +31,11 @@ GROUPS = {
 
 def kv_config(kind: str, block_size: int, num_blocks: int, window: int = 8) -> KVCacheConfig:
     windows = {"sliding_window": window, "chunked_local": window}
-    specs = [KVCacheSpec(k, block_size, 1, 4, window=windows.get(k)) for k in GROUPS[kind]]
+    options = {"state_ring": (("ring", 5),)}
+    specs = [
+        KVCacheSpec(k.removesuffix("_ring"), block_size, 1, 4, window=windows.get(k), options=options.get(k, ()))
+        for k in GROUPS[kind]
+    ]
     return KVCacheConfig(num_blocks, block_size, make_kv_cache_groups(specs))
 
 

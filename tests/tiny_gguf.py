@@ -113,10 +113,11 @@ def write_gguf(
     weights: dict[str, np.ndarray] | None = None,
     quantize: dict[str, gguf.GGMLQuantizationType] | None = None,
     extra_tensors: dict[str, np.ndarray] | None = None,
+    split: int = 0,
     **overrides: Any,
 ) -> Path:
-    """Write a GGUF file. `weights` under Hugging Face names; `overrides` of metadata, with `__` for `.`."""
-    writer = gguf.GGUFWriter(path, arch)
+    """Write a GGUF file. `weights` under Hugging Face names; `overrides` of metadata, with `__` for `.`. split: most tensors of a part."""
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     fields = metadata(arch) | {key.replace("__", "."): value for key, value in overrides.items()}
     for key, value in fields.items():
         _add(writer, key, value)

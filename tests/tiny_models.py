@@ -78,6 +78,13 @@ TINY_MODELS |= {
     "qwen2-moe": ("qwen2_moe", {**_MOE, "num_experts": 8, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 2}),
     "qwen3-moe": ("qwen3_moe", {**_MOE, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 12}),
+    "llama4": (
+        "llama4_text",
+        {
+            "num_local_experts": 8, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64,
+            "no_rope_layers": [1, 0, 1, 1], "attention_chunk_size": 24, "floor_scale": 16, "attn_scale": 0.3,
+        },
+    ),
     "granitemoe": ("granitemoe", {"num_local_experts": 8, "residual_multiplier": 0.3, "attention_multiplier": 0.2}),
 }  # fmt: skip
 _PLAIN = {"num_key_value_heads": 6, "head_dim": 12}  # hidden_size / num_attention_heads
@@ -141,6 +148,19 @@ TINY_MODELS |= {
     "olmo3": ("olmo3", {**_PLAIN, **_WINDOWS}),
     "gemma2": ("gemma2", {**_WINDOWS, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 9.0}),
     "phi3": ("phi3", {**_PLAIN, "num_key_value_heads": 2, "sliding_window": 24}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            **_PLAIN,
+            "original_max_position_embeddings": 32,  # fewer than the tests' texts have tokens
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.1] * 6,
+                "long_factor": [*range(2, 8)],
+            },
+        },
+    ),
     "granite": ("granite", _GRANITE),
     "glm": ("glm", {"rope_parameters": _ROTARY}),
     "glm4": ("glm4", {"rope_parameters": _ROTARY}),
@@ -195,7 +215,7 @@ TINY_MODELS |= {
             **_MOE,
             "num_experts": 8,
             "shared_expert_intermediate_size": 64,
-            "linear_key_head_dim": 8,
+            "linear_key_head_dim": 32,  # fewer: products of a key and a query are near 0, and their head's norm magnifies a rounding
             "linear_value_head_dim": 12,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
@@ -203,7 +223,37 @@ TINY_MODELS |= {
         },
     ),
 }
-STATES = ("mamba2", "lfm2", "granite-hybrid", "qwen3-next")
+TINY_MODELS["qwen3-next-attention"] = (
+    "qwen3_next",
+    {**TINY_MODELS["qwen3-next"][1], "layer_types": ["full_attention"] * 4},
+)
+_NARROW = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+TINY_MODELS |= {
+    "mamba": ("mamba", {**_BARE, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 8, "use_bias": True}),
+    "jamba": (
+        "jamba",
+        {
+            **{name: DROP for name in ("head_dim", "max_position_embeddings")},
+            **_NARROW,
+            "num_hidden_layers": 3,
+            "mamba_d_state": 16,
+            "mamba_dt_rank": 16,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+        },
+    ),
+    "bamba": (
+        "bamba",
+        {
+            "head_dim": DROP,
+            **_NARROW,
+            **{f"mamba_{name}": size for name, size in {**_HYBRID_MAMBA2, "n_heads": 4, "n_groups": 2}.items()},
+            "attn_layer_indices": [1],
+        },
+    ),
+}
+STATES = ("mamba2", "lfm2", "granite-hybrid", "qwen3-next", "mamba", "jamba", "bamba")
 """With state-space layers."""
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3")
 """One of each family, for tests that cannot afford all."""
@@ -270,6 +320,31 @@ def checkpoint(model: Any, original_format: bool = True) -> dict[str, torch.Tens
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, save_original_format=original_format)
         return load_file(f"{folder}/model.safetensors")
+
+
+@torch.inference_mode()
+def next_logits(model: Any, prompts: list[list[int]], outputs: list[list[int]]) -> list[torch.Tensor]:
+    """What transformers has for each token of the outputs: its logits [n, vocabulary] before them.
+
+    One call for all, the texts filled up at their ends, which no token before them sees. If each token of an output is the
+    argmax of its row, then the output is what transformers generates greedily.
+    """
+    texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    longest = max(map(len, texts))
+    logits = model(torch.tensor([text + [0] * (longest - len(text)) for text in texts]), use_cache=False).logits
+    return [rows[len(p) - 1 : len(p) + len(o) - 1] for rows, p, o in zip(logits, prompts, outputs, strict=True)]
+
+
+def logits_equal(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Within 1e-4, or 1e-5 of the largest where logits are beyond 10: some fifty roundings of float32."""
+    return bool((got - want).abs().max() < 1e-5 * max(10, float(want.abs().max())))
+
+
+def class_name(name: str) -> str:
+    """The class in transformers of a model in `TINY_MODELS`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TINY_MODELS[name][0]]
 
 
 def tiny_tokenizer() -> Any:

@@ -49,5 +49,6 @@ def varied_prompts(tokenizer: Any) -> list[list[int]]:
     starts = torch.randint(0, 200, (len(LENGTHS),), generator=generator).tolist()
     long = [book[start : start + n] for start, n in zip(starts, LENGTHS, strict=True)]
     found = plain + chat + long
-    assert len(found) == 32 and min(map(len, found)) == 1 and max(map(len, found)) == 600
+    marks = len(tokenizer.encode(""))  # that each text begins with
+    assert len(found) == 32 and min(map(len, found)) == 1 + marks and max(map(len, found)) == 600
     return found

@@ -43,6 +43,7 @@ class AttentionSpec:
         sinks: each head has one more score in its softmax, which belongs to no token (see `AttentionBackend.sinks`).
         value_dim: values are the first `value_dim` numbers of the keys, and the cache holds keys only (latent attention);
             None for values of their own.
+        sees_ahead: some queries see beyond themselves, see `AttentionBatch.last_key`.
         causal: a token sees no later one. If not, it sees the whole prompt, and there is no cache.
     """
 
@@ -58,6 +59,7 @@ class AttentionSpec:
     kv_dtype: torch.dtype | None = None
     sinks: bool = False
     value_dim: int | None = None
+    sees_ahead: bool = False
     causal: bool = True
 
     def __post_init__(self) -> None:
@@ -103,6 +105,8 @@ class AttentionSpec:
     @property
     def beyond_kernels(self) -> str | None:
         """Why a backend that knows nothing but keys, values and a softmax over them cannot do this."""
+        if self.sees_ahead:
+            return "its kernels are causal, and pictures of this model see ahead; 'sdpa' and 'reference' can do that"
         if not self.causal:
             return "its attention is causal; attention_backend='encoder' looks both ways"
         if self.sinks:
@@ -130,12 +134,14 @@ class AttentionBatch:
         seq_lens: int32 [B]; tokens of each request after this step. Its queries are the last ones of them.
         block_table: int32 [B, max_blocks]; block `j` of a row holds the positions `j * block_size` and on.
         slot_mapping: int64 [T]; where the key and value of each token go: `block * block_size + offset`.
+        last_key: int64 [T], the last position that each query sees; None if it is its own.
     """
 
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
     block_table: np.ndarray
     slot_mapping: np.ndarray
+    last_key: np.ndarray | None = None
 
     @property
     def num_reqs(self) -> int:

@@ -111,6 +111,8 @@ class ReferenceBackend(AttentionBackend):
             for row in range(start, end):
                 position = length - end + row
                 seen = self.visible(spec, position)
+                if batch.last_key is not None and batch.last_key[row] > position:
+                    seen = slice(int(spec.first_key(np.asarray(position))), int(batch.last_key[row]) + 1)
                 out[row] = attend_one(
                     q[row].to(self.compute_dtype), keys[seen], values[seen][..., : spec.out_dim], spec, self.sinks
                 )

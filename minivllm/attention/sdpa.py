@@ -86,9 +86,9 @@ def plan_prefill(batch: AttentionBatch, r: int, spec: AttentionSpec, device: tor
     first = spec.first_key(queries)
     keys = np.arange(first[0], length)
     slots = slots_of(batch.block_table[r : r + 1], keys[None], spec.block_size)[0]
-    mask = None
-    if first[-1] > first[0] or len(keys) > len(queries):
-        mask = torch.as_tensor((keys >= first[:, None]) & (keys <= queries[:, None]), device=device)
+    mask, last = None, queries if batch.last_key is None else batch.last_key[start:end]
+    if first[-1] > first[0] or len(keys) > len(queries) or last is not queries:
+        mask = torch.as_tensor((keys >= first[:, None]) & (keys <= last[:, None]), device=device)
     return PrefillCall(start, end, torch.as_tensor(slots, device=device), mask)
 
 

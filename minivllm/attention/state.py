@@ -5,7 +5,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from minivllm.attention.step_buffer import StepBuffer
 
 __all__ = [
     "LayerCacheSpec", "MambaSpec", "Piece", "StatePlan", "StateView", "backend_needs", "cache_layout",
-    "cut_pieces", "plan_states",
+    "cut_pieces", "plan_states", "ring_pieces",
 ]  # fmt: skip
 
 
@@ -29,14 +29,16 @@ class MambaSpec:
         shapes, dtypes: of the parts of a state.
         block_size: tokens between two checkpoints.
         dtype: of the layer's activations.
+        ring: blocks of a request that its states go round in, see `StateRules`.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     block_size: int
     dtype: torch.dtype
+    ring: int = 1
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each part begins in a block, and where the last ends, in bytes. All begin at multiples of 64."""
         offsets = [0]
@@ -103,13 +105,13 @@ class StateView:
         return places
 
     def read(self, blocks: Tensor) -> Tensor:
-        """[R, *shape] of R blocks; int64 [R]."""
+        """`[R, *shape]` of R blocks; int64 [R]."""
         found = [half.index_select(0, blocks) for half, _ in self._places()]
         data = found[0] if len(found) == 1 else torch.cat(found, 1)
         return data.view(self.dtype).view(len(blocks), *self.shape)
 
     def write(self, blocks: Tensor, states: Tensor) -> None:
-        """Put [R, *shape] into R different blocks."""
+        """Put `[R, *shape]` into R different blocks."""
         data = states.to(self.dtype).reshape(len(blocks), -1).contiguous().view(torch.uint8)
         for half, part in self._places():
             half.index_copy_(0, blocks, data[:, part])
@@ -161,16 +163,29 @@ def cut_pieces(start: int, first: int, end: int, table: np.ndarray, size: int) -
     ]
 
 
+def ring_pieces(start: int, first: int, end: int, table: np.ndarray, ring: int) -> list[Piece]:
+    """As `cut_pieces`, for a table whose `ring` blocks keep the last states: a piece for each token, if all of them can be kept."""
+    begins = range(first, end) if first and end - first <= ring else [first]
+    ends = [*begins[1:], end]
+    return [
+        Piece(start + a - first, start + b - first, int(table[(a - 1) % ring]) if a else -1, int(table[(b - 1) % ring]))
+        for a, b in zip(begins, ends, strict=True)
+    ]
+
+
 def plan_states(batch: AttentionBatch, spec: MambaSpec, device: torch.device) -> StatePlan:
     """Plan a step. Slots are not used: a state has a block, and no place in it."""
-    starts, table, size = batch.query_start_loc, batch.block_table, spec.block_size
+    starts, table, size, ring = batch.query_start_loc, batch.block_table, spec.block_size, spec.ring
     first = batch.seq_lens - batch.query_lens
     number, last = np.arange(len(first)), table.shape[1] - 1
-    read = table[number, np.minimum(np.maximum(first - 1, 0) // size, last)]
-    write = table[number, np.minimum((batch.seq_lens - 1) // size, last)]
-    single = (batch.query_lens == 1) & (first > 0)
+
+    def block(place: np.ndarray) -> np.ndarray:
+        return table[number, place % ring if ring > 1 else np.minimum(place // size, last)]
+
+    read, write = block(np.maximum(first - 1, 0)), block(batch.seq_lens - 1)
+    single, cutter = (batch.query_lens == 1) & (first > 0), cut_pieces if ring == 1 else ring_pieces
     cut = {
-        r: cut_pieces(int(starts[r]), int(first[r]), int(batch.seq_lens[r]), table[r], size)
+        r: cutter(int(starts[r]), int(first[r]), int(batch.seq_lens[r]), table[r], size if ring == 1 else ring)
         for r in np.flatnonzero(~single).tolist()
     }
     written = [*write[single].tolist(), *(piece.write for pieces in cut.values() for piece in pieces)]

@@ -17,13 +17,13 @@ from minivllm.core.policy import POLICIES
 from minivllm.core.speculative import SpeculativeConfig
 
 __all__ = [
-    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "QUANTIZATIONS", "ROUTER_NAMES", "RUNNERS",
-    "STATE_KINDS", "WEIGHT_BITS", "CacheConfig", "CheckpointedStateRules", "ChunkedLocalRules", "Decision",
-    "EncoderOnlyRules", "EngineArgs", "EngineConfig", "KVCacheConfig", "KVCacheGroup", "KVCacheRules",
-    "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts", "PoolingFacts", "SchedulerConfig",
-    "SlidingWindowRules", "StateRules", "choose_dtype", "choose_state_cache", "make_kv_cache_groups",
-    "pad_states", "register_kv_cache_kind", "resolve", "stage_groups", "stage_layers", "tokens_held",
-    "unify_block_size",
+    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "MODEL_IMPLS", "QUANTIZATIONS", "ROUTER_NAMES",
+    "RUNNERS", "STATE_KINDS", "WEIGHT_BITS", "AlignedStateRules", "CacheConfig", "CheckpointedStateRules",
+    "ChunkedLocalRules", "Decision", "EncoderOnlyRules", "EngineArgs", "EngineConfig", "KVCacheConfig",
+    "KVCacheGroup", "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts",
+    "PoolingFacts", "SchedulerConfig", "SlidingWindowRules", "StateRules", "choose_dtype",
+    "choose_state_cache", "make_kv_cache_groups", "pad_states", "register_kv_cache_kind", "resolve",
+    "stage_groups", "stage_layers", "tokens_held", "unify_block_size",
 ]  # fmt: skip
 
 
@@ -65,6 +65,13 @@ class KVCacheRules:
         """Length of the block table of a request with `num_tokens` tokens."""
         return -(-num_tokens // spec.block_size)
 
+    def first_kept(self, spec: KVCacheSpec, held: int, num_tokens: int) -> int:
+        """Which entry of a table that grows from `held` entries to those of `num_tokens` tokens is the first to get a block.
+
+        Those between get the null block. Default: none do.
+        """
+        return held
+
     def max_blocks(self, spec: KVCacheSpec, num_tokens: int, max_step_tokens: int) -> int:
         """Most blocks held at once by a request of `num_tokens` tokens, computed at most `max_step_tokens` at a time."""
         return self.num_blocks(spec, num_tokens)
@@ -79,7 +86,7 @@ class KVCacheRules:
 
 
 KV_CACHE_KINDS: dict[str, KVCacheRules] = {"full": KVCacheRules()}
-_BUILT_IN = ("full", "sliding_window", "chunked_local", "latent", "encoder_only", "state", "state_all")
+_BUILT_IN = ("full", "sliding_window", "chunked_local", "latent", "encoder_only", "state", "state_all", "state_align")
 
 
 def register_kv_cache_kind(name: str, rules: KVCacheRules) -> None:
@@ -161,6 +168,9 @@ register_kv_cache_kind("encoder_only", EncoderOnlyRules())
 class StateRules(KVCacheRules):
     """One block a request, which every step overwrites. vLLM's `mamba_cache_mode="none"`.
 
+    With the option `ring`, that many blocks: the state after position p is in block `p % ring`, so that the states of the last
+    `ring` tokens are kept, and rejected draft tokens can be taken back. vLLM calls these speculative blocks.
+
     A spec's `head_dim` is the bytes of the state, `dtype_bytes` is 1; its option `page_bytes` is the size of a block of the
     pool, if that is larger.
     """
@@ -179,7 +189,7 @@ class StateRules(KVCacheRules):
         return query - 1 <= key <= query
 
     def num_blocks(self, spec: KVCacheSpec, num_tokens: int) -> int:
-        return min(1, num_tokens)
+        return dict(spec.options).get("ring", 1) if num_tokens else 0
 
     def bytes_per_block(self, spec: KVCacheSpec) -> int:
         return dict(spec.options).get("page_bytes", spec.head_dim)
@@ -206,10 +216,27 @@ class CheckpointedStateRules(StateRules):
         return f"{StateRules.describe(self, spec)}, kept every {spec.block_size} tokens"
 
 
-STATE_KINDS = {"none": "state", "all": "state_all"}
+class AlignedStateRules(CheckpointedStateRules):
+    """A step keeps the state at the last boundary of blocks that it reaches, and its last one. vLLM's `mamba_cache_mode="align"`.
+
+    vLLM lets a prompt's steps end at such boundaries; here a step that crosses one is cut there when it is executed.
+    """
+
+    def first_kept(self, spec: KVCacheSpec, held: int, num_tokens: int) -> int:
+        return max(held, num_tokens // spec.block_size - 1)
+
+    def max_blocks(self, spec: KVCacheSpec, num_tokens: int, max_step_tokens: int) -> int:
+        return min(self.num_blocks(spec, num_tokens), 3)  # what the step reads, and two that it writes
+
+    def describe(self, spec: KVCacheSpec) -> str:
+        return f"{StateRules.describe(self, spec)}, kept once a step"
+
+
+STATE_KINDS = {"none": "state", "align": "state_align", "all": "state_all"}
 """The kind of a state by `mamba_cache_mode`."""
 register_kv_cache_kind("state", StateRules())
 register_kv_cache_kind("state_all", CheckpointedStateRules())
+register_kv_cache_kind("state_align", AlignedStateRules())
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +245,8 @@ class KVCacheSpec:
 
     Attributes:
         kind: `full`, `sliding_window` (the last `window` tokens), `chunked_local` (the current chunk of `window` tokens),
-            `latent` (one vector of `head_dim` numbers a token), `encoder_only` (nothing), `state` and `state_all` (see
-            `StateRules`), or the name of a registered kind.
+            `latent` (one vector of `head_dim` numbers a token), `encoder_only` (nothing), `state`, `state_all` and
+            `state_align` (see `StateRules`), or the name of a registered kind.
         block_size: tokens per block.
         num_kv_heads: key-value heads.
         head_dim: size of one head.
@@ -262,7 +289,12 @@ class KVCacheSpec:
 def pad_states(specs: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
     """The specs with the blocks of states made as large as the largest block."""
     most = max(spec.bytes_per_block for spec in specs)
-    return [replace(spec, options=(("page_bytes", most),)) if spec.rules.is_state else spec for spec in specs]
+    return [
+        replace(spec, options=tuple((dict(spec.options) | {"page_bytes": most}).items()))
+        if spec.rules.is_state
+        else spec
+        for spec in specs
+    ]
 
 
 def unify_block_size(specs: Sequence[KVCacheSpec], block_size: int) -> int:
@@ -494,6 +526,7 @@ class ModelFacts:
         weight_bytes: size of the weights in the dtype in use.
         checkpoint_dtype: dtype named by the model's own configuration.
         hidden_size: numbers in a hidden state; None where it is not needed.
+        reads_media: there is an encoder of pictures.
         pooling: what it makes of a whole prompt.
         draft_bytes_per_block: what a KV block takes of draft layers, which keep theirs under the same block ids.
     """
@@ -507,6 +540,7 @@ class ModelFacts:
     weight_bytes: int
     checkpoint_dtype: str = "float32"
     hidden_size: int | None = None
+    reads_media: bool = False
     pooling: PoolingFacts = PoolingFacts()
     draft_bytes_per_block: int = 0
 
@@ -552,6 +586,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two mean the same
 
 
 RUNNERS = ("auto", "generate", "pooling")
+MODEL_IMPLS = ("auto", "minivllm", "transformers")
 
 
 _LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -565,11 +600,13 @@ ROUTER_NAMES = ("prefix_aware", "least_loaded", "round_robin")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineArgs:
-    """What a user may say of an engine. None and "auto" mean "choose"."""
+class _ModelArgs:
+    """What is loaded, and where it is computed."""
 
     model: str = _arg("smollm2", "alias, folder, .gguf file or hub id")
     tokenizer: str | None = _arg(None, "folder or hub id of the tokenizer; default: the model's own")
+    skip_tokenizer_init: bool = _arg(False, "load no tokenizer: prompts are token ids, and answers too")
+    model_impl: str = _arg("auto", "whose code computes the model; auto: ours if it is there", MODEL_IMPLS)
     runner: str = _arg("auto", "whether it generates or pools; auto: as the model's files say", RUNNERS)
     pooler_config: dict[str, Any] | None = _arg(None, "of vectors: pooling_type, normalize (as JSON in a flag)")  # noqa: RUF009
     hf_overrides: dict[str, Any] | None = _arg(None, "replaces entries of config.json (as JSON in a flag)")  # noqa: RUF009
@@ -585,6 +622,12 @@ class EngineArgs:
     data_parallel_router: str = _arg("prefix_aware", "which of them gets a request", ROUTER_NAMES)
     enable_expert_parallel: bool = _arg(False, "ranks that share a layer hold whole experts, not a part of each")
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs(_ModelArgs):
+    """What a user may say of an engine. None and "auto" mean "choose"."""
+
     max_model_len: int | None = _arg(None, "most tokens of a request, prompt and output together")
     block_size: int = _arg(16, "tokens per KV block")
     kv_cache_dtype: str = _arg("auto", "of keys and values: the model's, or a byte each (e4m3)", KV_CACHE_DTYPES)
@@ -603,6 +646,8 @@ class EngineArgs:
     max_num_partial_prefills: int | None = _arg(None, "most requests in the middle of a prompt at once")
     max_num_encoder_input_tokens: int | None = _arg(None, "most embeddings of media encoded in a step")
     encoder_cache_size: int | None = _arg(None, "most embeddings of media kept")
+    limit_mm_per_prompt: dict[str, int] | None = _arg(None, 'most media of a prompt: {"image": n}')  # noqa: RUF009
+    mm_processor_cache_gb: float = _arg(1.0, "GiB of processed media kept")
     scheduler_reserve_full_isl: bool = _arg(True, "admit a request only if its whole prompt fits the free blocks")
     starvation_limit: int = _arg(1000, "how often a policy may pass over the oldest request, or preempt one")
     scheduling_policy: str = _arg("fcfs", "who gets tokens first: fcfs, priority, fair_share or another name")
@@ -610,7 +655,7 @@ class EngineArgs:
     attention_backend: str = _arg("auto", "name of an attention backend, or auto")
     enforce_eager: bool = _arg(False, "launch every kernel by itself: no CUDA graphs, on a CPU no single launch")
     quantization: str | None = _arg(None, "linear layers in fewer bits, made at load (int: on a CPU)", QUANTIZATIONS)
-    quantization_config: dict[str, Any] | None = _arg(None, 'of int4: {"group_size": 32, 64 or 128} (JSON)')  # noqa: RUF009
+    quantization_config: dict[str, Any] | None = _arg(None, "of int4: group_size 32, 64 or 128 (as JSON)")  # noqa: RUF009
     speculative_config: dict[str, Any] | None = _arg(None, "of draft tokens (as JSON in a flag)")  # noqa: RUF009
     enable_lora: bool = _arg(False, "let requests bring LoRA adapters")
     max_loras: int = _arg(1, "most different adapters in a step")
@@ -651,17 +696,21 @@ class EngineArgs:
         ):
             raise ValueError(f"pooler_config must be a dict of pooling_type and normalize, got {self.pooler_config!r}")
         self._check_quantization()
+        self._check_media()
         self._check_parallel()
-        if self.speculative is not None and self.async_scheduling:
-            raise ValueError(
-                "speculative_config needs async_scheduling=False: a step verifies what the one before it led to"
-            )
         if not self.enable_lora and (self.max_loras, self.max_lora_rank, self.max_cpu_loras) != (1, 16, None):
             raise ValueError("max_loras, max_lora_rank and max_cpu_loras need enable_lora=True")
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
             raise ValueError('preemption_mode="swap" needs num_cpu_blocks of at least 1, got 0')
+
+    def _check_media(self) -> None:
+        limits = self.limit_mm_per_prompt or {}
+        if set(limits) - {"image"} or not all(type(n) is int and n >= 0 for n in limits.values()):
+            raise ValueError(f'limit_mm_per_prompt must be {{"image": whole number of at least 0}}, got {limits!r}')
+        if not 0 <= self.mm_processor_cache_gb < 2**20:
+            raise ValueError(f"mm_processor_cache_gb must be at least 0, got {self.mm_processor_cache_gb}")
 
     def _check_parallel(self) -> None:
         if self.world_size > 1 and self.distributed_executor_backend == "uni":
@@ -901,7 +950,25 @@ def _without_cache(args: EngineArgs) -> EngineArgs:
     for name in ("speculative_config", "enable_lora", "fp8_kv_cache", "num_cpu_blocks"):
         if getattr(args, name):
             raise ValueError(f"{name} is not implemented for a model whose attention goes both ways")
+    if args.tensor_parallel_size > 1:
+        raise ValueError("tensor_parallel_size is not implemented for a model whose attention goes both ways")
     return replace(args, enable_chunked_prefill=False, enable_prefix_caching=False, num_gpu_blocks=2)
+
+
+def _check_drafts(args: EngineArgs, model: ModelFacts, mode: str) -> None:
+    """Refuse draft tokens that the states of a model cannot be brought back from."""
+    if args.speculative is None:
+        return
+    method = args.speculative.method
+    if method in ("draft_model", "medusa", "eagle", "mtp"):
+        raise ValueError(
+            f"speculative_config: model {model.name!r} has state-space layers, for which method {method!r} is not implemented;"
+            " ngram, suffix, synthetic and objects are"
+        )
+    if mode != "none":
+        raise ValueError(
+            f"speculative_config: with draft tokens only the last states are kept, so mamba_cache_mode={mode!r} cannot be"
+        )
 
 
 def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCacheSpec], list[Decision], dict[str, Any]]:
@@ -918,20 +985,16 @@ def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCach
                 f"mamba_cache_mode={args.mamba_cache_mode!r}: model {model.name!r} has no state-space layers"
             )
         return specs, [], {}
-    if args.speculative is not None:
-        raise ValueError(
-            f"speculative_config: model {model.name!r} has state-space layers; a rejected draft token cannot be taken back"
-            " out of a state, so speculative decoding is not implemented for it"
-        )
     if args.fp8_kv_cache and all(spec.rules.is_state for spec in specs):
         raise ValueError(f"kv_cache_dtype={args.kv_cache_dtype!r}: model {model.name!r} has no keys and values")
     mode = args.mamba_cache_mode or "none"
     if mode != "none" and not args.enable_prefix_caching:
         raise ValueError(f"mamba_cache_mode={mode!r} keeps states for prefix caching, but enable_prefix_caching is off")
+    _check_drafts(args, model, mode)
     why = "default" if args.mamba_cache_mode is None else "asked for"
     decisions = [Decision("mamba_cache_mode", mode, why)]
     if mode == "none" and args.enable_prefix_caching:
-        why = 'states are not kept; mamba_cache_mode="all" keeps one for every block'
+        why = 'states are not kept; mamba_cache_mode="all" keeps one for every block, "align" one for every step'
         decisions.append(Decision("enable_prefix_caching", False, why))
     block_size = unify_block_size(specs, args.block_size)
     if block_size != args.block_size:
@@ -939,6 +1002,9 @@ def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCach
         decisions.append(Decision("block_size", block_size, why))
     kinds = [STATE_KINDS[mode] if spec.rules.is_state else spec.kind for spec in specs]
     specs = [replace(s, kind=kind, block_size=block_size) for s, kind in zip(specs, kinds, strict=True)]
+    if args.speculative is not None:
+        ring = (("ring", 1 + args.speculative.num_speculative_tokens),)
+        specs = [replace(spec, options=(*spec.options, *ring)) if spec.rules.is_state else spec for spec in specs]
     return specs, decisions, {d.setting: d.value for d in decisions[1:]}
 
 

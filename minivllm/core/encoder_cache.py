@@ -68,7 +68,8 @@ class MultiModalFeatureSpec:
     @staticmethod
     def from_tuple(values: tuple[Any, ...]) -> MultiModalFeatureSpec:
         """What `to_tuple` was asked of, without the data."""
-        return MultiModalFeatureSpec(*values[:2], PlaceholderRange(*values[3:]), whole=values[2])
+        identifier, modality, whole, *place = values
+        return MultiModalFeatureSpec(identifier, modality, PlaceholderRange(*place), whole=whole)
 
 
 class MediaRequest(Protocol):

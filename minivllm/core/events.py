@@ -49,6 +49,7 @@ SCHEMA = {
         "verify": "drafts",
         "encode": "request modality identifier num_embeds",
         "encoder_evict": "identifier",
+        "experts": "step loads",
     }.items()
 }
 _OPTIONAL = {"update": (None,)}
@@ -195,7 +196,7 @@ class Fold(EventReader):
 
     _on_attributes = _on_step = _on_wait = _on_chunk = _on_draft = _on_verify = _on_note = _on_order = (
         _on_policy_error
-    ) = _ignore
+    ) = _on_experts = _ignore
 
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
         output = fields[5]

@@ -30,7 +30,7 @@ class SingleTypeKVCacheManager:
         self.num_cached: dict[str, int] = {}
         self.num_skipped: dict[str, int] = {}
         self.rules = spec.rules
-        self.num_blocks = partial(spec.rules.num_blocks, spec)
+        self.num_blocks, self.first_kept = partial(spec.rules.num_blocks, spec), partial(spec.rules.first_kept, spec)
         self.skips = type(spec.rules).skipped is not KVCacheRules.skipped
 
     def skipped_blocks(self, num_computed_tokens: int) -> tuple[int, int]:
@@ -224,12 +224,12 @@ class KVCacheManager:
         else:
             computed, held = request.num_computed_tokens, [len(group.tables[request_id]) for group in self.groups]
         total = computed + num_new_tokens
-        counts, wanted = [], 0
+        gaps, counts = [], []
         for group, n in zip(self.groups, held, strict=True):
-            count = group.num_blocks(total) - n
-            counts.append(max(0, count))
-            wanted += counts[-1]
-        num_new = wanted
+            first = group.first_kept(n, total)
+            gaps.append(first - n)
+            counts.append(max(0, group.num_blocks(total) - first))
+        num_new = wanted = sum(counts)
         if reserve_tokens:
             most = [g.rules.max_blocks(g.spec, reserve_tokens, self.max_step_tokens) for g in self.groups]
             wanted = sum(max(count, m - n) for count, m, n in zip(counts, most, held, strict=True))
@@ -248,7 +248,7 @@ class KVCacheManager:
             if hit:
                 self.free(request)
             raise
-        return self._extend(request, total, counts, new, bool(hit))
+        return self._extend(request, total, gaps, counts, new, bool(hit))
 
     def _open(self, request_id: str, hit: CacheHit) -> None:
         """Start block tables with the blocks of a hit."""
@@ -261,12 +261,12 @@ class KVCacheManager:
             self.block_pool.touch(table)
 
     def _extend(
-        self, request: Request, total: int, counts: list[int], new: list[KVCacheBlock], opened: bool
+        self, request: Request, total: int, gaps: list[int], counts: list[int], new: list[KVCacheBlock], opened: bool
     ) -> tuple[list[int], ...]:
-        """Append new blocks to the tables and register those that this step fills."""
+        """Append null blocks and new blocks to the tables, and register those that this step fills."""
         request_id, rest, ids, trace = request.request_id, iter(new), [], self.block_pool.trace
-        for group, count in zip(self.groups, counts, strict=True):
-            table, blocks = group.tables[request_id], list(islice(rest, count))
+        for group, gap, count in zip(self.groups, gaps, counts, strict=True):
+            table, blocks = group.tables[request_id], [self.block_pool.null_block] * gap + list(islice(rest, count))
             table.extend(blocks)
             new_ids = [block.block_id for block in blocks]
             if new_ids and trace is not None:
@@ -290,6 +290,11 @@ class KVCacheManager:
         """Take back the registration of blocks beyond a request's first `num_tokens` tokens: no step is going to fill them."""
         for group in self.caching_groups:
             group.uncache_blocks(request.request_id, num_tokens)
+
+    def has_gap(self, request: Request, num_tokens: int) -> bool:
+        """Whether a request's tokens beyond the first `num_tokens` have entries without a block, so that no step can end there."""
+        null, start = self.block_pool.null_block, -(-num_tokens // self.block_size)
+        return any(block is null for group in self.groups for block in group.tables[request.request_id][start:])
 
     def free(self, request: Request, keep_cpu_blocks: bool = False) -> None:
         """Give back all blocks of a request. One that holds none is left alone."""
@@ -355,16 +360,17 @@ class KVCacheManager:
         """
         request_id, pool = request.request_id, self.cpu_pool
         tables = [group.tables[request_id] for group in self.groups]
-        used = -(-request.num_computed_tokens // self.block_size)
-        blocks = [block for table in tables for block in table[:used] if block.block_id]
+        used = [group.num_blocks(request.num_computed_tokens) for group in self.groups]
+        tables = [table[:count] for table, count in zip(tables, used, strict=True)]
+        blocks = [block for table in tables for block in table if block.block_id]
         if pool is None or len(blocks) > pool.num_free:
             return None
         copies = iter(pool.get_new_blocks(len(blocks)))
-        cpu = tuple([next(copies) if b.block_id else pool.null_block for b in table[:used]] for table in tables)
+        cpu = tuple([next(copies) if b.block_id else pool.null_block for b in table] for table in tables)
         pairs = tuple(
             (b.block_id, c.block_id)
             for table, copy in zip(tables, cpu, strict=True)
-            for b, c in zip(table, copy, strict=False)
+            for b, c in zip(table, copy, strict=True)
             if b.block_id
         )
         if self.trace is not None:
@@ -386,7 +392,10 @@ class KVCacheManager:
         cpu = self.swapped[request_id]
         needed = sum(bool(block.block_id) for table in cpu for block in table)
         total = request.num_computed_tokens + num_new_tokens
-        growth = sum(max(0, g.num_blocks(total) - len(table)) for g, table in zip(self.groups, cpu, strict=True))
+        growth = sum(
+            max(0, g.num_blocks(total) - g.first_kept(len(table), total))
+            for g, table in zip(self.groups, cpu, strict=True)
+        )
         if needed + growth + keep_free > self.block_pool.num_free:
             return None
         new, null, pairs = iter(self.block_pool.get_new_blocks(needed)), self.block_pool.null_block, []
@@ -394,7 +403,7 @@ class KVCacheManager:
             table = [next(new) if copy.block_id else null for copy in copies]
             pairs += [(c.block_id, b.block_id) for c, b in zip(copies, table, strict=True) if c.block_id]
             group.tables[request_id], group.num_cached[request_id] = table, 0
-            group.num_skipped[request_id] = max((i for i, c in enumerate(copies, 1) if not c.block_id), default=0)
+            group.num_skipped[request_id] = next((i for i, c in enumerate(copies) if c.block_id), len(copies))
             if self.trace is not None:
                 self.trace(("alloc", request_id, group.group, tuple(block.block_id for block in table)))
         request.capacity = -(-request.num_computed_tokens // self.block_size) * self.block_size

@@ -58,6 +58,7 @@ class SchedulerOutput:
         scheduled_spec_decode_tokens: draft tokens to verify, by request: the last of its scheduled tokens, which are not known yet.
         free_encoder_mm_hashes: encoder outputs to drop before the step.
         scheduled_encoder_inputs: to encode before the step, after these were dropped. They carry their data.
+        recorded: a trace is kept, so what it wants to know of the step is to be counted.
     """
 
     step: int
@@ -73,6 +74,7 @@ class SchedulerOutput:
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     free_encoder_mm_hashes: tuple[str, ...] = ()
     scheduled_encoder_inputs: tuple[MultiModalFeatureSpec, ...] = ()
+    recorded: bool = False
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class ModelRunnerOutput:
         draft_token_ids: guesses at the tokens after the newest one, for the next step to verify.
         num_accepted_tokens: how many of a request's sampled tokens are draft tokens; if not said, all but the last.
         proposer_error: why there are no more draft tokens.
+        expert_loads: of a recorded step, (layer, tokens that each of its experts took) of the layers with experts.
         draft_odds: of requests with draft tokens, if they were asked for: see `Verified.odds`.
     """
 
@@ -101,6 +104,7 @@ class ModelRunnerOutput:
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     num_accepted_tokens: dict[str, int] = field(default_factory=dict)
     proposer_error: str | None = None
+    expert_loads: tuple[tuple[int, tuple[int, ...]], ...] = ()
     draft_odds: dict[str, list[tuple[float, float, float | None]]] = field(default_factory=dict)
 
 

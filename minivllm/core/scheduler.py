@@ -270,6 +270,7 @@ class Scheduler(Recorder):
             scheduled_spec_decode_tokens=draft.spec,
             free_encoder_mm_hashes=tuple(draft.encoder_frees),
             scheduled_encoder_inputs=tuple(draft.encoder_inputs.values()),
+            recorded=self.trace is not None,
         )
         self._finished = []
         if self.waits_for_tokens:
@@ -299,8 +300,11 @@ class Scheduler(Recorder):
         """
         for request_id in reversed(draft.new_requests.copy()):
             self._preempt(self.requests[request_id], draft, request_id, "policy_error")
-        for request_id, n in draft.scheduled.items():
+        for request_id, n in tuple(draft.scheduled.items()):
             request = self.requests[request_id]
+            if self.kv_cache_manager.has_gap(request, request.num_computed_tokens - n):
+                self._preempt(request, draft, request_id, "policy_error")
+                continue
             request.num_computed_tokens -= n
             self.kv_cache_manager.uncache_blocks(request, request.num_computed_tokens)
         draft.scheduled.clear()
@@ -694,9 +698,8 @@ class Scheduler(Recorder):
         gained = {out.request_id: tuple(out.new_token_ids) for out in outputs} if self.trace is not None else None
         if result.logprobs or result.prompt_logprobs or result.errors or result.pooled:
             self._attach(result, outputs, ended)
-        if gained is not None and self.trace is not None:
-            late = () if output.step == self.step - 1 else (output.step,)
-            self.trace(("update", self.clock.now(), gained, *late))
+        if gained is not None:
+            self._trace_result(output, result, gained)
         for request in ended:
             if request.status is not RequestStatus.RUNNING:  # preempted while its last token was computed
                 self.waiting.remove(request)
@@ -758,14 +761,22 @@ class Scheduler(Recorder):
     def _propose(self, drafts: dict[str, list[int]]) -> None:
         """Keep draft tokens for the next step. Raises ValueError if that has been decided already."""
         if self._newest_result < self.step - 1:
-            raise ValueError(
-                "draft tokens need async_scheduling=False: the step that could verify them has been decided already"
-            )
+            raise ValueError("draft tokens came too late: the step that could verify them has been decided already")
         kept = {name: tuple(tokens) for name, tokens in drafts.items() if tokens and name in self.requests}
         for request_id, tokens in kept.items():
             self.requests[request_id].spec_token_ids = list(tokens)
         if kept and self.trace is not None:
             self.trace(("draft", kept))
+
+    def _trace_result(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, gained: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Record what came of a step."""
+        if self.trace is not None:
+            late = () if output.step == self.step - 1 else (output.step,)
+            self.trace(("update", self.clock.now(), gained, *late))
+            if result.expert_loads:
+                self.trace(("experts", output.step, result.expert_loads))
 
     def _drop_late(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Forget what a step brings to requests that ended while it ran: their ids may be in use again."""
@@ -773,6 +784,7 @@ class Scheduler(Recorder):
             if output.step <= last:
                 for table in (result.sampled_token_ids, result.prompt_logprobs, result.errors, result.pooled):
                     table.pop(request_id, None)
+                result.draft_token_ids.pop(request_id, None)
             if output.step >= last:
                 del self._ended_in_flight[request_id]
 

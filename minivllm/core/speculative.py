@@ -22,6 +22,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "draft_model": ("model",),
     "medusa": ("model",),
     "eagle": ("model",),
+    "mtp": (),
     "synthetic": (),
 }
 PROPOSERS: dict[str, Callable[[SpeculativeConfig], Any]] = {}

@@ -254,6 +254,11 @@ class Trace(Recording):
         """Memory lost to fragmentation over time, drawn with matplotlib; returns the axes."""
         return views.find("Waste")(self).plot(ax)
 
+    def plot_experts(self, layer: int | None = None, ax: Any = None) -> Any:
+        """How many tokens each expert took, drawn with matplotlib; returns the axes: of all layers, or step by step of one (see the
+        table `experts`)."""
+        return views.find("plot_experts")(self, layer, ax)
+
 
 class TraceError(ValueError):
     """A trace that contradicts itself. Says at which event."""
@@ -329,7 +334,8 @@ REASONS = {
 
 
 def _blocks(event: Any) -> str:
-    return f"block{'s' if len(event.blocks) > 1 else ''} {', '.join(map(str, event.blocks))}"
+    blocks = [str(block) for block in event.blocks if block]
+    return f"block{'s' if len(blocks) > 1 else ''} {', '.join(blocks)}"
 
 
 _TOLD: dict[str, Callable[[Any], str]] = {
@@ -340,6 +346,7 @@ _TOLD: dict[str, Callable[[Any], str]] = {
     "admit": lambda e: f"started, {e.num_cached} tokens cached" if e.num_cached else "started",
     "alloc": lambda e: f"took {_blocks(e)}",
     "hit": lambda e: f"shared {_blocks(e)}",
+    "encode": lambda e: f"had an input encoded: {e.modality}, {e.num_embeds} embeddings",
     "skip": lambda e: f"gave back {_blocks(e)}, which no later token attends to",
     "preempt": lambda e: (
         f"preempted ({e.mode}): "

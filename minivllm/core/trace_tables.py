@@ -118,6 +118,7 @@ _BLOCK = ["step", "time", "event", "block_id", "request_id", "group", "position"
 _TOKEN = ["request_id", "position", "token_id", "step", "time"]
 _SPEC_DECODE = ["request_id", "step", "position", "place", "token_id", "outcome", "target_prob", "draft_prob",
                 "sampled_instead", "residual_prob"]  # fmt: skip
+_EXPERT = ["step", "layer", "expert", "num_tokens"]
 _DECISION = ["step", "request_id", "decision", "num_tokens", "wanted", "reason"]
 
 
@@ -131,6 +132,7 @@ class _Collector(FoldReader):
         self.tokens: list[tuple[Any, ...]] = []
         self.decisions: list[tuple[Any, ...]] = []
         self.drafts: list[tuple[Any, ...]] = []
+        self.experts: list[tuple[int, ...]] = []
 
     def end_step(self) -> None:
         state, free, cached = self.fold.now, len(self.fold.free_blocks), self.fold.num_cached_free
@@ -190,6 +192,10 @@ class _Collector(FoldReader):
                 instead = after if outcome == "rejected" else None
                 self.drafts.append((request, self.number, first + place, place, token, outcome, p, q, instead, rest))
 
+    def _on_experts(self, step: int, loads: Any) -> None:
+        for layer, counts in loads:
+            self.experts += [(step, layer, expert, n) for expert, n in enumerate(counts)]
+
     def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
         if self.steps:
             self.steps[-1]["num_finished"] += 1
@@ -237,6 +243,7 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
         `spec_decode`: one row per draft token that was verified: its `place` in the draft, and the `outcome`: `accepted`, `rejected`, or `not
         reached` behind a rejected one. Of a trace with samples also its probability for the target and for the proposer (1 if it gave
         none), and, where it was rejected, the probability of the token sampled instead in what the target had left.
+        `experts`: one row per step, layer with experts, and expert: `num_tokens`, of the step's tokens those that visited it.
     """
     import pandas as pd
 
@@ -253,6 +260,7 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
         "blocks": blocks.astype({"group": "Int64", "position": "Int64"}),
         "tokens": pd.DataFrame(collector.tokens, columns=_TOKEN),
         "decisions": decisions.astype({"num_tokens": "Int64", "wanted": "Int64"}),
+        "experts": pd.DataFrame(collector.experts, columns=_EXPERT),
         "spec_decode": pd.DataFrame(collector.drafts, columns=_SPEC_DECODE).astype(
             {"sampled_instead": "Int64", "target_prob": float, "draft_prob": float, "residual_prob": float}
         ),

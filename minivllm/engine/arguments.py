@@ -13,7 +13,7 @@ from minivllm.core.config import EngineArgs
 
 __all__ = ["add_engine_arguments", "engine_args_from", "with_config"]
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "dict[str, Any]": json.loads}
+_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "dict": json.loads}
 
 
 _VLLM_FLAGS = {"num_gpu_blocks": ["--num-gpu-blocks-override"]}
@@ -30,7 +30,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, besides: Collection[st
             continue
         flags = ["--" + f.name.replace("_", "-"), *_VLLM_FLAGS.get(f.name, ())]
         help_text = f"{f.metadata['help']} (default: {f.default})"
-        kind = str(f.type).removesuffix(" | None")
+        kind = str(f.type).removesuffix(" | None").partition("[")[0]
         if kind == "bool":
             group.add_argument(
                 *flags, default=f.default, action=argparse.BooleanOptionalAction, help=f.metadata["help"]

@@ -73,7 +73,8 @@ class EngineCore:
                 config.args.kv_events_endpoint, config.args.kv_events_replay_endpoint, config.args.kv_events_topic
             )
         if config.async_scheduling:
-            self.step = self.step_async  # type: ignore[method-assign]
+            ahead = self.step_async if config.speculative is None else self.step_drafting
+            self.step = ahead  # type: ignore[method-assign]
         self._stages = config.args.pipeline_parallel_size
         if self._stages > 1:
             self.step = self.step_pipelined  # type: ignore[method-assign]
@@ -166,6 +167,20 @@ class EngineCore:
             self._submit(self.scheduler.schedule())
         if len(self._in_flight) > more:
             self._update(*self._wait())
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def step_drafting(self) -> list[EngineCoreOutput]:
+        """As `step_async`, with draft tokens: what a step verifies is known when the one before has ended, which is waited for first.
+
+        The step runs while the caller handles what requests gained in the one before.
+        """
+        if self._in_flight:
+            self._update(*self._wait())
+        if self._compiling.waiting:
+            self._admit_compiled()
+        if self.scheduler.has_requests():
+            self._submit(self.scheduler.schedule())
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -20,10 +20,9 @@ from minivllm.core.output import EngineCoreOutput
 from minivllm.core.plugins import load_plugins
 from minivllm.core.request import FinishReason, Request
 from minivllm.engine.core import EngineCore
-from minivllm.engine.llm_engine import LLMEngine, warm_up
+from minivllm.engine.llm_engine import LLMEngine, load_tokenizer, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.lora.adapter import AdapterError
-from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import read_model
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
@@ -374,14 +373,13 @@ def around(core: Any, args: EngineArgs) -> LLMEngine:
     """An LLMEngine over a core that is elsewhere (`EngineCoreClient` or the like); shut down if that fails."""
     try:
         config = core.config
-        tokenizer = get_tokenizer(args.tokenizer or config.model.path, args.download_dir)
         found = core.generation_config.get("eos_token_id")
-        ends = [tokenizer.eos_token_id, *(found if isinstance(found, list) else [found])]
-        known = [token for token in dict.fromkeys(ends) if token is not None]
-        core.grammar = GrammarCompiler(tokenizer, config.model.vocab_size, known)
+        tokenizer, core.grammar = load_tokenizer(config, found if isinstance(found, list) else [found])
         engine = LLMEngine(config, cast(EngineCore, core), tokenizer, core.generation_config)
         if args.enable_lora:
             engine.know_adapters(read_model(args).spec)
+        if config.model.reads_media:
+            engine.know_media(read_model(args).spec)
         return engine
     except BaseException:
         core.shutdown()

@@ -68,7 +68,7 @@ class DataParallelCore:
         self.generation_config = self.cores[0].generation_config
         self.grammar: GrammarCompiler | None = None
         self._home: dict[str, tuple[Replica, int]] = {}
-        self._poll = select.epoll() if hasattr(select, "epoll") else select.kqueue()
+        self._poll = select.epoll() if hasattr(select, "epoll") else select.kqueue()  # type: ignore[attr-defined]
         for core in self.cores:
             _watch(self._poll, core.fileno())
 
@@ -215,7 +215,8 @@ def _watch(poll: Any, number: int | None) -> None:
     if hasattr(select, "epoll"):
         poll.register(number, select.EPOLLIN)
     else:
-        poll.control([select.kevent(number, select.KQ_FILTER_READ, select.KQ_EV_ADD)], 0)
+        added = select.kevent(number, select.KQ_FILTER_READ, select.KQ_EV_ADD)  # type: ignore[attr-defined]
+        poll.control([added], 0)
 
 
 def _wait(poll: Any) -> None:

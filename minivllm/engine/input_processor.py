@@ -16,6 +16,7 @@ from minivllm.core.request import Request
 from minivllm.lora.adapter import LoRARequest
 from minivllm.lora.store import AdapterRegistry, RegisteredAdapter
 from minivllm.multimodal.inputs import embeds_prompt
+from minivllm.multimodal.processor import MediaProcessor
 from minivllm.sampling.params import InvalidParameter, SamplingParams, check_text
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.random import RequestSeeds
@@ -25,13 +26,23 @@ __all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "RequestO
 
 PromptType = str | Sequence[int] | dict[str, Any]
 
-_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "prompt_embeds", "token_type_ids")
+_PROMPT_FIELDS = (
+    "prompt",
+    "prompt_token_ids",
+    "cache_salt",
+    "prompt_embeds",
+    "token_type_ids",
+    "multi_modal_data",
+    "mm_features",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt in one form: ``text``, or ``token_ids`` (then ``text`` is only for showing), or ``embeds`` [tokens, hidden_size].
 
+    ``media``: what the markers in the text stand for, see `MediaProcessor.load`; ``features``: the same, when ``token_ids`` have the
+    placeholders already.
     ``token_type_ids``: one a token, of a model that tells a first text (0) from a second (1).
     """
 
@@ -40,6 +51,8 @@ class Prompt:
     cache_salt: str | None = None
     embeds: Any = None
     token_type_ids: Sequence[int] | None = None
+    media: Any = None
+    features: tuple[MultiModalFeatureSpec, ...] = ()
 
 
 def parse_prompt(prompt: PromptType) -> Prompt:
@@ -65,13 +78,13 @@ def _parse_dict(prompt: dict[str, Any]) -> Prompt:
             near = difflib.get_close_matches(str(name), _PROMPT_FIELDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_PROMPT_FIELDS)}"
             raise ValueError(f"unknown field {name!r} in a prompt; {hint}")
-    text, token_ids, salt, embeds, types = (prompt.get(name) for name in _PROMPT_FIELDS)
+    text, token_ids, salt, embeds, types, media, features = (prompt.get(name) for name in _PROMPT_FIELDS)
     if text is None and token_ids is None and embeds is None:
         raise ValueError(
             "a prompt dict needs 'prompt' (a string), 'prompt_token_ids' (a list of token ids) or 'prompt_embeds' (a tensor)"
         )
-    if embeds is not None and (text is not None or token_ids is not None):
-        raise ValueError("'prompt_embeds' are a whole prompt: they go with neither 'prompt' nor 'prompt_token_ids'")
+    if embeds is not None and not all(x is None for x in (text, token_ids, media)):
+        raise ValueError("'prompt_embeds' are a whole prompt: they go with neither 'prompt' nor media nor token ids")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"'prompt' must be a string, got {_brief(text)}")
     if token_ids is not None and not _is_token_list(token_ids):
@@ -82,7 +95,7 @@ def _parse_dict(prompt: dict[str, Any]) -> Prompt:
         raise TypeError(
             f"'token_type_ids' must be a list of numbers, one for each of 'prompt_token_ids', got {_brief(types)}"
         )
-    return Prompt(text, token_ids, salt, embeds, types)
+    return Prompt(text, token_ids, salt, embeds, types, media, features or ())
 
 
 def _is_token_list(value: Any) -> bool:
@@ -144,6 +157,7 @@ class InputProcessor:
         self.generation_config = generation_config or {}
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
         self.adapters: AdapterRegistry | None = None  # set by an engine with enable_lora
+        self.media: MediaProcessor | None = None  # set by an engine whose model reads pictures
         self.transforms_read_extra_args = False  # set by an engine that has transforms of its own
         self._next_seed = RequestSeeds(config.seed)
         self._longest_token = 0  # in characters; found when it is needed
@@ -204,7 +218,7 @@ class InputProcessor:
     ) -> tuple[list[int], tuple[MultiModalFeatureSpec, ...]]:
         """Token ids of a prompt, and what else it holds. Raises TypeError, ValueError."""
         if prompt.embeds is None:
-            return self.tokenize(prompt, params), ()
+            return self._read_media(prompt, params)
         for name, neutral in (("truncate_prompt_tokens", None), ("prompt_logprobs", None), ("repetition_penalty", 1.0)):
             if (value := getattr(params, name, neutral)) != neutral:
                 raise ValueError(f"{name}={value!r} needs a prompt of tokens; this one is of prompt_embeds")
@@ -212,6 +226,27 @@ class InputProcessor:
         token_ids, features = embeds_prompt(prompt.embeds, self.config.model.hidden_size, most)
         self._check_tokens(token_ids)
         return token_ids, features
+
+    def _read_media(
+        self, prompt: Prompt, params: SamplingParams | PoolingParams
+    ) -> tuple[list[int], tuple[MultiModalFeatureSpec, ...]]:
+        """As `read`, for a prompt of tokens, with media or without."""
+        if self.media is None:
+            if prompt.media or prompt.features:
+                raise ValueError(f"multi_modal_data: {self.config.model.name} reads text alone")
+            return self.tokenize(prompt, params), ()
+        if prompt.features:
+            return self.tokenize(prompt, params), prompt.features
+        items = self.media.load(prompt.media or {})
+        if items and params.truncate_prompt_tokens is not None:
+            raise ValueError("truncate_prompt_tokens could cut a picture; shorten the text")
+        if prompt.token_ids is None:
+            check_text(prompt.text or "", "prompt")
+            expanded = Prompt(text=self.media.expand(prompt.text or "", items))
+        else:
+            expanded = Prompt(token_ids=self.media.expand([int(token) for token in prompt.token_ids], items))
+        token_ids = self.tokenize(expanded, params)
+        return token_ids, self.media.place(token_ids, items)
 
     def _check_tokens(self, token_ids: list[int]) -> None:
         max_model_len, vocab_size = self.config.scheduler.max_model_len, self.config.model.vocab_size

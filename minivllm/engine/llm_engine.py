@@ -24,6 +24,7 @@ from minivllm.lora.adapter import AdapterError, LoRARequest
 from minivllm.lora.store import AdapterRegistry, RegisteredAdapter
 from minivllm.models.spec import DecoderSpec
 from minivllm.models.tokenizer import get_tokenizer
+from minivllm.multimodal.processor import MediaProcessor
 from minivllm.runtime.executor import Executor, plan_engine
 from minivllm.runtime.executors.select import make_executor
 from minivllm.sampling.grammar import GrammarCompiler
@@ -47,6 +48,19 @@ FROM_GENERATION_CONFIG = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+
+
+def load_tokenizer(config: EngineConfig, eos_token_ids: Sequence[int]) -> tuple[Any, GrammarCompiler | None]:
+    """The tokenizer and what compiles grammars with it; None for both with ``skip_tokenizer_init``.
+
+    ``eos_token_ids``: of the model, besides the tokenizer's own. Raises ValueError if there is no tokenizer.
+    """
+    args = config.args
+    if args.skip_tokenizer_init:
+        return None, None
+    tokenizer = get_tokenizer(args.tokenizer or config.model.path, args.download_dir)
+    ends = dict.fromkeys([tokenizer.eos_token_id, *eos_token_ids])
+    return tokenizer, GrammarCompiler(tokenizer, config.model.vocab_size, [i for i in ends if i is not None])
 
 
 class LLMEngine:
@@ -97,9 +111,7 @@ class LLMEngine:
         if isinstance(preemption, Swap):
             args = replace(args, num_cpu_blocks=preemption.num_cpu_blocks, preemption_mode="swap")
         plan = plan_engine(args)
-        tokenizer = get_tokenizer(args.tokenizer or plan.model.path, args.download_dir)
-        ends = dict.fromkeys([tokenizer.eos_token_id, *plan.model.eos_token_ids])
-        grammar = GrammarCompiler(tokenizer, plan.config.model.vocab_size, [i for i in ends if i is not None])
+        tokenizer, grammar = load_tokenizer(plan.config, plan.model.eos_token_ids)
         executor = make_executor(plan, logits_processors, grammar)
         config = executor.config
         core = EngineCore(
@@ -108,12 +120,21 @@ class LLMEngine:
         engine = cls(config, core, tokenizer, plan.model.generation_config)
         engine.input_processor.transforms_read_extra_args = bool(logits_processors)
         engine.know_adapters(plan.model.spec)
+        engine.know_media(plan.model.spec)
         return engine
 
     def know_adapters(self, spec: DecoderSpec) -> None:
         """Let requests bring adapters for the model that the spec describes, if ``enable_lora`` is on."""
         if self.config.args.enable_lora:
             self.input_processor.adapters = AdapterRegistry(spec, self.config.args.max_lora_rank)
+
+    def know_media(self, spec: DecoderSpec) -> None:
+        """Let requests bring pictures, if the model that the spec describes reads them."""
+        if spec.media is not None:
+            args, model = self.config.args, self.config.model
+            limits, size = args.limit_mm_per_prompt, int(args.mm_processor_cache_gb * (1 << 30))
+            about = spec.media, self.tokenizer, model.hidden_size
+            self.input_processor.media = MediaProcessor(model.path, *about, limits, size)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Check an adapter and read it into main memory; True, as in vLLM. Raises ValueError if it cannot be used."""

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from minivllm.core.config import STATE_KINDS, KVCacheConfig, KVCacheSpec, make_kv_cache_groups, unify_block_size
 from minivllm.core.events import FoldReader, read
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.trace import Trace
@@ -127,7 +128,13 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a roofline needs to know of a decoder with gated MLPs."""
+    """What a roofline needs to know of a decoder with gated MLPs.
+
+    Attributes:
+        state_layers: of the layers, those with a state in the place of attention.
+        state_bytes: of one request's state in one of them.
+        state_weights: of the linear layers of one of them, without its MLP.
+    """
 
     name: str
     num_layers: int
@@ -138,12 +145,21 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     dtype_bytes: int = 2
+    state_layers: int = 0
+    state_bytes: int = 0
+    state_weights: int = 0
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.num_layers - self.state_layers
 
     @property
     def layer_weights(self) -> int:
-        """Weights of the linear layers of one layer."""
+        """Weights of the linear layers of one layer; the mean, if there are two kinds."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        mixers = self.attention_layers * attention + self.state_layers * self.state_weights
+        return mixers // self.num_layers + 3 * self.hidden_size * self.intermediate_size
 
     @property
     def weight_bytes(self) -> int:
@@ -153,7 +169,7 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return 2 * self.attention_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     @classmethod
     def from_config(cls, config: dict[str, Any], name: str = "model", dtype_bytes: int = 2) -> ModelShape:
@@ -177,6 +193,9 @@ MODELS = {
     "llama-2-7b": ModelShape("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000),
     "qwen3-0.6b": ModelShape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151936),
     "smollm2": ModelShape("smollm2", 30, 576, 9, 3, 64, 1536, 49152),
+    "mamba2-130m": ModelShape(
+        "mamba2-130m", 24, 768, 1, 1, 64, 0, 50288, state_layers=24, state_bytes=807_936, state_weights=3_753_984
+    ),
 }
 
 
@@ -203,7 +222,7 @@ class Roofline(CostModel):
         return f"Roofline({self.device.name!r}, {self.model.name!r})"
 
     def parts(self, work: StepWork) -> dict[str, float]:
-        """Seconds of a step by part: `linear`, `attention`, `elementwise`, `logits`, `swap`, `overhead`."""
+        """Seconds of a step by part: `linear`, `attention`, `states`, `elementwise`, `logits`, `swap` (of keys and values), `overhead`."""
         m, d = self.model, self.device
         flops, bandwidth = d.flops * d.compute_efficiency, d.bandwidth * d.memory_efficiency
         size, tokens, context = m.dtype_bytes, work.num_tokens, work.decode_context + work.prefill_context
@@ -214,10 +233,15 @@ class Roofline(CostModel):
         return {
             "linear": m.num_layers
             * max(2 * tokens * m.layer_weights / flops, computing * size * m.layer_weights / bandwidth),
-            "attention": m.num_layers
+            "attention": m.attention_layers
             * max(
                 4 * pairs * m.num_heads * m.head_dim / flops,
                 2 * context * m.num_kv_heads * m.head_dim * size / bandwidth,
+            ),
+            "states": m.state_layers
+            * max(  # each number decays, is added to and read for each token; a state is read and written once a step
+                5 * tokens * (m.state_bytes // 4) / flops,
+                2 * work.num_requests * m.state_bytes / bandwidth,
             ),
             "elementwise": m.num_layers * activations / bandwidth,
             "logits": max(2 * work.num_sampled * head / flops, bool(work.num_sampled) * size * head / bandwidth),
@@ -230,8 +254,25 @@ class Roofline(CostModel):
 
     def num_gpu_blocks(self, block_size: int, utilization: float = 0.9) -> int:
         """KV blocks that fit beside the weights into `utilization` of the memory."""
-        room = self.device.memory_bytes * utilization - self.model.weight_bytes
-        return max(2, int(room / (block_size * self.model.kv_bytes_per_token)))
+        return self.kv_cache(block_size, utilization).num_blocks
+
+    def kv_cache(self, block_size: int = 16, utilization: float = 0.9, mamba_cache_mode: str = "none") -> KVCacheConfig:
+        """The pool and the groups of the model, with as many blocks as fit.
+
+        Args:
+            block_size: tokens; a hybrid gets a multiple, see `unify_block_size`.
+            utilization: share of the memory that weights and blocks may take.
+            mamba_cache_mode: see `EngineArgs`.
+        """
+        m = self.model
+        attention = KVCacheSpec("full", block_size, m.num_kv_heads, m.head_dim, None, m.dtype_bytes)
+        state = KVCacheSpec(STATE_KINDS[mamba_cache_mode], block_size, 1, max(1, m.state_bytes), None, 1)
+        specs = [state] * m.state_layers + [attention] * m.attention_layers
+        size = unify_block_size(specs, block_size)
+        groups = make_kv_cache_groups([replace(spec, block_size=size) for spec in specs])
+        room = self.device.memory_bytes * utilization - m.weight_bytes
+        block = len(groups[0].layers) * groups[0].spec.bytes_per_block
+        return KVCacheConfig(max(2, int(room / block)), size, groups)
 
 
 def _known(value: Any, table: dict[str, Any], what: str) -> Any:

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minivllm.lora.adapter import Adapter, AdapterError, LoRARequest, check_adapter, load_adapter
-from minivllm.lora.linear import LoRAModel
+from minivllm.lora.adapter import AdapterError, LoRARequest, check_adapter, load_adapter
+from minivllm.lora.linear import LoRAModel, PreparedAdapter
 from minivllm.models.spec import DecoderSpec
 
 __all__ = ["AdapterRegistry", "AdapterStore", "RegisteredAdapter"]
@@ -96,7 +96,7 @@ class AdapterStore:
         self.model, self._spec, self._max_rank, self._dtype = model, spec, max_rank, dtype
         self._max = max_cpu_loras
         self._files: dict[str, tuple[str, str]] = {}
-        self._loaded: OrderedDict[str, Adapter] = OrderedDict()
+        self._loaded: OrderedDict[str, PreparedAdapter] = OrderedDict()
         self._reading: dict[str, Future[None]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minivllm-lora")
         self._lock = threading.Lock()
@@ -121,12 +121,12 @@ class AdapterStore:
             with self._lock:
                 self._reading.pop(key, None)
 
-    def _read(self, key: str) -> Adapter:
+    def _read(self, key: str) -> PreparedAdapter:
         path, digest = self._files[key]
         checked = check_adapter(path, self._spec, self._max_rank)
         if checked.digest != digest:
             raise AdapterError(f"adapter {key!r}: the files in {path} have changed since it was loaded")
-        adapter = load_adapter(key, checked, self._dtype)
+        adapter = self.model.prepare(load_adapter(key, checked, self._dtype))
         with self._lock:
             self._loaded[key] = adapter
             while len(self._loaded) > self._max:

@@ -150,7 +150,7 @@ class Decoder(Module):
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops(backend.layer_ops, backend.batch_invariant)
         self.linear_method = linear_method or ("batch_invariant" if backend.batch_invariant else backend.linear_method)
-        builder = self._builder()
+        builder = self.builder()
         here = self.stage.is_first or (self.stage.is_last and spec.tie_word_embeddings)
         rows = -(-spec.vocab_size // builder.share.size) if here else 0
         self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
@@ -166,7 +166,8 @@ class Decoder(Module):
         self.lora: Any = None
         self._captured: CapturedSteps | None = None
 
-    def _builder(self) -> Builder:
+    def builder(self) -> Builder:
+        """What parts of the model are built with."""
         names = ("hidden_size", "norm_eps", "norm_offset", "layer_norm", "norm_bias")
         return Builder(
             **{name: getattr(self.spec, name) for name in names},
@@ -284,7 +285,7 @@ class Decoder(Module):
             if hidden is not None:
                 return hidden
         rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
-        context, stage = ForwardContext(rotations, kv_caches, plans), self.stage
+        context, stage = ForwardContext(rotations, kv_caches, plans, positions), self.stage
         if stage.is_first:
             x = self.embed(token_ids, positions, media=media) if x is None else x
         if stage.is_first and stage.is_last:

@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 __all__ = [
     "GGUFError", "config_from_gguf", "convert_gguf", "llama3_factors", "merges_from_scores", "read_gguf",
-    "rope_scaling", "token_ids", "tokenizer_from_gguf", "write_safetensors",
+    "rope_scaling", "split_parts", "token_ids", "tokenizer_from_gguf", "write_safetensors",
 ]  # fmt: skip
 
 
@@ -50,11 +51,50 @@ class GGUFFile:
         return value
 
 
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+
+
+def split_parts(path: Path) -> list[Path]:
+    """All parts of a model that llama.cpp has split into several files, given any of them; a whole file is its only part.
+
+    Raises:
+        GGUFError: parts are missing; names them.
+    """
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    stem, count = named.groups()
+    parts = [path.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise GGUFError(f"{path} is one of {len(parts)} parts, of which {', '.join(missing[:5])} are not there")
+    return parts
+
+
 def read_gguf(path: str | Path) -> GGUFFile:
-    """Open a GGUF file. Raises `GGUFError` when it is not one, is one part of several, or has big-endian numbers."""
+    """Open a GGUF file, or any part of one that was split. Raises `GGUFError` when it is not one, when parts of it are missing or do not belong
+    together, or when it has big-endian numbers."""
+    parts = [_read_part(part) for part in split_parts(Path(path))]
+    first, tensors = parts[0], dict[str, Any]()
+    if "general.architecture" not in first.metadata:
+        raise GGUFError(f"{path}: the metadata key general.architecture is missing")
+    for number, part in enumerate(parts):
+        place = part.metadata.get("split.no", 0), part.metadata.get("split.count", 1)
+        if place != (number, len(parts)):
+            raise GGUFError(
+                f"{part.path}: split.no and split.count are {place}, which a file of this name does not have: the parts of a model are"
+                " called NAME-00001-of-00003.gguf and so on"
+            )
+        for name, tensor in part.tensors.items():
+            if tensors.setdefault(name, tensor) is not tensor:
+                raise GGUFError(f"{part.path}: another part holds the tensor {name} too")
+    if len(tensors) != (total := first.metadata.get("split.tensors.count", len(tensors))):
+        raise GGUFError(f"{path}: the parts hold {len(tensors)} tensors, not the {total} of split.tensors.count")
+    return GGUFFile(first.path, first.metadata, tensors)
+
+
+def _read_part(path: Path) -> GGUFFile:
     from gguf import GGUFEndian, GGUFReader
 
-    path = Path(path)
     try:
         reader = GGUFReader(path)
     except (ValueError, IndexError, OverflowError) as error:
@@ -64,13 +104,6 @@ def read_gguf(path: str | Path) -> GGUFFile:
             f"{path} holds big-endian numbers; that is not implemented, convert it with gguf-convert-endian"
         )
     metadata = {key: _plain(field.contents()) for key, field in reader.fields.items()}
-    if "general.architecture" not in metadata:
-        raise GGUFError(f"{path}: the metadata key general.architecture is missing")
-    if metadata.get("split.count", 1) > 1:
-        raise GGUFError(
-            f"{path} is one of {metadata['split.count']} parts; split GGUF files are not implemented, "
-            "merge them first (llama-gguf-split --merge)"
-        )
     return GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
 

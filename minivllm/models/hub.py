@@ -342,9 +342,13 @@ def _embedded(name: str, cache: Path) -> Path:
 
 
 def _gguf_file(path: Path, cache: Path) -> Path:
-    digest = _sha256(path)
-    source = {"source": [path.name], "sha256": [digest]}
-    target = cache / f"{path.stem}-{digest[:16]}-blocks-v{LAYOUT}"
+    from minivllm.models.gguf import split_parts
+
+    parts = split_parts(path)
+    digests = [_sha256(part) for part in parts]
+    source = {"source": [part.name for part in parts], "sha256": digests}
+    digest = digests[0] if len(parts) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    target = cache / f"{parts[0].stem}-{digest[:16]}-blocks-v{LAYOUT}"
     return build_once(target, lambda staging: _convert(path, staging / "result", path.stem, source, keep_blocks=True))
 
 
@@ -395,11 +399,13 @@ def resolve_model(name: str | Path, download_dir: str | Path | None = None, revi
 
 
 def _local_folder(path: Path, cache: Path) -> Path:
-    """A folder is used as it is; one that holds nothing but a single GGUF file stands for that file."""
+    """A folder is used as it is; one that holds nothing but a single GGUF file, in one part or more, stands for that file."""
     if (path / "config.json").is_file():
         return path
+    from minivllm.models.gguf import split_parts
+
     found = sorted(path.glob("*.gguf"))
-    if len(found) == 1:
+    if found and found == split_parts(found[0]):
         return _gguf_file(found[0], cache)
     what = (
         f"several .gguf files ({', '.join(p.name for p in found)}): name one of them"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import mmap
 import re
 import zlib
 from collections.abc import Collection, Iterator
@@ -38,12 +39,13 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where one tensor lies: file, safetensors dtype (`F32`, `BF16`, ...), shape."""
+    """Where one tensor lies: file, safetensors dtype (`F32`, `BF16`, ...), shape, and the first of its bytes in the file."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +54,10 @@ class TensorRecord:
 
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TORCH_DTYPES = DTYPES | {
+    f"{kind}{bits}": f"{name}int{bits}" for kind, name in (("I", ""), ("U", "u")) for bits in (8, 16, 32, 64)
+}
+_TORCH_DTYPES |= {"BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 FLOAT16_MAX = 65504
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -74,7 +80,16 @@ def read_header(file: Path) -> list[TensorRecord]:
         announced = 8 + length + max(ends, default=0)
         if announced != size:
             raise ValueError(f"{announced} bytes announced, {size} found: an interrupted download?")
-        return [TensorRecord(name, file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()]
+        records = []
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            record = TensorRecord(name, file, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
+            if begin < 0 or any(size < 0 for size in record.shape) or end - begin != record.nbytes:
+                raise ValueError(
+                    f"tensor {name} of {record.dtype} and shape {record.shape} is not in bytes {begin} to {end}"
+                )
+            records.append(record)
+        return records
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
 
@@ -139,7 +154,8 @@ def iter_tensors(
     """Yield `(name, tensor)` as stored, one at a time and file by file, for a model that computes in `dtype`.
 
     Files are memory-mapped and the tensors are views of them: a weight is read from disk when it is used. So copy it at
-    once (`target.copy_(tensor)`, which also casts: one pass and no second copy in memory) and never write to it.
+    once (`target.copy_(tensor)`, which also casts: one pass and no second copy in memory) and never write to it. When the
+    next is asked for, its pages leave this process; who looks at it again reads it again.
     torch works on one thread meanwhile: copying is bound by memory, and a team of threads for each of hundreds of
     small copies costs seconds when other processes want the cores.
 
@@ -147,21 +163,42 @@ def iter_tensors(
     `quantized` are passed on whatever they are.
     """
     import torch
-    from safetensors import SafetensorError, safe_open
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for file in dict.fromkeys(record.file for record in records):
-            with safe_open(file, framework="pt") as tensors:
-                for record in records:
-                    if record.file == file:
-                        tensor = tensors.get_tensor(record.name)
-                        yield record.name, tensor if record.name in quantized else _checked(record, tensor, dtype)
-    except SafetensorError as error:
-        raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+            with open(file, "rb") as stream:
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            for record in records:
+                if record.file == file:
+                    tensor = _view(record, mapped)
+                    yield record.name, tensor if record.name in quantized else _checked(record, tensor, dtype)
+                    _let_go(record, mapped)
     finally:
         torch.set_num_threads(threads)
+
+
+def _view(record: TensorRecord, mapped: mmap.mmap) -> torch.Tensor:
+    import torch
+
+    if record.dtype not in _TORCH_DTYPES or not hasattr(torch, _TORCH_DTYPES[record.dtype]):
+        raise CheckpointError(
+            f"{record.file}: tensor {record.name} has dtype {record.dtype}, which torch does not have"
+        )
+    kind = getattr(torch, _TORCH_DTYPES[record.dtype])
+    if not record.nbytes:
+        return torch.empty(record.shape, dtype=kind)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8, count=record.nbytes, offset=record.offset)
+    return (memory if record.offset % kind.itemsize == 0 else memory.clone()).view(kind).view(record.shape)
+
+
+def _let_go(record: TensorRecord, mapped: mmap.mmap) -> None:
+    """Take whole pages of a tensor out of this process's memory; they stay in the system's."""
+    page = mmap.PAGESIZE
+    first, end = -(-record.offset // page) * page, (record.offset + record.nbytes) // page * page
+    if first < end and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
 def _checked(record: TensorRecord, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -203,6 +240,7 @@ class LoadedModel:
         records: the tensors of the checkpoint, in the file's order; empty for dummy weights.
         load_format: `safetensors` or `dummy`.
         seed: of dummy weights.
+        model_impl: see `EngineArgs.model_impl`.
         quantization: the `quantization_config` of `config.json`; empty for a checkpoint that is not quantized.
     """
 
@@ -214,12 +252,25 @@ class LoadedModel:
     load_format: str
     seed: int = 0
     quantization: dict[str, Any] = field(default_factory=dict)
+    model_impl: str = "auto"
 
     @cached_property
     def spec(self) -> DecoderSpec:
         """What `models.spec` makes of the configuration; raises for an architecture that is not implemented."""
-        from minivllm.models.families.registry import spec_from_config
+        from minivllm.models.families.registry import is_known, spec_from_config
 
+        if self.hf_config.get("is_encoder_decoder"):
+            named = (self.hf_config.get("architectures") or [self.hf_config.get("model_type")])[0]
+            raise CheckpointError(
+                f"{named} is an encoder-decoder model (is_encoder_decoder in config.json): cross-attention is not implemented"
+            )
+
+        if self.model_impl == "transformers" or (self.model_impl == "auto" and not is_known(self.hf_config)):
+            from minivllm.models.fallback import transformers_spec
+
+            if self.quantization:
+                raise CheckpointError(f"{self.path}: model_impl='transformers' reads no quantized checkpoints")
+            return transformers_spec(self.hf_config)
         spec = spec_from_config(self.hf_config)
         return (
             replace(spec, tie_word_embeddings=False) if spec.tie_word_embeddings and self._has_own_head(spec) else spec
@@ -265,6 +316,25 @@ class LoadedModel:
             return iter_tensors([record for record in self.records if self.spec.full_name(record.name)], dtype)
         return self._decoded(dtype)
 
+    def mtp_weights(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `weights`, of the layer that drafts tokens; see `DecoderSpec.mtp`.
+
+        Raises:
+            ValueError: the model has no such layer, or the checkpoint has left it out.
+        """
+        spec, mtp = self.spec.mtp_layer(), self.spec.mtp
+        assert mtp is not None
+        names, hidden = (mtp.embedding_norm, mtp.hidden_norm, mtp.fuse), spec.hidden_size
+        shapes = spec.weight_shapes() | dict(zip(names, ((hidden,), (hidden,), (hidden, 2 * hidden)), strict=True))
+        del shapes[spec.names.embedding]
+        if self.load_format == "dummy":
+            return dummy_tensors(shapes, self.seed)
+        starts = (spec.names.layer.format(0), *names, mtp.final_norm)
+        part = replace(self, records=tuple(record for record in self.records if record.name.startswith(starts)))
+        if not part.records:
+            raise CheckpointError(f"{self.path} has no tensor {starts[0]}*: its layer to draft with was left out")
+        return part._decoded(dtype) if self.quantization else iter_tensors(list(part.records), dtype)
+
     def _decoded(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
         from minivllm.models.quantization.formats import decoded, quantized_modules
 
@@ -281,6 +351,8 @@ class LoadedModel:
             return -(-sum(record.nbytes for record in self.records) // (1 if share is None else share.size))
         spec, shapes = self.spec, self.spec.stage_shapes(layers, share)
         total = sum(math.prod(shape) for shape in shapes.values()) * size
+        if (rename := spec.rename) is not None:  # what is not the decoder's is the encoder's
+            total += size * sum(math.prod(record.shape) for record in self.records if rename(record.name) is None)
         if linear_kernel is None:
             return total
         matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
@@ -319,6 +391,7 @@ class LoadedModel:
             ),
             checkpoint_dtype=self.checkpoint_dtype,
             hidden_size=spec.hidden_size,
+            reads_media=spec.media is not None,
         )
 
 
@@ -333,6 +406,7 @@ def load_model(
     revision: str | None = None,
     hf_overrides: dict[str, Any] | None = None,
     seed: int = 0,
+    model_impl: str = "auto",
 ) -> LoadedModel:
     """Resolve a model name (see `resolve_model`) and read everything but the weights; `.weights(dtype)` streams those.
 
@@ -353,8 +427,9 @@ def load_model(
     generation = read_json(file) if file.is_file() else {}
     for found, where in ((config, path / "config.json"), (generation, file)):
         _check_end_tokens(found, where, config.get("vocab_size"))
-    if generation.get("eos_token_id") is None and config.get("eos_token_id") is not None:
-        generation["eos_token_id"] = config["eos_token_id"]
+    ends = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    if generation.get("eos_token_id") is None and ends is not None:
+        generation["eos_token_id"] = ends
     return LoadedModel(
         name=str(name),
         path=path,
@@ -364,6 +439,7 @@ def load_model(
         load_format="dummy" if load_format == "dummy" else "safetensors",
         seed=seed,
         quantization=quantization,
+        model_impl=model_impl,
     )
 
 

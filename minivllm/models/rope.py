@@ -1,4 +1,4 @@
-"""Rotary position embeddings: default, linear, dynamic NTK, YaRN, Llama 3."""
+"""Rotary position embeddings: default, linear, dynamic NTK, YaRN, Llama 3, LongRoPE."""
 
 # Generated from nbs/models/rope.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -17,7 +17,7 @@ __all__ = [
     "rope_from_parameters",
 ]  # fmt: skip
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,13 @@ class RopeSpec:
         dim: rotated dimensions of a head, even; all of them, or the first ones.
         max_position: length that the configuration gives (`max_position_embeddings`).
         factor: how far the context is stretched; all kinds but `default`.
-        original_max_position: length before stretching (`llama3`, `yarn`).
+        original_max_position: length before stretching (`llama3`, `yarn`, `longrope`).
         low_freq_factor, high_freq_factor: bounds of the blend, in turns per original length (`llama3`).
-        attention_factor: on cos and sin; None for the paper's rule (`yarn`).
+        attention_factor: on cos and sin; None for the paper's rule (`yarn`, `longrope`).
         beta_fast, beta_slow: bounds of the blend, in turns per original length (`yarn`).
         mscale, mscale_all_dim: another rule for `attention_factor` (`yarn`, DeepSeek).
         truncate: round the bounds to whole dimensions (`yarn`).
+        short_factors, long_factors: by which each pair is slowed, in sequences of up to the original length and in longer ones (`longrope`).
     """
 
     kind: str = "default"
@@ -52,12 +53,11 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in ROPE_KINDS:
-            raise ValueError(f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-        if self.dim < 2 or self.dim % 2:
-            raise ValueError(f"RopeSpec.dim must be even and at least 2, got {self.dim}")
+        self._check()
 
     @property
     def max_length(self) -> int:
@@ -65,6 +65,15 @@ class RopeSpec:
         if self.kind in ("linear", "dynamic"):
             return int(self.max_position * self.factor)
         return int(self.original_max_position * self.factor) if self.kind == "yarn" else self.max_position
+
+    def _check(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise ValueError(f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(f"RopeSpec.dim must be even and at least 2, got {self.dim}")
+        for name in ("short_factors", "long_factors") if self.kind == "longrope" else ():
+            if len(getattr(self, name)) != self.dim // 2:
+                raise ValueError(f"rope type 'longrope' needs {self.dim // 2} {name}, got {len(getattr(self, name))}")
 
 
 def _plain(spec: RopeSpec, theta: float | Tensor) -> Tensor:
@@ -98,8 +107,14 @@ def _yarn(spec: RopeSpec) -> Tensor:
     return slowed * (1 - keep) + _plain(spec, spec.theta) * keep
 
 
-def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """Angle per position of each pair of dimensions, float32 [dim / 2] (`dynamic`: of positions below `max_position`)."""
+def inverse_frequencies(spec: RopeSpec, max_positions: int | None = None) -> Tensor:
+    """Angle per position of each pair of dimensions, float32 [dim / 2] (`dynamic`: of positions below `max_position`).
+
+    max_positions: of the longest sequence that will occur, by which `longrope` has its factors; None for any.
+    """
+    if spec.kind == "longrope":
+        short = (max_positions or spec.max_length) <= spec.original_max_position
+        return 1.0 / (torch.tensor(spec.short_factors if short else spec.long_factors) / _plain(spec, spec.theta))
     if spec.kind == "llama3":
         return _llama3(spec)
     if spec.kind == "yarn":
@@ -109,11 +124,13 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
 
 
 def attention_factor(spec: RopeSpec) -> float:
-    """Factor on cos and sin: 1, but for `yarn`, which sharpens the softmax of stretched contexts."""
-    if spec.kind != "yarn":
+    """Factor on cos and sin: 1, but for `yarn` and `longrope`, which sharpen the softmax of stretched contexts."""
+    if spec.kind not in ("yarn", "longrope"):
         return 1.0
     if spec.attention_factor is not None:
         return spec.attention_factor
+    if spec.kind == "longrope":
+        return 1.0 if spec.factor <= 1 else math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_max_position))
 
     def rule(mscale: float) -> float:
         return 1.0 if spec.factor <= 1 else 0.1 * mscale * math.log(spec.factor) + 1.0
@@ -129,14 +146,14 @@ class Rope(Module):
     Args:
         spec: which rotation.
         device: of positions and results.
-        max_positions: of `table`; None for those that the rotation was meant for.
+        max_positions: of the longest sequence, and of `table`; None for those that the rotation was meant for.
     """
 
     capturable = True
 
     def __init__(self, spec: RopeSpec, device: torch.device, max_positions: int | None = None) -> None:
         self.spec, self.max_positions = spec, max_positions or spec.max_length
-        self.inv_freq = inverse_frequencies(spec).to(device)
+        self.inv_freq = inverse_frequencies(spec, max_positions).to(device)
         self.factor = attention_factor(spec)
 
     def _dynamic_angles(self, positions: Tensor) -> Tensor:
@@ -216,6 +233,7 @@ _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
         ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
+    "longrope": (("short_factor", "long_factor"), ("factor", _ORIGINAL, "attention_factor")),
 }
 """The parameters that each rope type needs, and those that it may have."""
 
@@ -236,6 +254,7 @@ def rope_from_parameters(
         ValueError: unknown rope type, unknown field, or a field missing; names it.
     """
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its name in the first files of Phi-3
     if kind not in ROPE_KINDS:
         raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     required, optional = _PARAMETERS[kind]
@@ -251,7 +270,9 @@ def rope_from_parameters(
     if _ORIGINAL in optional:
         named = values.pop(_ORIGINAL, max_position)
         values["original_max_position"] = original_max_position or named
-    if kind == "yarn" and "factor" not in values:
+    for name in ("short", "long") if kind == "longrope" else ():
+        values[f"{name}_factors"] = tuple(map(float, values.pop(f"{name}_factor")))
+    if kind in ("yarn", "longrope") and "factor" not in values:
         values["factor"] = max_position / values["original_max_position"]
     return RopeSpec(
         kind=kind, theta=float(given.get("rope_theta", theta)), dim=dim, max_position=max_position, **values

@@ -21,9 +21,9 @@ from minivllm.models.pooling import PoolerSpec
 from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
-    "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "Unpack", "WeightNames",
-    "family", "qwen2", "read_attention", "read_common", "read_mlp", "read_rope", "read_rope_of_type",
-    "read_window_per_layer", "spec_from_config", "windowed_layers", "windows_from_types",
+    "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "MTPSpec", "MediaSpec",
+    "Unpack", "WeightNames", "family", "qwen2", "read_attention", "read_common", "read_mlp", "read_rope",
+    "read_rope_of_type", "read_window_per_layer", "spec_from_config", "windowed_layers", "windows_from_types",
 ]  # fmt: skip
 
 
@@ -77,7 +77,6 @@ class WeightNames:
     Attributes:
         positions: of learned position embeddings; None for none.
         prefix: what names begin with in some checkpoints of a family, and not in others.
-        ignored: what the names of tensors begin with that only draft tokens; they are not loaded.
         token_types: of the embeddings that tell a first text from a second; None for none.
         embedding_norm: of a norm of the embeddings; None for none.
     """
@@ -90,7 +89,6 @@ class WeightNames:
     prefix: str = ""
     token_types: str | None = None
     embedding_norm: str | None = None
-    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +104,46 @@ class Unpack:
     suffix: str
     parts: Callable[[Tensor], Mapping[str, Tensor]]
     rows: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPSpec:
+    """A layer that predicts one token more (multi-token prediction, DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Attributes:
+        spec: of the layer.
+        layer: what the names of its tensors begin with in a checkpoint.
+        embedding_norm, hidden_norm, fuse, final_norm: names of the other tensors: norms of a token's embedding and of the state that
+            led to it, the matrix [H, 2 H] that makes one of both, the norm behind the layer.
+        count: how many such layers a checkpoint holds.
+        passes_normed: the layer reads what it said before as it is after the final norm; else as it is before.
+        skips_first: the token behind the first place is not read.
+    """
+
+    spec: LayerSpec
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    fuse: str
+    final_norm: str
+    count: int = 1
+    passes_normed: bool = False
+    skips_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaSpec:
+    """What surrounds the decoder of a model that reads pictures.
+
+    Attributes:
+        config: the whole Hugging Face config.
+        image_token_id: of the placeholders that a picture's embeddings replace.
+        whole: a picture's tokens see each other in both directions, so they must be computed in one step.
+    """
+
+    config: dict[str, Any]
+    image_token_id: int
+    whole: bool = False
 
 
 def _rows(rule: Unpack, weight: QuantizedWeight) -> dict[str, QuantizedWeight]:
@@ -135,10 +173,12 @@ class DecoderSpec:
         tie_word_embeddings: the output layer is the embedding.
         names: of the checkpoint's tensors outside of the layers.
         unpack: of its tensors that have another form than `weight_shapes` says.
+        media: the encoder and its placeholders; None for a model of text alone.
+        rename: from a checkpoint's name of a tensor to ours, None for one that is not the decoder's; None if they are equal.
         token_types: rows of the token type embeddings. A token of type t has the id `t * vocab_size + id`.
         pooler: what follows the hidden states of a model that predicts no tokens; None for one that does.
         ignored: beginnings of the names of tensors that a checkpoint may hold, and that are not used.
-        draft_layers: layers that a checkpoint may hold after the model's own; they only draft tokens, and are not loaded.
+        mtp: the layer that a checkpoint may hold besides the model's own to draft tokens with; None for none.
     """
 
     family: str
@@ -157,7 +197,9 @@ class DecoderSpec:
     tie_word_embeddings: bool = False
     names: WeightNames = field(default_factory=WeightNames)
     unpack: tuple[Unpack, ...] = field(default=(), compare=False)
-    draft_layers: int = 0
+    mtp: MTPSpec | None = None
+    media: MediaSpec | None = field(default=None, compare=False)
+    rename: Callable[[str], str | None] | None = field(default=None, compare=False)
     ignored: tuple[str, ...] = ()
     token_types: int = 0
     pooler: PoolerSpec | None = None
@@ -239,6 +281,8 @@ class DecoderSpec:
 
     def full_name(self, name: str) -> str | None:
         """A checkpoint's name of a tensor with the prefix that it may lack; None for one that is not used."""
+        if self.rename is not None:
+            return self.rename(name)
         heads = () if self.pooler is None else self.pooler.weight_shapes(1, True)
         if name == self.names.head or name in heads:
             return name if self.pooler is None or name in heads else None
@@ -253,10 +297,9 @@ class DecoderSpec:
         Raises:
             ValueError: a tensor cannot be taken apart; names it.
         """
-        drafts = tuple(self.names.layer.format(self.num_layers + i) for i in range(self.draft_layers))
         for given, tensor in weights:
             name = self.full_name(given)
-            if name is None or name.startswith((*drafts, *self.names.ignored)):
+            if name is None:
                 continue
             rule = next((rule for rule in self.unpack if name.endswith(rule.suffix)), None)
             if rule is None:
@@ -270,6 +313,19 @@ class DecoderSpec:
                     f"{self.family}: tensor {name!r} of shape {shape} cannot be taken apart: {error}"
                 ) from None
             yield from ((name.removesuffix(rule.suffix) + part, value) for part, value in parts.items())
+
+    def mtp_layer(self) -> "DecoderSpec":
+        """The layer that drafts tokens as a decoder by itself, without an embedding and an output layer of its own.
+
+        Raises:
+            ValueError: there is none, or there are several.
+        """
+        if self.mtp is None or self.mtp.count != 1:
+            has = "no layer" if self.mtp is None else f"{self.mtp.count} layers"
+            raise ValueError(f"{self.family}: a checkpoint of this model has {has} to draft with; it must be one")
+        names = WeightNames(embedding="-", final_norm=self.mtp.final_norm, head="-.head", layer=self.mtp.layer)
+        alone = {"vocab_size": 1, "tie_word_embeddings": True, "ignored": (), "mtp": None, "rename": None}
+        return replace(self, layers=(self.mtp.spec,), names=names, **alone)  # type: ignore[arg-type]
 
     def num_parameters(self, share: Share | None = None) -> int:
         """Numbers in a checkpoint; a tied output layer counts once. share: of one rank."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from minivllm.attention.backend import AttentionBatch
 from minivllm.core.encoder_cache import MultiModalFeatureSpec
 from minivllm.core.output import SchedulerOutput
 from minivllm.models.decoder import Media
@@ -28,9 +29,17 @@ class MediaEncoder(Protocol):
 class StepRows(Protocol):
     """What is asked of a step (`StepInputs` of the runtime): requests laid end to end."""
 
-    request_ids: list[str]
-    starts: npt.NDArray[np.int32]
-    positions: npt.NDArray[np.int64]
+    @property
+    def request_ids(self) -> list[str]: ...
+
+    @property
+    def attention(self) -> list[AttentionBatch]: ...
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]: ...
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]: ...
 
 
 class EncoderOutputs:
@@ -67,8 +76,11 @@ class EncoderOutputs:
         return rows.to(self.device, self.dtype)
 
     def gather(self, step: StepRows) -> Media | None:
-        """The rows of a step that encoder outputs fill; None if there are none. Media that lie behind are forgotten."""
-        rows, values = list[npt.NDArray[np.int64]](), list[Tensor]()
+        """The rows of a step that encoder outputs fill; None if there are none. Media that lie behind are forgotten.
+
+        Ranges that see both ways inside themselves are noted in the step's attention batches.
+        """
+        rows, values, last_key = list[npt.NDArray[np.int64]](), list[Tensor](), step.positions
         for i, name in enumerate(step.request_ids):
             if name not in self.features:
                 continue
@@ -79,16 +91,21 @@ class EncoderOutputs:
                 inside = np.arange(max(first, place.offset), min(last, place.end))
                 if not len(inside):
                     continue
+                if feature.whole:
+                    last_key = last_key.copy() if last_key is step.positions else last_key
+                    last_key[inside - first + begin] = place.end - 1
                 if place.is_embed is None:
                     which = inside - place.offset
                 else:
                     mask = np.frombuffer(place.is_embed, np.uint8)
                     inside = inside[mask[inside - place.offset] == 1]
-                    which = (np.cumsum(mask) - 1)[inside - place.offset]
+                    which = (np.cumsum(mask, dtype=np.int64) - 1)[inside - place.offset]
                 rows.append(inside - first + begin)
                 values.append(self.outputs[feature.identifier][torch.from_numpy(which).to(self.device)])
             if last >= self.features[name][-1].mm_position.end:
                 del self.features[name]
         if not rows:
             return None
+        for batch in step.attention if last_key is not step.positions else ():
+            batch.last_key = last_key
         return Media(torch.from_numpy(np.concatenate(rows)).to(self.device), torch.cat(values))

@@ -28,10 +28,12 @@ from minivllm.core.config import (
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.lora.linear import LoRAModel
 from minivllm.models.decoder import Decoder
+from minivllm.models.fallback import TransformersDecoder, TransformersSpec
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
 from minivllm.models.parallel import Share, Stage, TensorGroup
 from minivllm.models.pooling import pooling_facts
+from minivllm.multimodal.encoder import TowerEncoder, load_encoder
 from minivllm.runtime.machine import (
     choose_device,
     cpu_quota,
@@ -48,7 +50,7 @@ from minivllm.sampling.transforms import Transform
 from minivllm.spec_decode.draft_model import with_drafter
 
 __all__ = [
-    "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder",
+    "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder", "make_encoder",
     "measure_memory", "plan_engine", "read_model", "with_memory", "with_pooling",
 ]  # fmt: skip
 
@@ -149,6 +151,7 @@ def read_model(args: EngineArgs) -> LoadedModel:
         revision=args.revision,
         hf_overrides=args.hf_overrides,
         seed=args.seed,
+        model_impl=args.model_impl,
     )
 
 
@@ -197,11 +200,37 @@ def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stag
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
     method, kv_dtype = plan.machine.linear_kernel, _kv_dtype(plan.config.args)
     longest = plan.config.scheduler.max_model_len
+    if isinstance(plan.model.spec, TransformersSpec):
+        return _load_transformers(plan, plan.model.spec)
     decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group, stage)
     decoder.load_weights(plan.model.weights(plan.config.dtype))
     if (args := plan.config.args).enable_lora:
         LoRAModel(decoder, args.max_loras, args.max_lora_rank, plan.config.scheduler.max_num_batched_tokens)
     return decoder
+
+
+def _load_transformers(plan: EnginePlan, spec: TransformersSpec) -> Decoder:
+    """A model that transformers computes. Raises ValueError for what changes linear layers, which are not ours there."""
+    args = plan.config.args
+    refused = ("quantization", args.quantization), ("enable_lora", args.enable_lora), (
+        "tensor_parallel_size or pipeline_parallel_size", args.world_size > 1
+    )  # fmt: skip
+    if what := next((name for name, given in refused if given), None):
+        raise ValueError(f"{what} is not implemented for {spec.family}, which runs through transformers")
+    dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
+    decoder = TransformersDecoder(spec, plan.backend, dtype, device, _kv_dtype(args))
+    if plan.model.load_format == "dummy":
+        decoder.load_weights(plan.model.weights(plan.config.dtype))
+    else:
+        decoder.load_folder(str(plan.model.path))
+    return decoder
+
+
+def make_encoder(plan: EnginePlan) -> TowerEncoder | None:
+    """The encoder of the model, with its weights; None for a model of text alone."""
+    if (media := plan.model.spec.media) is None:
+        return None
+    return load_encoder(plan.model, media, getattr(torch, plan.config.dtype), torch.device(plan.config.device))
 
 
 def measure_memory(plan: EnginePlan, decoder: Decoder) -> tuple[int, int] | None:
@@ -256,7 +285,9 @@ class UniProcExecutor:
     ) -> None:
         self.config, self.kv_cache_config = plan.config, plan.config.kv_cache
         decoder = plan.decoder or load_decoder(plan)
-        self._runner: ModelRunner | None = ModelRunner(decoder, plan.backend, plan.config, transforms, grammar)
+        self._runner: ModelRunner | None = ModelRunner(
+            decoder, plan.backend, plan.config, transforms, grammar, make_encoder(plan)
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minivllm-runner")  # starts with the first submission
         self._process = os.getpid()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, AttentionSpec, Plan
-from minivllm.attention.state import LayerCacheSpec, cache_layout
+from minivllm.attention.state import LayerCacheSpec, MambaSpec, cache_layout
 from minivllm.attention.step_buffer import BufferFull, StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
@@ -23,6 +23,7 @@ from minivllm.core.speculative import SpeculativeConfig
 from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder, Media
+from minivllm.models.mixers.moe import ExpertLoads
 from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
@@ -41,7 +42,7 @@ from minivllm.spec_decode.rejection import Draft, RejectionSampler
 
 __all__ = [
     "GRAPH_BYTES", "FutureTokens", "ModelRunner", "PendingStep", "group_attention_specs", "new_kv_caches",
-    "new_swap_caches", "step_bytes", "zeros_on_demand",
+    "new_swap_caches", "step_bytes", "table_sizes", "zeros_on_demand",
 ]  # fmt: skip
 
 
@@ -86,6 +87,14 @@ def step_bytes(config: EngineConfig) -> int:
     return limits.max_num_batched_tokens * per_token + rows * (per_row + table) + (1 << 18)
 
 
+def table_sizes(config: KVCacheConfig, max_model_len: int) -> tuple[int, list[int]]:
+    """Tokens that block tables have room for, and tokens of a block of each KV cache group."""
+    least = (
+        g.spec.block_size * g.spec.rules.num_blocks(g.spec, 1) for g in config.groups
+    )  # a ring of states may be longer
+    return max(max_model_len, *least), [g.spec.block_size for g in config.groups]
+
+
 def group_attention_specs(config: KVCacheConfig, layer_specs: list[LayerCacheSpec]) -> list[LayerCacheSpec]:
     """The attention spec, or the state's, of each KV cache group.
 
@@ -97,7 +106,10 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[LayerCacheSpe
         distinct = {layer_specs[layer] for layer in group.layers} or {layer_specs[0]}  # none of them in this stage
         if len(distinct) > 1:
             raise ValueError(f"layers {group.layers} share a block table but differ in attention: {distinct}")
-        specs.append(distinct.pop())
+        spec = distinct.pop()
+        specs.append(
+            replace(spec, ring=dict(group.spec.options).get("ring", 1)) if isinstance(spec, MambaSpec) else spec
+        )
     return specs
 
 
@@ -151,13 +163,12 @@ class ModelRunner:
         kv, limits = config.kv_cache, config.scheduler
         self.model, self.backend, self.config, self.grammar = model, backend, config, grammar
         self.device = torch.device(config.device)
-        layer_specs = model.attention_specs(kv.block_size)
-        self.specs = group_attention_specs(kv, layer_specs)
+        self.specs = group_attention_specs(kv, model.attention_specs(kv.block_size))
         self.kv_caches = new_kv_caches(backend, kv, self.specs, kv.num_blocks, self.device)
         self.swap_caches = new_swap_caches(backend, kv, self.specs, self.device)
         model.eager = config.args.enforce_eager
         model.bind(kv)
-        self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, [g.spec.block_size for g in kv.groups])
+        self.batch = InputBatch(limits.max_num_seqs, *table_sizes(kv, limits.max_model_len))
         self.adapters = self._make_adapters() if config.args.enable_lora else None
         self.lora_slots = np.full(limits.max_num_seqs, -1)
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
@@ -167,8 +178,8 @@ class ModelRunner:
         self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
         self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
-        rate = None if speculative is None else speculative.synthetic_acceptance_rate
-        self.rejection = RejectionSampler(self.sampler, rate)
+        self.rejection = RejectionSampler(self.sampler, speculative.synthetic_acceptance_rate if speculative else None)
+        self.expert_loads = ExpertLoads(model)
         self._looks_back = bool(transforms)
         self._latest: PendingStep | None = None
         self.future: FutureTokens | None = None
@@ -181,7 +192,7 @@ class ModelRunner:
         self._capture_problem: str | None = None
         if self.device.type != "cpu":
             self.buffer = StepBuffer(step_bytes(config), self.device)
-            if config.async_scheduling:
+            if config.async_scheduling and speculative is None:  # else a step begins when all tokens are known
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
             alone = config.args.pipeline_parallel_size == 1
             if not config.args.enforce_eager and alone and all(isinstance(spec, AttentionSpec) for spec in self.specs):
@@ -229,6 +240,8 @@ class ModelRunner:
             self.media.update(output)
         if not output.total_num_scheduled_tokens:
             return pending
+        if output.recorded != self.expert_loads.on:
+            self.expert_loads.switch(output.recorded)
         guesses = output.scheduled_spec_decode_tokens
         step = self.batch.prepare(output.num_scheduled_tokens, guesses)
         media = self.media.gather(step) if self.media.features else None
@@ -246,6 +259,8 @@ class ModelRunner:
             hidden = self.model.forward(token_ids, positions, self.kv_caches, plans, media)
         else:
             hidden, last, rows = self._forward_buffered(step, arrays, self.buffer, media)
+        if self.expert_loads.counts:
+            pending.loads = self.expert_loads.take()
         if self.drafter is not None and self.drafter.reads:
             self._states = step, hidden
         if not self.model.stage.is_last:
@@ -354,8 +369,11 @@ class ModelRunner:
         or the buffer is too small."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)
-        if self.adapters is not None and self.adapters.model.active:
-            return None  # the adapters' matmuls on a GPU are launched one by one
+        if self.expert_loads.counts:
+            return None  # a graph tells no one what its experts took
+        adapted = self.adapters is not None and self.adapters.model.active
+        if adapted and self.adapters is not None and not self.adapters.model.can_replay(padded or rows):
+            return None
         one_each = len(step.attention[0].seq_lens) == rows
         if self.graphs is None or padded is None or not one_each or not self._may_replay(self.graphs):
             return None
@@ -369,7 +387,7 @@ class ModelRunner:
             if len(plans) < len(self.specs):
                 self.graphs = None
                 return None
-            key = (padded, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
+            key = (padded, adapted, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
         except BufferFull:
             return None
         ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, step.positions, 0
@@ -537,6 +555,7 @@ class PendingStep:
         drawn: the tokens, or None if there are none or they have been taken.
         views, rows, places: of the requests that get a token: their views, rows in the `InputBatch` (which can differ from those in the
             `SamplingState`), and where in the row it belongs.
+        loads: of a recorded step, see `ExpertLoads.take`.
     """
 
     runner: ModelRunner
@@ -545,9 +564,13 @@ class PendingStep:
     views: Sequence[RequestView] = ()
     rows: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
     places: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    loads: Sequence[tuple[int, Tensor]] = ()
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the tokens, and put them into their rows."""
+        if self.loads:
+            self.output.expert_loads = tuple((layer, tuple(counts.tolist())) for layer, counts in self.loads)
+            self.loads = ()
         if self.drawn is None:
             return self.output
         drawn, self.drawn = self.drawn.finish(), None

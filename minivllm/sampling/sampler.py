@@ -103,6 +103,14 @@ class Sampler:
         copy = HostCopy(token_ids) if token_ids.is_cuda else None
         return PendingSample(batch.request_ids, token_ids, reports, errors, copy)
 
+    def share_preparation(self, batch: SamplingBatch, rows: SamplingBatch) -> None:
+        """Let `rows`, each of a request of `batch`, use what is prepared for the requests, if that is the same for every row."""
+        if self not in batch.prepared:
+            batch.prepared[self] = _Wanted(batch, self)
+        wanted: _Wanted = batch.prepared[self]
+        if not (wanted.steps or wanted.modes or wanted.errors):
+            rows.prepared[self] = wanted
+
     def _transform(
         self, logits: Tensor, batch: SamplingBatch, wanted: "_Wanted", errors: dict[str, str], observe: Observer | None
     ) -> Tensor:

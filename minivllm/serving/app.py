@@ -112,9 +112,8 @@ def token_router(state: ServerState) -> APIRouter:
             if body.prompt is not None:
                 tokens = await encode(state, body.prompt, body.add_special_tokens is not False)
             else:
-                _, tokens = await state.llm.run_input(
-                    lambda: render_request(state, body, tool_use(body, state.parsers))
-                )
+                prompt = await state.llm.run_input(lambda: render_request(state, body, tool_use(body, state.parsers)))
+                tokens = prompt["prompt_token_ids"]
         except Exception as error:
             raise as_api_error(error) from error
         tokenizer = state.llm.get_tokenizer()
@@ -430,6 +429,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError("--max-engine-restarts needs an engine in a separate process")
     if args.max_engine_restarts and options.trace:
         raise ValueError("--trace records one engine from its start to its end; it excludes --max-engine-restarts")
+    if engine_args.skip_tokenizer_init:
+        raise ValueError("--skip-tokenizer-init: a server answers in text, and needs a tokenizer")
     _check_certificate(args.ssl_certfile, args.ssl_keyfile)
     place = "thread" if args.disable_frontend_multiprocessing else "process"
     sock = listen(args.host, args.port)

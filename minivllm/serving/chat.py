@@ -2,7 +2,9 @@
 
 # Generated from nbs/serving/chat.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import asyncio
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from fastapi.responses import Response
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.models.tokenizer import render_chat_template
+from minivllm.multimodal.images import MediaError, decode_image
 from minivllm.sampling.grammar import check_limits
 from minivllm.sampling.params import SamplingParams, check_text
 from minivllm.serving.answers import AnswerReader, structure, tool_use, whole_calls
@@ -27,7 +30,8 @@ from minivllm.serving.tool_parsers import HermesToolParser
 from minivllm.serving.tools import CallDelta, CallFormat, Piece, ToolUse, show_calls, show_tools
 
 __all__ = [
-    "ChatPlan", "chat_logprobs", "chat_router", "plan_chat", "render_chat", "render_request", "token_bytes",
+    "ChatPlan", "chat_logprobs", "chat_router", "fetch_pictures", "plan_chat", "render_chat",
+    "render_request", "token_bytes",
 ]  # fmt: skip
 
 _RESERVED = {
@@ -44,6 +48,7 @@ def render_chat(
     template_kwargs: dict[str, Any] | None = None,
     tools: ToolUse | None = None,
     form: CallFormat = HermesToolParser.form,
+    marker: str | None = None,
     **options: Any,
 ) -> str:
     """The text of a prompt.
@@ -51,6 +56,7 @@ def render_chat(
     Args:
         tools: What may be called.
         form: How functions, calls and results are shown where the template knows nothing of them.
+        marker: Stands for a picture where the template knows nothing of pictures; None if the model reads text alone.
         options: ``add_generation_prompt``, ``continue_final_message``.
 
     Raises:
@@ -66,6 +72,7 @@ def render_chat(
     template = ""
     if chat_template is not None or tokenizer.chat_template:
         template = str(tokenizer.get_chat_template(chat_template, tools=definitions))
+    plain = _with_pictures(plain, marker, _uses(template, "image"))
     if not _uses(template, "tool_calls"):
         plain = show_calls(plain, form)
     if tools is not None and not _uses(template, "tools"):
@@ -74,6 +81,21 @@ def render_chat(
     text = _render(tokenizer, plain, options)
     _log_left_out(tokenizer, plain, options, template, text)
     return text
+
+
+def _with_pictures(messages: list[dict[str, Any]], marker: str | None, listed: bool) -> list[dict[str, Any]]:
+    """Messages with all contents as lists of parts, or as strings with markers. Raises ApiError for a picture without a marker."""
+    made = []
+    for message in messages:
+        content = message["content"]
+        if marker is None and not isinstance(content, str):
+            raise ApiError(400, "image_url: this model reads text alone", param="messages")
+        if isinstance(content, str) and marker is not None and listed:
+            content = [{"type": "text", "text": content}]
+        elif not isinstance(content, str) and not listed:
+            content = "\n".join(part.get("text", marker) for part in content)
+        made.append({**message, "content": content})
+    return made
 
 
 def _uses(template: str, name: str) -> bool:
@@ -123,13 +145,18 @@ def _log_left_out(
 
 
 def render_request(
-    state: ServerState, body: Any, tools: ToolUse | None = None, effort: str | None = None
-) -> tuple[str, list[int]]:
-    """Text and token ids of the prompt that a body asks for. Raises ApiError or ValueError.
+    state: ServerState,
+    body: Any,
+    tools: ToolUse | None = None,
+    effort: str | None = None,
+    pictures: Sequence[Any] | None = None,
+) -> dict[str, Any]:
+    """The prompt that a body asks for, as the engine takes it: text, token ids, and the media in them. Raises ApiError or ValueError.
 
     Args:
         body: Has the fields of ChatTemplateFields.
         effort: For the template's variable ``reasoning_effort``; None for none.
+        pictures: Those of the messages, in their order; None if there can be none.
     """
     limit = state.llm.config.scheduler.max_model_len
     if len(body.messages) > limit:
@@ -144,9 +171,9 @@ def render_request(
     if goes_on and "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
         message = "add_generation_prompt and continue_final_message exclude each other"
         raise ApiError(400, message, param="continue_final_message")
-    form = state.parsers.form_parser.form
+    engine, form = state.llm.llm_engine, state.parsers.form_parser.form
+    media = engine.input_processor.media
     assert form is not None, "that is what makes it a form parser"
-    engine = state.llm.llm_engine
     text = render_chat(
         engine.tokenizer,
         body.messages,
@@ -154,11 +181,21 @@ def render_request(
         template_kwargs=(body.chat_template_kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort}),
         tools=tools,
         form=form,
+        marker=None if media is None else media.rules.marker,
         add_generation_prompt=body.add_generation_prompt and not goes_on,
         continue_final_message=goes_on,
     )
+    encode = partial(engine.tokenizer.encode, add_special_tokens=bool(body.add_special_tokens))
     engine.input_processor.check_characters(text)  # the template has written bos and the like as text
-    return text, list(engine.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
+    if media is None or not any(message.images for message in body.messages):
+        return {"prompt": text, "prompt_token_ids": list(encode(text))}
+    if pictures is None:
+        raise ApiError(400, "image_url: pictures are not supported here", param="messages")
+    items = media.load({"image": pictures})
+    expanded = media.expand(text, items)
+    engine.input_processor.check_characters(expanded)
+    token_ids = list(encode(expanded))
+    return {"prompt": text, "prompt_token_ids": token_ids, "mm_features": media.place(token_ids, items)}
 
 
 def chat_logprobs(completion: CompletionOutput, count: int, to_bytes: Any) -> dict[str, Any]:
@@ -224,7 +261,30 @@ def _chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: 
     )
 
 
-def plan_chat(body: ChatCompletionRequest, state: ServerState, fields: dict[str, Any]) -> ChatPlan:
+def fetch_pictures(body: ChatCompletionRequest, state: ServerState) -> list[Any]:
+    """The pictures of a request, in the order of its messages. Raises ApiError that names the part."""
+    urls = [(f"messages[{i}]", url) for i, message in enumerate(body.messages) for url in message.images]
+    media, left = state.llm.llm_engine.input_processor.media, state.options.max_image_pixels
+    if not urls:
+        return []
+    if media is None:
+        raise ApiError(400, "image_url: this model reads text alone", param="messages")
+    if len(urls) > media.limits.get("image", len(urls)):
+        allowed = media.limits["image"]
+        raise ApiError(400, f"image_url: {len(urls)} pictures; at most {allowed} are allowed", param="messages")
+    pictures = []
+    for place, url in urls:
+        try:
+            pictures.append(decode_image(state.connector.fetch(url), left))
+        except MediaError as error:
+            raise ApiError(400, f"{place}: image_url: {error}", param=place, code="invalid_image") from error
+        left -= math.prod(pictures[-1].size)
+    return pictures
+
+
+def plan_chat(
+    body: ChatCompletionRequest, state: ServerState, fields: dict[str, Any], pictures: Sequence[Any] = ()
+) -> ChatPlan:
     """Check a body and make its prompt. ``fields``: of `plan_fields`. Raises ApiError, or what is wrong with a parameter."""
     tokenizer, defaults = state.llm.get_tokenizer(), state.llm.get_default_sampling_params()
     use, reasoner = tool_use(body, state.parsers), state.parsers.reasoning_parser
@@ -233,8 +293,8 @@ def plan_chat(body: ChatCompletionRequest, state: ServerState, fields: dict[str,
     check_limits(body.structure() or {})
     _chat_params(body, defaults)  # what is wrong with it is said before what is wrong with the messages
     effort = None if body.reasoning_effort == "none" else body.reasoning_effort
-    text, token_ids = render_request(state, body, use, effort)
-    reasoning = None if reasoner is None else partial(reasoner, text)
+    prompt = render_request(state, body, use, effort, pictures)
+    reasoning = None if reasoner is None else partial(reasoner, prompt["prompt"])
     form = structure(body.structure(), use, None if reasoning is None else reasoning(), tokenizer)
     more: dict[str, Any] = {"structured_outputs": form}
     if (use and use.parser.special_tokens) or (reasoner and reasoner.special_tokens):
@@ -242,7 +302,7 @@ def plan_chat(body: ChatCompletionRequest, state: ServerState, fields: dict[str,
     salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
     return ChatPlan(
         **fields,
-        prompts=[{"prompt": text, "prompt_token_ids": token_ids, **salt}],
+        prompts=[prompt | salt],
         params=_chat_params(body, defaults, **more),
         cut_max_tokens=body.max_completion_tokens is None and body.max_tokens is None,
         use=use,
@@ -363,13 +423,21 @@ def _join(first: CompletionOutput | None, second: CompletionOutput) -> Completio
     return replace(second, token_ids=[*first.token_ids, *second.token_ids], logprobs=logprobs)
 
 
+async def _plan(body: ChatCompletionRequest, state: ServerState, request: Request) -> ChatPlan:
+    """`plan_chat`, after the pictures have been fetched."""
+    pictures: list[Any] = []
+    if any(message.images for message in body.messages):  # in another thread than tokenizing, which others wait for
+        pictures = await asyncio.to_thread(fetch_pictures, body, state)
+    fields = partial(plan_fields, body, state, request, "chatcmpl")
+    return await state.llm.run_input(lambda: plan_chat(body, state, fields(), pictures))
+
+
 def chat_router(state: ServerState) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> dict[str, Any] | Response:
         """Answer a conversation."""
-        plan = state.llm.run_input(lambda: plan_chat(body, state, plan_fields(body, state, request, "chatcmpl")))
-        return await answer(request, state, body.model, plan, ChatWriter)
+        return await answer(request, state, body.model, _plan(body, state, request), ChatWriter)
 
     return router

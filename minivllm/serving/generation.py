@@ -23,6 +23,8 @@ from minivllm.engine.async_llm import AsyncLLM, RequestStream
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
 from minivllm.lora.adapter import LoRARequest
 from minivllm.lora.resolver import make_resolvers
+from minivllm.multimodal.fetch import MediaConnector
+from minivllm.multimodal.images import MAX_PIXELS
 from minivllm.sampling.params import SamplingParams, check_text
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.serving.answers import ParserOptions
@@ -76,6 +78,9 @@ class ServerOptions:
     lora_modules: list[str] = _option([], "adapters to serve as models of their own: name=path")  # noqa: RUF009
     lora_resolvers: list[str] = _option([], "where to look for an unknown model name: folder=PATH, hub=OWNER/NAME")  # noqa: RUF009
     enable_runtime_lora: bool = _option(False, "let clients load and unload adapters")
+    allowed_media_domains: list[str] = _option([], "hosts that pictures may be fetched from")  # noqa: RUF009
+    allowed_local_media_path: str | None = _option(None, "folder that pictures may be read from by file: URLs")
+    max_image_pixels: int = _option(MAX_PIXELS, "most pixels of the pictures of one request, together")
     dashboard: bool = _option(False, "show the engine live at /dashboard")
     log_json: bool = _option(False, "write the access log as JSON")
     trace: str | None = _option(None, "record the scheduler in this file (.jsonl or .parquet)")
@@ -84,8 +89,11 @@ class ServerOptions:
         """Options are checked before a model is loaded."""
         if self.max_queue is not None and self.max_queue < 0:
             raise ValueError(f"max_queue must be at least 0, got {self.max_queue}")
-        if self.max_body_bytes < 1:
-            raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        for name in ("max_body_bytes", "max_image_pixels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.allowed_local_media_path is not None and not Path(self.allowed_local_media_path).is_dir():
+            raise ValueError(f"allowed_local_media_path: there is no folder {self.allowed_local_media_path}")
         for name in ("request_timeout", "stall_timeout"):
             seconds = getattr(self, name)
             if seconds is not None and seconds <= 0:
@@ -134,7 +142,10 @@ class ServerState:
     lora_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        self.parsers = self.options.parsers()
+        self.parsers, given = self.options.parsers(), self.options
+        self.connector = MediaConnector(
+            given.allowed_media_domains, given.allowed_local_media_path, given.max_body_bytes
+        )
         self.resolvers = make_resolvers(self.options.lora_resolvers)
         self._resolving: dict[str, asyncio.Future[None]] = {}
         self.started = int(time.time())

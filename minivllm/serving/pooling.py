@@ -32,7 +32,7 @@ class PooledFields(RequestFields):
     n: ClassVar = 1
     stream: ClassVar = False
     fixed: ClassVar[dict[str, Any]] = {}
-    names: ClassVar = ("use_activation", "truncate_prompt_tokens")
+    names: ClassVar[tuple[str, ...]] = ("use_activation", "truncate_prompt_tokens")
 
     use_activation: bool | None = None
     truncate_prompt_tokens: Int64 | None = None
@@ -54,7 +54,7 @@ class ClassificationRequest(PooledFields):
 class PoolingRequest(PooledFields):
     """`POST /pooling`: whatever the model makes of a prompt, or the ``task`` that is named."""
 
-    names: ClassVar = (*PooledFields.names, "task", "dimensions", "normalize", "pooling_type")
+    names: ClassVar[tuple[str, ...]] = (*PooledFields.names, "task", "dimensions", "normalize", "pooling_type")
 
     input: str | list[str] | list[int] | list[list[int]]
     add_special_tokens: bool = True

@@ -13,8 +13,8 @@ from minivllm.sampling.params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "HINTS", "MAX_ANSWERS", "MAX_PARTS", "ApiModel", "ChatCompletionRequest", "ChatMessage",
-    "ChatTemplateFields", "CompletionRequest", "DetokenizeRequest", "Int64", "RequestFields", "RequestId",
-    "SamplingFields", "TokenizeRequest", "ToolFields", "as_list", "check_count", "log_no_effect",
+    "ChatTemplateFields", "CompletionRequest", "DetokenizeRequest", "ImageURL", "Int64", "RequestFields",
+    "RequestId", "SamplingFields", "TokenizeRequest", "ToolFields", "as_list", "check_count", "log_no_effect",
 ]  # fmt: skip
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -249,19 +249,29 @@ def as_list(prompt: Any) -> list[Any]:
     return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
 
 
+class ImageURL(ApiModel):
+    no_effect: ClassVar = {"detail": "a picture is processed as the model's own processor says"}
+
+    url: str
+
+
 class ContentPart(ApiModel):
     no_effect: ClassVar = {
         "cache_control": "the prefix cache finds equal prefixes by itself",
         "annotations": "the model is not shown them",
     }
 
-    type: Literal["text", "refusal"]
+    unsupported: ClassVar = {"input_audio": ((), "the models served here read text and pictures")}
+
+    type: Literal["text", "refusal", "image_url"]
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageURL | None = None
 
     @model_validator(mode="after")
     def _one_text(self) -> "ContentPart":
-        if getattr(self, self.type) is None or (self.text is not None and self.refusal is not None):
+        given = [name for name in ("text", "refusal", "image_url") if getattr(self, name) is not None]
+        if given != [self.type]:
             raise ValueError(f"a part of type {self.type!r} has the field {self.type!r} and no other")
         return self
 
@@ -324,10 +334,22 @@ class ChatMessage(ApiModel):
             raise ValueError("tool_call_id belongs to the role 'tool', and to no other")
         return self
 
+    @property
+    def images(self) -> list[str]:
+        """URLs of the pictures, in their order."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.image_url.url for part in parts if part.image_url is not None]
+
     def for_template(self) -> dict[str, Any]:
-        """The dict that chat templates expect: one string, arguments as objects, developer a system role, nothing absent."""
-        content = self.content
-        if isinstance(content, list):
+        """The dict that chat templates expect: one string (with pictures, a list of parts), arguments as objects, developer a system role, nothing absent."""
+        content: Any = self.content
+        if self.images:
+            content = [
+                {"type": "image"} if part.image_url else {"type": "text", "text": part.text or part.refusal or ""}
+                for part in self.content or ()
+                if not isinstance(part, str)
+            ]
+        elif isinstance(content, list):
             content = "\n".join(part.text or part.refusal or "" for part in content)
         more: dict[str, Any] = {name: getattr(self, name) for name in ("name", "tool_call_id")}
         more["reasoning_content"] = self.reasoning_content if self.reasoning is None else self.reasoning

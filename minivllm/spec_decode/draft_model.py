@@ -337,13 +337,20 @@ def _token_texts(file: Path) -> dict[int, str]:
 
 
 def with_drafter(facts: ModelFacts, args: EngineArgs, target: LoadedModel, dtype: str) -> ModelFacts:
-    """What the engine must know of a model with its drafter: the memory of both. As it came without a draft model or heads."""
-    if args.speculative is None or args.speculative.model is None:
+    """What the engine must know of a model with its drafter: the memory of both. As it came without a draft model, heads or layer."""
+    speculative, size = args.speculative, DTYPE_BYTES[dtype]
+    if speculative is not None and speculative.method == "mtp":
+        layer, block = target.spec.mtp_layer(), args.block_size
+        weights = layer.num_parameters() + 2 * layer.hidden_size**2
+        (spec,) = layer.kv_cache_specs(block, size)
+        bytes_ = facts.weight_bytes + weights * size
+        return replace(facts, weight_bytes=bytes_, draft_bytes_per_block=spec.bytes_per_block)
+    if speculative is None or speculative.model is None:
         return facts
-    drafter, size = read_drafter(args, target), DTYPE_BYTES[dtype]
+    drafter = read_drafter(args, target)
     weights = sum(math.prod(record.shape) for record in drafter.records) or drafter.spec.num_parameters()
     per_block = 0
-    if args.speculative.method in ("draft_model", "eagle"):
+    if speculative.method in ("draft_model", "eagle"):
         specs = drafter.spec.kv_cache_specs(args.block_size, size)
         if any(spec.rules.is_state for spec in specs):
             raise ValueError(

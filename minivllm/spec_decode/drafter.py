@@ -16,6 +16,7 @@ from torch import Tensor
 from minivllm.core.speculative import PROPOSERS, SpeculativeConfig
 from minivllm.spec_decode.draft_model import DraftHost, load_draft_model
 from minivllm.spec_decode.heads import load_eagle, load_medusa
+from minivllm.spec_decode.mtp import load_mtp
 from minivllm.spec_decode.proposers import (
     DraftRequest,
     DraftView,
@@ -182,7 +183,12 @@ def make_proposer(config: SpeculativeConfig, host: DraftHost | None = None) -> P
         )
     if config.method == "synthetic":
         return RepeatProposer()
-    loaders = {"draft_model": load_draft_model, "medusa": load_medusa, "eagle": load_eagle}
+    loaders: dict[str, Callable[[Any], Proposer]] = {
+        "draft_model": load_draft_model,
+        "medusa": load_medusa,
+        "eagle": load_eagle,
+        "mtp": load_mtp,
+    }
     if config.method in loaders and host is not None:
         return loaders[config.method](host)
     if config.method not in PROPOSERS:

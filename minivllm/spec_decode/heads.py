@@ -209,13 +209,15 @@ class EagleProposer(DraftModelProposer):
         features: Tensor | None = None,
     ) -> Tensor:
         positions, plans = self.cache.plan(requests, spans)
-        if self.embedding is None:
-            x = self.host.target.embed(token_ids, positions)
-        else:
-            x = self.embedding[token_ids]
         assert features is not None
-        x = functional.linear(torch.cat([x, features.to(x.dtype)], 1), *self.fuse)
+        x = functional.linear(self._inputs(token_ids, positions, features), *self.fuse)
         return self.decoder.forward(token_ids, positions, self.cache.tensors, plans, x=x)
+
+    def _inputs(self, token_ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+        """What is fused, [T, 2 H]: embeddings of tokens int64 [T], and states [T, H]."""
+        own = self.embedding
+        x = self.host.target.embed(token_ids, positions) if own is None else own[token_ids]
+        return torch.cat([x, features.to(x.dtype)], 1)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.host.target.compute_logits(hidden)

@@ -144,13 +144,15 @@ class RejectionSampler:
         results = [Verified(logprobs=None if view.params.logprobs is None else []) for view in batch.requests]
         if not (looks_back or batch.looks_back):
             at = [(i, place) for i, draft in enumerate(drafts) for place in range(len(draft.token_ids) + 1)]
-            self._accept(logits, _rows_of(batch, drafts, at, said=False), at, results)
+            rows = _rows_of(batch, drafts, at, said=False)
+            self.sampler.share_preparation(batch, rows)
+            self._accept(logits, rows, at, results)
             return results
         alive, place = list(range(len(results))), 0
         while alive:
             at = [(i, place) for i in alive]
-            rows = torch.from_numpy(starts[alive] + place).to(logits.device)
-            alive, place = self._accept(logits[rows], _rows_of(batch, drafts, at, said=True), at, results), place + 1
+            where = torch.from_numpy(starts[alive] + place).to(logits.device)
+            alive, place = self._accept(logits[where], _rows_of(batch, drafts, at, said=True), at, results), place + 1
         return results
 
     def _accept(

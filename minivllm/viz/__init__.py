@@ -20,10 +20,11 @@ _HOMES = {
     "View": "minivllm.viz.view",
     "Waste": "minivllm.viz.waste",
     "plot_drafts": "minivllm.viz.drafts",
+    "plot_experts": "minivllm.viz.experts",
     "show": "minivllm.viz.page",
 }
 
-__all__ = [name for name in ("register_view", *_HOMES) if name not in ("plot_drafts", "show")]
+__all__ = [name for name in ("register_view", *_HOMES) if name not in ("plot_drafts", "plot_experts", "show")]
 
 
 def register_view(name: str, home: str) -> None:

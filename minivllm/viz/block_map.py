@@ -20,7 +20,10 @@ from minivllm.viz.palette import LIGHT, owner_colour
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import MADE_UP, TraceSource, TraceView, counted, most_eventful
 
-__all__ = ["BlockMap", "block_states", "group_names", "request_numbers", "request_tokens", "token_texts"]
+__all__ = [
+    "BlockMap", "block_states", "group_names", "request_numbers", "request_tokens", "state_groups",
+    "token_texts",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -315,7 +318,7 @@ class BlockMap(TraceView):
         payload.header = self.header(
             subtitle=f"{counted(head.num_blocks - 1, 'block')} of {counted(head.block_size, 'token')}",
             num_blocks=head.num_blocks, num_cpu_blocks=head.num_cpu_blocks, block_size=head.block_size,
-            groups=group_names(self.trace), chunks=chunks, shown=payload.add_numbers(np.diff(self.shown, prepend=0)),
+            groups=group_names(self.trace), states=sorted(state_groups(self.trace)), chunks=chunks, shown=payload.add_numbers(np.diff(self.shown, prepend=0)),
             words=payload.add_json({"requests": ids, "names": [self.names[id] for id in ids], "strings": list(stream.strings.of)}),
             origins=payload.add_numbers(stream.packed_origins()), hash_bytes=HASH_BYTES, hashes=payload.add_bytes(short),
             tokens=self._add_tokens(payload, ids),
@@ -363,7 +366,7 @@ class BlockMap(TraceView):
     def draw(self, axes: Axes) -> None:
         step = most_eventful(self.trace) if self._step is None else self._step
         state, count = self.trace.at(step), self.trace.num_steps
-        draw_blocks(axes, state, request_numbers(self.trace), self.shown)
+        draw_blocks(axes, state, request_numbers(self.trace), self.shown, state_groups(self.trace))
         folded = len(state.ref_cnt) - len(self.shown)
         rest = f" ({counted(folded, 'block')} that this run never touched left out)" if folded else ""
         axes.set_title(f"KV cache blocks after step {step % count} of {count - 1}{rest}", loc="left", fontsize=10)
@@ -388,24 +391,37 @@ def group_names(trace: Trace) -> list[str]:
     ]
 
 
+def state_groups(trace: Trace) -> frozenset[int]:
+    """The KV cache groups whose blocks hold states, as far as the trace was told."""
+    kinds = {name for name, rules in KV_CACHE_KINDS.items() if rules.is_state}
+    return frozenset(i for i, group in enumerate(trace.header.groups) if group["spec"]["kind"] in kinds)
+
+
 def request_numbers(trace: Trace) -> dict[str, int]:
     """The number of every request, in order of arrival: what its colour is chosen by."""
     ids = [*trace.start.requests, *(event[1] for event in trace.events if event[0] == "add")]
     return {request: i for i, request in enumerate(dict.fromkeys(ids))}
 
 
-def block_states(state: State, numbers: dict[str, int]) -> list[tuple[str, int | None]]:
-    """For every physical block how it is drawn and the number of its oldest holder: ("used" | "shared", n), ("cached", None), ("free", None), ("null", None)."""
+def block_states(
+    state: State, numbers: dict[str, int], states: frozenset[int] = frozenset()
+) -> list[tuple[str, int | None]]:
+    """For every physical block how it is drawn and the number of its oldest holder: ("used" | "state" | "shared", n), ("cached", None), ("free", None), ("null", None).
+
+    states: KV cache groups whose blocks hold states.
+    """
     owner: dict[int, int] = {}
+    holds_state = set[int]()
     for request, its in state.requests.items():
-        for table in its.tables:
+        for group, table in enumerate(its.tables):
+            holds_state.update(table if group in states else ())
             for block in table:
                 owner[block] = min(numbers[request], owner.get(block, numbers[request]))
     drawn: list[tuple[str, int | None]] = [("null", None)]
     for block in range(1, len(state.ref_cnt)):
         count = state.ref_cnt[block]
         if count:
-            drawn.append(("shared" if count > 1 else "used", owner[block]))
+            drawn.append(("shared" if count > 1 else "state" if block in holds_state else "used", owner[block]))
         else:
             drawn.append(("free" if state.hashes[block] is None else "cached", None))
     return drawn
@@ -423,14 +439,21 @@ _MARKS = {
     "cached": ("free, with cached tokens", "s", 0.9),
     "free": ("free", "o", 0.25),
     "null": ("null block", "x", 0.7),
+    "state": ("a state, overwritten by every step", "o", 1.0),
 }
 
 
-def draw_blocks(axes: Axes, state: State, numbers: dict[str, int], shown: Sequence[int] | None = None) -> None:
+def draw_blocks(
+    axes: Axes,
+    state: State,
+    numbers: dict[str, int],
+    shown: Sequence[int] | None = None,
+    states: frozenset[int] = frozenset(),
+) -> None:
     """Draw a state's blocks as a grid: filled squares are in use, those with a hole are shared, outlines are cached, dots are free, a cross
-    is the null block. `shown`: only these blocks.
+    is the null block. `shown`: only these blocks. `states`: KV cache groups whose blocks hold states, drawn as discs.
     """
-    drawn = block_states(state, numbers)
+    drawn = block_states(state, numbers, states)
     blocks = range(len(drawn)) if shown is None else shown
     columns, rows = _grid(len(blocks))
     box = axes.get_window_extent()
@@ -449,22 +472,23 @@ def draw_blocks(axes: Axes, state: State, numbers: dict[str, int], shown: Sequen
     axes.set_yticks(range(0, rows, every), [str(blocks[row * columns]) for row in range(0, rows, every)])
     axes.tick_params(length=0, labelsize=8, colors=LIGHT["muted"])
     axes.spines[:].set_visible(False)
-    _add_legend(axes)
+    _add_legend(axes, [kind for kind in _MARKS if kind != "state" or states])
 
 
-def _add_legend(axes: Axes) -> None:
+def _add_legend(axes: Axes, kinds: list[str]) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
 
     handles = []
-    for kind, (_, marker, size) in _MARKS.items():
-        colour = LIGHT["owner-0" if kind in ("used", "shared") else kind]
+    for kind in kinds:
+        _, marker, size = _MARKS[kind]
+        colour = LIGHT["owner-0" if kind in ("used", "shared", "state") else kind]
         edge = 1.0 if kind in ("cached", "null") else 0.0
         face = "none" if kind == "cached" else colour
         mark = Line2D([], [], ls="", marker=marker, ms=7 * size, mfc=face, mec=colour, mew=edge)
         hole = Line2D([], [], ls="", marker="s", ms=2.5, mfc=LIGHT["panel"], mew=0)
         handles.append((mark, hole) if kind == "shared" else (mark,))
     axes.legend(
-        handles, [label for label, _, _ in _MARKS.values()], handler_map={tuple: HandlerTuple(ndivide=1)}, loc="upper left",
+        handles, [_MARKS[kind][0] for kind in kinds], handler_map={tuple: HandlerTuple(ndivide=1)}, loc="upper left",
         bbox_to_anchor=(0, -0.01), ncols=5, frameon=False, fontsize=8, handletextpad=0.2, columnspacing=1.2, borderpad=0,
     )  # fmt: skip

@@ -191,8 +191,8 @@ def draw_lanes(ax: Axes, d: TimelineData) -> None:
     for name, mark in _MARKS.items():
         mine = d.finish_kind == FINISHES.index(name)
         if mine.any() and not crowded:
-            at = d.finish[mine] + 1, np.flatnonzero(mine) + 0.5
-            ax.scatter(*at, s=14, marker=mark, color=LIGHT["finished"], label=name, zorder=3, linewidths=1)
+            x, y = d.finish[mine] + 1, np.flatnonzero(mine) + 0.5
+            ax.scatter(x, y, s=14, marker=mark, color=LIGHT["finished"], label=name, zorder=3, linewidths=1)
     ax.set_ylim(rows, 0)
     ax.set_xlim(0, d.num_steps)
     if rows <= 30:

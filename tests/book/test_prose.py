@@ -44,6 +44,16 @@ PREMISES = {
     "serving/generation": "200",
     "serving/tools": "135",
     "bench/serve": "20",
+    "models/families/encoders": "514 512",
+    "models/linear/grouped": "128",
+    "models/linear/scaled": "256 448 128 60",
+    "models/quantization/blocks": "256 8.5 4.5 5.5 4.25",
+    "models/quantization/codes": "64 17",
+    "models/quantization/compressed": "128",
+    "multimodal/images": "50 400",
+    "recipes/see_digits": "92 100 80",
+    "runtime/machine": "2024.2",
+    "spec_decode/draft_model": "17",
     "viz/palette": "4.5 0.12",
 }
 

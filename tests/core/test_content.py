@@ -59,7 +59,7 @@ class Workload:
         size = rng.choice([1, 2, 2, 3, 4])
         kind = rng.choice(["full", "full", *sorted(GROUPS)])
         kv = kv_config(kind, size, 2, window=rng.choice([2, 3, 5, 8]))
-        least = len(kv.groups) * -(-self.LONGEST // size) + 1
+        least = sum(max(-(-self.LONGEST // size), g.spec.rules.num_blocks(g.spec, 1)) for g in kv.groups) + 1
         seqs = rng.randint(1, 5)
         chunked = rng.random() < 0.9
         config = SchedulerConfig(
@@ -82,7 +82,9 @@ class Workload:
         self.scheduler = Scheduler(config, cache, kv, policy=policies(rng), preemption=preemption, policy_timeout=0)
         self.memory = Memory(self.scheduler)
         self.depth = rng.choice([1, 1, 2])
-        states = any(group.spec.rules.is_state for group in kv.groups)  # cannot take back a draft token
+        states = any(
+            g.spec.rules.is_state and "ring" not in dict(g.spec.options) for g in kv.groups
+        )  # cannot take back drafts
         if self.depth == 1 and not states and rng.random() < 0.6:
             self.memory.guess = self.guess
         self.flying: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()

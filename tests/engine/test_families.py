@@ -2,17 +2,37 @@
 
 import pytest
 import torch
-from tiny_models import EOS_TOKEN_ID, TINY_MODELS, hf_model, tiny_model_path  # noqa: F401 - a fixture
+from tiny_models import (  # noqa: F401 - a fixture
+    EOS_TOKEN_ID,
+    POOLING_MODELS,
+    STATES,
+    TINY_MODELS,
+    VOCAB_SIZE,
+    class_name,
+    hf_model,
+    logits_equal,
+    next_logits,
+    tiny_model_path,
+)
+from tiny_vlms import VLMS, vlm
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.config import make_kv_cache_groups
-from minivllm.models.families.registry import architectures, spec_from_config
+from minivllm.models.families.registry import families, spec_from_config
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=-1, logprobs_mode="raw_logits")
 
 
 def test_no_family_is_listed_without_a_model_here():
-    assert {type(hf_model(name)).__name__ for name in TINY_MODELS} == set(architectures(pooling=False))
+    """Those with states go the same way in tests/models/test_state.py, those that read pictures in tests/multimodal, and those
+    that predict no tokens in test_encoders.py."""
+    states = {class_name(name) for name in STATES}
+    walked = {"text": {class_name(name) for name in TINY_MODELS} - states, "states": states}
+    walked |= {"pictures": {type(vlm(name)).__name__ for name in VLMS}, "pooling": set(POOLING_MODELS)}
+    listed: dict[str, set[str]] = {}
+    for family in families():
+        listed.setdefault(family.kind, set()).update(family.architectures)
+    assert listed == walked
 
 
 def prompts(name: str) -> list[list[int]]:
@@ -24,30 +44,27 @@ def prompts(name: str) -> list[list[int]]:
     return [tokens[:60], tokens[:40] + tokens[100:115], tokens[:3], tokens[70:100], tokens[:60] + tokens[150:161]]
 
 
-@torch.inference_mode()
-def generated(name: str, tokens: list[int]) -> list[int]:
-    model = hf_model(name)
-    model.generation_config.eos_token_id = None
-    ids = torch.tensor([tokens])
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[
-        0, len(tokens) :
-    ].tolist()
-
-
-PLAIN = [(name, "reference" if name == "gemma2" else "sdpa") for name in TINY_MODELS]
-CHOSEN = [(name, "auto") for name in ("gpt2", "glm", "cohere2", "olmo2", "mixtral")]
-"""Learned positions; half a head rotated; parallel blocks, some without positions; norms after; experts."""
+PLAIN = [(name, "reference" if name == "gemma2" else "sdpa") for name in TINY_MODELS if name not in STATES]
+CHOSEN = [(name, "auto") for name in ("gpt2", "glm", "cohere2", "olmo2", "llama4")]
+"""Learned positions; half a head rotated; parallel blocks, some without positions; norms after; experts and chunks."""
 
 
 @pytest.mark.parametrize(("name", "backend"), PLAIN + CHOSEN)
-def test_greedy_tokens_under_preemption_and_prefix_hits(name, backend, tiny_model_path):  # noqa: F811
-    want = [generated(name, tokens) for tokens in prompts(name)]
+def test_logits_and_greedy_tokens_under_preemption_and_prefix_hits(name, backend, tiny_model_path):  # noqa: F811
+    model, texts = hf_model(name), prompts(name)
     how = {"dtype": "float32", "attention_backend": backend, "block_size": 4, "max_num_batched_tokens": 24}
-    specs = spec_from_config(hf_model(name).config.to_dict()).kv_cache_specs(4)
-    blocks = 27 * len(make_kv_cache_groups(specs)) + 1  # for one request of the longest, and a bit
-    with LLM(str(tiny_model_path(name)), max_model_len=90, **how, num_gpu_blocks=blocks) as llm:
-        for _ in range(2):
-            outputs = llm.generate(prompts(name), GREEDY, use_tqdm=False)
-            assert [out.outputs[0].token_ids for out in outputs] == want
+    specs = spec_from_config(model.config.to_dict()).kv_cache_specs(4)
+    each = (
+        16 if name == "llama4" else 27
+    )  # blocks for one request of the longest, and a bit; chunks before the last are freed
+    blocks = each * len(make_kv_cache_groups(specs)) + 1
+    with LLM(str(tiny_model_path(name)), max_model_len=90, **how, num_gpu_blocks=blocks, max_logprobs=-1) as llm:
+        outputs = [out.outputs[0] for _ in range(2) for out in llm.generate(texts, PARAMS, use_tqdm=False)]
         metrics = llm.get_metrics()
     assert metrics["prefix_cache_hits"] > 0 and metrics["num_preemptions"] > 0
+    wanted = next_logits(model, texts, [out.token_ids for out in outputs[: len(texts)]])
+    for output, want in zip(outputs, 2 * wanted, strict=True):
+        assert output.token_ids == want.argmax(-1).tolist()
+        got = torch.tensor([[row[token].logprob for token in range(VOCAB_SIZE)] for row in output.logprobs])
+        assert want.abs().max() > 3, "random, but not flat"
+        assert logits_equal(got, want)

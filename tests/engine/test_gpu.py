@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from adapters import VARIANTS, peft_adapter
+from adapters import greedy as merged_tokens
 from async_workload import summary, workload
 from varied_prompts import varied_prompts
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.core.module import Module
 from minivllm.models.ops.select import make_layer_ops
 from minivllm_kernels.cuda import ops
@@ -164,6 +166,50 @@ def test_async_scheduling_replays_graphs(folder, name):
     assert len(llm.llm_engine.core.executor.runner.graphs) > 0
 
 
+def distance(truth, prompts, completions, loras=(None,)):
+    """How much likelier the likeliest token is than the one chosen, by a model in float32: the mean of all places."""
+    gaps = []
+    for i, (prompt, one) in enumerate(zip(prompts, completions, strict=True)):
+        request = {"prompt_token_ids": prompt + list(one.token_ids)}
+        params, lora = SamplingParams(max_tokens=1, prompt_logprobs=1), loras[i % len(loras)]
+        [out] = truth.generate(request, params, lora_request=lora, use_tqdm=False)
+        for token, entry in zip(one.token_ids, out.prompt_logprobs[len(prompt) :], strict=True):
+            gaps.append(max(report.logprob for report in entry.values()) - entry[token].logprob)
+    return float(np.mean(gaps))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_with_drafts_replay_graphs_and_are_as_near_to_float32(folder, overlap):
+    """Drafts are accepted and rejected: the answers to come, with mistakes."""
+
+    class Guesses:
+        def propose(self, requests, view):
+            drafts = []
+            for request in requests:
+                known, start = request.token_ids.tolist(), request.num_prompt_tokens
+                truth = answers[tuple(known[:start])][len(known) - start :][: request.most]
+                drafts.append([t if (len(known) + i) % 3 else 0 for i, t in enumerate(truth)])
+            return drafts
+
+    def answered(llm):
+        requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        return [out.outputs[0] for out in llm.generate(requests, greedy(24), use_tqdm=False)]
+
+    how = {"dtype": "bfloat16", "attention_backend": "numba_cuda"}
+    truth = load(folder("llama-64"), dtype="float32", enable_prefix_caching=False)
+    plain = answered(load(folder("llama-64"), **how, async_scheduling=False))
+    answers = {tuple(prompt): one.token_ids for prompt, one in zip(PROMPTS, plain, strict=True)}
+    config = {"method": Guesses(), "num_speculative_tokens": 4, "dynamic_length": False}
+    llm = load(folder("llama-64"), **how, async_scheduling=overlap, speculative_config=config)
+    limit = 1.5 * distance(truth, PROMPTS, plain) + 0.01
+    for _ in range(2):  # the second time prefixes are cached; rows round otherwise when others are beside them
+        assert distance(truth, PROMPTS, answered(llm)) < limit
+    core = llm.llm_engine.core
+    stats = core.scheduler.spec_stats
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens and stats.error is None
+    assert len(core.executor.runner.graphs) > 0
+
+
 def test_with_async_scheduling_the_host_waits_for_nothing_but_tokens(folder):
     llm = load(folder("qwen3-64"), dtype="bfloat16", attention_backend="numba_cuda", async_scheduling=True)
     params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, logprobs=2)
@@ -232,3 +278,54 @@ def test_too_little_memory_says_what_to_do(folder):
         ValueError, match=r"no room for the KV cache: .*gpu_memory_utilization=0.001.*kv_cache_memory_bytes"
     ):
         load(folder("qwen3-64"), num_gpu_blocks=None, gpu_memory_utilization=0.001)
+
+
+@pytest.fixture(scope="module")
+def adapters(folder, tmp_path_factory):
+    """Requests of three adapters for the tiny Llama with the kernels' heads, and their merged models."""
+    folder("llama-64")
+    root, made = tmp_path_factory.mktemp("gpu_adapters"), []
+    for i, name in enumerate(("all-linear", "rslora", "patterns")):
+        merged = peft_adapter("llama-64", VARIANTS[name], root / name, seed=i)
+        made.append((LoRARequest(name, i + 1, str(root / name)), merged))
+    return made
+
+
+def adapted(llm, loras, n):
+    """Completions of all prompts twice, by the base and the adapters in turn."""
+    prompts, mix = PROMPTS * 2, [None, *loras]
+    requests = [mix[i % len(mix)] for i in range(len(prompts))]
+    answers = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(n), lora_request=requests, use_tqdm=False)
+    return [answer.outputs[0] for answer in answers]
+
+
+def test_float32_tokens_with_adapters_are_those_of_merged_weights(folder, adapters):
+    llm = load(folder("llama-64"), dtype="float32", enable_lora=True, max_loras=2)
+    got = adapted(llm, [lora for lora, _ in adapters], 12)
+    models = [tiny_models.hf_model("llama-64"), *(merged for _, merged in adapters)]
+    prompts = PROMPTS * 2
+    assert [one.token_ids for one in got] == [merged_tokens(models[i % 4], p) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_graphs_with_adapters_are_as_near_to_float32_as_without(folder, adapters, is_async):
+    """Adapters come and go in two slots; one graph for each number of rows serves every mix of them."""
+    how = {"dtype": "bfloat16", "attention_backend": "numba_cuda", "enable_lora": True, "max_loras": 2}
+    loras = [lora for lora, _ in adapters]
+    truth = load(folder("llama-64"), dtype="float32", enable_lora=True, max_loras=2, enable_prefix_caching=False)
+    prompts, mix = PROMPTS * 2, [None, *loras]
+    eager = distance(truth, prompts, adapted(load(folder("llama-64"), **how, enforce_eager=True), loras, 24), mix)
+    llm = load(folder("llama-64"), **how, async_scheduling=is_async)
+    runner = llm.llm_engine.core.executor.runner
+    for _ in range(2):  # the second time prefixes are cached: other rows side by side, other rounding
+        got = adapted(llm, loras, 24)
+        replayed = distance(truth, prompts, got, mix)
+        assert replayed < 1.5 * eager + 0.01
+    assert any(key[1] for key in runner.graphs._graphs), "no step with adapters was replayed"
+    plain, alone = (
+        adapted(llm, [], 24),
+        adapted(load(folder("llama-64"), **how | {"enable_lora": False, "max_loras": 1}), [], 24),
+    )
+    assert distance(truth, prompts, plain) < 1.5 * distance(truth, prompts, alone) + 0.01
+    assert distance(truth, prompts, plain, mix) > 10 * replayed + 0.1  # the adapters do change what is likely
+    assert sum(a.token_ids != b.token_ids for a, b in zip(plain, got)) > 8

@@ -18,11 +18,14 @@ pytest.importorskip("numba")
 import llvmlite.binding as llvm
 
 from minivllm.attention import numba_cpu
+from minivllm.models.linear.grouped import GroupedWeight
 from minivllm.models.linear.layer import Linear
+from minivllm.models.linear.quantized import PackedWeight
 from minivllm_kernels.cpu import attention as cpu_attention
 from minivllm_kernels.cpu.compile import LIBC, machine_for, only, to_llvm
 from minivllm_kernels.cpu.features import LEVELS, VARIABLE
 from minivllm_kernels.cpu.matmul import gemv, packed, quantized
+from minivllm_kernels.cpu.matmul.layout import FOURS, PAIRS, PLAIN
 
 HERE = {*llvm.get_host_cpu_features().flatten().split(",")}
 TESTABLE = [name for name, level in LEVELS.items() if {*level.llvm_features.split(",")} <= HERE]
@@ -43,11 +46,40 @@ def test_matmul_and_attention_are_right():
         tolerance = 1e-5 if dtype == torch.float32 else 0.02
         for rows in (1, 5):
             want = x[:rows].to(dtype).double() @ layer.weight.double().T
-            torch.testing.assert_close(layer(x[:rows].to(dtype)).double(), want, rtol=tolerance, atol=tolerance)
+            if method != "int4_32":
+                torch.testing.assert_close(layer(x[:rows].to(dtype)).double(), want, rtol=tolerance, atol=tolerance)
+            else:
+                assert (layer(x[:rows]).double() - want).norm() < 0.01 * want.norm()
     spec = make_spec(num_heads=4, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.bfloat16)
     case = Case(spec, [(1, 40), (9, 50)])
     got = case.run(numba_cpu.NumbaCPUBackend()).double()
     torch.testing.assert_close(got, case.expected(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_quantized_matmuls_are_right(coded):
+    """8 bits with lows, and a code book: each row alone as in a batch, and as float64 has it with the activations rounded."""
+    torch.manual_seed(0)
+    if coded:
+        q, codes, group, dtype = (
+            torch.randint(0, 256, (40, 32), dtype=torch.uint8),
+            torch.arange(16) - 5.5,
+            32,
+            torch.float32,
+        )
+        weight = GroupedWeight(q, torch.rand(40, 2).half(), codes=codes)
+    else:
+        q, group, dtype = torch.randint(-128, 128, (40, 64)).to(torch.int8), 64, torch.bfloat16
+        weight = GroupedWeight(q, torch.rand(40, 1), torch.randn(40, 1))
+    packed, x = PackedWeight(weight, dtype), torch.randn(12, 64).to(dtype)
+    parts = x.double().unflatten(1, (-1, group))
+    step = parts.abs().amax(2, keepdim=True) / 127
+    want = ((parts / step).round() * step).flatten(1) @ weight.dequantize().double().T
+    tolerance = 1e-5 if coded else 0.01
+    got = packed.apply(x)
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * want.abs().max().item())
+    for rows in (1, 2, 3, 8):
+        assert torch.equal(packed.apply(x[:rows]), got[:rows])
 
 
 @pytest.mark.slow
@@ -79,13 +111,23 @@ KERNELS = {
     "attention": lambda lanes, registers: cpu_attention.attend(64, 3, 16, 16, 16, lanes, registers),
     "gemv": lambda lanes, registers: gemv.matmul(16, lanes, registers),
     "packed": lambda lanes, registers: packed.matmul(16, lanes, registers),
-    "int4": lambda lanes, registers: quantized.matmul(4, 16, lanes, registers),
+}
+DOTS = {  # triple, CPU, features, unit, lanes, registers; the instruction that does the work
+    "avx2": (*TARGETS["avx2"][:3], PAIRS, 8, 16, r"vpmaddubsw.*%ymm"),
+    "avx_vnni": (TARGETS["avx2"][0], "alderlake", "", FOURS, 8, 16, r"vpdpbusd.*%ymm"),
+    "vnni": (TARGETS["avx2"][0], "cooperlake", "", FOURS, 16, 32, r"vpdpbusd.*%zmm"),
+    "neon": (*TARGETS["neon"][:3], PLAIN, 4, 32, r"\smla\s+v\d+\.4s"),
+    "sse2": (*TARGETS["sse2"][:3], PLAIN, 4, 16, r"\spmaddwd\s"),
 }
 
 
 def assembly(kernel, triple, cpu, features, lanes, registers):
     """What LLVM makes of a kernel for another machine."""
-    symbol, code = to_llvm(KERNELS[kernel](lanes, registers))
+    return assembly_of(KERNELS[kernel](lanes, registers), triple, cpu, features)
+
+
+def assembly_of(body, triple, cpu, features):
+    symbol, code = to_llvm(body)
     code = re.sub(r'target triple = ".*"', f'target triple = "{triple}"', code)
     code = re.sub(r'target datalayout = ".*"\n', "", code)
     machine = machine_for(triple, cpu, features)
@@ -100,9 +142,6 @@ def assembly(kernel, triple, cpu, features, lanes, registers):
         ("attention", "neon"),
         ("gemv", "neon"),
         ("packed", "avx2"),
-        ("int4", "avx2"),
-        ("int4", "neon"),
-        ("int4", "sse2"),
     ],
 )
 def test_other_machines_get_vector_code_and_no_scalar_loop(kernel, target):
@@ -117,6 +156,16 @@ def test_other_machines_get_vector_code_and_no_scalar_loop(kernel, target):
         for name in re.findall(r"^\s+(?:callq|bl)\s+(\"[^\"]+\"|[\w.$@]+)", text, re.MULTILINE)
     }
     assert calls - labels <= set(LIBC), "calls of functions that no library would provide"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", DOTS)
+def test_dot_products_of_bytes_are_the_instructions_of_a_machine(target):
+    *machine, unit, lanes, registers, instruction = DOTS[target]
+    text = assembly_of(quantized.matmul(4, 0, 2, 16, 32, 0, 16, 16, unit, lanes, registers), *machine)
+    assert len(re.findall(instruction, text)) >= 50
+    calls = {name.removesuffix("@PLT") for name in re.findall(r"^\s+(?:callq|bl)\s+([\w.$@]+)", text, re.MULTILINE)}
+    assert not {name for name in calls if name.startswith("__")}, "calls of functions that no library would provide"
 
 
 GENERATE = """

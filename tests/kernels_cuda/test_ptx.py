@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from chapter import chapter_cells
 
-from minivllm_kernels.cuda import cache, decode, gemv, launch, pointwise, prefill, prefill_hopper
+from minivllm_kernels.cuda import cache, decode, gemv, launch, lora, pointwise, prefill, prefill_hopper
 from minivllm_kernels.cuda.planning import AttentionShape
 
 INSTALL = 'pip install "numba-cuda[cu13]>=0.30" "nvidia-nvvm==13.0.*" "nvidia-cuda-nvcc==13.0.*"'
@@ -71,6 +71,8 @@ KERNELS = {
     "gemv mma": (lambda: gemv.mma_gemv(BF16, 3072, 8, 8), 168),
     "gemv mma, gated": (lambda: gemv.mma_gemv(FP16, 1000, 16, 2, True), 168),
     "silu": (lambda: pointwise.silu_mul(FP16, 4096), 64),
+    "lora shrink": (lambda: lora.lora_shrink(BF16, 3072), 128),
+    "lora expand": (lambda: lora.lora_expand(FP16), 128),
 }
 
 

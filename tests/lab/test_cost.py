@@ -1,6 +1,7 @@
 """Cost models: the work of a step counted by hand, fits that find the truth, rooflines that agree with profiles."""
 
 import csv
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from scipy.optimize import nnls
 
 from minivllm.lab import CostModel, simulate
 from minivllm.lab.cost import (
+    DEVICES,
+    MODELS,
     Constant,
     Device,
     ModelShape,
@@ -20,7 +23,7 @@ from minivllm.lab.cost import (
     timed_steps,
 )
 from minivllm.lab.simulation import Session, make_settings
-from minivllm.lab.workload import lognormal, poisson
+from minivllm.lab.workload import WorkloadRequest, lognormal, poisson
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), min_size=1, max_size=8))
@@ -214,3 +217,30 @@ def test_linear_layers_agree_with_published_profiles(trace_files, device):
 def test_session_without_any_time_is_refused():
     with pytest.raises(ValueError, match="a fake model takes no time of its own: give a cost_model"):
         Session(make_settings(None))
+
+
+def test_a_hybrid_has_room_for_states_and_pays_for_them_once_a_step():
+    """Numbers by hand: 2 state layers of 4,096 bytes, 1 attention layer of 2 * 2 * 16 * 2 = 128 bytes a token."""
+    hybrid = ModelShape("toy", 3, 64, 4, 2, 16, 128, 1000, state_layers=2, state_bytes=4096, state_weights=20_000)
+    assert hybrid.kv_bytes_per_token == 128
+    mixers = 2 * 20_000 + 64 * 16 * 2 * (4 + 2)
+    assert hybrid.layer_weights == mixers // 3 + 3 * 64 * 128
+    roofline = Roofline(replace(DEVICES["h100"], memory_bytes=10_000_000), hybrid)
+    kv = roofline.kv_cache(16)
+    assert kv.block_size == 32 and [len(group.layers) for group in kv.groups] == [1, 1, 1]  # a state is 32 tokens
+    assert kv.num_blocks == int((9_000_000 - hybrid.weight_bytes) / 4096)
+    short, long = StepWork(), StepWork()
+    short.add(10, 1), long.add(100_000, 1)
+    moved = 2 * 2 * 4096 / (roofline.device.bandwidth * roofline.device.memory_efficiency)
+    assert roofline.parts(short)["states"] == roofline.parts(long)["states"] == pytest.approx(moved)
+    assert roofline.parts(long)["attention"] > roofline.parts(short)["attention"]
+
+
+def test_a_hybrid_is_simulated_with_the_blocks_of_its_groups():
+    roofline = Roofline("h100", replace(MODELS["mamba2-130m"], name="two states"))
+    kv = replace(roofline.kv_cache(16), num_blocks=3)
+    requests = [WorkloadRequest(f"r{i}", 0.0, (range(100),), range(50)) for i in range(4)]
+    settings = {"block_size": kv.block_size, "num_gpu_blocks": 3, "enable_prefix_caching": False}
+    run = simulate(requests, cost_model=roofline, kv_cache=kv, config=settings)
+    running = [len(state.running) for _, state in run.trace.states()]
+    assert max(running) == 2  # blocks, not tokens, are the limit

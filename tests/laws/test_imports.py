@@ -22,7 +22,7 @@ DOWNHILL: dict[str, set[str]] = {
     "models": {"core", "attention", "minivllm_kernels"},
     "sampling": {"core"},
     "lora": {"core", "models", "minivllm_kernels"},
-    "multimodal": {"core", "models"},
+    "multimodal": {"core", "attention", "models"},
     "spec_decode": {"core", *NUMERIC},
     "runtime": {"core", *NUMERIC, "lora", "multimodal", "spec_decode", "minivllm_kernels"},  # the CPU's features
     "engine": {"core", *NUMERIC, "lora", "multimodal", "spec_decode", "runtime"},

@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -173,6 +172,8 @@ def test_rank_and_scale_are_those_of_peft(tmp_path):
     """Against the scaling that PEFT's own layers have."""
     settings = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "o_proj", "up_proj"], "use_rslora": True,
                 "rank_pattern": {"o_proj": 7, r".*\.1\.mlp\.up_proj": 2}, "alpha_pattern": {r"layers\.[12]\..*": 11}}  # fmt: skip
+    import peft  # here: it imports a dozen models of transformers
+
     model = peft.get_peft_model(copy.deepcopy(hf_model("llama")), peft.LoraConfig(**settings))
     seen = 0
     for name, layer in model.base_model.model.named_modules():

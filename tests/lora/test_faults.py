@@ -16,7 +16,7 @@ from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.lora import store
 from minivllm.lora.adapter import Adapter, AdapterError
-from minivllm.lora.linear import LoRAModel
+from minivllm.lora.linear import LoRAModel, PreparedAdapter
 
 PROMPT = prompts_of("base")[0]
 
@@ -95,14 +95,14 @@ def test_a_step_that_raises_takes_its_loads_back(tiny_model_path, made, monkeypa
 
 
 def test_main_memory_holds_max_cpu_loras(tiny_model_path, made, monkeypatch):  # noqa: F811
-    load, read = store.load_adapter, list[Any]()
+    prepare, read = LoRAModel.prepare, list[Any]()
 
-    def remember(*about: Any) -> Adapter:
-        adapter = load(*about)
+    def remember(*about: Any) -> PreparedAdapter:
+        adapter = prepare(*about)
         read.append(weakref.ref(adapter))
         return adapter
 
-    monkeypatch.setattr(store, "load_adapter", remember)
+    monkeypatch.setattr(LoRAModel, "prepare", remember)
     with LLM(tiny_model_path("llama"), enable_lora=True, max_loras=1, max_cpu_loras=2, **SIZES) as llm:
         for name in (*made, *made):
             (output,) = run(llm, request(made, name))

@@ -1,5 +1,6 @@
 """A layer with adapters, over every kind of base method, against the formula; and the engine's calls for adapters."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,12 @@ import pytest
 import torch
 from adapters import VARIANTS, peft_adapter
 from tiny_models import tiny_model_path  # noqa: F401 - a fixture
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.lora import linear
 from minivllm.lora.adapter import LoRAWeights, lora_targets
-from minivllm.lora.linear import LoRABatch, LoRALinear
+from minivllm.lora.linear import LoRABatch, LoRALinear, add_grouped
 from minivllm.models.linear.layer import Linear
 
 CPU = torch.device("cpu")
@@ -25,16 +27,17 @@ def test_over_every_base(method: str, dtype: torch.dtype, rows: int) -> None:
         pytest.skip("no such method in float16")
     pytest.importorskip("numba")
     torch.manual_seed(rows)
-    layer = Linear(96, {"q": 80, "v": 48}, dtype=dtype, device=CPU, method=method)
+    inputs = 96 if rows == 7 else 128  # with 128, bfloat16 is for a tile unit, if there is one
+    layer = Linear(inputs, {"q": 80, "v": 48}, dtype=dtype, device=CPU, method=method)
     layer.method.weights["weight"].normal_()
     layer.method.process_weights_after_loading()
-    x = torch.randn(rows, 96).to(dtype)
+    x = torch.randn(rows, inputs).to(dtype)
     base, batch = layer(x).clone(), LoRABatch(256, CPU)
-    layer.method = LoRALinear(layer, batch, max_loras=3, max_rank=12, invariant=False)
+    layer.method = LoRALinear(layer, batch, max_loras=3, max_rank=12 if rows == 7 else 40, invariant=False)
     adapters: list[dict[str, Any]] = [
-        {"q": LoRAWeights(torch.randn(12, 96).to(dtype), torch.randn(80, 12).to(dtype))},
+        {"q": LoRAWeights(torch.randn(12, inputs).to(dtype), torch.randn(80, 12).to(dtype))},
         {
-            part: LoRAWeights(torch.randn(5, 96).to(dtype), torch.randn(n, 5).to(dtype))
+            part: LoRAWeights(torch.randn(5, inputs).to(dtype), torch.randn(n, 5).to(dtype))
             for part, n in layer.parts.items()
         },
         {},
@@ -52,6 +55,57 @@ def test_over_every_base(method: str, dtype: torch.dtype, rows: int) -> None:
     assert off < {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     batch.set(np.full(rows, -1))
     assert torch.equal(layer(x), base)
+
+
+def test_grouped_matmuls_are_the_loop_over_the_adapters():
+    """What a GPU does for many rows, here on the CPU. One slot has no rows, one has nothing for a part."""
+    torch.manual_seed(0)
+    rows, inputs, spans = 40, 48, ((0, 32), (32, 56))
+    slots = np.array([[2, -1, 0, 2][i * 7 % 4] for i in range(rows)])
+    a, b = torch.randn(4, 2, 16, inputs).bfloat16() / 7, torch.randn(4, 16, 56).bfloat16()
+    b[2, :, 32:] = 0
+    x, base = torch.randn(rows, inputs).bfloat16(), torch.randn(rows, 56)
+    batch, out = LoRABatch(64, CPU), base.clone()
+    batch.set(slots)
+    add_grouped(x, out, a, b, spans, batch.ends(4))
+    want = base.double()
+    for row, slot in enumerate(slots):
+        for part, (start, end) in enumerate(spans):
+            if slot >= 0:
+                want[row, start:end] += x[row].double() @ a[slot, part].double().T @ b[slot, :, start:end].double()
+    assert (out - want).norm() / (want - base).norm() < 8e-3
+    assert torch.equal(out[slots < 0], base[slots < 0])
+
+
+class OnlyViews(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert all(returned.alias_info is not None for returned in func._schema.returns), f"torch computes {func}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_to_fill_a_slot_is_to_copy_memory(dtype: torch.dtype) -> None:
+    """A step does it while streams wait; each of torch's own operations may start threads, and there are hundreds of layers."""
+    pytest.importorskip("numba")
+    layer, batch = Linear(128, {"q": 80, "v": 48}, dtype=dtype, device=CPU, method="cpu"), LoRABatch(16, CPU)
+    method = LoRALinear(layer, batch, max_loras=2, max_rank=40, invariant=False)
+    prepared = method.prepare({"v": LoRAWeights(torch.randn(20, 128), torch.randn(48, 20))})
+    with OnlyViews():
+        method.put(1, prepared)
+        method.put(0, None)
+
+
+def test_groups_are_rows_of_one_slot_and_at_most_sixteen() -> None:
+    rng = np.random.default_rng(0)
+    for rows in (1, 5, 40, 100):
+        batch, slots = LoRABatch(128, CPU, invariant=True), rng.integers(-1, 3, rows)
+        batch.set(slots)
+        used, groups = batch.used
+        ends = batch.starts[: groups + 1].tolist()
+        assert ends[0] == 0 and ends[-1] == used == (slots >= 0).sum()
+        for first, end in itertools.pairwise(ends):
+            assert 0 < end - first <= 16 and len(set(batch.slots[first:end])) == 1
+        assert groups == sum(-(-int((slots == slot).sum()) // 16) for slot in range(3))
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])

@@ -74,7 +74,7 @@ PREFETCH = AdapterStore.prefetch
 
 @pytest.mark.parametrize("preemption", [None, Swap(100)])
 def test_few_slots_little_memory(tiny_model_path, expected, preemption, monkeypatch):  # noqa: F811
-    """Adapters are evicted and loaded again, requests wait for slots and are preempted."""
+    """Adapters are evicted and loaded again, requests wait for slots and are preempted, prefixes are found."""
     monkeypatch.setattr(AdapterStore, "prefetch", read_at_once)
     few = {**SIZES, "num_gpu_blocks": 14, "block_size": 8, "max_model_len": 72, "max_num_batched_tokens": 40}
     with LLM(
@@ -84,6 +84,8 @@ def test_few_slots_little_memory(tiny_model_path, expected, preemption, monkeypa
             check(llm, expected)
         kinds = [event.kind for event in trace]
         assert kinds.count("lora_evict") >= 6 and kinds.count("preempt") > 3
+        assert kinds.count("lora_load") > len(VARIANTS)  # some were loaded again
+        assert llm.get_metrics()["prefix_cache_hits"] > 0
         assert any(event.kind == "wait" and event.reason == "max_loras" for event in trace)
         trace.check()
         assert trace.at(len(trace.to_pandas()["steps"]) - 1).loras.keys() == {0, 1}

@@ -5,6 +5,7 @@ import torch
 from paged import PagedDecoder, make_decoder
 from tiny_models import (
     _SIZES,
+    STATES,
     TINY_MODELS,
     VOCAB_SIZE,
     hf_model,
@@ -28,7 +29,9 @@ from minivllm_kernels.cpu.matmul.layout import host_tiles
 from minivllm_kernels.cpu.program import Program
 
 _CAPTURED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "smollm3")
-CAN = [name for name in TINY_MODELS if name.startswith(_CAPTURED) and "moe" not in name]
+_CANNOT = ("llama4", "qwen3-moe", "qwen2-moe", "qwen3-next-attention", *STATES)
+"""Experts; queries that depend on their positions; states."""
+CAN = [name for name in TINY_MODELS if name.startswith(_CAPTURED) and name not in _CANNOT]
 
 
 def prompts(*lengths):

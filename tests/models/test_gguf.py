@@ -1,6 +1,7 @@
 """GGUF files against three oracles: transformers models written into GGUF, the block formats, transformers' own reader."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import tiny_gguf as tiny
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from varied_prompts import varied_prompts
 
 from minivllm.models import hub
 from minivllm.models.families.registry import spec_from_config
@@ -226,7 +228,7 @@ def test_rope_scaling_metadata(tmp_path, kind):
         ({"llama__rope__scaling__type": "linear"}, r"llama\.rope\.scaling\.factor is missing"),
         ({"llama__block_count": None}, r"llama\.block_count is missing"),
         ({"llama__attention__head_count_kv": [2, 1]}, "differs from layer to layer"),
-        ({"split__count": 3}, "split GGUF"),
+        ({"split__count": 3}, r"split.no and split.count are \(0, 3\), .* called NAME-00001-of-00003.gguf"),
         ({"tokenizer__ggml__model": "bert"}, "bert"),
         ({"tokenizer__ggml__pre": "viking"}, "viking"),
         ({"tokenizer__ggml__remove_extra_whitespaces": True}, "remove_extra_whitespaces"),
@@ -241,6 +243,29 @@ def test_what_has_no_equivalent_is_refused_by_name_before_weights_are_written(tm
     with pytest.raises(GGUFError, match=named):
         convert_gguf(path, tmp_path / "hf")
     assert not (tmp_path / "hf" / "model.safetensors").exists()
+
+
+def test_a_file_in_parts_is_the_whole_file(tmp_path, monkeypatch):
+    """Split by llama.cpp's own writer: three parts of at most 8 tensors; the folder, or any part, stands for all."""
+    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "parts").mkdir()
+    tiny.write_gguf(tmp_path / "parts/m.gguf", split=8)
+    parts = sorted((tmp_path / "parts").iterdir())
+    assert [part.name for part in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    convert_gguf(tiny.write_gguf(tmp_path / "whole.gguf"), tmp_path / "hf")
+    want = load_file(tmp_path / "hf/model.safetensors")
+    folders = {hub.resolve_model(name) for name in (*parts, tmp_path / "parts")}
+    assert len(folders) == 1, "converted once"
+    got = load_file(folders.pop() / "model.safetensors")
+    assert want.keys() == got.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    moved = parts[1].rename(tmp_path / "moved.gguf")
+    with pytest.raises(GGUFError, match=r"one of 3 parts, of which m-00002-of-00003.gguf are not there"):
+        read_gguf(parts[2])
+    with pytest.raises(GGUFError, match=r"moved.gguf: .*general.architecture is missing"):
+        read_gguf(moved)
+    shutil.copy(parts[2], parts[1])
+    with pytest.raises(GGUFError, match=r"m-00002-of-00003.gguf: split.no and split.count are \(2, 3\)"):
+        read_gguf(parts[0])
 
 
 def test_a_file_without_an_embedding(tmp_path):
@@ -516,25 +541,28 @@ def test_smollm2_weights_equal_transformers_own_reading_of_the_gguf(smollm2_path
 
 
 @pytest.mark.slow
-def test_gemma3_270m_continues_as_transformers_does():
-    """Over the edge of its window. Only where the model is at hand: its licence is the user's to accept."""
+@pytest.mark.long
+def test_gemma3_270m_continues_32_prompts_as_transformers_does():
+    """Some over the edge of its window. Only where the model is at hand: its licence is the user's to accept."""
     from minivllm import LLM, SamplingParams
 
     folder = hub.cache_dir() / f"gemma3-270m-{hub.GEMMA3_270M.version}-v{hub.LAYOUT}"
     if not folder.is_dir():
         pytest.skip('not in the cache; LLM("gemma3-270m") puts it there')
-    llm = LLM("gemma3-270m", dtype="float32", max_model_len=1024)
-    prompts = ["The capital of France is", "Numbers: " + ", ".join(map(str, range(160)))]
-    ours = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
-    assert max(len(output.prompt_token_ids) for output in ours) > 512
-    theirs, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(llm.model_path),
-        AutoTokenizer.from_pretrained(llm.model_path),
-    )
+    with LLM("gemma3-270m", dtype="float32", max_model_len=1024, max_num_batched_tokens=512) as llm:
+        tokenizer = llm.get_tokenizer()
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"  # it has none
+        )
+        prompts = varied_prompts(tokenizer)
+        ours = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    assert len(prompts) == 32 and max(map(len, prompts)) > 512
+    theirs = AutoModelForCausalLM.from_pretrained(llm.model_path, dtype=torch.float32).eval()
     for prompt, output in zip(prompts, ours, strict=True):
-        ids = tokenizer(prompt, return_tensors="pt")
-        expected = theirs.generate(**ids, max_new_tokens=12, do_sample=False)[0][ids["input_ids"].shape[1] :]
-        assert output.outputs[0].token_ids == expected.tolist()
+        tokens = output.outputs[0].token_ids
+        with torch.inference_mode():  # each is their argmax after those before it: what their `generate` chooses
+            logits = theirs(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens), use_cache=False).logits[0]
+        assert logits.argmax(-1).tolist() == tokens
 
 
 def test_big_endian_numbers_are_refused(tmp_path):

@@ -100,7 +100,7 @@ def layer_of(values, method="torch", share=None, bias=None):
     inputs = next(iter(values.values())).shape[1]
     layer = Linear(inputs, rows, bias=bias is not None, dtype=torch.float32, device=CPU, method=method)
     if share is not None:
-        layer = layer.shard(*share)
+        layer = layer.shard(share.rank, share.size, share.by)
     for name, value in values.items():
         layer.load(name, "weight", value)
         if bias is not None:

@@ -368,7 +368,10 @@ def test_a_broken_gguf_file_leaves_nothing(tmp_path, cache):
     ("name", "said"),
     [
         ("smolm2", "Did you mean 'smollm2'"),
-        ("llama", r"alias \(smollm2, gemma3-270m\), a local folder .*, a .gguf file, or a hub id such as org/name"),
+        (
+            "llama",
+            r"alias \(smollm2, gemma3-270m, minilm\), a local folder .*, a .gguf file, or a hub id such as org/name",
+        ),
         ("./missing", "unknown model './missing'"),
         ("missing.gguf", "unknown model 'missing.gguf'"),
         ("a/b/c", "unknown model 'a/b/c'"),

@@ -82,9 +82,9 @@ def logits_of_whole(folder):
 def test_quantized_weights_go_with_other_backends(folders, case, backend):
     folder, _ = folders(case)
     got, plain = logits_of(decoder_of(folder, backend)), logits_of(decoder_of(folder))
-    bound = 1e-3 if case != "fp8 per channel" else 0.5
     for name in PROMPTS:
-        assert (got[name] - plain[name]).abs().max() < bound
+        error = (got[name] - plain[name]).norm() / plain[name].norm()
+        assert error < (0.06 if backend == "numba_cpu" else 1e-4)  # the CPU's kernel rounds activations
 
 
 def test_bfloat16_differs_by_its_own_rounding(folders):

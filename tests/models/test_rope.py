@@ -60,6 +60,22 @@ def test_cos_and_sin_equal_transformers(name, theta):
     torch.testing.assert_close((mine_sin[:, 0] * sign)[:50], sin[0, :50], atol=1e-5, rtol=0)
 
 
+LONGROPE = {"short_factor": [1 + i / 40 for i in range(32)], "long_factor": [2 + i / 3 for i in range(32)]}
+
+
+@pytest.mark.parametrize("more", [{}, {"factor": 8.0}, {"attention_factor": 1.3}])
+@pytest.mark.parametrize(("longest", "kind"), [(64, "longrope"), (65, "longrope"), (None, "su")])
+def test_longrope_has_the_factors_of_the_longest_sequence(longest, kind, more):
+    """transformers takes them by the longest of a call."""
+    parameters = {**LONGROPE, **more, "original_max_position_embeddings": 64}
+    theirs = LlamaRotaryEmbedding(config(parameters | {"rope_type": "longrope"}, 10000.0, max_position=256))
+    spec = rope_from_parameters(parameters | {"type": kind}, theta=1e4, dim=64, max_position=256)
+    assert spec.max_length == 256
+    positions = torch.arange(longest or 256)
+    cos, _ = theirs(torch.empty(0), positions[None])
+    torch.testing.assert_close(Rope(spec, CPU, longest)(positions, torch.float32)[0][:, 0], cos[0], atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_apply_is_bit_identical_to_transformers(dtype):
     spec = RopeSpec(dim=64, max_position=4096)
@@ -104,7 +120,7 @@ def test_old_and_new_spelling():
 
 def test_every_type_of_transformers_is_known_or_refused_by_name():
     for kind in ROPE_INIT_FUNCTIONS:
-        if kind in ("linear", "dynamic", "llama3", "yarn"):
+        if kind in ("linear", "dynamic", "llama3", "yarn", "longrope"):
             continue
         with pytest.raises(ValueError, match=f"rope type '{kind}' is not supported; supported: default, linear"):
             rope_from_parameters({"rope_type": kind, "factor": 2.0}, theta=1e4, dim=64, max_position=9)
@@ -118,6 +134,8 @@ def test_every_type_of_transformers_is_known_or_refused_by_name():
         ({"rope_type": "linear"}, "needs the rope parameter factor"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "needs the rope parameter high_freq_factor"),
         ({"rope_type": "yarn", "factor": 4.0, "long_factor": [1.0]}, "long_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 32}, "needs the rope parameter long_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1.0]}, "needs 32 long_factors, got 1"),
     ],
 )
 def test_refusals_name_the_parameter(parameters, message):

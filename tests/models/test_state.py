@@ -2,6 +2,10 @@
 
 # ruff: noqa: F811
 
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +14,11 @@ from tiny_models import STATES, VOCAB_SIZE, hf_model, tiny_model_path  # noqa: F
 from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import AttentionBatch
 from minivllm.attention.state import MambaSpec, StateView, plan_states
-from minivllm.core.config import KVCacheSpec, make_kv_cache_groups, unify_block_size
+from minivllm.core.config import KVCacheSpec, _check_drafts, make_kv_cache_groups, unify_block_size
 from minivllm.models.mixers.delta import delta_scan
+from minivllm.models.mixers.mamba1 import selective_scan
 from minivllm.models.mixers.mamba2 import ssd_scan
-from minivllm.models.mixers.scan import conv_scan, conv_step, delta_recurrence, ssd_recurrence
+from minivllm.models.mixers.scan import conv_scan, conv_step, delta_recurrence, selective_recurrence, ssd_recurrence
 
 CPU = torch.device("cpu")
 SPEC = MambaSpec(shapes=((6, 5), (3,)), dtypes=(torch.float32, torch.float32), block_size=4, dtype=torch.float32)
@@ -56,6 +61,16 @@ def test_the_delta_rule_in_chunks_is_the_recurrence(length):
     assert close(got, want) and close(there, after)
 
 
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
+def test_the_selective_scan_in_chunks_is_the_recurrence(length):
+    torch.manual_seed(length)
+    x, dt, state = torch.randn(length, 12), torch.rand(length, 12) * 3, torch.randn(12, 4)
+    B, C, A, D = torch.randn(length, 4), torch.randn(length, 4), -torch.rand(12, 4) * 8, torch.randn(12)
+    want, after = selective_recurrence(x, dt, A, B, C, D, state)
+    got, there = selective_scan(x, dt, A, B, C, D, state)
+    assert close(got, want) and close(there, after)
+
+
 @pytest.mark.parametrize("kernel", [1, 3, 4])
 def test_a_convolution_in_pieces_is_one_over_the_whole(kernel):
     u, weight, bias = torch.randn(30, 6), torch.randn(6, kernel), torch.randn(6)
@@ -71,6 +86,71 @@ def test_a_convolution_in_pieces_is_one_over_the_whole(kernel):
         y, states = conv_step(token, states, weight, bias)
         ys.append(y)
     assert close(torch.cat(ys), want) and torch.equal(states[0], state)
+
+
+READ, WRITE, BEGINS = torch.tensor([-1, 2, 5]), torch.tensor([1, 3, 5]), torch.tensor([0, 4, 9, 10])
+"""Three sequences: one that begins, one that goes on in another block, one of a single token in its own."""
+
+
+@pytest.mark.parametrize("kind", ["ssd", "delta", "conv"])
+def test_a_cpu_kernel_is_the_recurrence_on_states_in_blocks(kind):
+    """The states lie in the second half of a cache."""
+    pytest.importorskip("numba")
+    from minivllm.models.ops.numba_cpu import NumbaCPUOps
+
+    torch.manual_seed(0)
+    tokens, shape = 10, {"ssd": (4, 8, 16), "delta": (4, 8, 12), "conv": (600, 3)}[kind]
+    if kind == "ssd":
+        each = [
+            torch.randn(tokens, 4, 8),
+            torch.rand(tokens, 4),
+            torch.randn(tokens, 2, 16),
+            torch.randn(tokens, 2, 16),
+        ]
+        A, D = -torch.rand(4) * 8, torch.randn(4)
+
+        def call(function, x, dt, B, C, *state, **where):
+            return function(x, dt, A, B, C, D, *state, **where)
+
+    elif kind == "delta":
+        each = [torch.nn.functional.normalize(torch.randn(tokens, 4, 8), dim=-1) for _ in range(2)]
+        each += [torch.randn(tokens, 4, 12), -torch.rand(tokens, 4), torch.rand(tokens, 4)]
+
+        def call(function, *args, **where):
+            return function(*args, **where)
+
+    else:
+        each, weight, bias = [torch.randn(tokens, 600)], torch.randn(600, 4), torch.randn(600)
+
+        def call(function, u, state, **where):
+            return function(u, state, weight, bias, **where)
+
+    spec = MambaSpec(shapes=((2048,), shape), dtypes=(torch.float32,) * 2, block_size=4, dtype=torch.float32)
+    view = StateView(torch.zeros(2, 6, 8192, dtype=torch.uint8), spec, 1)
+    view.write(torch.arange(6), states := torch.randn(6, *shape))
+    recurrence = {"ssd": ssd_recurrence, "delta": delta_recurrence, "conv": conv_scan}[kind]
+    kernel = getattr(NumbaCPUOps(), kind)(view)
+    got, _ = call(kernel, *each, None, read=READ, write=WRITE, begins=BEGINS)
+    for i, (first, last) in enumerate(pairwise(BEGINS.tolist())):
+        before = torch.zeros(shape) if READ[i] < 0 else states[READ[i]]
+        want, after = call(recurrence, *(x[first:last] for x in each), before)
+        assert close(got[first:last], want) and close(view.read(WRITE[i : i + 1])[0], after)
+    assert torch.equal(view.read(torch.tensor([0, 2, 4])), states[[0, 2, 4]])
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 3), (7, 3), (7, 5), (7, 1)])
+def test_a_ring_keeps_the_states_of_as_many_tokens_as_it_has_blocks(first, count):
+    spec, table = replace(SPEC, ring=4), [5, 6, 7, 8]
+    plan = plan_states(batch([0, count], [first + count], [table]), spec, CPU)
+    if count == 1:
+        assert (plan.read.tolist(), plan.write.tolist()) == ([table[6 % 4]], [table[7 % 4]])
+    elif first and count <= 4:
+        assert [tuple(p) for p in plan.pieces] == [
+            (i, i + 1, table[(first + i - 1) % 4], table[(first + i) % 4]) for i in range(count)
+        ]
+    else:
+        read = table[(first - 1) % 4] if first else -1
+        assert [tuple(p) for p in plan.pieces] == [(0, count, read, table[(first + count - 1) % 4])]
 
 
 def batch(starts: list[int], lens: list[int], table: list[list[int]]) -> AttentionBatch:
@@ -121,7 +201,7 @@ def test_pages_of_attention_and_states_are_unified():
         make_kv_cache_groups([attention, state])
 
 
-BLOCKS = {"mamba2": 8, "lfm2": 16, "qwen3-next": 16}
+BLOCKS = {"mamba2": 8, "lfm2": 14, "qwen3-next": 13}
 """Few enough that requests are preempted."""
 SETTINGS = {
     "plain": {},
@@ -132,7 +212,7 @@ SETTINGS = {
         "preemption_mode": "swap",
         "max_num_batched_tokens": 11,
         "max_num_seqs": 8,
-        "mamba_cache_mode": "all",
+        "mamba_cache_mode": "align",
     },
 }
 
@@ -142,13 +222,14 @@ SETTINGS = {
     [
         ("mamba2", "plain"),
         ("granite-hybrid", "checkpoints"),
+        ("jamba", "checkpoints"),
         *((name, setting) for name in BLOCKS for setting in ("preempted", "swapped")),
     ],
 )
 def test_generates_what_transformers_does(name, setting, tiny_model_path):
     """Twice: the second time prefixes hit, on a checkpoint and off it."""
     torch.set_num_threads(1)
-    prompts = [prompt(n, seed=n) for n in (1, 5, 33, 61)]
+    prompts = [prompt(n, seed=n) for n in (1, 5, 44, 61)]
     prompts += [prompts[-1] + prompt(9, seed=3), prompts[-1] + prompt(1, seed=9)]
     want = [hf_generate(name, tokens, 12) for tokens in prompts]
     more = {"num_gpu_blocks": BLOCKS[name]} if setting in ("preempted", "swapped") else {}
@@ -162,12 +243,42 @@ def test_generates_what_transformers_does(name, setting, tiny_model_path):
     assert (llm.llm_engine.core.scheduler.num_preemptions > 0) == bool(more)
 
 
+class Guesses:
+    """Drafts the next tokens of an answer, every third of them wrong."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        self.answers = answers
+
+    def propose(self, requests, view):
+        return [self.guess(request) for request in requests]
+
+    def guess(self, request):
+        prompt = tuple(request.token_ids[: request.num_prompt_tokens])
+        said = len(request.token_ids) - len(prompt)
+        return [t if i % 3 else (t + 1) % 250 for i, t in enumerate(self.answers[prompt]) if said <= i < said + 3]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3-next"])
+def test_rejected_drafts_are_taken_back_out_of_states(name, tiny_model_path):
+    torch.set_num_threads(1)
+    prompts = [prompt(n, seed=n) for n in (1, 5, 44)]
+    want = [hf_generate(name, tokens, 12) for tokens in prompts]
+    guesses = Guesses({tuple(p): w for p, w in zip(prompts, want, strict=True)})
+    drafts = {"method": guesses, "num_speculative_tokens": 3, "dynamic_length": False}
+    llm = LLM(str(tiny_model_path(name)), dtype="float32", max_model_len=96, speculative_config=drafts)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], params, use_tqdm=False)
+    assert [list(out.outputs[0].token_ids) for out in outputs] == want
+    stats = llm.llm_engine.core.scheduler.spec_stats
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "state-space layers; a rejected draft",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}, "mamba_cache_mode": "all"},
+            "only the last states are kept, so mamba_cache_mode='all'",
         ),
         ({"kv_cache_dtype": "fp8"}, "has no keys and values"),
         ({"mamba_cache_mode": "all", "enable_prefix_caching": False}, "enable_prefix_caching is off"),
@@ -182,3 +293,9 @@ def test_refusals_name_the_argument(change, message, tiny_model_path):
 def test_a_model_without_states_has_no_cache_mode(tiny_model_path):
     with pytest.raises(ValueError, match="has no state-space layers"):
         LLM(str(tiny_model_path("llama")), mamba_cache_mode="all")
+
+
+def test_a_proposer_with_a_cache_of_its_own_is_refused():
+    args, model = SimpleNamespace(speculative=SimpleNamespace(method="eagle")), SimpleNamespace(name="m")
+    with pytest.raises(ValueError, match="model 'm' has state-space layers, for which method 'eagle' is not"):
+        _check_drafts(args, model, "none")

@@ -167,7 +167,7 @@ def test_a_full_queue_says_when_to_come_back(long_args: EngineArgs):
 
 
 def test_time_limit(long_args: EngineArgs):
-    with live_server(long_args, ServerOptions(request_timeout=0.05)) as server:
+    with live_server(long_args, ServerOptions(request_timeout=0.5)) as server:  # time for a first token, not for 4,000
         body = {**LONG, "n": 8, "temperature": 1}
         assert server.post(COMPLETE, body).status_code == 408
         lines = [line for line in server.post(COMPLETE, {**body, "stream": True}).text.splitlines() if line]
@@ -237,7 +237,8 @@ def test_a_missing_model_is_said_in_one_line():
 def test_a_dead_engine_ends_the_program_with_status_one(tiny_args: EngineArgs):
     llm = AsyncLLM.from_engine_args(tiny_args)
     sock, status = listen("127.0.0.1", 0), []
-    thread = threading.Thread(target=lambda: status.append(run_server(create_app(llm), sock)))
+    sock.listen()  # so that the client waits for the server instead of being refused
+    thread = threading.Thread(target=lambda: status.append(run_server(create_app(llm), sock)), daemon=True)
     thread.start()
 
     def cut(output):

@@ -88,9 +88,12 @@ def test_too_large_is_said(tiny: LiveServer):
     assert "more than 262144 characters" in error["error"]["message"]
 
 
-def test_no_pickle_anywhere():
+def test_no_pickle_but_between_the_ranks_of_one_engine():
     folder = Path(minivllm.__file__).parent
-    for file in folder.rglob("*.py"):
+    ranks = (
+        folder / "runtime/executors/broadcast.py"
+    )  # reads what its own parent wrote, through memory and sockets without a name
+    for file in sorted({*folder.rglob("*.py")} - {ranks}):
         code = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
         assert not any("import pickle" in line or "from pickle" in line for line in code), file
 

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from minivllm.core.scheduler import Recompute, Swap
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.state import SamplingState
 from minivllm.sampling.transforms import take_largest
-from minivllm.spec_decode.draft_model import choose_guesses, pieces
-from minivllm.spec_decode.proposers import DraftRequest
+from minivllm.spec_decode.draft_model import DraftModelProposer, choose_guesses, pieces
+from minivllm.spec_decode.heads import EagleProposer, MedusaProposer
+from minivllm.spec_decode.proposers import DraftRequest, DraftView
 from minivllm.spec_decode.rejection import Draft, RejectionSampler
 
 MOST = 3
@@ -171,7 +173,54 @@ def filtered(logits, options) -> np.ndarray:
     return torch.softmax(logits.double(), -1)[0].numpy()
 
 
-@pytest.mark.parametrize(("options", "draws"), [({"top_p": 0.8, "temperature": 0.7, "top_k": 9}, 20_000), pytest.param({}, 200_000, marks=pytest.mark.slow)])  # fmt: skip
+class _Ops:
+    argmax = staticmethod(take_largest)
+
+
+class _Target:
+    ops = _Ops()
+
+
+def proposer_of(kind: str, q: torch.Tensor):
+    """A proposer of this kind whose distribution is q, [1, V], whatever it reads."""
+    if kind == "medusa":
+        made = MedusaProposer(_Target(), [[]], [q.T.contiguous()])
+        made._states = {str(i): (0, torch.ones(1)) for i in range(5_000)}
+        return made
+    made = object.__new__({"draft_model": DraftModelProposer, "eagle": EagleProposer}[kind])
+    made._longest, made.decoder = 10**6, _Target()
+    made.cache = SimpleNamespace(guess=lambda *about: None)
+    made._begin = lambda requests, rooms: torch.ones(len(requests), 1)
+    made._logits = lambda hidden: hidden @ q
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", [20_000, pytest.param(200_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["draft_model", "medusa", "eagle"])
+def test_chi_squared_over_200_000_draws_of_each_proposer(kind, draws):
+    """Its drafts, verified, have the target's distribution; accepted without a test, they have not."""
+    p, q = torch.randn(2, 1, V, generator=torch.Generator().manual_seed(6)) * 1.5
+    many, params, target = 5_000, SamplingParams(), torch.softmax(p.double(), -1)[0].numpy()
+    proposer, said, drawn = proposer_of(kind, q), np.zeros(V), np.zeros(V)
+    names = [str(i) for i in range(many)]
+    for turn in range(draws // many):
+        state, seeds = SamplingState(many, V), range(turn * many, (turn + 1) * many)
+        for name, seed in zip(names, seeds, strict=True):
+            state.add(name, params, [1], [], seed)
+        requests = [
+            DraftRequest(name, np.ones(1, np.int32), 1, 1, params, seed)
+            for name, seed in zip(names, seeds, strict=True)
+        ]
+        drafts = proposer.propose(requests, DraftView(turn, many, {}))
+        got = RejectionSampler(Sampler()).verify(p.repeat(2 * many, 1), state.batch(names), drafts)
+        said += np.bincount([g.token_ids[0] for g in got], minlength=V)
+        drawn += np.bincount([draft.token_ids[0] for draft in drafts], minlength=V)
+    assert said.sum() == draws and chi2(said, target) > 1e-4
+    assert chi2(drawn, target) < 1e-9
+
+
+@pytest.mark.parametrize(("options", "draws"), [({"top_p": 0.8, "temperature": 0.7, "top_k": 9}, 20_000), pytest.param({}, 200_000, marks=[pytest.mark.slow, pytest.mark.long])])  # fmt: skip
 def test_chi_squared_over_200_000_drawn_guesses(options, draws, monkeypatch):
     """What the draft model draws and the rejection rule makes of it has the target's distribution. What it draws alone has not, and
     what the rule makes of guesses drawn with its own random numbers has not."""

@@ -243,12 +243,6 @@ def test_by_default_drafts_are_made_where_they_pay(tiny_model_path):  # noqa: F8
                 assert scheduler.step > 90 and proposer.calls < 10
 
 
-def test_async_scheduling_and_speculation_exclude_each_other(tiny_model_path):  # noqa: F811
-    config = {"method": "ngram", "num_speculative_tokens": 4}
-    with pytest.raises(ValueError, match="speculative_config needs async_scheduling=False"):
-        LLM(tiny_model_path("llama"), speculative_config=config, async_scheduling=True)
-
-
 def test_a_sampled_token_is_explained_where_it_was_drafted(tiny_model_path):  # noqa: F811
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
     path = tiny_model_path("llama")

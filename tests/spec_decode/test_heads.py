@@ -6,40 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from tiny_models import checkpoint, hf_model, tiny_model_path  # noqa: F401 - a fixture
+from draft_heads import MOST, V, eagle_tensors, folders, medusa_tensors, write  # noqa: F401 - a fixture
+from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 from torch.nn import functional
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.scheduler import Recompute, Swap
 
-MOST = 3
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
-H, V = 72, 264
-
-
-def write(folder, config: dict[str, Any], tensors: dict[str, torch.Tensor]):
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
-def medusa_tensors(own: bool, names: str = "vllm") -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(3)
-    tensors = {}
-    for i in range(MOST):
-        tensors[f"blocks.{i}.layers.0.weight" if names == "vllm" else f"{i}.0.linear.weight"] = (
-            torch.randn(H, H, generator=g) / 6
-        )
-        tensors[f"blocks.{i}.layers.0.bias" if names == "vllm" else f"{i}.0.linear.bias"] = (
-            torch.randn(H, generator=g) / 3
-        )
-        if own:
-            tensors[f"lm_heads.{i}.weight" if names == "vllm" else f"{i}.1.weight"] = torch.randn(40, H, generator=g)
-    if own and names == "vllm":
-        tensors["token_map"] = torch.randperm(V, generator=g)[:40]
-    return tensors
 
 
 def hidden_states(tokens: list[int]) -> torch.Tensor:
@@ -59,16 +33,6 @@ def medusa_guesses(tensors: dict[str, torch.Tensor], tokens: list[int], count: i
         else:
             said.append(int(tensors["token_map"][int((own @ head).argmax())]))
     return said
-
-
-def eagle_tensors() -> dict[str, torch.Tensor]:
-    """A layer of another tiny model, under EAGLE's names, and a matrix in front of it."""
-    layer = {
-        n.removeprefix("model."): t for n, t in checkpoint(hf_model("llama-tied-biased")).items() if ".layers.2." in n
-    }
-    layer = {n.replace("layers.2.", "layers.0."): t for n, t in layer.items() if "input_layernorm" not in n}
-    g = torch.Generator().manual_seed(4)
-    return layer | {"fc.weight": torch.randn(H, 2 * H, generator=g) / 9, "fc.bias": torch.randn(H, generator=g) / 9}
 
 
 def eagle_guesses(tensors: dict[str, torch.Tensor], tokens: list[int], count: int) -> list[int]:
@@ -91,21 +55,6 @@ def eagle_guesses(tensors: dict[str, torch.Tensor], tokens: list[int], count: in
             states = torch.cat([states, x[0, -1:]])
             said.append(int(target.lm_head(x[0, -1]).argmax()))
     return said
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("heads")
-    sizes = {"num_heads": MOST, "num_hidden_layers": 1}
-    config = hf_model("llama-tied-biased").config.to_dict() | {
-        "num_hidden_layers": 1,
-        "architectures": ["LlamaForCausalLM"],
-    }
-    return {
-        "medusa": write(root / "shared", sizes, medusa_tensors(False)),
-        "medusa-own": write(root / "own", sizes, medusa_tensors(True)),
-        "eagle": write(root / "eagle", config, eagle_tensors()),
-    }
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -201,7 +150,7 @@ def test_the_first_names_of_medusa_are_read_too(tiny_model_path, folders, tmp_pa
 )  # fmt: skip
 def test_a_folder_that_does_not_fit_is_refused_by_name(
     tiny_model_path,  # noqa: F811
-    folders,
+    folders,  # noqa: F811
     tmp_path,
     method,
     config,

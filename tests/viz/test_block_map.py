@@ -6,7 +6,7 @@ from viz_traces import make_trace
 
 from minivllm.core.events import State
 from minivllm.core.trace import Trace
-from minivllm.viz.block_map import BlockMap, block_states, request_numbers
+from minivllm.viz.block_map import BlockMap, block_states, request_numbers, state_groups
 from minivllm.viz.palette import DARK, LIGHT, owner_colour
 
 # Five points of every cell: the corner, a quarter in, the middle, the middle of the right edge, and the gap behind it.
@@ -25,6 +25,7 @@ READ = """(canvas) => {
   return seen.map((row) => row.join(" ")).join(",");
 }"""
 SHAPES = {"used": "11110", "shared": "11010", "cached": "10010", "free": "00100", "null": "11100", "elsewhere": "10000"}
+SHAPES["state"] = "01110"
 GO = "(step) => { const cursor = [...globalThis.minivllmCursors.values()][0]; cursor.go(step); }"
 
 
@@ -35,7 +36,7 @@ def read(canvas) -> list[list[str]]:
 def kinds_in_group(trace: Trace, step: int, group: int) -> list[tuple[str, int | None]]:
     """What the pane of a group must show: from the state, and from which group cached a free block's content."""
     state, numbers = trace.at(step), request_numbers(trace)
-    kinds = block_states(state, numbers)
+    kinds = block_states(state, numbers, state_groups(trace))
     if trace.header.num_groups == 1:
         return kinds
     of = cached_groups(trace, step)
@@ -43,7 +44,7 @@ def kinds_in_group(trace: Trace, step: int, group: int) -> list[tuple[str, int |
         for g, table in enumerate(request.tables):
             of.update(dict.fromkeys(table, g))
     return [
-        ("elsewhere", None) if kind in ("used", "shared", "cached") and of[block] != group else (kind, owner)
+        ("elsewhere", None) if kind in ("used", "state", "shared", "cached") and of[block] != group else (kind, owner)
         for block, (kind, owner) in enumerate(kinds)
     ]
 
@@ -111,6 +112,29 @@ def test_pixels_are_the_folded_state(trace, saved, open_page):
         if trace.header.num_cpu_blocks:
             wanted = expected_cpu(trace.at(step), trace, dark)
             assert read(page.locator("canvas[data-pool=cpu]"))[: len(wanted)] == wanted
+
+
+def test_a_state_is_a_disc_and_its_words_say_what_it_is_made_of(open_page, tmp_path):
+    trace = make_trace(num_blocks=97, kind="aligned hybrid", steps=40, rate=0.8)
+    [group] = state_groups(trace)
+    page = open_page(BlockMap(trace).save(tmp_path / "blocks.html"))
+    page.evaluate(GO, 30)
+    page.wait_for_function("document.querySelector('.mv-readout').textContent.startsWith('step 30 ')")
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+    wanted = [colours(*kind, False) for kind in kinds_in_group(trace, 30, group)]
+    assert read(page.locator(f"canvas[data-pool=gpu][data-group='{group}']"))[: len(wanted)] == wanted
+    state = trace.at(30)
+    its = next(r for r in state.requests.values() if r.tables[group] and state.ref_cnt[r.tables[group][-1]] == 1)
+    checkpoint = next(
+        event for event in trace.events if event[0] == "cache" and event[2] == group and state.hashes[event[4][-1]]
+    )
+    for block, tokens in (
+        (its.tables[group][-1], its.num_computed_tokens),
+        (checkpoint[4][-1], (checkpoint[3][-1] + 1) * trace.header.block_size),
+    ):
+        page.get_by_label("block number to pin").fill(str(block))
+        page.keyboard.press("Enter")
+        assert f"the state after {tokens} token" in page.locator("aside").inner_text()
 
 
 @pytest.mark.slow

@@ -6,15 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
 
-from minivllm_kernels.cpu.compile import COUNT, NEXT, OWN
+from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT, OWN
+from minivllm_kernels.cpu.matmul.amx import LEFT, RIGHT, SUMS, instruct, pointer, tiles_begin, tiles_end
+from minivllm_kernels.cpu.matmul.layout import TILE
 from minivllm_kernels.cpu.simd import (
+    I16,
+    I64,
+    Array,
+    Const,
+    Int,
     claim,
     floats_at,
     fma,
     ints_at,
     load,
+    prefetch,
+    primitive,
     splat,
     store,
     tile_fma,
@@ -22,12 +32,16 @@ from minivllm_kernels.cpu.simd import (
     tile_outer,
     tile_totals,
     tile_zeros,
+    vec,
 )  # fmt: skip
 
 __all__ = [
-    "AT_ONCE", "EXPAND_B", "EXPAND_CHUNKS", "EXPAND_H", "EXPAND_OUT", "EXPAND_OUTPUTS", "ORDER", "PARTS",
-    "RANK", "RANKS", "RANK_OF", "SHRINK_A", "SHRINK_H", "SHRINK_INPUTS", "SHRINK_X", "SLOTS", "USED",
-    "expand", "jit", "shrink",
+    "AT_ONCE", "AT_ONCE_OUT", "EXPAND_B", "EXPAND_CHUNKS", "EXPAND_H", "EXPAND_OUT", "EXPAND_OUTPUTS",
+    "FOR_EXPAND", "FOR_SHRINK", "NUM_CHUNKS", "ORDER", "PARTS", "RANK", "RANKS", "RANK_OF", "SHRINK_A",
+    "SHRINK_H", "SHRINK_INPUTS", "SHRINK_X", "SLOTS", "STARTS", "STEP", "TILE_A", "TILE_B", "TILE_CHUNKS",
+    "TILE_INPUTS", "TILE_OUT", "TILE_OUTPUTS", "TILE_SCRATCH", "TILE_SCRATCH_BYTES", "TILE_X", "USED", "WIDE",
+    "copy_words", "expand", "jit", "lora_configs", "shrink", "tile_lora", "tile_shrink", "tiles_expand",
+    "tiles_shrink", "tiles_write", "tiles_zero",
 ]  # fmt: skip
 
 jit = njit(error_model="numpy")
@@ -154,5 +168,156 @@ def expand(w_bits: int, out_bits: int, lanes: int) -> Callable[[Any], None]:
                 for at in range(n, end, L):
                     some(args, h, b, out, j, count, first, w, at)
                 j += count
+
+    return body
+
+
+(
+    TILE_X,
+    TILE_A,
+    TILE_INPUTS,
+    TILE_B,
+    TILE_OUT,
+    TILE_OUTPUTS,
+    TILE_CHUNKS,
+    NUM_CHUNKS,
+    STARTS,
+    FOR_SHRINK,
+    FOR_EXPAND,
+) = range(OWN + 6, OWN + 17)
+(TILE_SCRATCH, TILE_SCRATCH_BYTES) = range(OWN + 17, OWN + 19)
+"""Further arguments of `tile_lora`. `STARTS`: address of the groups, int64, where each begins among the sorted rows, and where the last one ends
+(`USED` is followed by the number of groups). Two configurations of the unit, see `lora_configs`. Scratch memory, and its bytes for each thread."""
+AT_ONCE_OUT, WIDE, STEP = 4 * TILE, 2 * TILE, 4 * TILE
+"""Outputs that `tile_lora` computes at once; inputs of a tile; inputs of a step of `tiles_shrink`."""
+
+
+def lora_configs(width: int) -> np.ndarray:
+    """uint8 [17, 64]: configurations of the tile unit for 0 to 16 rows of `width` bytes: four sums, two tiles of rows, two of weights."""
+    configs = np.zeros((TILE + 1, 64), np.uint8)
+    configs[:, 0] = 1
+    for rows, config in enumerate(configs):
+        config[48:56] = (rows, rows, rows, rows, rows, rows, width // 4, width // 4)
+        config[16:32:2] = np.array([64, 64, 64, 64, width, width, 64, 64]) * (config[48:56] > 0)
+    return configs
+
+
+@primitive(types.void)
+def copy_words(b, into: Array, to: Int, source: Array, at: Int, count: Const):
+    """Copy `count` numbers of 16 bits as they are."""
+    into.write(to, source.read(at, vec(count, I16), 2), 2)
+
+
+@primitive(types.void)
+def tiles_shrink(b, x: Int, stride: Int, a: Int):
+    """Add the products of 64 inputs with 16 rows of an A to the first two sums: half of the inputs to each, so that neither waits."""
+    for i in range(2):
+        instruct(b, "tileloadd64", LEFT + i, pointer(b, x, ir.Constant(I64, 64 * i)), stride)
+        instruct(b, "tileloadd64", RIGHT + i, pointer(b, a, ir.Constant(I64, 1024 * i)), ir.Constant(I64, 64))
+        instruct(b, "tdpbf16ps", SUMS + i, LEFT + i, RIGHT + i)
+
+
+@primitive(types.void)
+def tiles_expand(b, h: Int, stride: Int, weight: Int, size: Int, count: Const):
+    """Add the products of 16 ranks with `count` tiles of a B, `size` bytes from one to the next, to the first sums."""
+    instruct(b, "tileloadd64", LEFT, pointer(b, h, ir.Constant(I64, 0)), stride)
+    for v in range(count):
+        there = pointer(b, weight, b.mul(size, ir.Constant(I64, v)))
+        instruct(b, "tileloadd64", RIGHT + v % 2, there, ir.Constant(I64, 64))
+        instruct(b, "tdpbf16ps", SUMS + v, LEFT, RIGHT + v % 2)
+
+
+@primitive(types.void)
+def tiles_write(b, where: Int, count: Const):
+    """Write the first `count` sums side by side, as rows of `16 * count` float32."""
+    for v in range(count):
+        instruct(b, "tilestored64", SUMS + v, pointer(b, where, ir.Constant(I64, 64 * v)), ir.Constant(I64, 64 * count))
+
+
+@primitive(types.void)
+def tiles_zero(b, count: Const):
+    """The first `count` sums begin with zeros."""
+    for v in range(count):
+        instruct(b, "tilezero", SUMS + v)
+
+
+@jit
+def tile_shrink(args, rows, h, sums, j, end, slot):
+    """h [rows of the group, parts * rank] = x A^T, for the ranks that the adapter has. All but the sums are bf16; `rows`, `h`, `sums`: addresses."""
+    order, ranks, inputs = ints_at(args[ORDER], 64), ints_at(args[RANK_OF], 64), args[TILE_INPUTS]
+    here, x, result, done = floats_at(rows, 16), floats_at(args[TILE_X], 16), floats_at(h, 16), floats_at(sums, 32)
+    width, room = args[PARTS] * args[RANK], args[RANK]
+    for i in range(end - j):
+        for k in range(0, inputs, WIDE):
+            copy_words(here, i * inputs + k, x, order[j + i] * inputs + k, WIDE)
+    tiles_begin(args[FOR_SHRINK] + 64 * (end - j))
+    for n in range(0, width, TILE):
+        if n % room < ranks[slot * args[PARTS] + n // room]:
+            a = args[TILE_A] + 2 * (slot * width + n) * inputs
+            ahead = floats_at(a, 16)
+            tiles_zero(2)
+            for k in range(0, inputs, STEP):
+                prefetch(ahead, TILE * (k + 2 * STEP), 2048)
+                tiles_shrink(rows + 2 * k, 2 * inputs, a + WIDE * k)
+            tiles_write(sums, 2)
+            for i in range(end - j):
+                store(result, i * width + n, load(done, i * WIDE, TILE) + load(done, i * WIDE + TILE, TILE))
+
+
+def tile_lora(out_bits: int) -> Callable[[Any], None]:
+    """Body of the kernel for `out += x A^T B^T` by the tile unit. Inputs are a multiple of 64, outputs of each chunk and room for ranks of 16.
+
+    The work items are groups. ``out_bits``: of out.
+    """
+    L = TILE
+
+    def make(count: int) -> Any:
+        @jit
+        def some(args, out, sums, j, end, h, b, n, rank):
+            """`count` tiles of outputs from n on, of the rows of one group. What h has beyond the rank was not written."""
+            order, outputs, room = ints_at(args[ORDER], 64), args[TILE_OUTPUTS], args[RANK]
+            tiles_zero(count)
+            for r in range(0, rank, L):
+                tiles_expand(h + 2 * r, 2 * args[PARTS] * room, b + 2 * (n * room + L * r), 2 * L * room, count)
+            tiles_write(sums, count)
+            done, ahead = floats_at(sums, 32), floats_at(b, 16)
+            for at in range((n + count * L) * room, (n + 2 * count * L) * room, 1024):
+                prefetch(ahead, at, 2048)
+            for i in range(end - j):
+                at = order[j + i] * outputs + n
+                for c in range(0, count * L, L):
+                    store(out, at + c, load(out, at + c, L) + load(done, i * count * L + c, L))
+
+        return some
+
+    four, single = make(4), make(1)
+
+    def body(args):
+        rows = args[TILE_SCRATCH] + claim(args, ENTERED, 1) * args[TILE_SCRATCH_BYTES]
+        outputs, room, parts = args[TILE_OUTPUTS], args[RANK], args[PARTS]
+        h = rows + 2 * L * args[TILE_INPUTS]
+        sums, out = h + 2 * L * parts * room, floats_at(args[TILE_OUT], out_bits)
+        slots, used, starts = ints_at(args[SLOTS], 64), ints_at(args[USED], 64), ints_at(args[STARTS], 64)
+        chunks, ranks = ints_at(args[TILE_CHUNKS], 64), ints_at(args[RANK_OF], 64)
+        while True:
+            group = claim(args, NEXT, 1)
+            if group >= used[1]:
+                break
+            j, end = starts[group], starts[group + 1]
+            slot = slots[j]
+            tile_shrink(args, rows, h, sums, j, end, slot)
+            tiles_begin(args[FOR_EXPAND] + 64 * (end - j))
+            b = args[TILE_B] + 2 * slot * outputs * room
+            for chunk in range(args[NUM_CHUNKS]):
+                n, last, part = chunks[3 * chunk], chunks[3 * chunk + 1], chunks[3 * chunk + 2]
+                rank = ranks[slot * parts + part]
+                if rank > 0:
+                    mine = h + 2 * part * room
+                    while n + AT_ONCE_OUT <= last:
+                        four(args, out, sums, j, end, mine, b, n, rank)
+                        n += AT_ONCE_OUT
+                    for at in range(n, last, L):
+                        single(args, out, sums, j, end, mine, b, at, rank)
+        tiles_end()
 
     return body

@@ -19,12 +19,11 @@ from numba.extending import intrinsic, lower_builtin
 __all__ = [
     "EXP_TERMS", "F32", "I8", "I16", "I32", "I64", "LN2_HIGH", "LN2_LOW", "LOG2_E", "ROUNDER", "Array",
     "Const", "Float", "Int", "Tile", "Vec", "Vector", "as_bf16", "ask_for", "broadcast", "call", "call_llvm",
-    "claim", "const", "exp", "exponential", "field", "floats_at", "fma", "fold_lanes", "fold_together",
-    "half_of", "ints_at", "keep", "largest", "load", "load_each", "load_halves", "load_unzipped", "maximum",
-    "move", "multiply_add", "narrow", "number", "peek", "plus", "prefetch", "prefetch_rows", "primitive",
-    "relax", "root", "row_at", "shuffle", "splat", "store", "store_fields", "store_pairs", "tile_fields",
-    "tile_fma", "tile_load", "tile_outer", "tile_scaled", "tile_store", "tile_totals", "tile_zeros", "total",
-    "transpose", "vec", "whole_numbers", "widen", "zip_lanes", "zip_pairs",
+    "claim", "const", "exp", "exponential", "floats_at", "fma", "fold_lanes", "fold_together", "half_of",
+    "ints_at", "keep", "largest", "load", "load_each", "load_halves", "load_unzipped", "maximum", "move",
+    "multiply_add", "narrow", "number", "peek", "plus", "prefetch", "prefetch_rows", "primitive", "relax",
+    "root", "row_at", "shuffle", "splat", "store", "tile_fma", "tile_load", "tile_outer", "tile_store",
+    "tile_totals", "tile_zeros", "total", "transpose", "vec", "widen", "zip_lanes", "zip_pairs",
 ]  # fmt: skip
 
 """LLVM vector code for numba kernels on the CPU: a register type, and a few dozen things to do with registers.
@@ -454,12 +453,6 @@ def tile_outer(b, tile: Tile, rows: Tile, columns: Tile):
     return [multiply_add(b, rows[i // m], columns[i % m], x) for i, x in enumerate(tile)]
 
 
-@primitive(lambda tile, **_: tile)
-def tile_scaled(b, tile: Tile, other: Tile, columns: Tile):
-    """Add `other[r, i] * columns[i]`, lane by lane, to the vector in row `r`, column `i`; `other` is a tile of the same shape."""
-    return [multiply_add(b, x, columns[i % len(columns)], y) for i, (x, y) in enumerate(zip(other, tile))]
-
-
 def fold_together(b: Any, vectors: list[Any]) -> Any:
     """A vector whose lane `i` is the sum of the lanes of `vectors[i]`, added in the order of `total`.
 
@@ -525,57 +518,3 @@ def zip_lanes(b, x: Vec, y: Vec):
     n = x.type.count
     pick = [j for i in range(n) for j in (i, n + i)]
     return [shuffle(b, x, y, pick[:n]), shuffle(b, x, y, pick[n:])]
-
-
-def field(b: Any, words: Any, i: int, bits: int) -> Any:
-    """Field `i` of int32 words as float32, times `2 ** (bits * i)`; the top field, which would be read as a sign, times one."""
-    lanes = words.type.count
-    if bits * (i + 1) == 32:
-        return b.sitofp(b.lshr(words, const(bits * i, lanes, I32)), vec(lanes))
-    return b.sitofp(b.and_(words, const(((1 << bits) - 1) << bits * i, lanes, I32)), vec(lanes))
-
-
-@primitive(lambda tile, **_: tile)
-def tile_fields(b, tile: Tile, x: Array, index: Int, stride: Int, words: Array, at: Int, columns: Const, bits: Const):
-    """Add `x[index + r * stride + f]` times field `f` of the words in column `i` to row `r`, column `i`, for every field.
-
-    `x` is float32, `words` int32; see `field` for what the fields are multiplied with.
-    """
-    lanes, out = tile[0].type.count, list(tile)
-    some = [words.read(plus(b, at, i * lanes), vec(lanes, I32), 4) for i in range(columns)]
-    rows = [row_at(b, index, stride, r) for r in range(len(tile) // columns)]
-    for f in range(32 // bits):
-        fields = [field(b, w, f, bits) for w in some]
-        for r, row in enumerate(rows):
-            factor = broadcast(b, x.read(plus(b, row, f), F32, 4), lanes)
-            for i in range(columns):
-                out[r * columns + i] = multiply_add(b, factor, fields[i], out[r * columns + i])
-    return out
-
-
-def whole_numbers(b: Any, words: Any, bits: int) -> list[Any]:
-    """All fields of int32 words, as float32."""
-    lanes = words.type.count
-    mask = const((1 << bits) - 1, lanes, I32)
-    low = [b.and_(b.lshr(words, const(first, lanes, I32)), mask) for first in range(0, 32, bits)]
-    return [b.sitofp(x, vec(lanes)) for x in low]
-
-
-@primitive(types.void)
-def store_fields(b, out: Array, to: Int, stride: Int, words: Array, at: Int, bits: Const, step: Vec, low: Vec):
-    """Write `field f * step + low` of one vector of words to float32 `out` from `to + f * stride`, for every field."""
-    some = words.read(at, vec(step.type.count, I32), 4)
-    for f, x in enumerate(whole_numbers(b, some, bits)):
-        out.write(row_at(b, to, stride, f), multiply_add(b, x, step, low), 4)
-
-
-@primitive(types.void)
-def store_pairs(b, out: Array, to: Int, stride: Int, words: Array, at: Int, bits: Const, step: Vec, low: Vec):
-    """The same to bf16 `out`, fields 2 f and 2 f + 1 next to each other from `to + f * stride`; halves are rounded up."""
-    lanes = step.type.count
-    some, half, high = words.read(at, vec(lanes, I32), 4), const(0x8000, lanes, I32), const(0xFFFF0000, lanes, I32)
-    numbers = [b.bitcast(multiply_add(b, x, step, low), vec(lanes, I32)) for x in whole_numbers(b, some, bits)]
-    rounded = [b.add(x, half) for x in numbers]
-    for f in range(0, len(rounded), 2):
-        pair = b.or_(b.lshr(rounded[f], const(16, lanes, I32)), b.and_(rounded[f + 1], high))
-        out.write(row_at(b, to, stride, f // 2), pair, 2)

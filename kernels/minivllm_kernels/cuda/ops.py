@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm_kernels.cuda import cache, decode, pointwise, prefill, prefill_hopper
+from minivllm_kernels.cuda import cache, decode, lora, pointwise, prefill, prefill_hopper
 from minivllm_kernels.cuda.gemv import choose_gemv
 from minivllm_kernels.cuda.launch import compiler_missing, launcher
 from minivllm_kernels.cuda.planning import (
@@ -27,8 +27,8 @@ from minivllm_kernels.cuda.prefill_hopper import HopperTile, attention_maps, hop
 from minivllm_kernels.cuda.simt import LOG2E, CudaKernel
 
 __all__ = [
-    "FP8", "HALF", "OLDEST_FP8", "AttentionPlan", "check", "check_cache", "check_contiguous", "check_rows",
-    "copy_blocks", "decode_rungs", "decode_work", "device_unsupported", "fixed_decode_plan",
+    "FP8", "HALF", "OLDEST_FP8", "AttentionPlan", "add_lora", "check", "check_cache", "check_contiguous",
+    "check_rows", "copy_blocks", "decode_rungs", "decode_work", "device_unsupported", "fixed_decode_plan",
     "fp8_unsupported", "gemv", "half_name", "paged_attention", "plan_attention", "reshape_and_cache",
     "rms_norm", "rope_and_cache", "run", "score_factors", "silu_mul", "upload", "uses_wgmma",
 ]  # fmt: skip
@@ -531,3 +531,38 @@ def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> 
     numbers = (x.shape[0], width, x.stride(0) // 2, width // 2)
     run(chosen.kernel, x.device, (chosen.blocks, 1), out.data_ptr(), x.data_ptr(), weight.data_ptr(), *numbers)
     return out
+
+
+def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, work: Tensor, ranks: Tensor, part_of: Tensor) -> None:
+    """out [T, outputs] += x [T, features] A^T B^T in place, for each row in `work` with the A and B of its slot.
+
+    a: [slots, parts, room, features]. b: [slots, room, outputs]. work: int32 [1 + at least T, 2], how many pairs there are, at most T,
+    then (row, slot) sorted by slot. ranks: int32 [slots, parts], multiples of 8. part_of: int32 [outputs / 8], the part of 8 outputs each.
+    """
+    dtype, (slots, parts, room, features), outputs = half_name("x", x), a.shape, b.shape[2]
+    rows, device = x.shape[0], a.device
+    for name, tensor, shape, kind in (
+        ("x", x, (rows, features), a.dtype),
+        ("out", out, (rows, outputs), a.dtype),
+        ("b", b, (slots, room, outputs), a.dtype),
+        ("work", work, (None, 2), torch.int32),
+        ("ranks", ranks, (slots, parts), torch.int32),
+        ("part_of", part_of, (outputs // 8,), torch.int32),
+    ):
+        check(name, tensor, shape, kind, device)
+    check_rows("x", x)
+    check_rows("out", out)
+    check_contiguous(a=a, b=b, work=work, ranks=ranks, part_of=part_of)
+    if features % 8 or outputs % 8 or room % 8 or len(work) <= rows:
+        raise ValueError(
+            f"the kernels take multiples of 8 and a pair of `work` for each row; got {features} features, {outputs} outputs,"
+            f" room for rank {room}, {len(work) - 1} pairs and {rows} rows"
+        )
+    h = torch.empty(rows, parts * room, dtype=torch.float32, device=device)
+    tiles, shared = -(-rows // lora.ROWS), (work.data_ptr(), ranks.data_ptr())
+    pointers = (h.data_ptr(), x.data_ptr(), a.data_ptr(), *shared)
+    grid = tiles, parts * room // lora.RANKS
+    run(lora.lora_shrink(dtype, features), device, grid, *pointers, parts, room, x.stride(0) // 2)
+    grid = tiles, -(-outputs // (8 * lora.EXPAND_THREADS))
+    read = (out.data_ptr(), h.data_ptr(), b.data_ptr(), *shared, part_of.data_ptr())
+    run(lora.lora_expand(dtype), device, grid, *read, parts, room, outputs, out.stride(0) // 2)

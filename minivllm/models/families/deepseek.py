@@ -11,7 +11,17 @@ import torch
 from minivllm.models.families.moe import STACKED, read_experts
 from minivllm.models.mixers.latent import LatentAttentionSpec
 from minivllm.models.mixers.moe import RouterSpec
-from minivllm.models.spec import ConfigReader, DecoderSpec, LayerSpec, Unpack, family, read_common, read_mlp, read_rope
+from minivllm.models.spec import (
+    ConfigReader,
+    DecoderSpec,
+    LayerSpec,
+    MTPSpec,
+    Unpack,
+    family,
+    read_common,
+    read_mlp,
+    read_rope,
+)
 
 __all__ = ["read_deepseek", "read_latent_attention", "rotated_last"]
 
@@ -103,4 +113,11 @@ def deepseek_v3(r: ConfigReader) -> DecoderSpec:
         float32=True,
         correction="mlp.gate.e_score_correction_bias",
     )
-    return replace(read_deepseek(r, router, 256, 3), draft_layers=r.get("num_nextn_predict_layers", 1) or 0)
+    spec, count = read_deepseek(r, router, 256, 3), r.get("num_nextn_predict_layers", 1) or 0
+    names = [spec.names.layer.format(spec.num_layers + i) for i in range(count)]
+    if not names:
+        return spec
+    parts = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "fuse": "eh_proj", "final_norm": "shared_head.norm"}
+    tensors: dict[str, Any] = {part: f"{names[0]}{name}.weight" for part, name in parts.items()}
+    mtp = MTPSpec(spec=spec.layers[-1], layer=names[0], count=count, skips_first=True, **tensors)
+    return replace(spec, mtp=mtp, ignored=tuple(names))

@@ -1,4 +1,4 @@
-"""Families with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GPT-OSS."""
+"""Families with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GPT-OSS, Llama 4."""
 
 # Generated from nbs/models/families/moe.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from minivllm.models.families.dense import granite
+from minivllm.models.families.dense import granite, neighbours_rotated
+from minivllm.models.mixers.attention import SelfAttentionSpec
 from minivllm.models.mixers.base import MixerSpec
 from minivllm.models.mixers.mlp import ClampedMLPSpec, GatedMLPSpec
 from minivllm.models.mixers.moe import MoESpec, RouterSpec
@@ -196,3 +197,49 @@ def gpt_oss(r: ConfigReader) -> DecoderSpec:
         unpack=lying_experts("mlp.experts.gate_up_proj", EXPERT_NAMES["gate"], EXPERT_NAMES["up"])
         + lying_experts("mlp.experts.down_proj", EXPERT_NAMES["down"]),
     )
+
+
+def read_llama4_mixers(r: ConfigReader) -> list[SelfAttentionSpec]:
+    """Attention of each layer: rotated and in chunks, or without positions."""
+    count, every, chunk = (
+        r.need("num_hidden_layers"),
+        r.get("no_rope_layer_interval", 4),
+        r.get("attention_chunk_size", 8192),
+    )
+    marks = r.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
+    types = r.get("layer_types") or ["chunked_attention" if mark and chunk else "full_attention" for mark in marks]
+    if (unknown := set(types) - {"chunked_attention", "full_attention"}) or not len(types) == len(marks) == count:
+        raise ValueError(
+            f"layer_types {sorted(unknown)}, {len(types)} of them, and {len(marks)} no_rope_layers for {count} layers"
+        )
+    bias, sizes = r.get("attention_bias", False), dict[str, Any](head_dim=128, num_kv_heads=8, theta=5e5)
+    rotated = read_attention(
+        r, qkv_bias=bias, o_bias=bias, qk_norm=r.get("use_qk_norm", True), learned_qk_norm=False, **sizes
+    )
+    floor, scale = r.get("floor_scale", 8192), r.get("attn_scale", 0.1)
+    temperature = (floor, scale) if r.get("attn_temperature_tuning", True) else None
+    bare = replace(rotated, rope=None, qk_norm=False, temperature=temperature)
+    chunks = [chunk if kind == "chunked_attention" else None for kind in types]
+    return [replace(rotated if mark else bare, chunk=size) for mark, size in zip(marks, chunks, strict=True)]
+
+
+@family("Llama4ForCausalLM", "llama4_text")
+def llama4(r: ConfigReader) -> DecoderSpec:
+    """Llama 4, text only: chunks, layers without positions, a shared expert."""
+    parts, step, count = ("gate", "up", "down"), r.get("interleave_moe_layer_step", 1), r.need("num_hidden_layers")
+    names: dict[str, Any] = {part: f"feed_forward.{part}_proj" for part in parts}
+    dense = read_mlp(r, intermediate_size=r.get("intermediate_size_mlp", 16384), **names)
+    shared = read_mlp(r, **{part: f"feed_forward.shared_expert.{part}_proj" for part in parts})
+    sparse = range(step - 1, count, step) if r.get("moe_layers") is None else r.get("moe_layers")
+    top_k = r.get("num_experts_per_tok", 1)
+    router = RouterSpec(top_k=top_k, score="sigmoid", on_input=True, name="feed_forward.router")
+    moe = read_experts(r, 16, r.need("intermediate_size"), router, field="num_local_experts", shared=shared)
+    mixers = enumerate(read_llama4_mixers(r))
+    rules = (
+        each_expert("feed_forward.experts.gate_up_proj", *(f"{EXPERT_NAMES[part]}.weight" for part in ("gate", "up"))),
+        each_expert("feed_forward.experts.down_proj", f"{EXPERT_NAMES['down']}.weight"),
+    )
+    layers = tuple(LayerSpec(mixer=mixer, mlp=moe if i in sparse else dense) for i, mixer in mixers)
+    stacks = tuple(Unpack(rule.suffix, lambda t, rule=rule: rule.parts(t.transpose(1, 2))) for rule in rules)  # type: ignore[misc]
+    unpack = stacks + neighbours_rotated(layers[0].mixer)  # type: ignore[arg-type]
+    return DecoderSpec(**read_common(r, eps=1e-5), layers=layers, unpack=unpack)

@@ -1,8 +1,9 @@
-"""Families with state-space layers: Mamba-2, LFM2, Granite 4 hybrids, Qwen3-Next."""
+"""Families with state-space layers: Mamba, Mamba-2, Jamba, Bamba, LFM2, Granite 4 hybrids, Qwen3-Next."""
 
 # Generated from nbs/models/families/state.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from minivllm.models.families.moe import EXPERT_NAMES, STACKED, each_expert, qwe
 from minivllm.models.mixers.base import TokenMixerSpec
 from minivllm.models.mixers.conv import ShortConvSpec
 from minivllm.models.mixers.delta import DeltaNetSpec
+from minivllm.models.mixers.mamba1 import Mamba1Spec
 from minivllm.models.mixers.mamba2 import Mamba2Spec
 from minivllm.models.mixers.mlp import GatedMLPSpec
 from minivllm.models.mixers.moe import MoESpec, RouterSpec
@@ -20,6 +22,7 @@ from minivllm.models.spec import (
     ConfigReader,
     DecoderSpec,
     LayerSpec,
+    MTPSpec,
     Unpack,
     WeightNames,
     family,
@@ -29,8 +32,8 @@ from minivllm.models.spec import (
 )
 
 __all__ = [
-    "LONGEST", "gated_query", "granitemoehybrid", "lfm2", "mamba2", "mixers_by_type", "qwen3_next",
-    "read_dt_limit", "read_mamba2",
+    "LONGEST", "bamba", "gated_query", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2",
+    "mixers_by_type", "qwen3_next", "read_dt_limit", "read_mamba2",
 ]  # fmt: skip
 
 LONGEST = 1 << 17
@@ -74,7 +77,30 @@ def mamba2(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"), names=_BACKBONE)
 
 
-def mixers_by_type(r: ConfigReader, types: list[str], kinds: dict[str, TokenMixerSpec]) -> list[TokenMixerSpec]:
+@family("MambaForCausalLM", "mamba")
+def mamba(r: ConfigReader) -> DecoderSpec:
+    """Mamba: nothing but selective scans."""
+    r.assume(max_position_embeddings=LONGEST, hidden_size=768, vocab_size=50280, num_hidden_layers=32)
+    r.only("hidden_act", "silu", "swish")
+    for training in ("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme"):
+        r.get(training)
+    for other in ("d_inner", "d_model", "n_layer", "intermediate_size", "rms_norm", "ssm_cfg"):
+        r.get(other)  # what other fields say, too
+    for how in ("residual_in_fp32", "rescale_prenorm_residual", "use_mambapy", "use_associative_scan"):
+        r.get(how)
+    r.get("fused_add_norm"), r.get("pad_vocab_size_multiple")
+    hidden, rank, eps = r.need("hidden_size"), r.get("time_step_rank", "auto"), r.get("layer_norm_epsilon", 1e-5)
+    mixer = Mamba1Spec(
+        prefix="mixer.", channels=int(r.get("expand", 2) * hidden), state_size=r.get("state_size", 16),
+        rank=-(-hidden // 16) if rank == "auto" else rank, kernel=r.get("conv_kernel", 4), bias=r.get("use_bias", False),
+        conv_bias=r.get("use_conv_bias", True),
+    )  # fmt: skip
+    layer = LayerSpec(mixer=mixer, mlp=NoMLPSpec(), mixer_norm="norm", mlp_norm=None)
+    common = read_common(r, eps_name=None, eps=eps, tied=True)
+    return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"), names=_BACKBONE)
+
+
+def mixers_by_type(r: ConfigReader, types: list[str], kinds: Mapping[str, TokenMixerSpec]) -> list[TokenMixerSpec]:
     """The mixer of each layer. kinds: by the names that the config may use.
 
     Raises:
@@ -104,7 +130,11 @@ def lfm2(r: ConfigReader) -> DecoderSpec:
     part = {name: f"feed_forward.{weight}" for name, weight in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
     mlp = GatedMLPSpec(intermediate_size=size, **part)  # type: ignore[arg-type]
     r.assume(max_position_embeddings=128_000)
-    names = {"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm", "o": "self_attn.out_proj"}
+    names: dict[str, Any] = {
+        "q_norm": "self_attn.q_layernorm",
+        "k_norm": "self_attn.k_layernorm",
+        "o": "self_attn.out_proj",
+    }
     attention = read_attention(r, num_kv_heads=8, theta=1e6, qk_norm=True, **names)
     conv = ShortConvSpec(
         prefix="conv.", channels=r.need("hidden_size"), kernel=r.get("conv_L_cache", 3), bias=r.get("conv_bias", False)
@@ -142,6 +172,7 @@ def read_mamba2(r: ConfigReader, **fields: Any) -> Mamba2Spec:
 @family("GraniteMoeHybridForCausalLM", "granitemoehybrid")
 def granitemoehybrid(r: ConfigReader) -> DecoderSpec:
     """Granite 4: Mamba-2 and some attention, mostly without positions; experts and a shared one, or that one alone."""
+    r.assume(intermediate_size=11008, max_position_embeddings=2048)
     bias, count = r.get("attention_bias", False), r.need("num_hidden_layers")
     rope: dict[str, Any] = {} if r.only("position_embedding_type", None, "rope", "nope") == "rope" else {"rope": None}
     for name in ("rope_parameters", "rope_theta", "rope_scaling", "normalization_function", "init_method"):
@@ -173,6 +204,65 @@ def granitemoehybrid(r: ConfigReader) -> DecoderSpec:
             Unpack("block_sparse_moe.router.weight", lambda t: {f"{router.name}.weight": t}),
         ),
     )
+
+
+_FEED_FORWARD = {part: f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+
+
+@family("BambaForCausalLM", "bamba")
+def bamba(r: ConfigReader) -> DecoderSpec:
+    """Bamba: Mamba-2, and attention on half of each head's numbers in a few layers."""
+    bias, count, full = r.get("attention_bias", False), r.need("num_hidden_layers"), r.get("attn_layer_indices") or ()
+    r.assume(max_position_embeddings=262144, rms_norm_eps=1e-5, mamba_d_head="auto")
+    r.only("mlp_bias", False), r.get("num_logits_to_keep"), r.get("z_loss_coefficient")
+    attention = read_attention(r, num_kv_heads=8, part=0.5, qkv_bias=bias, o_bias=bias)
+    types = r.get("layer_types") or r.get("layers_block_type")
+    types = types or ["full_attention" if i in full else "linear_attention" for i in range(count)]
+    kinds = dict.fromkeys(("mamba", "linear_attention"), read_mamba2(r)) | dict.fromkeys(
+        ("attention", "full_attention"), attention
+    )
+    mlp = read_mlp(r, **_FEED_FORWARD)
+    return DecoderSpec(
+        **read_common(r, eps=1e-5),
+        layers=tuple(LayerSpec(mixer=m, mlp=mlp, mlp_norm="pre_ff_layernorm") for m in mixers_by_type(r, types, kinds)),
+        names=WeightNames(final_norm="model.final_layernorm.weight"),
+    )
+
+
+@family("JambaForCausalLM", "jamba")
+def jamba(r: ConfigReader) -> DecoderSpec:
+    """Jamba: selective scans with norms, attention without positions, and experts in every other layer."""
+    count, hidden, rank = r.need("num_hidden_layers"), r.need("hidden_size"), r.get("mamba_dt_rank", "auto")
+    r.assume(max_position_embeddings=262144)
+    for how in ("use_mamba_kernels", "use_mambapy", "use_associative_scan", "num_logits_to_keep", "layer_types"):
+        r.get(how)  # the layers are those of the periods below
+    r.get("layers_block_type"), r.get("layers_num_experts"), r.only("sliding_window", None)
+    scan = Mamba1Spec(
+        prefix="mamba.", channels=r.get("mamba_expand", 2) * hidden, state_size=r.get("mamba_d_state", 16),
+        rank=-(-hidden // 16) if rank == "auto" else rank, kernel=r.get("mamba_d_conv", 4),
+        bias=r.get("mamba_proj_bias", False), conv_bias=r.get("mamba_conv_bias", True), norm_eps=r.get("rms_norm_eps", 1e-6),
+    )  # fmt: skip
+    attention, mlp = read_attention(r, num_kv_heads=8, rope=None), read_mlp(r, **_FEED_FORWARD)
+    router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), name="feed_forward.router")
+    names = {part: name.replace("forward.", "forward.experts.{}.") for part, name in _FEED_FORWARD.items()}
+    moe = read_experts(r, 16, mlp.intermediate_size, router)
+    moe = replace(moe, expert=replace(moe.expert, **dict[str, Any](names)))
+    every, first = r.get("attn_layer_period", 8), r.get("attn_layer_offset", 4)
+    expert_every, expert_first = r.get("expert_layer_period", 2), r.get("expert_layer_offset", 1)
+    layers = [
+        LayerSpec(
+            mixer=attention if i % every == first else scan,
+            mlp=moe if i % expert_every == expert_first and moe.num_experts > 1 else mlp,
+            mlp_norm="pre_ff_layernorm",
+        )
+        for i in range(count)
+    ]
+    stacked = (
+        each_expert("feed_forward.experts.gate_up_proj", f"{names['gate']}.weight", f"{names['up']}.weight"),
+        each_expert("feed_forward.experts.down_proj", f"{names['down']}.weight"),
+    )
+    final = WeightNames(final_norm="model.final_layernorm.weight")
+    return DecoderSpec(**read_common(r), layers=tuple(layers), names=final, unpack=stacked)
 
 
 def gated_query(head_dim: int, kind: str) -> Unpack:
@@ -211,5 +301,14 @@ def qwen3_next(r: ConfigReader) -> DecoderSpec:
         layers=tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, qwen_mlps(r, moe), strict=True)),
         norm_offset=True,
         unpack=(*STACKED, *(gated_query(attention.head_dim, kind) for kind in ("weight", "bias"))),
-        names=WeightNames(ignored=("mtp.",)),
+        ignored=("mtp.",),
+        mtp=MTPSpec(
+            spec=LayerSpec(mixer=attention, mlp=moe),
+            layer="mtp.layers.{}.",
+            embedding_norm="mtp.pre_fc_norm_embedding.weight",
+            hidden_norm="mtp.pre_fc_norm_hidden.weight",
+            fuse="mtp.fc.weight",
+            final_norm="mtp.norm.weight",
+            passes_normed=True,
+        ),
     )

@@ -72,14 +72,14 @@ def _explain_quantized(
     if dtype not in (torch.float32, torch.bfloat16):
         shown = str(dtype).removeprefix("torch.")
         raise ValueError(f"quantization is implemented for dtype float32 and bfloat16, not {shown}")
-    if batch_invariant:
+    if batch_invariant and wanted == "torch":
         raise ValueError(
-            "quantization does not go with an attention backend that asks for rows that do not depend on the batch"
-            " (reference, numba_cpu_invariant): how quantized weights are multiplied depends on the number of rows"
+            "quantization does not go with attention_backend='reference', which asks for rows that do not depend on the batch:"
+            " torch multiplies by what it writes out, and rounds by the number of rows; 'numba_cpu_invariant' takes it"
         )
     if importlib.util.find_spec("numba") is None:
         raise ImportError(f"quantized weights are multiplied by numba: {_NO_NUMBA}")
     from minivllm.models.linear.quantized import explain
 
     name = f"torch_{name}" if wanted == "torch" else name
-    return name, explain(dtype, name)
+    return name, explain(name)

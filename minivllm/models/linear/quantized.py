@@ -2,158 +2,266 @@
 
 # Generated from nbs/models/linear/quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import functools
-import math
-import threading
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.models.linear.cpu import CPULinear, few_rows_matmul, onednn_block, onednn_packs, pack_onednn
-from minivllm_kernels.cpu.matmul.layout import ITEM, UNIT, QuantizedMatmul, padded
+from minivllm.models.linear.cpu import few_rows_matmul
+from minivllm.models.linear.grouped import (
+    GroupedWeight,
+    QuantizedWeight,
+    StoredLinear,
+    pack_nibbles,
+    unpack_nibbles,
+)
+from minivllm.models.linear.unquantized import TorchLinear
+from minivllm_kernels.cpu.matmul.layout import ITEM, SPAN, QuantizedMatmul
 
 __all__ = [
-    "AT_ONCE", "FEW", "QuantizedLinear", "TorchQuantizedLinear", "cut", "explain", "few_rows", "pack_scales",
-    "pack_words", "quantize", "quantized_linear", "restore",
+    "AT_ONCE", "CPUStoredLinear", "PackedWeight", "QuantizedLinear", "TorchQuantizedLinear", "explain",
+    "pack_problem", "pack_scales", "pack_words", "quantize", "quantize_groups", "quantize_rows",
+    "quantized_linear", "rounded_together", "shortened", "whole_codes",
 ]  # fmt: skip
 
 
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """8 bits, one step a row, symmetric around zero.
-
-    Args:
-        weight: float32 [outputs, inputs].
-
-    Returns:
-        `u`, uint8 [outputs, inputs], and float32 [outputs, 1, 2], a step and a low: `weight` is `u * step + low`, to half a step.
-    """
-    step = (weight.abs().amax(1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-    u = weight.div(step).round_().add_(128).to(torch.uint8)
-    return u, torch.stack((step, -128 * step), -1)
+def quantize_rows(weight: Tensor) -> GroupedWeight:
+    """8 bits, one scale a row, symmetric around zero; weight: float32 [outputs, inputs]."""
+    scale = (weight.abs().amax(1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    return GroupedWeight(weight.div(scale).round_().to(torch.int8), scale)
 
 
-def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """4 bits, from the least to the largest of every `group` inputs of a row. Step and low are rounded to bf16 first.
+def shortened(x: Tensor) -> Tensor:
+    """float32 as float16, or as it is if that would round a number by more than one part in 2048."""
+    half = x.half()
+    return half if ((half.float() - x).abs() <= x.abs() / 2048).all() else x
+
+
+def quantize_groups(weight: Tensor, group: int) -> GroupedWeight:
+    """4 bits, from the least to the largest of every `group` inputs of a row. Scale and low are `shortened` first.
 
     Args:
         weight: float32 [outputs, inputs]. The last group may be shorter.
-
-    Returns:
-        `u`, uint8 [outputs, inputs], and bf16 [outputs, groups, 2], a step and a low: `weight` is `u * step + low`.
     """
     outputs, inputs = weight.shape
     whole = F.pad(weight[None], (0, -inputs % group), mode="replicate").view(outputs, -1, group)
-    low, high = whole.aminmax(dim=-1, keepdim=True)
-    scales = torch.cat(((high - low) / 15, low), -1).to(torch.bfloat16)
-    step, low = scales.float().split(1, -1)
-    u = whole.sub(low).div_(step.masked_fill(step == 0, 1)).round_().clamp_(0, 15)
-    return u.to(torch.uint8).view(outputs, -1)[:, :inputs], scales
-
-
-def pack_words(u: Tensor, bits: int) -> Tensor:
-    """Whole numbers [outputs, inputs] as int32 words, in the order of `QuantizedMatmul`; outputs a multiple of `ITEM`."""
-    u = F.pad(u, (0, padded(u.shape[1]) - u.shape[1]))
-    if bits == 4:
-        u = u[:, ::2] | u[:, 1::2] << 4
-    return u.view(-1, ITEM, u.shape[1] // 4, 4).transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
-
-
-def pack_scales(scales: Tensor) -> Tensor:
-    """[outputs, groups, 2] in the order of `QuantizedMatmul`."""
-    return scales.view(-1, ITEM, *scales.shape[1:]).permute(0, 2, 3, 1).contiguous()
-
-
-def quantize(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Words and scales of a weight [outputs, inputs] in the order of `QuantizedMatmul`, made some rows at a time."""
-    outputs, inputs = weight.shape
-    blocks, groups = -(-outputs // ITEM), -(-padded(inputs) // group)
-    words = torch.empty(blocks, padded(inputs) * bits // 32, ITEM, dtype=torch.int32)
-    scales = torch.empty(blocks, groups, 2, ITEM, dtype=torch.float32 if bits == 8 else torch.bfloat16)
-    some = max(AT_ONCE // inputs // ITEM, 1)
-    for first, rows in zip(range(0, blocks, some), weight.split(some * ITEM), strict=True):
-        rows = F.pad(rows.float(), (0, 0, 0, -rows.shape[0] % ITEM))
-        u, parts = quantize_rows(rows) if bits == 8 else quantize_groups(rows, group)
-        words[first : first + some], scales[first : first + some] = pack_words(u, bits), pack_scales(parts)
-    return words, scales
+    low, high = whole.aminmax(dim=-1)
+    low, scale = shortened(low), shortened((high - low) / 15)
+    exact = scale.float().unsqueeze(-1)
+    q = whole.sub(low.float().unsqueeze(-1)).div_(exact.masked_fill(exact == 0, 1)).round_().clamp_(0, 15)
+    stored = pack_nibbles(q.to(torch.uint8).view(outputs, -1))
+    if inputs % group == 0:
+        return GroupedWeight(stored, scale, low)
+    order = torch.arange(2 * stored.shape[1]).clamp_(max=inputs)  # columns behind the last input belong to none
+    return GroupedWeight(stored, scale, low, order=order, inputs=inputs)
 
 
 AT_ONCE = 1 << 21
-"""Numbers of a weight that are quantized, or written out again, at once: what a cache holds."""
+"""Numbers of a weight that are quantized at once: what a cache holds."""
 
 
-def restore(words: Tensor, scales: Tensor, outputs: int, inputs: int, group: int) -> Tensor:
-    """float32 [outputs, inputs]: what the words and scales of `quantize` stand for."""
-    u = words.unsqueeze(-1).view(torch.uint8)  # [blocks, words, ITEM, 4]
-    if scales.dtype == torch.bfloat16:
-        u = torch.stack((u & 15, u >> 4), -1).flatten(-2)
-    u = u.transpose(1, 2).reshape(words.shape[0] * ITEM, -1)[:outputs, :inputs]
-    step, low = scales.float().permute(2, 0, 3, 1).flatten(1, 2).repeat_interleave(group, 2)[:, :outputs, :inputs]
-    return u * step + low
+def quantize(weight: Tensor, bits: int, group: int | None) -> GroupedWeight:
+    """A weight [outputs, inputs] in 8 bits, or in 4 with a scale and a low for every `group` inputs."""
+    pieces = [
+        quantize_rows(rows.float()) if bits == 8 else quantize_groups(rows.float(), group or weight.shape[1])
+        for rows in weight.split(max(AT_ONCE // weight.shape[1], 1))
+    ]
+    whole = pieces[0]
+    if len(pieces) == 1:
+        return whole
+    both = {name: torch.cat([piece.tensors()[name] for piece in pieces]) for name in ("q", "scale")}
+    low = None if whole.low is None else torch.cat([piece.tensors()["low"] for piece in pieces])
+    return GroupedWeight(both["q"], both["scale"], low, order=whole.order, inputs=whole.inputs)
 
 
-class _Piece:
-    """Memory for some outputs of a weight, written out for torch to multiply with, over and over.
-
-    float32 lies [inputs, outputs]; bf16 in oneDNN's order, so that oneDNN need not bring it into order each time.
-    """
-
-    def __init__(self, dtype: torch.dtype, outputs: int, inputs: int) -> None:
-        self.whole = -(-outputs // ITEM) * ITEM
-        if dtype == torch.float32:
-            memory = torch.empty(padded(inputs), self.whole)
-            self.weight, self.stride, self.block = memory[:inputs, :outputs], self.whole, 0
-        else:
-            self.block = onednn_block(outputs, inputs) or 0
-            self.weight, memory = pack_onednn(torch.zeros(outputs, inputs, dtype=dtype))
-            self.stride = memory.numel() // (-(-outputs // self.block) * self.block)
-        self.where = memory.data_ptr()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, inputs] to [rows, outputs]."""
-        if self.block:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
-        return torch.mm(x, self.weight)
+def pack_problem(weight: GroupedWeight) -> str | None:
+    """Why no kernel multiplies by this weight, or None."""
+    if weight.scale.shape[1] > 1 and weight.group != SPAN and weight.group % (2 * SPAN):
+        return f"groups of {weight.group} inputs are neither {SPAN} nor a multiple of {2 * SPAN}"
+    return None
 
 
-class _Pieces(threading.local):
-    """The pieces of this Python thread; all layers of a shape share one."""
-
-    def __init__(self) -> None:
-        self.of = functools.cache(_Piece)
-
-
-_pieces = _Pieces()
-
-
-def cut(outputs: int, inputs: int) -> list[tuple[int, int]]:
-    """(first output, outputs) of the pieces that a weight is written out in."""
-    count = -(-outputs * inputs // AT_ONCE)
-    size = -(-outputs // (64 * count)) * 64
-    return [(first, min(size, outputs - first)) for first in range(0, outputs, size)]
+def rounded_together(weight: GroupedWeight) -> tuple[int, int]:
+    """(inputs of a row that are rounded together, how often that doubles to the inputs that share a scale of the weight)."""
+    if weight.scale.shape[1] == 1:
+        return SPAN if 0 < weight.columns % (2 * SPAN) <= SPAN else 2 * SPAN, 31
+    if weight.group % (2 * SPAN):
+        return SPAN, 0
+    times = weight.group // (2 * SPAN)
+    return (2 * SPAN, times.bit_length() - 1) if times & (times - 1) == 0 else (weight.group, 0)
 
 
-FEW = 8
-"""Up to this many rows the numba kernel is the faster one."""
+def pack_words(u: Tensor, bits: int, columns: int) -> Tensor:
+    """Numbers [outputs, inputs], padded to `columns`, as int32 words in the order of `QuantizedMatmul`."""
+    u = F.pad(u, (0, columns - u.shape[1], 0, -u.shape[0] % ITEM))
+    if bits == 4:
+        fours = u.view(len(u), -1, 2, 4)
+        u = (fours[:, :, 0] | fours[:, :, 1] << 4).view(len(u), -1)
+    return u.view(-1, ITEM, u.shape[1] // 4, 4).transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
 
 
-def few_rows(dtype: torch.dtype, outputs: int, inputs: int) -> float:
-    """Up to how many rows the numba kernel is the faster one, or the only one."""
-    if dtype == torch.float32:
-        return FEW
-    if not onednn_packs() or inputs % UNIT or not all(onednn_block(n, inputs) for _, n in cut(outputs, inputs)):
-        return math.inf
-    return FEW
+def pack_scales(weight: GroupedWeight, factor: float) -> Tensor:
+    """[outputs / ITEM, scale groups, parts, ITEM]: in float16, unless that rounds by more than one part in 2048, or the scales are
+    one for each output, or 8 bits have a low."""
+    parts = [weight.scale.float() / factor] + ([] if weight.low is None else [weight.low.float()])
+    whole = F.pad(torch.stack(parts, -1), (0, 0, 0, 0, 0, -weight.scale.shape[0] % ITEM))
+    packed = whole.view(-1, ITEM, *whole.shape[1:]).permute(0, 2, 3, 1).contiguous()
+    if weight.scale.shape[1] == 1 or (weight.bits == 8 and weight.low is not None):
+        return packed
+    return shortened(packed)
 
 
-class QuantizedLinear(CPULinear):
-    """A weight of 8 or 4 bits, rounded when it is loaded; activations stay what they are.
+def whole_codes(codes: Tensor) -> tuple[Tensor, float]:
+    """A code book as numbers from -127 to 127, and the factor between: exact if the codes are whole numbers or halves."""
+    largest = codes.abs().max().item()
+    for factor in (1.0, 2.0):
+        if largest * factor <= 127 and bool((codes * factor == (codes * factor).round()).all()):
+            return (codes * factor).to(torch.int8), factor
+    return (codes * (127 / largest)).round().to(torch.int8), 127 / largest
 
-    Few rows by a numba kernel, more by torch, with the weight written out piece by piece in the dtype that it came in.
+
+class PackedWeight(QuantizedWeight):
+    """A `GroupedWeight` in the order of the CPU's kernel, which rounds activations to 8 bits, 32 or more of a row together.
+
+    A code book that is not made of halves is rounded to parts of 127 of its largest entry.
 
     Args:
-        bits: 8 (a step for each output) or 4.
-        group: inputs with a step and a low of their own, for 4 bits.
+        dtype: of the activations, float32 or bfloat16.
+        bias: float32 [outputs], added to the results.
+        out_dtype: of the results, if it is another one.
+
+    Raises:
+        ValueError: `pack_problem`.
+    """
+
+    def __init__(
+        self,
+        weight: GroupedWeight,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        if problem := pack_problem(weight):
+            raise ValueError(f"no kernel for this weight: {problem}")
+        self._shape, self.columns, self.bits, self.out_dtype = weight.shape, weight.columns, weight.bits, out_dtype
+        self.order, self.inputs, self.bias = weight.order, weight.inputs, bias
+        self.codes: Tensor | None
+        self.codes, factor = (None, 1.0) if weight.codes is None else whole_codes(weight.codes)
+        self.table = None if self.codes is None else self.codes.view(torch.uint8) ^ 128
+        group, shift = rounded_together(weight)
+        straight = torch.arange(self.columns).clamp_(max=self._shape[1])
+        behind = self.columns - self._shape[1]
+        self.straight = self.order is None or (behind < weight.group and torch.equal(self.order, straight))
+        inputs = self._shape[1] if self.straight else self.columns
+        u = unpack_nibbles(weight.q) if self.bits == 4 else weight.q.view(torch.uint8) ^ 128
+        wide = -(-inputs // group) * group
+        self.words = pack_words(u[:, :wide], self.bits, wide)
+        self.scales = pack_scales(weight, factor)
+        self.kernel = QuantizedMatmul(
+            self.words.data_ptr(),
+            self.scales.data_ptr(),
+            self._shape[0],
+            inputs,
+            bits=self.bits,
+            group=group,
+            shift=shift,
+            parts=self.scales.shape[2],
+            scale_bits=8 * self.scales.itemsize,
+            x_bits=8 * dtype.itemsize,
+            out_bits=8 * (out_dtype or dtype).itemsize,
+            bias=0 if bias is None else bias.data_ptr(),
+            codes=0 if self.table is None else self.table.data_ptr(),
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    def apply(self, x: Tensor, matmul: Any = None) -> Tensor:
+        """x [T, inputs] to [T, outputs], with the bias. `matmul` is not needed."""
+        if not self.straight:
+            assert self.order is not None
+            x = (x if self.inputs is None else F.pad(x, (0, 1))).index_select(1, self.order)
+        return few_rows_matmul(self.kernel, x, self._shape[0], self.out_dtype)
+
+    def unpacked(self) -> GroupedWeight:
+        """The weight as it came; a code book as the kernel has it."""
+        u = self.words.unsqueeze(-1).view(torch.uint8)  # [blocks, words, ITEM, 4]
+        if self.bits == 4:
+            u = torch.stack((u & 15, u >> 4), 2).flatten(1, 2)  # the low halves are four inputs, the high ones the next
+        u = u.transpose(1, 2).reshape(len(self.words) * ITEM, -1)[: self._shape[0], : self.columns]
+        u = F.pad(u, (0, self.columns - u.shape[1]))  # columns behind the last input, which are not kept
+        q = pack_nibbles(u) if self.bits == 4 else (u ^ 128).view(torch.int8)
+        scale, *low = self.scales.permute(2, 0, 3, 1).flatten(1, 2)[:, : self._shape[0]].unbind()
+        codes = None if self.codes is None else self.codes.float()
+        return GroupedWeight(q, scale, low[0] if low else None, codes, self.order, self.inputs)
+
+    def dequantize(self) -> Tensor:
+        """See `QuantizedWeight`."""
+        return self.unpacked().dequantize()
+
+    def narrow(self, dim: int, start: int, length: int) -> Any:
+        """Some outputs or inputs, as a `GroupedWeight`."""
+        return self.unpacked().narrow(dim, start, length)
+
+    def __getitem__(self, rows: Any) -> Any:
+        return self.unpacked()[rows]
+
+    def joined(self, below: Any) -> Any:
+        """None: what is packed is not joined any more."""
+        return None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `QuantizedWeight`."""
+        return {"words": self.words, "scales": self.scales}
+
+
+class CPUStoredLinear(StoredLinear):
+    """`StoredLinear` with grouped weights multiplied by the CPU's kernel; weights of other kinds are written out by torch."""
+
+    capturable = True
+
+    def process_weights_after_loading(self) -> None:
+        """See `LinearMethod`."""
+        if not self.loaded:
+            return  # nothing was loaded anew
+        super().process_weights_after_loading()
+        self.biases: list[Tensor] | list[None] = [None] * len(self.values)
+        if self.bias is not None:
+            self.biases = [part.float() for part in self.bias.split([value.shape[0] for value in self.values])]
+        self.values = [
+            PackedWeight(value, self.dtype, bias)
+            if isinstance(value, GroupedWeight) and not pack_problem(value)
+            else value
+            for value, bias in zip(self.values, self.biases, strict=True)
+        ]
+
+    def apply(self, x: Tensor) -> Tensor:
+        """See `LinearMethod`."""
+        out = [self.multiply(x, i) for i in range(len(self.values))]
+        return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+    def multiply(self, x: Tensor, index: int) -> Tensor:
+        """x [T, inputs] by `values[index]`, with its bias."""
+        out, bias = super().multiply(x, index), self.biases[index]
+        return out if bias is None or isinstance(self.values[index], PackedWeight) else out + bias.to(out.dtype)
+
+    @property
+    def memory(self) -> Tensor | None:
+        value = self.values[0] if len(self.values) == 1 else None
+        return value.words if isinstance(value, PackedWeight) else super().memory
+
+
+class QuantizedLinear(TorchLinear):
+    """A weight of 8 or 4 bits, rounded when it is loaded, and multiplied by the CPU's kernel, which rounds activations to 8 bits.
+
+    Args:
+        bits: 8 (a scale for each output) or 4.
+        group: inputs with a scale and a low of their own, for 4 bits.
+
+    Attributes:
+        value: the weight; None until it was loaded.
     """
 
     capturable = True
@@ -161,6 +269,7 @@ class QuantizedLinear(CPULinear):
     def __init__(self, bits: int, group: int | None = None) -> None:
         super().__init__()
         self.bits, self.group = bits, group
+        self.value: QuantizedWeight | None = None
 
     def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
         """See `LinearMethod`."""
@@ -173,44 +282,37 @@ class QuantizedLinear(CPULinear):
         if "weight" not in self.weights:
             return  # nothing was loaded anew
         weight, bias = self.weights.pop("weight"), self.weights.get("bias")
-        (self.outputs, self.inputs), self.dtype = weight.shape, weight.dtype
-        self.out_dtype, self.max_rows = None, few_rows(weight.dtype, *weight.shape)
-        self._float_bias = None if bias is None else bias.float().contiguous()
-        self._group = padded(self.inputs) if self.group is None else self.group
-        self.words, self.scales = quantize(weight, self.bits, self._group)
-        sizes = (self.bits, self._group, self.outputs, self.inputs, 8 * weight.element_size())
-        self._kernel: QuantizedMatmul = QuantizedMatmul(
-            self.words.data_ptr(), self.scales.data_ptr(), *sizes, self._bias_address()
-        )
+        self.dtype = weight.dtype
+        own = None if bias is None else bias.float().contiguous()
+        self.value = self._pack(quantize(weight, self.bits, self.group), own)
+
+    def _pack(self, value: GroupedWeight, bias: Tensor | None) -> QuantizedWeight:
+        return PackedWeight(value, self.dtype, bias, self.out_dtype)
 
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
-        if x.shape[0] <= self.max_rows:
-            return few_rows_matmul(self._kernel, x, self.outputs)
-        parts, x = [], x.contiguous()
-        for first, outputs in cut(self.outputs, self.inputs):
-            piece = _pieces.of(self.dtype, outputs, self.inputs)
-            threads = torch.get_num_threads()
-            self._kernel.dequantize(piece.where, first, piece.whole, piece.stride, piece.block, threads)
-            parts.append(piece(x))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return out if self._float_bias is None else out.add_(self._float_bias)
+        assert self.value is not None
+        return self.value.apply(x)
 
     @property
     def weight(self) -> Tensor:
-        if "weight" in self.weights:
+        if "weight" in self.weights or self.value is None:
             return self.weights["weight"]
-        return restore(self.words, self.scales, self.outputs, self.inputs, self._group).to(self.dtype)
+        return self.value.dequantize().to(self.dtype)
 
     @property
     def memory(self) -> Tensor | None:
-        return self.weights.get("weight", getattr(self, "words", None))
+        return self.value.words if isinstance(self.value, PackedWeight) else self.weights.get("weight")
 
 
 class TorchQuantizedLinear(QuantizedLinear):
-    """The same numbers, with the whole weight written out by torch in every step: slow, and easy to read."""
+    """The same numbers, with the whole weight written out by torch in every step, and activations as they are: slow, easy to read."""
 
     capturable = True
+
+    def _pack(self, value: GroupedWeight, bias: Tensor | None) -> QuantizedWeight:
+        self.out_dtype = None
+        return value
 
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
@@ -224,13 +326,11 @@ def quantized_linear(name: str) -> QuantizedLinear:
     return cls(8) if kind == "int8" else cls(4, int(kind.removeprefix("int4_")))
 
 
-def explain(dtype: torch.dtype, name: str) -> str:
+def explain(name: str) -> str:
     """What the weights of a method are, and how they are multiplied, in words."""
-    what, kind = "8 bits, a step for each output", name.removeprefix("torch_")
+    what, kind = "8 bits, a scale for each output", name.removeprefix("torch_")
     if kind != "int8":
-        what = f"4 bits, a step and a low for {kind.removeprefix('int4_')} inputs, output layer 8 bits"
+        what = f"4 bits, a scale and a low for {kind.removeprefix('int4_')} inputs, output layer 8 bits"
     if kind != name:
         return f"weights of {what}; torch writes them out in every step"
-    limit = few_rows(dtype, 64, 64)
-    many = "" if limit == math.inf else f", beyond {limit} rows torch multiplies with pieces written out"
-    return f"weights of {what}; numba reads each once{many}"
+    return f"weights of {what}; numba multiplies whole numbers, with activations rounded to 8 bits"

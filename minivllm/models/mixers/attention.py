@@ -30,13 +30,13 @@ class SelfAttentionSpec(TokenMixerSpec):
         num_heads, num_kv_heads, head_dim: query heads, key-value heads, and the size of each.
         rope: the rotation, or None for no positions at all.
         scale: factor on the scores; None for `head_dim ** -0.5`.
-        sliding_window, chunk, soft_cap: see `AttentionSpec`.
+        sliding_window, chunk, soft_cap, sees_ahead: see `AttentionSpec`.
         qkv_bias, o_bias: which linear layers have a bias.
         qk_norm: an RMS norm of queries and keys before the rotation; of each head, or with `qk_norm_over_projection` of
-            all query heads as one vector, and all key heads as another.
+            all query heads as one vector, and all key heads as another. Its weights are ones unless `learned_qk_norm`.
+        temperature: (floor, scale): queries at position p are multiplied by `1 + scale * log(1 + (p + 1) // floor)` (Nakanishi, 2025).
         q, k, v, o, q_norm, k_norm: names of the weights in a checkpoint, after the layer's prefix.
-        gate: name of a matmul whose sigmoid is multiplied with what comes out of the attention; None for none.
-        sinks: name of the heads' sinks in a checkpoint, see `AttentionBackend`; None for none.
+        gate, sinks: names of a matmul whose sigmoid multiplies what comes out of the attention, and of the sinks (see `AttentionBackend`).
         qkv: name of the weight that holds those of q, k and v below each other, if the checkpoint has it so.
     """
 
@@ -52,6 +52,8 @@ class SelfAttentionSpec(TokenMixerSpec):
     o_bias: bool = False
     qk_norm: bool = False
     qk_norm_over_projection: bool = False
+    learned_qk_norm: bool = True
+    temperature: tuple[int, float] | None = None
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
@@ -60,6 +62,7 @@ class SelfAttentionSpec(TokenMixerSpec):
     k_norm: str = "self_attn.k_norm"
     qkv: str | None = None
     sinks: str | None = None
+    sees_ahead: bool = False
     gate: str | None = None
 
     def __post_init__(self) -> None:
@@ -100,7 +103,7 @@ class SelfAttentionSpec(TokenMixerSpec):
 
     def vectors(self) -> dict[str, int]:
         """See `MixerSpec`."""
-        if not self.qk_norm:
+        if not (self.qk_norm and self.learned_qk_norm):
             return {}
         heads = (self.num_heads, self.num_kv_heads) if self.qk_norm_over_projection else (1, 1)
         return {self.q_norm: heads[0] * self.head_dim, self.k_norm: heads[1] * self.head_dim}
@@ -119,6 +122,7 @@ class SelfAttentionSpec(TokenMixerSpec):
             soft_cap=self.soft_cap,
             kv_dtype=kv_dtype,
             sinks=self.sinks is not None,
+            sees_ahead=self.sees_ahead,
         )
 
     def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
@@ -155,6 +159,7 @@ class SelfAttention(Mixer):
             sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
             kind = ProjectionQKNorm if spec.qk_norm_over_projection else QKNorm
             self.qk_norm = kind(*sizes, builder.norm_eps, **how)  # type: ignore[arg-type]
+            self.qk_norm.weight.fill_(1)
         self.num_heads, self.head_dim = spec.num_heads, spec.head_dim
         self._scales: dict[str, float] = {}
 
@@ -171,6 +176,8 @@ class SelfAttention(Mixer):
             rotation=context.rotations[self.rotation],
             backend=self.backend,
         )
+        if self.spec.temperature is not None:
+            q = q * _temperatures(context.positions, *self.spec.temperature)[:, None, None].to(q.dtype)
         out = self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1)
         return self.o(out if self.gate is None else out * torch.sigmoid(self.gate(x)))
 
@@ -179,7 +186,7 @@ class SelfAttention(Mixer):
         yield from Mixer.targets(self)
         if self.spec.sinks is not None and self.sinks is not None:
             yield self.spec.sinks, self._load_sinks
-        if (norm := self.qk_norm) is not None:
+        if (norm := self.qk_norm) is not None and self.spec.learned_qk_norm:
             yield f"{self.spec.q_norm}.weight", partial(norm.load, norm.q_weight)
             yield f"{self.spec.k_norm}.weight", partial(norm.load, norm.k_weight)
 
@@ -204,3 +211,8 @@ class SelfAttention(Mixer):
         if self.kv_dtype is not None and self._scales:
             k, v = self._scales.get("k"), self._scales.get("v")
             self.backend = self.backend.scaled(KVScales(k or v or 1.0, v or k or 1.0))
+
+
+def _temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:
+    """Factors on the queries, float32 [T]; see `SelfAttentionSpec`."""
+    return torch.log1p(torch.floor((positions.float() + 1) / floor)) * scale + 1

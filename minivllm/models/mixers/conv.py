@@ -2,13 +2,16 @@
 
 # Generated from nbs/models/mixers/conv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from minivllm.attention.state import StateView
 from minivllm.models.mixers.base import LinearSpec, register_mixer
 from minivllm.models.mixers.scan import conv_scan, conv_step
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
+from minivllm.models.ops.base import InPlace
 
 __all__ = ["ShortConv", "ShortConvSpec"]
 
@@ -43,15 +46,14 @@ class ShortConvSpec(StateMixerSpec):
 class ShortConv(StateMixer):
     """`C * conv(B * x)`, with B, C and x from one matmul."""
 
-    def step(self, u: Tensor, states: States) -> tuple[Tensor, States]:
-        """See `StateMixer`."""
-        return self._mix(u, states, conv_step)
+    steps, scans = (conv_step,), (conv_scan,)
 
-    def scan(self, u: Tensor, states: States) -> tuple[Tensor, States]:
+    def kernels(self, views: list[StateView]) -> tuple[InPlace | None, ...]:
         """See `StateMixer`."""
-        return self._mix(u, states, conv_scan)
+        return (self.ops.conv(views[0]),)
 
-    def _mix(self, u: Tensor, states: States, conv) -> tuple[Tensor, States]:
+    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
+        (conv,) = forms
         B, C, x = u.float().chunk(3, 1)
         y, state = conv(B * x, states[0], self.extra["conv.weight"][:, 0], self.extra.get("conv.bias"))
         return (C * y).to(u.dtype), (state,)

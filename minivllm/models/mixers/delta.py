@@ -2,15 +2,18 @@
 
 # Generated from nbs/models/mixers/delta.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.attention.state import StateView
 from minivllm.models.mixers.base import LinearSpec, register_mixer
 from minivllm.models.mixers.scan import by_head, conv_scan, conv_step, delta_chunk, delta_step, in_chunks
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
+from minivllm.models.ops.base import InPlace
 
 __all__ = ["DeltaNet", "DeltaNetSpec", "delta_scan"]
 
@@ -69,16 +72,14 @@ class DeltaNet(StateMixer):
     """Convolve; correct what the state holds for a key; read it; norm and gate."""
 
     spec: DeltaNetSpec
+    steps, scans = (conv_step, delta_step), (conv_scan, delta_scan)
 
-    def step(self, u: Tensor, states: States) -> tuple[Tensor, States]:
+    def kernels(self, views: list[StateView]) -> tuple[InPlace | None, ...]:
         """See `StateMixer`."""
-        return self._mix(u, states, conv_step, delta_step)
+        return self.ops.conv(views[0]), self.ops.delta(views[1])
 
-    def scan(self, u: Tensor, states: States) -> tuple[Tensor, States]:
-        """See `StateMixer`."""
-        return self._mix(u, states, conv_scan, delta_scan)
-
-    def _mix(self, u: Tensor, states: States, conv, delta) -> tuple[Tensor, States]:
+    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
+        conv, delta = forms
         s, w, many = self.spec, self.extra, self.spec.num_v_heads // self.spec.num_k_heads
         qkvz, ba = u.split((u.shape[1] - 2 * s.num_v_heads, 2 * s.num_v_heads), 1)
         qkvz, ba = qkvz.unflatten(1, (s.num_k_heads, -1)), ba.unflatten(1, (s.num_k_heads, -1))

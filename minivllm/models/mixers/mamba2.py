@@ -3,15 +3,18 @@
 # Generated from nbs/models/mixers/mamba2.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.attention.state import StateView
 from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
 from minivllm.models.mixers.scan import conv_scan, conv_step, in_chunks, ssd_chunk, ssd_step
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
+from minivllm.models.ops.base import InPlace
 
 __all__ = ["Mamba2", "Mamba2Spec", "ssd_scan"]
 
@@ -80,41 +83,41 @@ class Mamba2Spec(StateMixerSpec):
         return (self.channels, self.kernel - 1), (self.num_heads, self.head_dim, self.state_size)
 
 
+def ssd_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """`ssd_recurrence` in chunks."""
+    return in_chunks(lambda x, dt, B, C, state: ssd_chunk(x, dt, A, B, C, D, state), (x, dt, B, C), state)
+
+
 @register_mixer(Mamba2Spec)
 class Mamba2(StateMixer):
     """Convolve; let the state decay, add to it and read it; gate and norm.
 
     Attributes:
         A: [num_heads], how fast each state decays; below 0.
+        wide: the small weights in float32.
     """
 
     spec: Mamba2Spec
+    steps, scans = (conv_step, ssd_step), (conv_scan, ssd_scan)
 
     def __init__(self, spec: Mamba2Spec, builder: Builder) -> None:
         super().__init__(spec, builder)
-        self.A = torch.empty(0)
+        self.A, self.wide = torch.empty(0), dict[str, Tensor]()
 
     def process_weights_after_loading(self) -> None:
         """See `Mixer`."""
-        self.A = -self.extra["A_log"].float().exp()
+        self.A, self.wide = -self.extra["A_log"].float().exp(), {k: w.float() for k, w in self.extra.items()}
 
-    def step(self, u: Tensor, states: States) -> tuple[Tensor, States]:
-        """See `StateMixer`."""
-        return self._mix(u, states, conv_step, ssd_step)
-
-    def scan(self, u: Tensor, states: States) -> tuple[Tensor, States]:
-        """See `StateMixer`."""
-        return self._mix(u, states, conv_scan, ssd_scan)
-
-    def _mix(self, u: Tensor, states: States, conv, ssd) -> tuple[Tensor, States]:
+    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
         """From the first matmul to the last, with one form of the convolution and of the recurrence."""
-        s, w = self.spec, self.extra
+        (conv, ssd), s, w = forms, self.spec, self.wide
         z, xBC, dt = u.split((s.inner, s.channels, s.num_heads), 1)
         xBC, last_inputs = conv(xBC, states[0], w["conv1d.weight"][:, 0], w.get("conv1d.bias"))
         x, B, C = F.silu(xBC).split((s.inner, s.num_groups * s.state_size, s.num_groups * s.state_size), 1)
         x, B, C = x.unflatten(1, (s.num_heads, -1)), *(v.unflatten(1, (s.num_groups, -1)) for v in (B, C))
-        dt = F.softplus(dt.float() + w["dt_bias"].float()).clamp(*s.dt_limit)
-        y, state = ssd(x, dt, self.A, B, C, w["D"].float(), states[1])
+        dt = F.softplus(dt.float() + w["dt_bias"])
+        dt = dt if s.dt_limit == (0.0, math.inf) else dt.clamp(*s.dt_limit)
+        y, state = ssd(x, dt, self.A, B, C, w["D"], states[1])
         return self._gate(y.flatten(1), z.float()).to(u.dtype), (last_inputs, state)
 
     def _gate(self, y: Tensor, z: Tensor) -> Tensor:
@@ -124,10 +127,9 @@ class Mamba2(StateMixer):
             y = y * F.silu(z)
         if s.norm:
             groups = y.unflatten(1, (s.num_groups, -1))
-            y = F.rms_norm(groups, groups.shape[-1:], None, s.eps).flatten(1) * self.extra["norm.weight"].float()
+            y = F.rms_norm(groups, groups.shape[-1:], None, s.eps).flatten(1) * self.wide["norm.weight"]
         return y * F.silu(z) if s.norm_before_gate else y
 
-
-def ssd_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`ssd_recurrence` in chunks."""
-    return in_chunks(lambda x, dt, B, C, state: ssd_chunk(x, dt, A, B, C, D, state), (x, dt, B, C), state)
+    def kernels(self, views: list[StateView]) -> tuple[InPlace | None, ...]:
+        """See `StateMixer`."""
+        return self.ops.conv(views[0]), self.ops.ssd(views[1])

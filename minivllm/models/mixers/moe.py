@@ -17,7 +17,7 @@ from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, b
 from minivllm.models.mixers.mlp import GatedMLP, GatedMLPSpec
 from minivllm.models.parallel import Share, SplitBlock
 
-__all__ = ["MoE", "MoESpec", "RouterSpec", "groups_experts", "numbered", "route"]
+__all__ = ["ExpertLoads", "MoE", "MoESpec", "RouterSpec", "groups_experts", "numbered", "route"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class RouterSpec:
         groups, top_groups: experts form `groups` groups, and only those of the best `top_groups` can be chosen.
         group_score: members of a group whose scores add up to the group's: 1 (the best) or 2.
         bias: the scores have a bias of the matmul.
+        on_input: the weights are factors on what the experts read, not on what they give.
         float32: the matmul is float32, whatever the model is.
         name: of the weight in a checkpoint, after the layer's prefix.
         correction: name of a vector that is added to the scores for the choice, and not for the weights; None for none.
@@ -46,6 +47,7 @@ class RouterSpec:
     top_groups: int = 1
     group_score: int = 1
     bias: bool = False
+    on_input: bool = False
     float32: bool = False
     name: str = "mlp.gate"
     correction: str | None = None
@@ -164,6 +166,7 @@ class MoE(Mixer):
         experts: one block for each.
         stacked: gate-up [E, 2 n, hidden_size] and down [E, hidden_size, n] of all experts, where one grouped matmul
             computes them; the experts' own weights are views of them. Not used while an expert computes anything else.
+        loads: gets the number of tokens of each expert, int64 [E], of every call; None while no one wants to know.
     """
 
     spec: MoESpec
@@ -174,7 +177,7 @@ class MoE(Mixer):
         plain = "batch_invariant" if builder.ops.batch_invariant else "torch"  # a router is small, and never quantized
         own = replace(builder, linear_method=plain, dtype=torch.float32 if spec.router.float32 else builder.dtype)
         super().__init__(spec, own)
-        self.group = builder.group
+        self.ranks = builder.group
         self.experts = ModuleList(build_mixer(expert, builder.inner("expert")) for expert in spec.experts)
         self.shared = None if spec.shared is None else build_mixer(spec.shared, builder.inner("shared"))
         self.correction: Tensor | None = None
@@ -182,6 +185,7 @@ class MoE(Mixer):
             self.correction = torch.empty(spec.num_experts, device=builder.device)
         self.grouped = groups_experts(builder) and spec.held is None
         self.stacked: list[Tensor] = []
+        self.loads: list[Tensor] | None = None
         self._checked: list[Any] = [
             -1,
             False,
@@ -193,14 +197,19 @@ class MoE(Mixer):
         order = ids.flatten().argsort(stable=True)
         counts = (ids.flatten() == torch.arange(self.spec.num_experts, device=x.device)[:, None]).sum(1)
         out = x.new_empty(len(order), x.shape[1])
-        out[order] = self._by_expert(x[order // ids.shape[1]], counts)
+        if self.loads is not None:
+            self.loads.append(counts)
+        rows = x[order // ids.shape[1]]
+        if self.spec.router.on_input:
+            rows, weights = rows * weights.flatten()[order, None].to(x.dtype), torch.ones_like(weights)
+        out[order] = self._by_expert(rows, counts)
         each = out.view(*ids.shape, -1).unbind(1)
         total = each[0] * weights[:, :1]
         for part, weight in zip(each[1:], weights.unbind(1)[1:], strict=True):
             total += part * weight[:, None]
         total = total.to(x.dtype)
         total = total if self.shared is None else total + self._shared(x)
-        return total if self.group is None else self.group.all_reduce(total)
+        return total if self.ranks is None else self.ranks.all_reduce(total)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, float32 [T, top_k], and experts, int64 [T, top_k], of tokens [T, hidden_size]."""
@@ -286,3 +295,28 @@ class MoE(Mixer):
         if self.spec.router.correction is not None:
             assert self.correction is not None
             yield self.spec.router.correction, self.correction.copy_
+
+
+class ExpertLoads:
+    """Counts the tokens of each expert of a model, step by step, while it is switched on.
+
+    model: has `layers`, some of them with an `mlp` that is a `MoE`.
+    counts: whether there is something to count: then the layers must be run, not a graph of them.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.on, self.counts, self._blocks = model, False, False, dict[int, MoE]()
+
+    def switch(self, on: bool) -> None:
+        """Begin or end."""
+        for block in self._blocks.values():
+            block.loads = None
+        blocks = ((i, getattr(layer, "mlp", None)) for i, layer in enumerate(self.model.layers)) if on else ()
+        self.on, self._blocks = on, {i: block for i, block in blocks if isinstance(block, MoE)}
+        self.counts = bool(self._blocks)
+        for block in self._blocks.values():
+            block.loads = []
+
+    def take(self) -> list[tuple[int, Tensor]]:
+        """(layer, tokens of each of its experts, int64 [E]) of the newest step."""
+        return [(layer, block.loads.pop()) for layer, block in self._blocks.items() if block.loads]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 __all__ = [
     "CHUNK", "by_head", "conv_scan", "conv_step", "decays", "delta_chunk", "delta_recurrence", "delta_step",
-    "in_chunks", "ssd_chunk", "ssd_recurrence", "ssd_step",
+    "in_chunks", "selective_chunk", "selective_recurrence", "selective_step", "ssd_chunk", "ssd_recurrence",
+    "ssd_step",
 ]  # fmt: skip
 
 
@@ -123,7 +124,8 @@ def delta_recurrence(
     """T tokens of one sequence, one after the other: q [T, H, K], state [H, K, V], and so on, to [T, H, V] and the new state."""
     ys, states = [], state[None]
     for t in range(len(q)):
-        y, states = delta_step(*(x[t : t + 1] for x in (q, k, v, log_decay, beta)), states)
+        now = slice(t, t + 1)
+        y, states = delta_step(q[now], k[now], v[now], log_decay[now], beta[now], states)
         ys.append(y)
     return torch.cat(ys), states[0]
 
@@ -140,3 +142,45 @@ def delta_chunk(
     y = (q @ k.mT * inner) @ change + before[..., None] * (q @ state)
     state = state * before[:, -1, None, None] + (k * inner[:, -1, :, None]).mT @ change
     return y.transpose(0, 1), state
+
+
+def selective_step(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of each of R sequences.
+
+    Args:
+        x: [R, I]. dt: [R, I], above 0. A: [I, N], below 0. B, C: [R, N]. D: [I], the input's own way past the state.
+        state: [R, I, N]. All float32.
+
+    Returns:
+        [R, I], and the new states.
+    """
+    state = state * (dt[..., None] * A).exp() + (dt * x)[..., None] * B[:, None]
+    return (state * C[:, None]).sum(-1) + D * x, state
+
+
+def selective_recurrence(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """T tokens of one sequence, one after the other: x [T, I], state [I, N], and so on, to [T, I] and the new state."""
+    ys, states = [], state[None]
+    for t in range(len(x)):
+        now = slice(t, t + 1)
+        y, states = selective_step(x[now], dt[now], A, B[now], C[now], D, states)
+        ys.append(y)
+    return torch.cat(ys), states[0]
+
+
+def selective_chunk(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `selective_recurrence`, for a chunk, in a number of rounds that is the logarithm of its length."""
+    decay, states = (dt[..., None] * A).exp(), (dt * x)[..., None] * B[:, None]  # [T, I, N]
+    states[0] += decay[0] * state
+    shift = 1
+    while shift < len(x):
+        states[shift:] = states[shift:] + decay[shift:] * states[:-shift]
+        decay[shift:] = decay[shift:] * decay[:-shift]
+        shift *= 2
+    return (states * C[:, None]).sum(-1) + D * x, states[-1]

@@ -5,7 +5,8 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from minivllm.attention.state import MambaSpec, StatePlan, StateView
 from minivllm.core.config import KVCacheSpec
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, Mixer, MixerSpec, TokenMixerSpec, register_mixer
-from minivllm.models.ops.base import ForwardContext
+from minivllm.models.ops.base import ForwardContext, InPlace
 
 __all__ = ["NoMLP", "NoMLPSpec", "StateMixer", "StateMixerSpec", "States"]
 
@@ -61,7 +62,11 @@ class StateMixer(Mixer):
 
     Attributes:
         extra: the weights that are no linear layer's, by the last part of their names.
+        steps, scans: each part's recurrence, for one token of many sequences and for many tokens of one.
     """
+
+    steps: ClassVar[tuple[Callable, ...]]
+    scans: ClassVar[tuple[Callable, ...]]
 
     spec: StateMixerSpec
     in_proj: Linear
@@ -70,39 +75,62 @@ class StateMixer(Mixer):
     def __init__(self, spec: StateMixerSpec, builder: Builder) -> None:
         super().__init__(spec, builder)
         how: dict[str, Any] = {"dtype": builder.dtype, "device": builder.device}
+        self._kept: dict[str, Any] = {}
         self.extra = {name: torch.empty(shape, **how) for name, shape in spec.extra_shapes().items()}
 
     @abstractmethod
+    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
+        """From the first matmul to the last, with one form of each recurrence: of `steps`, of `scans`, or of `kernels`."""
+
+    def kernels(self, views: list[StateView]) -> tuple[InPlace | None, ...]:
+        """What runs each recurrence on states where they lie, if the ops have it."""
+        return (None,)
+
     def step(self, u: Tensor, states: States) -> tuple[Tensor, States]:
         """One token of each of R sequences.
 
         Args:
-            u: [R, outputs of `in_proj`]. states: parts, each [R, *shape].
+            u: [R, outputs of `in_proj`]. states: parts, each `[R, *shape]`.
 
         Returns:
             [R, inputs of `out_proj`], and the new states.
         """
+        return self.mix(u, states, *self.steps)
 
-    @abstractmethod
     def scan(self, u: Tensor, states: States) -> tuple[Tensor, States]:
         """T tokens of one sequence: u [T, ...], parts without the first dimension."""
-
-    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """[T, hidden_size] to the same shape; changes states in this layer's cache."""
-        plan = context.plans[self.group]
-        assert isinstance(plan, StatePlan), "the group of a state-space layer has a StatePlan"
-        views = [StateView(context.kv_caches[self.cache], plan.spec, part) for part in range(len(plan.spec.shapes))]
-        u = self.in_proj(x)
-        y = u.new_empty(len(u), self.out_proj.in_features)
-        run = self._run_alone if self.ops.batch_invariant else self._run
-        run(u, y, views, plan)
-        return self.out_proj(y)
+        return self.mix(u, states, *self.scans)
 
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
         """See `Mixer`."""
         yield from Mixer.targets(self)
         for name, weight in self.extra.items():
             yield self.spec.prefix + name, weight.copy_
+
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """[T, hidden_size] to the same shape; changes states in this layer's cache."""
+        plan = context.plans[self.group]
+        assert isinstance(plan, StatePlan), "the group of a state-space layer has a StatePlan"
+        views, kernels = self._places(context.kv_caches[self.cache], plan.spec)
+        u = self.in_proj(x)
+        y = u.new_empty(len(u), self.out_proj.in_features)
+        if self.ops.batch_invariant:
+            self._run_alone(u, y, views, plan)
+        elif None in kernels:
+            self._run(u, y, views, plan)
+        elif len(plan.rows) == len(u):  # nothing but decodes, in the order of the batch
+            y = self._decode(u, kernels, plan)
+        else:
+            self._run_in_place(u, y, kernels, plan)
+        return self.out_proj(y)
+
+    def _places(self, cache: Tensor, spec: MambaSpec) -> tuple[list[StateView], tuple[Any, ...]]:
+        """Where this layer's states are in a cache, and what works on them there. Worked out anew for another cache."""
+        key = cache.data_ptr(), cache.shape, spec
+        if self._kept.get("key") != key:
+            views = [StateView(cache, spec, part) for part in range(len(spec.shapes))]
+            self._kept.update(key=key, places=(views, self.kernels(views)))
+        return self._kept["places"]
 
     def _run(self, u: Tensor, y: Tensor, views: list[StateView], plan: StatePlan) -> None:
         """Work through a step, into y [T, ...]: decodes together, then pieces."""
@@ -115,6 +143,15 @@ class StateMixer(Mixer):
             y[tokens], states = self.scan(u[tokens], tuple(state[0] for state in self._begin(views, plan, i)))
             for view, state in zip(views, states, strict=True):
                 view.write(plan.piece_write[i : i + 1], state[None])
+
+    def _decode(self, u: Tensor, kernels: tuple[InPlace, ...], plan: StatePlan) -> Tensor:
+        """The single tokens of a step."""
+        where = {"read": plan.read, "write": plan.write, "begins": torch.arange(len(u) + 1)}
+        return self._mix_in_place(u, kernels, where)
+
+    def _mix_in_place(self, u: Tensor, kernels: tuple[InPlace, ...], where: dict[str, Tensor]) -> Tensor:
+        nothing = (None,) * len(kernels)
+        return self.mix(u, nothing, *(partial(kernel, **where) for kernel in kernels))[0]  # type: ignore[arg-type]
 
     def _begin(self, views: list[StateView], plan: StatePlan, i: int) -> States:
         """The states before piece i, as a batch of one; zeros at the beginning of a request, whose block holds anything."""
@@ -136,6 +173,16 @@ class StateMixer(Mixer):
                 y[t : t + 1], states = self.step(u[t : t + 1], states)
             for view, state in zip(views, states, strict=True):
                 view.write(plan.piece_write[i : i + 1], state)
+
+    def _run_in_place(self, u: Tensor, y: Tensor, kernels: tuple[InPlace, ...], plan: StatePlan) -> None:
+        """As `_run`, on states where they lie."""
+        if len(plan.rows):
+            y[plan.rows] = self._decode(u[plan.rows], kernels, plan)
+        for i, piece in enumerate(plan.pieces):
+            begins = torch.tensor([0, piece.end - piece.start])
+            where = {"read": torch.tensor([piece.read]), "write": plan.piece_write[i : i + 1], "begins": begins}
+            tokens = slice(piece.start, piece.end)
+            y[tokens] = self._mix_in_place(u[tokens], kernels, where)
 
 
 @dataclass(frozen=True, kw_only=True)

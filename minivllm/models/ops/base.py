@@ -10,10 +10,11 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, Plan
+from minivllm.attention.state import StateView
 from minivllm.core.module import Module
 from minivllm.models.rope import Rotation
 
-__all__ = ["CapturedSteps", "ForwardContext", "LayerOps"]
+__all__ = ["CapturedSteps", "ForwardContext", "InPlace", "LayerOps"]
 
 
 @dataclass(slots=True)
@@ -24,11 +25,13 @@ class ForwardContext:
         rotations: one for each rotation that the model has, or None for layers without positions.
         kv_caches: one for each tensor of the KV cache configuration; changed in place.
         plans: one for each KV cache group, from the attention backend.
+        positions: int64 [T], of the tokens. Only for what no rotation says: where a step is captured, they are not the step's.
     """
 
     rotations: Sequence[Rotation | None]
     kv_caches: Sequence[Tensor]
     plans: Sequence[Plan]
+    positions: Tensor
 
 
 class CapturedSteps(Protocol):
@@ -39,6 +42,10 @@ class CapturedSteps(Protocol):
     ) -> Tensor | None:
         """The hidden states [T, hidden_size], or None if this step must be run layer by layer."""
         ...
+
+
+InPlace = Callable[..., tuple[Tensor, None]]
+"""A recurrence that runs on states where they lie, see `LayerOps.ssd`."""
 
 
 class LayerOps(Module):
@@ -90,6 +97,22 @@ class LayerOps(Module):
         Returns:
             The queries, [T, num_heads, head_dim].
         """
+
+    def ssd(self, states: StateView) -> InPlace | None:
+        """What runs SSD on states where they lie; None to read them, run `ssd_step` or `ssd_scan`, and write them.
+
+        Called as those two, with `read` and `write`, int64 [S] (blocks; -1 to read none), and `begins`, int64 [S + 1], in place of
+        states: sequence s has the tokens from `begins[s]` on.
+        """
+        return None
+
+    def delta(self, states: StateView) -> InPlace | None:
+        """The same for the gated delta rule."""
+        return None
+
+    def conv(self, states: StateView) -> InPlace | None:
+        """The same for a short convolution."""
+        return None
 
     @abstractmethod
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:

@@ -177,7 +177,7 @@ class CapturedCPUSteps:
                 rotation.cos_sin = (tables[0, :rows], tables[1, :rows])  # filled in by each replay
             rotations.append(rotation)
         fixed = [replace(plan, slot_mapping=slots[:rows]) for plan, slots in zip(plans, self._slots, strict=True)]
-        context = ForwardContext(rotations, kv_caches, fixed)
+        context = ForwardContext(rotations, kv_caches, fixed, self._slots[0, :rows])
         stream = self._stream[:rows]
         try:
             with LAUNCHER.capture(program), _OnlyKernels(self._arena):

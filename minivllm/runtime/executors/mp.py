@@ -99,7 +99,7 @@ class StepResult:
             self._log |= samples
         if self._tokens is not None:
             self._tokens |= output.sampled_token_ids
-        return output  # type: ignore[no-any-return]
+        return output
 
 
 class Workers:

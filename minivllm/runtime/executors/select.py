@@ -24,6 +24,8 @@ def _mp(plan: EnginePlan, transforms: Sequence[Transform], grammar: GrammarCompi
             "logits_processors are objects, which cannot be handed to worker processes;"
             " they need distributed_executor_backend='uni'"
         )
+    if plan.model.spec.media is not None:
+        raise ValueError("a model that reads pictures needs distributed_executor_backend='uni'")
     return MultiprocExecutor(plan)
 
 

@@ -2,6 +2,7 @@
 
 # Generated from nbs/runtime/executors/worker.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import functools
 import logging
 import os
 import select
@@ -242,7 +243,7 @@ def serve(worker: Worker, frames: Frames, ring: Ring) -> None:
             send_answer(frames, number, worker.rank, error, failed=True)
             continue
         if isinstance(result, Future):
-            result.add_done_callback(lambda done, n=number: _send_result(frames, n, worker.rank, done))
+            result.add_done_callback(functools.partial(_send_result, frames, number, worker.rank))
         elif answers:
             send_answer(frames, number, worker.rank, result)
 

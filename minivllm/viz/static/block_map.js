@@ -7,7 +7,7 @@ import { button, count, h, makeLegend, makeTooltip, swatch } from "./ui.js";
 
 const TALLEST = 430; // CSS pixels that the grids of a card should not exceed
 const MANY = 48; // blocks of a table from which on not every one has an arrow
-const LABELS = ["in use, one colour a request", "shared by several", "free, holds cached tokens", "free", "null block", "of another group"];
+const LABELS = ["in use, one colour a request", "shared by several", "free, holds cached tokens", "free", "null block"];
 
 export async function render(card, data, context) {
   const { header } = data;
@@ -24,12 +24,12 @@ export async function render(card, data, context) {
 }
 
 // How block `id` looks in the pane of `group`: [look, colour name].
-function lookOf(fold, id, group, groups) {
+function lookOf(fold, id, group, { groups, states }) {
   if (id === 0) return [Look.NULL, "null"];
   const count = fold.ref[id];
   const named = fold.name[id] >= 0;
-  if ((count || named) && groups > 1 && fold.group[id] !== group) return [Look.ELSEWHERE, "free"];
-  if (count) return [count > 1 ? Look.SHARED : Look.USED, ownerColour(fold.owner[id])];
+  if ((count || named) && groups.length > 1 && fold.group[id] !== group) return [Look.ELSEWHERE, "free"];
+  if (count) return [count > 1 ? Look.SHARED : states.includes(group) ? Look.STATE : Look.USED, ownerColour(fold.owner[id])];
   return named ? [Look.CACHED, "cached"] : [Look.FREE, "free"];
 }
 
@@ -62,9 +62,11 @@ class BlockMap {
 
   build() {
     const kinds = [[Look.USED, "owner-0"], [Look.SHARED, "owner-0"], [Look.CACHED, "cached"], [Look.FREE, "free"], [Look.NULL, "null"]];
-    if (this.header.groups.length > 1) kinds.push([Look.ELSEWHERE, "free"]);
+    const labels = [...LABELS];
+    if (this.header.groups.length > 1) labels[kinds.push([Look.ELSEWHERE, "free"]) - 1] = "of another group";
+    if (this.header.states.length) labels[kinds.push([Look.STATE, "owner-0"]) - 1] = "a state, overwritten by every step";
     this.swatches = kinds.map(([look, name]) => swatch(14, 14, (c) => this.paintSwatch(c, look, name)));
-    this.legend = makeLegend(this.swatches.map((canvas, i) => ({ label: LABELS[i], swatch: canvas })));
+    this.legend = makeLegend(this.swatches.map((canvas, i) => ({ label: labels[i], swatch: canvas })));
     this.select = h("select", { class: "mv-select", "aria-label": "request whose block table is shown", onchange: () => this.choose(this.select.value || null), onpointerdown: () => this.fillSelect(), onfocus: () => this.fillSelect() });
     this.about = h("span", { class: "mv-muted" });
     this.strip = h("div", { class: "mv-bm-strip", style: `height: ${Math.min(96, 26 + 24 * this.header.groups.length)}px` }); // always: a click moves nothing
@@ -201,8 +203,8 @@ class BlockMap {
     const { fold, header } = this;
     const { grid, group } = pane;
     const paint = (id) => {
-      const [look, name] = lookOf(fold, id, group, header.groups.length);
-      grid.paint(id, look, name, mine !== null && !mine.has(id) && (look === Look.USED || look === Look.SHARED));
+      const [look, name] = lookOf(fold, id, group, header);
+      grid.paint(id, look, name, mine !== null && !mine.has(id) && [Look.USED, Look.SHARED, Look.STATE].includes(look));
     };
     if (fold.all) {
       for (const id of pane.shown) paint(id);
@@ -233,7 +235,7 @@ class BlockMap {
       else if (name[id] >= 0) cached++;
     }
     this.counts = [used, shared, cached, ref.length - 1 - used - shared - cached];
-    this.legend.update([...this.counts.map((n) => n.toLocaleString("en")), ""]);
+    this.legend.update([...this.counts.map((n) => n.toLocaleString("en")), ...Array(this.swatches.length - this.counts.length).fill("")]);
   }
 
   // ---- the block table of one request

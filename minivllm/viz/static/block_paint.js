@@ -1,11 +1,11 @@
 // A grid of blocks on a canvas. Each look is a stamp of whole pixels, so a step costs only the blocks that changed.
 import { pixel } from "./theme.js";
 
-export const Look = { FREE: 0, USED: 1, SHARED: 2, CACHED: 3, NULL: 4, ELSEWHERE: 5 };
+export const Look = { FREE: 0, USED: 1, SHARED: 2, CACHED: 3, NULL: 4, ELSEWHERE: 5, STATE: 6 };
 const GHOST = 0.28; // how much is left of the colour of blocks that are not looked at
 
 // Which pixels of a square of `n` have the look's colour: used is full, shared has a hole, cached is an outline,
-// free is a dot, the null block a cross, a block of another group two corners.
+// free is a dot, the null block a cross, a block of another group two corners, a state a disc.
 export function mask(look, n) {
   const bits = new Uint8Array(n * n);
   const set = (inside) => {
@@ -20,6 +20,7 @@ export function mask(look, n) {
   else if (look === Look.CACHED) set((x, y) => x < line || y < line || x >= n - line || y >= n - line);
   else if (look === Look.FREE) set(centred(dot));
   else if (look === Look.NULL) set((x, y) => Math.abs(x - y) < line || Math.abs(n - 1 - x - y) < line);
+  else if (look === Look.STATE) set((x, y) => (2 * x + 1 - n) ** 2 + (2 * y + 1 - n) ** 2 <= n * n);
   else if (look === Look.ELSEWHERE) set((x, y) => (x < line || y < line) && x + y < n / 2);
   return bits;
 }

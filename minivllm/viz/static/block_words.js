@@ -52,27 +52,34 @@ export class Lexicon {
   }
 }
 
+// A state is made of all tokens up to the end of its block, or up to the last one computed.
+const stateAfter = (size, { position, filled, end }) => `the state after ${count(Math.min(end, filled < size ? end : (position + 1) * size), "token")}`;
+
 // What there is to know about a block now: { state, words, holders: [{ request, position, filled }], name, tokens }.
 export function look(fold, lexicon, block) {
   const size = lexicon.header.block_size;
   const name = fold.name[block];
   if (block === 0) return { words: "the null block: never owned, stands for blocks that a window left behind", holders: [], name: -1, tokens: null };
   const group = fold.group[block];
+  const isState = lexicon.header.states.includes(group);
   const holders = fold.holders(block).map((request) => {
     const its = fold.requests.get(request);
     const position = its.tables[group].indexOf(block);
-    return { request, position, filled: Math.max(0, Math.min(size, its.computed - position * size)) };
+    const last = its.tables[group].length - 1; // a table of a single state says nothing of where its tokens end
+    const filled = position === last && isState ? 0 : Math.max(0, Math.min(size, its.computed - position * size));
+    return { request, position, filled, end: its.computed };
   });
   let words = "free";
   let tokens = null;
   if (holders.length) {
     words = holders.length > 1 ? `shared by ${holders.length} requests` : "in use";
-    tokens = lexicon.tokens(holders[0].request, holders[0].position, Math.max(...holders.map((its) => its.filled)));
+    if (isState) words += `, ${stateAfter(size, holders[0])}`;
+    else tokens = lexicon.tokens(holders[0].request, holders[0].position, Math.max(...holders.map((its) => its.filled)));
   } else if (name >= 0) {
-    words = "free, holds cached tokens";
-    tokens = lexicon.tokens(lexicon.origins.request(name), lexicon.origins.position(name), size);
+    words = isState ? `free, a checkpoint: ${stateAfter(size, { position: lexicon.origins.position(name), filled: size, end: Infinity })}` : "free, holds cached tokens";
+    if (!isState) tokens = lexicon.tokens(lexicon.origins.request(name), lexicon.origins.position(name), size);
   }
-  return { words, holders, name, tokens, group };
+  return { words, holders, name, tokens, group, isState };
 }
 
 export function describe(fold, lexicon, block) {
@@ -82,13 +89,13 @@ export function describe(fold, lexicon, block) {
 }
 
 export function describeNodes(fold, lexicon, block) {
-  const { words, holders, name, tokens, group } = look(fold, lexicon, block);
+  const { words, holders, name, tokens, group, isState } = look(fold, lexicon, block);
   const size = lexicon.header.block_size;
   const place = ({ position, filled }) => `position ${position} (tokens ${position * size} to ${position * size + Math.max(filled, 1) - 1}${filled < size ? `, ${filled} of ${size} filled` : ""})`;
   const origin = name >= 0 && !holders.length && lexicon.origins.request(name) >= 0
     ? `${lexicon.names[lexicon.origins.request(name)]}, position ${lexicon.origins.position(name)}` : null;
   const rank = holders.length || block === 0 ? -1 : fold.freeRank(block);
-  const at = (its) => (holders.length > 1 ? `position ${its.position}` : place(its));
+  const at = (its) => (holders.length > 1 || isState ? `position ${its.position}` : place(its));
   const listed = holders.slice(0, 4).map((its) => h("div", {}, h("b", {}, lexicon.names[its.request]), `, ${at(its)}`));
   if (holders.length > 4) listed.push(h("div", { class: "mv-muted" }, `and ${holders.length - 4} more`));
   return [

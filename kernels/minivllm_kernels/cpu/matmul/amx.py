@@ -51,15 +51,16 @@ def tiles_end(b):
 
 
 @primitive(types.void)
-def tiles_multiply(b, x: Int, x_stride: Int, weight: Int, weight_stride: Int, count: Const):
-    """Add the matmuls of `count` tiles of rows and two of weights to the sums. Addresses, and bytes from one row to the next."""
+def tiles_multiply(b, x: Int, x_stride: Int, weight: Int, weight_stride: Int, count: Const, whole: Const):
+    """Add the matmuls of `count` tiles of rows and two of weights to the sums. Addresses, and bytes from one row to the next.
+    `whole`: 0 for bf16 and float32 sums, 1 for signed bytes and int32 sums."""
     for v in range(2):
         instruct(b, "tileloadd64", RIGHT + v, pointer(b, weight, ir.Constant(I64, 4 * TILE * v)), weight_stride)
     for r in range(count):
         below = b.mul(x_stride, ir.Constant(I64, TILE * r))
         instruct(b, "tileloadd64", LEFT + r, pointer(b, x, below), x_stride)
         for v in range(2):
-            instruct(b, "tdpbf16ps", SUMS + 2 * r + v, LEFT + r, RIGHT + v)
+            instruct(b, "tdpbssd" if whole else "tdpbf16ps", SUMS + 2 * r + v, LEFT + r, RIGHT + v)
 
 
 def move_sums(b: Any, instruction: str, where: Any, stride: Any, count: int) -> None:
@@ -100,7 +101,7 @@ def make_pass(count: int) -> Any:
             ahead = floats_at(weight + 2 * TILE * weight_stride, 16)
             for pair in range(TILE):
                 prefetch(ahead, pair * weight_stride // 2, LINES)
-            tiles_multiply(x, x_stride, weight, weight_stride, count)
+            tiles_multiply(x, x_stride, weight, weight_stride, count, 0)
             x += 4 * TILE
             weight += TILE * weight_stride
         tiles_store(sums, 4 * ITEM, count)

@@ -25,7 +25,7 @@ from minivllm_kernels.cpu.simd import (
     tile_zeros,
 )
 
-__all__ = ["jit", "make_write_row", "matmul", "matmul_loop"]
+__all__ = ["filled", "jit", "make_take_rows", "make_write_row", "matmul", "matmul_loop"]
 
 """The loop that the CPU's matmuls share, and the matmul by a row-major weight.
 
@@ -34,6 +34,12 @@ bit-identical in any batch.
 """
 
 jit = njit(error_model="numpy")
+
+
+@jit
+def filled(rows):
+    """How many places the tiles for this many rows read."""
+    return rows if rows <= 2 else 4 if rows <= 4 else (rows + 7) // 8 * 8
 
 
 def make_write_row(lanes: int, bits: int, out_bits: int = 0) -> Any:
@@ -65,12 +71,12 @@ def _make_write(lanes: int, rounded: bool) -> Any:
     return write
 
 
-def matmul_loop(find_outputs: Any, take_row: Any, tiles: Any, write_row: Any, margin: int = 0) -> Any:
+def matmul_loop(find_outputs: Any, take_rows: Any, tiles: Any, write_row: Any, margin: int = 0) -> Any:
     """Body of a matmul kernel: each thread claims items until none is left.
 
     Args:
         find_outputs: `(args, item)` to the item's first output, its end, and the floats from one row of sums to the next.
-        take_row: `(args, row, mine, r)` writes a row to place `r` of the thread's own copies.
+        take_rows: `(args, where)` prepares the rows at an address in the thread's memory, or finds them, and gives what tiles need.
         tiles: for 1, 2, 4 and 8 rows, `(args, item, mine, r, sums)` computes an item for the rows from `r` on.
         write_row: from `make_write_row`.
         margin: floats before an item's sums that a tile may write, too.
@@ -79,17 +85,12 @@ def matmul_loop(find_outputs: Any, take_row: Any, tiles: Any, write_row: Any, ma
 
     def body(args):
         memory = args[layout.SCRATCH] + claim(args, ENTERED, 1) * args[layout.SCRATCH_BYTES]
-        rows, ready = args[layout.ROWS], False
-        while True:
-            item = claim(args, NEXT, 1)
-            if item >= args[COUNT]:
-                break
+        rows, item, sums = args[layout.ROWS], claim(args, NEXT, 1), floats_at(memory, 32)
+        if item >= args[COUNT]:
+            return
+        mine = take_rows(args, memory + 4 * 8 * find_outputs(args, item)[2])
+        while item < args[COUNT]:
             begin, end, stride = find_outputs(args, item)
-            sums, mine = floats_at(memory, 32), floats_at(memory + 4 * 8 * stride, 32)
-            if not ready:
-                for r in range((rows + 7) // 8 * 8):
-                    take_row(args, min(r, rows - 1), mine, r)
-                ready = True
             for r in range(0, rows, 8):
                 left = rows - r
                 if left == 1:
@@ -102,8 +103,22 @@ def matmul_loop(find_outputs: Any, take_row: Any, tiles: Any, write_row: Any, ma
                     tile8(args, item, mine, r, sums)
                 for i in range(min(left, 8)):
                     write_row(args, floats_at(memory + 4 * (i * stride + margin), 32), r + i, begin, end - begin)
+            item = claim(args, NEXT, 1)
 
     return body
+
+
+def make_take_rows(take_row: Any) -> Any:
+    """For `matmul_loop`: each thread has a copy of all rows as float32. `take_row`: `(args, row, mine, r)` writes a row to place `r`."""
+
+    @jit
+    def take_rows(args, where):
+        mine, rows = floats_at(where, 32), args[layout.ROWS]
+        for r in range(filled(rows)):
+            take_row(args, min(r, rows - 1), mine, r)
+        return mine
+
+    return take_rows
 
 
 MARGIN = row_stride(0) // 2
@@ -162,4 +177,4 @@ def matmul(bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
             else:
                 store(mine, r * inputs + k, load(x, row * inputs + k, L))
 
-    return matmul_loop(_find_outputs, take_row, tiles, make_write_row(lanes, bits), MARGIN)
+    return matmul_loop(_find_outputs, make_take_rows(take_row), tiles, make_write_row(lanes, bits), MARGIN)

@@ -4,6 +4,7 @@
 
 import ctypes
 import functools
+import itertools
 import math
 import sys
 
@@ -18,16 +19,15 @@ from minivllm_kernels.cpu.compile import (
     host_registers,
     kernel,
     pack,
-    run,
 )
 from minivllm_kernels.cpu.program import LAUNCHER
 
 __all__ = [
-    "BIAS", "BLOCK", "CHUNK", "CONFIGS", "EXTRA", "FACTORS", "FIRST", "GROUP", "INPUTS", "ITEM", "OUT",
-    "OUTPUTS", "PADDED", "ROWS", "SCALES", "SCALE_BITS", "SCRATCH", "SCRATCH_BYTES", "STRIDE", "TILE",
-    "TILE_ROWS", "UNIT", "WEIGHT", "WIDE", "Matmul", "PackedMatmul", "QuantizedMatmul", "RowMajorMatmul", "X",
-    "chunk_outputs", "host_tiles", "packed_problem", "padded", "row_major_problem", "row_stride",
-    "tile_configs", "tile_outputs",
+    "BIAS", "BLOCK", "CHUNK", "CODES", "CONFIGS", "EXTRA", "FEW", "FOURS", "INPUTS", "ITEM", "OUT", "OUTPUTS",
+    "PADDED", "PAIRS", "PLAIN", "ROUNDED", "ROWS", "ROW_BYTES", "SCALES", "SCRATCH", "SCRATCH_BYTES", "SHIFT",
+    "SPAN", "TILE", "TILE_ROWS", "WEIGHT", "Matmul", "PackedMatmul", "QuantizedMatmul", "RowMajorMatmul", "X",
+    "chunk_outputs", "host_byte_tiles", "host_tiles", "host_unit", "packed_problem", "row_major_problem",
+    "row_stride", "tile_configs", "tile_outputs",
 ]  # fmt: skip
 
 """How weights lie in memory for the CPU's matmuls, and an object for each layout that launches its kernel."""
@@ -144,15 +144,22 @@ def host_tiles() -> bool:
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
+def host_byte_tiles() -> bool:
+    """Whether the tile unit multiplies bytes as well."""
+    return "+amx-int8" in host_machine()[2].split(",")
+
+
 @functools.cache
-def tile_configs() -> np.ndarray:
-    """uint8 [33, 64]: AMX tile configurations for 0 to 32 rows, in two tiles of rows. See `amx`."""
+def tile_configs(width: int = 64) -> np.ndarray:
+    """uint8 [33, 64]: AMX tile configurations for 0 to 32 rows, in two tiles of rows of `width` bytes, a multiple of 4. See `amx`."""
     configs = np.zeros((2 * TILE + 1, 64), np.uint8)
     configs[:, 0] = 1
     for n, config in enumerate(configs):
         upper, lower = min(n, TILE), max(n - TILE, 0)
-        config[48:56] = (upper, upper, lower, lower, upper, lower, TILE, TILE)
-        config[16:32:2] = 64 * (config[48:56] > 0)  # bytes of a row; a register that is not used has none
+        config[48:56] = (upper, upper, lower, lower, upper, lower, width // 4, width // 4)
+        config[16:32:2] = np.array([64, 64, 64, 64, width, width, 64, 64]) * (
+            config[48:56] > 0
+        )  # bytes of a row; a register that is not used has none
     return configs
 
 
@@ -206,66 +213,108 @@ class PackedMatmul(Matmul):
             self.sum_floats, self.row_floats = 2 * TILE * ITEM, 0
 
 
-GROUP, FACTORS, FIRST, STRIDE, WIDE = range(PADDED + 1, PADDED + 6)
-"""Further arguments of the quantized matmul, after `PADDED`: inputs of a group, address of the factors on the rows. For
-`dequantize`: first block, numbers from one input to the next, outputs of a block of the result."""
-UNIT = 16
-"""Inputs are padded to a multiple of this."""
-SCALE_BITS = {8: 32, 4: 16}
-"""Bits of a scale, by the bits of a weight: a row of 8-bit weights has one, a row of 4-bit weights many."""
+ROUNDED, ROW_BYTES, SHIFT, CODES = range(CONFIGS + 1, CONFIGS + 5)
+"""Further arguments of the quantized matmul, after `PADDED`, `BLOCK` (unused) and `CONFIGS`: address of the rounded rows, 0 if each
+thread rounds them; bytes of a rounded row; how often the number of a group is halved to find its scale; address of the code book."""
+SPAN = 32
+"""Inputs whose dot products fit into 16 bits; a group has a multiple of them."""
+PLAIN, PAIRS, FOURS = range(3)
+"""What a CPU has for dot products of bytes: nothing, sums of two products in 16 bits (AVX2), sums of four in 32 bits (VNNI)."""
+FEW = 8
+"""Up to this many rows are rounded by each thread, and multiplied by the vector units."""
 
 
-def padded(inputs: int) -> int:
-    """Inputs of a stored quantized weight."""
-    return -(-inputs // UNIT) * UNIT
+def host_unit() -> int:
+    """What this machine has for dot products of bytes."""
+    features = host_machine()[2].split(",")
+    if "+avx512vnni" in features or ("+avxvnni" in features and host_lanes() == 8):
+        return FOURS
+    return PAIRS if "+avx512bw" in features or "+avx2" in features else PLAIN
 
 
 class QuantizedMatmul(Matmul):
-    """Matmul by a weight of whole numbers: weight[n, k] = u * step + low, with one step and one low for each group of inputs.
+    """Matmul by a weight of whole numbers: weight[n, k] = (u - zero) * step [+ low], with a step, and a low, for each group of inputs.
+
+    Rows are rounded to 8 bits, with a step for each `group` inputs of a row, and multiplied as whole numbers.
 
     Args:
-        words: address of int32 [outputs / ITEM][padded / fields][ITEM]: `fields = 32 / bits` neighbouring inputs of an
-            output in a word, the first one in the lowest bits. Outputs padded to whole items. The memory must outlive this object.
-        scales: address of [outputs / ITEM][groups][2][ITEM]: the steps, then the lows; float32 for 8 bits, bf16 for 4.
-        bits: 8 or 4.
-        group: inputs of a group; a multiple of `UNIT`, or all of the padded inputs. The last group may be shorter.
-        x_bits: of rows and results: 16 (bf16) or 32 (float32).
+        words: address of int32 [outputs / ITEM][padded / fields][ITEM], `fields = 32 / bits` neighbouring inputs of an output in a
+            word. Of 8 bits: the first in the lowest byte. Of 4 bits: the first four in the low halves of the bytes, the next in the high
+            ones. Outputs padded to whole items, inputs to whole groups. The memory must outlive this object.
+        scales: address of [outputs / ITEM][scale groups][parts][ITEM]: steps, then lows; float16 or float32.
+        bits: 8 or 4; `zero` is 128 for 8 bits and for a code book, 8 for 4 bits, and 0 for 4 bits with lows.
+        group: inputs of a row that are rounded together: 32, 64, or a multiple of 64.
+        shift: a scale is for `2 ** shift` groups; 31 or more: for the whole row.
+        parts: 1 for steps alone, 2 for steps and lows.
+        scale_bits: 16 or 32.
+        x_bits, out_bits: of rows and results: 16 (bf16) or 32 (float32). Results are rounded as the rows are.
         bias: address of float32 [outputs], or 0.
+        codes: address of 16 bytes, the numbers that 4 bits stand for, plus 128; 0 if they stand for themselves.
 
     Raises:
         ValueError: formats or sizes that no kernel is made for.
     """
 
+    ROWS_PER_LAUNCH = 128
+
     def __init__(
-        self, words: int, scales: int, bits: int, group: int, outputs: int, inputs: int, x_bits: int, bias: int = 0
+        self,
+        words: int,
+        scales: int,
+        outputs: int,
+        inputs: int,
+        *,
+        bits: int,
+        group: int,
+        shift: int,
+        parts: int,
+        scale_bits: int,
+        x_bits: int,
+        out_bits: int,
+        bias: int = 0,
+        codes: int = 0,
     ) -> None:
-        if bits not in SCALE_BITS or x_bits not in (16, 32):
+        if (bits, x_bits, out_bits) not in itertools.product((8, 4), (16, 32), (16, 32)) or scale_bits not in (16, 32):
             raise ValueError(
-                f"weights of {bits} bits cannot be multiplied with rows of {x_bits}; known: 8 or 4, with 16 or 32"
+                f"no kernel for weights of {bits} bits, scales of {scale_bits}, rows of {x_bits} and results of {out_bits};"
+                " weights have 8 or 4 bits, the others 16 or 32"
             )
-        if group % UNIT or group < UNIT:
-            raise ValueError(f"groups of {group} inputs are not a multiple of {UNIT}")
-        machine = host_lanes(), host_registers()
-        compiled = kernel("minivllm_kernels.cpu.matmul.quantized:matmul", bits, x_bits, *machine)
-        self._dequantize = "minivllm_kernels.cpu.matmul.quantized:dequantize", bits, x_bits, host_lanes()
-        fields = 32 // bits
-        powers = [2.0 ** -(bits * (k % fields)) if (k + 1) % fields else 1.0 for k in range(UNIT)]
-        self.factors = np.array(powers, np.float32)  # undo the power of two that `simd.field` leaves in a field
-        extra = padded(inputs), group, self.factors.ctypes.data, 0, 0, 0
-        items = -(-outputs // ITEM)
-        super().__init__(compiled, items, outputs, inputs, x_bits, x_bits, words, bias, scales, *extra)
-        self.row_floats = padded(inputs) + -(-padded(inputs) // group)  # and a row's sum over each group
-        self._dequantize_args = self.args[:]
+        if group not in (SPAN, 2 * SPAN) and (group % (2 * SPAN) or group < 1):
+            raise ValueError(f"groups of {group} inputs are neither {SPAN} nor a multiple of {2 * SPAN}")
+        padded, zero = -(-inputs // group) * group, 128 if bits == 8 or codes else 0 if parts == 2 else 8
+        form = bits, int(codes != 0), parts, scale_bits, group, zero, x_bits, out_bits, host_unit()
+        machine, name = (host_lanes(), host_registers()), "minivllm_kernels.cpu.matmul.quantized"
+        self._round = f"{name}:round_rows", x_bits, group, zero, host_lanes()
+        self._by_tiles = (f"{name}:matmul_by_tiles", *form) if host_tiles() and host_byte_tiles() else None
+        self._items, tail = -(-outputs // ITEM), 4 * group if padded > inputs else 0
+        self.row_bytes = -(-(padded + 12 * (padded // group) + tail) // 64) * 64
+        extra = padded, 0, tile_configs(min(group, 64))[-1:].ctypes.data, 0, self.row_bytes, shift, codes
+        few = kernel(f"{name}:matmul", *form, *machine)
+        super().__init__(few, self._items, outputs, inputs, x_bits, out_bits, words, bias, scales, *extra)
+        self._group = group
 
-    def dequantize(self, out: int, first: int, outputs: int, stride: int, wide: int, threads: int) -> None:
-        """Write outputs `first` to `first + outputs`, both multiples of `ITEM`, as numbers of `x_bits`.
+    def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
+        """See `Matmul`. Many rows are rounded by a kernel of its own, which all threads share."""
+        args = self.args
+        for first in range(0, rows, self.ROWS_PER_LAUNCH):
+            n = min(self.ROWS_PER_LAUNCH, rows - first)
+            args[ROWS], args[X] = n, x + first * self.inputs * self.x_bytes
+            args[OUT] = out + first * self.outputs * self.out_bytes
+            if n <= FEW:
+                self._launch(self.kernel, 0, 32 * ITEM + FEW * self.row_bytes, threads)
+            elif self._by_tiles is None:
+                self._launch(self.kernel, -(-n // FEW) * FEW, 32 * ITEM, threads)
+            else:
+                places = -(-n // TILE) * TILE
+                self._launch(kernel(*self._by_tiles), places, (8 * TILE + self._group + 4 * places) * ITEM, threads)
 
-        Args:
-            out: address of float32 [padded, stride], an output a column; or of bf16 [outputs / wide][stride / 2][wide][2], where
-                `stride` is a number of inputs, at least `padded`.
-            wide: for bf16, outputs of a block, a multiple of `ITEM`.
-        """
-        args = self._dequantize_args
-        args[COUNT], args[OUT], args[FIRST] = outputs // ITEM, out, first // ITEM
-        args[STRIDE], args[WIDE] = stride, wide
-        run(kernel(*self._dequantize), args, threads)
+    def _launch(self, matmul: Kernel, places: int, size: int, threads: int) -> None:
+        """Round the rows to so many places, if any, and multiply with `size` bytes of memory for each thread."""
+        args, size = self.args, -(-size // 64) * 64
+        room = LAUNCHER.scratch(places * self.row_bytes + threads * size)
+        args[ROUNDED], args[COUNT] = room if places else 0, places
+        if places:
+            LAUNCHER.run(kernel(*self._round), args, threads)
+        args[SCRATCH], args[SCRATCH_BYTES] = room + places * self.row_bytes, size
+        args[COUNT] = self._items
+        LAUNCHER.run(matmul, args, threads)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minivllm_kernels.cpu.matmul import layout
-from minivllm_kernels.cpu.matmul.gemv import jit, make_write_row, matmul_loop
+from minivllm_kernels.cpu.matmul.gemv import jit, make_take_rows, make_write_row, matmul_loop
 from minivllm_kernels.cpu.matmul.layout import ITEM, TILE_ROWS
 from minivllm_kernels.cpu.simd import (
     floats_at,
@@ -70,4 +70,4 @@ def matmul(out_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
         for k in range(0, inputs, L):
             store(mine, r * inputs + k, load(x, row * inputs + k, L))
 
-    return matmul_loop(find_outputs, take_row, tiles, make_write_row(lanes, 16, out_bits))
+    return matmul_loop(find_outputs, make_take_rows(take_row), tiles, make_write_row(lanes, 16, out_bits))

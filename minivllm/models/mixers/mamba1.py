@@ -1,0 +1,113 @@
+"""Mamba (selective scan), as a block of a layer."""
+
+# Generated from nbs/models/mixers/mamba1.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.models.linear.layer import Linear
+from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
+from minivllm.models.mixers.scan import conv_scan, conv_step, in_chunks, selective_chunk, selective_step
+from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
+
+__all__ = ["Mamba1", "Mamba1Spec", "selective_scan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba1Spec(StateMixerSpec):
+    """Parameters of `Mamba1`.
+
+    Attributes:
+        channels: numbers that have a state; state_size: numbers of each state.
+        rank: numbers from which the step sizes are made.
+        kernel: inputs that the convolution sees.
+        bias, conv_bias: of the first and the last matmul, and of the convolution.
+        norm_eps: of norms of the step size, B and C (Jamba); None for no norms.
+    """
+
+    channels: int
+    state_size: int
+    rank: int
+    kernel: int
+    bias: bool = False
+    conv_bias: bool = True
+    norm_eps: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "state_size", "rank", "kernel"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+    def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
+        """See `MixerSpec`. The step sizes' bias is not the matmul's: it is added in float32."""
+        shapes = {
+            "in_proj": (hidden_size, 2 * self.channels, self.bias),
+            "x_proj": (self.channels, self.rank + 2 * self.state_size, False),
+            "dt_proj": (self.rank, self.channels, False),
+            "out_proj": (self.channels, hidden_size, self.bias),
+        }
+        return {name: LinearSpec(i, {f"{self.prefix}{name}": o}, bias) for name, (i, o, bias) in shapes.items()}
+
+    def extra_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `StateMixerSpec`."""
+        channels: tuple[int, ...] = (self.channels,)
+        shapes = {"conv1d.weight": (*channels, 1, self.kernel), "A_log": (*channels, self.state_size), "D": channels}
+        shapes |= {"dt_proj.bias": channels} | ({"conv1d.bias": channels} if self.conv_bias else {})
+        norms = {"dt_layernorm.weight": (self.rank,)}
+        norms |= {f"{part}_layernorm.weight": (self.state_size,) for part in "bc"}
+        return shapes if self.norm_eps is None else shapes | norms
+
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """See `StateMixerSpec`: the convolution's last inputs, and `state_size` numbers for each channel."""
+        return (self.channels, self.kernel - 1), (self.channels, self.state_size)
+
+
+def selective_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`selective_recurrence` in chunks."""
+    return in_chunks(lambda x, dt, B, C, state: selective_chunk(x, dt, A, B, C, D, state), (x, dt, B, C), state)
+
+
+@register_mixer(Mamba1Spec)
+class Mamba1(StateMixer):
+    """Convolve; let the state decay, add to it and read it; gate.
+
+    Attributes:
+        A: [channels, state_size], how fast each number decays; below 0.
+    """
+
+    spec: Mamba1Spec
+    steps, scans = (conv_step, selective_step), (conv_scan, selective_scan)
+    x_proj: Linear
+    dt_proj: Linear
+
+    def __init__(self, spec: Mamba1Spec, builder: Builder) -> None:
+        super().__init__(spec, builder)
+        self.A = torch.empty(0)
+
+    def process_weights_after_loading(self) -> None:
+        """See `Mixer`."""
+        self.A = -self.extra["A_log"].float().exp()
+
+    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
+        """From the first matmul to the last, with one form of the convolution and of the recurrence."""
+        (conv, scan), s, w = forms, self.spec, self.extra
+        x, z = u.chunk(2, 1)
+        x, last_inputs = conv(x, states[0], w["conv1d.weight"][:, 0], w.get("conv1d.bias"))
+        x = F.silu(x)
+        parts = self.x_proj(x.to(u.dtype)).split((s.rank, s.state_size, s.state_size), 1)
+        if s.norm_eps is not None:
+            names = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
+            parts = tuple(
+                F.rms_norm(part.float(), part.shape[1:], w[name].float(), s.norm_eps).to(u.dtype)
+                for part, name in zip(parts, names, strict=True)
+            )
+        dt = F.softplus(self.dt_proj(parts[0]).float() + w["dt_proj.bias"].float())
+        y, state = scan(x, dt, self.A, parts[1].float(), parts[2].float(), w["D"].float(), states[1])
+        return (y * F.silu(z.float())).to(u.dtype), (last_inputs, state)

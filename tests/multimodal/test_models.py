@@ -1,0 +1,181 @@
+"""Models that read pictures equal transformers' own, whatever the scheduler does with them."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_vlms import VLMS, greedy, marker, picture, processor, save_vlm, vlm
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.scheduler import Swap
+
+COUNT = 6
+PARAMS = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+PLAIN = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root, made = tmp_path_factory.mktemp("vlms"), {}
+    return lambda name: made.get(name) or made.setdefault(name, str(save_vlm(name, root / name)))
+
+
+def prompts(name):
+    """0, 1 and 3 pictures of unequal size, in texts of unequal length."""
+    m, (a, b, c) = marker(name), (picture(0), picture(1, 200, 40), picture(2, 30, 70))
+    return [
+        ("no picture at all here", []),
+        (f"{m}what is it?", [a]),
+        (f"first {m} and then {m}, between them words, {m} and a long tail of text", [b, a, c]),
+        (f"again {m}", [b]),
+    ]
+
+
+def engine(path, **settings):
+    fixed = {"dtype": "float32", "max_model_len": 256, "num_gpu_blocks": 80, "max_num_seqs": 4, "block_size": 8}
+    preemption = settings.pop("preemption", None)
+    return LLM(path, **fixed | settings, preemption=preemption)
+
+
+def ask(llm, cases, params=PLAIN):
+    return llm.generate([{"prompt": t, "multi_modal_data": {"image": i}} for t, i in cases], params)
+
+
+def tokens(outputs):
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+@pytest.mark.parametrize("name", VLMS)
+def test_a_ragged_batch_equals_transformers(name, folder):
+    llm = engine(folder(name))
+    for (text, images), out in zip(prompts(name), ask(llm, prompts(name), PARAMS), strict=True):
+        ids, new, expected = greedy(name, text, images, COUNT)
+        assert out.prompt_token_ids == ids and out.outputs[0].token_ids == new
+        entries = [*out.prompt_logprobs[1:], *out.outputs[0].logprobs]
+        got = [entry[token].logprob for entry, token in zip(entries, (ids + new)[1:], strict=True)]
+        want = expected[torch.arange(len(got)), torch.tensor((ids + new)[1:])]
+        assert (torch.tensor(got) - want).abs().max() < 1e-4
+
+
+CACHE = {"llava": 20, "gemma3": 4, "idefics3": 20}  # embeddings: room for one picture
+BLOCKS = {"llava": (21, 144), "gemma3": (41, 144), "idefics3": (34, 240)}  # and the longest length that they hold
+SETTINGS = {
+    "chunks": {"max_num_batched_tokens": 36, "long_prefill_token_threshold": 5},
+    "a full encoder cache": {"encoder_cache_size": CACHE, "max_num_batched_tokens": 200},
+    "preemption": {"num_gpu_blocks": BLOCKS},
+    "swaps": {"num_gpu_blocks": BLOCKS, "preemption": Swap(12)},
+    "async, radix": {"async_scheduling": True, "prefix_cache_index": "radix", "max_num_batched_tokens": 40},
+    "reference": {"attention_backend": "reference", "max_num_batched_tokens": 50},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ["llava", "gemma3", "idefics3"])
+def test_however_it_is_scheduled(name, settings, folder):
+    changes = dict(SETTINGS[settings])
+    if "encoder_cache_size" in changes:
+        changes["encoder_cache_size"] = CACHE[name]
+    if "num_gpu_blocks" in changes:
+        blocks, length = BLOCKS[name]
+        changes |= {"num_gpu_blocks": blocks, "max_model_len": length, "scheduler_reserve_full_isl": False}
+    llm = engine(folder(name), **changes)
+    expected = [greedy(name, text, images, COUNT)[1] for text, images in prompts(name)]
+    with llm.llm_engine.record() as trace:
+        assert tokens(ask(llm, prompts(name))) == expected
+        assert tokens(ask(llm, prompts(name)[::-1])) == expected[::-1]
+    trace.check()
+    reasons = {event[-1] for event in trace.events if event[0] in ("chunk", "wait")}
+    assert ("encoder_cache_size" in changes) == ("encoder_cache" in reasons)
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_hits_with_the_same_picture_and_not_with_another(name, folder):
+    llm, m = engine(folder(name)), marker(name)
+    first, second = f"{m} what is it, then?", f"{m} and what colour?"
+    ask(llm, [(first, [picture(0)])])
+    for images, hit in (([picture(0)], True), ([picture(1)], False)):
+        (out,) = ask(llm, [(second, images)])
+        assert out.outputs[0].token_ids == greedy(name, second, images, COUNT)[1]
+        assert (out.num_cached_tokens >= 8) is hit
+    assert llm.llm_engine.input_processor.media.hits == 1
+
+
+def test_an_abort_in_the_middle_leaves_the_others_alone(folder):
+    llm = engine(folder("llava"), max_num_batched_tokens=20)
+    cases, core = prompts("llava"), llm.llm_engine
+    for i, (text, images) in enumerate(cases):
+        core.add_request(str(i), {"prompt": text, "multi_modal_data": {"image": images}}, PLAIN)
+    for _ in range(3):
+        core.step()
+    core.abort_request("2")
+    done = {}
+    while core.has_unfinished_requests():
+        done |= {o.request_id: o.outputs[0].token_ids for o in core.step() if o.finished}
+    assert done == {str(i): greedy("llava", *cases[i], COUNT)[1] for i in (0, 1, 3)}
+    assert not core.core.scheduler.encoder_cache.held
+
+
+def test_token_ids_embeddings_and_other_forms_of_a_picture(folder):
+    llm, image = engine(folder("llava")), picture(0)
+    ids = processor("llava").tokenizer("<image>what is it?").input_ids
+    expected = greedy("llava", "<image>what is it?", [image], COUNT)[1]
+    pixels = processor("llava").image_processor(images=[image], return_tensors="pt").pixel_values
+    with torch.no_grad():
+        rows = vlm("llava").model.get_image_features(pixels).pooler_output[0]
+    for prompt, given in (
+        ({"prompt_token_ids": ids}, image),
+        ({"prompt": "<image>what is it?"}, np.asarray(image)),
+        ({"prompt": "<image>what is it?"}, rows),
+    ):
+        assert tokens(llm.generate([prompt | {"multi_modal_data": {"image": given}}], PLAIN)) == [expected]
+
+
+def test_an_older_checkpoint_has_other_names(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for file in ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{folder('llava')}/{file}", tmp_path / file)
+    old = {
+        (name.replace("vision_tower.", "vision_tower.vision_model.") if "vision_model" not in name else name): tensor
+        for name, tensor in load_file(f"{folder('llava')}/model.safetensors").items()
+    }
+    save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
+    (case,) = prompts("llava")[1:2]
+    assert tokens(ask(engine(str(tmp_path)), [case])) == [greedy("llava", *case, COUNT)[1]]
+    save_file({k: v for k, v in old.items() if "linear_2" not in k}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks multi_modal_projector.linear_2"):
+        engine(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "prompt, error",
+    [
+        ({"prompt": "<image>"}, "1 times '<image>', which stands for an image, and there are 0 images"),
+        ({"prompt": "a", "multi_modal_data": {"image": picture(0)}}, "0 times '<image>'"),
+        ({"prompt": "a", "multi_modal_data": {"video": picture(0)}}, "takes 'image' alone, got 'video'"),
+        ({"prompt": "a", "multi_modal_data": picture(0)}, "must be a dict"),
+        ({"prompt": "<image>" * 4, "multi_modal_data": {"image": [picture(0)] * 4}}, "4 images in one prompt; limit_mm_per_prompt allows 3"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": np.zeros((4, 4, 3), np.float32)}}, "image 0: .*must be uint8"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": 7}}, "image 0: .*got int"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": torch.zeros(3, 5)}}, "shape .at least 1, 64., got .3, 5."),
+        ({"prompt_embeds": torch.zeros(3, 64), "multi_modal_data": {"image": picture(0)}}, "neither 'prompt' nor media"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together_is_refused(folder, prompt, error):
+    global _llm
+    try:
+        llm = _llm
+    except NameError:
+        llm = _llm = engine(folder("llava"), limit_mm_per_prompt={"image": 3})
+    with pytest.raises((TypeError, ValueError), match=error):
+        llm.generate([prompt], PLAIN)
+
+
+def test_a_model_of_text_alone_says_so(tmp_path):
+    from tiny_models import save_tiny_model
+
+    llm = LLM(str(save_tiny_model("llama", tmp_path)), dtype="float32", max_model_len=64, num_gpu_blocks=20)
+    with pytest.raises(ValueError, match="reads text alone"):
+        llm.generate([{"prompt": "a", "multi_modal_data": {"image": Image.new("RGB", (4, 4))}}], PLAIN)
