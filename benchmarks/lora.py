@@ -1,19 +1,11 @@
 """Throughput with LoRA adapters in one batch, as a share of the base model's, in one run; and PEFT's, with `--peft`.
 
-<<<<<<< HEAD
-    python benchmarks/lora.py [--model smollm2] [--requests 64] [--adapters 0 1 16] [--rank 16] [--dtype auto] [--peft]
-
-Random adapters of all linear layers. `0` is an engine with adapters enabled and none in the batch; `base` is one without. Each round runs
-all of them, every second one in reverse, so that what else the machine does meets all alike. The table shows the best of the rounds, and the
-median of a round's own ratios to its base. PEFT's way for many adapters is one `generate` with `adapter_names`; its base is the same call with none.
-=======
     python benchmarks/lora.py [--model smollm2] [--requests 64] [--adapters 0 1 16] [--rank 16] [--dtype auto] [--peft] [--stalls]
 
 Random adapters of all linear layers. `0` is an engine with adapters enabled and none in the batch; `base` is one without. Each round runs
 all of them, every second one in reverse, so that what else the machine does meets all alike. The table shows the best of the rounds, and the
 median of a round's own ratios to its base. `--stalls`: eight streams of the base, and every five steps a request of an adapter that must be loaded
 first, or of the base: how long the streams wait from token to token, in steps of their own. PEFT's way for many adapters is one `generate` with `adapter_names`; its base is the same call with none.
->>>>>>> main
 """
 
 import argparse
@@ -55,8 +47,6 @@ def tokens_per_second(llm: LLM, requests: int, tokens: int, loras: list[LoRARequ
     return requests * tokens / (time.perf_counter() - start)
 
 
-<<<<<<< HEAD
-=======
 def gaps(llm: LLM, loras: list[LoRARequest | None]) -> list[float]:
     """Seconds from token to token of eight streams, while a request of each of these adapters joins, five steps apart."""
     engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=5 * len(loras) + 20, ignore_eos=True)
@@ -87,7 +77,6 @@ def show_stalls(engine: LLM, loras: list[LoRARequest]) -> None:
             print(f"{round_} {name:>8}  {1e3 * middle:7.1f}  {1e3 * worst:7.1f}  {worst / middle:5.2f}", flush=True)
 
 
->>>>>>> main
 def peft_tokens_per_second(
     folders: list[Path], model: str, dtype: torch.dtype, requests: int, tokens: int
 ) -> dict[str, float]:
@@ -130,10 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--peft", action="store_true", help="measure PEFT's batched adapters, too")
-<<<<<<< HEAD
-=======
     parser.add_argument("--stalls", action="store_true", help="measure how long streams wait while adapters are loaded")
->>>>>>> main
     args = parser.parse_args()
     most, sizes = max(args.adapters), {"dtype": args.dtype, "max_model_len": 512}
     targets = lora_targets(load_model(args.model).spec)
