@@ -118,6 +118,13 @@ class TensorGroup:
         dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, -1)
 
+    def largest(self, number: int) -> int:
+        """The largest that a rank brings."""
+        on_gpu = dist.get_backend(self._group) == "nccl"
+        found = torch.tensor(number, device="cuda" if on_gpu else "cpu")
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return int(found)
+
     def embed(self, rows: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
         """Embeddings [T, hidden_size] of tokens [T], of which each rank holds some rows: it brings zeros for the others."""
         start, length = self.share.rows(vocab_size)

@@ -194,9 +194,7 @@ class ModelRunner:
             self.buffer = StepBuffer(step_bytes(config), self.device)
             if config.async_scheduling and speculative is None:  # else a step begins when all tokens are known
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
-            alone = config.args.pipeline_parallel_size == 1
-            if not config.args.enforce_eager and alone and all(isinstance(spec, AttentionSpec) for spec in self.specs):
-                self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
+            self.graphs = self._make_graphs()
         self.planners = [spec.planner(backend, self.device, self.buffer) for spec in self.specs]
 
     def _make_drafter(self, speculative: SpeculativeConfig) -> Drafter:
@@ -205,6 +203,14 @@ class ModelRunner:
         )
         self._draft_table = self.batch.block_tables[shared_group(self.config.kv_cache)] if drafter.uses_blocks else None
         return drafter
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        """None if steps are not to be recorded, or cannot be: states have no fixed plan, and a pipeline stage waits for the one before."""
+        args, group = self.config.args, self.model.group
+        alone = args.pipeline_parallel_size == 1 and not args.enforce_eager
+        if not alone or not all(isinstance(spec, AttentionSpec) for spec in self.specs):
+            return None
+        return DecodeGraphs(self.device, GRAPH_BYTES, sys.stderr.isatty(), int if group is None else group.largest)
 
     def _make_adapters(self) -> AdapterStore:
         args, model = self.config.args, self.model

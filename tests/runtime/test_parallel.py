@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from minivllm.lora.adapter import LoRARequest
 from minivllm.models.parallel import Share
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import plan_engine
-from minivllm.runtime.executors.mp import MultiprocExecutor, WorkerError, start_workers
+from minivllm.runtime.executors.mp import MultiprocExecutor, WorkerError, start_workers, step_timeout
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import SamplingParams, StructuredOutputsParams
 from minivllm.spec_decode.proposers import NgramProposer
@@ -56,11 +57,14 @@ def sharded(workers, path, **changes) -> LLM:
     return llm
 
 
-def test_settings():
+def test_settings(monkeypatch):
     assert EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=3).world_size == 6
     assert EngineArgs(pipeline_parallel_size=2).executor == "mp" and EngineArgs().executor == "uni"
     with pytest.raises(ValueError, match="need distributed_executor_backend='mp'"):
         EngineArgs(pipeline_parallel_size=2, distributed_executor_backend="uni")
+    monkeypatch.setenv("MINIVLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "soon")
+    with pytest.raises(ValueError, match="must be a number of seconds above 0, got 'soon'"):
+        step_timeout()
 
 
 def tokens(llm: LLM, params=GREEDY, prompts=PROMPTS, **options) -> list[list[int]]:
@@ -248,7 +252,7 @@ sys.stdin.read()
 @pytest.mark.slow
 def test_one_worker_leaves_nothing_behind(tiny_model_path, tmp_path):
     """One rank in a process: the same tokens, no socket; kill -9 of the engine ends the worker too."""
-    env = dict(os.environ, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
+    env = dict(os.environ, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1", TMPDIR=str(tmp_path))
     command = [sys.executable, "-c", SERVE, str(tiny_model_path("llama"))]
     engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     (worker,) = map(int, engine.stdout.readline().split())
@@ -260,6 +264,24 @@ def test_one_worker_leaves_nothing_behind(tiny_model_path, tmp_path):
     while alive(worker):
         assert time.monotonic() < deadline, "the worker outlives the engine"
         time.sleep(0.02)
+    assert not list(tmp_path.glob("minivllm-*"))
+
+
+@pytest.mark.slow
+def test_a_step_that_never_ends_is_an_error_with_the_stacks_of_all_ranks(tiny_model_path, monkeypatch):
+    """One rank is stopped: the other stands in a collective."""
+    monkeypatch.setenv("MINIVLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    llm = LLM(str(tiny_model_path("llama")), **SIZES, tensor_parallel_size=2)
+    workers = llm.llm_engine.core.executor.workers
+    workers.processes[1].send_signal(signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="did not answer execute_model within 2 s") as caught:
+        llm.generate("x", GREEDY, use_tqdm=False)
+    first, second = re.split(r"worker 1 of 2 \(process \d+\):", str(caught.value))
+    assert "all_reduce" in first and "in execute_model" in first and second.strip() == "does not react: stopped"
+    assert all(process.wait(10) == -signal.SIGKILL for process in workers.processes)
+    llm.llm_engine.close()
+    assert not Path(workers._folder).exists()
 
 
 def alive(pid: int) -> bool:

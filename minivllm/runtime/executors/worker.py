@@ -2,10 +2,12 @@
 
 # Generated from nbs/runtime/executors/worker.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import faulthandler
 import functools
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -47,20 +49,28 @@ class Launch:
     Attributes:
         rank, size: its number, and how many workers there are.
         device: `cpu` or `cuda`; there, each rank takes the GPU of its number.
-        store: a file that does not exist yet, the same for all ranks, in which they find each other.
+        folder: the same for all ranks, empty; what is in it belongs to torch. It must stay as long as they: NCCL connects two ranks
+            when they first have something to tell each other, and does so through a file there.
         log_level: of the root logger.
     """
 
     rank: int
     size: int
     device: str
-    store: str
+    folder: str
     log_level: int = logging.WARNING
 
 
 def connect(launch: Launch) -> None:
-    """Join the other ranks, if there are any."""
-    if launch.device == "cuda":
+    """Join the other ranks, if there are any.
+
+    Raises:
+        ValueError: there is no GPU of this rank's number.
+    """
+    on_gpu = launch.device == "cuda"
+    if on_gpu:
+        if (count := torch.cuda.device_count()) < launch.size:
+            raise ValueError(f"{launch.size} ranks need a GPU each, and torch.cuda.device_count() is {count}")
         torch.cuda.set_device(launch.rank)
     if launch.size == 1:
         return
@@ -68,11 +78,14 @@ def connect(launch: Launch) -> None:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, loopback)
     dist.init_process_group(
-        "nccl" if launch.device == "cuda" else "gloo",
-        init_method=f"file://{launch.store}",
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{launch.folder}/store",
         rank=launch.rank,
         world_size=launch.size,
         timeout=timedelta(minutes=10),
+        device_id=torch.device("cuda", launch.rank)
+        if on_gpu
+        else None,  # NCCL connects, or fails, here and not in a step
     )
 
 
@@ -205,13 +218,14 @@ class Worker:
             dist.destroy_process_group()
 
 
-def die_with(sock: socket.socket) -> None:
-    """End this process as soon as the other end of a socket has closed."""
+def die_with(sock: socket.socket, folder: str) -> None:
+    """End this process as soon as the other end of a socket has closed, and remove a folder then."""
     poll = select.poll()
     poll.register(sock, getattr(select, "POLLRDHUP", 0))  # and a hang-up, which is always reported
 
     def watch() -> None:
         poll.poll()
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="minivllm-watch", daemon=True).start()
@@ -253,14 +267,18 @@ def _send_result(frames: Frames, number: int, rank: int, done: "Future[Any]") ->
     send_answer(frames, number, rank, done.result() if error is None else error, failed=error is not None)
 
 
-def main(control: int, file: int, rank: int, size: int) -> int:
-    """What runs in a worker's process; returns its exit status."""
+def main(control: int, file: int, stacks: int, rank: int, size: int) -> int:
+    """What runs in a worker's process; returns its exit status. SIGUSR1 has the stacks of all threads written to the file `stacks`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, stacks)
     sock = socket.socket(fileno=control)
-    die_with(sock)
     frames, ring = Frames(sock), Ring(file, size)
-    launch: Launch = frames.receive()
+    try:
+        launch: Launch = frames.receive()
+    except EOFError:  # the engine has ended
+        return 1
+    die_with(sock, launch.folder)
     logging.basicConfig(level=launch.log_level, format=f"%(asctime)s %(levelname)s %(name)s rank {rank}: %(message)s")
     try:
         load_plugins()
