@@ -20,8 +20,6 @@ from minivllm.core.request import FinishReason, Request, RequestStatus
 from minivllm.core.request_queue import WaitingQueue
 from minivllm.core.speculative import SpecDecodingStats
 
-__all__ = ["Preemption", "Recompute", "Scheduler", "Swap"]
-
 
 @dataclass(frozen=True, slots=True)
 class Recompute:

@@ -24,8 +24,6 @@ from minivllm.engine.kv_publisher import KVEventPublisher
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
 
-__all__ = ["EngineCore", "GrammarQueue", "logger"]
-
 if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
     from minivllm.runtime.executor import Executor, PendingStep
 

@@ -9,8 +9,6 @@ from minivllm.lab.cost import CostModel, Speculative
 from minivllm.lab.simulation import simulate
 from minivllm.lab.workload import Workload, WorkloadRequest
 
-__all__ = ["crossover", "speculation_pays"]
-
 if TYPE_CHECKING:
     import pandas as pd
 

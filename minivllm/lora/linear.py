@@ -20,11 +20,6 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.layer import Linear
 
-__all__ = [
-    "CHUNK", "FEW_ROWS", "GROUP", "LONG_RUN", "RANKS", "LoRABatch", "LoRALinear", "LoRAModel", "Prepared",
-    "PreparedAdapter", "add_grouped", "pack_tiles",
-]  # fmt: skip
-
 FEW_ROWS = 256
 """Up to this many rows of a step are for the kernels of a GPU, which a CUDA graph may replay; more, for a grouped matmul of torch."""
 GROUP = 16

@@ -26,10 +26,6 @@ from minivllm.models.pooling import PoolingHead
 from minivllm.models.rope import Rope, Rotation
 from minivllm.models.spec import DecoderSpec, LayerSpec
 
-__all__ = [
-    "Decoder", "DecoderLayer", "Media", "MixerLayer", "ParallelDecoderLayer", "PostNormLayer", "layer_kind",
-]  # fmt: skip
-
 
 class Media(NamedTuple):
     """Embeddings that take the place of token embeddings in a step.

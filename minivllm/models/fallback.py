@@ -22,8 +22,6 @@ from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.parallel import Stage
 from minivllm.models.spec import DecoderSpec, LayerSpec
 
-__all__ = ["TransformersDecoder", "TransformersSpec", "model_class", "paged_attention", "transformers_spec"]
-
 _NAME = "minivllm_paged"
 
 

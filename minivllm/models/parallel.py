@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Share", "Split", "SplitBlock", "Stage", "TensorGroup"]
-
 
 class Share(NamedTuple):
     """Which part of a model a rank holds.

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-__all__ = ["DecodeGraphs", "graph_ladder", "logger", "rung"]
-
 logger = logging.getLogger("minivllm.runtime")
 
 

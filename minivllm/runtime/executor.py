@@ -49,11 +49,6 @@ from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
 from minivllm.spec_decode.draft_model import with_drafter
 
-__all__ = [
-    "EnginePlan", "Executor", "PendingStep", "UniProcExecutor", "fit_memory", "load_decoder", "make_encoder",
-    "measure_memory", "plan_engine", "read_model", "with_memory", "with_pooling",
-]  # fmt: skip
-
 if TYPE_CHECKING:
     import pandas as pd
 

@@ -40,11 +40,6 @@ from minivllm.spec_decode.drafter import Drafter, make_drafter
 from minivllm.spec_decode.proposers import DraftRequest, HiddenStates
 from minivllm.spec_decode.rejection import Draft, RejectionSampler
 
-__all__ = [
-    "GRAPH_BYTES", "FutureTokens", "ModelRunner", "PendingStep", "group_attention_specs", "new_kv_caches",
-    "new_swap_caches", "step_bytes", "table_sizes", "zeros_on_demand",
-]  # fmt: skip
-
 
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU memory is only taken when a page is first touched."""

@@ -13,8 +13,6 @@ from minivllm.models.decoder import Decoder
 from minivllm.sampling.transforms import draw, keep_from, top_p_threshold
 from minivllm.spec_decode.rejection import choose_by_ratio
 
-__all__ = ["peak_batch", "peak_bytes", "run_largest_step"]
-
 
 def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
     """`max_num_batched_tokens` tokens in prompts of `max_model_len`, the last one shorter, each in blocks of its own from block 1 on."""

@@ -10,8 +10,6 @@ import numpy as np
 from minivllm.core.trace import Trace
 from minivllm.viz.palette import LIGHT
 
-__all__ = ["plot_crossover", "plot_drafts"]
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 

@@ -8,11 +8,6 @@ import re
 
 import numpy as np
 
-__all__ = [
-    "DARK", "DECODE_TINT", "LIGHT", "NUM_OWNER_COLOURS", "contrast", "difference", "least_difference",
-    "owner_colour", "style_sheet", "tint",
-]  # fmt: skip
-
 LIGHT = {
     "page": "#f6f7f9", "panel": "#ffffff", "raised": "#f3f5f8", "ink": "#1b1f26", "muted": "#59626f", "line": "#d3d8df",
     "accent": "#1f5fd0", "warning": "#a8480a",

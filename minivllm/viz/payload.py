@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ints", "Payload", "as_rows", "read_varints", "varints"]
-
 Ints = npt.NDArray[np.int32]
 
 

@@ -14,11 +14,6 @@ from minivllm.core.events import FoldReader, read
 from minivllm.core.trace import REASONS, Trace
 from minivllm.viz.payload import Ints, as_rows
 
-__all__ = [
-    "DECODE", "FINISHES", "KINDS", "PREEMPTED", "PREFILL", "STALLED", "SWAPPED", "WAITING", "TimelineData",
-    "TimelineReader", "timeline_data",
-]  # fmt: skip
-
 KINDS = ("waiting", "preempted", "swapped", "stalled", "prefill", "decode")
 WAITING, PREEMPTED, SWAPPED, STALLED, PREFILL, DECODE = range(len(KINDS))
 FINISHES = ("unfinished", "stop", "length", "abort", "error")

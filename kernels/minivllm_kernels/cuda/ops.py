@@ -26,13 +26,6 @@ from minivllm_kernels.cuda.planning import (
 from minivllm_kernels.cuda.prefill_hopper import HopperTile, attention_maps, hopper_unsupported, query_map
 from minivllm_kernels.cuda.simt import LOG2E, CudaKernel
 
-__all__ = [
-    "FP8", "HALF", "OLDEST_FP8", "AttentionPlan", "add_lora", "check", "check_cache", "check_contiguous",
-    "check_rows", "copy_blocks", "decode_rungs", "decode_work", "device_unsupported", "fixed_decode_plan",
-    "fp8_unsupported", "gemv", "half_name", "paged_attention", "plan_attention", "reshape_and_cache",
-    "rms_norm", "rope_and_cache", "run", "score_factors", "silu_mul", "upload", "uses_wgmma",
-]  # fmt: skip
-
 OLDEST_FP8 = (8, 9)
 """Compute capability of the first cards that convert e4m3 by themselves: Ada."""
 FP8 = torch.float8_e4m3fn

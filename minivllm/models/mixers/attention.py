@@ -19,8 +19,6 @@ from minivllm.models.ops.base import ForwardContext
 from minivllm.models.parallel import Share, Split, SplitBlock
 from minivllm.models.rope import RopeSpec
 
-__all__ = ["SelfAttention", "SelfAttentionSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SelfAttentionSpec(TokenMixerSpec):

@@ -28,11 +28,6 @@ from minivllm.runtime.executors.worker import Launch
 from minivllm.runtime.machine import cpu_quota
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 
-__all__ = [
-    "Call", "MultiprocExecutor", "StepResult", "WorkerError", "Workers", "logger", "start_worker",
-    "start_workers", "step_timeout", "worker_environment",
-]  # fmt: skip
-
 if TYPE_CHECKING:
     import pandas as pd
 

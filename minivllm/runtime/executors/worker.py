@@ -34,11 +34,6 @@ from minivllm.runtime.model_runner import ModelRunner
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
 
-__all__ = [
-    "LateGrammar", "Launch", "Worker", "connect", "die_with", "logger", "main", "send_answer", "serve",
-    "status",
-]  # fmt: skip
-
 logger = logging.getLogger("minivllm.runtime")
 
 
