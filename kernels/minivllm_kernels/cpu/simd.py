@@ -224,7 +224,7 @@ def add_to(b, array: Array, index: Int, x: Vec):
     total = b.fadd(array.load(index, lanes), x)
     if array.dtype == types.uint16:
         total = b.bitcast(b.fptrunc(total, ir.VectorType(_BFloat16(), lanes)), vec(lanes, I16))
-    array.write(index, total, 4)
+    array.write(index, total, 2 if array.dtype == types.uint16 else 4)
 
 
 @primitive(lambda x: x)
