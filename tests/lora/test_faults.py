@@ -192,4 +192,4 @@ def test_speculation_with_adapters_in_one_step(tiny_model_path, made, backend): 
         assert [output.outputs[0].token_ids for output in outputs] == want
         assert scheduler.spec_stats.num_accepted_tokens > 20
         assert scheduler.spec_stats.num_draft_tokens > scheduler.spec_stats.num_accepted_tokens
-        assert scheduler.step < len(want[0])
+        assert scheduler.step - before < len(want[0])

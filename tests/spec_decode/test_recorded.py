@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
+from viz_runs import kind_of, words_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.trace import Trace
@@ -90,8 +91,8 @@ def test_decodes_with_drafts_are_decodes_in_tables_and_timeline(recorded):
     data = timeline_data(trace)
     assert data.drafts[:, 2].sum() == stats.num_draft_tokens and data.drafts[:, 3].sum() == stats.num_accepted_tokens
     step, request, verified, accepted = data.drafts[5].tolist()
-    assert data.cell(request, step) == DECODE
-    assert data.describe(request, step) == f"decode, {accepted} of {verified} draft tokens accepted"
+    assert kind_of(data, request, step) == DECODE
+    assert words_of(data, request, step) == f"decode, {accepted} of {verified} draft tokens accepted"
     assert trace.plot_timeline() is not None
 
 
