@@ -199,9 +199,8 @@ def _in_a_loop(judging: Coroutine[Any, Any, str | None]) -> str | None:
 def _place(error: Exception, answer: tuple[Any, ...]) -> str:
     """The line of the reader's function that raised, if it is one and its source is known."""
     files = {part.__code__.co_filename for part in answer if hasattr(part, "__code__")}
-    lines = [
-        frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files and frame.line
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line for frame in frames if frame.filename in files and frame.line]
     return f", at `{lines[-1]}`" if lines else ""
 
 

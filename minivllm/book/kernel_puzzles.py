@@ -115,6 +115,6 @@ def _wrong_element(lens: Lens, name: str, index: int, found: float, expected: fl
     writes = [a for a in lens.accesses if (a.array, a.index, a.write) == (name, index, True)]
     who = "no thread wrote it"
     if writes:
-        who = f"thread {writes[-1].thread} of block {writes[-1].block} wrote it: {lens.source(writes[-1].line)}"
+        who = f"{writes[-1].who} wrote it: {lens.source(writes[-1].line)}"
     expectation = "should be left alone, and is" if np.isnan(expected) else f"should be {expected:.6g}, and is"
     return f"{lens.element(name, index)} {expectation} {found:.6g}; {who}"
