@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from minivllm.core.config import KVCacheConfig
@@ -320,20 +321,15 @@ def fork(
 
 def _expect_the_rest(history: History, step: int) -> None:
     """Put the causes that are still to come onto the session's clock."""
-    now = history.session.clock.now()
+    session, now = history.session, history.session.clock.now()
     for recorded in (*history.steps[step:], RecordedStep(history.after)):
         for causes, then in ((recorded.before, recorded.start), (recorded.during, recorded.end or now)):
             for what in causes:
-                _expect(history, what, now)
+                if what[0] == "add":
+                    request = next(history.requests)
+                    session.at(request.arrival_time, partial(session.add, request))
+                elif what[0] == "reset":
+                    session.at(now, partial(history.cause, what))
+                elif not what[3]:  # not cut off by what it said, but by a user
+                    session.at(now, partial(session.end, what[1]))
             now = max(now, then)
-
-
-def _expect(history: History, what: tuple[Any, ...], now: float) -> None:
-    session = history.session
-    if what[0] == "add":
-        request = next(history.requests)
-        session.at(request.arrival_time, lambda: session.add(request))
-    elif what[0] == "reset":
-        session.at(now, lambda: history.cause(what))
-    elif not what[3]:  # not cut off by what it said, but by a user
-        session.at(now, lambda: session.end(what[1]))

@@ -227,12 +227,9 @@ def occupancy(trace: Trace | Run, max_model_len: int | None = None) -> Iterator[
 def fragmentation(trace: Trace | Run, max_model_len: int | None = None) -> pd.DataFrame:
     """Memory reserved for running requests and not filled, with paging and with three ways to reserve in one piece.
 
-    Args:
-        max_model_len: what `max_len` reserves per request; None for the recorded limit.
-
     Returns:
         Columns `step`, `time`, `scheme` ("paged", "oracle", "power_of_two", "max_len"), `reserved_tokens`, `stored_tokens`, `waste` (share of what is
-        reserved). One row per scheme and step of `occupancy`, in its token slots.
+        reserved). One row per scheme and step of `occupancy`, in its token slots and with its arguments.
     """
     import pandas as pd
 

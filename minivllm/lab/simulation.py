@@ -91,9 +91,7 @@ class Session:
         policy: None for the one that the settings name.
         cost_model: seconds per step; None to measure how long `executor` takes.
         executor: None for the fake one. Another one answers itself; the length of the answers is still the workload's.
-        preemption: `Recompute()` or `Swap(n)`; None takes `Swap` if there are CPU blocks.
-        sampling_params: given to every request, for an executor that reads them.
-        policy_timeout: seconds that an answer of the policy may take; 0 for no limit, and no thread.
+        preemption, sampling_params, policy_timeout: see `simulate`.
 
     Attributes:
         refused: ids of requests that the scheduler would not take, with its reason.
@@ -105,7 +103,7 @@ class Session:
         policy_timeout: float = 10.0,
     ) -> None:  # fmt: skip
         if cost_model is None and executor is None:
-            raise ValueError("a fake model takes no time of its own: give a cost_model")
+            raise ValueError("a fake model takes no time: give a cost_model")
         self.settings, self.cost_model, self.clock = settings, cost_model, VirtualClock()
         self.scheduler = Scheduler(
             settings.scheduler, settings.cache, settings.kv_cache, policy=policy, preemption=preemption,
