@@ -133,16 +133,18 @@ class MTPSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaSpec:
-    """What surrounds the decoder of a model that reads pictures.
+    """What surrounds the decoder of a model that reads pictures, or hears.
 
     Attributes:
         config: the whole Hugging Face config.
-        image_token_id: of the placeholders that a picture's embeddings replace.
+        token_id: of the placeholders that the embeddings of a picture or clip replace.
+        modality: `image` or `audio`.
         whole: a picture's tokens see each other in both directions, so they must be computed in one step.
     """
 
     config: dict[str, Any]
-    image_token_id: int
+    token_id: int
+    modality: str = "image"
     whole: bool = False
 
 
@@ -244,6 +246,17 @@ class DecoderSpec:
     def kv_cache_specs(self, block_size: int, dtype_bytes: int = 4, share: Share | None = None) -> list[KVCacheSpec]:
         """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number. share: of one rank."""
         return [mixer.kv_cache_spec(block_size, dtype_bytes) for mixer in self._mixers(share)]
+
+    def stage_shapes(self, layers: range, share: Share | None = None) -> dict[str, tuple[int, ...]]:
+        """`weight_shapes` of the pipeline stage that has these layers."""
+        n, shapes = self.names, self.weight_shapes(share)
+        others = tuple(n.layer.format(i) for i in range(self.num_layers) if i not in layers)
+        first, last = layers.start == 0, layers.stop == self.num_layers
+        if not first and not (last and self.tie_word_embeddings):
+            others += (n.embedding,)
+        if not last:
+            others += (n.final_norm.removesuffix("weight"), n.head)
+        return {name: shape for name, shape in shapes.items() if not name.startswith(others)}
 
     def weight_shapes(self, share: Share | None = None) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model holds; with a share, of what one rank keeps of it."""

@@ -5,7 +5,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +24,7 @@ from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder, Media
 from minivllm.models.mixers.moe import ExpertLoads
+from minivllm.multimodal.mrope import MRope
 from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
@@ -39,11 +40,6 @@ from minivllm.spec_decode.draft_model import DraftHost, shared_group
 from minivllm.spec_decode.drafter import Drafter, make_drafter
 from minivllm.spec_decode.proposers import DraftRequest, HiddenStates
 from minivllm.spec_decode.rejection import Draft, RejectionSampler
-
-__all__ = [
-    "GRAPH_BYTES", "FutureTokens", "ModelRunner", "PendingStep", "group_attention_specs", "new_kv_caches",
-    "new_swap_caches", "step_bytes", "table_sizes", "zeros_on_demand",
-]  # fmt: skip
 
 
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -103,7 +99,7 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[LayerCacheSpe
     """
     specs = []
     for group in config.groups:
-        distinct = {layer_specs[layer] for layer in group.layers}
+        distinct = {layer_specs[layer] for layer in group.layers} or {layer_specs[0]}  # none of them in this stage
         if len(distinct) > 1:
             raise ValueError(f"layers {group.layers} share a block table but differ in attention: {distinct}")
         spec = distinct.pop()
@@ -163,15 +159,14 @@ class ModelRunner:
         kv, limits = config.kv_cache, config.scheduler
         self.model, self.backend, self.config, self.grammar = model, backend, config, grammar
         self.device = torch.device(config.device)
-        layer_specs = model.attention_specs(kv.block_size)
-        self.specs = group_attention_specs(kv, layer_specs)
+        self.specs = group_attention_specs(kv, model.attention_specs(kv.block_size))
         self.kv_caches = new_kv_caches(backend, kv, self.specs, kv.num_blocks, self.device)
         self.swap_caches = new_swap_caches(backend, kv, self.specs, self.device)
         model.eager = config.args.enforce_eager
         model.bind(kv)
         self.batch = InputBatch(limits.max_num_seqs, *table_sizes(kv, limits.max_model_len))
         self.adapters = self._make_adapters() if config.args.enable_lora else None
-        self.lora_slots = np.full(limits.max_num_seqs, -1)
+        self.lora_slots, self._looks_back = np.full(limits.max_num_seqs, -1), bool(transforms)
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         speculative = config.speculative
@@ -179,9 +174,9 @@ class ModelRunner:
         self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
         self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
+        self.mrope = MRope() if any(rope and rope.sections for rope in model.spec.ropes) else None
         self.rejection = RejectionSampler(self.sampler, speculative.synthetic_acceptance_rate if speculative else None)
         self.expert_loads = ExpertLoads(model)
-        self._looks_back = bool(transforms)
         self._latest: PendingStep | None = None
         self.future: FutureTokens | None = None
         self._prompt_done: dict[str, int] = {}
@@ -195,8 +190,7 @@ class ModelRunner:
             self.buffer = StepBuffer(step_bytes(config), self.device)
             if config.async_scheduling and speculative is None:  # else a step begins when all tokens are known
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
-            if not config.args.enforce_eager and all(isinstance(spec, AttentionSpec) for spec in self.specs):
-                self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
+            self.graphs = self._make_graphs()
         self.planners = [spec.planner(backend, self.device, self.buffer) for spec in self.specs]
 
     def _make_drafter(self, speculative: SpeculativeConfig) -> Drafter:
@@ -205,6 +199,14 @@ class ModelRunner:
         )
         self._draft_table = self.batch.block_tables[shared_group(self.config.kv_cache)] if drafter.uses_blocks else None
         return drafter
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        """None if steps are not to be recorded, or cannot be: states have no fixed plan, and a pipeline stage waits for the one before."""
+        args, group = self.config.args, self.model.group
+        alone = args.pipeline_parallel_size == 1 and not args.enforce_eager
+        if not alone or not all(isinstance(spec, AttentionSpec) for spec in self.specs):
+            return None
+        return DecodeGraphs(self.device, GRAPH_BYTES, sys.stderr.isatty(), int if group is None else group.largest)
 
     def _make_adapters(self) -> AdapterStore:
         args, model = self.config.args, self.model
@@ -252,7 +254,8 @@ class ModelRunner:
         last_and_rows = step.last_token[chosen], step.rows[chosen]
         if drafts:
             last_and_rows = _sampled_places(*last_and_rows, drafts)
-        arrays = step.token_ids, step.positions, *last_and_rows
+        turned = step.positions if self.mrope is None or not self.mrope.ahead else self.mrope.positions(step)
+        arrays = step.token_ids, turned, *last_and_rows
         if self.buffer is None:
             token_ids, positions, last, rows = map(torch.from_numpy, arrays)
             plans = [plan(batch) for plan, batch in zip(self.planners, step.attention, strict=True)]
@@ -263,6 +266,10 @@ class ModelRunner:
             pending.loads = self.expert_loads.take()
         if self.drafter is not None and self.drafter.reads:
             self._states = step, hidden
+        if not self.model.stage.is_last:
+            self.batch.num_computed[step.rows] += step.counts
+            self.batch.append_tokens(step.rows[chosen], ~step.rows[chosen])  # `learn` will name them
+            return pending
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
         if self.pooler.entries:
@@ -276,6 +283,13 @@ class ModelRunner:
         self._latest = pending
         return pending
 
+    def learn(self, tokens: Mapping[str, list[int]]) -> None:
+        """In a pipeline stage before the last: the newest token of each request, which the last stage has sampled."""
+        for request_id, new in tokens.items():
+            if (row := self.batch.row_of.get(request_id)) is not None:
+                rows = np.array([row])
+                self.batch.set_tokens(rows, self.batch.num_tokens[rows] - 1, np.array(new[-1:]))
+
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         if self.drafter is not None:
             for request_id in output.preempted:
@@ -286,6 +300,8 @@ class ModelRunner:
         for request_id in (*output.preempted, *output.finished):
             self.batch.drop(request_id)
             self.media.features.pop(request_id, None)
+            if self.mrope is not None:
+                self.mrope.drop(request_id)
             if request_id in self.sampling.requests:
                 self.sampling.remove(request_id)
         for request_id in output.finished:
@@ -303,6 +319,8 @@ class ModelRunner:
             params, self.lora_slots[row] = new.sampling_params, new.lora_slot
             if new.mm_features:
                 self.media.features[new.request_id] = new.mm_features
+                if self.mrope is not None:
+                    self.mrope.add(new.request_id, new.mm_features, len(new.prompt_token_ids))
             if isinstance(params, PoolingParams):
                 self.pooler.add(new.request_id, params, len(known), new.num_computed_tokens)
                 self.batch.draws[row] = False
@@ -334,13 +352,13 @@ class ModelRunner:
         """Send all arrays of a step in one copy, and run the layers.
 
         Args:
-            arrays: token ids and positions [T]; of each request that samples, the last token's place among the T, and the row.
+            arrays: token ids [T] and positions, [T] or [3, T] (see `Rope`); of each request that samples, the last token's place among the T, and the row.
 
         Returns:
             Hidden states after the last norm, [T, hidden_size], and the last two of the arrays, on the device.
         """
-        plain = media is None and len(arrays[3]) == len(step.token_ids)
-        if plain and (replayed := self._replay(step, buffer)) is not None:
+        plain = media is None and len(arrays[3]) == len(step.token_ids) and arrays[1].ndim == 1
+        if plain and (replayed := self._replay(step, arrays[1], buffer)) is not None:
             return replayed
         buffer.begin()
         token_ids, positions, last, rows = map(buffer.put, arrays)
@@ -353,9 +371,9 @@ class ModelRunner:
             token_ids = self.future.resolve(token_ids)
         return self.model.forward(token_ids, positions, self.kv_caches, plans, media)
 
-    def _replay(self, step: StepInputs, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _replay(self, step: StepInputs, turned: Int64, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor] | None:
         """As `_forward_buffered`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one,
-        or the buffer is too small."""
+        or the buffer is too small. turned: positions of the rotation, [T]."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)
         if self.expert_loads.counts:
@@ -379,7 +397,7 @@ class ModelRunner:
             key = (padded, adapted, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
         except BufferFull:
             return None
-        ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, step.positions, 0
+        ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, turned, 0
         of[:rows] = np.repeat(step.rows, step.counts)
         buffer.send()
 

@@ -31,18 +31,6 @@ from minivllm_kernels.cpu.simd import (
     total,
 )
 
-__all__ = [
-    "BEGINS", "CONV_AFTER", "CONV_BEFORE", "CONV_BIAS", "CONV_CHANNELS", "CONV_OUT", "CONV_ROW", "CONV_U",
-    "CONV_WEIGHT", "COPY_OUT", "COPY_ROW", "COPY_SIZE", "COPY_X", "DELTA_A", "DELTA_B", "DELTA_BIAS",
-    "DELTA_DECAY", "DELTA_K_HEADS", "DELTA_OUT", "DELTA_ROW", "DELTA_X", "MORE", "NORM_AT_ONCE",
-    "NORM_GROUPS", "NORM_OUT", "NORM_WEIGHT", "NORM_WEIGHT_STEP", "NORM_Y", "NORM_Z", "NORM_Z_ROW", "PARTS",
-    "READ", "SCAN_A", "SCAN_B", "SCAN_BIAS", "SCAN_B_ROW", "SCAN_C", "SCAN_CHANNELS", "SCAN_C_ROW", "SCAN_D",
-    "SCAN_DT", "SCAN_OUT", "SCAN_X", "SCAN_Z", "SCAN_Z_ROW", "SSD_A", "SSD_BIAS", "SSD_D", "SSD_DT",
-    "SSD_DT_ROW", "SSD_GROUPS", "SSD_LIMITS", "SSD_OUT", "SSD_X", "STATES", "STRIDE", "WRITE", "compiled",
-    "conv", "copy_rows", "delta", "gated_norm", "selective", "sigmoid", "softplus", "ssd",
-    "through_sequences",
-]  # fmt: skip
-
 (STATES, STRIDE, READ, WRITE, BEGINS, PARTS) = range(OWN, OWN + 6)
 """First arguments of a recurrence: address of the states of block 0, float32; numbers from one block to the next; addresses of int64
 arrays: the blocks that each of S sequences reads (-1: none, its state is 0) and writes, and its first token [S + 1]; parts of a

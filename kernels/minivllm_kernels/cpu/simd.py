@@ -16,16 +16,6 @@ from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin
 
-__all__ = [
-    "EXP_TERMS", "F32", "I8", "I16", "I32", "I64", "LN2_HIGH", "LN2_LOW", "LOG2_E", "ROUNDER", "Array",
-    "Const", "Float", "Int", "Tile", "Vec", "Vector", "as_bf16", "ask_for", "broadcast", "call", "call_llvm",
-    "claim", "const", "exp", "exponential", "floats_at", "fma", "fold_lanes", "fold_together", "half_of",
-    "ints_at", "keep", "largest", "load", "load_each", "load_halves", "load_unzipped", "maximum", "move",
-    "multiply_add", "narrow", "number", "peek", "plus", "prefetch", "prefetch_rows", "primitive", "relax",
-    "root", "row_at", "shuffle", "splat", "store", "tile_fma", "tile_load", "tile_outer", "tile_store",
-    "tile_totals", "tile_zeros", "total", "transpose", "vec", "widen", "zip_lanes", "zip_pairs",
-]  # fmt: skip
-
 """LLVM vector code for numba kernels on the CPU: a register type, and a few dozen things to do with registers.
 
 Every function here exists inside `@njit` code only. `lanes`, counts of rows and numbers of bits must be compile-time constants.
@@ -104,6 +94,19 @@ def narrow(b: Any, x: Any, lanes: int) -> Any:
     odd = b.and_(b.lshr(bits, const(16, lanes, I32)), const(1, lanes, I32))
     rounded = b.lshr(b.add(b.add(bits, odd), const(0x7FFF, lanes, I32)), const(16, lanes, I32))
     return b.trunc(b.select(b.fcmp_unordered("uno", x, x), const(0x7FC0, lanes, I32), rounded), vec(lanes, I16))
+
+
+class _BFloat16(ir.types.Type):
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
 
 
 class Array:
@@ -211,6 +214,17 @@ def load(b, array: Array, index: Int, lanes: Const):
 def store(b, array: Array, index: Int, x: Vec):
     """Write a vector to float32 elements, or rounded to bf16 ones."""
     array.store(index, x)
+
+
+@primitive(types.void)
+def add_to(b, array: Array, index: Int, x: Vec):
+    """Add a vector to elements in place. bf16 ones are rounded by the CPU's instruction, which takes tiny numbers for zero: for
+    CPUs that have it."""
+    lanes = x.type.count
+    total = b.fadd(array.load(index, lanes), x)
+    if array.dtype == types.uint16:
+        total = b.bitcast(b.fptrunc(total, ir.VectorType(_BFloat16(), lanes)), vec(lanes, I16))
+    array.write(index, total, 2 if array.dtype == types.uint16 else 4)
 
 
 @primitive(lambda x: x)

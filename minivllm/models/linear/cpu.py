@@ -22,11 +22,6 @@ from minivllm_kernels.cpu.matmul.layout import (
     row_major_problem,
 )
 
-__all__ = [
-    "BITS", "CPUInvariantLinear", "CPULinear", "FewRowsKernel", "by_tiles", "explain", "few_rows",
-    "few_rows_matmul", "onednn_block", "onednn_packs", "pack_onednn", "unpack_onednn",
-]  # fmt: skip
-
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 
 FewRowsKernel = Callable[[int, int, int, int], None]

@@ -10,8 +10,6 @@ from minivllm.attention.state import Sequences, StateView
 from minivllm.models.mixers.base import LinearSpec, register_mixer
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec
 
-__all__ = ["ShortConv", "ShortConvSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvSpec(StateMixerSpec):

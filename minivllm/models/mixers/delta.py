@@ -11,8 +11,6 @@ from minivllm.attention.state import Sequences, StateView
 from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec
 
-__all__ = ["DeltaNet", "DeltaNetSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetSpec(StateMixerSpec):

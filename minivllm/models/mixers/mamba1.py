@@ -12,8 +12,6 @@ from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec
 
-__all__ = ["Mamba1", "Mamba1Spec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba1Spec(StateMixerSpec):

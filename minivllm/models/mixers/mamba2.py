@@ -12,8 +12,6 @@ from minivllm.attention.state import Sequences, StateView
 from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec
 
-__all__ = ["Mamba2", "Mamba2Spec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Spec(StateMixerSpec):

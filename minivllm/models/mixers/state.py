@@ -16,8 +16,6 @@ from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, Mixer, MixerSpec, TokenMixerSpec, register_mixer
 from minivllm.models.ops.base import ForwardContext
 
-__all__ = ["NoMLP", "NoMLPSpec", "StateMixer", "StateMixerSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StateMixerSpec(TokenMixerSpec):

@@ -14,8 +14,6 @@ from minivllm.core.module import Module
 from minivllm.models.ops.states import StateOps
 from minivllm.models.rope import Rotation
 
-__all__ = ["CapturedSteps", "ForwardContext", "LayerOps"]
-
 
 @dataclass(slots=True)
 class ForwardContext:

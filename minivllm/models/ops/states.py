@@ -22,8 +22,6 @@ from minivllm.models.mixers.scan import (
     ssd_step,
 )
 
-__all__ = ["StateOps"]
-
 
 def _through(run: Callable[[Tensor], tuple[Tensor, Tensor]], states: StateView, where: Sequences) -> Tensor:
     """Read states, run with them, write the new ones."""

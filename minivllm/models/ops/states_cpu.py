@@ -14,8 +14,6 @@ from minivllm.models.ops.states import StateOps
 from minivllm_kernels.cpu.compile import Kernel, host_lanes, kernel, pack
 from minivllm_kernels.cpu.program import LAUNCHER
 
-__all__ = ["BITS", "STRIP", "NumbaCPUStateOps"]
-
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 STRIP = 256
 """Channels of a work item, about."""
