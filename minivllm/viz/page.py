@@ -57,7 +57,10 @@ class Page(View):
             offset += len(part.bytes())
             whole.extend(part)
         traces = [header["trace"] for header in headers if header.get("trace")]
-        whole.header = {"views": headers, "trace": _leading(traces)}
+        # The one whose cursor moves all the others: the only trace, or a comparison of all that are shown.
+        keys = {trace["key"] for trace in traces}
+        leading = (t for t in traces if keys <= {t["key"], *(other["key"] for other in t.get("of", ()))})
+        whole.header = {"views": headers, "trace": next(leading, None)}
         return whole
 
     def describe(self) -> str:
@@ -82,12 +85,6 @@ class Page(View):
         for axes, view in zip(rows[:, 0], shown, strict=True):
             view.plot(axes)
         return figure
-
-
-def _leading(traces: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The one whose cursor moves all the others: the only trace, or a comparison of all that are shown."""
-    keys = {trace["key"] for trace in traces}
-    return next((t for t in traces if keys <= {t["key"], *(other["key"] for other in t.get("of", ()))}), None)
 
 
 def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, other: TraceSource | None = None) -> View:
