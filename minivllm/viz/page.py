@@ -104,12 +104,8 @@ def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, ot
             title += f" and {Path(other).name if isinstance(other, str | Path) else 'another run'}"
     if problem:
         return Message(title, problem)
-    views: list[View] = [
-        BlockMap(opened, tokenizer),
-        Timeline(opened, tokenizer),
-        PrefixTree(opened, tokenizer),
-        Waste(opened),
-    ]
+    views: list[View] = [kind(opened, tokenizer) for kind in (BlockMap, Timeline, PrefixTree)]
+    views.append(Waste(opened))
     if other is not None:
         named = isinstance(trace, str | Path) and isinstance(other, str | Path)
         views.insert(0, Compare(opened, other, names=(str(trace), str(other)) if named else None))

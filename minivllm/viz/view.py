@@ -325,14 +325,8 @@ def new_figure(size: tuple[float, float]) -> Figure:
 def legend_above(axes: Axes, columns: int, **more: Any) -> None:
     """A small legend above the axes, at their left."""
     axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=columns,
-        fontsize="small",
-        frameon=False,
-        borderaxespad=0.2,
-        **more,
-    )
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize="small", frameon=False, borderaxespad=0.2, **more,
+    )  # fmt: skip
 
 
 def as_png(figure: Figure, dpi: float) -> bytes:
