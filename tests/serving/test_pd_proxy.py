@@ -61,9 +61,6 @@ async def test_a_prefill_server_that_fails_costs_no_request(dead):
     asked = []
     async with ask(make_proxy(gone if dead else stub([], 500), stub(asked))) as client:
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200 and len(asked) == 1
-        assert (
-            await client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
-        ) is not None
     async with ask(make_proxy(stub([]), gone)) as client:
         answer = await client.post("/v1/completions", content=json.dumps({"prompt": "x"}))
         assert answer.status_code == 502 and "decode server cannot be reached" in answer.json()["error"]["message"]
