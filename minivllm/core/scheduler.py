@@ -103,7 +103,7 @@ class Scheduler(Recorder):
         policy_timeout: float = 10.0,
         connector: KVConnector | None = None,
     ) -> None:
-        super().__init__()
+        Recorder.__init__(self)
         if isinstance(preemption, Swap):
             cache = CacheConfig(**{**asdict(cache), "num_cpu_blocks": preemption.num_cpu_blocks})
         self.config, self.cache, self.kv_cache = config, cache, kv_cache

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.core.events import FoldReader, read
-from minivllm.core.trace import REASONS, Trace
+from minivllm.core.events import FoldReader
+from minivllm.core.trace import REASONS
 from minivllm.viz.payload import Ints, as_rows
 
 KINDS = ("waiting", "preempted", "swapped", "stalled", "prefill", "decode")
@@ -77,55 +77,6 @@ class TimelineData:
     @property
     def num_steps(self) -> int:
         return len(self.step_end)
-
-    def first_span(self) -> Ints:
-        """Where each request's spans begin. [num_requests + 1]"""
-        counts = np.bincount(self.request, minlength=len(self.request_ids))
-        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-
-    def cell(self, request: int, step: int) -> int | None:
-        """The kind of a request in a step; None before it came and after it ended."""
-        i = self._span(request, step)
-        return None if i is None else int(self.kind[i])
-
-    def _span(self, request: int, step: int) -> int | None:
-        low, high = np.searchsorted(self.request, [request, request + 1])
-        i = low + int(np.searchsorted(self.start[low:high], step, side="right")) - 1
-        return int(i) if i >= low and step < self.end[i] else None
-
-    def describe(self, request: int, step: int) -> str:
-        """What happened to a request in a step, and why, in one line."""
-        i = self._span(request, step)
-        if i is None:
-            return (
-                "not there yet" if step <= self.finish[request] else f"finished: {FINISHES[self.finish_kind[request]]}"
-            )
-        kind, tokens, reason = int(self.kind[i]), int(self.tokens[i]), self.reasons[self.reason[i]]
-        if kind == DECODE:
-            here = self.drafts[(self.drafts[:, 0] == step) & (self.drafts[:, 1] == request)]
-            return f"decode, {here[0, 3]} of {here[0, 2]} draft tokens accepted" if len(here) else "decode"
-        if kind == PREFILL:
-            cut = f" of the {self.wanted[i]} that it wanted: {reason}" if reason else ""
-            return f"prefill, {tokens} token{'s' * (tokens != 1)}{cut}"
-        word = {
-            WAITING: "waiting",
-            PREEMPTED: "preempted",
-            SWAPPED: "swapped out",
-            STALLED: "running, but got no tokens",
-        }[kind]
-        why = self._why_waiting(request, step, reason) if kind != STALLED else ""
-        return f"{word}: {why}" if why else word
-
-    def _why_waiting(self, request: int, step: int, reason: str) -> str:
-        if reason:
-            return reason
-        head = int(np.searchsorted(self.waits[:, 0], step, side="right")) - 1
-        if head < 0:
-            return ""
-        first, code = int(self.waits[head, 1]), int(self.waits[head, 2])
-        if first == request or self.cell(first, step) not in (WAITING, PREEMPTED, SWAPPED):
-            return ""
-        return f"behind {self.names.get(self.request_ids[first], self.request_ids[first])} ({self.reasons[code]})"
 
 
 class _Life:
@@ -292,8 +243,7 @@ class TimelineReader(FoldReader):
         following = [*self.starts[1:], last][:n]
         finish = [self.finishes.get(i, (n, 0)) for i in range(len(self.ids))]
         return TimelineData(
-            request_ids=self.ids,
-            reasons=[_TEXTS.get(name, name) for name in self.codes],
+            request_ids=self.ids, reasons=[_TEXTS.get(name, name) for name in self.codes],
             prompt=np.array([life.prompt for life in self.all], np.int32),
             output=np.array([life.output for life in self.all], np.int32),
             finish=np.array([step for step, _ in finish], np.int32),
@@ -301,19 +251,9 @@ class TimelineReader(FoldReader):
             request=spans[:, 0], start=spans[:, 1], end=spans[:, 2], kind=spans[:, 3].astype(np.uint8),
             tokens=spans[:, 4], wanted=spans[:, 5], reason=spans[:, 6].astype(np.uint8),
             preemptions=as_rows(self.preemptions, 4), admissions=as_rows(self.admissions, 4), waits=as_rows(self.waits, 3),
-            drafts=as_rows(self.drafts, 4),
-            loras=as_rows(sorted(loras), 4), adapters=list(self.adapters),
+            drafts=as_rows(self.drafts, 4), loras=as_rows(sorted(loras), 4), adapters=list(self.adapters),
             time=np.array([*self.starts, last]),
             step_end=np.array([later if end is None else end for end, later in zip(self.ends, following, strict=True)], np.float64),
             prefill_tokens=steps[:, 0], decode_tokens=steps[:, 1], running=steps[:, 2], waiting=steps[:, 3],
-            budget=int(self.header.settings.get("max_num_batched_tokens") or 0),
-            policy=self.header.policy,
-            names=names or {},
+            budget=int(self.header.settings.get("max_num_batched_tokens") or 0), policy=self.header.policy, names=names or {},
         )  # fmt: skip
-
-
-def timeline_data(trace: Trace, names: dict[str, str] | None = None) -> TimelineData:
-    """Read a trace once. Takes about 0.3 µs for each request in each step. `names`: what to call requests, where that is not their id."""
-    reader = TimelineReader()
-    read(trace, reader)
-    return reader.data(names)

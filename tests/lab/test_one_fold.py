@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from viz_runs import kind_of
 
 from minivllm.core.events import read
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
@@ -13,7 +14,8 @@ from minivllm.lab.executor import FakeExecutor
 from minivllm.lab.metrics import occupancy, requests
 from minivllm.lab.simulation import Session, make_settings
 from minivllm.lab.workload import WorkloadRequest, text
-from minivllm.viz.timeline_data import DECODE, PREEMPTED, PREFILL, SWAPPED, WAITING, timeline_data
+from minivllm.viz.timeline import Timeline
+from minivllm.viz.timeline_data import DECODE, PREEMPTED, PREFILL, SWAPPED, WAITING
 from minivllm.viz.waste import WasteReader
 
 SMALL = {"max_num_seqs": 5, "max_num_batched_tokens": 24, "num_gpu_blocks": 20, "block_size": 4, "max_model_len": 70}
@@ -102,12 +104,12 @@ def test_every_reader_tells_what_was_live(seed):
     read(trace, waste)
     assert waste.data().running.tolist() == [len(state.running) for state in states]
     assert waste.data().reserved[0].tolist() == [4 * sum(map(bool, state.ref_cnt)) for state in states]
-    lanes = timeline_data(trace)
+    lanes = Timeline(trace).lanes
     assert lanes.running.tolist() == [len(state.running) for state in states]
     assert lanes.waiting.tolist() == [len(state.waiting) for state in states]
     last = {name: row for row, name in enumerate(lanes.request_ids)}
     words = {"WAITING": WAITING, "PREEMPTED": PREEMPTED, "SWAPPED": SWAPPED}
     for name, its in states[-1].requests.items():
-        kind = lanes.cell(last[name], len(states) - 1)
+        kind = kind_of(lanes, last[name], len(states) - 1)
         assert kind in (PREFILL, DECODE) or its.status != "RUNNING" or name not in decision.scheduled
         assert its.status == "RUNNING" or kind == words[its.status]
