@@ -7,7 +7,7 @@ import mmap
 import os
 import sys
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minivllm.core.module import Module
 
-__all__ = ["HUGE_PAGE", "LinearMethod", "empty_weight", "use_huge_pages"]
+__all__ = ["HUGE_PAGE", "GroupedLinear", "LinearMethod", "empty_weight", "use_huge_pages"]
 
 
 class LinearMethod(Module):
@@ -64,6 +64,10 @@ class LinearMethod(Module):
         """Itself, or what a wrapper goes around."""
         return self
 
+    def together(self, methods: "Sequence[LinearMethod]") -> "GroupedLinear | None":
+        """What multiplies with the weights of all `methods`, which are of one shape, in one launch; None if nothing can."""
+        return None
+
     @property
     @abstractmethod
     def weight(self) -> Tensor:
@@ -78,6 +82,10 @@ class LinearMethod(Module):
     def memory(self) -> Tensor | None:
         """What `apply` reads of the weight, in whatever order, if that is one tensor."""
         return self.weights.get("weight")
+
+
+GroupedLinear = Callable[[Tensor, Tensor], Tensor]
+"""Rows sorted by layer, [T, inputs], and the end of each layer's rows, int32 [layers], to [T, outputs]."""
 
 
 def empty_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
