@@ -16,11 +16,6 @@ from torch import Tensor
 from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.module import Module
 
-__all__ = [
-    "FP8", "AttentionBackend", "AttentionBatch", "AttentionSpec", "FixedDecode", "KVScales", "Plan",
-    "as_bytes", "to_fp8",
-]  # fmt: skip
-
 FP8 = torch.float8_e4m3fn
 """A sign, 4 bits of exponent, 3 of mantissa: a byte for numbers up to 448."""
 

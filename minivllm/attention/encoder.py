@@ -13,8 +13,6 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
 from minivllm.attention.sdpa import alike
 
-__all__ = ["EncoderBackend", "EncoderPlan", "Rectangle", "plan_rectangle"]
-
 
 class Rectangle(NamedTuple):
     """Prompts of similar length. rows: int64 [n, width], their tokens in the step; positions: int64 [n, width]; padded: whether any is."""

@@ -18,8 +18,6 @@ from minivllm_kernels.cpu.matmul.layout import host_tiles
 from minivllm_kernels.cpu.planning import AttentionStep, CPUAttentionShape
 from minivllm_kernels.cpu.program import LAUNCHER
 
-__all__ = ["BITS", "NumbaCPUBackend", "NumbaCPUInvariantBackend", "NumbaCPUPlan"]
-
 """Paged attention by numba kernels on the CPU: no gather, decode and prefill alike, any mix of lengths.
 
 A row's result does not depend on what else is in the batch, on how a prompt is cut into chunks, on the number of

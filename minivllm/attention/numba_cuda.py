@@ -15,10 +15,6 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
 from minivllm.attention.step_buffer import StepBuffer
 
-__all__ = [
-    "NumbaCudaBackend", "NumbaCudaFixedDecode", "NumbaCudaInvariantBackend", "NumbaCudaPlan", "cuda_ops",
-]  # fmt: skip
-
 if TYPE_CHECKING:
     from minivllm_kernels.cuda.ops import AttentionPlan
     from minivllm_kernels.cuda.planning import AttentionShape

@@ -9,8 +9,6 @@ import torch
 
 from minivllm.attention.backend import AttentionBackend, AttentionSpec
 
-__all__ = ["backend_names", "make_backend", "register_backend", "select_backend"]
-
 _BACKENDS: dict[str, str | Callable[[], AttentionBackend]] = {
     "reference": "minivllm.attention.reference:ReferenceBackend",
     "sdpa": "minivllm.attention.sdpa:SDPABackend",

@@ -15,11 +15,6 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes
 from minivllm.attention.step_buffer import StepBuffer
 
-__all__ = [
-    "LayerCacheSpec", "MambaSpec", "Piece", "StatePlan", "StateView", "backend_needs", "cache_layout",
-    "cut_pieces", "plan_states", "ring_pieces",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class MambaSpec:

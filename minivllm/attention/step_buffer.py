@@ -9,8 +9,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "BufferFull", "StepBuffer"]
-
 ALIGNMENT = 16  # bytes: the widest load of the kernels
 _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 

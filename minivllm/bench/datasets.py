@@ -12,11 +12,6 @@ import numpy as np
 
 from minivllm.lab.readers import read_sharegpt, read_workload
 
-__all__ = [
-    "Sample", "add_dataset_arguments", "make_samples", "ordinary_tokens", "prefix_repetition_samples",
-    "random_samples", "samples_for",
-]  # fmt: skip
-
 _DATASETS = ("random", "sharegpt", "prefix_repetition", "workload")
 
 

@@ -14,8 +14,6 @@ from minivllm.commands.complete import stream_answer
 from minivllm.commands.flags import connect, request_fields, sampling_params_from, say_loading
 from minivllm.engine.arguments import engine_args_from
 
-__all__ = ["ChatSession", "RemoteChatSession", "add_parser"]
-
 if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.sampling.params import SamplingParams

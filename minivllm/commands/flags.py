@@ -10,11 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.engine.arguments import add_engine_arguments
 
-__all__ = [
-    "add_answer_arguments", "add_remote_arguments", "add_sampling_arguments", "connect", "request_fields",
-    "sampling_params_from", "say_loading",
-]  # fmt: skip
-
 if TYPE_CHECKING:
     from minivllm.sampling.params import SamplingParams
     from minivllm.serving.client import Remote

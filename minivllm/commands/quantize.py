@@ -8,8 +8,6 @@ from typing import Any, TextIO
 
 from minivllm.commands.flags import say_loading
 
-__all__ = ["COMPRESSED_FORMATS", "FORMATS", "add_parser", "run_quantize"]
-
 COMPRESSED_FORMATS = ("int4", "int8", "fp8")
 FORMATS = (*COMPRESSED_FORMATS, "gguf-q8_0", "gguf-q4_0")
 

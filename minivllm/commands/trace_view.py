@@ -10,8 +10,6 @@ import webbrowser
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["add_parser"]
-
 
 def _run_trace_view(args: argparse.Namespace, out: TextIO) -> None:
     """Write the page of a saved trace and open it in the browser.

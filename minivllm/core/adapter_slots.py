@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-__all__ = ["AdapterSlots"]
-
 
 class AdapterSlots:
     """Which adapter lies in which slot.

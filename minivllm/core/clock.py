@@ -8,8 +8,6 @@ import math
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "VirtualClock", "WallClock"]
-
 
 class Clock(Protocol):
     """Something that tells the time in seconds."""

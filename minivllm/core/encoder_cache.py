@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-__all__ = ["EncoderCacheManager", "MediaRequest", "MultiModalFeatureSpec", "PlaceholderRange", "block_keys"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderRange:

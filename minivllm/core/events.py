@@ -9,11 +9,6 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = [
-    "EVENTS", "SCHEMA", "TRACE_VERSION", "Event", "EventReader", "Fold", "FoldReader", "Recording",
-    "RequestSnapshot", "State", "TraceHeader", "by_step", "named", "read",
-]  # fmt: skip
-
 Event = tuple[Any, ...]
 TRACE_VERSION = 2
 SCHEMA = {

@@ -16,11 +16,6 @@ from minivllm.core.events import Event
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 
-__all__ = [
-    "AllBlocksCleared", "BlockHash", "BlockRemoved", "BlockStored", "KVEvent", "KVEventTap",
-    "event_from_wire",
-]  # fmt: skip
-
 BlockHash = bytes | int
 
 

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-__all__ = ["Hook", "Module", "ModuleList", "ModuleType", "capture_problem", "generation"]
-
 _changes = 0
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from minivllm.core.encoder_cache import MultiModalFeatureSpec
 from minivllm.core.request import FinishReason
 
-__all__ = ["EngineCoreOutput", "ModelRunnerOutput", "NewRequestData", "SchedulerOutput"]
-
 
 @dataclass(frozen=True, slots=True)
 class NewRequestData:

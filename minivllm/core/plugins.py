@@ -10,8 +10,6 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-__all__ = ["GROUP", "Plugin", "describe_plugins", "load_plugins", "logger"]
-
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 

@@ -18,8 +18,6 @@ from minivllm.core.request import Request
 from minivllm.core.request_queue import WaitingQueue
 from minivllm.core.trace import Trace
 
-__all__ = ["Recorder", "Sink"]
-
 Sink = Callable[[Event], None]
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from minivllm.core.encoder_cache import MultiModalFeatureSpec
 
-__all__ = ["FinishReason", "Request", "RequestStatus"]
-
 
 class FinishReason(str, Enum):
     """Why a request ended. The values are the strings that the OpenAI API uses; `error` is ours."""

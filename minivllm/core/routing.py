@@ -12,8 +12,6 @@ from typing import Protocol
 from minivllm.core.prefix import extend_block_hashes
 from minivllm.core.request import Request
 
-__all__ = ["ROUTERS", "LeastLoaded", "PrefixAware", "Replica", "RoundRobin", "Router"]
-
 
 @dataclass(slots=True)
 class Replica:

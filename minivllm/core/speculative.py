@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["METHODS", "PROPOSERS", "SpecDecodingStats", "SpeculativeConfig", "register_proposer"]
-
 _ANY = ("method", "num_speculative_tokens", "dynamic_length", "rejection_sample_method", "synthetic_acceptance_rate")
 _SUFFIX = (
     "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",

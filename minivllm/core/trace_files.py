@@ -14,11 +14,6 @@ from typing import Any
 from minivllm.core.events import TRACE_VERSION, Event, Recording, RequestSnapshot, State, TraceHeader
 from minivllm.core.trace_tables import tables
 
-__all__ = [
-    "TraceFileError", "TraceWriter", "decode_event", "encode_event", "load", "perfetto_events", "save",
-    "save_perfetto",
-]  # fmt: skip
-
 
 class TraceFileError(ValueError):
     """A file that is not a trace, is broken, or is of a version that this program does not know. Names file and line."""

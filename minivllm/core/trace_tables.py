@@ -13,8 +13,6 @@ import numpy as np
 
 from minivllm.core.events import EventReader, FoldReader, Recording, read
 
-__all__ = ["RequestTable", "tables"]
-
 if TYPE_CHECKING:
     import pandas as pd
 

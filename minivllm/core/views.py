@@ -5,8 +5,6 @@
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["find", "provide"]
-
 _provider: Callable[[], Any] | None = None
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from minivllm.core.config import EngineArgs
 
-__all__ = ["add_engine_arguments", "engine_args_from", "with_config"]
-
 _PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "dict": json.loads}
 
 

@@ -23,8 +23,6 @@ from minivllm.lora.adapter import LoRARequest
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 
-__all__ = ["AsyncLLM", "EngineDeadError", "RequestStream", "Wakeup", "logger"]
-
 T = TypeVar("T")
 
 

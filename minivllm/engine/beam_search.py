@@ -9,11 +9,6 @@ from typing import Any
 from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling.params import BeamSearchParams, SamplingParams
 
-__all__ = [
-    "BeamSearchOutput", "BeamSearchSequence", "Beams", "Generate", "beam_search_output", "num_candidates",
-    "search_beams",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:

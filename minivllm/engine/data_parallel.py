@@ -18,8 +18,6 @@ from minivllm.engine.core_process import EngineCoreClient
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
 
-__all__ = ["DataParallelCore", "replica_args", "replica_environment"]
-
 
 def replica_args(args: EngineArgs, rank: int) -> EngineArgs:
     """The settings of one replica.

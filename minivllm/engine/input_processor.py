@@ -22,8 +22,6 @@ from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.random import RequestSeeds
 from minivllm.sampling.transforms import check_extra_args
 
-__all__ = ["InputProcessor", "ProcessedInput", "Prompt", "PromptType", "RequestOptions", "parse_prompt"]
-
 PromptType = str | Sequence[int] | dict[str, Any]
 
 _PROMPT_FIELDS = (

@@ -13,8 +13,6 @@ from typing import Any
 
 from minivllm.core.kv_events import KVEvent
 
-__all__ = ["END_OF_REPLAY", "KVEventPublisher"]
-
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _STOP = object()
 

@@ -39,8 +39,6 @@ from minivllm.sampling.params import BeamSearchParams, RequestOutputKind, Sampli
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["LLM", "Message", "deferred_interrupts"]
-
 if TYPE_CHECKING:
     import pandas as pd
 

@@ -5,12 +5,6 @@
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = [
-    "ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput",
-    "EmbeddingRequestOutput", "FinishedRequest", "PoolingOutput", "PoolingRequestOutput", "RequestMetrics",
-    "RequestOutput", "ScoringOutput", "ScoringRequestOutput",
-]  # fmt: skip
-
 
 @dataclass(slots=True)
 class CompletionOutput:

@@ -10,8 +10,6 @@ from minivllm.core.config import PoolingFacts
 from minivllm.sampling.params import check_text
 from minivllm.sampling.pooling import cosine
 
-__all__ = ["Pairs", "make_pairs"]
-
 
 @dataclass(frozen=True)
 class Pairs:

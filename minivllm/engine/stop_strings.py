@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from minivllm.sampling.params import RepetitionDetectionParams
 
-__all__ = ["REPETITION_STOP_REASON", "StopMatch", "StopStrings", "repeated_pattern_size"]
-
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:

@@ -17,8 +17,6 @@ import numpy as np
 from minivllm.core import config, encoder_cache, output, request
 from minivllm.sampling import logprobs, params, pooling
 
-__all__ = ["CLASSES", "Channel", "from_columns", "in_columns", "pack", "unpack"]
-
 CLASSES: tuple[type, ...] = (
     config.EngineArgs, config.EngineConfig, config.ModelFacts, config.KVCacheSpec, config.KVCacheGroup, config.KVCacheConfig,
     config.CacheConfig, config.SchedulerConfig, config.Decision, config.PoolingFacts,

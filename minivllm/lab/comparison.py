@@ -12,10 +12,6 @@ from minivllm.core.events import Event, by_step
 from minivllm.core.trace import REASONS, Trace
 from minivllm.lab.simulation import Run, make_settings, trace_of
 
-__all__ = [
-    "COMPARED", "Diff", "Difference", "StepDecision", "decisions", "diff", "first_difference", "standing",
-]  # fmt: skip
-
 if TYPE_CHECKING:
     import pandas as pd
 

@@ -11,8 +11,6 @@ from typing import Protocol
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.lab.cost import Speculative, StepWork
 
-__all__ = ["DraftingExecutor", "Executor", "FakeExecutor"]
-
 
 class Executor(Protocol):
     """What executes a decision: a fake model, or a real one."""

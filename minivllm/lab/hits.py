@@ -15,8 +15,6 @@ from minivllm.core.policy import LRU, Policy, PolicyGuard, SchedulerView
 from minivllm.core.request import Request
 from minivllm.lab.workload import Workload
 
-__all__ = ["BlockSequence", "clairvoyant_hits", "hit_rates", "infinite_hits", "real_hits"]
-
 
 class BlockSequence:
     """The prompt blocks of a workload, in order of arrival, follow-ups included.

@@ -9,8 +9,6 @@ from typing import Any
 
 from minivllm.core.trace_tables import RequestTable
 
-__all__ = ["LogHistogram", "Meter"]
-
 
 class LogHistogram:
     """Counts of positive numbers in bins of one per cent; numbers below a nanosecond count as zero."""

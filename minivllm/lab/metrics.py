@@ -16,11 +16,6 @@ from minivllm.core.trace import Trace
 from minivllm.lab.meter import Meter
 from minivllm.lab.simulation import Run, trace_of
 
-__all__ = [
-    "LATENCIES", "Occupancy", "OccupancyReader", "compare", "fragmentation", "goodput", "latency",
-    "occupancy", "requests", "summary", "throughput",
-]  # fmt: skip
-
 if TYPE_CHECKING:
     import pandas as pd
 

@@ -25,11 +25,6 @@ from minivllm.lab.executor import DraftingExecutor, Executor, FakeExecutor
 from minivllm.lab.meter import Meter
 from minivllm.lab.workload import Workload, WorkloadRequest
 
-__all__ = [
-    "Run", "Session", "Settings", "kv_cache_of", "make_settings", "policy_of", "preemption_of", "simulate",
-    "trace_of",
-]  # fmt: skip
-
 if TYPE_CHECKING:
     import pandas as pd
 

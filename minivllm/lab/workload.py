@@ -20,11 +20,6 @@ from minivllm.core.encoder_cache import MultiModalFeatureSpec, block_keys
 from minivllm.core.prefix import root_hash
 from minivllm.core.request import Request
 
-__all__ = [
-    "ANSWERS", "PROMPTS", "Lengths", "Recorded", "Workload", "WorkloadRequest", "bursts", "chat",
-    "closed_loop", "lognormal", "poisson", "recorded_requests", "shared_prefix", "text",
-]  # fmt: skip
-
 if TYPE_CHECKING:
     import pandas as pd
 

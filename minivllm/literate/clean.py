@@ -8,8 +8,6 @@ from typing import Any
 
 from minivllm.literate.notebook import Notebook, joined, write
 
-__all__ = ["METADATA", "clean", "cleaned", "is_clean", "notebook_text"]
-
 _VOLATILE_CELL = frozenset(
     {"execution", "ExecuteTime", "executionInfo", "collapsed", "scrolled", "trusted", "vscode", "outputId", "colab"}
 )

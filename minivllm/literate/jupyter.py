@@ -11,11 +11,6 @@ from minivllm.literate.clean import cleaned
 from minivllm.literate.notebook import LiterateError, find_root, notebook_paths, read_notebook
 from minivllm.literate.sync import export
 
-__all__ = [
-    "Watcher", "autoexport", "export_saved", "load_ipython_extension", "post_save_hook", "pre_save_hook",
-    "unload_ipython_extension",
-]  # fmt: skip
-
 
 def pre_save_hook(model: dict[str, Any], **_: Any) -> None:
     """Jupyter server hook: clean the notebook that is about to be written."""

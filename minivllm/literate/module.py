@@ -25,8 +25,6 @@ from minivllm.literate.source import (
     start,
 )
 
-__all__ = ["Module", "Part", "Placed", "matches", "origins", "placed", "read_module"]
-
 
 @dataclass(frozen=True)
 class Part:

@@ -14,11 +14,6 @@ from typing import Any
 
 from minivllm.literate.source import string_lines
 
-__all__ = [
-    "CONFLICT", "DIRECTIVES", "Book", "Cell", "LiterateError", "Notebook", "find_root", "joined",
-    "notebook_paths", "parse_notebook", "read_book", "read_notebook", "write",
-]  # fmt: skip
-
 
 class LiterateError(Exception):
     """A mistake in a notebook or a module. The message begins with its place: `path`, `#cell`, line within the cell."""

@@ -10,14 +10,12 @@ import subprocess
 import sysconfig
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from minivllm.literate.fold import Item, fold, items_in
 from minivllm.literate.notebook import LiterateError, Notebook, write
 from minivllm.literate.source import INDENT, bound_names, indent
-
-__all__ = ["GENERATED", "WIDTH", "build", "finished", "formatted", "header", "render"]
 
 GENERATED = "# Generated from nbs/"
 
@@ -28,9 +26,10 @@ def render(notebook: Notebook) -> str:
     top, methods = fold(items)
     head = [f'"""{notebook.docstring}"""', "", header(notebook.name), ""]
     head += [item.text for item in items if item.is_import] + [""]
-    if "__all__" not in bound_names([item.node for item in top if item.node]):
-        package = notebook.target.endswith("__init__.py")
-        names = _public_names([*(item for item in items if package and item.is_import), *top])
+    package = notebook.target.endswith("__init__.py")
+    internal = _names(item for item in top if not item.cell.public)
+    if "__all__" not in bound_names([item.node for item in top if item.node]) and (package or internal):
+        names = _names(item for item in (*(i for i in items if package and i.is_import), *top) if item.cell.public)
         head += [f"__all__ = {json.dumps(names)}  # fmt: skip" if names else "__all__: list[str] = []"]
     return "\n".join([*head, *_body(top, methods)]) + "\n"
 
@@ -39,9 +38,9 @@ def header(name: str) -> str:
     return f"{GENERATED}{name.removeprefix('nbs/')}; after an edit here run `python -m minivllm.literate write-back`."
 
 
-def _public_names(items: Sequence[Item]) -> list[str]:
-    """Names for `__all__`: what public cells bind, without underscores and type variables."""
-    names = bound_names([item.node for item in items if item.node and item.cell.public])
+def _names(items: Iterable[Item]) -> list[str]:
+    """What items bind, without underscores and type variables."""
+    names = bound_names([item.node for item in items if item.node])
     return list(dict.fromkeys(name for name in names if not name.startswith("_")))
 
 

@@ -8,11 +8,6 @@ import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-__all__ = [
-    "DEFINITIONS", "FUNCTIONS", "IMPORTS", "INDENT", "Piece", "bound_names", "dedent", "import_lines",
-    "indent", "normal", "split", "start", "string_lines",
-]  # fmt: skip
-
 
 def string_lines(source: str, docstrings: bool = True) -> set[int]:
     """Numbers (from 1) of the lines that begin inside a string; those of docstrings only if asked. None if it does not parse."""

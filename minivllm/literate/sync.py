@@ -14,11 +14,6 @@ from pathlib import Path
 from minivllm.literate.notebook import CONFLICT, LiterateError, Notebook, parse_notebook, write
 from minivllm.literate.render import GENERATED, finished, render
 
-__all__ = [
-    "RECORD", "committed", "compare", "digest", "edited_side", "entry", "export", "exporter_digest",
-    "missing_packages", "module_text", "out_of_step", "remember",
-]  # fmt: skip
-
 RECORD = ".literate.json"
 """A file that git ignores: for each module, digests of notebook and module when they were last seen to agree."""
 

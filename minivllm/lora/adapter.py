@@ -19,11 +19,6 @@ from minivllm.models.loading import DTYPES, TensorRecord, read_header
 from minivllm.models.mixers.moe import MoESpec
 from minivllm.models.spec import DecoderSpec
 
-__all__ = [
-    "CONFIG", "WEIGHTS", "Adapter", "AdapterError", "AdapterFile", "LoRARequest", "LoRAWeights",
-    "adapter_digest", "check_adapter", "load_adapter", "lora_targets", "rank_and_scale", "read_config",
-]  # fmt: skip
-
 
 class AdapterError(ValueError):
     """An adapter that cannot be used; the message names the file, and the field or tensor at fault."""

@@ -20,11 +20,6 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.layer import Linear
 
-__all__ = [
-    "CHUNK", "FEW_ROWS", "GROUP", "LONG_RUN", "RANKS", "LoRABatch", "LoRALinear", "LoRAModel", "Prepared",
-    "PreparedAdapter", "add_grouped", "pack_tiles",
-]  # fmt: skip
-
 FEW_ROWS = 256
 """Up to this many rows of a step are for the kernels of a GPU, which a CUDA graph may replay; more, for a grouped matmul of torch."""
 GROUP = 16
@@ -492,8 +487,8 @@ class LoRAModel:
     def __init__(self, model: Decoder, max_loras: int, max_rank: int, max_rows: int) -> None:
         self._invariant, targets = model.backend.batch_invariant, lora_targets(model.spec)
         self.batch = LoRABatch(max_rows, model.device, self._invariant)
-        layers = [("", [model.head])]
-        for i, layer in enumerate(model.layers):
+        layers = [("", [] if model.head is None else [model.head])]
+        for i, layer in model.numbered_layers():
             layers.append((model.spec.names.layer.format(i), [*layer.mixer.linears(), *layer.mlp.linears()]))
         self._methods: list[tuple[str, Linear, LoRALinear]] = []
         for prefix, linears in layers:

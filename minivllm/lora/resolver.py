@@ -11,11 +11,6 @@ from typing import Protocol
 
 from minivllm.lora.adapter import CONFIG, WEIGHTS, LoRARequest
 
-__all__ = [
-    "FolderResolver", "HubResolver", "LoRAResolver", "is_plain_name", "logger", "make_resolvers",
-    "register_lora_resolver",
-]  # fmt: skip
-
 logger = logging.getLogger("minivllm.lora")
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")

@@ -15,8 +15,6 @@ from minivllm.lora.adapter import AdapterError, LoRARequest, check_adapter, load
 from minivllm.lora.linear import LoRAModel, PreparedAdapter
 from minivllm.models.spec import DecoderSpec
 
-__all__ = ["AdapterRegistry", "AdapterStore", "RegisteredAdapter"]
-
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAdapter:

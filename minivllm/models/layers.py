@@ -12,8 +12,6 @@ from torch import Tensor
 from minivllm.core.module import Module
 from minivllm.models.ops.base import LayerOps
 
-__all__ = ["LayerNorm", "NoNorm", "ProjectionQKNorm", "QKNorm", "RMSNorm", "Scale"]
-
 
 class RMSNorm(Module):
     """`x / rms(x) * weight` (Zhang and Sennrich, 2019), by the ops of the model.

@@ -16,10 +16,6 @@ from minivllm.core.config import PoolingFacts
 from minivllm.core.module import Module
 from minivllm.models.ops.torch import ACTIVATIONS
 
-__all__ = [
-    "HeadLayer", "PoolerSpec", "PoolingHead", "pooling_facts", "read_labels", "read_sentence_transformers",
-]  # fmt: skip
-
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"": lambda x: x, "tanh": torch.tanh, **ACTIVATIONS}
 
 

@@ -12,11 +12,6 @@ from torch import Tensor
 
 from minivllm.core.module import Module
 
-__all__ = [
-    "ROPE_KINDS", "Rope", "RopeSpec", "Rotation", "apply_rope", "attention_factor", "inverse_frequencies",
-    "rope_from_parameters",
-]  # fmt: skip
-
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 

@@ -16,8 +16,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivllm.models.hub import EMBEDDED_MODELS, resolve_model
 
-__all__ = ["GENERIC_CLASSES", "apply_chat_template", "get_tokenizer", "render_chat_template"]
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 

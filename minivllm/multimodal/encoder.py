@@ -13,8 +13,6 @@ from minivllm.models.families.media import text_name
 from minivllm.models.loading import CheckpointError, LoadedModel, dummy_tensors, iter_tensors
 from minivllm.models.spec import MediaSpec
 
-__all__ = ["TowerEncoder", "build_tower", "load_encoder", "load_tower", "tower_name"]
-
 _SMALL = {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "layer_types": None}
 
 

@@ -16,8 +16,6 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from minivllm.multimodal.images import MediaError
 
-__all__ = ["MAX_REDIRECTS", "MediaConnector", "is_public"]
-
 MAX_REDIRECTS = 3
 
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-__all__ = ["FORMATS", "MAX_PIXELS", "MediaError", "as_image", "decode_image", "to_rgb"]
-
 if TYPE_CHECKING:
     from PIL.Image import Image
 

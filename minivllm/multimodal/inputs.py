@@ -9,8 +9,6 @@ import numpy as np
 
 from minivllm.core.encoder_cache import MultiModalFeatureSpec, PlaceholderRange
 
-__all__ = ["PIECE", "check_embeds", "embeds_feature", "embeds_prompt"]
-
 PIECE = 256  # rows of a piece, at most
 
 

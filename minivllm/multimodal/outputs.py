@@ -15,8 +15,6 @@ from minivllm.core.encoder_cache import MultiModalFeatureSpec
 from minivllm.core.output import SchedulerOutput
 from minivllm.models.decoder import Media
 
-__all__ = ["EncoderOutputs", "MediaEncoder", "StepRows"]
-
 
 class MediaEncoder(Protocol):
     """Turns pictures and the like into embeddings."""

@@ -16,8 +16,6 @@ from minivllm.models.spec import MediaSpec
 from minivllm.multimodal.images import MediaError, as_image
 from minivllm.multimodal.inputs import check_embeds, embeds_feature
 
-__all__ = ["RULES", "Item", "MediaProcessor", "Rules", "gemma3_rules", "idefics3_rules", "llava_rules"]
-
 
 @dataclass(frozen=True)
 class Item:

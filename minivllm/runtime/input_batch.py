@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from minivllm.attention.backend import AttentionBatch
 
-__all__ = ["BlockTable", "InputBatch", "Int32", "Int64", "StepInputs"]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 

@@ -13,11 +13,6 @@ import torch
 from minivllm.core.config import MachineFacts
 from minivllm_kernels.cpu.features import chosen_level
 
-__all__ = [
-    "choose_device", "cpu_memory", "cpu_quota", "environment_report", "has_native_bf16", "limit_threads",
-    "logger", "machine_facts", "settle_vector_math",
-]  # fmt: skip
-
 logger = logging.getLogger("minivllm.runtime")
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 

@@ -13,8 +13,6 @@ from minivllm.models.decoder import Decoder
 from minivllm.sampling.transforms import draw, keep_from, top_p_threshold
 from minivllm.spec_decode.rejection import choose_by_ratio
 
-__all__ = ["peak_batch", "peak_bytes", "run_largest_step"]
-
 
 def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
     """`max_num_batched_tokens` tokens in prompts of `max_model_len`, the last one shorter, each in blocks of its own from block 1 on."""
@@ -46,6 +44,8 @@ def run_largest_step(
     token_ids = torch.randint(decoder.spec.vocab_size, (batch.num_tokens,), device=device)
     positions = np.arange(batch.num_tokens) - np.repeat(batch.query_start_loc[:-1], batch.query_lens)
     hidden = decoder.forward(token_ids, torch.from_numpy(positions).to(device), [cache] * kv.num_tensors, plans)
+    if not decoder.stage.is_last:
+        return cache.numel() * cache.element_size()
     logits = decoder.compute_logits(hidden[: limits.max_sampled_rows(speculative)])
     rows = torch.full((len(logits),), 0.9, dtype=torch.float64, device=device)
     drawn, _ = draw(keep_from(logits, top_p_threshold(logits, rows)), rows)

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from minivllm.sampling.pooling import PoolingParams
 
-__all__ = ["Pooler"]
-
 
 @dataclass(slots=True)
 class _Entry:

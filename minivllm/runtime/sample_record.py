@@ -18,8 +18,6 @@ from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.state import RequestView
 
-__all__ = ["SampleLog", "SampleRecord", "explain_sample", "forget_samples", "log_samples"]
-
 if TYPE_CHECKING:
     import pandas as pd
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "Logprob", "PendingLogprobs", "compute_logprobs", "gather_logprobs"]
-
 
 @dataclass(slots=True)
 class Logprob:

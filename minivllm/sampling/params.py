@@ -14,14 +14,6 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
-__all__ = [
-    "ALLOWED", "FLAG", "LOGPROBS_MODES", "MAX_N", "MIN_TEMPERATURE", "NONE", "STRUCTURE_KINDS", "TEXT",
-    "TOKEN_ID", "Allowed", "BeamSearchParams", "CheckedParams", "InvalidParameter",
-    "RepetitionDetectionParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
-    "best_indices", "check_text", "instance", "integer", "list_of", "logger", "lone_surrogate", "one_of",
-    "real", "reject_unknown",
-]  # fmt: skip
-
 
 class InvalidParameter(ValueError):
     """A parameter has a value that is not allowed.

@@ -19,8 +19,6 @@ from minivllm.sampling.params import (
     one_of,
 )
 
-__all__ = ["POOLING_TYPES", "TASKS", "PoolingParams", "cosine"]
-
 POOLING_TYPES = ("mean", "cls", "last")
 TASKS = ("embed", "token_embed", "classify", "token_classify", "score")
 

@@ -27,8 +27,6 @@ from minivllm.sampling.transforms import (
     with_transforms,
 )
 
-__all__ = ["Accept", "Observer", "PendingSample", "Sampler", "SamplerOutput"]
-
 if TYPE_CHECKING:
     import pandas as pd
 

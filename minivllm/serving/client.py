@@ -11,8 +11,6 @@ from typing import Any
 
 import httpx
 
-__all__ = ["Remote", "ServerError", "bearer", "get_json", "read_events", "request", "tls_context"]
-
 
 class ServerError(RuntimeError):
     """The server has answered with an error. ``status``: of HTTP; 200 if it came in a stream."""

@@ -18,8 +18,6 @@ from minivllm.engine.async_llm import EngineDeadError
 from minivllm.sampling.grammar import GrammarError
 from minivllm.sampling.params import InvalidParameter
 
-__all__ = ["ApiError", "as_api_error", "from_validation", "hide_paths", "install_error_handlers", "logger"]
-
 logger = logging.getLogger("minivllm.serving")
 
 _TYPES = {

@@ -32,12 +32,6 @@ from minivllm.serving.errors import ApiError, as_api_error, logger
 from minivllm.serving.protocol import MAX_ANSWERS
 from minivllm.serving.tools import load_plugin
 
-__all__ = [
-    "Counter", "Job", "Plan", "SSEResponse", "ServerOptions", "ServerState", "Writer", "answer",
-    "check_output", "collect", "encode", "engine_prompts", "event", "merge", "plan_fields", "renamed",
-    "to_json",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from minivllm.serving.generation import ServerState
 from minivllm.serving.middleware import JsonRoute
 from minivllm.serving.protocol import ApiModel
 
-__all__ = ["LoadAdapter", "Name", "UnloadAdapter", "lora_router", "serve_adapters"]
-
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 

@@ -11,8 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.outputs import FinishedRequest
 
-__all__ = ["Metrics"]
-
 _ACCEPTED = "spec_decode_num_accepted_tokens"
 _OURS = {"spec_decode_proposer_failed"}  # vLLM has no such metric
 _GAUGES = {

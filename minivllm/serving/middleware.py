@@ -23,8 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.serving.errors import ApiError
 
-__all__ = ["AccessLog", "ApiKey", "BodyLimit", "JsonRoute", "SiteCheck", "access", "http_protocol"]
-
 access = logging.getLogger("minivllm.access")
 
 

@@ -18,12 +18,6 @@ from minivllm.serving.generation import Plan, ServerState, Writer, answer, engin
 from minivllm.serving.middleware import JsonRoute
 from minivllm.serving.protocol import ApiModel, Int64, RequestFields, as_list
 
-__all__ = [
-    "ClassificationRequest", "ClassificationWriter", "Document", "PairFields", "PairPlan", "PooledFields",
-    "PoolingRequest", "PoolingWriter", "RerankRequest", "RerankWriter", "ScoreRequest", "ScoreWriter",
-    "pooling_router",
-]  # fmt: skip
-
 
 class PooledFields(RequestFields):
     """What the endpoints share."""

@@ -9,11 +9,6 @@ from minivllm.sampling.grammar import special_token_ids
 from minivllm.serving.tool_parsers import held_back
 from minivllm.serving.tools import literal
 
-__all__ = [
-    "REASONING_PARSERS", "DeepSeekR1ReasoningParser", "MistralReasoningParser", "Qwen3ReasoningParser",
-    "ReasoningParser", "register_reasoning_parser", "tokens_up_to",
-]  # fmt: skip
-
 
 class ReasoningParser:
     """Divides an answer into thoughts and content: make one for each answer, `push` its text, then `end`.

@@ -16,11 +16,6 @@ from minivllm.sampling.grammar import guided, special_token_ids, without_additio
 from minivllm.serving.errors import ApiError
 from minivllm.serving.protocol import FunctionDefinition
 
-__all__ = [
-    "TOOL_PARSERS", "Call", "CallDelta", "CallFormat", "Piece", "ToolParser", "ToolUse", "call_rules",
-    "closed", "literal", "load_plugin", "quoted", "register_tool_parser", "show_calls", "show_tools",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -22,11 +22,6 @@ from minivllm.sampling.transforms import draw, keep_from, top_k_threshold, top_p
 from minivllm.spec_decode.proposers import DraftRequest, DraftView, Tokens
 from minivllm.spec_decode.rejection import Draft
 
-__all__ = [
-    "DRAW", "DraftCache", "DraftHost", "DraftModelProposer", "check_vocabulary", "choose_guesses",
-    "load_draft_model", "pieces", "read_drafter", "shared_group", "with_drafter",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class DraftHost:

@@ -28,8 +28,6 @@ from minivllm.spec_decode.proposers import (
 )
 from minivllm.spec_decode.rejection import Draft
 
-__all__ = ["Acceptance", "DraftLength", "Drafter", "StepCost", "logger", "make_drafter", "make_proposer"]
-
 logger = logging.getLogger("minivllm.spec_decode")
 
 

@@ -20,8 +20,6 @@ from minivllm.spec_decode.draft_model import DraftHost, DraftModelProposer, choo
 from minivllm.spec_decode.proposers import DraftRequest, DraftView, HiddenStates
 from minivllm.spec_decode.rejection import Draft
 
-__all__ = ["EagleProposer", "MedusaProposer", "load_eagle", "load_medusa", "read_tensors", "take"]
-
 
 def read_tensors(folder: LoadedModel) -> dict[str, Tensor]:
     """All tensors of a small checkpoint."""

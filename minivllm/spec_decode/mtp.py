@@ -12,8 +12,6 @@ from minivllm.models.loading import load_model
 from minivllm.spec_decode.draft_model import DraftHost
 from minivllm.spec_decode.heads import EagleProposer, take
 
-__all__ = ["MTPProposer", "load_mtp"]
-
 
 class MTPProposer(EagleProposer):
     """Guesses with the layer that a checkpoint brings for it (DeepSeek-V3, arXiv 2412.19437, section 2.2).

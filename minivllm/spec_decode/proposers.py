@@ -15,11 +15,6 @@ from torch import Tensor
 
 from minivllm.spec_decode.rejection import Draft
 
-__all__ = [
-    "AnswerIndex", "DraftRequest", "DraftView", "HiddenStates", "NgramProposer", "Proposer", "RepeatProposer",
-    "SuffixProposer", "Tokens", "find_matches", "follow",
-]  # fmt: skip
-
 Tokens = npt.NDArray[np.integer]
 
 

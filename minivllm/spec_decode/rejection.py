@@ -16,8 +16,6 @@ from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.state import Array, SamplingBatch
 from minivllm.sampling.transforms import draw
 
-__all__ = ["NO_DRAFT", "Draft", "DraftBatch", "RejectionSampler", "Verified", "choose_by_ratio"]
-
 NO_DRAFT = -1
 
 

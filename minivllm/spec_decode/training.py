@@ -13,8 +13,6 @@ from torch.nn import functional
 
 from minivllm.spec_decode.proposers import DraftRequest, DraftView, HiddenStates
 
-__all__ = ["StateCollector", "head_pairs", "save_medusa", "train_medusa"]
-
 
 class StateCollector:
     """A proposer that drafts nothing, and keeps the hidden states and tokens of every request that was computed from its first token on."""

@@ -17,8 +17,6 @@ from typing import Any
 from minivllm.viz.palette import DARK, LIGHT, style_sheet
 from minivllm.viz.payload import Payload
 
-__all__ = ["document", "fragment", "loader", "pack_modules", "sources", "styles", "version", "widget_module"]
-
 _IMPORT = re.compile(r'(?:\bfrom\s*|\bimport\s*\(?\s*)"\./(\w+)\.js"')
 
 

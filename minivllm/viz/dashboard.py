@@ -12,8 +12,6 @@ from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import View
 
-__all__ = ["Dashboard"]
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from minivllm.core.trace import Trace
 
-__all__ = ["plot_experts"]
-
 
 def plot_experts(trace: Trace, layer: int | None = None, ax: Any = None) -> Any:
     """How many tokens each expert took, against an equal share.

@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
-__all__ = ["EngineMonitor", "Sample"]
-
 
 class Sample(NamedTuple):
     """One look at an engine. Rates are over the last second.

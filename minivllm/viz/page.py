@@ -17,8 +17,6 @@ from minivllm.viz.timeline import Timeline
 from minivllm.viz.view import TraceSource, View, new_figure, open_trace, read_together
 from minivllm.viz.waste import Waste
 
-__all__ = ["Message", "Page", "show"]
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

@@ -17,11 +17,6 @@ from minivllm.core.prefix import hash_block
 from minivllm.core.trace import Trace
 from minivllm.viz.payload import Ints, as_rows
 
-__all__ = [
-    "CACHED", "DEFAULT_ROOT", "EVICTED", "FORGOTTEN", "HIT", "KINDS", "PrefixTreeData", "TreeReader",
-    "TreeState", "prefix_tree_data",
-]  # fmt: skip
-
 CACHED, HIT, EVICTED, FORGOTTEN = range(4)
 KINDS = ("in use", "kept", "lost", "not yet cached")
 

@@ -12,8 +12,6 @@ from minivllm.viz import palette, prefix_data, timeline_data
 from minivllm.viz.block_map import MODES, STATUSES, WIRE
 from minivllm.viz.view import MADE_UP
 
-__all__ = ["javascript", "write"]
-
 _NUMBERS = {
     "timeline_data": ("WAITING", "PREEMPTED", "SWAPPED", "STALLED", "PREFILL", "DECODE"),
     "prefix_data": ("CACHED", "HIT", "EVICTED", "FORGOTTEN"),

@@ -24,8 +24,6 @@ from minivllm.viz.timeline_data import (
 )
 from minivllm.viz.view import TraceView, counted
 
-__all__ = ["Timeline", "describe_lanes", "draw_lanes", "pack_lanes"]
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 

@@ -20,11 +20,6 @@ from minivllm.core.trace_files import TraceFileError
 from minivllm.viz.assets import document, fragment, widget_module
 from minivllm.viz.payload import Payload
 
-__all__ = [
-    "HTML_LIMIT", "MADE_UP", "TraceSource", "TraceView", "View", "as_png", "counted", "most_eventful",
-    "new_figure", "open_trace", "read_together", "trace_cursor", "trace_key", "trace_note",
-]  # fmt: skip
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

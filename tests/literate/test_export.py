@@ -78,8 +78,6 @@ POOL_MODULE = '''"""Pool of blocks: free, used."""
 import itertools
 from collections.abc import Iterable
 
-__all__ = ["AFTER", "Base", "Other", "Pool"]
-
 
 class Base:
     pass
@@ -236,7 +234,7 @@ def test_imports_keep_comments_and_future_comes_first(repo, run):
 
 def test_type_checking_imports_stay_where_they_are(repo, run):
     cell = "#| export\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from minivllm.x import Y\n\ndef f(y: 'Y') -> None: ..."
-    repo.notebook(head=HEAD, a=cell)
+    repo.notebook(head=HEAD, a=cell, b="#| exporti\ndef g(): ...")
     run("export")
     text = repo.read("minivllm/pool.py")
     assert "\n\nif TYPE_CHECKING:\n    from minivllm.x import Y\n" in text
@@ -253,9 +251,15 @@ def test_all_of_a_package_holds_what_it_imports(repo, run):
 
 def test_all_leaves_out_type_variables_and_private_names(repo, run):
     source = "#| export\nfrom typing import TypeVar\nT = TypeVar('T')\n_x = 1\na, (b, c) = 1, (2, 3)\ntry:\n    d = 4\nfinally:\n    e = 5"
-    repo.notebook(head=HEAD, a=source)
+    repo.notebook(head=HEAD, a=source, b="#| exporti\ninternal = 6")
     run("export")
     assert '__all__ = ["a", "b", "c", "d", "e"]' in repo.read("minivllm/pool.py")
+
+
+def test_a_module_without_internal_names_has_no_all(repo, run):
+    repo.notebook(head=HEAD, a="#| export\ndef f(): ...", b="#| exporti\n_x = 1\n\ndef _g(): ...")
+    run("export")
+    assert "__all__" not in repo.read("minivllm/pool.py")
 
 
 def test_what_exporti_exports_is_not_in_all(repo, run):
@@ -270,7 +274,7 @@ def test_what_exporti_exports_is_not_in_all(repo, run):
 
 def test_a_long_all_takes_few_lines(repo, run):
     names = [f"a_rather_long_name_{n:02}" for n in range(20)]
-    repo.notebook(head=HEAD, a="#| export\n" + "\n".join(f"{name} = 1" for name in names))
+    repo.notebook(head=HEAD, a="#| export\n" + "\n".join(f"{name} = 1" for name in names), b="#| exporti\nx = 1")
     run("export")
     text = repo.read("minivllm/pool.py")
     lines = text.partition("__all__ = [\n")[2].partition("]  # fmt: skip\n")[0].splitlines()

@@ -17,6 +17,7 @@ CELLS = {
     "experiment": "Pool()",
     "take": "#| export\n@method(Pool)\ndef take(self) -> int:\n    return self.size",
     "last": "#| exporti\ndef last() -> int:\n    return 1",
+    "inner": "#| exporti\ndef inner() -> int:\n    return 9",
 }
 
 
@@ -70,7 +71,7 @@ def test_a_conflict_in_the_module_alone_is_settled_by_export(repo, run, fails, g
     """Two new names side by side in `__all__`, told in cells that git can tell apart."""
     branches(
         ('"#| export\\n",\n    "class Pool', '"#| export\\n",\n    "A = 1\\n",\n    "class Pool'),
-        ('"#| exporti\\n"', '"#| export\\n"'),
+        ('"#| exporti\\n",\n    "def last', '"#| export\\n",\n    "def last'),
     )
     git("merge", "-q", "--no-edit", "theirs", code=1)
     assert git("diff", "--name-only", "--diff-filter=U").split() == [MODULE]

@@ -71,6 +71,7 @@ CELLS = {
         def last() -> Iterator[int]:
             yield 1
     """,
+    "inner": "#| exporti\ndef inner() -> None: ...",
 }
 METHOD_END = '        text = """\nmargin"""\n        yield from [n, len(text)]\n'
 
@@ -240,7 +241,7 @@ def test_the_first_import_of_a_notebook(repo, run):
     repo.notebook("nbs/other.ipynb", head="#| default_exp other", a="#| export\n# first\nX = 1")
     run("export")
     repo.edit("minivllm/other.py", "X = 1", "X = math.pi")
-    repo.edit("minivllm/other.py", "__all__", "import math\n\n__all__")
+    repo.edit("minivllm/other.py", "# first", "import math\n\n# first")
     run("write-back")
     run("check", "--rebuild")
     assert repo.source("a", "nbs/other.ipynb") == "#| export\nimport math\n\n# first\nX = math.pi"

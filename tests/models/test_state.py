@@ -2,14 +2,17 @@
 
 # ruff: noqa: F811
 
+import importlib.util
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import STATES, VOCAB_SIZE, hf_model, tiny_model_path  # noqa: F401
+from paged import PagedDecoder, make_decoder
+from tiny_models import STATES, VOCAB_SIZE, hf_model, logits_equal, tiny_model_path  # noqa: F401
 
 from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import AttentionBatch
@@ -21,6 +24,7 @@ from minivllm.models.mixers.mamba2 import ssd_scan
 from minivllm.models.mixers.scan import conv_scan, conv_step, delta_recurrence, selective_recurrence, ssd_recurrence
 
 CPU = torch.device("cpu")
+BACKEND = "numba_cpu" if importlib.util.find_spec("numba") else "sdpa"
 SPEC = MambaSpec(shapes=((6, 5), (3,)), dtypes=(torch.float32, torch.float32), block_size=4, dtype=torch.float32)
 
 
@@ -201,11 +205,10 @@ def test_pages_of_attention_and_states_are_unified():
         make_kv_cache_groups([attention, state])
 
 
-BLOCKS = {"mamba2": 8, "lfm2": 14, "qwen3-next": 13}
+BLOCKS = {"mamba2": 8, "lfm2": 14, "qwen3-next": 13, "granite-hybrid": 15, "mamba": 8, "jamba": 10, "bamba": 8}
 """Few enough that requests are preempted."""
 SETTINGS = {
     "plain": {},
-    "checkpoints": {"mamba_cache_mode": "all", "max_num_batched_tokens": 64},
     "preempted": {"mamba_cache_mode": "all", "max_num_batched_tokens": 17, "max_num_seqs": 8},
     "swapped": {
         "num_cpu_blocks": 40,
@@ -215,32 +218,78 @@ SETTINGS = {
         "mamba_cache_mode": "align",
     },
 }
+PROMPTS = [prompt(n, seed=n) for n in (1, 5, 44, 61)]
+PROMPTS += [PROMPTS[-1] + prompt(9, seed=3), PROMPTS[-1] + prompt(1, seed=9)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@cache
+def wanted(name: str) -> list[list[int]]:
+    return [hf_generate(name, tokens, 12) for tokens in PROMPTS]
+
+
+def generate(engine, aborted: bool) -> list[list[int]]:
+    """All prompts at once; and, if asked for, others that are aborted: one while it waits, one in its prompt, one that answers."""
+    ends = {1: "waits", 3: "prompt", 9: "answers"} if aborted else {}
+    for name in ends.values():
+        engine.add_request(name, {"prompt_token_ids": PROMPTS[2] + prompt(7, seed=len(name))}, GREEDY)
+    for i, tokens in enumerate(PROMPTS):
+        engine.add_request(str(i), {"prompt_token_ids": tokens}, GREEDY)
+    found, step = {}, 0
+    while engine.has_unfinished_requests():
+        found |= {out.request_id: list(out.outputs[0].token_ids) for out in engine.step()}
+        step += 1
+        engine.abort_request(ends.get(step, "nobody"))
+    return [found[str(i)] for i in range(len(PROMPTS))]
 
 
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
         ("mamba2", "plain"),
-        ("granite-hybrid", "checkpoints"),
-        ("jamba", "checkpoints"),
-        *((name, setting) for name in BLOCKS for setting in ("preempted", "swapped")),
+        *((name, "preempted") for name in STATES),
+        *(pytest.param(name, "swapped", marks=[] if name == "mamba2" else pytest.mark.slow) for name in STATES),
     ],
 )
 def test_generates_what_transformers_does(name, setting, tiny_model_path):
-    """Twice: the second time prefixes hit, on a checkpoint and off it."""
+    """Twice: the second time prefixes hit, on a checkpoint and off it, and others are aborted in between."""
     torch.set_num_threads(1)
-    prompts = [prompt(n, seed=n) for n in (1, 5, 44, 61)]
-    prompts += [prompts[-1] + prompt(9, seed=3), prompts[-1] + prompt(1, seed=9)]
-    want = [hf_generate(name, tokens, 12) for tokens in prompts]
-    more = {"num_gpu_blocks": BLOCKS[name]} if setting in ("preempted", "swapped") else {}
-    llm = LLM(str(tiny_model_path(name)), dtype="float32", max_model_len=96, **SETTINGS[setting] | more)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    for _ in range(2):
-        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], params, use_tqdm=False)
-        assert [list(out.outputs[0].token_ids) for out in outputs] == want
-    stats = llm.llm_engine.core.scheduler.kv_cache_manager.stats
-    assert (stats.hit_tokens > 0) == (setting != "plain")
-    assert (llm.llm_engine.core.scheduler.num_preemptions > 0) == bool(more)
+    more = {"num_gpu_blocks": BLOCKS[name]} if setting != "plain" else {}
+    with LLM(str(tiny_model_path(name)), dtype="float32", max_model_len=96, **SETTINGS[setting] | more) as llm:
+        for aborted in (False, True):
+            assert generate(llm.llm_engine, aborted) == wanted(name)
+        scheduler = llm.llm_engine.core.scheduler
+        assert (scheduler.kv_cache_manager.stats.hit_tokens > 0) == (setting != "plain")
+        assert (scheduler.num_preemptions > 0) == bool(more)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_logits_of_a_ragged_batch_in_chunks_of_1_to_64_tokens(name):
+    model, decoder = hf_model(name), make_decoder(hf_model(name), BACKEND)
+    texts = {"long": prompt(66, seed=4), "short": prompt(21, seed=5), "one": prompt(1, seed=6)}
+    with torch.inference_mode():
+        want = {key: model(torch.tensor([text])).logits[0] for key, text in texts.items()}
+    for chunk in (1, 7, 16, 63, 64):
+        paged = PagedDecoder(decoder)
+        for key, text in texts.items():
+            paged.add(key, text)
+        while todo := {
+            k: min(chunk, len(t) - paged.computed[k]) for k, t in texts.items() if paged.computed[k] < len(t)
+        }:
+            for key, got in paged.step(todo).items():
+                last = paged.computed[key]
+                assert logits_equal(got, want[key][last - len(got) : last])
+
+
+def test_a_state_takes_one_block_at_any_length(tiny_model_path):
+    with LLM(str(tiny_model_path("mamba2")), dtype="float32", max_model_len=96) as llm:
+        engine, used = llm.llm_engine, set()
+        pool = engine.core.scheduler.kv_cache_manager.block_pool
+        engine.add_request("r", {"prompt_token_ids": prompt(3)}, SamplingParams(max_tokens=80, ignore_eos=True))
+        while engine.has_unfinished_requests():
+            engine.step()
+            used.add(sum(block.ref_cnt > 0 for block in pool.blocks[1:]))
+        assert used == {0, len(engine.core.scheduler.kv_cache_manager.groups)}
 
 
 class Guesses:

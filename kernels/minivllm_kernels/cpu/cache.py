@@ -11,11 +11,6 @@ from numba import njit
 from minivllm_kernels.cpu.compile import OWN
 from minivllm_kernels.cpu.simd import claim, floats_at, ints_at, load, move, store, transpose
 
-__all__ = [
-    "KEYS", "PAIRS", "SLOTS", "SOURCE", "STRIDE_K", "STRIDE_V", "TARGET", "VALUES", "WORDS", "WRITE_CACHE",
-    "WRITE_HEADS", "copy", "jit", "split_cache", "write",
-]  # fmt: skip
-
 """Writing to and copying blocks of the CPU kernels' KV cache.
 
 A layer's cache is `[1, num_blocks, kv_heads, 2, head_dim * block_size]`, bf16 (as uint16) or float32. Inside a block

@@ -6,8 +6,6 @@ import os
 import sys
 from dataclasses import dataclass
 
-__all__ = ["LEVELS", "VARIABLE", "Level", "chosen_level", "narrow_torch"]
-
 """The CPU features that kernels may use, and the environment variable that narrows them."""
 
 VARIABLE = "MINIVLLM_CPU_FEATURES"

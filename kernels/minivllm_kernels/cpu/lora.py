@@ -35,15 +35,6 @@ from minivllm_kernels.cpu.simd import (
     vec,
 )  # fmt: skip
 
-__all__ = [
-    "AT_ONCE", "AT_ONCE_OUT", "EXPAND_B", "EXPAND_CHUNKS", "EXPAND_H", "EXPAND_OUT", "EXPAND_OUTPUTS",
-    "FOR_EXPAND", "FOR_SHRINK", "NUM_CHUNKS", "ORDER", "PARTS", "RANK", "RANKS", "RANK_OF", "SHRINK_A",
-    "SHRINK_H", "SHRINK_INPUTS", "SHRINK_X", "SLOTS", "STARTS", "STEP", "TILE_A", "TILE_B", "TILE_CHUNKS",
-    "TILE_INPUTS", "TILE_OUT", "TILE_OUTPUTS", "TILE_SCRATCH", "TILE_SCRATCH_BYTES", "TILE_X", "USED", "WIDE",
-    "copy_words", "expand", "jit", "lora_configs", "shrink", "tile_lora", "tile_shrink", "tiles_expand",
-    "tiles_shrink", "tiles_write", "tiles_zero",
-]  # fmt: skip
-
 jit = njit(error_model="numpy")
 RANKS = 8
 """Rows of an A that are multiplied at once. Ranks are padded to a multiple of it."""

@@ -10,14 +10,6 @@ import numpy as np
 from minivllm_kernels.cpu.compile import COUNT, NEXT, OWN
 from minivllm_kernels.cpu.simd import claim, exp, floats_at, fma, ints_at, load, splat, store, total
 
-__all__ = [
-    "CONV_BEGINS", "CONV_BIAS", "CONV_CHANNELS", "CONV_OUT", "CONV_PARTS", "CONV_READ", "CONV_STATES",
-    "CONV_STRIDE", "CONV_U", "CONV_WEIGHT", "CONV_WRITE", "DELTA_BEGINS", "DELTA_BETA", "DELTA_DECAY",
-    "DELTA_HEADS", "DELTA_K", "DELTA_OUT", "DELTA_Q", "DELTA_READ", "DELTA_STATES", "DELTA_STRIDE", "DELTA_V",
-    "DELTA_WRITE", "SSD_A", "SSD_B", "SSD_BEGINS", "SSD_C", "SSD_D", "SSD_DT", "SSD_GROUPS", "SSD_HEADS",
-    "SSD_OUT", "SSD_READ", "SSD_STATES", "SSD_STRIDE", "SSD_WRITE", "SSD_X", "conv", "delta", "ssd",
-]  # fmt: skip
-
 (
     SSD_X,
     SSD_DT,

@@ -16,16 +16,6 @@ from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin
 
-__all__ = [
-    "EXP_TERMS", "F32", "I8", "I16", "I32", "I64", "LN2_HIGH", "LN2_LOW", "LOG2_E", "ROUNDER", "Array",
-    "Const", "Float", "Int", "Tile", "Vec", "Vector", "as_bf16", "ask_for", "broadcast", "call", "call_llvm",
-    "claim", "const", "exp", "exponential", "floats_at", "fma", "fold_lanes", "fold_together", "half_of",
-    "ints_at", "keep", "largest", "load", "load_each", "load_halves", "load_unzipped", "maximum", "move",
-    "multiply_add", "narrow", "number", "peek", "plus", "prefetch", "prefetch_rows", "primitive", "relax",
-    "root", "row_at", "shuffle", "splat", "store", "tile_fma", "tile_load", "tile_outer", "tile_store",
-    "tile_totals", "tile_zeros", "total", "transpose", "vec", "widen", "zip_lanes", "zip_pairs",
-]  # fmt: skip
-
 """LLVM vector code for numba kernels on the CPU: a register type, and a few dozen things to do with registers.
 
 Every function here exists inside `@njit` code only. `lanes`, counts of rows and numbers of bits must be compile-time constants.

@@ -7,8 +7,6 @@ import functools
 from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, half_ops, i64, kernel, u32
 from minivllm_kernels.cuda.warp import ldg128, pack_e4m3, prmt, stg128
 
-__all__ = ["COPY_SIGNATURE", "RESHAPE_SIGNATURE", "copy_blocks", "reshape_and_cache"]
-
 RESHAPE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32* i64*"]  # k, v, k cache, v cache, slots
     + ["f32 f32"]  # of an fp8 cache: 1 / scale of K, of V

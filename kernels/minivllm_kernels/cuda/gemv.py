@@ -9,11 +9,6 @@ from minivllm_kernels.cuda.pointwise import silu_word
 from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i64, kernel, u32
 from minivllm_kernels.cuda.warp import grid_release, grid_wait, ldg128, ldg128_stream, shfl_xor
 
-__all__ = [
-    "FMA_BUSY", "FMA_WARPS", "GEMV_SIGNATURE", "HELD_WORDS", "MMA_BUSY", "MMA_ROWS", "X_WORDS", "Gemv",
-    "choose_gemv", "fma_gemv", "mma_gemv", "mma_warps",
-]  # fmt: skip
-
 GEMV_SIGNATURE = "u32* u32* u32* i32 i32 i32 i32"
 """out, x, weight; rows; outputs; words from one row of x, and of out, to the next."""
 FMA_WARPS = 4  # of a block

@@ -15,11 +15,6 @@ from typing import Any
 
 from minivllm_kernels.cuda.simt import SIM, CudaKernel
 
-__all__ = [
-    "ADVICE", "CODES", "CONFIG", "OLDEST_NUMBA_CUDA", "OVERLAP", "OVERLAP_ID", "CudaError", "Driver",
-    "Launch", "Layout", "cache_dir", "cached_ptx", "compiler_missing", "driver", "fingerprint", "launcher",
-]  # fmt: skip
-
 CODES = {"f32": "f", "i32": "i", "u32": "I", "i64": "q", "map": "128s"}
 
 

@@ -7,11 +7,6 @@ import functools
 from minivllm_kernels.cuda.simt import CudaKernel, cuda, f32, half_ops, i32, i64, kernel, u32, warp_sum
 from minivllm_kernels.cuda.warp import grid_release, grid_wait, ldg128, stg128
 
-__all__ = [
-    "EXPAND_SIGNATURE", "EXPAND_THREADS", "RANKS", "ROWS", "SHRINK_SIGNATURE", "SHRINK_THREADS",
-    "lora_expand", "lora_shrink",
-]  # fmt: skip
-
 ROWS = 4
 """Rows that a block takes at once: those of one adapter share what is read of it."""
 RANKS = 4

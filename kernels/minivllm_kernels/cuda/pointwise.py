@@ -28,11 +28,6 @@ from minivllm_kernels.cuda.warp import (
     stg128,
 )
 
-__all__ = [
-    "NORM_SIGNATURE", "ROPE_FP8_SIGNATURE", "ROPE_SIGNATURE", "ROPE_WARPS", "SILU_THREADS", "add_rms_norm",
-    "rope_and_cache", "silu_mul", "silu_word",
-]  # fmt: skip
-
 NORM_SIGNATURE = "u32* u32* u32* u32* f32 i32 i32 i32"
 """out, residual, x, weight; eps; 1 if there is a residual to add; words from one row of x and of out to the next."""
 

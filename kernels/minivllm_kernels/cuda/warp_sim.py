@@ -9,11 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "WAIT_SECONDS", "Warp", "bf16_bits", "e4m3_bits", "exchange", "f16_bits_of_e4m3", "ldmatrix_x4",
-    "ldmatrix_x4_trans", "mma_bf16", "mma_f16", "movmatrix", "shfl_xor",
-]  # fmt: skip
-
 WAIT_SECONDS = 120.0  # a lane that never arrives (a divergent shuffle) becomes an error instead of a hang
 
 

@@ -13,13 +13,6 @@ from llvmlite import ir
 from minivllm_kernels.cuda.launch import driver
 from minivllm_kernels.cuda.warp import LLVM, NUMBA, REGISTER, intrinsic, ptx, signature, types
 
-__all__ = [
-    "K_MAJOR", "SWIZZLE", "after", "base_descriptor", "column_descriptor", "fewer_registers", "first_lane",
-    "lds32", "map_address", "mbarrier_arrive", "mbarrier_expect", "mbarrier_fence", "mbarrier_init",
-    "mbarrier_wait", "more_registers", "shfl_word", "sts32", "swizzled", "tensor_map", "tma_load_3d",
-    "tma_load_4d", "wgmma_registers", "wgmma_shared", "wgmma_text", "wgmma_wait",
-]  # fmt: skip
-
 SWIZZLE = 128  # bytes of a row of a swizzled tile: 64 columns of 16 bits
 
 

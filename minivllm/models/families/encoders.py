@@ -19,8 +19,6 @@ from minivllm.models.spec import (
     read_rope_of_type,
 )
 
-__all__ = ["bert", "modernbert", "pooler_for", "read_bert", "read_modernbert_layers", "roberta", "with_head"]
-
 
 def pooler_for(
     r: ConfigReader, pooling: str, before: tuple[HeadLayer, ...] = (), last: HeadLayer | None = None

@@ -7,8 +7,6 @@ from typing import Any
 
 from minivllm.models.spec import ConfigReader, DecoderSpec, MediaSpec, family, spec_from_config
 
-__all__ = ["gemma3_vision", "idefics3", "llava", "seeing", "smolvlm", "text_config", "text_name"]
-
 _TOWER = ("vision_tower.", "multi_modal_projector.", "vision_model.", "connector.")
 _TEXT = {
     "language_model.model.": "model.",

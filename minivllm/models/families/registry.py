@@ -8,8 +8,6 @@ from minivllm.models import gguf, spec
 from minivllm.models.families import deepseek, dense, encoders, media, moe, state
 from minivllm.models.spec import DecoderSpec
 
-__all__ = ["TESTED", "FamilyFacts", "architectures", "families", "is_known", "spec_from_config"]
-
 _MODULES = (spec, dense, moe, deepseek, encoders, state, media)  # importing them has registered their families
 
 

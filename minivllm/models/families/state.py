@@ -31,11 +31,6 @@ from minivllm.models.spec import (
     read_mlp,
 )
 
-__all__ = [
-    "LONGEST", "bamba", "gated_query", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2",
-    "mixers_by_type", "qwen3_next", "read_dt_limit", "read_mamba2",
-]  # fmt: skip
-
 LONGEST = 1 << 17
 """Positions of a model whose config names no limit, since it needs none."""
 _BACKBONE = WeightNames(

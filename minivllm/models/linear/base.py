@@ -15,8 +15,6 @@ from torch import Tensor
 
 from minivllm.core.module import Module
 
-__all__ = ["HUGE_PAGE", "GroupedLinear", "LinearMethod", "empty_weight", "use_huge_pages"]
-
 
 class LinearMethod(Module):
     """How one linear layer multiplies, and what it keeps of its weight. Each layer has a method object to itself.

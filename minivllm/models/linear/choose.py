@@ -10,8 +10,6 @@ import torch
 
 from minivllm.models.linear.layer import make_linear_method
 
-__all__ = ["explain_linear_method"]
-
 _NO_NUMBA = "numba is not installed (pip install 'minivllm[kernels]')"
 
 

@@ -26,11 +26,6 @@ from minivllm_kernels.cpu.matmul.layout import (
     row_major_problem,
 )
 
-__all__ = [
-    "BITS", "CPUInvariantLinear", "CPULinear", "FewRowsKernel", "by_tiles", "explain", "few_rows",
-    "few_rows_matmul", "onednn_block", "onednn_packs", "pack_onednn", "unpack_onednn",
-]  # fmt: skip
-
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 
 FewRowsKernel = Callable[[int, int, int, int], None]
@@ -47,12 +42,19 @@ def few_rows_matmul(kernel: FewRowsKernel, x: Tensor, outputs: int, dtype: torch
 
 @functools.cache
 def onednn_packs() -> bool:
-    """Whether torch can hand oneDNN a packed bf16 weight here, and show it; it needs a CPU with bf16 arithmetic."""
+    """Whether torch can hand oneDNN a packed bf16 weight here, and show it; it needs a CPU with bf16 arithmetic.
+
+    Without bf16 arithmetic oneDNN only transposes the weight, and multiplies slower than the numba kernel.
+    """
     ops = torch.ops.mkldnn
     wanted = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported", "data_ptr", "_nbytes")
     if not torch.backends.mkldnn.is_available() or not all(hasattr(ops, name) for name in wanted):
         return False
-    return bool(ops._is_mkldnn_bf16_supported())
+    if not ops._is_mkldnn_bf16_supported():
+        return False
+    weight = torch.arange(64.0 * 64).view(64, 64).bfloat16()
+    _, memory = pack_onednn(weight)  # the tensor that has a name here owns the memory
+    return not torch.equal(memory, weight.T.flatten())
 
 
 def pack_onednn(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from minivllm.models.linear.unquantized import TorchLinear
 
-__all__ = ["MOST_ROWS", "FewRowsLinear", "cuda_kernels"]
-
 MOST_ROWS = 16
 """Up to this many rows a matmul is that of `minivllm_kernels.cuda.gemv`; beyond, torch's."""
 

@@ -14,10 +14,6 @@ from torch import Tensor
 
 from minivllm.models.linear.base import LinearMethod
 
-__all__ = [
-    "GroupedWeight", "Matmul", "QuantizedWeight", "StoredLinear", "join", "pack_nibbles", "unpack_nibbles",
-]  # fmt: skip
-
 Matmul = Callable[[Tensor, Tensor], Tensor]
 """x [T, inputs] and a weight [outputs, inputs] to [T, outputs]."""
 

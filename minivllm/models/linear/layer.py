@@ -17,11 +17,6 @@ from minivllm.models.linear.grouped import QuantizedWeight, StoredLinear
 from minivllm.models.linear.unquantized import matmul_by_tiles
 from minivllm.models.parallel import TensorGroup
 
-__all__ = [
-    "QUANTIZED", "GatheredLinear", "Linear", "RowParallelLinear", "Shard", "linear_method_names",
-    "make_linear_method", "method_or_torch", "register_linear_method", "stored_linear",
-]  # fmt: skip
-
 QUANTIZED = (*WEIGHT_BITS, *(f"torch_{name}" for name in WEIGHT_BITS))
 
 

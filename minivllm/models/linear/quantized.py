@@ -19,12 +19,6 @@ from minivllm.models.linear.grouped import (
 from minivllm.models.linear.unquantized import TorchLinear
 from minivllm_kernels.cpu.matmul.layout import ITEM, SPAN, QuantizedMatmul
 
-__all__ = [
-    "AT_ONCE", "CPUStoredLinear", "PackedWeight", "QuantizedLinear", "TorchQuantizedLinear", "explain",
-    "pack_problem", "pack_scales", "pack_words", "quantize", "quantize_groups", "quantize_rows",
-    "quantized_linear", "rounded_together", "shortened", "whole_codes",
-]  # fmt: skip
-
 
 def quantize_rows(weight: Tensor) -> GroupedWeight:
     """8 bits, one scale a row, symmetric around zero; weight: float32 [outputs, inputs]."""

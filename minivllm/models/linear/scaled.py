@@ -12,8 +12,6 @@ from torch import Tensor
 from minivllm.models.linear.grouped import Matmul, QuantizedWeight
 from minivllm.models.linear.unquantized import TorchLinear
 
-__all__ = ["FP8", "LARGEST", "FP8Linear", "ScaledWeight", "quantize_channels", "round_to", "scale_of"]
-
 FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.0}
 """The largest number of a format, to which the largest of a scale's numbers is brought."""

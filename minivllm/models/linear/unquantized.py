@@ -8,8 +8,6 @@ from torch import Tensor
 
 from minivllm.models.linear.base import LinearMethod, empty_weight
 
-__all__ = ["BatchInvariantLinear", "TorchLinear", "matmul_by_tiles"]
-
 
 class TorchLinear(LinearMethod):
     """torch's own matmul, for any weight on any device. Its rounding may depend on the number of rows."""

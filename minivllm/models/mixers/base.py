@@ -20,11 +20,6 @@ from minivllm.models.ops.base import LayerOps
 from minivllm.models.parallel import Share, Split, SplitBlock, TensorGroup
 from minivllm.models.rope import RopeSpec
 
-__all__ = [
-    "MIXERS", "Builder", "LinearSpec", "Mixer", "MixerSpec", "TokenMixerSpec", "build_mixer",
-    "register_mixer",
-]  # fmt: skip
-
 
 class LinearSpec(NamedTuple):
     """A linear layer: numbers in, outputs of each part by its name in a checkpoint, and whether there is a bias."""

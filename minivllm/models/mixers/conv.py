@@ -13,8 +13,6 @@ from minivllm.models.mixers.scan import conv_scan, conv_step
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
 from minivllm.models.ops.base import InPlace
 
-__all__ = ["ShortConv", "ShortConvSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvSpec(StateMixerSpec):

@@ -15,8 +15,6 @@ from minivllm.models.mixers.scan import by_head, conv_scan, conv_step, delta_chu
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
 from minivllm.models.ops.base import InPlace
 
-__all__ = ["DeltaNet", "DeltaNetSpec", "delta_scan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetSpec(StateMixerSpec):

@@ -14,8 +14,6 @@ from minivllm.models.mixers.attention import SelfAttention, SelfAttentionSpec
 from minivllm.models.mixers.base import Builder, register_mixer
 from minivllm.models.ops.base import ForwardContext
 
-__all__ = ["EncoderAttention", "EncoderAttentionSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderAttentionSpec(SelfAttentionSpec):

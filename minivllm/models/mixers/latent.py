@@ -17,8 +17,6 @@ from minivllm.models.ops.base import ForwardContext
 from minivllm.models.parallel import Share, Split, SplitBlock
 from minivllm.models.rope import RopeSpec, apply_rope
 
-__all__ = ["LatentAttention", "LatentAttentionSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionSpec(TokenMixerSpec):

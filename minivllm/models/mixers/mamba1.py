@@ -14,8 +14,6 @@ from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
 from minivllm.models.mixers.scan import conv_scan, conv_step, in_chunks, selective_chunk, selective_step
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
 
-__all__ = ["Mamba1", "Mamba1Spec", "selective_scan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba1Spec(StateMixerSpec):

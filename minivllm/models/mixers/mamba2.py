@@ -16,8 +16,6 @@ from minivllm.models.mixers.scan import conv_scan, conv_step, in_chunks, ssd_chu
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
 from minivllm.models.ops.base import InPlace
 
-__all__ = ["Mamba2", "Mamba2Spec", "ssd_scan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Spec(StateMixerSpec):

@@ -12,8 +12,6 @@ from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, r
 from minivllm.models.ops.torch import ACTIVATIONS
 from minivllm.models.parallel import Share, Split, SplitBlock
 
-__all__ = ["MLP", "ClampedMLP", "ClampedMLPSpec", "GatedMLP", "GatedMLPSpec", "MLPSpec", "check_mlp"]
-
 
 def check_mlp(size: int, activation: str) -> None:
     """Raise ValueError for parameters that no MLP can have."""

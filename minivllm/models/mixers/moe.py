@@ -19,8 +19,6 @@ from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, b
 from minivllm.models.mixers.mlp import ClampedMLP, GatedMLP, GatedMLPSpec
 from minivllm.models.parallel import Share, SplitBlock
 
-__all__ = ["ExpertLoads", "MoE", "MoESpec", "RouterSpec", "groups_experts", "numbered", "route"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:

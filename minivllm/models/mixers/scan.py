@@ -6,12 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "CHUNK", "by_head", "conv_scan", "conv_step", "decays", "delta_chunk", "delta_recurrence", "delta_step",
-    "in_chunks", "selective_chunk", "selective_recurrence", "selective_step", "ssd_chunk", "ssd_recurrence",
-    "ssd_step",
-]  # fmt: skip
-
 
 def conv_step(u: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token of each of R sequences through a causal convolution of each channel by itself.

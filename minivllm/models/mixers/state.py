@@ -17,8 +17,6 @@ from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, Mixer, MixerSpec, TokenMixerSpec, register_mixer
 from minivllm.models.ops.base import ForwardContext, InPlace
 
-__all__ = ["NoMLP", "NoMLPSpec", "StateMixer", "StateMixerSpec", "States"]
-
 States = tuple[Tensor, ...]
 
 

@@ -14,8 +14,6 @@ from minivllm.attention.state import StateView
 from minivllm.core.module import Module
 from minivllm.models.rope import Rotation
 
-__all__ = ["CapturedSteps", "ForwardContext", "InPlace", "LayerOps"]
-
 
 @dataclass(slots=True)
 class ForwardContext:

@@ -22,8 +22,6 @@ from minivllm.models.rope import Rotation
 from minivllm_kernels.cpu.compile import Kernel, host_lanes, kernel, pack
 from minivllm_kernels.cpu.program import LAUNCHER
 
-__all__ = ["ALONE", "BITS", "NumbaCPUOps"]
-
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 ALONE = 200_000
 """Up to this many numbers one thread is not slower than several that have to meet."""

@@ -15,8 +15,6 @@ from minivllm.models.linear.layer import Linear
 from minivllm.models.ops.torch import TorchOps
 from minivllm.models.rope import Rotation
 
-__all__ = ["NumbaCudaOps"]
-
 
 class NumbaCudaOps(TorchOps):
     """See `LayerOps`. What has no kernel is torch's: a norm whose weight is wider than x, another gate than SiLU's."""

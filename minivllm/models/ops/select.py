@@ -6,8 +6,6 @@ import importlib
 
 from minivllm.models.ops.base import LayerOps
 
-__all__ = ["make_layer_ops"]
-
 _OPS = {
     "torch": "minivllm.models.ops.torch:TorchOps",
     "numba_cpu": "minivllm.models.ops.numba_cpu:NumbaCPUOps",

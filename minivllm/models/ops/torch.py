@@ -14,8 +14,6 @@ from minivllm.attention.backend import AttentionBackend
 from minivllm.models.ops.base import LayerOps
 from minivllm.models.rope import Rotation, apply_rope
 
-__all__ = ["ACTIVATIONS", "TorchOps"]
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,

@@ -11,8 +11,6 @@ from minivllm.models.linear.grouped import GroupedWeight, pack_nibbles
 from minivllm.models.quantization.compressed import E2M1, power_of_two
 from minivllm.models.quantization.formats import Format, Parts, Value, register_format
 
-__all__ = ["BLOCKS", "NL_CODES", "GGUFBlocks"]
-
 
 def _half(blocks: Tensor, at: int) -> Tensor:
     """float16 [outputs, blocks], from two bytes of each block."""

@@ -14,8 +14,6 @@ from minivllm.models.linear.grouped import GroupedWeight
 from minivllm.models.quantization.compressed import E2M1, power_of_two
 from minivllm.models.quantization.formats import FLOATS, Format, Parts, Value, register_format
 
-__all__ = ["MXFP4", "BitsAndBytes"]
-
 
 @register_format("bitsandbytes")
 class BitsAndBytes(Format):

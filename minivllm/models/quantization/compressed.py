@@ -21,8 +21,6 @@ from minivllm.models.quantization.formats import (
     unpack_words,
 )
 
-__all__ = ["E2M1", "CompressedTensors", "FP8Checkpoint", "power_of_two", "scaled"]
-
 _SCHEMES = (
     "pack-quantized",
     "int-quantized",

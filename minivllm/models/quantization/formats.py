@@ -11,11 +11,6 @@ from torch import Tensor
 
 from minivllm.models.linear.grouped import GroupedWeight, QuantizedWeight, pack_nibbles
 
-__all__ = [
-    "AWQ", "AWQ_ORDER", "FLOATS", "FORMATS", "GPTQ", "PLAIN", "Format", "Parts", "Value", "decoded",
-    "group_order", "grouped", "quantized_modules", "register_format", "unpack_words",
-]  # fmt: skip
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -17,11 +17,6 @@ from minivllm.models.linear.scaled import FP8, quantize_channels
 from minivllm.models.loading import SINGLE, CheckpointError, LoadedModel
 from minivllm.models.spec import DecoderSpec
 
-__all__ = [
-    "COMPRESSED", "GGUF_TYPES", "gguf_metadata", "linear_names", "round_groups", "tokenizer_metadata",
-    "write_compressed", "write_gguf",
-]  # fmt: skip
-
 
 def linear_names(spec: DecoderSpec) -> dict[str, int]:
     """The weights of the layers' matmuls by their names in a checkpoint, and their inputs."""

@@ -12,8 +12,6 @@ import threading
 import time
 from typing import Any
 
-__all__ = ["Broadcast", "Frames", "Ring", "receive_exactly", "unnamed_file"]
-
 
 def unnamed_file(size: int) -> int:
     """The number of a file that lies in memory if the system can do that, and is gone when the last process that has it ends."""

@@ -9,8 +9,6 @@ from minivllm.runtime.executors.mp import MultiprocExecutor
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["ExecutorMaker", "make_executor", "register_executor"]
-
 ExecutorMaker = Callable[[EnginePlan, Sequence[Transform], GrammarCompiler | None], Executor]
 
 

@@ -31,11 +31,6 @@ from minivllm_kernels.cpu.simd import (
     vec,
 )
 
-__all__ = [
-    "NIBBLES", "bytes_of", "halves", "look_up", "nibbles_of", "round_bytes", "tile_dots", "tile_rescaled",
-    "tile_spread", "unpack_bytes",
-]  # fmt: skip
-
 """Dot products of unsigned weights and signed activations of 8 bits. int32 sums travel in a `Tile`, as bits."""
 
 NIBBLES = 0x0F0F0F0F

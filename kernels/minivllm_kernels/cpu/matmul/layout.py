@@ -24,15 +24,6 @@ from minivllm_kernels.cpu.compile import (
 )
 from minivllm_kernels.cpu.program import LAUNCHER, Program
 
-__all__ = [
-    "BIAS", "BLOCK", "CHUNK", "CODES", "CONFIGS", "EXTRA", "FEW", "FOURS", "GROUPS", "INPUTS", "ITEM",
-    "ITEMS", "OUT", "OUTPUTS", "PADDED", "PAIRS", "PLAIN", "ROUNDED", "ROWS", "ROW_BYTES", "SCALES",
-    "SCRATCH", "SCRATCH_BYTES", "SHIFT", "SPAN", "TILE", "TILE_ROWS", "WEIGHT", "GroupedMatmul", "Matmul",
-    "PackedMatmul", "QuantizedMatmul", "RowMajorMatmul", "X", "chunk_outputs", "host_byte_tiles",
-    "host_tiles", "host_unit", "packed_problem", "row_major_problem", "row_stride", "tile_configs",
-    "tile_outputs",
-]  # fmt: skip
-
 """How weights lie in memory for the CPU's matmuls, and an object for each layout that launches its kernel."""
 
 X, OUT, ROWS, SCRATCH, SCRATCH_BYTES, GROUPS, ITEMS, INPUTS, OUTPUTS, WEIGHT, BIAS, SCALES = range(OWN, OWN + 12)

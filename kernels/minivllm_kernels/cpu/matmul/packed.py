@@ -21,8 +21,6 @@ from minivllm_kernels.cpu.simd import (
     tile_zeros,
 )
 
-__all__ = ["find_outputs", "make_tile", "matmul", "tile_vectors"]
-
 """Matmul of a few bf16 rows by a weight in oneDNN's packed order. Each weight is read once."""
 
 
