@@ -81,7 +81,7 @@ class GatedMLP(_Activated):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
-        return self.compute(x, self.gate_up, self.down)
+        return self.down(self.ops.gated_linear(x, self.gate_up, self.activation))
 
     def compute(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
         """The same with other matmuls in the places of its own, for instance those of several experts at once."""
@@ -140,6 +140,10 @@ class ClampedMLP(GatedMLP):
 
     capturable = True
     spec: ClampedMLPSpec
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] to the same shape."""
+        return self.compute(x, self.gate_up, self.down)
 
     def compute(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
         """See `GatedMLP`."""

@@ -65,16 +65,16 @@ class Matmul:
             args[ROWS] = min(self.ROWS_PER_LAUNCH, rows - first)
             args[X] = x + first * self.inputs * self.x_bytes
             args[OUT] = out + first * self.outputs * self.out_bytes
-            self.launch(args, args[ROWS], threads)
+            self.reserve(args, args[ROWS], threads)
+            LAUNCHER.run(self.kernel, args, threads)
 
     def cut(self, threads: int, groups: int = 1) -> None:
         """Set the work items, for so many threads and groups. Here they are always the same."""
 
-    def launch(self, args: "array[int]", rows: int, threads: int) -> None:
-        """Launch with these arguments, and scratch memory for so many rows at most."""
+    def reserve(self, args: "array[int]", rows: int, threads: int) -> None:
+        """Give a launch with these arguments the scratch memory for so many rows at most."""
         size = -(-4 * (self.sum_floats + -(-rows // 8) * 8 * self.row_floats) // 64) * 64
         args[SCRATCH], args[SCRATCH_BYTES] = LAUNCHER.scratch(threads * size), size
-        LAUNCHER.run(self.kernel, args, threads)
 
 
 class GroupedMatmul:
@@ -114,7 +114,8 @@ class GroupedMatmul:
         table[:, OUT] = out + start * first.outputs * first.out_bytes
         args = first.args[:]
         args[ITEMS], args[COUNT], args[GROUPS] = args[COUNT], args[COUNT] * len(group), table.ctypes.data
-        first.launch(args, int(rows.max(initial=0)), threads)
+        first.reserve(args, int(rows.max(initial=0)), threads)
+        LAUNCHER.run(first.kernel, args, threads)
 
 
 CHUNK = EXTRA
