@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.trace import Trace
 from minivllm.viz.block_map import BlockMap
 from minivllm.viz.compare import Compare
 from minivllm.viz.payload import Payload
@@ -57,10 +56,11 @@ class Page(View):
             headers.append(part.full_header(offset))
             offset += len(part.bytes())
             whole.extend(part)
-        whole.header = {
-            "views": headers,
-            "trace": _leading([header["trace"] for header in headers if header.get("trace")]),
-        }
+        traces = [header["trace"] for header in headers if header.get("trace")]
+        # The one whose cursor moves all the others: the only trace, or a comparison of all that are shown.
+        keys = {trace["key"] for trace in traces}
+        leading = (t for t in traces if keys <= {t["key"], *(other["key"] for other in t.get("of", ()))})
+        whole.header = {"views": headers, "trace": next(leading, None)}
         return whole
 
     def describe(self) -> str:
@@ -87,12 +87,6 @@ class Page(View):
         return figure
 
 
-def _leading(traces: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The one whose cursor moves all the others: the only trace, or a comparison of all that are shown."""
-    keys = {trace["key"] for trace in traces}
-    return next((t for t in traces if keys <= {t["key"], *(other["key"] for other in t.get("of", ()))}), None)
-
-
 def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, other: TraceSource | None = None) -> View:
     """The standard page of a trace, or of a saved one: every view of this package that shows a single trace.
 
@@ -110,13 +104,12 @@ def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, ot
             title += f" and {Path(other).name if isinstance(other, str | Path) else 'another run'}"
     if problem:
         return Message(title, problem)
-    views = [BlockMap(opened, tokenizer), Timeline(opened, tokenizer), PrefixTree(opened, tokenizer), Waste(opened)]
-    return Page(views if other is None else [_compare(opened, other, (trace, other)), *views], title)
-
-
-def _compare(trace: Trace, other: TraceSource, sources: tuple[TraceSource, TraceSource]) -> View:
-    named = all(isinstance(source, str | Path) for source in sources)
-    return Compare(trace, other, names=(str(sources[0]), str(sources[1])) if named else None)
+    views: list[View] = [kind(opened, tokenizer) for kind in (BlockMap, Timeline, PrefixTree)]
+    views.append(Waste(opened))
+    if other is not None:
+        named = isinstance(trace, str | Path) and isinstance(other, str | Path)
+        views.insert(0, Compare(opened, other, names=(str(trace), str(other)) if named else None))
+    return Page(views, title)
 
 
 class Message(View):

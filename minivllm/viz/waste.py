@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from minivllm.lab.metrics import OccupancyReader
 from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
-from minivllm.viz.view import TraceSource, TraceView
+from minivllm.viz.view import TraceSource, TraceView, counted, legend_above
 
 __all__ = ["Waste"]
 
@@ -121,8 +120,9 @@ class Waste(TraceView):
 
     def build(self) -> Payload:
         d, payload = self.waste, Payload({})
+        mean = [None if np.isnan(share) else round(float(share), 6) for share in d.mean_share()]
         payload.header = self.header(
-            schemes=list(SCHEMES.values()), capacity=d.capacity, longest=d.longest, blockSize=d.empty.shape[1], mean=_plain(d.mean_share()),
+            schemes=list(SCHEMES.values()), capacity=d.capacity, longest=d.longest, blockSize=d.empty.shape[1], mean=mean,
             series=payload.add_numbers(np.diff(np.concatenate([d.stored[None], d.running[None], d.reserved, d.wasted]), axis=1, prepend=0)),
             empty=payload.add_numbers(np.diff(d.empty, axis=0, prepend=0)),
         )  # fmt: skip
@@ -135,20 +135,13 @@ class Waste(TraceView):
         paged, oracle, power, most = (f"{100 * share:.0f} %" for share in d.mean_share())
         text = f"Of the memory that pages set aside, {paged} was empty on average (at most one block per request is not full). "
         text += f"In one piece per request: {oracle} if its length were known, {power} with the next power of two, {most} with max_model_len. "
-        fits = d.capacity // d.longest
-        return (
-            text
-            + f"Room for {fits} request{'s' * (fits != 1)} of max_model_len at a time; up to {d.running.max()} ran."
-        )
+        fits = counted(d.capacity // d.longest, "request")
+        return f"{text}Room for {fits} of max_model_len at a time; up to {d.running.max()} ran."
 
     def draw(self, axes: Axes) -> None:
         axes.set_axis_off()
         top, bottom = axes.inset_axes((0, 0.52, 1, 0.48)), axes.inset_axes((0, 0, 1, 0.44))
         draw_waste(top, bottom, self.waste)
-
-
-def _plain(values: Iterable[float]) -> list[float | None]:
-    return [None if np.isnan(v) else round(float(v), 6) for v in values]
 
 
 _LINES = {
@@ -184,7 +177,4 @@ def draw_waste(top: Axes, bottom: Axes, d: WasteData) -> None:
     for ax in (top, bottom):
         ax.spines[["top", "right"]].set_visible(False)
     handles = [*top.get_legend_handles_labels()[0], *bottom.get_legend_handles_labels()[0]]
-    top.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, fontsize="small", frameon=False,
-        borderaxespad=0.2,
-    )  # fmt: skip
+    legend_above(top, 3, handles=handles)
