@@ -184,12 +184,7 @@ async def _plan_completion(body: CompletionRequest, request: Request, state: Ser
     prompts = body.prompts()
     if not prompts:
         raise ApiError(400, "prompt: an empty list; give at least one prompt", param="prompt")
-    return Plan(
-        **fields,
-        prompts=await engine_prompts(body, prompts, state),
-        params=params,
-        cut_max_tokens=False,
-    )
+    return Plan(**fields, prompts=await engine_prompts(body, prompts, state), params=params, cut_max_tokens=False)
 
 
 def completions_router(state: ServerState) -> APIRouter:
