@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import numpy as np
 from scheduling import fake_model, kv_config
 
 from minivllm.core.config import CacheConfig, SchedulerConfig
@@ -10,6 +11,7 @@ from minivllm.core.policy import FCFS
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.trace import Trace
+from minivllm.viz.timeline_data import DECODE, FINISHES, PREEMPTED, PREFILL, STALLED, SWAPPED, WAITING, TimelineData
 
 
 class Moody(FCFS):
@@ -60,3 +62,46 @@ def busy_trace(
     while scheduler.requests:
         step()
     return trace
+
+
+# What the page must tell of a cell of the timeline, from the spans.
+
+WORDS = {WAITING: "waiting", PREEMPTED: "preempted", SWAPPED: "swapped out", STALLED: "running, but got no tokens"}
+
+
+def span(data: TimelineData, request: int, step: int) -> int | None:
+    """The span of a request in a step; None before it came and after it ended."""
+    found = np.flatnonzero((data.request == request) & (data.start <= step) & (step < data.end))
+    return int(found[0]) if len(found) else None
+
+
+def kind_of(data: TimelineData, request: int, step: int) -> int | None:
+    i = span(data, request, step)
+    return None if i is None else int(data.kind[i])
+
+
+def words_of(data: TimelineData, request: int, step: int) -> str:
+    """What happened to a request in a step, and why, in one line."""
+    i = span(data, request, step)
+    if i is None:
+        return "not there yet" if step <= data.finish[request] else f"finished: {FINISHES[data.finish_kind[request]]}"
+    kind, tokens, reason = int(data.kind[i]), int(data.tokens[i]), data.reasons[data.reason[i]]
+    if kind == DECODE:
+        here = data.drafts[(data.drafts[:, 0] == step) & (data.drafts[:, 1] == request)]
+        return f"decode, {here[0, 3]} of {here[0, 2]} draft tokens accepted" if len(here) else "decode"
+    if kind == PREFILL:
+        cut = f" of the {data.wanted[i]} that it wanted: {reason}" if reason else ""
+        return f"prefill, {tokens} token{'s' * (tokens != 1)}{cut}"
+    why = "" if kind == STALLED else reason or behind(data, request, step)
+    return f"{WORDS[kind]}: {why}" if why else WORDS[kind]
+
+
+def behind(data: TimelineData, request: int, step: int) -> str:
+    """Whom a request without its own reason waits behind."""
+    heads = data.waits[data.waits[:, 0] <= step]
+    if not len(heads):
+        return ""
+    _, first, code = heads[-1].tolist()
+    if first == request or kind_of(data, first, step) not in (WAITING, PREEMPTED, SWAPPED):
+        return ""
+    return f"behind {data.names.get(data.request_ids[first], data.request_ids[first])} ({data.reasons[code]})"

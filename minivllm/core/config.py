@@ -8,6 +8,7 @@ import difflib
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from math import gcd
 from typing import Any
 
@@ -22,7 +23,7 @@ __all__ = [
     "KVCacheGroup", "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts",
     "PoolingFacts", "SchedulerConfig", "SlidingWindowRules", "StateRules", "choose_dtype",
     "choose_state_cache", "make_kv_cache_groups", "pad_states", "register_kv_cache_kind", "resolve",
-    "tokens_held", "unify_block_size",
+    "stage_groups", "stage_layers", "tokens_held", "unify_block_size",
 ]  # fmt: skip
 
 
@@ -366,8 +367,8 @@ class KVCacheConfig:
 
     @property
     def num_tensors(self) -> int:
-        """Cache tensors to allocate: layers per group."""
-        return len(self.groups[0].layers)
+        """Cache tensors to allocate: layers per group (of a pipeline stage: of the group that has most there)."""
+        return max(len(group.layers) for group in self.groups)
 
     @property
     def bytes_per_block(self) -> int:
@@ -616,6 +617,7 @@ class _ModelArgs:
     device: str = _arg("auto", "where to compute", ("auto", "cpu", "cuda"))
     distributed_executor_backend: str | None = _arg(None, "uni: in the engine's process; mp: one a rank")
     tensor_parallel_size: int = _arg(1, "ranks that share every layer")
+    pipeline_parallel_size: int = _arg(1, "stages, each with some of the layers")
     data_parallel_size: int = _arg(1, "whole engines behind one server")
     data_parallel_router: str = _arg("prefix_aware", "which of them gets a request", ROUTER_NAMES)
     enable_expert_parallel: bool = _arg(False, "ranks that share a layer hold whole experts, not a part of each")
@@ -677,7 +679,7 @@ class EngineArgs(_ModelArgs):
             if choices and value != f.default:
                 _one_of(f.name, value, choices)
         _one_of("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
-        least = {"block_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
+        least = {"block_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
                  "num_cpu_blocks": 0, "kv_cache_memory_bytes": 1, "max_loras": 1, "max_lora_rank": 1,
                  "max_cpu_loras": self.max_loras, "max_num_encoder_input_tokens": 1, "encoder_cache_size": 1}  # fmt: skip
         for name, value in least.items():
@@ -713,7 +715,8 @@ class EngineArgs(_ModelArgs):
     def _check_parallel(self) -> None:
         if self.world_size > 1 and self.distributed_executor_backend == "uni":
             raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} needs distributed_executor_backend='mp': 'uni' has one rank"
+                f"tensor_parallel_size={self.tensor_parallel_size} and pipeline_parallel_size={self.pipeline_parallel_size}"
+                " need distributed_executor_backend='mp': 'uni' has one rank"
             )
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError("enable_expert_parallel needs tensor_parallel_size of at least 2")
@@ -728,11 +731,14 @@ class EngineArgs(_ModelArgs):
             raise ValueError(
                 f"speculative_config: method {drafts!r} is implemented for one rank; with several, ngram and suffix are"
             )
+        if self.pipeline_parallel_size > 1 and (drafts is not None or self.async_scheduling):
+            what = "async_scheduling" if drafts is None else "speculative_config"
+            raise ValueError(f"{what} is not implemented with pipeline_parallel_size; stages overlap by themselves")
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def executor(self) -> str:
@@ -878,6 +884,8 @@ def choose_num_blocks(
 
 
 _CPU_MAX_NUM_SEQS, _GPU_MAX_NUM_SEQS = 128, 256
+
+
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
@@ -894,6 +902,35 @@ def _left_as_given(args: EngineArgs, known: set[str]) -> list[Decision]:
         for f, value in values.items()
         if value not in (None, "auto")
     ]
+
+
+def stage_layers(num_layers: int, stages: int) -> list[range]:
+    """The layers of each pipeline stage. As in vLLM, layers that are left over go to the stages before the last, from the back.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    if stages > num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size={stages}: the model has {num_layers} layers, and each stage needs one"
+        )
+    sizes, left = [num_layers // stages] * stages, num_layers % stages
+    for i in range(left):
+        sizes[(-2 - i) % stages] += 1
+    ends = list(accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def stage_groups(groups: Sequence[KVCacheGroup], layers: range) -> tuple[KVCacheGroup, ...]:
+    """The KV cache groups with the layers that one stage has of each."""
+    return tuple(replace(group, layers=tuple(i for i in group.layers if i in layers)) for group in groups)
+
+
+def _bytes_per_block(groups: Sequence[KVCacheGroup], model: ModelFacts, stages: int) -> int:
+    """Bytes of one block in the cache tensors of the stage that has most of them, and in those of a draft model."""
+    local = [stage_groups(groups, layers) for layers in stage_layers(model.num_layers, stages)]
+    tensors = max(len(group.layers) for stage in local for group in stage)
+    return tensors * groups[0].spec.bytes_per_block + model.draft_bytes_per_block
 
 
 def _explain_machine(args: EngineArgs, machine: MachineFacts) -> list[Decision]:
@@ -1008,7 +1045,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     if not args.enable_chunked_prefill and budget < max_model_len:
         budget, why = max_model_len, "max_model_len, since prompts may not be cut"
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
-    overlaps = machine.device != "cpu" and args.speculative is None
+    overlaps = machine.device != "cpu" and args.speculative is None and args.pipeline_parallel_size == 1
     overlap = choose("async_scheduling", args.async_scheduling, overlaps, usual)
     decisions += _explain_machine(args, machine)
     if not args.fp8_kv_cache:
@@ -1017,7 +1054,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     specs, about_states, chosen = choose_state_cache(args, model)
     decisions += about_states
     block_size, groups = specs[0].block_size, make_kv_cache_groups(specs)
-    bytes_per_block = len(groups[0].layers) * groups[0].spec.bytes_per_block + model.draft_bytes_per_block
+    bytes_per_block = _bytes_per_block(groups, model, args.pipeline_parallel_size)
     useful = max_num_seqs * sum(g.spec.rules.num_blocks(g.spec, max_model_len) for g in groups) + 1
     blocks = choose_num_blocks(args, model, machine, bytes_per_block, useful)
     decisions.append(blocks)

@@ -79,6 +79,8 @@ class Scheduler(Recorder):
         adapters: which LoRA adapter lies in which slot.
         encoder_cache: which encoder outputs are kept.
         trace: None, or a function that takes an event (see `record` and `subscribe`).
+        waits_for_tokens: a request whose newest token is in flight does not run until it is there, and one that was preempted meanwhile
+            is not admitted. Pipeline stages need that: a step begins in a stage that does not sample.
     """
 
     def __init__(
@@ -104,6 +106,10 @@ class Scheduler(Recorder):
         self.adapters = AdapterSlots(config.max_loras)
         self.encoder_cache = EncoderCacheManager(*config.encoder_limits)
         self.step = self.num_preemptions = 0
+        self.waits_for_tokens = False
+        self._scheduled_in: dict[
+            str, int
+        ] = {}  # with `waits_for_tokens`, the step in which a request was last scheduled
         self.spec_stats = SpecDecodingStats()
         self._arrivals = self._overtaken = self._idle_steps = 0
         self._served: dict[str | None, Served] = {}
@@ -253,6 +259,8 @@ class Scheduler(Recorder):
             recorded=self.trace is not None,
         )
         self._finished = []
+        if self.waits_for_tokens:
+            self._scheduled_in |= dict.fromkeys(draft.scheduled, self.step)
         self.step += 1
         return output
 
@@ -303,7 +311,7 @@ class Scheduler(Recorder):
             if request.spec_token_ids:  # at least one token is left for after the drafts
                 n += min(len(request.spec_token_ids), request.max_total_tokens - request.num_tokens - 1)
             if n <= 0:  # its newest token is in flight: this step goes on from it, unless the request ends with it
-                if computed + 1 >= request.max_total_tokens:
+                if computed + 1 >= request.max_total_tokens or self.waits_for_tokens:
                     continue
                 n = 1
             if n > 1 or ask or media:
@@ -531,6 +539,8 @@ class Scheduler(Recorder):
             partial = sum(r.num_computed_tokens < r.num_prompt_tokens for r in self.running)
             if partial >= config.max_num_partial_prefills:
                 return "max_num_partial_prefills"
+        if self._scheduled_in.get(request.request_id, -1) > self._newest_result:
+            return "in_flight"
         if not self._has_slot(request.lora_name, draft):
             return "max_loras"
         if request.status is RequestStatus.SWAPPED:
@@ -820,6 +830,7 @@ class Scheduler(Recorder):
             self.encoder_cache.users -= 1
         del self.requests[request.request_id]
         self._finished.append(request.request_id)
+        self._scheduled_in.pop(request.request_id, None)
         self._draft.new_block_ids.pop(request.request_id, None)
         self._draft.swap_out.pop(request.request_id, None)
         if self._newest_result < self.step - 1:

@@ -56,6 +56,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
         )
+        self.scheduler.waits_for_tokens = config.args.pipeline_parallel_size > 1
         if config.speculative is not None:  # all counters are there from the start
             self.scheduler.spec_stats.num_accepted_tokens_per_pos = [0] * config.speculative.num_speculative_tokens
         self._compiling = GrammarQueue(grammar)
@@ -72,6 +73,9 @@ class EngineCore:
         if config.async_scheduling:
             ahead = self.step_async if config.speculative is None else self.step_drafting
             self.step = ahead  # type: ignore[method-assign]
+        self._stages = config.args.pipeline_parallel_size
+        if self._stages > 1:
+            self.step = self.step_pipelined  # type: ignore[method-assign]
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
@@ -175,6 +179,25 @@ class EngineCore:
             self._admit_compiled()
         if self.scheduler.has_requests():
             self._submit(self.scheduler.schedule())
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def step_pipelined(self) -> list[EngineCoreOutput]:
+        """Begin one step; if every pipeline stage has one by then, or nothing more can run, wait for the oldest. Raises as `step`.
+
+        A request takes part in one of them at a time, but for chunks of its prompt: its next token is not known. So the requests fall
+        into as many batches as there are stages (vLLM's batch queue).
+        """
+        if self._compiling.waiting:
+            self._admit_compiled()
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            self._submit(scheduled)
+            if scheduled.total_num_scheduled_tokens and len(self._in_flight) < self._stages:
+                outputs, self._outputs = self._outputs, []
+                return outputs
+        if self._in_flight:
+            self._update(*self._wait())
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -1,4 +1,4 @@
-"""Speculation at a load: whether drafts pay, simulated, and the crossover against a real engine."""
+"""Speculation at a load: whether drafts pay, simulated."""
 
 # Generated from nbs/lab/speculation.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.lab.cost import CostModel, Speculative
 from minivllm.lab.simulation import simulate
-from minivllm.lab.workload import Workload, WorkloadRequest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,20 +50,3 @@ def speculation_pays(
     table = pd.DataFrame(rows)
     table.insert(4, "speedup", table.tpot[0] / table.tpot)
     return table
-
-
-def crossover(
-    cost_model: CostModel, batches: Sequence[int], prompt: int = 100, answer: int = 64, **options: Any
-) -> dict[int, float]:
-    """What the simulator says of batches of requests that come at once: tokens a second with drafts over those without.
-
-    Args:
-        cost_model: of steps, without drafts.
-        prompt, answer: tokens of each request.
-        options: of `speculation_pays`, with one length and one acceptance.
-    """
-    gains = {}
-    for batch in batches:
-        load = Workload.of([WorkloadRequest(str(i), 0.0, ([i] * prompt,), [7] * answer) for i in range(batch)])
-        gains[batch] = float(speculation_pays(load, cost_model, **options).speedup.iloc[1])
-    return gains

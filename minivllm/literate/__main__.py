@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minivllm.literate.check import check, shorten_list
+from minivllm.literate.check import check
 from minivllm.literate.clean import clean
 from minivllm.literate.notebook import Book, LiterateError, find_root, read_book
 from minivllm.literate.sync import compare, export
@@ -45,7 +45,7 @@ def _write_back(book: Book, options: argparse.Namespace) -> Outcome:
 
 def _clean(book: Book, options: argparse.Namespace) -> Outcome:
     """Drop execution counts, timestamps, versions and widget state from notebooks; keep outputs."""
-    changed = clean([*book.chapters.values(), *book.plain]) + shorten_list(book)
+    changed = clean([*book.chapters.values(), *book.plain])
     return [f"cleaned {name}" for name in changed], book.errors
 
 

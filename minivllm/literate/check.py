@@ -9,10 +9,10 @@ from typing import Any
 
 from minivllm.literate.clean import is_clean
 from minivllm.literate.module import origins, placed, read_module
-from minivllm.literate.notebook import Book, Cell, LiterateError, Notebook, joined, write
+from minivllm.literate.notebook import Book, LiterateError, Notebook, joined
 from minivllm.literate.sync import compare, edited_side, missing_packages, module_text, out_of_step
 
-__all__ = ["LIMITS", "LONG", "check", "listed_cells", "long_cells", "shorten_list"]
+__all__ = ["LIMITS", "check", "length_errors"]
 
 
 def check(book: Book, rebuild: bool = False) -> list[LiterateError]:
@@ -29,7 +29,7 @@ def check(book: Book, rebuild: bool = False) -> list[LiterateError]:
                 errors.append(LiterateError("holds metadata that changes from run to run: run clean", notebook.name))
         except LiterateError as error:
             errors.append(error)
-    return errors + _length_errors(book) + (orphans(book) if book.whole else [])
+    return errors + length_errors(book) + (orphans(book) if book.whole else [])
 
 
 def differing_cells(notebook: Notebook, exported: str, text: str) -> list[str]:
@@ -66,47 +66,17 @@ def orphans(book: Book) -> list[LiterateError]:
 
 
 LIMITS = {"kernels": 120}
-LONG = "nbs/long_cells.txt"
-"""Lines such as `nbs/core/trace.ipynb #Fold 84`. Cells leave this list, by `clean`; none may join it."""
 
 
-def long_cells(book: Book) -> dict[str, tuple[Cell, int, int]]:
-    """Exported cells that are too long to read at a glance: place -> cell, lines, and how many are allowed."""
-    found = {}
+def length_errors(book: Book) -> list[LiterateError]:
+    """One error for each exported cell that is too long to read at a glance."""
+    errors = []
     for notebook in book.chapters.values():
         limit = LIMITS.get(notebook.target.split("/")[0], 60)
         for cell in notebook.exports:
-            count = len(cell.code.strip().splitlines())
-            if count > limit:
-                found[f"{cell.notebook} #{cell.id}"] = (cell, count, limit)
-    return found
-
-
-def listed_cells(root: Path) -> dict[str, int]:
-    """What `LONG` still allows: place -> lines."""
-    lines = (root / LONG).read_text(encoding="utf-8").splitlines() if (root / LONG).exists() else []
-    return {place: int(count) for place, _, count in (line.rpartition(" ") for line in lines if line[:1] != "#")}
-
-
-def _length_errors(book: Book) -> list[LiterateError]:
-    """One error for each long cell that is not listed, or has grown."""
-    listed = listed_cells(book.root)
-    return [
-        cell.error(f"an exported cell of {count} lines; {limit} are allowed: tell it in parts")
-        for place, (cell, count, limit) in long_cells(book).items()
-        if count > listed.get(place, 0)
-    ]
-
-
-def shorten_list(book: Book) -> list[str]:
-    """Take from `LONG` what is no longer true. Returns its path if it changed."""
-    listed, now = listed_cells(book.root), long_cells(book)
-    kept = {place: min(now[place][1], count) for place, count in sorted(listed.items()) if place in now}
-    if not book.whole or book.errors or list(kept.items()) == list(listed.items()):
-        return []
-    head = "# Exported cells that are still longer than 60 lines (kernels: 120). Split them, then `clean`; add none."
-    write(book.root / LONG, "\n".join([head, *(f"{place} {count}" for place, count in kept.items())]) + "\n")
-    return [LONG]
+            if (count := len(cell.code.strip().splitlines())) > limit:
+                errors.append(cell.error(f"an exported cell of {count} lines; {limit} are allowed: tell it in parts"))
+    return errors
 
 
 PERSONAL = r"(?:/home/|/Users/|/root/|/tmp/ipykernel_|[A-Z]:\\Users\\)\w+"

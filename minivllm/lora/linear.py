@@ -487,8 +487,8 @@ class LoRAModel:
     def __init__(self, model: Decoder, max_loras: int, max_rank: int, max_rows: int) -> None:
         self._invariant, targets = model.backend.batch_invariant, lora_targets(model.spec)
         self.batch = LoRABatch(max_rows, model.device, self._invariant)
-        layers = [("", [model.head])]
-        for i, layer in enumerate(model.layers):
+        layers = [("", [] if model.head is None else [model.head])]
+        for i, layer in model.numbered_layers():
             layers.append((model.spec.names.layer.format(i), [*layer.mixer.linears(), *layer.mlp.linears()]))
         self._methods: list[tuple[str, Linear, LoRALinear]] = []
         for prefix, linears in layers:

@@ -21,7 +21,7 @@ from minivllm.models.mixers.base import Builder, LinearSpec, Mixer
 from minivllm.models.mixers.state import NoMLPSpec
 from minivllm.models.ops.base import CapturedSteps, ForwardContext
 from minivllm.models.ops.select import make_layer_ops
-from minivllm.models.parallel import TensorGroup
+from minivllm.models.parallel import Stage, TensorGroup
 from minivllm.models.pooling import PoolingHead
 from minivllm.models.rope import Rope, Rotation
 from minivllm.models.spec import DecoderSpec, LayerSpec
@@ -117,7 +117,8 @@ class Decoder(Module):
             `QUANTIZED`, the output layer gets 8 bits, and embeddings stay as they are.
         kv_dtype: of the cache, see `AttentionSpec`.
         max_model_len: positions that will occur; None for all that the model was meant for.
-        group: the ranks that hold the layers together; None for one rank. Then every kernel is launched by itself on a CPU: the ranks
+        stage: the layers that this rank has; None for all. The first stage has the embeddings, the last the output layer.
+        group: the ranks that hold the layers together; None for one rank. If there are any, every kernel is launched by itself on a CPU: the ranks
             add up between the matmuls.
 
     Attributes:
@@ -139,20 +140,23 @@ class Decoder(Module):
         kv_dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
         group: TensorGroup | None = None,
+        stage: Stage | None = None,
     ) -> None:
-        self.group = group
+        self.group, self.stage = group, stage or Stage(range(len(spec.layers)), True, True)
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops(backend.layer_ops, backend.batch_invariant)
         self.linear_method = linear_method or ("batch_invariant" if backend.batch_invariant else backend.linear_method)
         builder = self.builder()
-        rows = -(-spec.vocab_size // builder.share.size)
+        here = self.stage.is_first or (self.stage.is_last and spec.tie_word_embeddings)
+        rows = -(-spec.vocab_size // builder.share.size) if here else 0
         self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self.positions = self._make_positions()
-        self.layers = ModuleList(layer_kind(layer)(layer, builder) for layer in spec.layers)
+        layers = [spec.layers[i] for i in self.stage.layers]
+        self.layers = ModuleList(layer_kind(layer)(layer, builder) for layer in layers)
         self.final_norm = builder.norm() if spec.names.final_norm else NoNorm()
         self._make_pooling(builder)
-        self.head = self._make_head(builder)
+        self.head = self._make_head(builder) if self.stage.is_last else None
         self.ropes = ModuleList(None if rope is None else Rope(rope, device, max_model_len) for rope in spec.ropes)
         self.eager = False
         self.lora: Any = None
@@ -201,7 +205,7 @@ class Decoder(Module):
         if spec.pooler is not None:
             method = "torch"
         name = spec.names.head.removesuffix(".weight")
-        head = LinearSpec(spec.hidden_size, {name: len(self.embedding)})
+        head = LinearSpec(spec.hidden_size, {name: -(-spec.vocab_size // builder.share.size)})
         how: dict[str, Any] = {"method": method, "out_dtype": torch.float32, "weight": shared}
         if self.group is None:
             return builder.linear(head, **how)
@@ -217,6 +221,10 @@ class Decoder(Module):
         share = None if self.group is None else self.group.share
         return self.spec.attention_specs(block_size, self.dtype, self.kv_dtype, share)
 
+    def numbered_layers(self) -> list[tuple[int, Any]]:
+        """The layers that are here, with their numbers in the model."""
+        return list(zip(self.stage.layers, self.layers, strict=True))
+
     def linears(self) -> list[Linear]:
         """The linear layers of the layers, in the order of a step."""
         return [linear for layer in self.layers for block in (layer.mixer, layer.mlp) for linear in block.linears()]
@@ -227,21 +235,25 @@ class Decoder(Module):
         Raises:
             ValueError: the groups do not hold each layer once, or a group's window is not its layers'.
         """
-        count, seen = len(self.layers), set[int]()
+        count, seen = len(self.spec.layers), set[int]()
         for group_index, group in enumerate(kv_cache_config.groups):
             for tensor_index, layer in enumerate(group.layers):
                 if layer in seen or not 0 <= layer < count:
                     raise ValueError(f"KV cache groups: layer {layer} of {count} is named twice or does not exist")
                 seen.add(layer)
-                spec, mixer = self.spec.layers[layer].mixer, getattr(self.layers[layer], "mixer", None)
+                if layer not in self.stage.layers:
+                    continue
+                local = self.layers[layer - self.stage.layers.start]
+                spec, mixer = self.spec.layers[layer].mixer, getattr(local, "mixer", None)
                 if group.spec.window != spec.kv_cache_spec(group.spec.block_size, group.spec.dtype_bytes).window:
                     raise ValueError(f"KV cache groups: layer {layer} needs {spec}, its group has {group.spec}")
                 if isinstance(mixer, Mixer):  # a cell may have put something else in its place
                     mixer.cache, mixer.group = tensor_index, group_index
                     mixer.rotation = self.spec.ropes.index(spec.rope)
-        if missing := sorted(set(range(count)) - seen):
+        if missing := sorted(set(self.stage.layers) - seen):
             raise ValueError(f"KV cache groups: layers {missing} are in no group")
-        self._captured = None if self.eager or self.group is not None else self.ops.capture(self, self._run_layers)
+        alone = self.group is None and self.stage.is_first and self.stage.is_last
+        self._captured = None if self.eager or not alone else self.ops.capture(self, self._run_layers)
 
     def forward(
         self,
@@ -269,8 +281,24 @@ class Decoder(Module):
             if hidden is not None:
                 return hidden
         rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
-        x = self.embed(token_ids, positions, media=media) if x is None else x
-        return self._run_layers(x, ForwardContext(rotations, kv_caches, plans, positions))
+        context, stage = ForwardContext(rotations, kv_caches, plans, positions), self.stage
+        if stage.is_first:
+            x = self.embed(token_ids, positions, media=media) if x is None else x
+        if stage.is_first and stage.is_last:
+            return self._run_layers(x, context)
+        return self._run_stage(x, len(token_ids), context)
+
+    def _run_stage(self, x: Tensor | None, tokens: int, context: ForwardContext) -> Tensor:
+        """The layers of one stage; hidden states after the last norm in the last one, else what it hands on. x: of the first."""
+        stage, residual = self.stage, None
+        if x is None:
+            x, residual = stage.receive(tokens, self.embedding)
+        for layer in self.layers:
+            x, residual = layer(x, residual, context)
+        if stage.is_last:
+            return self.final_norm.add(x, residual)[0]
+        stage.send(x, residual)
+        return x
 
     def embed(
         self, token_ids: Tensor, positions: Tensor, out: Tensor | None = None, media: Media | None = None
@@ -304,6 +332,7 @@ class Decoder(Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] from `forward`, only the rows that are wanted, to float32 [R, vocab_size]."""
+        assert self.head is not None, "only the last stage has an output layer"
         logits = self.head(hidden).float()
         if self.spec.logits_scale != 1.0:
             logits = logits * self.spec.logits_scale
@@ -317,21 +346,23 @@ class Decoder(Module):
     def targets(self) -> Iterator[tuple[str, Callable[[Any], None]]]:
         """(name in a checkpoint, function that loads the tensor of that name) for all that it must hold."""
         n = self.spec.names
-        yield n.embedding, self._load_embedding
+        if len(self.embedding):
+            yield n.embedding, self._load_embedding
         if n.positions is not None and self.positions is not None:
             yield n.positions, self.positions.copy_  # type: ignore[misc]
         if n.token_types is not None:
             yield n.token_types, self.token_types.copy_  # type: ignore[misc]
-        for name, norm in ((n.embedding_norm, self.embedding_norm), (n.final_norm, self.final_norm)):
+        last = self.final_norm if self.stage.is_last else None
+        for name, norm in ((n.embedding_norm, self.embedding_norm), (n.final_norm, last)):
             if name is not None and not isinstance(norm, NoNorm | None):
                 yield from ((name.removesuffix("weight") + kind, load) for kind, load in norm.targets())
         if self.pooling_head is not None:
             yield from self.pooling_head.targets()
-        elif not self.spec.tie_word_embeddings:
+        elif self.head is not None and not self.spec.tie_word_embeddings:
             yield from self.head.targets()
-        for i, (layer, spec) in enumerate(zip(self.layers, self.spec.layers, strict=True)):
+        for i, layer in self.numbered_layers():
             prefix = n.layer.format(i)
-            for attribute, name in spec.norms().items():
+            for attribute, name in self.spec.layers[i].norms().items():
                 for kind, load in getattr(layer, attribute).targets():
                     yield f"{prefix}{name}.{kind}", load
             for block in (layer.mixer, layer.mlp):
@@ -349,11 +380,12 @@ class Decoder(Module):
         self.embedding[len(rows) :].zero_()
 
     def _load_tied_head(self, weight: QuantizedWeight) -> None:
-        (part,) = self.head.parts
-        self.head.load(part, "weight", weight)
+        if self.head is not None:  # in a pipeline, the last stage has it
+            (part,) = self.head.parts
+            self.head.load(part, "weight", weight)
 
     def _optional_targets(self) -> Iterator[tuple[str, Callable[[Any], None]]]:
-        for i, layer in enumerate(self.layers):
+        for i, layer in self.numbered_layers():
             for block in (layer.mixer, layer.mlp):
                 for name, load in block.optional_targets():
                     yield self.spec.names.layer.format(i) + name, load
@@ -404,7 +436,7 @@ class Decoder(Module):
         if missing := [name for name in shapes if name not in seen]:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise ValueError(f"{family}: the checkpoint lacks {', '.join(missing[:5])}{more}")
-        if isinstance(head, Tensor) and not self._is_embedding(self._rows(head)):
+        if isinstance(head, Tensor) and len(self.embedding) and not self._is_embedding(self._rows(head)):
             n = self.spec.names
             raise ValueError(f"{family}: tie_word_embeddings is true, but {n.head!r} differs from {n.embedding!r}")
 
@@ -415,7 +447,7 @@ class Decoder(Module):
         """Which linear layer a tensor belongs to, of those that are quantized as soon as they are whole."""
         if self.linear_method not in (*QUANTIZED, "fp8"):
             return {}
-        layers = [(self.spec.names.layer.format(i), layer) for i, layer in enumerate(self.layers)]
+        layers = [(self.spec.names.layer.format(i), layer) for i, layer in self.numbered_layers()]
         linears = [(at, x) for at, layer in layers for block in (layer.mixer, layer.mlp) for x in block.linears()]
         return {prefix + name: linear for prefix, linear in linears for name, _ in linear.targets()}
 
@@ -432,7 +464,7 @@ class Decoder(Module):
 
     def process_weights_after_loading(self) -> None:
         """Bring the weights of all linear layers into the form that they multiply with."""
-        linears = [*self.linears(), self.head]
+        linears = [*self.linears(), *([] if self.head is None else [self.head])]
         for linear in linears:
             linear.method.process_weights_after_loading()
         for layer in self.layers:

@@ -19,6 +19,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.mixers.attention import SelfAttentionSpec
 from minivllm.models.mixers.state import NoMLPSpec
 from minivllm.models.ops.select import make_layer_ops
+from minivllm.models.parallel import Stage
 from minivllm.models.spec import DecoderSpec, LayerSpec
 
 _NAME = "minivllm_paged"
@@ -176,7 +177,7 @@ class TransformersDecoder(Decoder):
         self.spec, self.backend, self.dtype, self.device, self.kv_dtype = spec, backend, dtype, device, kv_dtype
         self.ops = make_layer_ops("torch", backend.batch_invariant)
         self.layers, self.eager, self.lora, self.pooling_head, self._captured = ModuleList(), True, None, None, None
-        self.group = None
+        self.group, self.stage = None, Stage(range(spec.num_layers), True, True)
         self.model: Any = None
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:

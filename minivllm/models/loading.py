@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.config import WEIGHT_BITS, ModelFacts
+from minivllm.core.config import WEIGHT_BITS, ModelFacts, stage_layers
 from minivllm.models.hub import resolve_model
 
 __all__ = [
@@ -346,16 +346,17 @@ class LoadedModel:
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
 
-    def _weight_bytes(self, size: int, linear_kernel: str | None, share: Share | None) -> int:
+    def _weight_bytes(self, size: int, linear_kernel: str | None, share: Share | None, layers: range) -> int:
         if self.quantization:
             return -(-sum(record.nbytes for record in self.records) // (1 if share is None else share.size))
-        spec, total = self.spec, self.spec.num_parameters(share) * size
+        spec, shapes = self.spec, self.spec.stage_shapes(layers, share)
+        total = sum(math.prod(shape) for shape in shapes.values()) * size
         if (rename := spec.rename) is not None:  # what is not the decoder's is the encoder's
             total += size * sum(math.prod(record.shape) for record in self.records if rename(record.name) is None)
         if linear_kernel is None:
             return total
-        matrices = {name: math.prod(shape) for name, shape in spec.weight_shapes(share).items() if len(shape) == 2}
-        embedding, head = matrices.pop(spec.names.embedding), matrices.pop(spec.names.head, 0)
+        matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
+        embedding, head = matrices.pop(spec.names.embedding, 0), matrices.pop(spec.names.head, 0)
         products = sum(matrices.values())
         if linear_kernel == "fp8":  # the output layer stays what it is
             return total - products * (size - 1)
@@ -369,10 +370,12 @@ class LoadedModel:
         linear_kernel: str | None = None,
         fp8_kv_cache: bool = False,
         share: Share | None = None,
+        stages: int = 1,
     ) -> ModelFacts:
         """What `EngineArgs.resolve` wants to know, for this block size, dtype, kernel of quantized weights, and cache.
 
         share: what each rank has of the model, in tensor parallelism; sizes are then those of a rank.
+        stages: of a pipeline; the weights are those of the largest.
         """
         spec, size = self.spec, DTYPE_BYTES[dtype]
         return ModelFacts(
@@ -382,7 +385,10 @@ class LoadedModel:
             num_layers=spec.num_layers,
             max_position_embeddings=spec.max_model_len,
             kv_specs=tuple(spec.kv_cache_specs(block_size, 1 if fp8_kv_cache else size, share)),
-            weight_bytes=self._weight_bytes(size, linear_kernel, share),
+            weight_bytes=max(
+                self._weight_bytes(size, linear_kernel, share, layers)
+                for layers in stage_layers(spec.num_layers, stages)
+            ),
             checkpoint_dtype=self.checkpoint_dtype,
             hidden_size=spec.hidden_size,
             reads_media=spec.media is not None,

@@ -60,6 +60,34 @@ class SplitBlock:
     splits: Mapping[str, Any]
 
 
+class Stage:
+    """A pipeline stage, seen from one rank: which layers it has, and the ranks before and behind it.
+
+    Args:
+        layers: numbers of the layers.
+        is_first, is_last: whether there is no stage before it, or behind it.
+        before, behind: ranks in torch.distributed.
+    """
+
+    def __init__(self, layers: range, is_first: bool, is_last: bool, before: int = -1, behind: int = -1) -> None:
+        self.layers, self.is_first, self.is_last = layers, is_first, is_last
+        self.before, self.behind = before, behind
+        self._sent: tuple[Any, Tensor] | None = None
+
+    def send(self, x: Tensor, residual: Tensor) -> None:
+        """Hand both tensors [T, hidden_size] to the next stage. They are on their way when this returns."""
+        if self._sent is not None:
+            self._sent[0].wait()
+        both = torch.stack((x, residual))
+        self._sent = dist.isend(both, self.behind), both  # which must live until it has arrived
+
+    def receive(self, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """What the stage before has sent. like: [*, hidden_size], of the dtype and device."""
+        both = like.new_empty(2, tokens, like.shape[-1])
+        dist.recv(both, self.before)
+        return both[0], both[1]
+
+
 class TensorGroup:
     """The ranks that hold every layer together, seen from one of them.
 
@@ -87,6 +115,13 @@ class TensorGroup:
         parts = [torch.empty_like(x) for _ in range(self.share.size)]
         dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, -1)
+
+    def largest(self, number: int) -> int:
+        """The largest that a rank brings."""
+        on_gpu = dist.get_backend(self._group) == "nccl"
+        found = torch.tensor(number, device="cuda" if on_gpu else "cpu")
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return int(found)
 
     def embed(self, rows: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
         """Embeddings [T, hidden_size] of tokens [T], of which each rank holds some rows: it brings zeros for the others."""

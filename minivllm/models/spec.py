@@ -245,6 +245,17 @@ class DecoderSpec:
         """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number. share: of one rank."""
         return [mixer.kv_cache_spec(block_size, dtype_bytes) for mixer in self._mixers(share)]
 
+    def stage_shapes(self, layers: range, share: Share | None = None) -> dict[str, tuple[int, ...]]:
+        """`weight_shapes` of the pipeline stage that has these layers."""
+        n, shapes = self.names, self.weight_shapes(share)
+        others = tuple(n.layer.format(i) for i in range(self.num_layers) if i not in layers)
+        first, last = layers.start == 0, layers.stop == self.num_layers
+        if not first and not (last and self.tie_word_embeddings):
+            others += (n.embedding,)
+        if not last:
+            others += (n.final_norm.removesuffix("weight"), n.head)
+        return {name: shape for name, shape in shapes.items() if not name.startswith(others)}
+
     def weight_shapes(self, share: Share | None = None) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this model holds; with a share, of what one rank keeps of it."""
         n, hidden = self.names, self.hidden_size

@@ -33,13 +33,22 @@ class DecodeGraphs:
         device: a CUDA device.
         memory_limit: bytes that the recordings may take together; when they have, new keys run without one.
         progress: show a bar that counts them.
+        agree: the largest of a number among the ranks that hold the layers together: they must record, or not, alike, since NCCL
+            may talk to the other ranks when a collective is recorded.
 
     Attributes:
         used_bytes: what they take.
     """
 
-    def __init__(self, device: torch.device, memory_limit: int, progress: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        memory_limit: int,
+        progress: bool = False,
+        agree: Callable[[int], int] = int,
+    ) -> None:
         self.device, self.memory_limit, self.used_bytes = device, memory_limit, 0
+        self._agree = agree
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, object]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream(device)
@@ -86,7 +95,7 @@ class DecodeGraphs:
         first.record_stream(torch.cuda.current_stream(self.device))
         self._graphs[key] = graph, result, owned
         self._bar.update()
-        self.used_bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
+        self.used_bytes += self._agree(max(0, torch.cuda.memory_reserved(self.device) - before))
         if self.used_bytes > self.memory_limit:
             self._full = True
             logger.warning(

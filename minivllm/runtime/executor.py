@@ -31,7 +31,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.fallback import TransformersDecoder, TransformersSpec
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
-from minivllm.models.parallel import Share, TensorGroup
+from minivllm.models.parallel import Share, Stage, TensorGroup
 from minivllm.models.pooling import pooling_facts
 from minivllm.multimodal.encoder import TowerEncoder, load_encoder
 from minivllm.runtime.machine import (
@@ -169,14 +169,16 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     limit_threads(cpu_quota())
     settle_vector_math()
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
-    share = None if args.world_size == 1 else Share(0, args.tensor_parallel_size, args.enable_expert_parallel)
-    if share is not None and (loaded.spec.whole_prompts or loaded.spec.pooler is not None):
+    share = None if args.tensor_parallel_size == 1 else Share(0, args.tensor_parallel_size, args.enable_expert_parallel)
+    if args.world_size > 1 and (loaded.spec.whole_prompts or loaded.spec.pooler is not None):
         raise ValueError(
             f"{loaded.spec.family}: encoders and classifiers are implemented for one rank, not for {args.world_size}"
         )
     if loaded.spec.whole_prompts and args.dtype == "auto" and loaded.checkpoint_dtype == "float32":
         dtype = Decision("dtype", "float32", "the checkpoint's own: vectors are compared with others'")
-    facts = loaded.facts(args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache, share)
+    facts = loaded.facts(
+        args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache, share, args.pipeline_parallel_size
+    )
     facts = with_pooling(facts, loaded, args)
     block_size = unify_block_size(facts.kv_specs, args.block_size)
     specs = loaded.spec.attention_specs(block_size, getattr(torch, dtype.value), _kv_dtype(args), share)
@@ -188,25 +190,27 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
 
-def load_decoder(plan: EnginePlan, group: TensorGroup | None = None) -> Decoder:
-    """Build the model, or what one rank of a group holds of it, and read its weights."""
+def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stage | None = None) -> Decoder:
+    """Build the model, or what one rank of a group or a pipeline stage holds of it, and read its weights."""
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
     method, kv_dtype = plan.machine.linear_kernel, _kv_dtype(plan.config.args)
     longest = plan.config.scheduler.max_model_len
     if isinstance(plan.model.spec, TransformersSpec):
-        return _load_transformers(plan, plan.model.spec, group)
-    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group)
+        return _load_transformers(plan, plan.model.spec)
+    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group, stage)
     decoder.load_weights(plan.model.weights(plan.config.dtype))
     if (args := plan.config.args).enable_lora:
         LoRAModel(decoder, args.max_loras, args.max_lora_rank, plan.config.scheduler.max_num_batched_tokens)
     return decoder
 
 
-def _load_transformers(plan: EnginePlan, spec: TransformersSpec, group: TensorGroup | None) -> Decoder:
+def _load_transformers(plan: EnginePlan, spec: TransformersSpec) -> Decoder:
     """A model that transformers computes. Raises ValueError for what changes linear layers, which are not ours there."""
     args = plan.config.args
-    if args.quantization or args.enable_lora or group is not None:
-        what = "quantization" if args.quantization else "enable_lora" if args.enable_lora else "tensor_parallel_size"
+    refused = ("quantization", args.quantization), ("enable_lora", args.enable_lora), (
+        "tensor_parallel_size or pipeline_parallel_size", args.world_size > 1
+    )  # fmt: skip
+    if what := next((name for name, given in refused if given), None):
         raise ValueError(f"{what} is not implemented for {spec.family}, which runs through transformers")
     dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
     decoder = TransformersDecoder(spec, plan.backend, dtype, device, _kv_dtype(args))

@@ -5,7 +5,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -98,7 +98,7 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[LayerCacheSpe
     """
     specs = []
     for group in config.groups:
-        distinct = {layer_specs[layer] for layer in group.layers}
+        distinct = {layer_specs[layer] for layer in group.layers} or {layer_specs[0]}  # none of them in this stage
         if len(distinct) > 1:
             raise ValueError(f"layers {group.layers} share a block table but differ in attention: {distinct}")
         spec = distinct.pop()
@@ -158,8 +158,7 @@ class ModelRunner:
         kv, limits = config.kv_cache, config.scheduler
         self.model, self.backend, self.config, self.grammar = model, backend, config, grammar
         self.device = torch.device(config.device)
-        layer_specs = model.attention_specs(kv.block_size)
-        self.specs = group_attention_specs(kv, layer_specs)
+        self.specs = group_attention_specs(kv, model.attention_specs(kv.block_size))
         self.kv_caches = new_kv_caches(backend, kv, self.specs, kv.num_blocks, self.device)
         self.swap_caches = new_swap_caches(backend, kv, self.specs, self.device)
         model.eager = config.args.enforce_eager
@@ -190,8 +189,7 @@ class ModelRunner:
             self.buffer = StepBuffer(step_bytes(config), self.device)
             if config.async_scheduling and speculative is None:  # else a step begins when all tokens are known
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
-            if not config.args.enforce_eager and all(isinstance(spec, AttentionSpec) for spec in self.specs):
-                self.graphs = DecodeGraphs(self.device, GRAPH_BYTES, progress=sys.stderr.isatty())
+            self.graphs = self._make_graphs()
         self.planners = [spec.planner(backend, self.device, self.buffer) for spec in self.specs]
 
     def _make_drafter(self, speculative: SpeculativeConfig) -> Drafter:
@@ -200,6 +198,14 @@ class ModelRunner:
         )
         self._draft_table = self.batch.block_tables[shared_group(self.config.kv_cache)] if drafter.uses_blocks else None
         return drafter
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        """None if steps are not to be recorded, or cannot be: states have no fixed plan, and a pipeline stage waits for the one before."""
+        args, group = self.config.args, self.model.group
+        alone = args.pipeline_parallel_size == 1 and not args.enforce_eager
+        if not alone or not all(isinstance(spec, AttentionSpec) for spec in self.specs):
+            return None
+        return DecodeGraphs(self.device, GRAPH_BYTES, sys.stderr.isatty(), int if group is None else group.largest)
 
     def _make_adapters(self) -> AdapterStore:
         args, model = self.config.args, self.model
@@ -258,6 +264,10 @@ class ModelRunner:
             pending.loads = self.expert_loads.take()
         if self.drafter is not None and self.drafter.reads:
             self._states = step, hidden
+        if not self.model.stage.is_last:
+            self.batch.num_computed[step.rows] += step.counts
+            self.batch.append_tokens(step.rows[chosen], ~step.rows[chosen])  # `learn` will name them
+            return pending
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
         if self.pooler.entries:
@@ -270,6 +280,13 @@ class ModelRunner:
             self._sample(step, chosen, sampled, rows, pending)
         self._latest = pending
         return pending
+
+    def learn(self, tokens: Mapping[str, list[int]]) -> None:
+        """In a pipeline stage before the last: the newest token of each request, which the last stage has sampled."""
+        for request_id, new in tokens.items():
+            if (row := self.batch.row_of.get(request_id)) is not None:
+                rows = np.array([row])
+                self.batch.set_tokens(rows, self.batch.num_tokens[rows] - 1, np.array(new[-1:]))
 
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         if self.drafter is not None:

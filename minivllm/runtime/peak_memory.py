@@ -44,6 +44,8 @@ def run_largest_step(
     token_ids = torch.randint(decoder.spec.vocab_size, (batch.num_tokens,), device=device)
     positions = np.arange(batch.num_tokens) - np.repeat(batch.query_start_loc[:-1], batch.query_lens)
     hidden = decoder.forward(token_ids, torch.from_numpy(positions).to(device), [cache] * kv.num_tensors, plans)
+    if not decoder.stage.is_last:
+        return cache.numel() * cache.element_size()
     logits = decoder.compute_logits(hidden[: limits.max_sampled_rows(speculative)])
     rows = torch.full((len(logits),), 0.9, dtype=torch.float64, device=device)
     drawn, _ = draw(keep_from(logits, top_p_threshold(logits, rows)), rows)

@@ -1,8 +1,7 @@
-"""Pictures of draft tokens: acceptance by place, the probabilities of one step's draft, the crossover."""
+"""Pictures of draft tokens: acceptance by place, and the probabilities of one step's draft."""
 
 # Generated from nbs/viz/drafts.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,29 +71,3 @@ def _draw_one(ax: "Axes", table: Any, tokenizer: Any) -> None:
     ax.set_xticks(x, names, fontsize="small")
     ax.set(ylabel="probability", ylim=(0, 1.02))
     ax.legend(frameon=False, fontsize="small", ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
-
-
-def plot_crossover(real: Mapping[int, float], simulated: Mapping[str, Mapping[int, float]], ax: Any = None) -> Any:
-    """Speed-up by drafts against the batch size.
-
-    Args:
-        real: measured, by batch size.
-        simulated: lines by name, each by batch size.
-        ax: matplotlib axes to draw into; None for new ones.
-
-    Returns:
-        The axes.
-    """
-    import matplotlib.pyplot as plt
-
-    ax = ax or plt.subplots(figsize=(5.5, 2.8), layout="constrained")[1]
-    for name, line in simulated.items():
-        ax.plot(list(line), list(line.values()), label=name)
-    if real:
-        ax.plot(list(real), list(real.values()), "o", color="black", label="real engine")
-    ax.axhline(1, color="gray", linewidth=0.8, linestyle="--")
-    ax.set_xscale("log", base=2)
-    ax.set(xlabel="requests in a batch", ylabel="times as fast as without drafts")
-    ax.legend(frameon=False, fontsize="small")
-    ax.spines[["top", "right"]].set_visible(False)
-    return ax

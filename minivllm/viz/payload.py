@@ -30,25 +30,10 @@ def varints(numbers: Iterable[int] | np.ndarray) -> bytes:
     if wide.size and (wide.min() < -(2**31) or wide.max() >= 2**31):
         raise ValueError(f"numbers must fit in 32 bits with sign, got {wide.min()} to {wide.max()}")
     coded = ((wide << 1) ^ (wide >> 63)).astype(np.uint64)
-    columns = [coded >> np.uint64(7 * i) for i in range(5)]
-    more = np.stack([column >= 128 for column in columns], axis=1)
+    left = coded[:, None] >> np.uint64([0, 7, 14, 21, 28])
+    more = left >= 128
     used = np.concatenate([np.ones((wide.size, 1), bool), more[:, :4]], axis=1)
-    pieces = np.stack([column & np.uint64(127) for column in columns], axis=1).astype(np.uint8) | (
-        more.astype(np.uint8) << 7
-    )
-    return pieces[used].tobytes()
-
-
-def read_varints(data: bytes) -> np.ndarray:
-    """The numbers that `varints` was given, int64."""
-    raw = np.frombuffer(data, np.uint8)
-    ends = np.flatnonzero(raw < 128)
-    starts = np.concatenate([[0], ends[:-1] + 1]) if ends.size else ends
-    owner = np.repeat(np.arange(ends.size), ends - starts + 1)
-    place = np.arange(raw.size) - starts[owner]
-    coded = np.zeros(ends.size, np.int64)
-    np.add.at(coded, owner, (raw & 127).astype(np.int64) << (7 * place))
-    return (coded >> 1) ^ -(coded & 1)
+    return ((left & np.uint64(127)) | more.astype(np.uint64) << np.uint64(7))[used].astype(np.uint8).tobytes()
 
 
 class Payload:
@@ -95,10 +80,6 @@ class Payload:
         """Append the parts of another payload, in order."""
         self.parts += other.parts
         self._counts += other._counts
-
-    def numbers(self, part: int) -> np.ndarray:
-        """The numbers of a part."""
-        return read_varints(zlib.decompress(self.parts[part]))
 
     def bytes(self) -> bytes:
         """All parts, one after the other."""

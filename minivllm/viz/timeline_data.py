@@ -78,55 +78,6 @@ class TimelineData:
     def num_steps(self) -> int:
         return len(self.step_end)
 
-    def first_span(self) -> Ints:
-        """Where each request's spans begin. [num_requests + 1]"""
-        counts = np.bincount(self.request, minlength=len(self.request_ids))
-        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-
-    def cell(self, request: int, step: int) -> int | None:
-        """The kind of a request in a step; None before it came and after it ended."""
-        i = self._span(request, step)
-        return None if i is None else int(self.kind[i])
-
-    def _span(self, request: int, step: int) -> int | None:
-        low, high = np.searchsorted(self.request, [request, request + 1])
-        i = low + int(np.searchsorted(self.start[low:high], step, side="right")) - 1
-        return int(i) if i >= low and step < self.end[i] else None
-
-    def describe(self, request: int, step: int) -> str:
-        """What happened to a request in a step, and why, in one line."""
-        i = self._span(request, step)
-        if i is None:
-            return (
-                "not there yet" if step <= self.finish[request] else f"finished: {FINISHES[self.finish_kind[request]]}"
-            )
-        kind, tokens, reason = int(self.kind[i]), int(self.tokens[i]), self.reasons[self.reason[i]]
-        if kind == DECODE:
-            here = self.drafts[(self.drafts[:, 0] == step) & (self.drafts[:, 1] == request)]
-            return f"decode, {here[0, 3]} of {here[0, 2]} draft tokens accepted" if len(here) else "decode"
-        if kind == PREFILL:
-            cut = f" of the {self.wanted[i]} that it wanted: {reason}" if reason else ""
-            return f"prefill, {tokens} token{'s' * (tokens != 1)}{cut}"
-        word = {
-            WAITING: "waiting",
-            PREEMPTED: "preempted",
-            SWAPPED: "swapped out",
-            STALLED: "running, but got no tokens",
-        }[kind]
-        why = self._why_waiting(request, step, reason) if kind != STALLED else ""
-        return f"{word}: {why}" if why else word
-
-    def _why_waiting(self, request: int, step: int, reason: str) -> str:
-        if reason:
-            return reason
-        head = int(np.searchsorted(self.waits[:, 0], step, side="right")) - 1
-        if head < 0:
-            return ""
-        first, code = int(self.waits[head, 1]), int(self.waits[head, 2])
-        if first == request or self.cell(first, step) not in (WAITING, PREEMPTED, SWAPPED):
-            return ""
-        return f"behind {self.names.get(self.request_ids[first], self.request_ids[first])} ({self.reasons[code]})"
-
 
 class _Life:
     """Where a request stands while the events go by."""

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from viz_runs import kind_of
 
 from minivllm.core.events import read
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
@@ -108,6 +109,6 @@ def test_every_reader_tells_what_was_live(seed):
     last = {name: row for row, name in enumerate(lanes.request_ids)}
     words = {"WAITING": WAITING, "PREEMPTED": PREEMPTED, "SWAPPED": SWAPPED}
     for name, its in states[-1].requests.items():
-        kind = lanes.cell(last[name], len(states) - 1)
+        kind = kind_of(lanes, last[name], len(states) - 1)
         assert kind in (PREFILL, DECODE) or its.status != "RUNNING" or name not in decision.scheduled
         assert its.status == "RUNNING" or kind == words[its.status]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from minivllm import literate
-from minivllm.literate.check import check, listed_cells, long_cells
+from minivllm.literate.check import check
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,10 +36,3 @@ def test_the_exporter_exports_itself(tmp_path):
     assert len(chapters) == 12
     for name in chapters:
         assert (tmp_path / name).read_text() == (ROOT / name).read_text()
-
-
-def test_the_list_of_long_cells_only_gets_shorter():
-    listed = listed_cells(ROOT)
-    assert len(listed) <= 55
-    now = {place: count for place, (_, count, _) in long_cells(literate.read_book(ROOT)).items()}
-    assert listed == {place: now.get(place) for place in listed}, "run python -m minivllm.literate clean"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from minivllm.literate import check, clean, notebook, render, sync
+from minivllm.literate import clean, notebook, render, sync
 
 MODULE = "minivllm/pool.py"
 
@@ -168,7 +168,7 @@ def store(repo, output) -> None:
 
 
 @pytest.mark.parametrize(("name", "lines"), [("pool", 61), ("minivllm_kernels.step", 121)])
-def test_a_long_cell_is_refused_unless_it_is_listed(repo, run, fails, name, lines):
+def test_a_long_cell_is_refused(repo, run, fails, name, lines):
     (repo.root / MODULE).unlink()
     for count in (lines - 1, lines):
         repo.notebook(head=f"#| default_exp {name}", a="#| export\n" + "x = 1\n" * count)
@@ -176,14 +176,6 @@ def test_a_long_cell_is_refused_unless_it_is_listed(repo, run, fails, name, line
         run("clean")
         message = f"nbs/demo.ipynb #a: an exported cell of {lines} lines; {lines - 1} are allowed: tell it in parts\n"
         assert (fails("check") == message) if count == lines else run("check")
-    (repo.root / check.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines - 1}\n")
-    assert fails("check") == message
-    (repo.root / check.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines}\n")
-    run("check")
-    (repo.root / check.LONG).write_text(f"# why\nnbs/demo.ipynb #a {lines + 7}\nnbs/gone.ipynb #b 99\n")
-    assert run("clean") == f"cleaned {check.LONG}\n"
-    assert check.listed_cells(repo.root) == {"nbs/demo.ipynb #a": lines}
-    assert run("clean") == ""
 
 
 def test_a_record_that_cannot_be_written_is_not_needed(repo, run, fails):

@@ -1,6 +1,7 @@
 """The parts of a decoder give together what the whole gives. Ranks are threads here; `tests/runtime/test_parallel.py` has processes."""
 
 import math
+import queue
 import threading
 
 import pytest
@@ -8,11 +9,11 @@ import torch
 from paged import PagedDecoder, make_decoder
 from tiny_models import STATES, TINY_MODELS, hf_config, hf_model
 
-from minivllm.core.config import EngineArgs, KVCacheSpec
+from minivllm.core.config import EngineArgs, KVCacheGroup, KVCacheSpec, stage_groups, stage_layers
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
 from minivllm.models.linear.layer import Shard
-from minivllm.models.parallel import Share, TensorGroup
+from minivllm.models.parallel import Share, Stage, TensorGroup
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,22 @@ class ThreadGroup(TensorGroup):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self._count(x)
         return torch.cat(self.board.exchange(self.share.rank, x), -1)
+
+
+class ThreadStage(Stage):
+    """A stage whose neighbours are threads. pipes: a queue between each two stages of one rank."""
+
+    def __init__(self, layers: range, index: int, pipes: list[queue.Queue]) -> None:
+        super().__init__(layers, index == 0, index == len(pipes))
+        self.index, self.pipes = index, pipes
+
+    def send(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        self.pipes[self.index].put((x.clone(), residual.clone()))
+
+    def receive(self, tokens: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.pipes[self.index - 1].get(timeout=120)
+        assert x.shape == (tokens, like.shape[-1]) and x.dtype == like.dtype
+        return x, residual
 
 
 def on_ranks(size: int, run, by_expert: bool = False) -> list:
@@ -134,6 +151,55 @@ def test_ranks_that_hold_whole_experts(name):
         assert set(experts) == {4}
 
 
+@pytest.mark.parametrize(
+    ("name", "width", "depth"),
+    [("llama-tied-biased", 1, 2), ("gemma3", 1, 3), ("cohere", 2, 2), ("gpt2", 1, 4), ("deepseek-v3", 2, 2)],
+)
+def test_stages_give_transformers_logits(name, width, depth):
+    """Pipeline stages, of one rank or two each: bit for bit what the layers give in one place."""
+    spec = spec_from_config(hf_config(name).to_dict())
+    layers, expected = stage_layers(spec.num_layers, depth), want(name)
+    pipes = [[queue.Queue() for _ in range(depth - 1)] for _ in range(width)]
+    boards = [Board(width) for _ in range(depth)]
+
+    def run(group: ThreadGroup):
+        index, rank = divmod(group.share.rank, width)
+        stage = ThreadStage(layers[index], index, pipes[rank])
+        group = ThreadGroup(Share(rank, width), boards[index]) if width > 1 else None
+        decoder = make_decoder(hf_model(name), "sdpa", group=group, stage=stage)
+        if not stage.is_last:
+            decoder.compute_logits = lambda hidden: hidden
+        held = {name for name, _ in decoder.targets()}
+        assert held == set(spec.stage_shapes(layers[index]))
+        logits = logits_of(decoder)
+        return logits if stage.is_last else None
+
+    *others, logits = on_ranks(width * depth, run)
+    assert all(other is None for other in others[: width * (depth - 1)])
+    torch.testing.assert_close(logits, expected, atol=3e-4, rtol=3e-4)
+    if width == 1:
+        assert torch.equal(logits, logits_of(make_decoder(hf_model(name), "sdpa")))
+
+
+def test_layers_of_stages():
+    assert [list(r) for r in stage_layers(5, 2)] == [[0, 1, 2], [3, 4]]
+    assert [len(r) for r in stage_layers(30, 4)] == [7, 8, 8, 7]
+    assert [len(r) for r in stage_layers(4, 4)] == [1, 1, 1, 1] and stage_layers(3, 1) == [range(3)]
+    with pytest.raises(ValueError, match="pipeline_parallel_size=3: the model has 2 layers"):
+        stage_layers(2, 3)
+    groups = (
+        KVCacheGroup(KVCacheSpec("full", 16, 1, 8), (0, 2, 4)),
+        KVCacheGroup(KVCacheSpec("full", 16, 1, 8), (1, 3, 5)),
+    )
+    assert [g.layers for g in stage_groups(groups, range(3))] == [(0, 2), (1,)]
+    for settings in (
+        {"async_scheduling": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    ):
+        with pytest.raises(ValueError, match="is not implemented with pipeline_parallel_size"):
+            EngineArgs(pipeline_parallel_size=2, **settings)
+
+
 def test_what_cannot_be_split_is_refused_by_name():
     def split(name: str, size: int, **more):
         return spec_from_config({**hf_config(name).to_dict(), **more}).weight_shapes(Share(0, size))
@@ -159,7 +225,7 @@ def test_what_cannot_be_split_is_refused_by_name():
                 tensor_parallel_size=2,
                 speculative_config={"method": method, "model": "x", "num_speculative_tokens": 2},
             )
-    with pytest.raises(ValueError, match="needs distributed_executor_backend='mp'"):
+    with pytest.raises(ValueError, match="need distributed_executor_backend='mp'"):
         EngineArgs(tensor_parallel_size=2, distributed_executor_backend="uni")
 
 

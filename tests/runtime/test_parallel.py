@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from minivllm.lora.adapter import LoRARequest
 from minivllm.models.parallel import Share
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import plan_engine
-from minivllm.runtime.executors.mp import MultiprocExecutor, WorkerError, start_workers
+from minivllm.runtime.executors.mp import MultiprocExecutor, WorkerError, start_workers, step_timeout
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import SamplingParams, StructuredOutputsParams
 from minivllm.spec_decode.proposers import NgramProposer
@@ -44,7 +45,7 @@ def pair():
 
 def sharded(workers, path, **changes) -> LLM:
     """An LLM whose ranks are these workers."""
-    args = EngineArgs(model=str(path), tensor_parallel_size=workers.size, **{**SIZES, **changes})
+    args = EngineArgs(model=str(path), **{**SIZES, "tensor_parallel_size": workers.size, **changes})
     plan = plan_engine(args)
     executor = MultiprocExecutor(plan, workers)
     tokenizer = get_tokenizer(plan.model.path)
@@ -54,6 +55,16 @@ def sharded(workers, path, **changes) -> LLM:
     llm._start_with(LLMEngine(executor.config, core, tokenizer, plan.model.generation_config))
     llm.llm_engine.know_adapters(plan.model.spec)
     return llm
+
+
+def test_settings(monkeypatch):
+    assert EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=3).world_size == 6
+    assert EngineArgs(pipeline_parallel_size=2).executor == "mp" and EngineArgs().executor == "uni"
+    with pytest.raises(ValueError, match="need distributed_executor_backend='mp'"):
+        EngineArgs(pipeline_parallel_size=2, distributed_executor_backend="uni")
+    monkeypatch.setenv("MINIVLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "soon")
+    with pytest.raises(ValueError, match="must be a number of seconds above 0, got 'soon'"):
+        step_timeout()
 
 
 def tokens(llm: LLM, params=GREEDY, prompts=PROMPTS, **options) -> list[list[int]]:
@@ -130,6 +141,55 @@ def test_adapters_speculation_structure_and_samples_on_two_ranks(pair, tiny_mode
     assert list(frame_there.columns) == list(frame.columns) and len(frame_there) == len(frame)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "gpt-oss"])
+def test_two_stages_give_the_tokens_of_one(name, pair, tiny_model_path, tmp_path):
+    """With two batches in flight, preemption, prefix hits, chunks of prompts, an adapter, log-probabilities and seeds."""
+    path, blocks = tiny_model_path(name), 22 if name != "llama-tied-biased" else 12
+    changes = {"num_gpu_blocks": blocks, "max_model_len": 128 if blocks > 12 else 100, "max_num_batched_tokens": 48}
+    changes |= {"max_num_seqs": 8}
+    params = [GREEDY] * 3 + [
+        SamplingParams(temperature=0, max_tokens=30, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=1, seed=5, max_tokens=25, ignore_eos=True, presence_penalty=0.5),
+        GREEDY,
+    ]
+    adapters = None
+    if name == "llama-tied-biased":
+        peft_adapter(name, VARIANTS["all-linear"], tmp_path / "one", 1)
+        adapters = [LoRARequest("one", 1, str(tmp_path / "one")), None] * 3
+        changes["enable_lora"] = True
+
+    def run(llm: LLM):
+        found = []
+        for _ in range(2):
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=adapters)
+            found.append([list(o.outputs[0].token_ids) for o in outputs])
+        return found, outputs[3].prompt_logprobs
+
+    llm = LLM(str(path), **{**SIZES, **changes})
+    want, logprobs = run(llm)
+    llm.llm_engine.close()
+    llm = sharded(pair, path, tensor_parallel_size=1, pipeline_parallel_size=2, **changes)
+    core, most = llm.llm_engine.core, 0
+    submit = core._submit
+
+    def counted(scheduled):
+        nonlocal most
+        submit(scheduled)
+        most = max(most, sum(s.total_num_scheduled_tokens > 0 for s, _ in core._in_flight))
+
+    core._submit = counted
+    got, logprobs_there = run(llm)
+    assert got == want and most == 2
+    assert [sorted(one) for one in logprobs_there[1:]] == [sorted(one) for one in logprobs[1:]]
+    metrics = llm.llm_engine.get_metrics()
+    assert metrics["num_preemptions"] > 0 and metrics["prefix_cache_hits"] > 0
+    plan = plan_engine(EngineArgs(model=str(path), pipeline_parallel_size=2, **{**SIZES, **changes}))
+    caches = [rank["kv_cache"] for rank in core.executor.collective_rpc("memory")]
+    assert max(caches) == plan.config.kv_cache.num_blocks * (plan.config.kv_cache.bytes_per_block // 2)
+    llm.llm_engine.close()
+
+
 def listening(pids: list[int]) -> set[str]:
     """The addresses that these processes listen on, as /proc/net/tcp has them."""
     inodes = {os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
@@ -192,7 +252,7 @@ sys.stdin.read()
 @pytest.mark.slow
 def test_one_worker_leaves_nothing_behind(tiny_model_path, tmp_path):
     """One rank in a process: the same tokens, no socket; kill -9 of the engine ends the worker too."""
-    env = dict(os.environ, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
+    env = dict(os.environ, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1", TMPDIR=str(tmp_path))
     command = [sys.executable, "-c", SERVE, str(tiny_model_path("llama"))]
     engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     (worker,) = map(int, engine.stdout.readline().split())
@@ -204,6 +264,24 @@ def test_one_worker_leaves_nothing_behind(tiny_model_path, tmp_path):
     while alive(worker):
         assert time.monotonic() < deadline, "the worker outlives the engine"
         time.sleep(0.02)
+    assert not list(tmp_path.glob("minivllm-*"))
+
+
+@pytest.mark.slow
+def test_a_step_that_never_ends_is_an_error_with_the_stacks_of_all_ranks(tiny_model_path, monkeypatch):
+    """One rank is stopped: the other stands in a collective."""
+    monkeypatch.setenv("MINIVLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    llm = LLM(str(tiny_model_path("llama")), **SIZES, tensor_parallel_size=2)
+    workers = llm.llm_engine.core.executor.workers
+    workers.processes[1].send_signal(signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="did not answer execute_model within 2 s") as caught:
+        llm.generate("x", GREEDY, use_tqdm=False)
+    first, second = re.split(r"worker 1 of 2 \(process \d+\):", str(caught.value))
+    assert "all_reduce" in first and "in execute_model" in first and second.strip() == "does not react: stopped"
+    assert all(process.wait(10) == -signal.SIGKILL for process in workers.processes)
+    llm.llm_engine.close()
+    assert not Path(workers._folder).exists()
 
 
 def alive(pid: int) -> bool:

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from viz_runs import Moody, busy_trace
+from viz_runs import Moody, busy_trace, kind_of, span, words_of
 
 from minivllm.core.trace import Trace
 from minivllm.lab import Constant, simulate
@@ -58,19 +58,19 @@ def test_every_cell_is_what_the_state_says(traces):
         number = {name: i for i, name in enumerate(data.request_ids)}
         for step, state in trace.states():
             for name, request in state.requests.items():
-                kind = data.cell(number[name], step)
+                kind = kind_of(data, number[name], step)
                 seen.add(kind)
                 by_reset = step in reset_steps(trace) and request.status == "PREEMPTED"  # when the step had computed it
                 if (step, name) in scheduled and not by_reset:
                     decision, tokens = scheduled[step, name]
                     assert KINDS[kind] == decision
                     if kind == PREFILL:
-                        assert data.tokens[data._span(number[name], step)] == tokens
+                        assert data.tokens[span(data, number[name], step)] == tokens
                 else:
                     told = {"WAITING": WAITING, "RUNNING": STALLED, "PREEMPTED": PREEMPTED, "SWAPPED": SWAPPED}
                     assert kind == told[request.status]
             for name in set(number) - set(state.requests):
-                kind = data.cell(number[name], step)
+                kind = kind_of(data, number[name], step)
                 assert kind is None or data.finish[number[name]] == step  # ended within the step
     assert seen == {WAITING, PREEMPTED, SWAPPED, STALLED, PREFILL, DECODE}
 
@@ -93,14 +93,16 @@ def test_reasons_are_those_of_the_trace(traces):
     told = set()
     for name in ("full", "swap", "tight"):
         data = timeline_data(traces[name])
-        told |= {data.describe(request, step) for request in range(25) for step in range(data.num_steps)}
+        told |= {words_of(data, request, step) for request in range(25) for step in range(data.num_steps)}
     assert any(line.startswith("waiting: behind r") and "too few KV blocks" in line for line in told)
     assert "waiting: as many requests were running as max_num_seqs allows" in told
     assert any("that it wanted: the token budget of the step was used up" in line for line in told)
     assert any(line.startswith("preempted: ") for line in told)
     assert {"decode", "not there yet", "finished: length", "finished: abort"} <= told
     stalled = timeline_data(traces["stalled"])
-    assert "running, but got no tokens" in {stalled.describe(r, s) for r in range(25) for s in range(stalled.num_steps)}
+    assert "running, but got no tokens" in {
+        words_of(stalled, r, s) for r in range(25) for s in range(stalled.num_steps)
+    }
 
 
 def test_an_unknown_reason_is_told_by_its_name(traces):
@@ -123,7 +125,7 @@ def test_the_page_tells_and_draws_the_same(traces, name, open_page, tmp_path):
     for k, step in enumerate(steps):
         state = view.trace.at(step)
         for r, request in enumerate(data.request_ids):
-            assert told[k][r] == data.describe(r, step)
+            assert told[k][r] == words_of(data, r, step)
             known = computed[k][r]
             if known is not None and request in state.requests and step not in reset_steps(view.trace):
                 assert known == state.requests[request].num_computed_tokens
@@ -142,7 +144,7 @@ def test_the_page_tells_and_draws_the_same(traces, name, open_page, tmp_path):
     decodes: dict[int, set] = {}
     others: dict[int, set] = {}
     for r, step, *rgba in hits:
-        kind, end = data.cell(r, step), data.finish[r]
+        kind, end = kind_of(data, r, step), data.finish[r]
         if abs(step - end) <= 2:  # the sign of the end may lie over it
             continue
         if kind == DECODE:
@@ -165,7 +167,7 @@ def test_keys_clicks_and_zoom(traces, open_page, tmp_path):
     for key in ("Home", "ArrowRight", "ArrowRight", "Shift+ArrowRight", "ArrowLeft", "ArrowDown", "ArrowDown"):
         page.keyboard.press(key)
     assert page.evaluate(f"[{cursor}.step, {cursor}.request]") == [11, "r1"]
-    assert page.locator(".mv-lanes-detail").inner_text() == f"Step 11, request r1: {view.lanes.describe(1, 11)}."
+    assert page.locator(".mv-lanes-detail").inner_text() == f"Step 11, request r1: {words_of(view.lanes, 1, 11)}."
     page.keyboard.press("+")
     size = page.evaluate("(({ axis }) => axis.to - axis.from)(document.querySelector('.mv-timeline').lanes)")
     assert size == pytest.approx(view.lanes.num_steps / 2)
@@ -175,7 +177,7 @@ def test_keys_clicks_and_zoom(traces, open_page, tmp_path):
     page.mouse.click(box["x"] + x, box["y"] + 5)
     assert page.evaluate(f"[{cursor}.step, {cursor}.request]") == [20, "r0"]
     page.mouse.move(box["x"] + x, box["y"] + 5)
-    assert view.lanes.describe(0, 20) in page.locator(".mv-tooltip:visible").inner_text()
+    assert words_of(view.lanes, 0, 20) in page.locator(".mv-tooltip:visible").inner_text()
     page.keyboard.press("Escape")
     page.select_option("select[aria-label='horizontal axis']", "time")
     assert page.evaluate(f"{cursor}.request") is None
@@ -304,7 +306,7 @@ def test_the_adapters_in_the_slots(open_page, tmp_path):
     kinds = [event.kind for event in trace]
     assert len(data.loras) == kinds.count("lora_load") > 6 and kinds.count("lora_evict") > 4
     assert f"{len(data.loras)} loads of 4 adapters into 2 slots" in view.describe()
-    assert any("max_loras" in data.describe(r, s) for r in range(24) for s in range(data.num_steps))
+    assert any("max_loras" in words_of(data, r, s) for r in range(24) for s in range(data.num_steps))
     page = open_page(view.save(tmp_path / "x.html"), width=1000)
     lanes = "document.querySelector('.mv-timeline').lanes.lanes"
     shown = page.evaluate(f"Array.from({{ length: {data.num_steps} }}, (_, s) => {lanes}.adaptersAt(s))")

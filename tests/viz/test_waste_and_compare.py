@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from viz_runs import busy_trace
+from viz_runs import busy_trace, kind_of, words_of
 from viz_traces import make_trace
 
 from minivllm.core.events import TraceHeader
@@ -81,7 +81,7 @@ def test_compare_marks_what_diff_finds(runs, open_page, tmp_path):
     assert cursor == [expected.step, next(iter(expected.reasons))]
     row = view.runs[0].request_ids.index(cursor[1])
     told = page.locator(".mv-compare-run .mv-lanes-detail").all_inner_texts()
-    assert told == [f"Step {cursor[0]}, request {cursor[1]}: {run.describe(row, cursor[0])}." for run in view.runs]
+    assert told == [f"Step {cursor[0]}, request {cursor[1]}: {words_of(run, row, cursor[0])}." for run in view.runs]
     assert page.evaluate("step => document.querySelector('.mv-compare').compare.differ(step)", expected.step - 1) == []
     assert set(expected.reasons) <= set(
         page.evaluate("step => document.querySelector('.mv-compare').compare.differ(step)", expected.step)
@@ -113,10 +113,10 @@ def test_compare_puts_the_same_request_into_the_same_row(runs):
     whole = Timeline(runs[0].trace).lanes
     for row, name in enumerate(b.request_ids):
         other = whole.request_ids.index(name)
-        assert [b.describe(row, s) for s in range(0, b.num_steps, 9)] == [
-            whole.describe(other, s) for s in range(0, b.num_steps, 9)
+        assert [words_of(b, row, s) for s in range(0, b.num_steps, 9)] == [
+            words_of(whole, other, s) for s in range(0, b.num_steps, 9)
         ]
-    assert a.cell(29, 0) is None
+    assert kind_of(a, 29, 0) is None
     same = Compare(runs[0], runs[0].trace)
     assert same.difference is None and "All decisions are the same" in same.describe()
     with pytest.raises(ValueError, match="equally many requests, got 12 and 30"):

@@ -75,13 +75,17 @@ def _properties(index: int) -> tuple[tuple[int, int], int]:
     return (found.major, found.minor), found.multi_processor_count
 
 
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def _multiprocessors(device: torch.device) -> int:
-    return _properties(device.index or 0)[1]
+    return _properties(_index(device))[1]
 
 
 def uses_wgmma(shape: AttentionShape, device: torch.device) -> bool:
     """Whether prefill of this shape is computed by rung 4 on a device; else rung 3 computes it."""
-    return hopper_unsupported(shape, _properties(device.index or 0)[0]) is None
+    return hopper_unsupported(shape, _properties(_index(device))[0]) is None
 
 
 def device_unsupported(device: torch.device) -> str | None:
@@ -108,7 +112,7 @@ def fp8_unsupported(device: torch.device) -> str | None:
 
 def run(kernel: CudaKernel, device: torch.device, grid: tuple[int, int], *numbers: Any) -> None:
     """Launch on torch's current stream of a device."""
-    index = device.index if device.index is not None else torch.cuda.current_device()
+    index = _index(device)
     if grid[0] and grid[1]:
         launch = launcher(kernel, index, _properties(index)[0])
         launch(*grid, torch._C._cuda_getCurrentRawStream(index), *numbers)

@@ -92,7 +92,8 @@ class SelfAttentionSpec(TokenMixerSpec):
         q, k = (self.num_heads * dim, 1), (kv * dim, max(1, share.size // kv))
         pieces = {self.q: (q,), self.k: (k,), self.v: (k,)} if self.qkv is None else {self.qkv: (q, k, k)}
         local = replace(self, num_heads=heads, num_kv_heads=max(1, kv // share.size))
-        return SplitBlock(local, {"qkv": Split("outputs", pieces), "o": Split("inputs")})
+        gate = {} if self.gate is None else {"gate": Split("outputs")}
+        return SplitBlock(local, {"qkv": Split("outputs", pieces), **gate, "o": Split("inputs")})
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """See `MixerSpec`."""

@@ -3,15 +3,18 @@
 # Generated from nbs/runtime/executors/mp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import contextlib
+import functools
 import logging
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -40,15 +43,14 @@ def worker_environment(size: int) -> dict[str, str]:
     return dict.fromkeys(_THREADS, str(threads)) | os.environ
 
 
-def start_worker(rank: int, size: int, file: int) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """A worker's process, and the socket to it. file: of the ring."""
+def start_worker(rank: int, size: int, file: int, stacks: int) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    """A worker's process, and the socket to it. file: of the ring. stacks: the file that it writes its stacks to when it is asked."""
     ours, theirs = socket.socketpair()
     try:
         command = [sys.executable, "-P", "-m", "minivllm.runtime.executors.worker"]
-        command += map(str, (theirs.fileno(), file, rank, size))
-        process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno(), file], stdin=subprocess.DEVNULL, env=worker_environment(size)
-        )
+        command += map(str, (theirs.fileno(), file, stacks, rank, size))
+        files = [theirs.fileno(), file, stacks]
+        process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL, env=worker_environment(size))
     except BaseException:
         ours.close()
         raise
@@ -82,24 +84,46 @@ class Call:
 
 
 class StepResult:
-    """A step under way: see `PendingStep`. log: where samples go."""
+    """A step under way: see `PendingStep`.
 
-    def __init__(self, future: "Future[list[Any]]", log: SampleLog | None) -> None:
-        self._future, self._log = future, log
+    Args:
+        wait: gives the answer to the call.
+        log: where samples go.
+        tokens: where what was sampled goes, or None.
+    """
+
+    def __init__(
+        self, wait: Callable[[], list[Any]], log: SampleLog | None, tokens: dict[str, list[int]] | None
+    ) -> None:
+        self._wait, self._log, self._tokens = wait, log, tokens
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for it. Raises WorkerError."""
-        ((output, samples),) = self._future.result()
+        """Wait for it. Raises WorkerError; if it takes longer than `step_timeout`, with the stacks of all workers, which are ended."""
+        ((output, samples),) = self._wait()
         if self._log is not None:
             self._log |= samples
+        if self._tokens is not None:
+            self._tokens |= output.sampled_token_ids
         return output
+
+
+def step_timeout() -> float:
+    """Seconds that the engine waits for a step, by MINIVLLM_EXECUTE_MODEL_TIMEOUT_SECONDS. Raises ValueError."""
+    name = "MINIVLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+    given = os.environ.get(name, "300")
+    try:
+        if (seconds := float(given)) > 0:
+            return seconds
+    except ValueError:
+        pass
+    raise ValueError(f"{name} must be a number of seconds above 0, got {given!r}")
 
 
 class Workers:
     """Processes that answer calls.
 
     Args:
-        launches: what each is told first.
+        launches: what each is told first. Their folder is removed when all has ended.
 
     Raises:
         Exception: what a worker raises while it starts.
@@ -111,8 +135,9 @@ class Workers:
         self._callbacks: list[Callable[[], None]] = []
         self._calls: dict[int, Call] = {0: Call(range(self.size), True)}
         self._number, self._lock, self._closing = 1, threading.Lock(), False
+        self._folder, self._stacks = launches[0].folder, unnamed_file(0)
         file = unnamed_file(Ring.size(self.size))
-        started = [start_worker(rank, self.size, file) for rank in range(self.size)]
+        started = [start_worker(rank, self.size, file, self._stacks) for rank in range(self.size)]
         self.processes = [process for process, _ in started]
         self._frames = [Frames(sock) for _, sock in started]
         self._broadcast = Broadcast(self._frames, file)
@@ -204,13 +229,15 @@ class Workers:
         return f"worker {rank} of {self.size} (process {process.pid}) {how}"
 
     def _fail(self, error: BaseException) -> None:
-        """The end: no worker goes on, and nobody waits any longer."""
+        """The end: no worker goes on, and nobody waits any longer. Only the first error counts."""
         self._broadcast.closed = True
-        for process in self.processes:
-            process.kill()
         with self._lock:
+            if self.failure is not None:
+                return
             self.failure = error
             calls, self._calls = self._calls, {}
+        for process in self.processes:
+            process.kill()
         for call in calls.values():
             if not call.future.done():
                 call.future.set_exception(error)
@@ -231,16 +258,43 @@ class Workers:
                 process.kill()
                 process.wait()
         self._thread.join()
+        if self._stacks >= 0:
+            os.close(self._stacks)
+            self._stacks = -1
+        shutil.rmtree(self._folder, ignore_errors=True)
         for frames in self._frames:
             frames.sock.close()
+
+    def wait(self, future: "Future[list[Any]]", what: str, seconds: float) -> list[Any]:
+        """The answer to a call. Raises WorkerError if it does not come in time, with the stacks of all workers, which are ended."""
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            if future.done():  # it is a worker's own
+                raise
+        self._fail(WorkerError(f"workers did not answer {what} within {seconds:g} s\n{self.stacks()}"))
+        return future.result()
+
+    def stacks(self, seconds: float = 2.0) -> str:
+        """Where the threads of every worker are, as text. A worker that writes nothing for so long is said to be stopped."""
+        parts = []
+        for rank, process in enumerate(self.processes):
+            start = end = os.fstat(self._stacks).st_size
+            process.send_signal(signal.SIGUSR1)
+            deadline, grown = time.monotonic() + seconds, False
+            while time.monotonic() < deadline and not grown:
+                time.sleep(0.05)
+                size = os.fstat(self._stacks).st_size
+                grown, end = size == end > start, size  # it has begun, and writes no more
+            text = os.pread(self._stacks, end - start, start).decode(errors="replace")
+            parts.append(f"worker {rank} of {self.size} (process {process.pid}):\n{text or 'does not react: stopped'}")
+        return "\n".join(parts)
 
 
 def start_workers(size: int, device: str) -> Workers:
     """New workers that have found each other, with no model yet. device: `cpu` or `cuda`."""
-    with tempfile.TemporaryDirectory(prefix="minivllm-") as folder:
-        level = logging.getLogger().getEffectiveLevel()
-        store = os.path.join(folder, "store")
-        workers = Workers([Launch(rank, size, device, store, level) for rank in range(size)])
+    folder, level = tempfile.mkdtemp(prefix="minivllm-"), logging.getLogger().getEffectiveLevel()
+    workers = Workers([Launch(rank, size, device, folder, level) for rank in range(size)])
     logger.info("%d worker processes are ready", size)
     return workers
 
@@ -258,11 +312,10 @@ class MultiprocExecutor:
     is_remote = True
     """Requests must be able to cross to other processes."""
 
-    OUTPUT_RANK = 0
-    """Sends the results of steps: every rank has them."""
-
     def __init__(self, plan: EnginePlan, workers: Workers | None = None) -> None:
+        self._step_timeout = step_timeout()
         self._log: SampleLog | None = None
+        self._tokens: dict[str, list[int]] = {}  # sampled, and not yet told to the stages before the last
         args, self._own = plan.config.args, workers is None
         self.workers = workers or start_workers(args.world_size, plan.config.device)
         if self.workers.size != args.world_size:
@@ -284,8 +337,20 @@ class MultiprocExecutor:
         return self.submit(output).result()
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
-        future = self.workers.call("execute_model", [output], ranks=[self.OUTPUT_RANK], fatal=True)
-        return StepResult(future, self._log)
+        tokens = dict(self._tokens)
+        self._tokens.clear()  # and not another one: results that are still to come are put into it
+        future = self.workers.call("execute_model", [output, tokens], ranks=[self.output_rank], fatal=True)
+        wait = functools.partial(self.workers.wait, future, "execute_model", self._step_timeout)
+        return StepResult(wait, self._log, self._tokens_of_steps())
+
+    def _tokens_of_steps(self) -> dict[str, list[int]] | None:
+        return self._tokens if self.config.args.pipeline_parallel_size > 1 else None
+
+    @property
+    def output_rank(self) -> int:
+        """Sends the results of steps: the first rank of the last stage, of which every rank has them."""
+        args = self.config.args
+        return args.world_size - args.tensor_parallel_size
 
     def keep_samples(self, log: SampleLog | None) -> None:
         self._log = log
@@ -295,7 +360,7 @@ class MultiprocExecutor:
     def explain(self, record: SampleRecord, tokenizer: Any = None, top: int = 5) -> "pd.DataFrame":
         """See `Executor`. With any tokenizer, tokens are texts by the model's own."""
         arguments = [record, tokenizer is not None, top]
-        return self.workers.call("explain", arguments, ranks=[self.OUTPUT_RANK]).result()[0]
+        return self.workers.call("explain", arguments, ranks=[self.output_rank]).result()[0]
 
     def collective_rpc(
         self,

@@ -2,10 +2,12 @@
 
 # Generated from nbs/runtime/executors/worker.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import faulthandler
 import functools
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -20,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from minivllm.attention.select import make_backend
-from minivllm.core.config import EngineConfig, MachineFacts
+from minivllm.core.config import EngineArgs, EngineConfig, MachineFacts, stage_groups, stage_layers
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.plugins import load_plugins
-from minivllm.models.parallel import Share, TensorGroup
+from minivllm.models.parallel import Share, Stage, TensorGroup
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import EnginePlan, load_decoder, measure_memory, read_model
 from minivllm.runtime.executors.broadcast import Frames, Ring
@@ -42,20 +44,28 @@ class Launch:
     Attributes:
         rank, size: its number, and how many workers there are.
         device: `cpu` or `cuda`; there, each rank takes the GPU of its number.
-        store: a file that does not exist yet, the same for all ranks, in which they find each other.
+        folder: the same for all ranks, empty; what is in it belongs to torch. It must stay as long as they: NCCL connects two ranks
+            when they first have something to tell each other, and does so through a file there.
         log_level: of the root logger.
     """
 
     rank: int
     size: int
     device: str
-    store: str
+    folder: str
     log_level: int = logging.WARNING
 
 
 def connect(launch: Launch) -> None:
-    """Join the other ranks, if there are any."""
-    if launch.device == "cuda":
+    """Join the other ranks, if there are any.
+
+    Raises:
+        ValueError: there is no GPU of this rank's number.
+    """
+    on_gpu = launch.device == "cuda"
+    if on_gpu:
+        if (count := torch.cuda.device_count()) < launch.size:
+            raise ValueError(f"{launch.size} ranks need a GPU each, and torch.cuda.device_count() is {count}")
         torch.cuda.set_device(launch.rank)
     if launch.size == 1:
         return
@@ -63,11 +73,14 @@ def connect(launch: Launch) -> None:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, loopback)
     dist.init_process_group(
-        "nccl" if launch.device == "cuda" else "gloo",
-        init_method=f"file://{launch.store}",
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{launch.folder}/store",
         rank=launch.rank,
         world_size=launch.size,
         timeout=timedelta(minutes=10),
+        device_id=torch.device("cuda", launch.rank)
+        if on_gpu
+        else None,  # NCCL connects, or fails, here and not in a step
     )
 
 
@@ -119,13 +132,25 @@ class Worker:
         """Read the weights. Returns what `measure_memory` finds."""
         settle_vector_math()
         args = config.args
-        self.group = None
-        if self.size > 1:
-            self.group = TensorGroup(Share(self.rank, args.tensor_parallel_size, args.enable_expert_parallel))
+        self.group = self._join(args) if args.tensor_parallel_size > 1 else None
         plan = EnginePlan(config, read_model(args), make_backend(config.attention_backend), machine)
-        self.plan = replace(plan, decoder=(decoder := load_decoder(plan, self.group)))
+        self.stage = self._find_stage(plan)
+        self.plan = replace(plan, decoder=(decoder := load_decoder(plan, self.group, self.stage)))
         self.grammar = LateGrammar(self.plan)
         return measure_memory(self.plan, decoder)
+
+    def _join(self, args: EngineArgs) -> TensorGroup:
+        """The ranks of this one's stage. All ranks make all groups, as torch wants it."""
+        size = args.tensor_parallel_size
+        groups = [dist.new_group(list(range(at, at + size))) for at in range(0, self.size, size)]
+        return TensorGroup(Share(self.rank % size, size, args.enable_expert_parallel), groups[self.rank // size])
+
+    def _find_stage(self, plan: EnginePlan) -> Stage:
+        """Which layers this rank has."""
+        args, width = plan.config.args, plan.config.args.tensor_parallel_size
+        count, index = args.pipeline_parallel_size, self.rank // width
+        layers = stage_layers(plan.config.model.num_layers, count)[index]
+        return Stage(layers, index == 0, index == count - 1, self.rank - width, self.rank + width)
 
     def unload(self) -> None:
         """Give the memory of the model back; another may be loaded."""
@@ -136,6 +161,8 @@ class Worker:
 
     def initialize(self, config: EngineConfig) -> None:
         """Make the KV cache, and everything else that a step needs."""
+        local = replace(config.kv_cache, groups=stage_groups(config.kv_cache.groups, self.stage.layers))
+        config = replace(config, kv_cache=local)
         self.plan = replace(self.plan, config=config)
         assert self.plan.decoder is not None, "load_model comes first"
         self.runner = ModelRunner(self.plan.decoder, self.plan.backend, config, (), self.grammar)  # type: ignore[arg-type]
@@ -145,9 +172,13 @@ class Worker:
         assert self.runner is not None
         self.runner.sample_log = self._samples if on else None
 
-    def execute_model(self, output: SchedulerOutput) -> tuple[ModelRunnerOutput, SampleLog]:
-        """Execute a step; with what `keep_samples` asked for."""
+    def execute_model(
+        self, output: SchedulerOutput, tokens: Mapping[str, list[int]]
+    ) -> tuple[ModelRunnerOutput, SampleLog]:
+        """Execute a step; with what `keep_samples` asked for. tokens: sampled since the last one, for the stages that did not sample."""
         assert self.runner is not None
+        if not self.stage.is_last:
+            self.runner.learn(tokens)
         result = self.runner.execute_model(output)
         samples = dict(self._samples)
         self._samples.clear()
@@ -163,7 +194,7 @@ class Worker:
         """Bytes of this rank's weights and KV cache, and what its joins with other ranks came to: calls, and bytes put in."""
         assert self.runner is not None
         decoder = self.runner.model
-        tensors = [decoder.embedding, *(linear.weight for linear in (*decoder.linears(), decoder.head))]
+        tensors = [decoder.embedding, *(linear.weight for linear in (*decoder.linears(), decoder.head) if linear)]
         distinct = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
         joins = (0, 0) if self.group is None else (self.group.calls, self.group.bytes)
         cache = sum(cache.nbytes for cache in self.runner.kv_caches)
@@ -182,13 +213,14 @@ class Worker:
             dist.destroy_process_group()
 
 
-def die_with(sock: socket.socket) -> None:
-    """End this process as soon as the other end of a socket has closed."""
+def die_with(sock: socket.socket, folder: str) -> None:
+    """End this process as soon as the other end of a socket has closed, and remove a folder then."""
     poll = select.poll()
     poll.register(sock, getattr(select, "POLLRDHUP", 0))  # and a hang-up, which is always reported
 
     def watch() -> None:
         poll.poll()
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="minivllm-watch", daemon=True).start()
@@ -230,14 +262,18 @@ def _send_result(frames: Frames, number: int, rank: int, done: "Future[Any]") ->
     send_answer(frames, number, rank, done.result() if error is None else error, failed=error is not None)
 
 
-def main(control: int, file: int, rank: int, size: int) -> int:
-    """What runs in a worker's process; returns its exit status."""
+def main(control: int, file: int, stacks: int, rank: int, size: int) -> int:
+    """What runs in a worker's process; returns its exit status. SIGUSR1 has the stacks of all threads written to the file `stacks`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, stacks)
     sock = socket.socket(fileno=control)
-    die_with(sock)
     frames, ring = Frames(sock), Ring(file, size)
-    launch: Launch = frames.receive()
+    try:
+        launch: Launch = frames.receive()
+    except EOFError:  # the engine has ended
+        return 1
+    die_with(sock, launch.folder)
     logging.basicConfig(level=launch.log_level, format=f"%(asctime)s %(levelname)s %(name)s rank {rank}: %(message)s")
     try:
         load_plugins()

@@ -1,0 +1,100 @@
+"""What does a step cost more when the model runs in other processes?
+
+    python benchmarks/executors.py [--model smollm2] [--batch 1 16] [--steps 60] [--output FOLDER]
+
+Prints, for each executor and batch size, the median time of a decode step as the engine sees it, and its ratio to that of
+one rank in the engine's own process. `mp` with one rank shows what the way there and back costs; with two ranks on a CPU,
+what the sums between the matmuls cost; with two stages, what handing hidden states on costs (one batch at a time, so that
+nothing overlaps). Last, a decision there and back with nothing to compute.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from minivllm.core.config import EngineArgs
+from minivllm.core.output import NewRequestData, SchedulerOutput
+from minivllm.runtime.executor import Executor, plan_engine
+from minivllm.runtime.executors.select import make_executor
+from minivllm.sampling.params import SamplingParams
+
+WAYS = {
+    "uni": {},
+    "uni, eager": {"enforce_eager": True},
+    "mp, 1 rank": {"distributed_executor_backend": "mp"},
+    "mp, 2 ranks": {"tensor_parallel_size": 2},
+    "mp, 2 stages": {"pipeline_parallel_size": 2},
+}
+PROMPT, BLOCK = 32, 16
+
+
+def decisions(batch: int, steps: int) -> Iterator[SchedulerOutput]:
+    """The prompts of a batch, and then a token of each in every step."""
+    params = SamplingParams(temperature=0, max_tokens=steps + 1, ignore_eos=True, seed=0)
+    need = -(-(PROMPT + steps) // BLOCK)
+    names = [f"r{i}" for i in range(batch)]
+    tables = [list(range(1 + i * need, 1 + (i + 1) * need)) for i in range(batch)]
+    new = tuple(
+        NewRequestData(name, [1 + i] * PROMPT, [], params, (table,), 0)
+        for i, (name, table) in enumerate(zip(names, tables))
+    )
+    yield SchedulerOutput(0, dict.fromkeys(names, PROMPT), PROMPT * batch, new)
+    for step in range(1, steps):
+        yield SchedulerOutput(step, dict.fromkeys(names, 1), batch)
+    yield SchedulerOutput(steps, {}, 0, finished=tuple(names))
+
+
+def step_ms(executor: Executor, batch: int, steps: int) -> float:
+    """Milliseconds of a decode step, in the middle of many."""
+    times = []
+    for output in decisions(batch, steps):
+        start = time.perf_counter()
+        executor.execute_model(output)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[4:-1])
+
+
+def empty_ms(executor: Executor, count: int = 300) -> float:
+    """Milliseconds of a decision with nothing in it."""
+    times = []
+    for step in range(count):
+        start = time.perf_counter()
+        executor.execute_model(SchedulerOutput(step, {}, 0))
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    need = max(args.batch) * -(-(PROMPT + args.steps) // BLOCK) + 1
+    rows: list[dict[str, object]] = []
+    for way in args.ways:
+        settings = EngineArgs(
+            model=args.model, load_format=args.load_format, max_model_len=256, num_gpu_blocks=need, **WAYS[way]
+        )
+        executor = make_executor(plan_engine(settings))
+        row: dict[str, object] = {"executor": way, "empty": empty_ms(executor)}
+        for batch in args.batch:
+            row[f"batch {batch}"] = step_ms(executor, batch, args.steps)
+        executor.shutdown()
+        rows.append(row)
+        ratios = " ".join(f"{rows[0][key] and row[key] / rows[0][key]:7.2f}" for key in row if key.startswith("batch"))
+        times = " ".join(f"{row[key]:9.3f}" for key in row if key != "executor")
+        print(f"{way:14} ms: {times}   ratio: {ratios}", flush=True)
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "executors.json").write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
