@@ -66,13 +66,8 @@ def _run_latency(args: argparse.Namespace, out: TextIO) -> int:
     with LLM.from_engine_args(engine_args_from(args)) as llm:
         tokens = ordinary_tokens(llm.get_tokenizer())
         samples = random_samples(tokens, args.batch_size, args.input_len, args.output_len, seed=args.seed)
-        params = SamplingParams(
-            n=args.n,
-            temperature=1.0,
-            ignore_eos=True,
-            max_tokens=args.output_len,
-            detokenize=not args.disable_detokenize,
-        )
+        lengths = {"ignore_eos": True, "max_tokens": args.output_len}
+        params = SamplingParams(n=args.n, temperature=1.0, detokenize=not args.disable_detokenize, **lengths)
 
         def once() -> float:
             llm.llm_engine.reset_prefix_cache()

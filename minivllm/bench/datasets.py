@@ -103,13 +103,12 @@ def add_dataset_arguments(parser: argparse.ArgumentParser, num_prompts: int = 10
         ("--prefix-repetition-output-len", 128, "tokens of an answer"),
     ):
         group.add_argument(flag, type=int, default=default, help=f"{text} (default: {default})")
-    group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, help="spread of random lengths, 0 to below 1 (default: 0)"
-    )
+    spread = "spread of random lengths, 0 to below 1 (default: 0)"
+    group.add_argument("--random-range-ratio", type=float, default=0.0, help=spread)
 
 
-def make_samples(args: argparse.Namespace, tokenizer: Any, max_model_len: int) -> tuple[list[Sample], int]:
-    """The requests that the flags ask for, and how many were left out because they are too long.
+def samples_for(args: argparse.Namespace, tokenizer: Any, max_model_len: int, out: TextIO) -> list[Sample]:
+    """The requests that the flags ask for. Says in ``out`` how many were left out because they are too long.
 
     Raises:
         ValueError: flags that do not go together, or no request is left.
@@ -140,12 +139,6 @@ def make_samples(args: argparse.Namespace, tokenizer: Any, max_model_len: int) -
     kept = [sample for sample in made if len(sample.prompt_token_ids) + sample.output_len <= max_model_len]
     if not kept:
         raise ValueError(f"no request of the dataset fits into {max_model_len} tokens, prompt and answer together")
-    return kept, len(made) - len(kept)
-
-
-def samples_for(args: argparse.Namespace, tokenizer: Any, max_model_len: int, out: TextIO) -> list[Sample]:
-    """`make_samples`, which says in ``out`` how many were left out."""
-    samples, left_out = make_samples(args, tokenizer, max_model_len)
-    if left_out:
-        print(f"{left_out} requests are too long for the model and were left out", file=out)
-    return samples
+    if len(kept) < len(made):
+        print(f"{len(made) - len(kept)} requests are too long for the model and were left out", file=out)
+    return kept

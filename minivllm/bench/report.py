@@ -88,9 +88,7 @@ def peak_tokens_per_second(done: Sequence[Measured]) -> int:
     if not done:
         return 0
     first = min(request.start for request in done)
-    moments = [
-        request.start - first + request.ttft + np.concatenate([[0.0], np.cumsum(request.itl)]) for request in done
-    ]
+    moments = [r.start - first + r.ttft + np.cumsum([0.0, *r.itl]) for r in done]
     return int(np.bincount(np.concatenate(moments).astype(int)).max())
 
 
@@ -109,18 +107,13 @@ def make_report(
     done = [request for request in requests if request.success]
     inputs, outputs = sum(r.prompt_len for r in done), sum(r.output_len for r in done)
     report: dict[str, Any] = {
-        "duration": duration,
-        "completed": len(done),
-        "failed": len(requests) - len(done),
-        "total_input_tokens": inputs,
-        "total_output_tokens": outputs,
+        "duration": duration, "completed": len(done), "failed": len(requests) - len(done),
+        "total_input_tokens": inputs, "total_output_tokens": outputs,
         "request_throughput": len(done) / duration,
         "request_goodput": sum(meets(r, goals) for r in done) / duration if goals else None,
-        "output_throughput": outputs / duration,
-        "total_token_throughput": (inputs + outputs) / duration,
-        "max_output_tokens_per_s": peak_tokens_per_second(done),
-        "max_concurrent_requests": peak_concurrency(done),
-    }
+        "output_throughput": outputs / duration, "total_token_throughput": (inputs + outputs) / duration,
+        "max_output_tokens_per_s": peak_tokens_per_second(done), "max_concurrent_requests": peak_concurrency(done),
+    }  # fmt: skip
     for metric in metrics:
         report |= statistics(metric, done, percentiles)
     return report | {name: [getattr(r, kept) for r in requests] for name, kept in _DETAILS.items()}

@@ -147,9 +147,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
     parser.add_argument("--model", help="name in the requests; default: the first that the server has")
     parser.add_argument("--tokenizer", help="alias, folder or hub id; default: what the server says its model is")
-    parser.add_argument(
-        "--request-rate", type=float, help="requests a second, or inf; default: the dataset's own times"
-    )
+    rate = "requests a second, or inf; default: the dataset's own times"
+    parser.add_argument("--request-rate", type=float, help=rate)
     parser.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, smaller is burstier (default: 1)")
     parser.add_argument("--max-concurrency", type=int, help="most open requests")
     parser.add_argument("--num-warmups", type=int, default=0, help="requests before, that do not count (default: 0)")

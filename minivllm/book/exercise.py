@@ -138,7 +138,10 @@ class Exercise:
     def _judge(self, answer: tuple[Any, ...], arrays: list[Any] | None) -> Verdict:
         try:
             found = self.judge(*(in_one_form(part, arrays) for part in answer))
-            return Verdict((_in_a_loop(found) if isinstance(found, Coroutine) else found) or "right")
+            if isinstance(found, Coroutine):  # in a separate loop: a notebook's is running already
+                with ThreadPoolExecutor(1) as thread:
+                    found = thread.submit(asyncio.run, found).result()
+            return Verdict(found or "right")
         except WrongCall as error:
             return Verdict(str(error))
         except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
@@ -190,18 +193,11 @@ def _is_dots(function: Any) -> bool:
     return len(body) == 1 and isinstance(body[0], ast.Expr) and getattr(body[0].value, "value", None) is ...
 
 
-def _in_a_loop(judging: Coroutine[Any, Any, str | None]) -> str | None:
-    """What a coroutine returns, from a separate loop: a notebook's is running already."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, judging).result()
-
-
 def _place(error: Exception, answer: tuple[Any, ...]) -> str:
     """The line of the reader's function that raised, if it is one and its source is known."""
     files = {part.__code__.co_filename for part in answer if hasattr(part, "__code__")}
-    lines = [
-        frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files and frame.line
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line for frame in frames if frame.filename in files and frame.line]
     return f", at `{lines[-1]}`" if lines else ""
 
 
@@ -225,10 +221,9 @@ def _variants(exercise: Exercise, answer: tuple[Any, ...]) -> Iterator[tuple[str
     if not isinstance(solution, FunctionType):
         for what, other in _other_forms(solution):
             yield f"the solution as {what}", (other,), True
-        empties: tuple[Any, ...] = ([], {})
-        for empty in empties:
+        for kind in (list, dict):
             if type(solution) in (list, tuple, dict) and len(solution):
-                yield f"an empty {type(empty).__name__}", (empty,), False
+                yield f"an empty {kind.__name__}", (kind(),), False
         return
     compiled = "unwrap" in exercise.judge.__code__.co_names  # its code counts, and a wrapper has other code
     if compiled or inspect.iscoroutinefunction(solution) or inspect.isgeneratorfunction(solution):

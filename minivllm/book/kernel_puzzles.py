@@ -91,16 +91,13 @@ class Puzzle:
             except Exception as error:  # noqa: BLE001 - whatever a reader's code may raise is the verdict on it
                 return KernelVerdict(f"it raised {type(error).__name__}: {error}", lens)
             complaint = next(lens.faults(), None) or _first_wrong(lens, arguments, right)
-            complaint = complaint or _alone(lens, self.grid * self.threads) or (self.demand and self.demand(lens))
+            if not complaint and self.grid * self.threads > 1 and len({a.who for a in lens.accesses}) == 1:
+                threads = self.grid * self.threads
+                complaint = f"right, and slow: one thread does all the work, and {threads} are there"
+            complaint = complaint or (self.demand and self.demand(lens))
             if complaint:
                 return KernelVerdict(complaint, lens)
         return KernelVerdict("right")
-
-
-def _alone(lens: Lens, num_threads: int) -> str | None:
-    if num_threads > 1 and len({(a.block, a.thread) for a in lens.accesses}) == 1:
-        return f"right, and slow: one thread does all the work, and {num_threads} are there"
-    return None
 
 
 def _first_wrong(lens: Lens, arguments: dict[str, Any], right: dict[str, np.ndarray]) -> str | None:
@@ -115,6 +112,6 @@ def _wrong_element(lens: Lens, name: str, index: int, found: float, expected: fl
     writes = [a for a in lens.accesses if (a.array, a.index, a.write) == (name, index, True)]
     who = "no thread wrote it"
     if writes:
-        who = f"thread {writes[-1].thread} of block {writes[-1].block} wrote it: {lens.source(writes[-1].line)}"
+        who = f"{writes[-1].who} wrote it: {lens.source(writes[-1].line)}"
     expectation = "should be left alone, and is" if np.isnan(expected) else f"should be {expected:.6g}, and is"
     return f"{lens.element(name, index)} {expectation} {found:.6g}; {who}"

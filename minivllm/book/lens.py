@@ -51,6 +51,14 @@ class Access:
     inside: bool
     atomic: bool = False
 
+    @property
+    def who(self) -> str:
+        return f"thread {self.thread} of block {self.block}"
+
+    @property
+    def does(self) -> str:
+        return "writes" if self.write else "reads"
+
 
 class Watched:
     """An array for a kernel in the simulator, which reports every access to a lens. Made by `Lens.run`."""
@@ -65,13 +73,17 @@ class Watched:
     def _place(self, index: Any) -> tuple[int, ...]:
         place = index if isinstance(index, tuple) else (index,)
         if len(place) > self.ndim or not all(isinstance(i, (int, np.integer)) for i in place):
-            raise TypeError(
-                f"{self.name}[{index}]: a thread takes one element, so {self.ndim} integers are needed here"
-            )
+            raise self._no_element(index)
         return tuple(int(i) for i in place)
 
-    def _note(self, place: tuple[int, ...], write: bool, line: int, atomic: bool = False) -> bool:
-        """Tell the lens of an access. Whether the element exists."""
+    def _no_element(self, index: Any) -> TypeError:
+        what = f"a thread takes one element, so {self.ndim} integers are needed here"
+        return TypeError(f"{self.name}[{index}]: {what}")
+
+    def note(self, place: tuple[int, ...], write: bool, line: int, atomic: bool = False) -> bool:
+        """Tell the lens of an access. Whether the element exists. TypeError for less than a whole index."""
+        if len(place) < self.ndim:
+            raise self._no_element(place)
         flat = 0
         for i, n in zip(place, self.shape):
             flat = flat * n + i
@@ -83,15 +95,13 @@ class Watched:
         """One element, or the part of the array that fewer indices name, as in `cache[block][slot]`."""
         if len(place) < self.ndim:
             return Part(self, place)
-        if self._note(place, False, line):
+        if self.note(place, False, line):
             return self.array[place]
         return self.dtype.type(np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).min)
 
     def write(self, place: tuple[int, ...], value: Any, line: int) -> None:
         """Store one element; outside of the array nothing is stored."""
-        if len(place) < self.ndim:
-            raise TypeError(f"{self.name}: a thread writes one element, so {self.ndim} integers are needed here")
-        if self._note(place, True, line):
+        if self.note(place, True, line):
             self.array[place] = value
 
     def __getitem__(self, index: Any) -> Any:
@@ -242,13 +252,9 @@ class Lens:
         for instruction in self.instructions():
             a = instruction.accesses[0]
             shared = a.space == "shared"
-            does = "writes" if a.write else "reads"
-            row = rows.setdefault(
-                (a.line, a.array, a.write),
-                {"line": a.line, "source": self.source(a.line), "array": a.array, "space": a.space, "does": does}
-                | {"instructions": 0, "pieces": None if shared else 0, "needed": None if shared else 0}
-                | {"ways": 1 if shared else None},
-            )
+            none = {"instructions": 0} | dict.fromkeys(("pieces", "needed"), None if shared else 0)
+            what = {"line": a.line, "source": self.source(a.line), "array": a.array, "space": a.space, "does": a.does}
+            row = rows.setdefault((a.line, a.array, a.write), what | none | {"ways": 1 if shared else None})
             row["instructions"] += 1
             if shared:
                 row["ways"] = max(row["ways"], instruction.ways)
@@ -267,18 +273,11 @@ class Lens:
     def faults(self) -> Iterator[str]:
         """In words: accesses outside of an array, then races."""
         for a in self.outside():
-            does, place = (
-                "writes" if a.write else "reads",
-                f"{a.array}[{a.index}] of shape {self.arrays[a.array].shape}",
-            )
-            who = f"thread {a.thread} of block {a.block}"
-            yield f"{who} {does} outside {a.array}, at {place}: {self.source(a.line)}"
+            place = f"{a.array}[{a.index}] of shape {self.arrays[a.array].shape}"
+            yield f"{a.who} {a.does} outside {a.array}, at {place}: {self.source(a.line)}"
         for w, other in self.races():
-            does, what = "writes" if other.write else "reads", self.element(w.array, w.index)
-            yield (
-                f"a race: thread {w.thread} of block {w.block} writes {what}, thread {other.thread} of block {other.block}"
-                f" {does} it, and no barrier is between them: {self.source(w.line)}"
-            )
+            both = f"{w.who} writes {self.element(w.array, w.index)}, {other.who} {other.does} it"
+            yield f"a race: {both}, and no barrier is between them: {self.source(w.line)}"
 
     def report(self) -> str:
         """In words: the first faults, and what each line costs. Lines count from the kernel's `def`."""
@@ -298,9 +297,8 @@ class Lens:
             watched = self.arrays[name]
             wide = watched.shape[-1] if watched.ndim > 1 and watched.shape[-1] <= 32 else columns
             drawn, height = self._draw(watched, wide, top + 16)
-            parts.append(
-                f'<text x="0" y="{top + 11}" class="n">{escape(name)} {watched.shape} {watched.space}</text>{drawn}'
-            )
+            title = f"{escape(name)} {watched.shape} {watched.space}"
+            parts.append(f'<text x="0" y="{top + 11}" class="n">{title}</text>{drawn}')
             top += height + 26
         style = (
             ".lens text{font:11px ui-monospace,monospace;fill:currentColor}.lens .n{font-weight:600}"
@@ -324,9 +322,8 @@ class Lens:
         for index in [*range(watched.size), *sorted(i for i in touched if not 0 <= i < watched.size)[:32]]:
             inside = 0 <= index < watched.size
             row, column = divmod(index, wide) if inside else (rows, len([c for c in cells if 'class="o"' in c]))
-            cells.append(
-                self._cell(LEFT + column * CELL_WIDTH, top + row * CELL_HEIGHT, touched.get(index, {}), inside, index)
-            )
+            x, y = LEFT + column * CELL_WIDTH, top + row * CELL_HEIGHT
+            cells.append(self._cell(x, y, touched.get(index, {}), inside, index))
             if inside and column == 0:
                 where = ", ".join(map(str, np.unravel_index(index, watched.shape)[: max(1, watched.ndim - 1)]))
                 name = where if watched.ndim > 1 else index
@@ -344,9 +341,8 @@ class Lens:
         text = str(first) if len(threads) == 1 else f"×{len(threads)}"
         fill = 'class="o"' if not inside else f'fill="{colour(first)}"'
         wrote = any(threads.values())
-        mark = (
-            f'<line x1="{x + 5}" x2="{x + CELL_WIDTH - 5}" y1="{y + 17}" y2="{y + 17}" stroke="#fff"/>' if wrote else ""
-        )
+        line = f'<line x1="{x + 5}" x2="{x + CELL_WIDTH - 5}" y1="{y + 17}" y2="{y + 17}" stroke="#fff"/>'
+        mark = line if wrote else ""
         who = ", ".join(map(str, sorted(threads)))
         title = f"element {index}: thread {who}" + (" wrote" if wrote else " read")
         return f'<g class="c"><title>{title}</title><rect {box} {fill}/><text x="{x + CELL_WIDTH // 2}" y="{y + 14}">{text}</text>{mark}</g>'
@@ -365,11 +361,7 @@ def _noted(operation: Callable) -> Callable:
         if not isinstance(array, Watched):
             return operation(self, array, index, *more)
         place = array._place(index)
-        if len(place) < array.ndim:
-            raise TypeError(
-                f"{array.name}: an atomic operation takes one element, so {array.ndim} integers are needed here"
-            )
-        inside = array._note(place, True, sys._getframe(1).f_lineno, atomic=True)
+        inside = array.note(place, True, sys._getframe(1).f_lineno, atomic=True)
         return operation(self, array.array, place, *more) if inside else array.dtype.type(0)
 
     return atomic

@@ -50,7 +50,11 @@ def run_complete(args: argparse.Namespace, out: TextIO) -> None:
     """Print completions of one text."""
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     texts, streams = [""] * args.n, args.stream and args.n == 1
-    for index, piece in (_complete_here if args.url is None else _complete_remotely)(args, prompt):
+    if args.url is None:
+        pieces = _complete_here(args, prompt)
+    else:
+        pieces = connect(args).complete(prompt, n=args.n, **request_fields(args))
+    for index, piece in pieces:
         texts[index] += piece
         if streams:
             print(piece, end="", file=out, flush=True)
@@ -71,10 +75,6 @@ def _complete_here(args: argparse.Namespace, prompt: str) -> Iterator[tuple[int,
         if output.error is not None:
             raise RuntimeError(output.error)
         yield from ((completion.index, completion.text) for completion in output.outputs)
-
-
-def _complete_remotely(args: argparse.Namespace, prompt: str) -> Iterator[tuple[int, str]]:
-    return connect(args).complete(prompt, n=args.n, **request_fields(args))
 
 
 def add_parser(commands: Any) -> None:

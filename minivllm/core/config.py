@@ -646,7 +646,9 @@ class EngineArgs(_ModelArgs):
     max_num_partial_prefills: int | None = _arg(None, "most requests in the middle of a prompt at once")
     max_num_encoder_input_tokens: int | None = _arg(None, "most embeddings of media encoded in a step")
     encoder_cache_size: int | None = _arg(None, "most embeddings of media kept")
-    limit_mm_per_prompt: dict[str, int] | None = _arg(None, 'most media of a prompt: {"image": n}')  # noqa: RUF009
+    limit_mm_per_prompt: dict[str, int] | None = _arg(None, 'most media of a prompt: {"image": n, "audio": n}')  # noqa: RUF009
+    enable_prompt_embeds: bool = _arg(False, "take embeddings in the place of a prompt's tokens (prompt_embeds)")
+    enable_mm_embeds: bool = _arg(False, "take embeddings in the place of media (image_embeds, audio_embeds)")
     mm_processor_cache_gb: float = _arg(1.0, "GiB of processed media kept")
     scheduler_reserve_full_isl: bool = _arg(True, "admit a request only if its whole prompt fits the free blocks")
     starvation_limit: int = _arg(1000, "how often a policy may pass over the oldest request, or preempt one")
@@ -707,8 +709,10 @@ class EngineArgs(_ModelArgs):
 
     def _check_media(self) -> None:
         limits = self.limit_mm_per_prompt or {}
-        if set(limits) - {"image"} or not all(type(n) is int and n >= 0 for n in limits.values()):
-            raise ValueError(f'limit_mm_per_prompt must be {{"image": whole number of at least 0}}, got {limits!r}')
+        if set(limits) - {"image", "audio"} or not all(type(n) is int and n >= 0 for n in limits.values()):
+            raise ValueError(
+                f'limit_mm_per_prompt must be {{"image" or "audio": whole number of at least 0}}, got {limits!r}'
+            )
         if not 0 <= self.mm_processor_cache_gb < 2**20:
             raise ValueError(f"mm_processor_cache_gb must be at least 0, got {self.mm_processor_cache_gb}")
 

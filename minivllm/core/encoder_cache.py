@@ -41,10 +41,11 @@ class MultiModalFeatureSpec:
 
     Attributes:
         identifier: equal for equal contents, and only for these; it goes into the names of KV blocks.
-        modality: `image`, or `prompt_embeds`.
+        modality: `image`, `audio`, or `prompt_embeds`.
         mm_position: its placeholders.
         data: what the encoder reads, arrays by name; None where nothing is encoded (a simulation, a trace).
         whole: the range must be computed in one step.
+        grid: rows and columns of its placeholders, where each has its own position (M-RoPE).
     """
 
     identifier: str
@@ -52,6 +53,7 @@ class MultiModalFeatureSpec:
     mm_position: PlaceholderRange
     data: Any = field(default=None, compare=False, repr=False)
     whole: bool = False
+    grid: tuple[int, int] | None = None
 
     @property
     def bare(self) -> MultiModalFeatureSpec:
@@ -61,13 +63,22 @@ class MultiModalFeatureSpec:
     def to_tuple(self) -> tuple[Any, ...]:
         """For a trace: plain values, without the data."""
         place = self.mm_position
-        return self.identifier, self.modality, self.whole, place.offset, place.length, place.is_embed
+        return (
+            self.identifier,
+            self.modality,
+            self.whole,
+            place.offset,
+            place.length,
+            place.is_embed,
+            *(self.grid or ()),
+        )
 
     @staticmethod
     def from_tuple(values: tuple[Any, ...]) -> MultiModalFeatureSpec:
         """What `to_tuple` was asked of, without the data."""
-        identifier, modality, whole, *place = values
-        return MultiModalFeatureSpec(identifier, modality, PlaceholderRange(*place), whole=whole)
+        identifier, modality, whole, offset, length, is_embed, *grid = values
+        place, sides = PlaceholderRange(offset, length, is_embed), (grid[0], grid[1]) if grid else None
+        return MultiModalFeatureSpec(identifier, modality, place, whole=whole, grid=sides)
 
 
 class MediaRequest(Protocol):

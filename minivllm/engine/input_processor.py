@@ -207,6 +207,10 @@ class InputProcessor:
         """Token ids of a prompt, and what else it holds. Raises TypeError, ValueError."""
         if prompt.embeds is None:
             return self._read_media(prompt, params)
+        if not self.config.args.enable_prompt_embeds:
+            raise ValueError(
+                "prompt_embeds are not allowed here (enable_prompt_embeds=True, or --enable-prompt-embeds, allows them)"
+            )
         for name, neutral in (("truncate_prompt_tokens", None), ("prompt_logprobs", None), ("repetition_penalty", 1.0)):
             if (value := getattr(params, name, neutral)) != neutral:
                 raise ValueError(f"{name}={value!r} needs a prompt of tokens; this one is of prompt_embeds")

@@ -117,12 +117,12 @@ class LLMEngine:
             self.input_processor.adapters = AdapterRegistry(spec, self.config.args.max_lora_rank)
 
     def know_media(self, spec: DecoderSpec) -> None:
-        """Let requests bring pictures, if the model that the spec describes reads them."""
+        """Let requests bring pictures or clips, if the model that the spec describes reads them."""
         if spec.media is not None:
             args, model = self.config.args, self.config.model
             limits, size = args.limit_mm_per_prompt, int(args.mm_processor_cache_gb * (1 << 30))
             about = spec.media, self.tokenizer, model.hidden_size
-            self.input_processor.media = MediaProcessor(model.path, *about, limits, size)
+            self.input_processor.media = MediaProcessor(model.path, *about, limits, size, args.enable_mm_embeds)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Check an adapter and read it into main memory; True, as in vLLM. Raises ValueError if it cannot be used."""

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.events import Event, by_step
@@ -28,11 +28,7 @@ class StepDecision:
 
     def same(self, other: StepDecision) -> bool:
         """Equal in all but time."""
-        return (
-            list(self.scheduled.items()) == list(other.scheduled.items())
-            and self.admitted == other.admitted
-            and self.preempted == other.preempted
-        )
+        return replace(self, time=other.time) == other and list(self.scheduled) == list(other.scheduled)
 
 
 def decisions(trace: Trace, names: dict[str, str] | None = None) -> Iterator[StepDecision]:
@@ -44,10 +40,8 @@ def decisions(trace: Trace, names: dict[str, str] | None = None) -> Iterator[Ste
     for step, events in by_step(trace.events):
         if step >= 0:
             scheduled = {call(name): n for event in events if event[0] == "schedule" for name, n in event[1].items()}
-            admitted, preempted = (
-                tuple(call(event[1]) for event in events if event[0] == kind) for kind in ("admit", "preempt")
-            )
-            yield StepDecision(step, events[0][2], scheduled, admitted, preempted)
+            of = {kind: tuple(call(e[1]) for e in events if e[0] == kind) for kind in ("admit", "preempt")}
+            yield StepDecision(step, events[0][2], scheduled, of["admit"], of["preempt"])
 
 
 def standing(trace: Trace, request_id: str, step: int) -> str:

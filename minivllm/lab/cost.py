@@ -175,17 +175,9 @@ class ModelShape:
     def from_config(cls, config: dict[str, Any], name: str = "model", dtype_bytes: int = 2) -> ModelShape:
         """From a Hugging Face configuration of a dense decoder. Raises KeyError naming what is missing."""
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        return cls(
-            name,
-            config["num_hidden_layers"],
-            hidden,
-            heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or hidden // heads,
-            config["intermediate_size"],
-            config["vocab_size"],
-            dtype_bytes,
-        )
+        kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+        sizes = (config["num_hidden_layers"], hidden, heads, kv_heads, head_dim)
+        return cls(name, *sizes, config["intermediate_size"], config["vocab_size"], dtype_bytes)
 
 
 MODELS = {
@@ -229,22 +221,18 @@ class Roofline(CostModel):
         computing = bool(tokens)
         pairs = work.decode_context + work.prefill_pairs
         activations = tokens * size * (16 * m.hidden_size + 3 * m.intermediate_size)
-        head = m.hidden_size * m.vocab_size
+        head, kv_bytes = m.hidden_size * m.vocab_size, 2 * m.num_kv_heads * m.head_dim * size
+
+        def roof(operations: float, num_bytes: float) -> float:
+            return max(operations / flops, num_bytes / bandwidth)
+
         return {
-            "linear": m.num_layers
-            * max(2 * tokens * m.layer_weights / flops, computing * size * m.layer_weights / bandwidth),
-            "attention": m.attention_layers
-            * max(
-                4 * pairs * m.num_heads * m.head_dim / flops,
-                2 * context * m.num_kv_heads * m.head_dim * size / bandwidth,
-            ),
-            "states": m.state_layers
-            * max(  # each number decays, is added to and read for each token; a state is read and written once a step
-                5 * tokens * (m.state_bytes // 4) / flops,
-                2 * work.num_requests * m.state_bytes / bandwidth,
-            ),
-            "elementwise": m.num_layers * activations / bandwidth,
-            "logits": max(2 * work.num_sampled * head / flops, bool(work.num_sampled) * size * head / bandwidth),
+            "linear": m.num_layers * roof(2 * tokens * m.layer_weights, computing * size * m.layer_weights),
+            "attention": m.attention_layers * roof(pairs * 4 * m.num_heads * m.head_dim, context * kv_bytes),
+            # each number decays, is added to and read for each token; a state is read and written once a step
+            "states": m.state_layers * roof(5 * tokens * (m.state_bytes // 4), 2 * work.num_requests * m.state_bytes),
+            "elementwise": m.num_layers * roof(0, activations),
+            "logits": roof(2 * work.num_sampled * head, bool(work.num_sampled) * size * head),
             "swap": work.swapped_tokens * m.kv_bytes_per_token / d.swap_bandwidth,
             "overhead": d.step_overhead + computing * m.num_layers * d.layer_overhead,
         }
@@ -373,9 +361,8 @@ class FittedCost(CostModel):
         self.knots, self.weights, self.num_steps, self.error = tuple(knots), tuple(weights), num_steps, error
 
     def __repr__(self) -> str:
-        errors = ", ".join(
-            f"{name} {value:+.1%}" if name == "total" else f"{name} {value:.1%}" for name, value in self.error.items()
-        )
+        signs = {"total": "+"}
+        errors = ", ".join(f"{name} {value:{signs.get(name, '')}.1%}" for name, value in self.error.items())
         return f"FittedCost({self.num_steps} steps; error on unseen steps: {errors})"
 
     def seconds(self, output: SchedulerOutput, work: StepWork) -> float:
@@ -406,11 +393,8 @@ def fit_cost(trace: Trace, knots: Sequence[int]) -> FittedCost:
     even = np.arange(len(rows)) % 2 == 0
     guess = np.where(even, rows @ _solve(rows[~even], times[~even]), rows @ _solve(rows[even], times[even]))
     off = np.abs(guess / np.maximum(times, 1e-12) - 1)
-    error = {
-        "median": float(np.median(off)),
-        "p90": float(np.quantile(off, 0.9)),
-        "total": float(guess.sum() / times.sum() - 1),
-    }
+    error = {"median": np.median(off), "p90": np.quantile(off, 0.9), "total": guess.sum() / times.sum() - 1}
+    error = {name: float(value) for name, value in error.items()}
     return FittedCost(used, _solve(rows, times).tolist(), len(rows), error)
 
 
@@ -457,11 +441,8 @@ class Speculative(CostModel):
     def __post_init__(self) -> None:
         if not 0.0 <= self.acceptance <= 1.0:
             raise ValueError(f"acceptance must be in [0, 1], got {self.acceptance}")
-        if self.num_speculative_tokens < 0 or self.draft_seconds < 0:
-            raise ValueError(
-                "num_speculative_tokens and draft_seconds must be at least 0, got"
-                f" {self.num_speculative_tokens} and {self.draft_seconds}"
-            )
+        if min(given := (self.num_speculative_tokens, self.draft_seconds)) < 0:
+            raise ValueError(f"num_speculative_tokens and draft_seconds must be at least 0, got {given}")
 
     def seconds(self, output: SchedulerOutput, work: StepWork) -> float:
         longest = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)

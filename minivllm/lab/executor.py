@@ -77,14 +77,10 @@ class FakeExecutor:
                 if said + 1 >= len(answer):
                     self.exhausted.append(name)
         self.work = StepWork(
-            output.total_num_scheduled_tokens,
-            len(output.num_scheduled_tokens),
-            len(sampled) + sum(map(len, drafts.values())),
-            decode_context,
-            prefill_context,
-            prefill_pairs,
+            output.total_num_scheduled_tokens, len(output.num_scheduled_tokens),
+            len(sampled) + sum(map(len, drafts.values())), decode_context, prefill_context, prefill_pairs,
             (len(output.swap_out) + len(output.swap_in)) * self.block_size,
-        )
+        )  # fmt: skip
         return ModelRunnerOutput(sampled)
 
     def _verify(self, name: str, row: list[int], drafts: list[int]) -> list[int]:

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from minivllm.core.config import KVCacheConfig
@@ -17,17 +18,8 @@ from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Scheduler
 from minivllm.core.trace import Trace
 from minivllm.lab.cost import CostModel
-from minivllm.lab.simulation import (
-    Run,
-    Session,
-    Settings,
-    kv_cache_of,
-    make_settings,
-    policy_of,
-    preemption_of,
-    trace_of,
-)
-from minivllm.lab.workload import Recorded, recorded_requests
+from minivllm.lab.simulation import Run, Session, kv_cache_of, make_settings, policy_of, preemption_of, trace_of
+from minivllm.lab.workload import recorded_requests
 
 __all__ = ["RecordedStep", "ReplayDivergence", "fork", "recorded_steps", "replay"]
 
@@ -168,9 +160,7 @@ class _Comparison:
         """Compare the rest; nothing may be left over."""
         self.go_on(step)
         if len(self._recorded) != len(self._replayed):
-            rest = [
-                list_[self._done] if self._done < len(list_) else None for list_ in (self._recorded, self._replayed)
-            ]
+            rest = (next(iter(events[self._done :]), None) for events in (self._recorded, self._replayed))
             raise ReplayDivergence(step, *rest)
 
     def _same(self, old: Event, new: Event) -> bool:
@@ -193,43 +183,30 @@ class History:
     """
 
     def __init__(
-        self,
-        source: Trace | Run,
-        policy: Policy | None = None,
-        preemption: Preemption | None = None,
-        kv_cache: KVCacheConfig | None = None,
-        cost_model: CostModel | None = None,
-    ) -> None:
-        trace = trace_of(source)
-        kv_cache = kv_cache or kv_cache_of(trace)
+        self, source: Trace | Run, policy: Policy | None = None, preemption: Preemption | None = None,
+        kv_cache: KVCacheConfig | None = None, cost_model: CostModel | None = None,
+    ) -> None:  # fmt: skip
+        trace = self.trace = trace_of(source)
         made = make_settings(None, trace.header.settings)
-        self.trace, self.settings = trace, Settings(made.scheduler, made.cache, kv_cache)
-        self.session = Session(
-            self.settings,
-            policy or policy_of(trace),
-            cost_model or _Recorded(),
-            preemption=preemption or preemption_of(trace),
-        )
+        self.settings = replace(made, kv_cache=kv_cache or kv_cache_of(trace))
+        policy, preemption = policy or policy_of(trace), preemption or preemption_of(trace)
+        self.session = Session(self.settings, policy, cost_model or _Recorded(), preemption=preemption)
         restore(self.session.scheduler, trace.start)
         self.steps, self.after = recorded_steps(trace)
-        self.requests = recorded_requests(trace)
+        self.requests = (recorded.request for recorded in recorded_requests(trace))
         self.position = 0
-        self._added = 0
-
-    def next_request(self) -> Recorded:
-        """The request of the next recorded `add`."""
-        self._added += 1
-        return self.requests[self._added - 1]
 
     def cause(self, what: tuple[Any, ...]) -> None:
         """Let a recorded cause happen now."""
         session = self.session
         if what[0] == "add":
-            session.add(self.next_request().request)
-        elif what[0] == "reset":
-            _reset(session.scheduler, what[1])
-        else:
+            session.add(next(self.requests))
+        elif what[0] == "finish":
             session.scheduler.finish_requests([what[1]], FinishReason(what[2]))
+        elif what[1]:
+            session.scheduler.reset_prefix_cache(reset_running_requests=True)
+        else:  # after a failed step requests may have gone on, with their blocks
+            session.scheduler.kv_cache_manager.reset_prefix_cache()
 
     def play(self) -> None:
         """Run the next recorded step again."""
@@ -266,12 +243,9 @@ class _Recorded(CostModel):
 
 
 def replay(
-    source: Trace | Run,
-    *,
-    policy: Policy | None = None,
-    preemption: Preemption | None = None,
+    source: Trace | Run, *, policy: Policy | None = None, preemption: Preemption | None = None,
     kv_cache: KVCacheConfig | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Run a recording again with its own times and tokens, and compare every event.
 
     Args:
@@ -307,15 +281,9 @@ def _as_run(history: History, trace: Trace, name: str, cost_model: CostModel | N
 
 
 def fork(
-    source: Trace | Run,
-    step: int,
-    *,
-    policy: Policy | None = None,
-    cost_model: CostModel | None = None,
-    recorded_policy: Policy | None = None,
-    preemption: Preemption | None = None,
-    kv_cache: KVCacheConfig | None = None,
-) -> Run:
+    source: Trace | Run, step: int, *, policy: Policy | None = None, cost_model: CostModel | None = None,
+    recorded_policy: Policy | None = None, preemption: Preemption | None = None, kv_cache: KVCacheConfig | None = None,
+) -> Run:  # fmt: skip
     """The same history, a new future.
 
     Args:
@@ -353,32 +321,15 @@ def fork(
 
 def _expect_the_rest(history: History, step: int) -> None:
     """Put the causes that are still to come onto the session's clock."""
-    now = history.session.clock.now()
-    for recorded in history.steps[step:]:
-        for what in recorded.before:
-            _expect(history, what, now)
-        now = max(now, recorded.start)
-        for what in recorded.during:
-            _expect(history, what, now)
-        now = max(now, recorded.end or now)
-    for what in history.after:
-        _expect(history, what, now)
-
-
-def _reset(scheduler: Scheduler, preempted: bool) -> None:
-    """Forget the prefix cache as in the recording; after a failed step requests may have gone on, with their blocks."""
-    if preempted:
-        scheduler.reset_prefix_cache(reset_running_requests=True)
-    else:
-        scheduler.kv_cache_manager.reset_prefix_cache()
-
-
-def _expect(history: History, what: tuple[Any, ...], now: float) -> None:
-    session = history.session
-    if what[0] == "add":
-        request = history.next_request().request
-        session.at(request.arrival_time, lambda: session.add(request))
-    elif what[0] == "reset":
-        session.at(now, lambda: _reset(session.scheduler, what[1]))
-    elif not what[3]:  # not cut off by what it said, but by somebody's clock
-        session.at(now, lambda: session.end(what[1]))
+    session, now = history.session, history.session.clock.now()
+    for recorded in (*history.steps[step:], RecordedStep(history.after)):
+        for causes, then in ((recorded.before, recorded.start), (recorded.during, recorded.end or now)):
+            for what in causes:
+                if what[0] == "add":
+                    request = next(history.requests)
+                    session.at(request.arrival_time, partial(session.add, request))
+                elif what[0] == "reset":
+                    session.at(now, partial(history.cause, what))
+                elif not what[3]:  # not cut off by what it said, but by a user
+                    session.at(now, partial(session.end, what[1]))
+            now = max(now, then)

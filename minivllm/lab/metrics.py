@@ -76,20 +76,24 @@ def throughput(x: Run | Trace | Meter) -> pd.DataFrame:
     begun = frame[frame["first_token"].notna()]
     prompts = begun["num_prompt_tokens"].sum()
     ended = frame["finish_reason"].isin(("stop", "length")).sum()
-    per_second = {
-        "requests_per_s": ended,
-        "output_tokens_per_s": frame["num_output_tokens"].sum(),
-        "prompt_tokens_per_s": prompts,
-        "computed_tokens_per_s": meter.num_tokens,
+    sampled, share = (
+        frame["num_output_tokens"].sum(),
+        begun["num_cached_tokens"].sum() / prompts if prompts else math.nan,
+    )
+    counts = {
+        "requests": ended,
+        "output_tokens": sampled,
+        "prompt_tokens": prompts,
+        "computed_tokens": meter.num_tokens,
     }
-    rows = [(name, float(value) / seconds if seconds > 0 else math.nan) for name, value in per_second.items()]
-    rows += [
-        ("seconds", float(seconds)),
-        ("steps", float(meter.num_steps)),
-        ("preemptions", float(meter.num_preemptions)),
-        ("cached_share", float(begun["num_cached_tokens"].sum() / prompts) if prompts else math.nan),
-    ]
-    return pd.DataFrame(rows, columns=["metric", "value"])
+    values = {f"{name}_per_s": count / seconds if seconds > 0 else math.nan for name, count in counts.items()}
+    values |= {
+        "seconds": seconds,
+        "steps": meter.num_steps,
+        "preemptions": meter.num_preemptions,
+        "cached_share": share,
+    }
+    return pd.DataFrame(list(values.items()), columns=["metric", "value"]).astype({"value": float})
 
 
 def goodput(
@@ -117,10 +121,8 @@ def goodput(
     rows = [(f"{name} <= {promises[name]:g} s", mask) for name, mask in kept.items()]
     if len(rows) > 1:
         rows.append(("all", everything))
-    return pd.DataFrame(
-        [(name, float(np.mean(mask)), float(np.sum(mask) / seconds)) for name, mask in rows],
-        columns=["promise", "share", "requests_per_s"],
-    )
+    shares = [(name, float(np.mean(mask)), float(np.sum(mask) / seconds)) for name, mask in rows]
+    return pd.DataFrame(shares, columns=["promise", "share", "requests_per_s"])
 
 
 def summary(x: Run | Trace | Meter) -> pd.DataFrame:
@@ -128,9 +130,8 @@ def summary(x: Run | Trace | Meter) -> pd.DataFrame:
     import pandas as pd
 
     late = latency(x).rename(columns={"seconds": "value"})
-    return pd.concat(
-        [late, throughput(x).assign(statistic="total")[["metric", "statistic", "value"]]], ignore_index=True
-    )
+    total = throughput(x).assign(statistic="total")
+    return pd.concat([late, total[["metric", "statistic", "value"]]], ignore_index=True)
 
 
 def compare(runs: Mapping[str, Run | Trace | Meter]) -> pd.DataFrame:
@@ -139,9 +140,8 @@ def compare(runs: Mapping[str, Run | Trace | Meter]) -> pd.DataFrame:
 
     if not runs:
         raise ValueError("compare needs at least one run")
-    return pd.concat([summary(x).assign(run=name) for name, x in runs.items()], ignore_index=True)[
-        ["run", "metric", "statistic", "value"]
-    ]
+    table = pd.concat([summary(x).assign(run=name) for name, x in runs.items()], ignore_index=True)
+    return table[["run", "metric", "statistic", "value"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,19 +227,13 @@ def occupancy(trace: Trace | Run, max_model_len: int | None = None) -> Iterator[
 def fragmentation(trace: Trace | Run, max_model_len: int | None = None) -> pd.DataFrame:
     """Memory reserved for running requests and not filled, with paging and with three ways to reserve in one piece.
 
-    Args:
-        max_model_len: what `max_len` reserves per request; None for the recorded limit.
-
     Returns:
         Columns `step`, `time`, `scheme` ("paged", "oracle", "power_of_two", "max_len"), `reserved_tokens`, `stored_tokens`, `waste` (share of what is
-        reserved). One row per scheme and step of `occupancy`, in its token slots.
+        reserved). One row per scheme and step of `occupancy`, in its token slots and with its arguments.
     """
     import pandas as pd
 
-    rows = [
-        (at.step, at.time, scheme, n, at.stored)
-        for at in occupancy(trace, max_model_len)
-        for scheme, n in at.reserved.items()
-    ]
+    found = occupancy(trace, max_model_len)
+    rows = [(at.step, at.time, scheme, n, at.stored) for at in found for scheme, n in at.reserved.items()]
     table = pd.DataFrame(rows, columns=["step", "time", "scheme", "reserved_tokens", "stored_tokens"])
     return table.assign(waste=(1 - table.stored_tokens / table.reserved_tokens).fillna(0.0))

@@ -135,11 +135,9 @@ def read_azure(path: str | Path) -> Workload:
 
 
 def _read_csv(
-    path: str | Path,
-    columns: tuple[str, str, str],
-    moment: Callable[[dict[str, str]], Any],
+    path: str | Path, columns: tuple[str, str, str], moment: Callable[[dict[str, str]], Any],
     fields: Callable[[dict[str, str]], dict[str, Any]] = lambda row: {},
-) -> Workload:
+) -> Workload:  # fmt: skip
     """Requests from the columns for time, prompt tokens and answer tokens. The first row's `moment`, a datetime or seconds, is 0."""
     path = Path(path)
 
@@ -265,8 +263,9 @@ def read_sharegpt(
                 workload.skipped["a conversation without a question and an answer"] += 1
             return first
 
-        rows = _json_items(path) if _first_sign(path) == "[" else _json_rows(path)
-        yield from _row_reader(path, rows, conversation)
+        with path.open(encoding="utf-8-sig") as file:
+            is_array = file.read(4096).lstrip().startswith("[")
+        yield from _row_reader(path, _json_items(path) if is_array else _json_rows(path), conversation)
 
     return Workload(path.stem, make)
 
@@ -290,32 +289,24 @@ def _turns(row: Any) -> list[tuple[str, str]]:
 
 
 def _answer_after(
-    turns: list[tuple[str, str]],
-    start: int,
-    history: tuple[Sequence[int], ...],
-    name: str,
-    moment: float,
-    tokenize: Callable[[str], Sequence[int]],
-    think_time: float,
-) -> WorkloadRequest | None:
+    turns: list[tuple[str, str]], start: int, history: tuple[Sequence[int], ...], name: str, moment: float,
+    tokenize: Callable[[str], Sequence[int]], think_time: float,
+) -> WorkloadRequest | None:  # fmt: skip
     """The request for the next answer at or after turn `start`; None if there is none."""
-    for i in range(start, len(turns)):
-        who, what = turns[i]
+    for i, (who, what) in enumerate(turns[start:], start):
         ids = tokenize(what)
         if who in _ANSWERS_FROM and ids and any(history):
-            after = (*history, ids)
-
-            def follow_up(
-                finished: float, i: int = i, after: tuple[Sequence[int], ...] = after
-            ) -> WorkloadRequest | None:
-                return _answer_after(turns, i + 1, after, name, finished + think_time, tokenize, think_time)
-
-            has_more = any(w in _ANSWERS_FROM and said for w, said in turns[i + 1 :])
-            return WorkloadRequest(
-                f"{name}-{i}", moment, history, ids, user=name, session=name, follow_up=follow_up if has_more else None
-            )
+            break
         history = (*history, ids)
-    return None
+    else:
+        return None
+    after = (*history, ids)
+
+    def follow_up(finished: float) -> WorkloadRequest | None:
+        return _answer_after(turns, i + 1, after, name, finished + think_time, tokenize, think_time)
+
+    more = follow_up if any(w in _ANSWERS_FROM and said for w, said in turns[i + 1 :]) else None
+    return WorkloadRequest(f"{name}-{i}", moment, history, ids, user=name, session=name, follow_up=more)
 
 
 def read_bench_serve(path: str | Path, seed: int = 0) -> Workload:
@@ -332,10 +323,8 @@ def read_bench_serve(path: str | Path, seed: int = 0) -> Workload:
     order = sorted(range(len(inputs)), key=lambda i: starts[i])
 
     def make(workload: Workload) -> Iterator[WorkloadRequest]:
-        for i in order:
-            request = _unshared(workload, i, starts[i] - first, inputs[i], outputs[i])
-            if request is not None:
-                yield request
+        made = (_unshared(workload, i, starts[i] - first, inputs[i], outputs[i]) for i in order)
+        return (request for request in made if request is not None)
 
     workload, rate = Workload(path.stem, make), result.get("request_rate") or "inf"
     if "start_times" in result or rate in ("inf", float("inf")):
@@ -395,13 +384,9 @@ def register_reader(format: str, recognizes: Callable[[str], bool], read: Callab
 
 
 def read_workload(
-    path: str | Path,
-    limit: int | None = None,
-    *,
-    format: str | None = None,
-    tokenize: Callable[[str], Sequence[int]] = split_into_tokens,
-    block_size: int | None = None,
-) -> Workload:
+    path: str | Path, limit: int | None = None, *, format: str | None = None,
+    tokenize: Callable[[str], Sequence[int]] = split_into_tokens, block_size: int | None = None,
+) -> Workload:  # fmt: skip
     """A workload from a file of any known format: Azure, Mooncake, Bailian, BurstGPT, ShareGPT, `vllm bench serve`, or a trace of minivllm.
 
     Args:
@@ -472,8 +457,3 @@ def tell_format(path: str | Path) -> str:
         " BurstGPT CSV (Timestamp,...,Request tokens,...), Mooncake JSON lines (hash_ids), Bailian JSON lines (hash_ids, chat_id), ShareGPT JSON (conversations),"
         " vllm bench serve JSON (input_lens), traces of minivllm (.jsonl, .parquet)"
     )
-
-
-def _first_sign(path: Path) -> str:
-    with path.open(encoding="utf-8-sig") as file:
-        return file.read(4096).lstrip()[:1]

@@ -91,27 +91,19 @@ class Session:
         policy: None for the one that the settings name.
         cost_model: seconds per step; None to measure how long `executor` takes.
         executor: None for the fake one. Another one answers itself; the length of the answers is still the workload's.
-        preemption: `Recompute()` or `Swap(n)`; None takes `Swap` if there are CPU blocks.
-        sampling_params: given to every request, for an executor that reads them.
-        policy_timeout: seconds that an answer of the policy may take; 0 for no limit, and no thread.
+        preemption, sampling_params, policy_timeout: see `simulate`.
 
     Attributes:
         refused: ids of requests that the scheduler would not take, with its reason.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        policy: Policy | None = None,
-        cost_model: CostModel | None = None,
-        *,
-        executor: Executor | None = None,
-        preemption: Preemption | None = None,
-        sampling_params: Any = None,
+        self, settings: Settings, policy: Policy | None = None, cost_model: CostModel | None = None, *,
+        executor: Executor | None = None, preemption: Preemption | None = None, sampling_params: Any = None,
         policy_timeout: float = 10.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if cost_model is None and executor is None:
-            raise ValueError("a fake model takes no time of its own: give a cost_model")
+            raise ValueError("a fake model takes no time: give a cost_model")
         self.settings, self.cost_model, self.clock = settings, cost_model, VirtualClock()
         self.scheduler = Scheduler(
             settings.scheduler, settings.cache, settings.kv_cache, policy=policy, preemption=preemption,
@@ -293,29 +285,22 @@ def preemption_of(trace: Trace) -> Preemption:
     return Swap(trace.header.num_cpu_blocks) if trace.header.preemption == "swap" else Recompute()
 
 
-def kv_cache_of(trace: Trace) -> KVCacheConfig | None:
-    """The KV cache groups that a trace was recorded with; None if it was told of none."""
-    head = trace.header
+def kv_cache_of(trace: Trace, block_size: int | None = None) -> KVCacheConfig | None:
+    """The KV cache groups that a trace was recorded with, or the same with blocks of another size; None if it was told of none."""
+    head, size = trace.header, {} if block_size is None else {"block_size": block_size}
     if not head.groups:
         return None
-    groups = tuple(KVCacheGroup(KVCacheSpec(**group["spec"]), tuple(group["layers"])) for group in head.groups)
-    return KVCacheConfig(head.num_blocks, head.block_size, groups, head.num_cpu_blocks)
+    groups = tuple(KVCacheGroup(KVCacheSpec(**group["spec"] | size), tuple(group["layers"])) for group in head.groups)
+    return KVCacheConfig(head.num_blocks, block_size or head.block_size, groups, head.num_cpu_blocks)
 
 
 def simulate(
-    source: Workload | Trace | Run | Iterable[WorkloadRequest],
-    *,
-    config: EngineConfig | Settings | dict[str, Any] | None = None,
-    policy: Policy | None = None,
-    cost_model: CostModel | None = None,
-    executor: str | Executor = "fake",
-    preemption: Preemption | None = None,
-    kv_cache: KVCacheConfig | None = None,
-    record: bool = True,
-    sampling_params: Any = None,
-    subscribers: Iterable[Callable[[Event], None]] = (),
-    policy_timeout: float = 10.0,
-) -> Run:
+    source: Workload | Trace | Run | Iterable[WorkloadRequest], *,
+    config: EngineConfig | Settings | dict[str, Any] | None = None, policy: Policy | None = None,
+    cost_model: CostModel | None = None, executor: str | Executor = "fake", preemption: Preemption | None = None,
+    kv_cache: KVCacheConfig | None = None, record: bool = True, sampling_params: Any = None,
+    subscribers: Iterable[Callable[[Event], None]] = (), policy_timeout: float = 10.0,
+) -> Run:  # fmt: skip
     """What would have happened: the real scheduler and KV cache manager on these requests, on a virtual clock.
 
     Args:
@@ -348,12 +333,10 @@ def simulate(
     if model is None and isinstance(cost_model, Speculative):
         model = DraftingExecutor(cost_model, settings.cache.block_size)
     if kv_cache is None and trace is not None and settings.kv_cache is None:
-        kv_cache = _fitting(kv_cache_of(trace), settings)
-    if kv_cache is not None:
-        settings = Settings(settings.scheduler, settings.cache, kv_cache)
+        kv_cache = kv_cache_of(trace, settings.cache.block_size)
+    settings = replace(settings, kv_cache=kv_cache or settings.kv_cache)
     if trace is not None:
         policy, preemption = policy or policy_of(trace), preemption or preemption_of(trace)
-    if trace is not None:
         workload = Workload.from_trace(trace)
     else:
         workload = source if isinstance(source, Workload) else Workload.of(source)  # type: ignore[arg-type]
@@ -362,15 +345,6 @@ def simulate(
         policy_timeout=policy_timeout,
     )  # fmt: skip
     return _measure(session, workload, record, subscribers)
-
-
-def _fitting(kv_cache: KVCacheConfig | None, settings: Settings) -> KVCacheConfig | None:
-    """Recorded groups for another block size, if the settings ask for one."""
-    if kv_cache is None:
-        return None
-    size = settings.cache.block_size
-    groups = tuple(replace(group, spec=replace(group.spec, block_size=size)) for group in kv_cache.groups)
-    return replace(kv_cache, block_size=size, groups=groups)
 
 
 def _measure(session: Session, workload: Workload, record: bool, subscribers: Iterable[Callable[[Event], None]]) -> Run:

@@ -13,15 +13,9 @@ if TYPE_CHECKING:
 
 
 def speculation_pays(
-    source: Any,
-    cost_model: CostModel,
-    *,
-    lengths: Sequence[int] = (2, 4, 8),
-    acceptance: Sequence[float] = (0.7,),
-    draft_seconds: float = 0.0,
-    dynamic_length: bool = False,
-    **options: Any,
-) -> "pd.DataFrame":
+    source: Any, cost_model: CostModel, *, lengths: Sequence[int] = (2, 4, 8), acceptance: Sequence[float] = (0.7,),
+    draft_seconds: float = 0.0, dynamic_length: bool = False, **options: Any,
+) -> "pd.DataFrame":  # fmt: skip
     """What drafts would gain at this load.
 
     Args:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from minivllm.core.trace import Trace
 
 _POSITION_BITS = 24
+_PASSED_ON = (
+    "arrival_time", "priority", "user", "cache_salt", "lora_name", "extra_keys", "mm_features", "skip_reading_prefix_cache",
+)  # fmt: skip
 
 
 def text(space: int, num_tokens: int, start: int = 0) -> range:
@@ -105,21 +108,11 @@ class WorkloadRequest:
         stops = most > length if self.ends_with_stop is None else self.ends_with_stop
         own = self.stop_token_id is not None
         return Request(
-            self.request_id,
-            self.prompt_token_ids(),
-            max_tokens=most,
-            min_tokens=length if stops else 0,
+            self.request_id, self.prompt_token_ids(), max_tokens=most, min_tokens=length if stops else 0,
             eos_token_id=self.output[-1] if stops and not own else None,
             stop_token_ids=frozenset([self.output[-1]]) if stops and own else frozenset(),
-            arrival_time=self.arrival_time,
-            priority=self.priority,
-            user=self.user,
-            cache_salt=self.cache_salt,
-            lora_name=self.lora_name,
-            extra_keys=self.extra_keys,
-            mm_features=self.mm_features,
-            skip_reading_prefix_cache=self.skip_reading_prefix_cache,
-        )
+            **{name: getattr(self, name) for name in _PASSED_ON},
+        )  # fmt: skip
 
     def block_names(self, block_size: int) -> list[bytes]:
         """A name for each block of the prompt, the last one included even if it is not full. Equal names, equal prefixes."""
@@ -262,12 +255,9 @@ class Workload:
         for i, r in enumerate(requests):
             names[r.request_id] += 1
             again = f"#{names[r.request_id]}" if names[r.request_id] > 1 else ""
-            requests[i] = replace(
-                r,
-                request_id=r.request_id + again,
-                arrival_time=r.arrival_time - first,
-                ends_with_stop=r.ends_with_stop or None,  # one that was cut off ends where it was cut
-            )
+            stops = r.ends_with_stop or None  # one that was cut off ends where it was cut
+            moment = r.arrival_time - first
+            requests[i] = replace(r, request_id=r.request_id + again, arrival_time=moment, ends_with_stop=stops)
         requests.sort(key=lambda r: r.arrival_time)
 
         def make(workload: Workload) -> Iterable[WorkloadRequest]:
@@ -346,15 +336,9 @@ def _drawing(name: str, lengths: Lengths) -> Callable[[np.random.Generator], int
 
 
 def poisson(
-    rate: float,
-    num_requests: int,
-    prompt_tokens: Lengths = PROMPTS,
-    output_tokens: Lengths = ANSWERS,
-    *,
-    burstiness: float = 1.0,
-    num_users: int = 1,
-    seed: int = 0,
-) -> Workload:
+    rate: float, num_requests: int, prompt_tokens: Lengths = PROMPTS, output_tokens: Lengths = ANSWERS, *,
+    burstiness: float = 1.0, num_users: int = 1, seed: int = 0,
+) -> Workload:  # fmt: skip
     """Independent requests that share nothing, at random moments.
 
     Args:
@@ -384,17 +368,10 @@ def bursts(rate: float, num_requests: int, *args: Any, burstiness: float = 0.2, 
 
 
 def shared_prefix(
-    rate: float,
-    num_requests: int,
-    num_prefixes: int,
-    prefix_tokens: Lengths = 1024,
-    prompt_tokens: Lengths = (16, 256),
-    output_tokens: Lengths = ANSWERS,
-    *,
-    skew: float = 1.0,
-    burstiness: float = 1.0,
-    seed: int = 0,
-) -> Workload:
+    rate: float, num_requests: int, num_prefixes: int, prefix_tokens: Lengths = 1024,
+    prompt_tokens: Lengths = (16, 256), output_tokens: Lengths = ANSWERS, *,
+    skew: float = 1.0, burstiness: float = 1.0, seed: int = 0,
+) -> Workload:  # fmt: skip
     """Requests that begin with one of a few long texts: system prompts, documents, few-shot examples.
 
     Args:
@@ -425,17 +402,9 @@ def shared_prefix(
 
 
 def chat(
-    rate: float,
-    num_sessions: int,
-    turns: Lengths = (1, 8),
-    think_time: float = 10.0,
-    system_tokens: int = 0,
-    prompt_tokens: Lengths = (16, 256),
-    output_tokens: Lengths = ANSWERS,
-    *,
-    burstiness: float = 1.0,
-    seed: int = 0,
-) -> Workload:
+    rate: float, num_sessions: int, turns: Lengths = (1, 8), think_time: float = 10.0, system_tokens: int = 0,
+    prompt_tokens: Lengths = (16, 256), output_tokens: Lengths = ANSWERS, *, burstiness: float = 1.0, seed: int = 0,
+) -> Workload:  # fmt: skip
     """Conversations. Each turn's prompt is everything said before, and a new message.
 
     Args:
@@ -453,14 +422,9 @@ def chat(
 
 
 def closed_loop(
-    num_users: int,
-    requests_per_user: int,
-    think_time: float = 1.0,
-    prompt_tokens: Lengths = PROMPTS,
-    output_tokens: Lengths = ANSWERS,
-    *,
-    seed: int = 0,
-) -> Workload:
+    num_users: int, requests_per_user: int, think_time: float = 1.0, prompt_tokens: Lengths = PROMPTS,
+    output_tokens: Lengths = ANSWERS, *, seed: int = 0,
+) -> Workload:  # fmt: skip
     """Users who ask, wait for the answer, think, and ask something else. All begin at time 0."""
     start = _conversation(requests_per_user, think_time, 0, prompt_tokens, output_tokens, seed, remember=False)
     return Workload(f"{num_users} users in a closed loop", lambda _: (start(s, 0.0) for s in range(num_users)))
@@ -470,14 +434,9 @@ _MOST_TURNS = 1 << 16
 
 
 def _conversation(
-    turns: Lengths,
-    think_time: float,
-    system_tokens: int,
-    prompt_tokens: Lengths,
-    output_tokens: Lengths,
-    seed: int,
-    remember: bool = True,
-) -> Callable[[int, float], WorkloadRequest]:
+    turns: Lengths, think_time: float, system_tokens: int, prompt_tokens: Lengths, output_tokens: Lengths,
+    seed: int, remember: bool = True,
+) -> Callable[[int, float], WorkloadRequest]:  # fmt: skip
     """A function that starts the s-th conversation at a moment. Without `remember`, a turn's prompt is its own message alone."""
     draw_turns = _drawing("turns", turns)
     draw_prompt, draw_output = _drawing("prompt_tokens", prompt_tokens), _drawing("output_tokens", output_tokens)
@@ -523,28 +482,22 @@ class Recorded:
 
 def recorded_requests(trace: Trace) -> list[Recorded]:
     """The requests that were added during a recording, in that order. An id can occur again after its request has ended."""
-    added: list[tuple[Any, ...]] = []
-    answers: list[array[int]] = []
-    ends: list[tuple[str, Any]] = []
-    attributes: list[dict[str, Any]] = []
-    latest: dict[str, int] = {}
+    found: list[dict[str, Any]] = []
+    latest: dict[str, dict[str, Any]] = {}
     for event in trace.events:
         kind = event[0]
         if kind == "add":
-            latest[event[1]] = len(added)
-            added.append(event)
-            answers.append(array("q"))
-            ends.append(("unfinished", None))
-            attributes.append({})
+            found.append({"added": event, "answer": array("q"), "end": ("unfinished", None), "attributes": {}})
+            latest[event[1]] = found[-1]
         elif kind == "attributes":
-            attributes[latest[event[1]]] = event[2]
+            latest[event[1]]["attributes"] = event[2]
         elif kind == "update":
             for request_id, tokens in event[2].items():
                 if request_id in latest:
-                    answers[latest[request_id]].extend(tokens)
+                    latest[request_id]["answer"].extend(tokens)
         elif kind == "finish" and event[1] in latest:
-            ends[latest[event[1]]] = event[2:]
-    return [_recorded(*values) for values in zip(added, answers, ends, attributes, strict=True)]
+            latest[event[1]]["end"] = event[2:]
+    return [_recorded(**values) for values in found]
 
 
 def _recorded(added: tuple[Any, ...], answer: array[int], end: tuple[str, Any], attributes: dict[str, Any]) -> Recorded:
@@ -552,15 +505,8 @@ def _recorded(added: tuple[Any, ...], answer: array[int], end: tuple[str, Any], 
     reason, stop_reason = end
     features = tuple(MultiModalFeatureSpec.from_tuple(values) for values in attributes.get("mm_features", ()))
     request = WorkloadRequest(
-        request_id,
-        arrival,
-        (prompt,),
-        answer or [0],
-        max_tokens=max_tokens,
-        user=user,
-        priority=priority,
-        ends_with_stop=reason == "stop",
-        stop_token_id=stop_reason if isinstance(stop_reason, int) else None,
+        request_id, arrival, (prompt,), answer or [0], max_tokens=max_tokens, user=user, priority=priority,
+        ends_with_stop=reason == "stop", stop_token_id=stop_reason if isinstance(stop_reason, int) else None,
         **attributes | {"mm_features": features},
-    )
+    )  # fmt: skip
     return Recorded(request, reason, bool(answer))

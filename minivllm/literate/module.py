@@ -12,18 +12,7 @@ from functools import cached_property
 from minivllm.literate.fold import Item, fold, items_in
 from minivllm.literate.notebook import LiterateError, Notebook
 from minivllm.literate.render import GENERATED
-from minivllm.literate.source import (
-    FUNCTIONS,
-    IMPORTS,
-    INDENT,
-    Piece,
-    bound_names,
-    dedent,
-    import_lines,
-    normal,
-    split,
-    start,
-)
+from minivllm.literate.source import FUNCTIONS, IMPORTS, Piece, bound_names, dedent, import_lines, normal, split, start
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,7 @@ class Part:
     @cached_property
     def normal(self) -> str:
         """The text without its layout."""
-        return normal(self.text + f"\n{INDENT}..." if self.is_head else self.text)
+        return normal(self.text + "\n    ..." if self.is_head else self.text)
 
     @property
     def is_head(self) -> bool:
@@ -105,7 +94,7 @@ def _parts(lines: Sequence[str], pieces: Sequence[Piece], above: int, cls: str |
     """Parts of pieces. `above`: the last line before them."""
     for piece in pieces:
         last, body = piece.last, piece.node.body if isinstance(piece.node, ast.ClassDef) and cls is None else []
-        if body and lines[start(body[0]) - 1].startswith(INDENT):
+        if body and lines[start(body[0]) - 1].startswith(" "):
             last = start(body[0]) - 1
             while not lines[last - 1].strip() or lines[last - 1].lstrip().startswith("#"):
                 last -= 1

@@ -7,6 +7,7 @@ import io
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 
 def string_lines(source: str, docstrings: bool = True) -> set[int]:
@@ -30,12 +31,8 @@ def _docstring_nodes(tree: ast.AST) -> Iterator[ast.Constant]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                yield first.value
+            if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
+                yield cast(ast.Constant, first.value)
 
 
 INDENT = "    "

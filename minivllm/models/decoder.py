@@ -267,7 +267,7 @@ class Decoder(Module):
         """Run all layers for the tokens of one step.
 
         Args:
-            token_ids, positions: int64 [T], requests laid end to end.
+            token_ids, positions: int64 [T], requests laid end to end; positions [3, T] for a rotation with sections.
             kv_caches: one per tensor of the KV cache configuration; changed in place.
             plans: one per KV cache group.
             media: embeddings in the place of those of some tokens.

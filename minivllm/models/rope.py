@@ -31,6 +31,7 @@ class RopeSpec:
         beta_fast, beta_slow: bounds of the blend, in turns per original length (`yarn`).
         mscale, mscale_all_dim: another rule for `attention_factor` (`yarn`, DeepSeek).
         truncate: round the bounds to whole dimensions (`yarn`).
+        sections: pairs that turn with each of a token's three positions, time, row and column (M-RoPE); () for one position.
         short_factors, long_factors: by which each pair is slowed, in sequences of up to the original length and in longer ones (`longrope`).
     """
 
@@ -48,6 +49,7 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    sections: tuple[int, ...] = ()
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -66,6 +68,9 @@ class RopeSpec:
             raise ValueError(f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
         if self.dim < 2 or self.dim % 2:
             raise ValueError(f"RopeSpec.dim must be even and at least 2, got {self.dim}")
+        if self.sections and (len(self.sections) != 3 or 2 * sum(self.sections) != self.dim or self.kind == "dynamic"):
+            rule = f"three numbers with the sum {self.dim // 2}, and not with rope type 'dynamic'"
+            raise ValueError(f"mrope_section must be {rule}, got {list(self.sections)} with {self.kind!r}")
         for name in ("short_factors", "long_factors") if self.kind == "longrope" else ():
             if len(getattr(self, name)) != self.dim // 2:
                 raise ValueError(f"rope type 'longrope' needs {self.dim // 2} {name}, got {len(getattr(self, name))}")
@@ -150,6 +155,9 @@ class Rope(Module):
         self.spec, self.max_positions = spec, max_positions or spec.max_length
         self.inv_freq = inverse_frequencies(spec, max_positions).to(device)
         self.factor = attention_factor(spec)
+        self.axes = torch.arange(3, device=device).repeat_interleave(
+            torch.tensor(spec.sections or (0, 0, 0), device=device)
+        )
 
     def _dynamic_angles(self, positions: Tensor) -> Tensor:
         # transformers grows the base with the longest position of a call. Taken per position, as here, that is the
@@ -164,14 +172,17 @@ class Rope(Module):
         """Tables for `apply_rope`.
 
         Args:
-            positions: int64 [T].
+            positions: int64 [T], or [3, T] with `RopeSpec.sections`.
             dtype: of the result; the angles are float32 whatever it is.
 
         Returns:
             cos and sin, each [T, 1, dim]; the first half of sin is negated.
         """
-        dynamic = self.spec.kind == "dynamic"
-        angles = self._dynamic_angles(positions) if dynamic else positions[:, None].float() * self.inv_freq
+        if self.spec.kind == "dynamic":
+            angles = self._dynamic_angles(positions)
+        else:
+            of_pair = positions[:, None] if positions.dim() == 1 else positions[self.axes].T
+            angles = of_pair.float() * self.inv_freq
         cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
         return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
 
@@ -189,7 +200,7 @@ class Rotation:
 
     Args:
         rope: of the layers.
-        positions: int64 [T].
+        positions: int64 [T], or [3, T] (see `Rope`).
         dtype: of queries and keys.
     """
 
@@ -249,11 +260,12 @@ def rope_from_parameters(
         ValueError: unknown rope type, unknown field, or a field missing; names it.
     """
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # its name in the first files of Phi-3
+    kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)  # names in the first files of Phi-3 and Qwen2-VL
     if kind not in ROPE_KINDS:
         raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     required, optional = _PARAMETERS[kind]
     given = {name: value for name, value in parameters.items() if value is not None}
+    sections = tuple(given.pop("mrope_section", ()))
     for name, value in given.items():
         if name not in ("rope_type", "type", "rope_theta", "partial_rotary_factor", *required, *optional):
             raise ValueError(f"rope parameter {name}={value!r} is not supported with rope type {kind!r}")
@@ -270,5 +282,10 @@ def rope_from_parameters(
     if kind in ("yarn", "longrope") and "factor" not in values:
         values["factor"] = max_position / values["original_max_position"]
     return RopeSpec(
-        kind=kind, theta=float(given.get("rope_theta", theta)), dim=dim, max_position=max_position, **values
+        kind=kind,
+        theta=float(given.get("rope_theta", theta)),
+        dim=dim,
+        max_position=max_position,
+        sections=sections,
+        **values,
     )

@@ -133,16 +133,18 @@ class MTPSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaSpec:
-    """What surrounds the decoder of a model that reads pictures.
+    """What surrounds the decoder of a model that reads pictures, or hears.
 
     Attributes:
         config: the whole Hugging Face config.
-        image_token_id: of the placeholders that a picture's embeddings replace.
+        token_id: of the placeholders that the embeddings of a picture or clip replace.
+        modality: `image` or `audio`.
         whole: a picture's tokens see each other in both directions, so they must be computed in one step.
     """
 
     config: dict[str, Any]
-    image_token_id: int
+    token_id: int
+    modality: str = "image"
     whole: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Vision tower and projector: built by transformers, loaded from our checkpoint reader."""
+"""Vision or audio tower and projector: built by transformers, loaded from our checkpoint reader."""
 
 # Generated from nbs/multimodal/encoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -17,15 +17,15 @@ _SMALL = {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "laye
 
 
 def build_tower(config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """transformers' model without its language model; `get_image_features` works. Its weights are not set."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    """transformers' model without its language model. Its weights are not set."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
     text = {k: v for k, v in config["text_config"].items() if k not in ("layer_types", "dtype", "torch_dtype")}
     special = {name: None for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     given = {k: v for k, v in config.items() if k not in ("model_type", "dtype", "torch_dtype", "architectures")}
     small = given | special | {"text_config": text | special | _SMALL}
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(config["model_type"], **small), dtype=dtype)
-    tower = model.model
+    auto = AutoModelForSeq2SeqLM if "audio_config" in config else AutoModelForImageTextToText
+    tower = auto.from_config(AutoConfig.for_model(config["model_type"], **small), dtype=dtype).model
     for name in ("language_model", "text_model"):
         if hasattr(tower, name):
             delattr(tower, name)
@@ -67,7 +67,7 @@ def _tower_tensors(model: LoadedModel, wanted: dict[str, Tensor], dtype: str) ->
 
 
 class TowerEncoder:
-    """Encodes pictures with a tower. See `MediaEncoder`."""
+    """Encodes pictures or clips with a tower. See `MediaEncoder`."""
 
     def __init__(self, tower: nn.Module, device: torch.device) -> None:
         self.tower, self.device = tower.to(device), device
@@ -81,12 +81,26 @@ class TowerEncoder:
         inputs = {name: torch.from_numpy(array).to(self.device) for name, array in feature.data.items()}
         dtype = next(self.tower.parameters()).dtype
         inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
-        found = self.tower.get_image_features(**inputs).pooler_output  # type: ignore[operator]
-        rows = torch.cat([part.flatten(0, -2) for part in found])
+        if feature.modality == "audio":
+            rows = self._sound(**inputs)
+        else:
+            found = self.tower.get_image_features(**inputs).pooler_output  # type: ignore[operator]
+            rows = torch.cat([part.flatten(0, -2) for part in found])
         if len(rows) != feature.mm_position.num_embeds:
             raise ValueError(
                 f"the encoder gave {len(rows)} embeddings for {feature.mm_position.num_embeds} placeholders"
             )
+        return rows
+
+    def _sound(self, input_features: Tensor, attention_mask: Tensor) -> Tensor:
+        """Of one clip: mel frames [1, bins, frames], and 1 for each frame [1, frames] that is no padding."""
+        tower: Any = self.tower
+        frames, count = tower.audio_tower._get_feat_extract_output_lengths(attention_mask.sum())
+        padding = torch.arange((attention_mask.shape[-1] - 2) // 2 + 1, device=self.device) >= frames
+        mask = torch.zeros(1, 1, 1, len(padding), dtype=input_features.dtype, device=self.device)
+        mask[..., padding] = torch.finfo(mask.dtype).min
+        hidden = tower.audio_tower(input_features, attention_mask=mask).last_hidden_state
+        rows: Tensor = tower.multi_modal_projector(hidden)[0, : int(count)]
         return rows
 
 

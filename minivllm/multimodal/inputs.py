@@ -2,10 +2,16 @@
 
 # Generated from nbs/multimodal/inputs.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import base64
+import binascii
 import hashlib
+import io
+import zipfile
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from minivllm.core.encoder_cache import MultiModalFeatureSpec, PlaceholderRange
 
@@ -55,3 +61,31 @@ def embeds_prompt(
     size = min(PIECE, most)
     pieces = range(0, len(rows), size)
     return [0] * len(rows), tuple(embeds_feature(rows[at : at + size], at, "prompt_embeds") for at in pieces)
+
+
+def decode_tensor(text: str, name: str) -> Tensor:
+    """A tensor that `torch.save` wrote, in base64, as vLLM's clients send it. It may come from anyone: nothing in it is run
+    (`weights_only`), and no more memory is taken than it brings.
+
+    Args:
+        name: for messages.
+
+    Raises:
+        ValueError: it is something else, compressed, or stands for more numbers than are in it.
+    """
+    try:
+        data = base64.b64decode(text, validate=True)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it is compressed")
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except binascii.Error as error:
+        raise ValueError(f"{name} is not base64: {error}") from None
+    except Exception as error:  # noqa: BLE001 - what a reader of foreign bytes raises is not ours to know
+        why = str(error).partition("\n")[0][:200]
+        raise ValueError(f"{name} is no tensor that torch.save wrote: {why}") from None
+    if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+        raise ValueError(f"{name} must be one dense tensor, got {type(value).__name__}")
+    if value.numel() * value.element_size() > len(data):
+        raise ValueError(f"{name} of shape {list(value.shape)} stands for more numbers than it brings")
+    return value

@@ -24,6 +24,7 @@ from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder, Media
 from minivllm.models.mixers.moe import ExpertLoads
+from minivllm.multimodal.mrope import MRope
 from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
@@ -165,7 +166,7 @@ class ModelRunner:
         model.bind(kv)
         self.batch = InputBatch(limits.max_num_seqs, *table_sizes(kv, limits.max_model_len))
         self.adapters = self._make_adapters() if config.args.enable_lora else None
-        self.lora_slots = np.full(limits.max_num_seqs, -1)
+        self.lora_slots, self._looks_back = np.full(limits.max_num_seqs, -1), bool(transforms)
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         speculative = config.speculative
@@ -173,9 +174,9 @@ class ModelRunner:
         self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
         self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
+        self.mrope = MRope() if any(rope and rope.sections for rope in model.spec.ropes) else None
         self.rejection = RejectionSampler(self.sampler, speculative.synthetic_acceptance_rate if speculative else None)
         self.expert_loads = ExpertLoads(model)
-        self._looks_back = bool(transforms)
         self._latest: PendingStep | None = None
         self.future: FutureTokens | None = None
         self._prompt_done: dict[str, int] = {}
@@ -253,7 +254,8 @@ class ModelRunner:
         last_and_rows = step.last_token[chosen], step.rows[chosen]
         if drafts:
             last_and_rows = _sampled_places(*last_and_rows, drafts)
-        arrays = step.token_ids, step.positions, *last_and_rows
+        turned = step.positions if self.mrope is None or not self.mrope.ahead else self.mrope.positions(step)
+        arrays = step.token_ids, turned, *last_and_rows
         if self.buffer is None:
             token_ids, positions, last, rows = map(torch.from_numpy, arrays)
             plans = [plan(batch) for plan, batch in zip(self.planners, step.attention, strict=True)]
@@ -298,6 +300,8 @@ class ModelRunner:
         for request_id in (*output.preempted, *output.finished):
             self.batch.drop(request_id)
             self.media.features.pop(request_id, None)
+            if self.mrope is not None:
+                self.mrope.drop(request_id)
             if request_id in self.sampling.requests:
                 self.sampling.remove(request_id)
         for request_id in output.finished:
@@ -315,6 +319,8 @@ class ModelRunner:
             params, self.lora_slots[row] = new.sampling_params, new.lora_slot
             if new.mm_features:
                 self.media.features[new.request_id] = new.mm_features
+                if self.mrope is not None:
+                    self.mrope.add(new.request_id, new.mm_features, len(new.prompt_token_ids))
             if isinstance(params, PoolingParams):
                 self.pooler.add(new.request_id, params, len(known), new.num_computed_tokens)
                 self.batch.draws[row] = False
@@ -346,13 +352,13 @@ class ModelRunner:
         """Send all arrays of a step in one copy, and run the layers.
 
         Args:
-            arrays: token ids and positions [T]; of each request that samples, the last token's place among the T, and the row.
+            arrays: token ids [T] and positions, [T] or [3, T] (see `Rope`); of each request that samples, the last token's place among the T, and the row.
 
         Returns:
             Hidden states after the last norm, [T, hidden_size], and the last two of the arrays, on the device.
         """
-        plain = media is None and len(arrays[3]) == len(step.token_ids)
-        if plain and (replayed := self._replay(step, buffer)) is not None:
+        plain = media is None and len(arrays[3]) == len(step.token_ids) and arrays[1].ndim == 1
+        if plain and (replayed := self._replay(step, arrays[1], buffer)) is not None:
             return replayed
         buffer.begin()
         token_ids, positions, last, rows = map(buffer.put, arrays)
@@ -365,9 +371,9 @@ class ModelRunner:
             token_ids = self.future.resolve(token_ids)
         return self.model.forward(token_ids, positions, self.kv_caches, plans, media)
 
-    def _replay(self, step: StepInputs, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _replay(self, step: StepInputs, turned: Int64, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor] | None:
         """As `_forward_buffered`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one,
-        or the buffer is too small."""
+        or the buffer is too small. turned: positions of the rotation, [T]."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)
         if self.expert_loads.counts:
@@ -391,7 +397,7 @@ class ModelRunner:
             key = (padded, adapted, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
         except BufferFull:
             return None
-        ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, step.positions, 0
+        ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, turned, 0
         of[:rows] = np.repeat(step.rows, step.counts)
         buffer.send()
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,9 @@ from fastapi.responses import Response
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.models.tokenizer import render_chat_template
+from minivllm.multimodal.audio import decode_wav
 from minivllm.multimodal.images import MediaError, decode_image
+from minivllm.multimodal.inputs import decode_tensor
 from minivllm.sampling.grammar import check_limits
 from minivllm.sampling.params import SamplingParams, check_text
 from minivllm.serving.answers import AnswerReader, structure, tool_use, whole_calls
@@ -24,14 +26,14 @@ from minivllm.serving.completions import finite, prompt_logprobs
 from minivllm.serving.errors import ApiError
 from minivllm.serving.generation import Job, Plan, ServerState, Writer, answer, plan_fields
 from minivllm.serving.middleware import JsonRoute
-from minivllm.serving.protocol import ChatCompletionRequest, ChatMessage, log_no_effect
+from minivllm.serving.protocol import ChatCompletionRequest, ChatMessage, ContentPart, log_no_effect
 from minivllm.serving.reasoning import ReasoningParser
 from minivllm.serving.tool_parsers import HermesToolParser
 from minivllm.serving.tools import CallDelta, CallFormat, Piece, ToolUse, show_calls, show_tools
 
 __all__ = [
-    "ChatPlan", "chat_logprobs", "chat_router", "fetch_pictures", "plan_chat", "render_chat",
-    "render_request", "token_bytes",
+    "ChatPlan", "chat_logprobs", "chat_router", "fetch_media", "plan_chat", "render_chat", "render_request",
+    "token_bytes",
 ]  # fmt: skip
 
 _RESERVED = {
@@ -49,6 +51,7 @@ def render_chat(
     tools: ToolUse | None = None,
     form: CallFormat = HermesToolParser.form,
     marker: str | None = None,
+    modality: str = "image",
     **options: Any,
 ) -> str:
     """The text of a prompt.
@@ -56,7 +59,8 @@ def render_chat(
     Args:
         tools: What may be called.
         form: How functions, calls and results are shown where the template knows nothing of them.
-        marker: Stands for a picture where the template knows nothing of pictures; None if the model reads text alone.
+        marker: Stands for a picture or clip where the template knows nothing of them; None if the model reads text alone.
+        modality: Of what it stands for.
         options: ``add_generation_prompt``, ``continue_final_message``.
 
     Raises:
@@ -72,7 +76,7 @@ def render_chat(
     template = ""
     if chat_template is not None or tokenizer.chat_template:
         template = str(tokenizer.get_chat_template(chat_template, tools=definitions))
-    plain = _with_pictures(plain, marker, _uses(template, "image"))
+    plain = _with_media(plain, marker, _uses(template, modality))
     if not _uses(template, "tool_calls"):
         plain = show_calls(plain, form)
     if tools is not None and not _uses(template, "tools"):
@@ -83,13 +87,13 @@ def render_chat(
     return text
 
 
-def _with_pictures(messages: list[dict[str, Any]], marker: str | None, listed: bool) -> list[dict[str, Any]]:
-    """Messages with all contents as lists of parts, or as strings with markers. Raises ApiError for a picture without a marker."""
+def _with_media(messages: list[dict[str, Any]], marker: str | None, listed: bool) -> list[dict[str, Any]]:
+    """Messages with all contents as lists of parts, or as strings with markers. Raises ApiError for media without a marker."""
     made = []
     for message in messages:
         content = message["content"]
         if marker is None and not isinstance(content, str):
-            raise ApiError(400, "image_url: this model reads text alone", param="messages")
+            raise ApiError(400, "messages: this model reads text alone", param="messages")
         if isinstance(content, str) and marker is not None and listed:
             content = [{"type": "text", "text": content}]
         elif not isinstance(content, str) and not listed:
@@ -149,14 +153,14 @@ def render_request(
     body: Any,
     tools: ToolUse | None = None,
     effort: str | None = None,
-    pictures: Sequence[Any] | None = None,
+    given: Mapping[str, list[Any]] | None = None,
 ) -> dict[str, Any]:
     """The prompt that a body asks for, as the engine takes it: text, token ids, and the media in them. Raises ApiError or ValueError.
 
     Args:
         body: Has the fields of ChatTemplateFields.
         effort: For the template's variable ``reasoning_effort``; None for none.
-        pictures: Those of the messages, in their order; None if there can be none.
+        given: The media of the messages by modality, in their order; None if there can be none.
     """
     limit = state.llm.config.scheduler.max_model_len
     if len(body.messages) > limit:
@@ -182,16 +186,17 @@ def render_request(
         tools=tools,
         form=form,
         marker=None if media is None else media.rules.marker,
+        modality="image" if media is None else media.spec.modality,
         add_generation_prompt=body.add_generation_prompt and not goes_on,
         continue_final_message=goes_on,
     )
     encode = partial(engine.tokenizer.encode, add_special_tokens=bool(body.add_special_tokens))
     engine.input_processor.check_characters(text)  # the template has written bos and the like as text
-    if media is None or not any(message.images for message in body.messages):
+    if media is None or not any(message.media for message in body.messages):
         return {"prompt": text, "prompt_token_ids": list(encode(text))}
-    if pictures is None:
-        raise ApiError(400, "image_url: pictures are not supported here", param="messages")
-    items = media.load({"image": pictures})
+    if given is None:
+        raise ApiError(400, "messages: pictures and clips are not supported here", param="messages")
+    items = media.load(given)
     expanded = media.expand(text, items)
     engine.input_processor.check_characters(expanded)
     token_ids = list(encode(expanded))
@@ -261,31 +266,54 @@ def _chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: 
     )
 
 
-def fetch_pictures(body: ChatCompletionRequest, state: ServerState) -> list[Any]:
-    """The pictures of a request, in the order of its messages. Raises ApiError that names the part."""
-    urls = [(f"messages[{i}]", url) for i, message in enumerate(body.messages) for url in message.images]
-    media, left = state.llm.llm_engine.input_processor.media, state.options.max_image_pixels
-    if not urls:
-        return []
-    if media is None:
-        raise ApiError(400, "image_url: this model reads text alone", param="messages")
-    if len(urls) > media.limits.get("image", len(urls)):
-        allowed = media.limits["image"]
-        raise ApiError(400, f"image_url: {len(urls)} pictures; at most {allowed} are allowed", param="messages")
-    pictures = []
-    for place, url in urls:
+def fetch_media(body: ChatCompletionRequest, state: ServerState) -> dict[str, list[Any]]:
+    """The pictures and clips of a request by modality, in the order of its messages. Raises ApiError that names the part."""
+    parts = [(f"messages[{i}]", part) for i, message in enumerate(body.messages) for part in message.media]
+    media, left, found = (
+        state.llm.llm_engine.input_processor.media,
+        state.options.max_image_pixels,
+        dict[str, list[Any]](),
+    )
+    if parts and media is None:
+        raise ApiError(400, f"{parts[0][1].type}: this model reads text alone", param="messages")
+    for kind, most in (media.limits if media is not None else {}).items():
+        if (count := sum(part.modality == kind for _, part in parts)) > most:
+            raise ApiError(400, f"messages: {count} {kind}s; at most {most} are allowed", param="messages")
+    for place, part in parts:
         try:
-            pictures.append(decode_image(state.connector.fetch(url), left))
-        except MediaError as error:
-            raise ApiError(400, f"{place}: image_url: {error}", param=place, code="invalid_image") from error
-        left -= math.prod(pictures[-1].size)
-    return pictures
+            value = _read_part(part, state, left)
+        except (MediaError, ValueError) as error:
+            code = f"invalid_{part.modality}"
+            raise ApiError(400, f"{place}: {part.type}: {error}", param=place, code=code) from error
+        if part.image_url is not None:
+            left -= math.prod(value.size)
+        found.setdefault(part.modality or "", []).append(value)
+    return found
+
+
+def _read_part(part: ContentPart, state: ServerState, max_pixels: int) -> Any:
+    """A picture, a clip or embeddings. Raises ValueError."""
+    if part.image_url is not None:
+        return decode_image(state.connector.fetch(part.image_url.url), max_pixels)
+    if part.input_audio is not None:
+        if part.input_audio.format != "wav":
+            raise MediaError(f"format={part.input_audio.format!r} is not supported, 'wav' is")
+        return decode_wav(state.connector.fetch(f"data:audio/wav;base64,{part.input_audio.data}"))
+    if not state.llm.config.args.enable_mm_embeds:
+        raise MediaError("not allowed here (--enable-mm-embeds allows them)")
+    if part.image_embeds is None or isinstance(part.image_embeds, str):
+        return decode_tensor(part.image_embeds or "", "the tensor")
+    texts = {name: text for name, text in vars(part.image_embeds).items() if text is not None}
+    return {name: decode_tensor(text, name) for name, text in texts.items()}
 
 
 def plan_chat(
-    body: ChatCompletionRequest, state: ServerState, fields: dict[str, Any], pictures: Sequence[Any] = ()
+    body: ChatCompletionRequest,
+    state: ServerState,
+    fields: dict[str, Any],
+    media: Mapping[str, list[Any]] | None = None,
 ) -> ChatPlan:
-    """Check a body and make its prompt. ``fields``: of `plan_fields`. Raises ApiError, or what is wrong with a parameter."""
+    """Check a body and make its prompt. ``fields``: of `plan_fields`; ``media``: see `fetch_media`. Raises ApiError, or what is wrong with a parameter."""
     tokenizer, defaults = state.llm.get_tokenizer(), state.llm.get_default_sampling_params()
     use, reasoner = tool_use(body, state.parsers), state.parsers.reasoning_parser
     for function in use.functions if use is not None else ():
@@ -293,7 +321,7 @@ def plan_chat(
     check_limits(body.structure() or {})
     _chat_params(body, defaults)  # what is wrong with it is said before what is wrong with the messages
     effort = None if body.reasoning_effort == "none" else body.reasoning_effort
-    prompt = render_request(state, body, use, effort, pictures)
+    prompt = render_request(state, body, use, effort, media)
     reasoning = None if reasoner is None else partial(reasoner, prompt["prompt"])
     form = structure(body.structure(), use, None if reasoning is None else reasoning(), tokenizer)
     more: dict[str, Any] = {"structured_outputs": form}
@@ -424,12 +452,12 @@ def _join(first: CompletionOutput | None, second: CompletionOutput) -> Completio
 
 
 async def _plan(body: ChatCompletionRequest, state: ServerState, request: Request) -> ChatPlan:
-    """`plan_chat`, after the pictures have been fetched."""
-    pictures: list[Any] = []
-    if any(message.images for message in body.messages):  # in another thread than tokenizing, which others wait for
-        pictures = await asyncio.to_thread(fetch_pictures, body, state)
+    """`plan_chat`, after pictures and clips have been fetched."""
+    media: dict[str, list[Any]] = {}
+    if any(message.media for message in body.messages):  # in another thread than tokenizing, which others wait for
+        media = await asyncio.to_thread(fetch_media, body, state)
     fields = partial(plan_fields, body, state, request, "chatcmpl")
-    return await state.llm.run_input(lambda: plan_chat(body, state, fields(), pictures))
+    return await state.llm.run_input(lambda: plan_chat(body, state, fields(), media))
 
 
 def chat_router(state: ServerState) -> APIRouter:

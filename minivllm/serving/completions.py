@@ -10,6 +10,7 @@ from fastapi.responses import Response
 
 from minivllm.engine.detokenizer import DetokenizerFactory
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
+from minivllm.multimodal.inputs import decode_tensor
 from minivllm.sampling.grammar import check_limits
 from minivllm.sampling.params import SamplingParams
 from minivllm.serving.errors import ApiError
@@ -177,14 +178,35 @@ def _completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> Sam
     )
 
 
+def _read_embeds(body: CompletionRequest, texts: Sequence[str], state: ServerState) -> list[dict[str, Any]]:
+    """Prompts of embeddings as the engine takes them. Raises ApiError."""
+    if not state.llm.config.args.enable_prompt_embeds:
+        message = "prompt_embeds are not allowed here (--enable-prompt-embeds allows them)"
+        raise ApiError(400, message, param="prompt_embeds")
+    if body.echo:
+        raise ApiError(400, "echo: a prompt of prompt_embeds has no text", param="echo")
+    salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+    try:
+        return [{"prompt_embeds": decode_tensor(text, f"prompt_embeds[{i}]")} | salt for i, text in enumerate(texts)]
+    except ValueError as error:
+        raise ApiError(400, str(error), param="prompt_embeds") from error
+
+
 async def _plan_completion(body: CompletionRequest, request: Request, state: ServerState) -> Plan:
     """Check a body and make its prompts. Raises ApiError or what `SamplingParams` raises."""
     fields = plan_fields(body, state, request, "cmpl")
     params = _completion_params(body, state.llm.get_default_sampling_params())
-    prompts = body.prompts()
-    if not prompts:
-        raise ApiError(400, "prompt: an empty list; give at least one prompt", param="prompt")
-    return Plan(**fields, prompts=await engine_prompts(body, prompts, state), params=params, cut_max_tokens=False)
+    prompts, embeds = body.prompts(), body.embeds()
+    if not prompts and not embeds:
+        raise ApiError(400, "prompt: there is none; give at least one prompt", param="prompt")
+    state.check_room((len(embeds) + len(prompts)) * body.n)
+    made = await state.llm.run_input(lambda: _read_embeds(body, embeds, state)) if embeds else []
+    return Plan(
+        **fields,
+        prompts=made + await engine_prompts(body, prompts, state),
+        params=params,
+        cut_max_tokens=False,
+    )
 
 
 def completions_router(state: ServerState) -> APIRouter:

@@ -13,8 +13,9 @@ from minivllm.sampling.params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "HINTS", "MAX_ANSWERS", "MAX_PARTS", "ApiModel", "ChatCompletionRequest", "ChatMessage",
-    "ChatTemplateFields", "CompletionRequest", "DetokenizeRequest", "ImageURL", "Int64", "RequestFields",
-    "RequestId", "SamplingFields", "TokenizeRequest", "ToolFields", "as_list", "check_count", "log_no_effect",
+    "ChatTemplateFields", "CompletionRequest", "DetokenizeRequest", "ImageEmbeds", "ImageURL", "InputAudio",
+    "Int64", "RequestFields", "RequestId", "SamplingFields", "TokenizeRequest", "ToolFields", "as_list",
+    "check_count", "log_no_effect",
 ]  # fmt: skip
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -227,11 +228,11 @@ class CompletionRequest(SamplingFields):
     no_effect: ClassVar = {**HINTS, "store": "nothing is stored here", "metadata": "nothing is stored here"}
     unsupported: ClassVar = {
         "suffix": (("",), "the models served here complete at the end of a text, they do not fill in"),
-        "prompt_embeds": ((), "not implemented"),
         "lora_request": ((), "name the adapter as the model"),
     }
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    prompt_embeds: str | list[str] | None = None
     best_of: Annotated[int, Field(le=128)] | None = None
     echo: bool = False
     logprobs: Int64 | None = None
@@ -240,8 +241,12 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids."""
-        return as_list(self.prompt)
+        """The prompts, each a text or token ids. None, or beside embeddings an empty text, is none."""
+        return [] if self.prompt is None or (not self.prompt and self.prompt_embeds) else as_list(self.prompt)
+
+    def embeds(self) -> list[str]:
+        """The prompts of embeddings, see `decode_tensor`. They come before the others."""
+        return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds or []
 
 
 def as_list(prompt: Any) -> list[Any]:
@@ -255,22 +260,40 @@ class ImageURL(ApiModel):
     url: str
 
 
+class InputAudio(ApiModel):
+    data: str
+    format: Literal["wav", "mp3"]
+
+
+class ImageEmbeds(ApiModel):
+    """Tensors in base64, see `decode_tensor`."""
+
+    image_embeds: str
+    image_grid_thw: str | None = None
+
+
 class ContentPart(ApiModel):
     no_effect: ClassVar = {
         "cache_control": "the prefix cache finds equal prefixes by itself",
         "annotations": "the model is not shown them",
     }
 
-    unsupported: ClassVar = {"input_audio": ((), "the models served here read text and pictures")}
-
-    type: Literal["text", "refusal", "image_url"]
+    type: Literal["text", "refusal", "image_url", "image_embeds", "input_audio"]
     text: str | None = None
     refusal: str | None = None
     image_url: ImageURL | None = None
+    image_embeds: str | ImageEmbeds | None = None
+    input_audio: InputAudio | None = None
+
+    @property
+    def modality(self) -> str | None:
+        """Of what it holds besides text, or None."""
+        return {"image_url": "image", "image_embeds": "image", "input_audio": "audio"}.get(self.type)
 
     @model_validator(mode="after")
     def _one_text(self) -> "ContentPart":
-        given = [name for name in ("text", "refusal", "image_url") if getattr(self, name) is not None]
+        names = ("text", "refusal", "image_url", "image_embeds", "input_audio")
+        given = [name for name in names if getattr(self, name) is not None]
         if given != [self.type]:
             raise ValueError(f"a part of type {self.type!r} has the field {self.type!r} and no other")
         return self
@@ -335,17 +358,17 @@ class ChatMessage(ApiModel):
         return self
 
     @property
-    def images(self) -> list[str]:
-        """URLs of the pictures, in their order."""
+    def media(self) -> list[ContentPart]:
+        """The pictures and clips, in their order."""
         parts = self.content if isinstance(self.content, list) else []
-        return [part.image_url.url for part in parts if part.image_url is not None]
+        return [part for part in parts if part.modality is not None]
 
     def for_template(self) -> dict[str, Any]:
-        """The dict that chat templates expect: one string (with pictures, a list of parts), arguments as objects, developer a system role, nothing absent."""
+        """The dict that chat templates expect: one string (with media, a list of parts), arguments as objects, developer a system role, nothing absent."""
         content: Any = self.content
-        if self.images:
+        if self.media:
             content = [
-                {"type": "image"} if part.image_url else {"type": "text", "text": part.text or part.refusal or ""}
+                {"type": part.modality} if part.modality else {"type": "text", "text": part.text or part.refusal or ""}
                 for part in self.content or ()
                 if not isinstance(part, str)
             ]

@@ -7,24 +7,15 @@ from typing import Any
 
 from minivllm.core.plugins import load_plugins
 
-_HOMES = {
-    "BlockMap": "minivllm.viz.block_map",
-    "Compare": "minivllm.viz.compare",
-    "Dashboard": "minivllm.viz.dashboard",
-    "EngineMonitor": "minivllm.viz.monitor",
-    "Page": "minivllm.viz.page",
-    "Predict": "minivllm.viz.predict",
-    "PrefixTree": "minivllm.viz.prefix_tree",
-    "SamplerExplorer": "minivllm.viz.sampler_explorer",
-    "Timeline": "minivllm.viz.timeline",
-    "View": "minivllm.viz.view",
-    "Waste": "minivllm.viz.waste",
-    "plot_drafts": "minivllm.viz.drafts",
-    "plot_experts": "minivllm.viz.experts",
-    "show": "minivllm.viz.page",
-}
+_VIEWS = {
+    "BlockMap": "block_map", "Compare": "compare", "Dashboard": "dashboard", "EngineMonitor": "monitor",
+    "Page": "page", "Predict": "predict", "PrefixTree": "prefix_tree", "SamplerExplorer": "sampler_explorer",
+    "Timeline": "timeline", "View": "view", "Waste": "waste",
+}  # fmt: skip
+_FUNCTIONS = {"plot_drafts": "drafts", "plot_experts": "experts", "show": "page"}
+_HOMES = {name: f"minivllm.viz.{module}" for name, module in {**_VIEWS, **_FUNCTIONS}.items()}
 
-__all__ = [name for name in ("register_view", *_HOMES) if name not in ("plot_drafts", "plot_experts", "show")]
+__all__ = [name for name in ("register_view", *_VIEWS)]
 
 
 def register_view(name: str, home: str) -> None:

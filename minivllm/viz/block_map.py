@@ -31,24 +31,15 @@ if TYPE_CHECKING:
 HASH_BYTES = 3  # of a content hash that travel, to be read by people
 STATUSES = ("WAITING", "RUNNING", "PREEMPTED", "SWAPPED")
 MODES = ("recompute", "swap")
-WIRE = {  # the events that travel, and their fields
-    "add": ("request",),
-    "admit": SCHEMA["admit"],
-    "alloc": SCHEMA["alloc"],
-    "hit": SCHEMA["hit"],
+_WHOLE = (
+    "admit", "alloc", "hit", "uncache", "skip", "free", "preempt", "swap_out", "free_cpu", "schedule", "rollback",
+    "reset",
+)  # fmt: skip
+_IN_PART = {
+    "add": ("request",), "evict": ("block",), "finish": ("request", "reason"),
     "cache": ("request", "group", "positions"),  # with blocks and hashes
-    "uncache": SCHEMA["uncache"],
-    "skip": SCHEMA["skip"],
-    "free": SCHEMA["free"],
-    "evict": ("block",),
-    "preempt": SCHEMA["preempt"],
-    "swap_out": SCHEMA["swap_out"],
-    "free_cpu": SCHEMA["free_cpu"],
-    "schedule": SCHEMA["schedule"],
-    "rollback": SCHEMA["rollback"],
-    "finish": ("request", "reason"),
-    "reset": (),
-}
+}  # fmt: skip
+WIRE = {kind: SCHEMA[kind] for kind in _WHOLE} | _IN_PART  # the events that travel, and their fields
 
 
 class _Numbers:
@@ -95,14 +86,17 @@ class BlockStream(FoldReader):
         self.origins: list[list[int]] = []
         self.chunks: list[tuple[int, list[int]]] = []
         self.used: list[int] = []
-        self._coders = {
-            kind: [getattr(self, f"_write_{field}", _plain(1 + SCHEMA[kind].index(field))) for field in fields]
-            for kind, fields in WIRE.items()
-        }
+        numbered = {"needed_by": self.requests, "mode": MODES.index, "chosen_by": self.strings, "reason": self.strings}
+
+        def coder(field: str) -> Callable[[Any], list[int]]:
+            if (number := numbered.get(field)) is not None:
+                return lambda event: [number(getattr(event, field))]
+            return getattr(self, f"_write_{field}", lambda event: [getattr(event, field)])
+
+        self._coders = {kind: [coder(field) for field in fields] for kind, fields in WIRE.items()}
         now = self.fold.now
-        self.touched = {
-            block for block, (count, name) in enumerate(zip(now.ref_cnt, now.hashes, strict=True)) if count or name
-        }
+        known = enumerate(zip(now.ref_cnt, now.hashes, strict=True))
+        self.touched = {block for block, (count, name) in known if count or name}
         for request in now.requests:
             self.requests(request)
         for name in now.hashes:
@@ -175,18 +169,6 @@ class BlockStream(FoldReader):
                 self._filled.pop((number, group), None)
         return [number - last]
 
-    def _write_needed_by(self, event: Any) -> list[int]:
-        return [self.requests(event.needed_by)]
-
-    def _write_mode(self, event: Any) -> list[int]:
-        return [MODES.index(event.mode)]
-
-    def _write_chosen_by(self, event: Any) -> list[int]:
-        return [self.strings(event.chosen_by)]
-
-    def _write_reason(self, event: Any) -> list[int]:
-        return [self.strings(event.reason)]
-
     def _write_blocks(self, event: Any) -> list[int]:
         expected: Iterable[int] = ()
         if event.kind == "alloc":
@@ -247,10 +229,6 @@ class BlockStream(FoldReader):
 
 
 _KIND = {kind: number for number, kind in enumerate(SCHEMA)}
-
-
-def _plain(i: int) -> Callable[[Event], list[int]]:
-    return lambda event: [event[i]]
 
 
 def request_tokens(trace: Trace) -> dict[str, list[int]]:
@@ -385,10 +363,8 @@ def group_names(trace: Trace) -> list[str]:
     groups, count = trace.header.groups, trace.header.num_groups
     if len(groups) != count:
         return ["KV cache group"] if count == 1 else [f"KV cache group {i}" for i in range(count)]
-    return [
-        f"group {i}: {_kind_of(group['spec'])}, {counted(len(group['layers']), 'layer')}"
-        for i, group in enumerate(groups)
-    ]
+    told = ((_kind_of(group["spec"]), counted(len(group["layers"]), "layer")) for group in groups)
+    return [f"group {i}: {kind}, {layers}" for i, (kind, layers) in enumerate(told)]
 
 
 def state_groups(trace: Trace) -> frozenset[int]:
@@ -444,12 +420,9 @@ _MARKS = {
 
 
 def draw_blocks(
-    axes: Axes,
-    state: State,
-    numbers: dict[str, int],
-    shown: Sequence[int] | None = None,
+    axes: Axes, state: State, numbers: dict[str, int], shown: Sequence[int] | None = None,
     states: frozenset[int] = frozenset(),
-) -> None:
+) -> None:  # fmt: skip
     """Draw a state's blocks as a grid: filled squares are in use, those with a hole are shared, outlines are cached, dots are free, a cross
     is the null block. `shown`: only these blocks. `states`: KV cache groups whose blocks hold states, drawn as discs.
     """

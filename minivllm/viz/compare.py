@@ -16,8 +16,8 @@ from minivllm.lab.comparison import Difference, first_difference
 from minivllm.lab.simulation import Run, trace_of
 from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
-from minivllm.viz.timeline import describe_lanes, draw_lanes, pack_lanes
-from minivllm.viz.timeline_data import TimelineData, timeline_data
+from minivllm.viz.timeline import Timeline, describe_lanes, draw_lanes, pack_lanes
+from minivllm.viz.timeline_data import TimelineData
 from minivllm.viz.view import TraceSource, View, most_eventful, open_trace, trace_key
 
 __all__ = ["Compare"]
@@ -90,13 +90,9 @@ class Compare(View):
     figure_size = (9.0, 6.0)
 
     def __init__(
-        self,
-        trace_a: TraceSource | Run,
-        trace_b: TraceSource | Run,
-        *,
-        names: tuple[str, str] | None = None,
-        match: str = "id",
-    ) -> None:
+        self, trace_a: TraceSource | Run, trace_b: TraceSource | Run, *,
+        names: tuple[str, str] | None = None, match: str = "id",
+    ) -> None:  # fmt: skip
         if match not in ("id", "order"):
             raise ValueError(f'match must be "id" or "order", got {match!r}')
         self.sources, self.match = tuple(trace_of(x) if isinstance(x, Run) else x for x in (trace_a, trace_b)), match
@@ -106,16 +102,13 @@ class Compare(View):
         self.names = tuple(names) if names else policies
         if len(self.names) != 2:
             raise ValueError(f"names must be two, got {len(self.names)}")
-        told = [
-            f"{name}: {problem}" for name, problem in zip(self.names, (problem_a, problem_b), strict=True) if problem
-        ]
-        self.problem = " ".join(told) or None
+        problems = zip(self.names, (problem_a, problem_b), strict=True)
+        self.problem = " ".join(f"{name}: {problem}" for name, problem in problems if problem) or None
 
     @cached_property
     def runs(self) -> tuple[TimelineData, TimelineData]:
         """Both runs, each request in the same row."""
-        a, b = (timeline_data(trace, trace.names()) for trace in (self.a, self.b))
-        return aligned(a, b, self._renamed)
+        return aligned(Timeline(self.a).lanes, Timeline(self.b).lanes, self._renamed)
 
     @cached_property
     def _renamed(self) -> dict[str, str]:

@@ -37,7 +37,9 @@ class Dashboard(View):
 
     def __init__(self, engine: Any, rate: float = 20.0, keep: int = 1200, source: str | None = None) -> None:
         self.source = source
-        self.monitor = EngineMonitor(engine, rate, keep, on_sample=self._send, on_end=self._send_end)
+        self.monitor = EngineMonitor(
+            engine, rate, keep, lambda sample: self._send(samples=[_row(sample)]), lambda why: self._send(ended=why)
+        )
 
     def start(self) -> Self:
         """Begin to look. Twice is no error."""
@@ -54,10 +56,6 @@ class Dashboard(View):
         made = View.widget.func(self)  # type: ignore[attr-defined]
         made.on_msg(self._answer)
         return made
-
-    @property
-    def _shown(self) -> Any:
-        return self.__dict__.get("widget")
 
     def __enter__(self) -> Self:
         return self.start()
@@ -80,13 +78,9 @@ class Dashboard(View):
             self.start()
         return View._repr_mimebundle_(self, include, exclude)
 
-    def _send(self, sample: Sample) -> None:
-        if (widget := self._shown) is not None:
-            widget.send({"samples": [_row(sample)]})
-
-    def _send_end(self, why: str) -> None:
-        if (widget := self._shown) is not None:
-            widget.send({"ended": why})
+    def _send(self, **message: Any) -> None:
+        if (widget := self.__dict__.get("widget")) is not None:
+            widget.send(message)
 
     def _answer(self, widget: Any, content: dict[str, Any], buffers: Any) -> None:
         widget.send(self.new_samples(int(content.get("more", -1))))

@@ -8,6 +8,7 @@ import numpy as np
 
 from minivllm.core.trace import Trace
 from minivllm.viz.palette import LIGHT
+from minivllm.viz.view import legend_above
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +55,7 @@ def _draw_places(ax: "Axes", table: Any) -> None:
             ax.bar(counts.index, counts[outcome], bottom=below, color=LIGHT[colour], label=outcome)
             below += counts[outcome].to_numpy()
     ax.set(xlabel="place in the draft", ylabel="draft tokens", xticks=counts.index)
-    ax.legend(frameon=False, fontsize="small", ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    legend_above(ax, 3)
 
 
 def _draw_one(ax: "Axes", table: Any, tokenizer: Any) -> None:
@@ -70,4 +71,4 @@ def _draw_one(ax: "Axes", table: Any, tokenizer: Any) -> None:
     ax.bar(x + 0.2, table.draft_prob.fillna(0), 0.38, color=LIGHT["muted"], label="q, proposer")
     ax.set_xticks(x, names, fontsize="small")
     ax.set(ylabel="probability", ylim=(0, 1.02))
-    ax.legend(frameon=False, fontsize="small", ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    legend_above(ax, 2)

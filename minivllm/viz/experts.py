@@ -26,9 +26,8 @@ def plot_experts(trace: Trace, layer: int | None = None, ax: Any = None) -> Any:
     layers = sorted(table.layer.unique())
     if not layers or (layer is not None and layer not in layers):
         known = ", ".join(map(str, layers)) or "none"
-        raise ValueError(
-            f"the trace has no experts{'' if layer is None else f' of layer {layer}'}; layers that have: {known}"
-        )
+        what = "experts" if layer is None else f"experts of layer {layer}"
+        raise ValueError(f"the trace has no {what}; layers that have: {known}")
     rows, columns, experts, others = ("layer", "expert", 1, 0) if layer is None else ("expert", "step", 0, 1)
     table = table if layer is None else table[table.layer == layer]
     counts = table.groupby([rows, columns]).num_tokens.sum().unstack(fill_value=0)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, NamedTuple, Self
 
 
@@ -95,18 +96,16 @@ class EngineMonitor:
     """
 
     def __init__(
-        self,
-        engine: Any,
-        rate: float = 20.0,
-        keep: int = 1200,
-        on_sample: Callable[[Sample], None] | None = None,
-        on_end: Callable[[str], None] | None = None,
-    ) -> None:
+        self, engine: Any, rate: float = 20.0, keep: int = 1200,
+        on_sample: Callable[[Sample], None] = lambda sample: None, on_end: Callable[[str], None] = lambda why: None,
+    ) -> None:  # fmt: skip
         if not 0 < rate <= 100:
             raise ValueError(f"rate must be in (0, 100] looks a second, got {rate}")
         if keep < 2:
             raise ValueError(f"keep must be at least 2 samples, got {keep}")
-        self._engine = _engine_of(engine)
+        self._engine = getattr(engine, "llm_engine", engine)
+        if not hasattr(self._engine, "get_metrics"):
+            raise TypeError(f"a monitor needs an LLM, LLMEngine or AsyncLLM, got {type(engine).__name__}")
         self.rate, self.on_sample, self.on_end = rate, on_sample, on_end
         self.samples: deque[Sample] = deque(maxlen=keep)
         self.ended: str | None = None
@@ -144,16 +143,15 @@ class EngineMonitor:
     def _run(self) -> None:
         due = time.monotonic()
         try:
-            while not (self._stop.is_set() or _is_closed(self._engine)):
-                self._tell(self.look())
+            while not (self._stop.is_set() or getattr(self._engine, "_closed", False)):
+                self.on_sample(self.look())
                 due = max(due + 1 / self.rate, time.monotonic())
                 if self._stop.wait(due - time.monotonic()):
-                    self._tell(self.look())  # how it was at the end
+                    self.on_sample(self.look())  # how it was at the end
             self.ended = "stopped" if self._stop.is_set() else "the engine was closed"
         except Exception as error:  # noqa: BLE001 - whatever it is: a monitor must not take the engine with it
             self.ended = f"{type(error).__name__}: {error}"
-        if self.on_end is not None:
-            self.on_end(self.ended)
+        self.on_end(self.ended)
 
     def look(self) -> Sample:
         """Look once, now, and remember the sample."""
@@ -165,48 +163,22 @@ class EngineMonitor:
         first = self._first = self._first or now
         self._window.add(now)
         queries = now.queries - first.queries
+        hit_rate = (now.hits - first.hits) / queries if queries else None
+        number = self.samples[-1].number + 1 if self.samples else 0
         sample = Sample(
-            number=self.samples[-1].number + 1 if self.samples else 0,
-            time=now.time - first.time,
-            running=running,
-            waiting=waiting,
-            kv_usage=metrics["kv_cache_usage_perc"],
-            hit_rate=(now.hits - first.hits) / queries if queries else None,
-            tokens_per_second=self._window.tokens_per_second,
-            step_seconds=self._window.step_seconds,
-            steps=now.steps - first.steps,
-            preemptions=now.preemptions - first.preemptions,
-        )
+            number, now.time - first.time, running, waiting, metrics["kv_cache_usage_perc"], hit_rate,
+            self._window.tokens_per_second, self._window.step_seconds, now.steps - first.steps,
+            now.preemptions - first.preemptions,
+        )  # fmt: skip
         self.samples.append(sample)
         return sample
 
-    def _tell(self, sample: Sample) -> None:
-        if self.on_sample is not None:
-            self.on_sample(sample)
-
     def since(self, number: int) -> list[Sample]:
         """The remembered samples after the one with this number, oldest first."""
-        new: list[Sample] = []
-        for sample in reversed(self.samples.copy()):
-            if sample.number <= number:
-                break
-            new.append(sample)
-        return new[::-1]
+        return list(takewhile(lambda sample: sample.number > number, reversed(self.samples.copy())))[::-1]
 
     def to_pandas(self) -> Any:
         """The remembered samples as a DataFrame, a row each."""
         import pandas as pd
 
         return pd.DataFrame(self.samples.copy(), columns=Sample._fields).set_index("number")
-
-
-def _engine_of(given: Any) -> Any:
-    """The `LLMEngine` in it."""
-    engine = getattr(given, "llm_engine", given)
-    if not hasattr(engine, "get_metrics"):
-        raise TypeError(f"a monitor needs an LLM, LLMEngine or AsyncLLM, got {type(given).__name__}")
-    return engine
-
-
-def _is_closed(engine: Any) -> bool:
-    return bool(getattr(engine, "_closed", False))

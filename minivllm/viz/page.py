@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.trace import Trace
 from minivllm.viz.block_map import BlockMap
 from minivllm.viz.compare import Compare
 from minivllm.viz.payload import Payload
@@ -57,10 +56,8 @@ class Page(View):
             headers.append(part.full_header(offset))
             offset += len(part.bytes())
             whole.extend(part)
-        whole.header = {
-            "views": headers,
-            "trace": _leading([header["trace"] for header in headers if header.get("trace")]),
-        }
+        traces = [header["trace"] for header in headers if header.get("trace")]
+        whole.header = {"views": headers, "trace": _leading(traces)}
         return whole
 
     def describe(self) -> str:
@@ -110,13 +107,16 @@ def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, ot
             title += f" and {Path(other).name if isinstance(other, str | Path) else 'another run'}"
     if problem:
         return Message(title, problem)
-    views = [BlockMap(opened, tokenizer), Timeline(opened, tokenizer), PrefixTree(opened, tokenizer), Waste(opened)]
-    return Page(views if other is None else [_compare(opened, other, (trace, other)), *views], title)
-
-
-def _compare(trace: Trace, other: TraceSource, sources: tuple[TraceSource, TraceSource]) -> View:
-    named = all(isinstance(source, str | Path) for source in sources)
-    return Compare(trace, other, names=(str(sources[0]), str(sources[1])) if named else None)
+    views: list[View] = [
+        BlockMap(opened, tokenizer),
+        Timeline(opened, tokenizer),
+        PrefixTree(opened, tokenizer),
+        Waste(opened),
+    ]
+    if other is not None:
+        named = isinstance(trace, str | Path) and isinstance(other, str | Path)
+        views.insert(0, Compare(opened, other, names=(str(trace), str(other)) if named else None))
+    return Page(views, title)
 
 
 class Message(View):

@@ -42,7 +42,6 @@ def style_sheet() -> str:
     rules = []
     for theme, colours in (("light", LIGHT), ("dark", DARK)):
         body = " ".join(f"--mv-{name}: {value};" for name, value in colours.items())
-        rules.append(
-            f'[data-theme="{theme}"].mv-card, [data-theme="{theme}"].mv-page {{ color-scheme: {theme}; {body} }}'
-        )
+        card, page = (f'[data-theme="{theme}"].mv-{kind}' for kind in ("card", "page"))
+        rules.append(f"{card}, {page} {{ color-scheme: {theme}; {body} }}")
     return "\n".join(rules) + "\n"

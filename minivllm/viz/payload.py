@@ -50,9 +50,7 @@ class Payload:
         self._counts: list[int] = []
 
     def __repr__(self) -> str:
-        return (
-            f"Payload({len(self.json())} bytes of header, {len(self.parts)} parts, {sum(map(len, self.parts))} bytes)"
-        )
+        return f"Payload({len(self.json())} bytes of header, {len(self.parts)} parts, {len(self.bytes())} bytes)"
 
     def _append(self, raw: bytes, count: int) -> int:
         self.parts.append(zlib.compress(raw, 9))
@@ -95,8 +93,5 @@ class Payload:
 
     def json(self) -> str:
         """The full header as JSON that may stand inside a script element."""
-        return (
-            json.dumps(self.full_header(), separators=(",", ":"), ensure_ascii=False)
-            .replace("</", "<\\/")
-            .replace("<!--", "<\\u0021--")
-        )
+        text = json.dumps(self.full_header(), separators=(",", ":"), ensure_ascii=False)
+        return text.replace("</", "<\\/").replace("<!--", "<\\u0021--")

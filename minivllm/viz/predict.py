@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from minivllm.core.events import Fold, FoldReader, State, read
 from minivllm.core.trace import Trace
 from minivllm.viz.payload import Payload
-from minivllm.viz.view import TraceSource, TraceView
+from minivllm.viz.view import TraceSource, TraceView, counted
 
 __all__ = ["KINDS", "Predict", "questions"]
 
@@ -61,57 +61,39 @@ def _preempted(request: str, mode: str, needed_by: str, chosen_by: str, state: S
     if len(state.running) < 2:
         return None
     what = "its blocks are copied out" if mode == "swap" else "it loses its blocks and will compute them again"
-    return Question(
-        "preempted",
-        step,
-        tuple(_state_lines(state)),
-        f"{needed_by} needs a block and none is free. Who is preempted?",
-        tuple(state.running),
-        state.running.index(request),
-        f"{request} is preempted, chosen by {chosen_by}; {what}."
-        + (" FCFS takes whoever was admitted last." if chosen_by == "FCFS" else ""),
-    )
+    why = " FCFS takes the request that was admitted last." if chosen_by == "FCFS" else ""
+    text = f"{needed_by} needs a block and none is free. Who is preempted?"
+    because = f"{request} is preempted, chosen by {chosen_by}; {what}.{why}"
+    options = tuple(state.running)
+    return Question("preempted", step, tuple(_state_lines(state)), text, options, options.index(request), because)
 
 
 def _evicted(policy: str, block: int, fold: Fold, step: int) -> Question | None:
     cached = [b for b in fold.free_blocks if fold.now.hashes[b] is not None]
     if len(cached) < 3 or block not in cached:
         return None
-    options = [block, *(b for b in (cached[0], cached[len(cached) // 2], cached[-1]) if b != block)][:4]
-    options.sort()
+    options = sorted({block, cached[0], cached[len(cached) // 2], cached[-1]})
     order = " ".join(map(str, cached[:12])) + (" …" if len(cached) > 12 else "")
-    front = (
-        "It is at the front: of all free blocks with content it was given back longest ago."
-        if block == cached[0]
-        else (f"The policy {policy} chose it, though it is not at the front.")
-    )
-    return Question(
-        "evicted",
-        step,
-        (f"Every free block holds something that could be reused. The free list, front first: {order}",),
-        "A request needs a new block. Whose content is given up?",
-        tuple(f"block {b}" for b in options),
-        options.index(block),
-        f"{front} A leaf is given back before its prefix, so what is shared most lives longest.",
-    )
+    front = f"The policy {policy} chose it, though it is not at the front."
+    if block == cached[0]:
+        front = "It is at the front: of all free blocks with content it was given back longest ago."
+    situation = f"Every free block holds something that could be reused. The free list, front first: {order}"
+    because = f"{front} A leaf is given back before its prefix, so what is shared most lives longest."
+    text, names = "A request needs a new block. Whose content is given up?", tuple(f"block {b}" for b in options)
+    return Question("evicted", step, (situation,), text, names, options.index(block), because)
 
 
 def _steps(budget: int, request: str, first: int, pieces: list[int]) -> Question | None:
     if len(pieces) < 2:
         return None
     options = sorted({len(pieces) - 1, len(pieces), len(pieces) + 1, sum(pieces)})
-    return Question(
-        "steps",
-        first,
-        (
-            f"{request} is admitted with {sum(pieces)} prompt tokens to compute.",
-            f"A step has {budget} tokens for all requests together, and those that run already come first.",
-        ),
-        "In how many steps is its prompt computed?",
-        tuple(f"{n} step{'s' * (n != 1)}" for n in options),
-        options.index(len(pieces)),
-        f"it went in pieces of {', '.join(map(str, pieces))}: what the others left of the budget.",
+    situation = (
+        f"{request} is admitted with {sum(pieces)} prompt tokens to compute.",
+        f"A step has {budget} tokens for all requests together, and those that run already come first.",
     )
+    text, names = "In how many steps is its prompt computed?", tuple(counted(n, "step") for n in options)
+    because = f"it went in pieces of {', '.join(map(str, pieces))}: what the others left of the budget."
+    return Question("steps", first, situation, text, names, options.index(len(pieces)), because)
 
 
 class _Asker(FoldReader):
@@ -194,22 +176,15 @@ class Predict(TraceView):
 
     def describe(self) -> str:
         kinds = [f"{sum(q.kind == kind for q in self.questions)} {kind}" for kind in KINDS]
-        lines = [
-            f"{len(self.questions)} questions about this run ({', '.join(kinds)}). view.questions holds them, and view.questions[0].grade(choice) judges."
-        ]
-        for i, question in enumerate(self.questions):
-            lines.append(f"{i}. before step {question.step}: {question.text} {' / '.join(question.options)}")
-        return "\n".join(lines)
+        head = f"{len(self.questions)} questions about this run ({', '.join(kinds)}). "
+        head += "view.questions holds them, and view.questions[0].grade(choice) judges."
+        asked = enumerate(self.questions)
+        return "\n".join([head, *(f"{i}. before step {q.step}: {q.text} {' / '.join(q.options)}" for i, q in asked)])
 
     def draw(self, axes: Axes) -> None:
         """Where in the run the questions are."""
         for row, kind in enumerate(KINDS):
             at = [q.step for q in self.questions if q.kind == kind]
             axes.plot(at, [row] * len(at), "o")
-        axes.set(
-            yticks=range(len(KINDS)),
-            yticklabels=KINDS,
-            xlabel="step",
-            xlim=(0, self.trace.num_steps),
-            ylim=(-0.5, len(KINDS) - 0.5),
-        )
+        axes.set_yticks(range(len(KINDS)), KINDS)
+        axes.set(xlabel="step", xlim=(0, self.trace.num_steps), ylim=(-0.5, len(KINDS) - 0.5))

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.core.events import FoldReader, read
+from minivllm.core.events import FoldReader
 from minivllm.core.prefix import hash_block
-from minivllm.core.trace import Trace
 from minivllm.viz.payload import Ints, as_rows
 
 CACHED, HIT, EVICTED, FORGOTTEN = range(4)
@@ -274,10 +273,3 @@ class TreeReader(FoldReader):
             self.ids, self.block_size, self.header.num_groups, self.step + 1, nodes[:, 0], nodes[:, 1], nodes[:, 2],
             self.name, tokens, as_rows(self.events, 5), as_rows(self.refs, 3), as_rows(self.queries, 3),
         )  # fmt: skip
-
-
-def prefix_tree_data(trace: Trace) -> PrefixTreeData:
-    """Read a trace once."""
-    reader = TreeReader()
-    read(trace, reader)
-    return reader.data()

@@ -13,7 +13,7 @@ import numpy as np
 from minivllm.viz.palette import LIGHT, owner_colour, tint
 from minivllm.viz.payload import Payload
 from minivllm.viz.prefix_data import EVICTED, HIT, KINDS, Ints, PrefixTreeData, TreeReader
-from minivllm.viz.view import MADE_UP, TraceView, counted
+from minivllm.viz.view import MADE_UP, TraceView, counted, legend_above
 
 __all__ = ["Branches", "PrefixTree", "branches", "draw_tree"]
 
@@ -67,14 +67,8 @@ def branches(tree: PrefixTreeData) -> Branches:
         stack += [(child, len(parents)) for child in order(children[node])]
         parents.append(parent)
         first.append(len(nodes))
-    order_ = np.array(nodes, np.int32)
-    starts = np.array(first, np.int32)
-    return Branches(
-        order_,
-        starts,
-        np.array(parents, np.int32),
-        hits[order_[starts[:-1]]].astype(np.int32) if parents else np.zeros(0, np.int32),
-    )
+    found = [hits[nodes[i]] for i in first[:-1]]
+    return Branches(*(np.array(numbers, np.int32) for numbers in (nodes, first, parents, found)))
 
 
 class PrefixTree(TraceView):
@@ -137,11 +131,8 @@ class PrefixTree(TraceView):
     def describe(self) -> str:
         tree = self.tree
         if not tree.num_nodes:
-            return (
-                "Prefix caching was off, so nothing was kept."
-                if not self._caching
-                else "No block was full long enough to be cached."
-            )
+            off = "Prefix caching was off, so nothing was kept."
+            return "No block was full long enough to be cached." if self._caching else off
         now, kinds = tree.at(tree.num_steps - 1), tree.events[:, 2]
         text = f"{counted(tree.num_nodes, 'different block')} cached in {counted(len(self.branches.parent), 'branch', 'branches')}; at the end {int(now.cached.sum())} are, "
         text += f"{int((now.refs > 0).sum())} of them in use. Found again: {counted(int((kinds == HIT).sum()), 'time')}. Lost: {counted(int((kinds >= EVICTED).sum()), 'time')}."
@@ -237,16 +228,12 @@ def draw_tree(ax: Axes, tree: PrefixTreeData, laid: Branches, step: int, text: A
     if left_out:
         words = f"and {counted(left_out, 'branch', 'branches')} more"
         ax.text(0, len(rows), words, va="center", fontsize=7.5, color=LIGHT["muted"])
-    ax.set(
-        xlim=(-0.3, max([*end_of.values(), 10]) * 1.5 + 8), ylim=(max(len(rows), 1) + (0.6 if left_out else -0.4), -0.7)
-    )
-    ax.set(yticks=[], xticks=[], xlabel=f"blocks of {tree.block_size} tokens, after step {step}")
+    ax.set(xlim=(-0.3, max([*end_of.values(), 10]) * 1.5 + 8), yticks=[], xticks=[])
+    ax.set(ylim=(max(len(rows), 1) + (0.6 if left_out else -0.4), -0.7))
+    ax.set_xlabel(f"blocks of {tree.block_size} tokens, after step {step}")
     ax.spines[:].set_visible(False)
-    legend = [Patch(label=k, linewidth=0.6, **_style(k, LIGHT["owner-0"])) for k in KINDS if k in seen]
-    if legend:
-        ax.legend(
-            handles=legend, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, fontsize="small", frameon=False,
-            borderaxespad=0.2,
-        )  # fmt: skip
-    if not rows:
+    if rows:
+        legend = [Patch(label=k, linewidth=0.6, **_style(k, LIGHT["owner-0"])) for k in KINDS if k in seen]
+        legend_above(ax, 4, handles=legend)
+    else:
         ax.text(0.5, 0.5, "nothing was cached", transform=ax.transAxes, ha="center", color=LIGHT["muted"])

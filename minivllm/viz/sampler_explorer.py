@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -130,18 +131,9 @@ class SamplerExplorer(View):
     figure_size = (7.0, 4.0)
 
     def __init__(
-        self,
-        source: Any,
-        prompt: Any = None,
-        params: Any = None,
-        *,
-        trace: Any = None,
-        request: Any = None,
-        step: int = 0,
-        tokenizer: Any = None,
-        grammar: Any = None,
-        precision: str = "float32",
-    ) -> None:
+        self, source: Any, prompt: Any = None, params: Any = None, *, trace: Any = None, request: Any = None,
+        step: int = 0, tokenizer: Any = None, grammar: Any = None, precision: str = "float32",
+    ) -> None:  # fmt: skip
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
         self.precision = precision
@@ -161,7 +153,7 @@ class SamplerExplorer(View):
         self.params = page_params(self.record)
         self.mask = grammar_mask(self.record, self.grammar)
         if precision == "float16":
-            self.record = _rounded(self.record)
+            self.record = replace(self.record, logits=self.record.logits.astype(np.float16).astype(np.float32))
 
     def _connect(self, llm: Any) -> None:
         """Take the tokenizer, grammar compiler and sampler of a model."""
@@ -172,8 +164,13 @@ class SamplerExplorer(View):
         check_stages(self.sampler)
 
     def build(self) -> Payload:
-        payload = Payload({"recorded": self.params, "subtitle": self._place(), "note": self._approximation()})
-        texts = {} if self.tokenizer is None else self._texts(named_tokens(self.record, self.mask))
+        note = (
+            "The logits are rounded to float16, to about one part in two thousand; all that is shown follows from them."
+        )
+        note = note if self.precision == "float16" else None
+        payload = Payload({"recorded": self.params, "subtitle": self._place(), "note": note})
+        named = () if self.tokenizer is None else named_tokens(self.record, self.mask)
+        texts = {token: self.tokenizer.decode([token]) for token in named}
         payload.header["token"] = {
             "precision": self.precision,
             "logits": payload.add_bytes(planes(self.record.logits.astype(self.precision))),
@@ -184,9 +181,6 @@ class SamplerExplorer(View):
         }
         return payload
 
-    def _texts(self, ids: Sequence[int]) -> dict[int, str]:
-        return {token: self.tokenizer.decode([token]) for token in ids}
-
     def _place(self) -> str:
         """Where the token stands: the end of the text before it."""
         before = [*self.record.prompt_token_ids, *self.record.output_token_ids]
@@ -196,11 +190,6 @@ class SamplerExplorer(View):
         text = " ".join(self.tokenizer.decode(before[-48:]).split())
         return f"{place}, after “{'…' if len(text) > 90 else ''}{text[-90:]}”"
 
-    def _approximation(self) -> str | None:
-        if self.precision == "float32":
-            return None
-        return "The logits are rounded to float16, to about one part in two thousand; all that is shown follows from the rounded ones."
-
     def explain(self, top: int = 5) -> pd.DataFrame:
         """The stages as a DataFrame: see `minivllm.sampling.sampler.Sampler.explain`."""
         return self.record.explain(self.sampler, grammar=self.grammar, tokenizer=self.tokenizer, top=top)
@@ -209,10 +198,9 @@ class SamplerExplorer(View):
         table = self.explain(top=1)
         stages, last = table.iloc[:-1], table.iloc[-1]
         lines = [self._place()]
-        lines += [
-            f"  {row.stage:18} {row.kept:>7} tokens, likeliest {row.tokens[0]!r} {row.probabilities[0]:.2%}"
-            for row in stages.itertuples()
-        ]
+        for row in stages.itertuples():
+            best = f"likeliest {row.tokens[0]!r} {row.probabilities[0]:.2%}"
+            lines.append(f"  {row.stage:18} {row.kept:>7} tokens, {best}")
         how = "the likeliest" if last.stage == "likeliest" else f"drawn with u = {last.u:.4f}"
         return "\n".join([*lines, f"  chosen: {last.tokens[0]!r}, {how}"])
 
@@ -264,9 +252,3 @@ def _recorded(trace: Any, request: Any, step: int) -> Any:
         known = f"samples of {', '.join(names[:5])}" if names else "no samples; record with record(samples=True)"
         raise KeyError(f"output token {step} of request {name!r} is not in this trace: it has {known}")
     return trace.samples[name, step]
-
-
-def _rounded(record: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(record, logits=record.logits.astype(np.float16).astype(np.float32))

@@ -11,18 +11,8 @@ import numpy as np
 
 from minivllm.viz.palette import DECODE_TINT, LIGHT, NUM_OWNER_COLOURS, owner_colour, tint
 from minivllm.viz.payload import Payload
-from minivllm.viz.timeline_data import (
-    DECODE,
-    FINISHES,
-    PREEMPTED,
-    PREFILL,
-    STALLED,
-    SWAPPED,
-    WAITING,
-    TimelineData,
-    TimelineReader,
-)
-from minivllm.viz.view import TraceView, counted
+from minivllm.viz.timeline_data import FINISHES, PREFILL, SWAPPED, TimelineData, TimelineReader
+from minivllm.viz.view import TraceView, counted, legend_above
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -140,15 +130,12 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds else "0 s"
 
 
-# Height of a bar, hatching, and how much is left of the request's colour: kinds are told apart without hue too.
-_STYLE: dict[int, tuple[str, float, float, dict[str, Any]]] = {
-    WAITING: ("waiting", 0.12, 0.0, {}),
-    PREEMPTED: ("preempted", 0.7, 1.0, {"hatch": "/////", "fill": False}),
-    SWAPPED: ("swapped out", 0.7, 1.0, {"hatch": "----", "fill": False}),
-    STALLED: ("running, no tokens", 0.42, 1.0, {"fill": False}),
-    PREFILL: ("prefill chunk", 0.86, 1.0, {}),
-    DECODE: ("decode", 0.42, DECODE_TINT, {}),
-}
+# For each of KINDS: height of a bar, how much is left of the request's colour, and the hatching of an empty bar: kinds
+# are told apart without hue too.
+_STYLE: tuple[tuple[str, float, float, str | None], ...] = (
+    ("waiting", 0.12, 0.0, None), ("preempted", 0.7, 1.0, "/////"), ("swapped out", 0.7, 1.0, "----"),
+    ("running, no tokens", 0.42, 1.0, ""), ("prefill chunk", 0.86, 1.0, None), ("decode", 0.42, DECODE_TINT, None),
+)  # fmt: skip
 _MARKS = {"stop": "o", "length": "s", "abort": "x", "error": "^"}
 
 
@@ -157,28 +144,26 @@ def _draw_kind(ax: Axes, d: TimelineData, kind: int, crowded: bool) -> None:
     from matplotlib.collections import PolyCollection
 
     mine = d.kind == kind
-    label, height, share, style = _STYLE[kind]
-    tall, style = (1.0, {}) if crowded else (height, style)
+    label, height, share, hatch = _STYLE[kind]
+    tall, hatch = (1.0, None) if crowded else (height, hatch)
     x0, x1, y = d.start[mine], d.end[mine], d.request[mine] + 0.5
     low, high = y - tall / 2, y + tall / 2
     corners = np.stack([np.stack([x0, x1, x1, x0], 1), np.stack([low, low, high, high], 1)], 2)
     tints = [tint(owner_colour(n), share) if share else LIGHT["waiting"] for n in range(NUM_OWNER_COLOURS)]
     colours = [tints[n % NUM_OWNER_COLOURS] for n in d.request[mine]]
-    empty = style.get("fill") is False
-    edge: Any = colours if empty else LIGHT["panel"] if kind == PREFILL and not crowded else "none"
-    faces: Any = "none" if empty else colours
-    ax.add_collection(
-        PolyCollection(
-            list(corners), facecolors=faces, edgecolors=edge, linewidths=0.6, hatch=style.get("hatch"), label=label
-        )
-    )
+    colouring: dict[str, Any] = {"facecolors": colours, "edgecolors": "none"}
+    if hatch is not None:
+        colouring = {"facecolors": "none", "edgecolors": colours, "hatch": hatch or None}
+    elif kind == PREFILL and not crowded:
+        colouring["edgecolors"] = LIGHT["panel"]
+    ax.add_collection(PolyCollection(list(corners), linewidths=0.6, label=label, **colouring))
 
 
 def draw_lanes(ax: Axes, d: TimelineData) -> None:
     """One row per request in its own colour, first come on top."""
     rows = max(1, len(d.request_ids))
     crowded = rows > 150
-    for kind in _STYLE:
+    for kind in range(len(_STYLE)):
         if (d.kind == kind).any():
             _draw_kind(ax, d, kind, crowded)
     if len(d.drafts) and not crowded:
@@ -202,10 +187,7 @@ def draw_lanes(ax: Axes, d: TimelineData) -> None:
     else:
         ax.set_ylabel("request")
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(
-            loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5, fontsize="small", frameon=False, handlelength=1.6,
-            columnspacing=1.4, borderaxespad=0.2,
-        )  # fmt: skip
+        legend_above(ax, 5, handlelength=1.6, columnspacing=1.4)
 
 
 def _draw_tokens(ax: Axes, d: TimelineData) -> None:

@@ -46,10 +46,8 @@ def open_trace(source: TraceSource) -> tuple[Trace, str | None]:
     if not isinstance(source, Trace):
         raise TypeError(f"a view shows a Trace or the path of a saved one, got {type(source).__name__}")
     if source.header.version != TRACE_VERSION:
-        return (
-            source,
-            f"This is a trace of version {source.header.version}; this program shows version {TRACE_VERSION}.",
-        )
+        version = source.header.version
+        return source, f"This is a trace of version {version}; this program shows version {TRACE_VERSION}."
     return source, None if source.num_steps else _why_empty(source)
 
 
@@ -69,13 +67,11 @@ def _contradiction(trace: Trace) -> str | None:
 def _why_empty(trace: Trace) -> str:
     added = sum(event[0] == "add" for event in trace.events)
     ended = sum(event[0] == "finish" for event in trace.events)
+    text = "Nothing happened while this trace was recorded"
     if added:
-        what = "was" if added == 1 else "were"
-        return (
-            f"No step was run while this trace was recorded: {added} request{'s' * (added != 1)} {what} added"
-            f"{f' and {ended} ended again' if ended else ''}. Run the engine inside `with llm.record() as trace:`."
-        )
-    return "Nothing happened while this trace was recorded. Run the engine inside `with llm.record() as trace:`."
+        what = f"{counted(added, 'request')} {'was' if added == 1 else 'were'} added"
+        text = f"No step was run while this trace was recorded: {what}{f' and {ended} ended again' if ended else ''}"
+    return f"{text}. Run the engine inside `with llm.record() as trace:`."
 
 
 def trace_note(trace: Trace) -> str | None:
@@ -252,9 +248,8 @@ class View:
             ValueError: the name does not end in .png, or there is nothing to draw.
         """
         if path is not None and Path(path).suffix.lower() != ".png":
-            raise ValueError(
-                f"to_png writes a .png, got {Path(path).name!r}; figure().savefig(...) writes other formats"
-            )
+            what = f"to_png writes a .png, got {Path(path).name!r}"
+            raise ValueError(f"{what}; figure().savefig(...) writes other formats")
         image = as_png(self.figure(), dpi)
         if path is not None:
             Path(path).write_bytes(image)
@@ -302,9 +297,8 @@ class View:
         return fragment(small, (), self.summary())
 
 
-_SHOWN: dict[
-    str, tuple[str, list[weakref.ref[View]]]
-] = {}  # by cell: the run of the cell that showed them, and the views
+# By cell: the run of the cell that showed them, and the views.
+_SHOWN: dict[str, tuple[str, list[weakref.ref[View]]]] = {}
 
 
 def _close_last_run(view: View) -> None:
@@ -336,6 +330,19 @@ def new_figure(size: tuple[float, float]) -> Figure:
             return as_png(self, self.dpi)
 
     return Figure(figsize=size, layout="constrained")
+
+
+def legend_above(axes: Axes, columns: int, **more: Any) -> None:
+    """A small legend above the axes, at their left."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        fontsize="small",
+        frameon=False,
+        borderaxespad=0.2,
+        **more,
+    )
 
 
 def as_png(figure: Figure, dpi: float) -> bytes:

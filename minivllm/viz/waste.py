@@ -15,7 +15,7 @@ import numpy.typing as npt
 from minivllm.lab.metrics import OccupancyReader
 from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
-from minivllm.viz.view import TraceSource, TraceView
+from minivllm.viz.view import TraceSource, TraceView, counted, legend_above
 
 __all__ = ["Waste"]
 
@@ -135,11 +135,8 @@ class Waste(TraceView):
         paged, oracle, power, most = (f"{100 * share:.0f} %" for share in d.mean_share())
         text = f"Of the memory that pages set aside, {paged} was empty on average (at most one block per request is not full). "
         text += f"In one piece per request: {oracle} if its length were known, {power} with the next power of two, {most} with max_model_len. "
-        fits = d.capacity // d.longest
-        return (
-            text
-            + f"Room for {fits} request{'s' * (fits != 1)} of max_model_len at a time; up to {d.running.max()} ran."
-        )
+        fits = counted(d.capacity // d.longest, "request")
+        return f"{text}Room for {fits} of max_model_len at a time; up to {d.running.max()} ran."
 
     def draw(self, axes: Axes) -> None:
         axes.set_axis_off()
@@ -184,7 +181,4 @@ def draw_waste(top: Axes, bottom: Axes, d: WasteData) -> None:
     for ax in (top, bottom):
         ax.spines[["top", "right"]].set_visible(False)
     handles = [*top.get_legend_handles_labels()[0], *bottom.get_legend_handles_labels()[0]]
-    top.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, fontsize="small", frameon=False,
-        borderaxespad=0.2,
-    )  # fmt: skip
+    legend_above(top, 3, handles=handles)

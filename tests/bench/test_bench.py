@@ -1,5 +1,6 @@
 """Datasets, arrivals, figures and reports of the benchmark, by hand and against a live server."""
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from live_server import LiveServer, live_server
 from tiny_models import tiny_model_path
 
 from minivllm.bench import main, make_parser
-from minivllm.bench.datasets import Sample, make_samples, prefix_repetition_samples, random_samples
+from minivllm.bench.datasets import Sample, prefix_repetition_samples, random_samples, samples_for
 from minivllm.bench.report import Measured, make_report, parse_goodput
 from minivllm.bench.serve import arrival_times
 from minivllm.core.config import EngineArgs
@@ -83,13 +84,15 @@ def test_files(tmp_path: Path):
     (tmp_path / "azure.csv").write_text(csv)
     flags = ["serve", "--dataset-path"]
     talked = make_parser().parse_args([*flags, str(tmp_path / "talk.json"), "--dataset-name", "sharegpt"])
-    assert make_samples(talked, Words(), 100) == ([Sample([2, 3, 4], 2)], 0)
+    said = io.StringIO()
+    assert samples_for(talked, Words(), 100, said) == [Sample([2, 3, 4], 2)] and not said.getvalue()
     azure = make_parser().parse_args([*flags, str(tmp_path / "azure.csv"), "--dataset-name", "workload"])
-    (only,), left_out = make_samples(azure, Words(), 100)
-    assert left_out == 1 and (len(only.prompt_token_ids), only.output_len, only.arrival_time) == (5, 3, 0.0)
+    (only,) = samples_for(azure, Words(), 100, said)
+    assert said.getvalue().startswith("1 request")
+    assert (len(only.prompt_token_ids), only.output_len, only.arrival_time) == (5, 3, 0.0)
     assert all(0 < token < 50 for token in only.prompt_token_ids)
     with pytest.raises(ValueError, match="--dataset-path is needed"):
-        make_samples(make_parser().parse_args(["serve", "--dataset-name", "sharegpt"]), Words(), 100)
+        samples_for(make_parser().parse_args(["serve", "--dataset-name", "sharegpt"]), Words(), 100, said)
 
 
 def test_figures_by_hand():

@@ -35,6 +35,7 @@ WITHOUT = {
     "models/families/deepseek": "puts together parts whose exercises are in models/mixers",
     "core/encoder_cache": "has its exercise in recipes/see_digits",
     "models/families/media": "is a table of families; the exercise is in recipes/see_digits",
+    "multimodal/audio": "is a part of what a model that hears puts together; see recipes/see_digits for one that sees",
     "multimodal/encoder": "is a part of what recipes/see_digits puts together; the exercise is there",
     "multimodal/fetch": "is a part of what recipes/see_digits puts together; the exercise is there",
     "multimodal/images": "is a part of what recipes/see_digits puts together; the exercise is there",

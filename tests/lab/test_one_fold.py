@@ -14,7 +14,8 @@ from minivllm.lab.executor import FakeExecutor
 from minivllm.lab.metrics import occupancy, requests
 from minivllm.lab.simulation import Session, make_settings
 from minivllm.lab.workload import WorkloadRequest, text
-from minivllm.viz.timeline_data import DECODE, PREEMPTED, PREFILL, SWAPPED, WAITING, timeline_data
+from minivllm.viz.timeline import Timeline
+from minivllm.viz.timeline_data import DECODE, PREEMPTED, PREFILL, SWAPPED, WAITING
 from minivllm.viz.waste import WasteReader
 
 SMALL = {"max_num_seqs": 5, "max_num_batched_tokens": 24, "num_gpu_blocks": 20, "block_size": 4, "max_model_len": 70}
@@ -103,7 +104,7 @@ def test_every_reader_tells_what_was_live(seed):
     read(trace, waste)
     assert waste.data().running.tolist() == [len(state.running) for state in states]
     assert waste.data().reserved[0].tolist() == [4 * sum(map(bool, state.ref_cnt)) for state in states]
-    lanes = timeline_data(trace)
+    lanes = Timeline(trace).lanes
     assert lanes.running.tolist() == [len(state.running) for state in states]
     assert lanes.waiting.tolist() == [len(state.waiting) for state in states]
     last = {name: row for row, name in enumerate(lanes.request_ids)}

@@ -129,7 +129,10 @@ def test_every_type_of_transformers_is_known_or_refused_by_name():
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"rope_type": "default", "mrope_section": [16, 24, 24]}, r"mrope_section=\[16, 24, 24\]"),
+        (
+            {"rope_type": "default", "mrope_section": [16, 24, 24]},
+            "mrope_section must be three numbers with the sum 32",
+        ),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_type": "linear"}, "needs the rope parameter factor"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "needs the rope parameter high_freq_factor"),

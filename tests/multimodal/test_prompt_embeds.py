@@ -27,7 +27,7 @@ def path(tiny_model_path):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def llm(path):
-    return LLM(path, dtype="float32", max_model_len=128, num_gpu_blocks=60)
+    return LLM(path, dtype="float32", max_model_len=128, num_gpu_blocks=60, enable_prompt_embeds=True)
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +61,22 @@ def test_equal_rows_are_a_prefix_hit_and_other_rows_are_not(llm, expected):
 )
 def test_however_it_is_cut(path, expected, settings, preemption):
     fixed = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks": 60, "max_num_seqs": 4}
-    llm = LLM(path, **fixed | settings, preemption=preemption)
+    llm = LLM(path, **fixed | settings, preemption=preemption, enable_prompt_embeds=True)
     with llm.llm_engine.record() as trace:
         assert answers(llm.generate([{"prompt_embeds": embeds(ids)} for ids in IDS], PARAMS)) == expected
     trace.check()
 
 
 def test_a_speculating_engine_too(path, expected):
-    llm = LLM(path, dtype="float32", max_model_len=128, num_gpu_blocks=60,
+    llm = LLM(path, dtype="float32", max_model_len=128, num_gpu_blocks=60, enable_prompt_embeds=True,
               speculative_config={"method": "ngram", "num_speculative_tokens": 3})  # fmt: skip
     assert answers(llm.generate([{"prompt_embeds": embeds(ids)} for ids in IDS], PARAMS)) == expected
 
 
 def test_learned_positions_are_added(tiny_model_path):  # noqa: F811
-    llm = LLM(str(tiny_model_path("gpt2")), dtype="float32", max_model_len=64, num_gpu_blocks=20)
+    llm = LLM(
+        str(tiny_model_path("gpt2")), dtype="float32", max_model_len=64, num_gpu_blocks=20, enable_prompt_embeds=True
+    )
     rows = hf_model("gpt2").get_input_embeddings()(torch.tensor(IDS[0])).detach()
     one, other = llm.generate([{"prompt_embeds": rows}, {"prompt_token_ids": IDS[0]}], PARAMS)
     assert answers([one]) == answers([other])

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
+from viz_runs import kind_of, words_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.trace import Trace
 from minivllm.spec_decode.rejection import Draft
-from minivllm.viz.timeline_data import DECODE, timeline_data
+from minivllm.viz.timeline import Timeline
+from minivllm.viz.timeline_data import DECODE
 
 V = 264
 
@@ -87,11 +89,11 @@ def test_decodes_with_drafts_are_decodes_in_tables_and_timeline(recorded):
     trace, outs, stats = recorded
     tables = trace.to_pandas()
     assert tables["steps"].num_prefill_tokens.sum() == sum(len(out.prompt_token_ids) for out in outs)
-    data = timeline_data(trace)
+    data = Timeline(trace).lanes
     assert data.drafts[:, 2].sum() == stats.num_draft_tokens and data.drafts[:, 3].sum() == stats.num_accepted_tokens
     step, request, verified, accepted = data.drafts[5].tolist()
-    assert data.cell(request, step) == DECODE
-    assert data.describe(request, step) == f"decode, {accepted} of {verified} draft tokens accepted"
+    assert kind_of(data, request, step) == DECODE
+    assert words_of(data, request, step) == f"decode, {accepted} of {verified} draft tokens accepted"
     assert trace.plot_timeline() is not None
 
 

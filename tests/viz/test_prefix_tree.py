@@ -5,7 +5,7 @@ import pytest
 from viz_runs import busy_trace
 
 from minivllm.core.prefix import hash_block
-from minivllm.viz.prefix_data import DEFAULT_ROOT, EVICTED, FORGOTTEN, HIT, prefix_tree_data
+from minivllm.viz.prefix_data import DEFAULT_ROOT, EVICTED, FORGOTTEN, HIT
 from minivllm.viz.prefix_tree import PrefixTree, branches
 
 RUNS = {
@@ -23,7 +23,7 @@ def traces():
 @pytest.mark.parametrize("name", RUNS)
 def test_the_tree_is_the_folded_state(traces, name):
     trace = traces[name]
-    tree, blocks = prefix_tree_data(trace), trace.to_pandas()["blocks"]
+    tree, blocks = PrefixTree(trace).tree, trace.to_pandas()["blocks"]
     for step, state in trace.states():
         now = tree.at(step)
         named = {block: content for block, content in enumerate(state.hashes) if content is not None}
@@ -46,7 +46,7 @@ def test_the_tree_is_the_folded_state(traces, name):
 def test_parents_are_the_blocks_before(traces):
     salted = 0
     for name in ("full", "salted"):
-        tree = prefix_tree_data(traces[name])
+        tree = PrefixTree(traces[name]).tree
         for node, parent in enumerate(tree.parent):
             if tree.tokens[node, 0] < 0:
                 continue  # of a request that was under way
@@ -59,7 +59,7 @@ def test_parents_are_the_blocks_before(traces):
 
 
 def test_branches_hold_every_node_once(traces):
-    tree = prefix_tree_data(traces["full"])
+    tree = PrefixTree(traces["full"]).tree
     laid = branches(tree)
     assert sorted(laid.nodes) == list(range(tree.num_nodes))
     for branch, parent in enumerate(laid.parent):

@@ -21,7 +21,6 @@ from minivllm.viz.timeline_data import (
     STALLED,
     SWAPPED,
     WAITING,
-    timeline_data,
 )
 
 RUNS = {
@@ -51,7 +50,7 @@ def reset_steps(trace):
 def test_every_cell_is_what_the_state_says(traces):
     seen = set()
     for trace in traces.values():
-        data, frames = timeline_data(trace), trace.to_pandas()
+        data, frames = Timeline(trace).lanes, trace.to_pandas()
         first = int(frames["steps"].step[0])
         done = frames["decisions"].query("decision in ('prefill', 'decode')")
         scheduled = {(row.step - first, row.request_id): (row.decision, row.num_tokens) for row in done.itertuples()}
@@ -77,7 +76,7 @@ def test_every_cell_is_what_the_state_says(traces):
 
 def test_strips_are_the_table_of_steps(traces):
     for trace in traces.values():
-        data, steps = timeline_data(trace), trace.to_pandas()["steps"]
+        data, steps = Timeline(trace).lanes, trace.to_pandas()["steps"]
         for mine, theirs in (
             ("prefill_tokens", "num_prefill_tokens"),
             ("decode_tokens", "num_decodes"),
@@ -92,14 +91,14 @@ def test_strips_are_the_table_of_steps(traces):
 def test_reasons_are_those_of_the_trace(traces):
     told = set()
     for name in ("full", "swap", "tight"):
-        data = timeline_data(traces[name])
+        data = Timeline(traces[name]).lanes
         told |= {words_of(data, request, step) for request in range(25) for step in range(data.num_steps)}
     assert any(line.startswith("waiting: behind r") and "too few KV blocks" in line for line in told)
     assert "waiting: as many requests were running as max_num_seqs allows" in told
     assert any("that it wanted: the token budget of the step was used up" in line for line in told)
     assert any(line.startswith("preempted: ") for line in told)
     assert {"decode", "not there yet", "finished: length", "finished: abort"} <= told
-    stalled = timeline_data(traces["stalled"])
+    stalled = Timeline(traces["stalled"]).lanes
     assert "running, but got no tokens" in {
         words_of(stalled, r, s) for r in range(25) for s in range(stalled.num_steps)
     }
@@ -108,7 +107,7 @@ def test_reasons_are_those_of_the_trace(traces):
 def test_an_unknown_reason_is_told_by_its_name(traces):
     trace = Trace(traces["full"].header, traces["full"].start)
     trace.events += [e if e[0] != "wait" else ("wait", e[1], "moon phase") for e in traces["full"].events]
-    assert "moon phase" in timeline_data(trace).reasons
+    assert "moon phase" in Timeline(trace).lanes.reasons
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -38,7 +38,7 @@ _KINDS = {encoders.__name__: "pooling", state.__name__: "states", media.__name__
 TESTED = {
     "text": "logits and greedy tokens",
     "states": "logits and greedy tokens",
-    "pictures": "log-probabilities and greedy tokens, with 0, 1 and 3 pictures",
+    "pictures": "log-probabilities and greedy tokens, with 0, 1 and 3 pictures or clips",
     "pooling": "hidden states, pooled vectors and class scores",
 }
 """What of each kind of family is compared with transformers, in ragged batches with chunked prompts, prefix hits and preemption where the kind has

@@ -44,7 +44,7 @@ class NumbaCudaOps(TorchOps):
         """See `LayerOps`. Cosines and sines are read from a table of all positions."""
         known = qk_norm is None or (type(qk_norm) is QKNorm and qk_norm.weight.dtype == qkv.dtype)
         known = known and type(backend).write is NumbaCudaBackend.write  # the kernel writes to the cache in its place
-        if not known or rotation is None or rotation.rope.spec.dim != head_dim:
+        if not known or rotation is None or rotation.rope.spec.dim != head_dim or rotation.positions.dim() > 1:
             sizes = {"num_heads": num_heads, "head_dim": head_dim}
             how = {"qk_norm": qk_norm, "rotation": rotation, "backend": backend}
             return TorchOps.rope_and_cache(self, qkv, kv_cache, slot_mapping, **sizes, **how)  # type: ignore[arg-type]
