@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -89,6 +89,16 @@ class StateView:
         self.start, self.shape, self.dtype = spec.offsets[part], spec.shapes[part], spec.dtypes[part]
         self.end = self.start + math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Address of the part in block 0, and numbers from one block to the next; None if they are not float32 or in both halves."""
+        halves, stride, _ = self.pages.stride()
+        half, start = divmod(self.start, self.pages.shape[2])
+        whole = start + self.end - self.start <= self.pages.shape[2]
+        if self.dtype != torch.float32 or stride % 4 or not whole:
+            return None
+        return self.pages.data_ptr() + half * halves + start, stride // 4
+
     def _places(self) -> list[tuple[Tensor, slice]]:
         """For each half that has bytes of the part: [num_blocks, bytes] of the cache, and which bytes of the part they are."""
         places, size = [], self.pages.shape[2]
@@ -121,23 +131,62 @@ class Piece(NamedTuple):
     write: int
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """Whose tokens a recurrence takes through which states: S sequences, laid end to end.
+
+    Attributes:
+        read, write: int64 [S], the blocks of their states, before and after; -1 to read none.
+        begins: int64 [S + 1], the first token of each.
+        single: they have one token each. If not, there is one sequence.
+        fresh: nothing is read: the state before is 0.
+    """
+
+    read: Tensor
+    write: Tensor
+    begins: Tensor
+    single: bool = True
+    fresh: bool = False
+
+
+Rows = Tensor | slice
+
+
 @dataclass
 class StatePlan(Plan):
     """The plan of a group of state-space layers.
 
     Attributes:
-        rows, read, write: int64 [D]: single tokens, and the blocks of their states.
+        rows: int64 [D]: tokens that are the only ones of a request that has a state.
+        decodes: these, as sequences.
         pieces: what follows them, in order.
-        piece_read, piece_write: int64 [P], their blocks; 0 for none to read.
+        sequences: each piece as a sequence.
     """
 
     spec: MambaSpec  # type: ignore[assignment]
     rows: Tensor
-    read: Tensor
-    write: Tensor
+    decodes: Sequences
     pieces: list[Piece]
-    piece_read: Tensor
-    piece_write: Tensor
+    sequences: list[Sequences]
+
+    @cached_property
+    def runs(self) -> list[tuple[Rows, Sequences]]:
+        """What is worked on together: which tokens of the step, and as which sequences."""
+        decodes: list[tuple[Rows, Sequences]] = [(self.rows, self.decodes)] if len(self.rows) else []
+        return decodes + [(slice(p.start, p.end), s) for p, s in zip(self.pieces, self.sequences, strict=True)]
+
+    @cached_property
+    def tokens(self) -> list[tuple[Rows, Sequences]]:
+        """As `runs`, with every token by itself."""
+        d, found = self.decodes, list[tuple[Rows, Sequences]]()
+        for i, row in enumerate(self.rows.tolist()):
+            found.append((slice(row, row + 1), Sequences(d.read[i : i + 1], d.write[i : i + 1], d.begins[:2])))
+        for piece, whole in zip(self.pieces, self.sequences, strict=True):
+            one = replace(whole, single=True, begins=torch.arange(2, device=whole.read.device))
+            for t in range(piece.start, piece.end):
+                found.append((slice(t, t + 1), one))
+                one = replace(one, read=one.write, fresh=False)
+        return found
 
 
 def cut_pieces(start: int, first: int, end: int, table: np.ndarray, size: int) -> list[Piece]:
@@ -189,7 +238,11 @@ def plan_states(batch: AttentionBatch, spec: MambaSpec, device: torch.device) ->
     ).tolist():  # another request writes it now
         single[r], cut[r] = False, [Piece(int(starts[r]), int(starts[r]) + 1, int(read[r]), int(write[r]))]
     pieces = [piece for r in sorted(cut) for piece in cut[r]]
-    arrays = [x[single] for x in (starts[:-1], read, write)]
-    arrays += [np.array([max(p.read, 0) for p in pieces]), np.array([p.write for p in pieces])]
-    rows, of, to, piece_read, piece_write = (torch.from_numpy(x.astype(np.int64)).to(device) for x in arrays)
-    return StatePlan(spec, torch.empty(0), rows, of, to, pieces, piece_read, piece_write)
+    arrays = [*(x[single] for x in (starts[:-1], read, write)), np.arange(single.sum() + 1)]
+    arrays.append(np.array([(p.read, p.write, 0, p.end - p.start) for p in pieces]).reshape(-1, 4))
+    rows, of, to, begins, each = (torch.from_numpy(x.astype(np.int64)).to(device) for x in arrays)
+    sequences = [
+        Sequences(row[:1], row[1:2], row[2:], single=False, fresh=piece.read < 0)
+        for row, piece in zip(each, pieces, strict=True)
+    ]
+    return StatePlan(spec, torch.empty(0), rows, Sequences(of, to, begins), pieces, sequences)

@@ -20,8 +20,8 @@ __all__ = [
     "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "MODEL_IMPLS", "QUANTIZATIONS", "ROUTER_NAMES",
     "RUNNERS", "STATE_KINDS", "WEIGHT_BITS", "AlignedStateRules", "CacheConfig", "CheckpointedStateRules",
     "ChunkedLocalRules", "Decision", "EncoderOnlyRules", "EngineArgs", "EngineConfig", "KVCacheConfig",
-    "KVCacheGroup", "KVCacheRules", "KVCacheSpec", "LatentRules", "MachineFacts", "ModelFacts",
-    "PoolingFacts", "SchedulerConfig", "SlidingWindowRules", "StateRules", "choose_dtype",
+    "KVCacheGroup", "KVCacheRules", "KVCacheSpec", "KVTransferConfig", "LatentRules", "MachineFacts",
+    "ModelFacts", "PoolingFacts", "SchedulerConfig", "SlidingWindowRules", "StateRules", "choose_dtype",
     "choose_state_cache", "make_kv_cache_groups", "pad_states", "register_kv_cache_kind", "resolve",
     "stage_groups", "stage_layers", "tokens_held", "unify_block_size",
 ]  # fmt: skip
@@ -599,6 +599,39 @@ def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
 ROUTER_NAMES = ("prefix_aware", "least_loaded", "round_robin")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig:
+    """Which KV connector an engine has, and what for. Names are vLLM's.
+
+    Attributes:
+        kv_connector: its name.
+        kv_role: `kv_producer` saves blocks, `kv_consumer` fetches them, `kv_both` does both.
+        kv_load_failure_policy: `recompute`: a request whose blocks cannot be fetched computes them.
+        kv_connector_extra_config: what the connector itself wants to know.
+    """
+
+    kv_connector: str
+    kv_role: str = "kv_both"
+    kv_load_failure_policy: str = "recompute"
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _one_of("kv_role", self.kv_role, ("kv_producer", "kv_consumer", "kv_both"))
+        _one_of("kv_load_failure_policy", self.kv_load_failure_policy, ("recompute",))
+        if not isinstance(self.kv_connector_extra_config, dict):
+            raise TypeError(f"kv_connector_extra_config must be a dict, got {self.kv_connector_extra_config!r}")
+
+    @property
+    def is_producer(self) -> bool:
+        """Whether it saves blocks."""
+        return self.kv_role != "kv_consumer"
+
+    @property
+    def is_consumer(self) -> bool:
+        """Whether it fetches blocks."""
+        return self.kv_role != "kv_producer"
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ModelArgs:
     """What is loaded, and where it is computed."""
@@ -659,6 +692,7 @@ class EngineArgs(_ModelArgs):
     quantization: str | None = _arg(None, "linear layers in fewer bits, made at load (int: on a CPU)", QUANTIZATIONS)
     quantization_config: dict[str, Any] | None = _arg(None, "of int4: group_size 32, 64 or 128 (as JSON)")  # noqa: RUF009
     speculative_config: dict[str, Any] | None = _arg(None, "of draft tokens (as JSON in a flag)")  # noqa: RUF009
+    kv_transfer_config: dict[str, Any] | None = _arg(None, "of a KV connector (as JSON in a flag)")  # noqa: RUF009
     enable_lora: bool = _arg(False, "let requests bring LoRA adapters")
     max_loras: int = _arg(1, "most different adapters in a step")
     max_lora_rank: int = _arg(16, "largest rank of an adapter")
@@ -735,6 +769,16 @@ class EngineArgs(_ModelArgs):
             raise ValueError(
                 f"speculative_config: method {drafts!r} is implemented for one rank; with several, ngram and suffix are"
             )
+        if self.kv_transfer is not None:
+            if drafts not in (None, "ngram", "suffix", "synthetic") or self.pipeline_parallel_size > 1:
+                what = (
+                    "pipeline_parallel_size"
+                    if self.pipeline_parallel_size > 1
+                    else f"speculative_config of method {drafts!r}"
+                )
+                raise ValueError(f"kv_transfer_config is not implemented with {what}")
+            if not self.enable_prefix_caching:
+                raise ValueError("kv_transfer_config finds blocks by their prefix; it needs enable_prefix_caching")
         if self.pipeline_parallel_size > 1 and (drafts is not None or self.async_scheduling):
             what = "async_scheduling" if drafts is None else "speculative_config"
             raise ValueError(f"{what} is not implemented with pipeline_parallel_size; stages overlap by themselves")
@@ -758,6 +802,19 @@ class EngineArgs(_ModelArgs):
         if self.quantization != _INT4:
             raise ValueError(f"quantization_config goes with quantization={_INT4!r}, not with {self.quantization!r}")
         _one_of('quantization_config["group_size"]', config["group_size"], GROUP_SIZES)
+
+    @property
+    def kv_transfer(self) -> KVTransferConfig | None:
+        """What `kv_transfer_config` says, checked; None without."""
+        given = self.kv_transfer_config
+        if given is None:
+            return None
+        known = [f.name for f in fields(KVTransferConfig)]
+        if not isinstance(given, dict) or "kv_connector" not in given or set(given) - set(known):
+            raise ValueError(
+                f"kv_transfer_config must be a dict with kv_connector and any of {', '.join(known)}; got {given!r}"
+            )
+        return KVTransferConfig(**given)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

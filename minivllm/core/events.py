@@ -45,6 +45,8 @@ SCHEMA = {
         "encode": "request modality identifier num_embeds",
         "encoder_evict": "identifier",
         "experts": "step loads",
+        "kv_load": "request group blocks hashes",
+        "kv_save": "group blocks hashes",
     }.items()
 }
 _OPTIONAL = {"update": (None,)}
@@ -191,7 +193,7 @@ class Fold(EventReader):
 
     _on_attributes = _on_step = _on_wait = _on_chunk = _on_draft = _on_verify = _on_note = _on_order = (
         _on_policy_error
-    ) = _on_experts = _ignore
+    ) = _on_experts = _on_kv_load = _on_kv_save = _ignore
 
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
         output = fields[5]

@@ -39,6 +39,22 @@ class NewRequestData:
 
 
 @dataclass(frozen=True, slots=True)
+class KVConnectorMetadata:
+    """What the worker side of a KV connector does in a step. A place is the connector's own; its last entry names the block.
+
+    Attributes:
+        loads: `(place, block)` copies to make before the layers run, and after `swap_out`.
+        saves: `(block, place)` copies to make after them.
+        failures: how many steps with failed loads the scheduler has heard of. A worker that knows of more saves nothing: what it has
+            computed since may be wrong.
+    """
+
+    loads: tuple[tuple[tuple[Any, ...], int], ...] = ()
+    saves: tuple[tuple[int, tuple[Any, ...]], ...] = ()
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """What to run in one step.
 
@@ -57,6 +73,7 @@ class SchedulerOutput:
         free_encoder_mm_hashes: encoder outputs to drop before the step.
         scheduled_encoder_inputs: to encode before the step, after these were dropped. They carry their data.
         recorded: a trace is kept, so what it wants to know of the step is to be counted.
+        kv_connector_metadata: blocks to fetch and to keep; None for none.
     """
 
     step: int
@@ -73,6 +90,7 @@ class SchedulerOutput:
     free_encoder_mm_hashes: tuple[str, ...] = ()
     scheduled_encoder_inputs: tuple[MultiModalFeatureSpec, ...] = ()
     recorded: bool = False
+    kv_connector_metadata: KVConnectorMetadata | None = None
 
 
 @dataclass(slots=True)
@@ -91,6 +109,7 @@ class ModelRunnerOutput:
         proposer_error: why there are no more draft tokens.
         expert_loads: of a recorded step, (layer, tokens that each of its experts took) of the layers with experts.
         draft_odds: of requests with draft tokens, if they were asked for: see `Verified.odds`.
+        invalid_block_ids: blocks that a KV connector could not fill. What was computed with them is wrong.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -104,6 +123,7 @@ class ModelRunnerOutput:
     proposer_error: str | None = None
     expert_loads: tuple[tuple[int, tuple[int, ...]], ...] = ()
     draft_odds: dict[str, list[tuple[float, float, float | None]]] = field(default_factory=dict)
+    invalid_block_ids: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)

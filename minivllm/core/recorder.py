@@ -42,6 +42,7 @@ class Recorder:
     def __init__(self) -> None:
         self.trace: Sink | None = None
         self._sinks: dict[Sink, bool] = {}
+        self._of_blocks: list[Sink] = []  # a KV connector, which is no reason to build other events
         self._recorder: Sink | None = None
         self._last_wait: tuple[Any, ...] | None = None
 
@@ -118,7 +119,8 @@ class Recorder:
 
     def _connect(self) -> None:
         self.trace = _to_all(self._sinks)
-        self.kv_cache_manager.block_pool.trace = _to_all(sink for sink, blocks in self._sinks.items() if blocks)
+        sinks = [*(sink for sink, blocks in self._sinks.items() if blocks), *self._of_blocks]
+        self.kv_cache_manager.block_pool.trace = _to_all(sinks)
 
 
 def _to_all(sinks: Iterable[Sink]) -> Sink | None:

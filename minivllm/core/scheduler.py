@@ -13,7 +13,14 @@ from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig, tokens_held
 from minivllm.core.encoder_cache import EncoderCacheManager, MultiModalFeatureSpec
 from minivllm.core.kv_cache import KVCacheManager
-from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.core.kv_connector import KVConnector
+from minivllm.core.output import (
+    EngineCoreOutput,
+    KVConnectorMetadata,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from minivllm.core.policy import POLICIES, Listener, Policy, PolicyError, PolicyGuard, SchedulerView, Served
 from minivllm.core.recorder import Recorder
 from minivllm.core.request import FinishReason, Request, RequestStatus
@@ -69,6 +76,7 @@ class Scheduler(Recorder):
         policy: answers to the questions of taste; None for the one that `config.policy` names.
         preemption: `Recompute()` or `Swap(n)`; None takes `Swap` if `cache.num_cpu_blocks` is given.
         clock: where the time comes from.
+        connector: where else blocks may come from, and go to; None for nowhere.
         policy_timeout: seconds that a policy's answer may take; 0 for no limit, and no thread that watches.
 
     Attributes:
@@ -93,14 +101,19 @@ class Scheduler(Recorder):
         preemption: Preemption | None = None,
         clock: Clock | None = None,
         policy_timeout: float = 10.0,
+        connector: KVConnector | None = None,
     ) -> None:
-        super().__init__()
+        Recorder.__init__(self)
         if isinstance(preemption, Swap):
             cache = CacheConfig(**{**asdict(cache), "num_cpu_blocks": preemption.num_cpu_blocks})
         self.config, self.cache, self.kv_cache = config, cache, kv_cache
         self.preemption = preemption or (Swap(cache.num_cpu_blocks) if cache.num_cpu_blocks else Recompute())
         self.clock = clock or WallClock()
         self.kv_cache_manager = KVCacheManager(cache, kv_cache, config.max_num_batched_tokens)
+        self.connector = connector
+        if connector is not None:
+            self._of_blocks.append(connector.note)
+            self._connect()
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.adapters = AdapterSlots(config.max_loras)
@@ -257,6 +270,7 @@ class Scheduler(Recorder):
             free_encoder_mm_hashes=tuple(draft.encoder_frees),
             scheduled_encoder_inputs=tuple(draft.encoder_inputs.values()),
             recorded=self.trace is not None,
+            kv_connector_metadata=None if self.connector is None else self._transfers(self.connector, draft),
         )
         self._finished = []
         if self.waits_for_tokens:
@@ -285,6 +299,8 @@ class Scheduler(Recorder):
         Preemptions and new blocks of running requests stay, and go out with the next decision.
         """
         for request_id in reversed(draft.new_requests.copy()):
+            if self.connector is not None:  # what was to be fetched is registered already
+                self.kv_cache_manager.uncache_blocks(self.requests[request_id], 0)
             self._preempt(self.requests[request_id], draft, request_id, "policy_error")
         for request_id, n in tuple(draft.scheduled.items()):
             request = self.requests[request_id]
@@ -546,24 +562,28 @@ class Scheduler(Recorder):
         if request.status is RequestStatus.SWAPPED:
             return self._admit_swapped(request, draft)
         hit = self.kv_cache_manager.get_computed_blocks(request)
-        wanted = request.num_tokens - hit.num_tokens
+        more = 0 if self.connector is None else self.connector.get_num_new_matched_tokens(request, hit.num_tokens)
+        computed = hit.num_tokens + more
+        wanted = request.num_tokens - computed
         if not config.enable_chunked_prefill and min(wanted, draft.threshold or wanted) > draft.budget:
             return "no_chunked_prefill"
         n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
         if n == 0:
             return "policy"
         if request.mm_features:
-            n, reason = self._fit_media(request, hit.num_tokens, n, draft.budget, draft)
+            n, reason = self._fit_media(request, computed, n, draft.budget, draft)
             if n == 0:
                 return reason
         reserve = request.num_tokens if config.scheduler_reserve_full_isl else 0
-        blocks = self.kv_cache_manager.allocate_slots(request, n, hit, self._keep_free(), reserve)
+        blocks = self.kv_cache_manager.allocate_slots(request, more + n, hit, self._keep_free(), reserve)
         if blocks is None:
             return "no_blocks"
         self.kv_cache_manager.count_lookup(request, hit)
-        request.num_computed_tokens = hit.num_tokens
+        request.num_computed_tokens = computed
         if request.num_preemptions == 0:
-            request.num_cached_tokens = hit.num_tokens
+            request.num_cached_tokens = computed
+        if self.connector is not None:
+            self.connector.update_state_after_alloc(request, blocks, hit.num_tokens, more)
         self._start(request, n, blocks, draft)
         return None
 
@@ -658,7 +678,7 @@ class Scheduler(Recorder):
         self._newest_result = output.step
         if self._ended_in_flight:
             self._drop_late(output, result)
-        if output.lora_loads:
+        if output.lora_loads or result.invalid_block_ids:
             self._confirm_loads(output, result)
         tokens_of, requests, drafts = result.sampled_token_ids, self.requests, output.scheduled_spec_decode_tokens
         all_sampled = len(tokens_of) == len(output.num_scheduled_tokens)
@@ -775,7 +795,10 @@ class Scheduler(Recorder):
                 del self._ended_in_flight[request_id]
 
     def _confirm_loads(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Note which adapters are loaded. One that could not be loses its slot, and its requests fail: what they computed is wrong."""
+        """Note which adapters, and which blocks, are loaded. An adapter that could not be loses its slot, and its requests fail: what they
+        computed is wrong. For blocks see `_recompute`."""
+        if result.invalid_block_ids:
+            self._recompute(output, result)
         failed = result.failed_loras
         self._release_slots((slot, name) for slot, name in output.lora_loads if name in failed)
         self.adapters.loading -= {n for slot, n in output.lora_loads if self.adapters.slot_of.get(n) == slot}
@@ -814,6 +837,39 @@ class Scheduler(Recorder):
                 request.finish_reason = out.finish_reason = reason
                 if request not in ended:
                     ended.append(request)
+
+    def _transfers(self, connector: KVConnector, draft: _Draft) -> KVConnectorMetadata | None:
+        """What the workers fetch and keep in this step. Blocks of an adapter that may fail to load are not kept."""
+        kv, loading = self.kv_cache_manager, self.adapters.loading
+        names = [r.request_id for r in self.running if r.lora_name in loading] if loading else []
+        unsure = {block for name in names for table in kv.get_block_ids(name) for block in table}
+        meta = connector.build_connector_meta(draft.new_requests, unsure)
+        if meta is not None and self.trace is not None:
+            owner = {
+                block: name for name, new in draft.new_requests.items() for table in new.block_ids for block in table
+            }
+            for (*_, (group, content)), block in meta.loads:
+                self.trace(("kv_load", owner[block], group, (block,), (content,)))
+            for block, (*_, (group, content)) in meta.saves:
+                self.trace(("kv_save", group, (block,), (content,)))
+        return meta
+
+    def _recompute(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """After a step in which blocks could not be fetched: preempt the requests that hold one, and forget what was computed from them."""
+        kv, bad = self.kv_cache_manager, result.invalid_block_ids
+        if self.connector is not None and output.kv_connector_metadata is not None:
+            self.connector.update_connector_output(output.kv_connector_metadata, bad)
+        kv.reset_prefix_cache()
+        for request in reversed(self.running.copy()):
+            name = request.request_id
+            if bad.isdisjoint(block for blocks in kv.get_block_ids(name) for block in blocks):
+                continue
+            tables: tuple[dict[str, Any], ...] = result.sampled_token_ids, result.logprobs, result.prompt_logprobs
+            for table in (*tables, result.pooled, result.errors, result.draft_token_ids):
+                table.pop(name, None)
+            self._preempt(request, self._draft, name, "kv_load_failure")
+            if self._newest_result < self.step - 1:
+                self._ended_in_flight[name] = self.step - 1
 
     def _finish(self, request: Request) -> None:
         """Give everything back. The caller takes the request out of its queue."""
@@ -905,6 +961,8 @@ class Scheduler(Recorder):
         if pool.num_free < pool.num_blocks or kv.swapped:
             return False
         kv.reset_prefix_cache()
+        if self.connector is not None:
+            self.connector.clear()
         return True
 
 

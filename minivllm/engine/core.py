@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineConfig
+from minivllm.core.kv_connector import make_connector
 from minivllm.core.kv_events import KVEventTap
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.core.policy import Policy
@@ -54,7 +55,13 @@ class EngineCore:
         self.executor, self.grammar, self.clock = executor, grammar, clock or WallClock()
         self._remote = getattr(executor, "is_remote", False)
         self.scheduler = Scheduler(
-            config.scheduler, config.cache, config.kv_cache, policy=policy, preemption=preemption, clock=self.clock
+            config.scheduler,
+            config.cache,
+            config.kv_cache,
+            policy=policy,
+            preemption=preemption,
+            clock=self.clock,
+            connector=make_connector(config),
         )
         self.scheduler.waits_for_tokens = config.args.pipeline_parallel_size > 1
         if config.speculative is not None:  # all counters are there from the start
@@ -308,6 +315,7 @@ class EngineCore:
             "prefix_cache_hits": scheduler.kv_cache_manager.stats.hit_tokens,
             "num_preemptions": scheduler.num_preemptions,
             "num_steps": scheduler.step,
+            **({} if scheduler.connector is None else scheduler.connector.gauges()),
             **scheduler.spec_stats.gauges(),
         }
 

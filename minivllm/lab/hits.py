@@ -55,8 +55,7 @@ def clairvoyant_hits(sequence: BlockSequence, num_blocks: int) -> int:
     cached: dict[int, float] = {}
     furthest: list[tuple[float, int, int]] = []
     hits = start = 0
-    for end in sequence.ends:
-        blocks = sequence.blocks[start:end]
+    for blocks in sequence:
         _check_fits(len(blocks), num_blocks)
         for block in blocks:
             if cached.pop(block, None) is None:
@@ -70,7 +69,7 @@ def clairvoyant_hits(sequence: BlockSequence, num_blocks: int) -> int:
             if next_use[i] < len(next_use):  # one that never comes again is not worth a place
                 cached[block] = next_use[i]
                 heapq.heappush(furthest, (-next_use[i], start - i, block))
-        start = end
+        start += len(blocks)
     return hits
 
 

@@ -76,23 +76,11 @@ def throughput(x: Run | Trace | Meter) -> pd.DataFrame:
     begun = frame[frame["first_token"].notna()]
     prompts = begun["num_prompt_tokens"].sum()
     ended = frame["finish_reason"].isin(("stop", "length")).sum()
-    sampled, share = (
-        frame["num_output_tokens"].sum(),
-        begun["num_cached_tokens"].sum() / prompts if prompts else math.nan,
-    )
-    counts = {
-        "requests": ended,
-        "output_tokens": sampled,
-        "prompt_tokens": prompts,
-        "computed_tokens": meter.num_tokens,
-    }
+    counts = {"requests": ended, "output_tokens": frame["num_output_tokens"].sum(), "prompt_tokens": prompts}
+    counts["computed_tokens"] = meter.num_tokens
     values = {f"{name}_per_s": count / seconds if seconds > 0 else math.nan for name, count in counts.items()}
-    values |= {
-        "seconds": seconds,
-        "steps": meter.num_steps,
-        "preemptions": meter.num_preemptions,
-        "cached_share": share,
-    }
+    values |= {"seconds": seconds, "steps": meter.num_steps, "preemptions": meter.num_preemptions}
+    values["cached_share"] = begun["num_cached_tokens"].sum() / prompts if prompts else math.nan
     return pd.DataFrame(list(values.items()), columns=["metric", "value"]).astype({"value": float})
 
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -406,19 +407,15 @@ def read_workload(
     load_plugins()
     if format is not None and format not in (*_FORMATS, *_READERS):
         raise ValueError(f"format must be one of {', '.join((*_FORMATS, *_READERS))}; got {format!r}")
-    kind, hashed = format or tell_format(path), {"mooncake": read_mooncake, "bailian": read_bailian}
-    if block_size is not None and kind not in hashed:
+    kind, size = format or tell_format(path), {} if block_size is None else {"block_size": block_size}
+    hashed = {"mooncake": partial(read_mooncake, **size), "bailian": partial(read_bailian, **size)}
+    if size and kind not in hashed:
         raise ValueError(f"block_size goes with files of hash ids, and {path.name} is of the format {kind!r}")
-    if kind in hashed:
-        workload = hashed[kind](path) if block_size is None else hashed[kind](path, block_size)
-    elif kind == "trace":
-        workload = Workload.from_trace(Trace.load(path))
-    elif kind == "sharegpt":
-        workload = read_sharegpt(path, tokenize)
-    elif kind in _READERS:
-        workload = _READERS[kind][1](path)
-    else:
-        workload = {"azure": read_azure, "burstgpt": read_burstgpt, "bench": read_bench_serve}[kind](path)
+    known: dict[str, Callable[[Path], Workload]] = {
+        "azure": read_azure, "burstgpt": read_burstgpt, "bench": read_bench_serve, **hashed,
+        "sharegpt": partial(read_sharegpt, tokenize=tokenize), "trace": lambda path: Workload.from_trace(Trace.load(path)),
+    }  # fmt: skip
+    workload = (known[kind] if kind in known else _READERS[kind][1])(path)
     return workload if limit is None else workload.head(limit)
 
 

@@ -127,6 +127,8 @@ def method_class(cell: Cell, node: ast.stmt | None) -> str | None:
         if private.startswith("__") and not private.endswith("__"):
             line = getattr(inner, "lineno", call.lineno)
             raise cell.error(f"{private} is renamed inside a class but not here: use one underscore", line)
+        if private == "super":
+            raise cell.error("super() needs the class body: call the method of the base class by name", inner.lineno)
     return call.args[0].id
 
 

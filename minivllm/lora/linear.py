@@ -17,7 +17,7 @@ from torch import Tensor
 from minivllm.core.config import WEIGHT_BITS
 from minivllm.lora.adapter import Adapter, LoRAWeights, lora_targets
 from minivllm.models.decoder import Decoder
-from minivllm.models.linear.base import LinearMethod
+from minivllm.models.linear.base import HUGE_PAGE, LinearMethod, empty_weight
 from minivllm.models.linear.layer import Linear
 
 FEW_ROWS = 256
@@ -26,6 +26,26 @@ GROUP = 16
 """Rows of one adapter that the CPU's tile unit multiplies at once."""
 LONG_RUN = 128
 """Runs of at least this many rows of one adapter (a prompt) go to torch, which is faster there. More rows than are captured."""
+
+
+class SlotMemory:
+    """Zeros for the slots of all layers, on a CPU from few large mappings: in pages of 2 MiB fewer addresses must be translated."""
+
+    BYTES = 32 * HUGE_PAGE
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As `torch.zeros`. A page of a CPU's memory is taken when it is first written."""
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        size = math.prod(shape) * dtype.itemsize
+        room = -(-size // 64) * 64
+        if room > len(self._left):
+            self._left = empty_weight(1, max(room, self.BYTES), torch.uint8, device).flatten()
+        mine, self._left = self._left[:size], self._left[room:]
+        return mine.view(dtype).view(shape)
 
 
 class LoRABatch:
@@ -43,10 +63,12 @@ class LoRABatch:
         slots: int64 [max_rows], the slot of each of those.
         starts: int64 [max_rows + 1], where each group of them begins, of one slot and at most `GROUP` rows, and where the last ends;
             `used[1]` groups.
+        memory: of the slots.
         work: on a GPU, what its kernels read: int32 [1 + FEW_ROWS, 2], how many pairs, then (row, slot), sorted by slot.
     """
 
     def __init__(self, max_rows: int, device: torch.device, invariant: bool = False) -> None:
+        self.memory = SlotMemory()
         self.order, self.slots, self.starts = (np.zeros(n, np.int64) for n in (max_rows, max_rows, max_rows + 1))
         self.used = np.zeros(2, np.int64)
         self.active, self.device, self.has_runs = False, device, not invariant and device.type == "cpu"
@@ -175,8 +197,8 @@ class LoRALinear(LinearMethod):
         self._step = GROUP if self._tiles else RANKS
         parts, rank = len(self._parts), -(-max_rank // self._step) * self._step
         how = dict[str, Any](dtype=linear.dtype, device=linear.device)
-        self._a = torch.zeros(max_loras, parts, rank, self._inputs, **how)
-        self._b = torch.zeros(max_loras, rank, self._outputs, **how)
+        self._a = batch.memory.zeros(max_loras, parts, rank, self._inputs, **how)
+        self._b = batch.memory.zeros(max_loras, rank, self._outputs, **how)
         self._ranks = np.zeros((max_loras, parts), np.int64)
         self._used = False
         self._kernels: _CPUKernels | _CUDAKernels | None = None

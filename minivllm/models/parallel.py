@@ -2,7 +2,7 @@
 
 # Generated from nbs/models/parallel.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -116,12 +116,19 @@ class TensorGroup:
         dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, -1)
 
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of the flags a rank has set."""
+        return [bool(flag) for flag in self._most(flags)]
+
     def largest(self, number: int) -> int:
         """The largest that a rank brings."""
+        return self._most([number])[0]
+
+    def _most(self, numbers: Sequence[int]) -> list[int]:
         on_gpu = dist.get_backend(self._group) == "nccl"
-        found = torch.tensor(number, device="cuda" if on_gpu else "cpu")
+        found = torch.tensor(numbers, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return int(found)
+        return found.tolist()  # type: ignore[no-any-return]
 
     def embed(self, rows: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
         """Embeddings [T, hidden_size] of tokens [T], of which each rank holds some rows: it brings zeros for the others."""

@@ -28,6 +28,7 @@ from minivllm.multimodal.mrope import MRope
 from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
+from minivllm.runtime.kv_connectors import make_connector_worker
 from minivllm.runtime.pooler import Pooler
 from minivllm.runtime.sample_record import SampleLog, forget_samples, log_samples
 from minivllm.sampling.grammar import GrammarCompiler
@@ -162,6 +163,7 @@ class ModelRunner:
         self.specs = group_attention_specs(kv, model.attention_specs(kv.block_size))
         self.kv_caches = new_kv_caches(backend, kv, self.specs, kv.num_blocks, self.device)
         self.swap_caches = new_swap_caches(backend, kv, self.specs, self.device)
+        self.connector = make_connector_worker(config.args.kv_transfer, backend, self.kv_caches, model.group)
         model.eager = config.args.enforce_eager
         model.bind(kv)
         self.batch = InputBatch(limits.max_num_seqs, *table_sizes(kv, limits.max_model_len))
@@ -238,6 +240,8 @@ class ModelRunner:
         self._update_rows(output, pending.output)
         if output.swap_out or output.swap_in:
             self._swap_blocks(output)
+        if (transfers := output.kv_connector_metadata) is not None and self.connector is not None:
+            pending.output.invalid_block_ids = self.connector.start_load_kv(transfers)
         if output.scheduled_encoder_inputs or output.free_encoder_mm_hashes:
             self.media.update(output)
         if not output.total_num_scheduled_tokens:
@@ -280,6 +284,8 @@ class ModelRunner:
             self._verify(step, chosen, sampled, drafts, pending.output)
         elif len(chosen):
             self._sample(step, chosen, sampled, rows, pending)
+        if transfers is not None and self.connector is not None and not pending.output.failed_loras:
+            self.connector.wait_for_save(transfers)
         self._latest = pending
         return pending
 

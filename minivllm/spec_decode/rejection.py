@@ -149,7 +149,7 @@ class RejectionSampler:
         alive, place = list(range(len(results))), 0
         while alive:
             at = [(i, place) for i in alive]
-            where = torch.from_numpy(starts[alive] + place).to(logits.device)
+            where = torch.from_numpy(starts[alive] + place).to(logits.device, non_blocking=True)
             alive, place = self._accept(logits[where], _rows_of(batch, drafts, at, said=True), at, results), place + 1
         return results
 
@@ -208,18 +208,19 @@ class RejectionSampler:
 
     def _by_ratio(self, logits: Tensor, token_ids: Tensor, batch: DraftBatch, rows: list[int]) -> Tensor:
         """In these rows, the draft token with a chance of p(x) / q(x), else one from what p has more than q."""
-        device = logits.device
-        where = torch.tensor(rows).to(device)
-        q = torch.stack([batch.draft_probs[i].to(device) for i in rows])  # type: ignore[union-attr]
-        x = torch.from_numpy(batch.draft_ids[rows]).to(device)
         seeds, counts = batch.column("seed")[rows], batch.column("num_output_tokens")[rows]
-        u = [torch.from_numpy(uniforms(seed, counts)).to(device) for seed in (seeds ^ np.uint64(self.ACCEPT), seeds)]
-        return token_ids.index_copy(0, where, choose_by_ratio(logits[where], q, x, *u))
+        u = [uniforms(seed, counts) for seed in (seeds ^ np.uint64(self.ACCEPT), seeds)]
+        sent = map(torch.from_numpy, (np.array(rows), batch.draft_ids[rows], *u))
+        where, x, *chances = (array.to(logits.device, non_blocking=True) for array in sent)
+        q = torch.stack([probs.to(logits.device) for i in rows if (probs := batch.draft_probs[i]) is not None])
+        return token_ids.index_copy(0, where, choose_by_ratio(logits[where], q, x, *chances))
 
     def _by_chance(self, token_ids: Tensor, batch: DraftBatch, rate: float) -> Tensor:
         """In rows with a draft token, this with a chance of `rate`, else any other."""
-        drafts = torch.from_numpy(batch.draft_ids).to(token_ids.device)
         u = uniforms(batch.column("seed") ^ np.uint64(self.SYNTHETIC), batch.column("num_output_tokens"))
-        accepted = torch.from_numpy((u < rate) & (batch.draft_ids != NO_DRAFT)).to(token_ids.device)
+        accepted = np.where(u < rate, batch.draft_ids, NO_DRAFT)
+        drafts, accepted = torch.from_numpy(np.stack([batch.draft_ids, accepted])).to(
+            token_ids.device, non_blocking=True
+        )
         other = torch.where(token_ids == drafts, (token_ids + 1) % batch.vocab_size, token_ids)
-        return torch.where(accepted, drafts, other)
+        return torch.where(accepted == NO_DRAFT, other, accepted)

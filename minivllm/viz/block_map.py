@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 HASH_BYTES = 3  # of a content hash that travel, to be read by people
 STATUSES = ("WAITING", "RUNNING", "PREEMPTED", "SWAPPED")
 MODES = ("recompute", "swap")
-_WHOLE = (
-    "admit", "alloc", "hit", "uncache", "skip", "free", "preempt", "swap_out", "free_cpu", "schedule", "rollback",
-    "reset",
+_WIRED = (
+    "add", "admit", "alloc", "hit", "cache", "uncache", "skip", "free", "evict", "preempt", "swap_out", "free_cpu",
+    "schedule", "rollback", "finish", "reset",
 )  # fmt: skip
 _IN_PART = {
     "add": ("request",), "evict": ("block",), "finish": ("request", "reason"),
     "cache": ("request", "group", "positions"),  # with blocks and hashes
 }  # fmt: skip
-WIRE = {kind: SCHEMA[kind] for kind in _WHOLE} | _IN_PART  # the events that travel, and their fields
+WIRE = {kind: _IN_PART.get(kind, SCHEMA[kind]) for kind in _WIRED}  # the events that travel, and their fields
 
 
 class _Numbers:

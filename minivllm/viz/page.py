@@ -57,7 +57,10 @@ class Page(View):
             offset += len(part.bytes())
             whole.extend(part)
         traces = [header["trace"] for header in headers if header.get("trace")]
-        whole.header = {"views": headers, "trace": _leading(traces)}
+        # The one whose cursor moves all the others: the only trace, or a comparison of all that are shown.
+        keys = {trace["key"] for trace in traces}
+        leading = (t for t in traces if keys <= {t["key"], *(other["key"] for other in t.get("of", ()))})
+        whole.header = {"views": headers, "trace": next(leading, None)}
         return whole
 
     def describe(self) -> str:
@@ -84,12 +87,6 @@ class Page(View):
         return figure
 
 
-def _leading(traces: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The one whose cursor moves all the others: the only trace, or a comparison of all that are shown."""
-    keys = {trace["key"] for trace in traces}
-    return next((t for t in traces if keys <= {t["key"], *(other["key"] for other in t.get("of", ()))}), None)
-
-
 def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, other: TraceSource | None = None) -> View:
     """The standard page of a trace, or of a saved one: every view of this package that shows a single trace.
 
@@ -107,12 +104,8 @@ def show(trace: TraceSource, tokenizer: Any = None, title: str | None = None, ot
             title += f" and {Path(other).name if isinstance(other, str | Path) else 'another run'}"
     if problem:
         return Message(title, problem)
-    views: list[View] = [
-        BlockMap(opened, tokenizer),
-        Timeline(opened, tokenizer),
-        PrefixTree(opened, tokenizer),
-        Waste(opened),
-    ]
+    views: list[View] = [kind(opened, tokenizer) for kind in (BlockMap, Timeline, PrefixTree)]
+    views.append(Waste(opened))
     if other is not None:
         named = isinstance(trace, str | Path) and isinstance(other, str | Path)
         views.insert(0, Compare(opened, other, names=(str(trace), str(other)) if named else None))

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from minivllm.core.events import Fold, FoldReader, State, read
@@ -50,22 +51,20 @@ class Question:
 KINDS = ("preempted", "evicted", "steps")
 
 
-def _state_lines(state: State) -> Iterator[str]:
-    yield f"{len(state.free)} of {len(state.ref_cnt) - 1} blocks are free. Running, in the order in which they are scheduled:"
-    for name in state.running:
-        request = state.requests[name]
-        yield f"{name}: {request.num_computed_tokens} of {request.num_tokens} tokens computed, {sum(map(len, request.tables))} blocks"
-
-
 def _preempted(request: str, mode: str, needed_by: str, chosen_by: str, state: State, step: int) -> Question | None:
     if len(state.running) < 2:
         return None
     what = "its blocks are copied out" if mode == "swap" else "it loses its blocks and will compute them again"
+    situation = [f"{len(state.free)} of {len(state.ref_cnt) - 1} blocks are free. Running, in order of scheduling:"]
+    for name in state.running:
+        its = state.requests[name]
+        tokens = f"{its.num_computed_tokens} of {its.num_tokens} tokens computed"
+        situation.append(f"{name}: {tokens}, {sum(map(len, its.tables))} blocks")
     why = " FCFS takes the request that was admitted last." if chosen_by == "FCFS" else ""
     text = f"{needed_by} needs a block and none is free. Who is preempted?"
     because = f"{request} is preempted, chosen by {chosen_by}; {what}.{why}"
     options = tuple(state.running)
-    return Question("preempted", step, tuple(_state_lines(state)), text, options, options.index(request), because)
+    return Question("preempted", step, tuple(situation), text, options, options.index(request), because)
 
 
 def _evicted(policy: str, block: int, fold: Fold, step: int) -> Question | None:
@@ -143,12 +142,9 @@ def questions(trace: Trace, kinds: Iterable[str] = KINDS, most: int = 6) -> list
         raise ValueError(f"unknown kind {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     asker = _Asker()
     read(trace, asker)
-    return sorted((q for kind in kinds for q in _spread(asker.found[kind], most)), key=lambda q: q.step)
-
-
-def _spread(items: list[Question], most: int) -> list[Question]:
-    """At most `most` of them, evenly taken."""
-    return items if len(items) <= most else [items[i * len(items) // most] for i in range(most)]
+    found = (asker.found[kind] for kind in kinds)
+    spread = (q if len(q) <= most else [q[i * len(q) // most] for i in range(most)] for q in found)
+    return sorted(chain.from_iterable(spread), key=lambda question: question.step)
 
 
 class Predict(TraceView):

@@ -144,7 +144,10 @@ class SamplerExplorer(View):
             self.record = source
         elif hasattr(source, "llm_engine") and hasattr(source, "generate"):
             _refuse("a model, which has its own", tokenizer=tokenizer, grammar=grammar)
-            self._connect(source)
+            core = source.llm_engine.core
+            self.tokenizer, self.grammar = source.get_tokenizer(), core.grammar
+            (self.sampler,) = core.executor.collective_rpc("get_sampler")
+            check_stages(self.sampler)
             self.record = _generated(source, prompt, params, step) if trace is None else _recorded(trace, request, step)
             if trace is not None:
                 _refuse("a trace", prompt=prompt, params=params)
@@ -154,14 +157,6 @@ class SamplerExplorer(View):
         self.mask = grammar_mask(self.record, self.grammar)
         if precision == "float16":
             self.record = replace(self.record, logits=self.record.logits.astype(np.float16).astype(np.float32))
-
-    def _connect(self, llm: Any) -> None:
-        """Take the tokenizer, grammar compiler and sampler of a model."""
-        core = llm.llm_engine.core
-        self.tokenizer = llm.get_tokenizer()
-        self.grammar = core.grammar
-        (self.sampler,) = core.executor.collective_rpc("get_sampler")
-        check_stages(self.sampler)
 
     def build(self) -> Payload:
         note = (

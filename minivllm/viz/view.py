@@ -76,11 +76,8 @@ def _why_empty(trace: Trace) -> str:
 
 def trace_note(trace: Trace) -> str | None:
     """A remark for above a view: there is nothing to scrub, or no request ever ran."""
-    notes = []
-    if trace.num_steps == 1:
-        notes.append("This trace has one step, so there is nothing to play.")
-    ran = any(event[0] == "schedule" for event in trace.events)
-    if not ran:
+    notes = ["This trace has one step, so there is nothing to play."] if trace.num_steps == 1 else []
+    if not any(event[0] == "schedule" for event in trace.events):
         aborted = sum(event[0] == "finish" and event[2] == "abort" for event in trace.events)
         notes.append(f"No request was given a token{f': {aborted} aborted before their turn' if aborted else ''}.")
     return " ".join(notes) or None
@@ -127,11 +124,6 @@ def most_eventful(trace: Trace) -> int:
     return int(known[1])
 
 
-def trace_cursor(trace: Trace) -> dict[str, Any]:
-    """What the page needs for the cursor of a trace: its key, the number of steps, and the step at which it opens."""
-    return {"key": trace_key(trace), "steps": trace.num_steps, "open": most_eventful(trace)}
-
-
 class View:
     """One picture, in four forms: live in a notebook, a page without a kernel, a matplotlib figure, and words.
 
@@ -139,14 +131,12 @@ class View:
 
     Attributes:
         module: name of the ES module in `static/` that draws it; its `render(card, data, context)` is called.
-        more_modules: names of further ES modules that it loads by name.
         title: heading.
         wide: takes the whole width of a page with several views.
         problem: a message that is shown in place of the view, or None.
     """
 
     module: ClassVar[str]
-    more_modules: Sequence[str] = ()
     title: str = ""
     wide: bool = False
     page_heading: ClassVar[bool] = False  # a saved page has a heading besides the view's own
@@ -202,7 +192,7 @@ class View:
 
     def modules(self) -> tuple[str, ...]:
         """The ES modules that the page needs."""
-        return (self.module, *self.more_modules)
+        return (self.module,)
 
     def to_html(self, program: bool = True) -> str:
         """A self-contained piece of HTML. `program=False` leaves the modules out, for a page that has them from another piece further down."""
@@ -335,14 +325,8 @@ def new_figure(size: tuple[float, float]) -> Figure:
 def legend_above(axes: Axes, columns: int, **more: Any) -> None:
     """A small legend above the axes, at their left."""
     axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=columns,
-        fontsize="small",
-        frameon=False,
-        borderaxespad=0.2,
-        **more,
-    )
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize="small", frameon=False, borderaxespad=0.2, **more,
+    )  # fmt: skip
 
 
 def as_png(figure: Figure, dpi: float) -> bytes:
@@ -411,7 +395,9 @@ class TraceView(View):
 
     def header(self, **more: Any) -> dict[str, Any]:
         """The header that every view of a trace starts from: the shared cursor's name, length and first step, and remarks."""
-        return {"trace": trace_cursor(self.trace), "note": trace_note(self.trace), **more}
+        trace = self.trace
+        cursor = {"key": trace_key(trace), "steps": trace.num_steps, "open": most_eventful(trace)}
+        return {"trace": cursor, "note": trace_note(trace), **more}
 
 
 def read_together(views: Sequence[View]) -> None:

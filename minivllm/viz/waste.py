@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -121,8 +120,9 @@ class Waste(TraceView):
 
     def build(self) -> Payload:
         d, payload = self.waste, Payload({})
+        mean = [None if np.isnan(share) else round(float(share), 6) for share in d.mean_share()]
         payload.header = self.header(
-            schemes=list(SCHEMES.values()), capacity=d.capacity, longest=d.longest, blockSize=d.empty.shape[1], mean=_plain(d.mean_share()),
+            schemes=list(SCHEMES.values()), capacity=d.capacity, longest=d.longest, blockSize=d.empty.shape[1], mean=mean,
             series=payload.add_numbers(np.diff(np.concatenate([d.stored[None], d.running[None], d.reserved, d.wasted]), axis=1, prepend=0)),
             empty=payload.add_numbers(np.diff(d.empty, axis=0, prepend=0)),
         )  # fmt: skip
@@ -142,10 +142,6 @@ class Waste(TraceView):
         axes.set_axis_off()
         top, bottom = axes.inset_axes((0, 0.52, 1, 0.48)), axes.inset_axes((0, 0, 1, 0.44))
         draw_waste(top, bottom, self.waste)
-
-
-def _plain(values: Iterable[float]) -> list[float | None]:
-    return [None if np.isnan(v) else round(float(v), 6) for v in values]
 
 
 _LINES = {

@@ -58,6 +58,8 @@ WITHOUT = {
     "models/mixers/mamba2": "has its exercise in models/families/state",
     "models/mixers/scan": "has its exercise in models/families/state",
     "models/mixers/state": "has its exercise in attention/state",
+    "models/ops/states": "has its exercise in models/families/state",
+    "models/ops/states_cpu": "has its exercise in models/families/state",
     "models/pooling": "reads a folder; the exercise is in runtime/pooler",
     "models/quantization/blocks": "lists layouts; the exercise is in numba_kernels/cpu/matmul/quantized",
     "models/quantization/codes": "lists layouts; the exercise is in numba_kernels/cpu/matmul/quantized",

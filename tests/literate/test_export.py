@@ -399,6 +399,10 @@ CLS = "#| export\nclass Pool:\n    x = 1"
             "#a line 4: __x is renamed inside",
         ),
         (
+            {"head": HEAD, "c": CLS, "a": "#| export\n@method(Pool)\ndef f(self):\n    return super().f()"},
+            "#a line 4: super() needs the class body",
+        ),
+        (
             {"head": HEAD, "c": CLS, "n": "#| export\nN = 1", "a": "#| export\n@method(Pool)\ndef f(self, n=N): ..."},
             "#a line 2: this method moves up into class Pool, where N is bound later, in #n",
         ),

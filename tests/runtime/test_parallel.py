@@ -190,6 +190,26 @@ def test_two_stages_give_the_tokens_of_one(name, pair, tiny_model_path, tmp_path
     llm.llm_engine.close()
 
 
+@pytest.mark.slow
+def test_two_ranks_fetch_blocks_and_agree_on_what_cannot_be(pair, tiny_model_path, tmp_path):
+    """One rank's half of a block is damaged: neither uses it."""
+    path, extra = tiny_model_path("llama-tied-biased"), {"shared_storage_path": str(tmp_path)}
+    config = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+    llm = sharded(pair, path, kv_transfer_config=config)
+    want = tokens(llm)
+    llm.llm_engine.close()
+    halves = sorted(tmp_path.glob("*/*.1"))
+    assert len(halves) == len(list(tmp_path.glob("*/*.0"))) > 0
+    for failures in (0, 1):
+        llm = sharded(pair, path, kv_transfer_config=config)
+        assert tokens(llm) == want
+        metrics = llm.llm_engine.get_metrics()
+        assert (metrics["num_kv_load_failures"] > 0) == bool(failures) and metrics["external_prefix_cache_hits"] > 0
+        llm.llm_engine.close()
+        for half in halves:
+            half.write_bytes(b"x")
+
+
 def listening(pids: list[int]) -> set[str]:
     """The addresses that these processes listen on, as /proc/net/tcp has them."""
     inodes = {os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}

@@ -18,6 +18,7 @@ from minivllm_kernels.cpu.simd import (
     Array,
     Const,
     Int,
+    add_to,
     claim,
     floats_at,
     fma,
@@ -233,14 +234,29 @@ def tiles_zero(b, count: Const):
 
 
 @jit
-def tile_shrink(args, rows, h, sums, j, end, slot):
-    """h [rows of the group, parts * rank] = x A^T, for the ranks that the adapter has. All but the sums are bf16; `rows`, `h`, `sums`: addresses."""
+def even_step(order, j, end):
+    """How far the rows j to end of `order` lie apart, if all are as far from their neighbours; else 0."""
+    step = order[j + 1] - order[j] if end - j > 1 else 1
+    for i in range(j + 1, end):
+        if order[i] - order[i - 1] != step:
+            return 0
+    return step
+
+
+@jit
+def tile_shrink(args, rows, h, sums, j, end, slot, fresh):
+    """h [rows of the group, parts * rank] = x A^T, for the ranks that the adapter has. All but the sums are bf16; `rows`, `h`, `sums`: addresses.
+    fresh: this thread has not read the adapter just before."""
     order, ranks, inputs = ints_at(args[ORDER], 64), ints_at(args[RANK_OF], 64), args[TILE_INPUTS]
-    here, x, result, done = floats_at(rows, 16), floats_at(args[TILE_X], 16), floats_at(h, 16), floats_at(sums, 32)
-    width, room = args[PARTS] * args[RANK], args[RANK]
-    for i in range(end - j):
-        for k in range(0, inputs, WIDE):
-            copy_words(here, i * inputs + k, x, order[j + i] * inputs + k, WIDE)
+    result, done = floats_at(h, 16), floats_at(sums, 32)
+    width, room, step = args[PARTS] * args[RANK], args[RANK], even_step(order, j, end)
+    x, stride = args[TILE_X] + 2 * order[j] * inputs, 2 * step * inputs
+    if step == 0:  # a tile needs rows that are equally far apart
+        here, there = floats_at(rows, 16), floats_at(args[TILE_X], 16)
+        for i in range(end - j):
+            for k in range(0, inputs, WIDE):
+                copy_words(here, i * inputs + k, there, order[j + i] * inputs + k, WIDE)
+        x, stride = rows, 2 * inputs
     tiles_begin(args[FOR_SHRINK] + 64 * (end - j))
     for n in range(0, width, TILE):
         if n % room < ranks[slot * args[PARTS] + n // room]:
@@ -248,8 +264,9 @@ def tile_shrink(args, rows, h, sums, j, end, slot):
             ahead = floats_at(a, 16)
             tiles_zero(2)
             for k in range(0, inputs, STEP):
-                prefetch(ahead, TILE * (k + 2 * STEP), 2048)
-                tiles_shrink(rows + 2 * k, 2 * inputs, a + WIDE * k)
+                if fresh:
+                    prefetch(ahead, TILE * (k + 2 * STEP), 2048)
+                tiles_shrink(x + 2 * k, stride, a + WIDE * k)
             tiles_write(sums, 2)
             for i in range(end - j):
                 store(result, i * width + n, load(done, i * WIDE, TILE) + load(done, i * WIDE + TILE, TILE))
@@ -264,7 +281,7 @@ def tile_lora(out_bits: int) -> Callable[[Any], None]:
 
     def make(count: int) -> Any:
         @jit
-        def some(args, out, sums, j, end, h, b, n, rank):
+        def some(args, out, sums, j, end, h, b, n, rank, fresh):
             """`count` tiles of outputs from n on, of the rows of one group. What h has beyond the rank was not written."""
             order, outputs, room = ints_at(args[ORDER], 64), args[TILE_OUTPUTS], args[RANK]
             tiles_zero(count)
@@ -272,12 +289,13 @@ def tile_lora(out_bits: int) -> Callable[[Any], None]:
                 tiles_expand(h + 2 * r, 2 * args[PARTS] * room, b + 2 * (n * room + L * r), 2 * L * room, count)
             tiles_write(sums, count)
             done, ahead = floats_at(sums, 32), floats_at(b, 16)
-            for at in range((n + count * L) * room, (n + 2 * count * L) * room, 1024):
-                prefetch(ahead, at, 2048)
+            if fresh:
+                for at in range((n + count * L) * room, (n + 2 * count * L) * room, 1024):
+                    prefetch(ahead, at, 2048)
             for i in range(end - j):
                 at = order[j + i] * outputs + n
                 for c in range(0, count * L, L):
-                    store(out, at + c, load(out, at + c, L) + load(done, i * count * L + c, L))
+                    add_to(out, at + c, load(done, i * count * L + c, L))
 
         return some
 
@@ -290,13 +308,15 @@ def tile_lora(out_bits: int) -> Callable[[Any], None]:
         sums, out = h + 2 * L * parts * room, floats_at(args[TILE_OUT], out_bits)
         slots, used, starts = ints_at(args[SLOTS], 64), ints_at(args[USED], 64), ints_at(args[STARTS], 64)
         chunks, ranks = ints_at(args[TILE_CHUNKS], 64), ints_at(args[RANK_OF], 64)
+        last_slot = -1
         while True:
             group = claim(args, NEXT, 1)
             if group >= used[1]:
                 break
             j, end = starts[group], starts[group + 1]
             slot = slots[j]
-            tile_shrink(args, rows, h, sums, j, end, slot)
+            fresh, last_slot = slot != last_slot, slot
+            tile_shrink(args, rows, h, sums, j, end, slot, fresh)
             tiles_begin(args[FOR_EXPAND] + 64 * (end - j))
             b = args[TILE_B] + 2 * slot * outputs * room
             for chunk in range(args[NUM_CHUNKS]):
@@ -305,10 +325,10 @@ def tile_lora(out_bits: int) -> Callable[[Any], None]:
                 if rank > 0:
                     mine = h + 2 * part * room
                     while n + AT_ONCE_OUT <= last:
-                        four(args, out, sums, j, end, mine, b, n, rank)
+                        four(args, out, sums, j, end, mine, b, n, rank, fresh)
                         n += AT_ONCE_OUT
                     for at in range(n, last, L):
-                        single(args, out, sums, j, end, mine, b, at, rank)
+                        single(args, out, sums, j, end, mine, b, at, rank, fresh)
         tiles_end()
 
     return body

@@ -96,6 +96,19 @@ def narrow(b: Any, x: Any, lanes: int) -> Any:
     return b.trunc(b.select(b.fcmp_unordered("uno", x, x), const(0x7FC0, lanes, I32), rounded), vec(lanes, I16))
 
 
+class _BFloat16(ir.types.Type):
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
 class Array:
     """An array or a pointer, as a primitive sees it."""
 
@@ -201,6 +214,17 @@ def load(b, array: Array, index: Int, lanes: Const):
 def store(b, array: Array, index: Int, x: Vec):
     """Write a vector to float32 elements, or rounded to bf16 ones."""
     array.store(index, x)
+
+
+@primitive(types.void)
+def add_to(b, array: Array, index: Int, x: Vec):
+    """Add a vector to elements in place. bf16 ones are rounded by the CPU's instruction, which takes tiny numbers for zero: for
+    CPUs that have it."""
+    lanes = x.type.count
+    total = b.fadd(array.load(index, lanes), x)
+    if array.dtype == types.uint16:
+        total = b.bitcast(b.fptrunc(total, ir.VectorType(_BFloat16(), lanes)), vec(lanes, I16))
+    array.write(index, total, 2 if array.dtype == types.uint16 else 4)
 
 
 @primitive(lambda x: x)

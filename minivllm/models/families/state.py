@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from minivllm.models.families.moe import EXPERT_NAMES, STACKED, each_expert, qwen_mlps, read_experts
@@ -17,7 +18,7 @@ from minivllm.models.mixers.mamba1 import Mamba1Spec
 from minivllm.models.mixers.mamba2 import Mamba2Spec
 from minivllm.models.mixers.mlp import GatedMLPSpec
 from minivllm.models.mixers.moe import MoESpec, RouterSpec
-from minivllm.models.mixers.state import NoMLPSpec
+from minivllm.models.mixers.state import NoMLPSpec, StateMixerSpec
 from minivllm.models.spec import (
     ConfigReader,
     DecoderSpec,
@@ -44,18 +45,34 @@ def read_dt_limit(r: ConfigReader, name: str = "time_step_limit") -> tuple[float
     return tuple(float(x["__float__"]) if isinstance(x, dict) else float(x) for x in (low, high))  # type: ignore[return-value]
 
 
+def _skip(r: ConfigReader, *names: str) -> None:
+    """Fields that change nothing here: how to initialise, how to round and cut, and what other fields say, too."""
+    for name in names:
+        r.get(name)
+
+
+def _mixers_alone(r: ConfigReader, mixer: StateMixerSpec, eps: float, **common: Any) -> DecoderSpec:
+    """A model whose layers have one block and no MLP."""
+    r.only("hidden_act", "silu", "swish")
+    _skip(
+        r,
+        "time_step_min",
+        "time_step_max",
+        "time_step_floor",
+        "residual_in_fp32",
+        "rescale_prenorm_residual",
+        "rms_norm",
+    )
+    layer = LayerSpec(mixer=mixer, mlp=NoMLPSpec(), mixer_norm="norm", mlp_norm=None)
+    layers = (layer,) * r.need("num_hidden_layers")
+    return DecoderSpec(**read_common(r, eps_name=None, eps=eps, **common), layers=layers, names=_BACKBONE)
+
+
 @family("Mamba2ForCausalLM", "mamba2")
 def mamba2(r: ConfigReader) -> DecoderSpec:
     """Mamba-2: nothing but state-space layers."""
     r.assume(max_position_embeddings=LONGEST, hidden_size=4096, vocab_size=32768, num_hidden_layers=64)
-    r.only("hidden_act", "silu", "swish")
-    for training in ("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"):
-        r.get(training)
-    (
-        r.get("residual_in_fp32"),
-        r.get("chunk_size"),
-        r.get("rms_norm"),
-    )  # how to round, how to cut, and what transformers ignores
+    _skip(r, "time_step_rank", "chunk_size")
     hidden, heads, head_dim = r.need("hidden_size"), r.get("num_heads", 128), r.get("head_dim", 64)
     if heads * head_dim != r.get("expand", 2) * hidden:
         raise ValueError(
@@ -67,32 +84,22 @@ def mamba2(r: ConfigReader) -> DecoderSpec:
         state_size=r.get("state_size", 128), kernel=r.get("conv_kernel", 4), bias=r.get("use_bias", False),
         conv_bias=r.get("use_conv_bias", True), eps=eps, dt_limit=read_dt_limit(r),
     )  # fmt: skip
-    layer = LayerSpec(mixer=mixer, mlp=NoMLPSpec(), mixer_norm="norm", mlp_norm=None)
-    common = read_common(r, eps_name=None, eps=eps)
-    return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"), names=_BACKBONE)
+    return _mixers_alone(r, mixer, eps)
 
 
 @family("MambaForCausalLM", "mamba")
 def mamba(r: ConfigReader) -> DecoderSpec:
     """Mamba: nothing but selective scans."""
     r.assume(max_position_embeddings=LONGEST, hidden_size=768, vocab_size=50280, num_hidden_layers=32)
-    r.only("hidden_act", "silu", "swish")
-    for training in ("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme"):
-        r.get(training)
-    for other in ("d_inner", "d_model", "n_layer", "intermediate_size", "rms_norm", "ssm_cfg"):
-        r.get(other)  # what other fields say, too
-    for how in ("residual_in_fp32", "rescale_prenorm_residual", "use_mambapy", "use_associative_scan"):
-        r.get(how)
-    r.get("fused_add_norm"), r.get("pad_vocab_size_multiple")
+    _skip(r, "time_step_scale", "time_step_init_scheme", "use_mambapy", "use_associative_scan", "fused_add_norm")
+    _skip(r, "d_inner", "d_model", "n_layer", "intermediate_size", "ssm_cfg", "pad_vocab_size_multiple")
     hidden, rank, eps = r.need("hidden_size"), r.get("time_step_rank", "auto"), r.get("layer_norm_epsilon", 1e-5)
     mixer = Mamba1Spec(
         prefix="mixer.", channels=int(r.get("expand", 2) * hidden), state_size=r.get("state_size", 16),
         rank=-(-hidden // 16) if rank == "auto" else rank, kernel=r.get("conv_kernel", 4), bias=r.get("use_bias", False),
         conv_bias=r.get("use_conv_bias", True),
     )  # fmt: skip
-    layer = LayerSpec(mixer=mixer, mlp=NoMLPSpec(), mixer_norm="norm", mlp_norm=None)
-    common = read_common(r, eps_name=None, eps=eps, tied=True)
-    return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"), names=_BACKBONE)
+    return _mixers_alone(r, mixer, eps, tied=True)
 
 
 def mixers_by_type(r: ConfigReader, types: list[str], kinds: Mapping[str, TokenMixerSpec]) -> list[TokenMixerSpec]:
@@ -270,6 +277,22 @@ def gated_query(head_dim: int, kind: str) -> Unpack:
     return Unpack(f"self_attn.q_proj.{kind}", parts)
 
 
+def _ungrouped(prefix: str, num_k_heads: int, parts: dict[str, tuple[int, ...]]) -> tuple[Unpack, ...]:
+    """Checkpoints have the rows of both matmuls key head by key head; here all queries come first, then all keys, and so on.
+
+    parts: by the matmul's name, how many rows each part of a key head has.
+    """
+
+    def rule(name: str, sizes: tuple[int, ...]) -> Unpack:
+        def reorder(weight: Tensor) -> dict[str, Tensor]:
+            split = weight.unflatten(0, (num_k_heads, -1)).split(sizes, 1)
+            return {f"{prefix}{name}.weight": torch.cat([part.flatten(0, 1) for part in split])}
+
+        return Unpack(f"{prefix}{name}.weight", reorder, rows=True)
+
+    return tuple(rule(name, sizes) for name, sizes in parts.items())
+
+
 @family("Qwen3NextForCausalLM", "qwen3_next")
 def qwen3_next(r: ConfigReader) -> DecoderSpec:
     """Qwen3-Next: three gated delta nets to one attention layer with a gate, and experts."""
@@ -282,6 +305,8 @@ def qwen3_next(r: ConfigReader) -> DecoderSpec:
         k_dim=r.get("linear_key_head_dim", 128), v_dim=r.get("linear_value_head_dim", 128),
         kernel=r.get("linear_conv_kernel_dim", 4), eps=r.get("rms_norm_eps", 1e-6),
     )  # fmt: skip
+    many = delta.num_v_heads // delta.num_k_heads
+    rows = {"in_proj_qkvz": (*(delta.k_dim,) * 2, *(many * delta.v_dim,) * 2), "in_proj_ba": (many, many)}
     every = r.get("full_attention_interval", 4)
     types = r.get("layer_types") or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
     mixers = mixers_by_type(r, types, {"linear_attention": delta, "full_attention": attention})
@@ -295,7 +320,11 @@ def qwen3_next(r: ConfigReader) -> DecoderSpec:
         **read_common(r),
         layers=tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, qwen_mlps(r, moe), strict=True)),
         norm_offset=True,
-        unpack=(*STACKED, *(gated_query(attention.head_dim, kind) for kind in ("weight", "bias"))),
+        unpack=(
+            *STACKED,
+            *(gated_query(attention.head_dim, kind) for kind in ("weight", "bias")),
+            *_ungrouped(delta.prefix, delta.num_k_heads, rows),
+        ),
         ignored=("mtp.",),
         mtp=MTPSpec(
             spec=LayerSpec(mixer=attention, mlp=moe),

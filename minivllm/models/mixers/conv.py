@@ -2,16 +2,13 @@
 
 # Generated from nbs/models/mixers/conv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from minivllm.attention.state import StateView
+from minivllm.attention.state import Sequences, StateView
 from minivllm.models.mixers.base import LinearSpec, register_mixer
-from minivllm.models.mixers.scan import conv_scan, conv_step
-from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
-from minivllm.models.ops.base import InPlace
+from minivllm.models.mixers.state import StateMixer, StateMixerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +34,17 @@ class ShortConvSpec(StateMixerSpec):
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """See `StateMixerSpec`."""
-        return ((self.channels, self.kernel - 1),)
+        return ((self.kernel - 1, self.channels),)
 
 
 @register_mixer(ShortConvSpec)
 class ShortConv(StateMixer):
     """`C * conv(B * x)`, with B, C and x from one matmul."""
 
-    steps, scans = (conv_step,), (conv_scan,)
+    capturable = True
 
-    def kernels(self, views: list[StateView]) -> tuple[InPlace | None, ...]:
+    def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
         """See `StateMixer`."""
-        return (self.ops.conv(views[0]),)
-
-    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
-        (conv,) = forms
-        B, C, x = u.float().chunk(3, 1)
-        y, state = conv(B * x, states[0], self.extra["conv.weight"][:, 0], self.extra.get("conv.bias"))
-        return (C * y).to(u.dtype), (state,)
+        B, C, x = u.chunk(3, 1)
+        weights = self.wide["conv.weight"], self.wide.get("conv.bias")
+        return self.ops.states.conv(x, *weights, views[0], where, gates=(B, C))

@@ -2,18 +2,14 @@
 
 # Generated from nbs/models/mixers/delta.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.attention.state import StateView
-from minivllm.models.mixers.base import LinearSpec, register_mixer
-from minivllm.models.mixers.scan import by_head, conv_scan, conv_step, delta_chunk, delta_step, in_chunks
-from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
-from minivllm.models.ops.base import InPlace
+from minivllm.attention.state import Sequences, StateView
+from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
+from minivllm.models.mixers.state import StateMixer, StateMixerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,37 +53,33 @@ class DeltaNetSpec(StateMixerSpec):
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """See `StateMixerSpec`."""
-        return (self.channels, self.kernel - 1), (self.num_v_heads, self.k_dim, self.v_dim)
-
-
-def delta_scan(*parts: Tensor) -> tuple[Tensor, Tensor]:
-    """`delta_recurrence` in chunks."""
-    return in_chunks(delta_chunk, parts[:-1], parts[-1])
+        return (self.kernel - 1, self.channels), (self.num_v_heads, self.k_dim, self.v_dim)
 
 
 @register_mixer(DeltaNetSpec)
 class DeltaNet(StateMixer):
-    """Convolve; correct what the state holds for a key; read it; norm and gate."""
+    """Convolve; correct what the state holds for a key; read it; norm and gate.
 
+    Attributes:
+        rates: [num_v_heads], how fast each state decays; below 0.
+    """
+
+    capturable = True
     spec: DeltaNetSpec
-    steps, scans = (conv_step, delta_step), (conv_scan, delta_scan)
 
-    def kernels(self, views: list[StateView]) -> tuple[InPlace | None, ...]:
+    def __init__(self, spec: DeltaNetSpec, builder: Builder) -> None:
+        super().__init__(spec, builder)
+        self.rates = torch.empty(0)
+
+    def process_weights_after_loading(self) -> None:
+        """See `Mixer`."""
+        StateMixer.process_weights_after_loading(self)
+        self.rates = -self.wide["A_log"].exp()
+
+    def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
         """See `StateMixer`."""
-        return self.ops.conv(views[0]), self.ops.delta(views[1])
-
-    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
-        conv, delta = forms
-        s, w, many = self.spec, self.extra, self.spec.num_v_heads // self.spec.num_k_heads
-        qkvz, ba = u.split((u.shape[1] - 2 * s.num_v_heads, 2 * s.num_v_heads), 1)
-        qkvz, ba = qkvz.unflatten(1, (s.num_k_heads, -1)), ba.unflatten(1, (s.num_k_heads, -1))
-        *qkv, z = (x.flatten(1) for x in qkvz.split((s.k_dim, s.k_dim, many * s.v_dim, many * s.v_dim), 2))
-        b, a = (x.flatten(1).float() for x in ba.chunk(2, 2))
-        mixed, last_inputs = conv(torch.cat(qkv, 1), states[0], w["conv1d.weight"][:, 0], None)
-        q, k, v = F.silu(mixed).split([x.shape[1] for x in qkv], 1)
-        q, k = (by_head(x.unflatten(1, (-1, s.k_dim)), s.num_v_heads) for x in (q, k))
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        log_decay = -w["A_log"].float().exp() * F.softplus(a + w["dt_bias"].float())
-        y, state = delta(q * s.k_dim**-0.5, k, v.unflatten(1, (-1, s.v_dim)), log_decay, b.sigmoid(), states[1])
-        y = F.rms_norm(y, y.shape[-1:], None, s.eps) * w["norm.weight"].float()
-        return (y.flatten(1) * F.silu(z.float())).to(u.dtype), (last_inputs, state)
+        s, w, ops, heads = self.spec, self.wide, self.ops.states, self.spec.num_v_heads
+        qkv, z, b, a = u.split((s.channels, heads * s.v_dim, heads, heads), 1)
+        qkv = ops.conv(qkv, w["conv1d.weight"], None, views[0], where)
+        y = ops.delta(qkv, b, a, w["dt_bias"], self.rates, s.num_k_heads, views[1], where)
+        return ops.gated_norm(y, z, w["norm.weight"][None], s.eps, gate_first=False)

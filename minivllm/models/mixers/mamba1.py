@@ -2,17 +2,15 @@
 
 # Generated from nbs/models/mixers/mamba1.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.attention.state import Sequences, StateView
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
-from minivllm.models.mixers.scan import conv_scan, conv_step, in_chunks, selective_chunk, selective_step
-from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
+from minivllm.models.mixers.state import StateMixer, StateMixerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +60,7 @@ class Mamba1Spec(StateMixerSpec):
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """See `StateMixerSpec`: the convolution's last inputs, and `state_size` numbers for each channel."""
-        return (self.channels, self.kernel - 1), (self.channels, self.state_size)
-
-
-def selective_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`selective_recurrence` in chunks."""
-    return in_chunks(lambda x, dt, B, C, state: selective_chunk(x, dt, A, B, C, D, state), (x, dt, B, C), state)
+        return (self.kernel - 1, self.channels), (self.state_size, self.channels)
 
 
 @register_mixer(Mamba1Spec)
@@ -77,11 +68,11 @@ class Mamba1(StateMixer):
     """Convolve; let the state decay, add to it and read it; gate.
 
     Attributes:
-        A: [channels, state_size], how fast each number decays; below 0.
+        A: [state_size, channels], how fast each number decays; below 0.
     """
 
+    capturable = True
     spec: Mamba1Spec
-    steps, scans = (conv_step, selective_step), (conv_scan, selective_scan)
     x_proj: Linear
     dt_proj: Linear
 
@@ -91,21 +82,18 @@ class Mamba1(StateMixer):
 
     def process_weights_after_loading(self) -> None:
         """See `Mixer`."""
-        self.A = -self.extra["A_log"].float().exp()
+        StateMixer.process_weights_after_loading(self)
+        self.A = -self.wide["A_log"].T.exp().contiguous()
 
-    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
-        """From the first matmul to the last, with one form of the convolution and of the recurrence."""
-        (conv, scan), s, w = forms, self.spec, self.extra
+    def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
+        """See `StateMixer`."""
+        s, w, ops = self.spec, self.wide, self.ops.states
         x, z = u.chunk(2, 1)
-        x, last_inputs = conv(x, states[0], w["conv1d.weight"][:, 0], w.get("conv1d.bias"))
-        x = F.silu(x)
-        parts = self.x_proj(x.to(u.dtype)).split((s.rank, s.state_size, s.state_size), 1)
+        x = ops.conv(x, w["conv1d.weight"], w.get("conv1d.bias"), views[0], where)
+        parts = self.x_proj(x).split((s.rank, s.state_size, s.state_size), 1)
         if s.norm_eps is not None:
-            names = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
-            parts = tuple(
-                F.rms_norm(part.float(), part.shape[1:], w[name].float(), s.norm_eps).to(u.dtype)
-                for part, name in zip(parts, names, strict=True)
-            )
-        dt = F.softplus(self.dt_proj(parts[0]).float() + w["dt_proj.bias"].float())
-        y, state = scan(x, dt, self.A, parts[1].float(), parts[2].float(), w["D"].float(), states[1])
-        return (y * F.silu(z.float())).to(u.dtype), (last_inputs, state)
+            norms = (self.extra[f"{part}_layernorm.weight"] for part in ("dt", "b", "c"))
+            parts = tuple(self.ops.rms_norm(part, w, s.norm_eps) for part, w in zip(parts, norms, strict=True))
+        dt, B, C = parts
+        dt = self.dt_proj(ops.contiguous(dt))
+        return ops.selective(x, dt, w["dt_proj.bias"], self.A, B, C, w["D"], z, views[1], where)

@@ -3,18 +3,14 @@
 # Generated from nbs/models/mixers/mamba2.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.attention.state import StateView
+from minivllm.attention.state import Sequences, StateView
 from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
-from minivllm.models.mixers.scan import conv_scan, conv_step, in_chunks, ssd_chunk, ssd_step
-from minivllm.models.mixers.state import StateMixer, StateMixerSpec, States
-from minivllm.models.ops.base import InPlace
+from minivllm.models.mixers.state import StateMixer, StateMixerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +23,7 @@ class Mamba2Spec(StateMixerSpec):
         state_size: numbers of B and C.
         kernel: inputs that the convolution sees.
         bias, conv_bias: of both matmuls, and of the convolution.
-        norm: whether the gated output is normed, each group by itself; eps: of that norm.
-        norm_before_gate: it is normed first, and then gated.
+        eps: of the norm of the gated output, each group by itself.
         dt_limit: bounds of the step sizes.
     """
 
@@ -39,8 +34,6 @@ class Mamba2Spec(StateMixerSpec):
     kernel: int
     bias: bool = False
     conv_bias: bool = True
-    norm: bool = True
-    norm_before_gate: bool = False
     eps: float = 1e-5
     dt_limit: tuple[float, float] = (0.0, math.inf)
 
@@ -74,16 +67,11 @@ class Mamba2Spec(StateMixerSpec):
         shapes |= {name: (self.num_heads,) for name in ("A_log", "D", "dt_bias")}
         if self.conv_bias:
             shapes["conv1d.bias"] = (self.channels,)
-        return shapes | {"norm.weight": (self.inner,)} if self.norm else shapes
+        return shapes | {"norm.weight": (self.inner,)}
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """See `StateMixerSpec`: the convolution's last inputs, and a matrix for each head."""
-        return (self.channels, self.kernel - 1), (self.num_heads, self.head_dim, self.state_size)
-
-
-def ssd_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`ssd_recurrence` in chunks."""
-    return in_chunks(lambda x, dt, B, C, state: ssd_chunk(x, dt, A, B, C, D, state), (x, dt, B, C), state)
+        return (self.kernel - 1, self.channels), (self.num_heads, self.head_dim, self.state_size)
 
 
 @register_mixer(Mamba2Spec)
@@ -92,42 +80,26 @@ class Mamba2(StateMixer):
 
     Attributes:
         A: [num_heads], how fast each state decays; below 0.
-        wide: the small weights in float32.
+        limits: [2], of the step sizes.
     """
 
+    capturable = True
     spec: Mamba2Spec
-    steps, scans = (conv_step, ssd_step), (conv_scan, ssd_scan)
 
     def __init__(self, spec: Mamba2Spec, builder: Builder) -> None:
         super().__init__(spec, builder)
-        self.A, self.wide = torch.empty(0), dict[str, Tensor]()
+        self.A, self.limits = torch.empty(0), torch.tensor(spec.dt_limit, device=builder.device)
 
     def process_weights_after_loading(self) -> None:
         """See `Mixer`."""
-        self.A, self.wide = -self.extra["A_log"].float().exp(), {k: w.float() for k, w in self.extra.items()}
+        StateMixer.process_weights_after_loading(self)
+        self.A = -self.wide["A_log"].exp()
 
-    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
-        """From the first matmul to the last, with one form of the convolution and of the recurrence."""
-        (conv, ssd), s, w = forms, self.spec, self.wide
-        z, xBC, dt = u.split((s.inner, s.channels, s.num_heads), 1)
-        xBC, last_inputs = conv(xBC, states[0], w["conv1d.weight"][:, 0], w.get("conv1d.bias"))
-        x, B, C = F.silu(xBC).split((s.inner, s.num_groups * s.state_size, s.num_groups * s.state_size), 1)
-        x, B, C = x.unflatten(1, (s.num_heads, -1)), *(v.unflatten(1, (s.num_groups, -1)) for v in (B, C))
-        dt = F.softplus(dt.float() + w["dt_bias"])
-        dt = dt if s.dt_limit == (0.0, math.inf) else dt.clamp(*s.dt_limit)
-        y, state = ssd(x, dt, self.A, B, C, w["D"], states[1])
-        return self._gate(y.flatten(1), z.float()).to(u.dtype), (last_inputs, state)
-
-    def _gate(self, y: Tensor, z: Tensor) -> Tensor:
-        """Gate, and norm each group."""
-        s = self.spec
-        if not s.norm_before_gate:
-            y = y * F.silu(z)
-        if s.norm:
-            groups = y.unflatten(1, (s.num_groups, -1))
-            y = F.rms_norm(groups, groups.shape[-1:], None, s.eps).flatten(1) * self.wide["norm.weight"]
-        return y * F.silu(z) if s.norm_before_gate else y
-
-    def kernels(self, views: list[StateView]) -> tuple[InPlace | None, ...]:
+    def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
         """See `StateMixer`."""
-        return self.ops.conv(views[0]), self.ops.ssd(views[1])
+        s, w, ops = self.spec, self.wide, self.ops.states
+        z, xBC, dt = u.split((s.inner, s.channels, s.num_heads), 1)
+        xBC = ops.conv(xBC, w["conv1d.weight"], w.get("conv1d.bias"), views[0], where)
+        y = ops.ssd(xBC, dt, w["dt_bias"], self.limits, self.A, w["D"], s.num_groups, views[1], where)
+        weight = w["norm.weight"].view(s.num_groups, -1)
+        return ops.gated_norm(y.view(len(u), *weight.shape), z, weight, s.eps, gate_first=True)

@@ -11,21 +11,21 @@ def conv_step(u: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> 
     """One token of each of R sequences through a causal convolution of each channel by itself.
 
     Args:
-        u: [R, C]. state: [R, C, K - 1], the inputs before it, oldest first. weight: [C, K]. bias: [C] or None.
+        u: [R, C]. state: [R, K - 1, C], the inputs before it, oldest first. weight: [K, C]. bias: [C] or None. All float32.
 
     Returns:
-        float32 [R, C], and the new states.
+        [R, C], and the new states.
     """
-    full = torch.cat((state.float(), u.float()[:, :, None]), 2)
-    y = (full * weight.float()).sum(2)
-    return y if bias is None else y + bias.float(), full[:, :, 1:]
+    full = torch.cat((state, u[:, None]), 1)
+    y = (full * weight).sum(1)
+    return y if bias is None else y + bias, full[:, 1:]
 
 
 def conv_scan(u: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """T tokens of one sequence: u [T, C], state [C, K - 1], to float32 [T, C] and the new state."""
-    full = torch.cat((state.float(), u.float().T), 1)
-    y = F.conv1d(full[None], weight.float()[:, None], None if bias is None else bias.float(), groups=len(full))[0].T
-    return y, full[:, full.shape[1] - state.shape[1] :]
+    """T tokens of one sequence: u [T, C], state [K - 1, C], to [T, C] and the new state."""
+    full = torch.cat((state, u))
+    y = F.conv1d(full.T[None], weight.T[:, None], bias, groups=full.shape[1])[0].T
+    return y, full[len(u) :]
 
 
 def by_head(x: Tensor, num_heads: int) -> Tensor:
@@ -94,6 +94,11 @@ def in_chunks(chunk, x: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tens
     return torch.cat(ys), state
 
 
+def ssd_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """`ssd_recurrence` in chunks."""
+    return in_chunks(lambda x, dt, B, C, state: ssd_chunk(x, dt, A, B, C, D, state), (x, dt, B, C), state)
+
+
 def delta_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -138,26 +143,31 @@ def delta_chunk(
     return y.transpose(0, 1), state
 
 
+def delta_scan(*parts: Tensor) -> tuple[Tensor, Tensor]:
+    """`delta_recurrence` in chunks."""
+    return in_chunks(delta_chunk, parts[:-1], parts[-1])
+
+
 def selective_step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One token of each of R sequences.
 
     Args:
-        x: [R, I]. dt: [R, I], above 0. A: [I, N], below 0. B, C: [R, N]. D: [I], the input's own way past the state.
-        state: [R, I, N]. All float32.
+        x: [R, I]. dt: [R, I], above 0. A: [N, I], below 0. B, C: [R, N]. D: [I], the input's own way past the state.
+        state: [R, N, I]. All float32.
 
     Returns:
         [R, I], and the new states.
     """
-    state = state * (dt[..., None] * A).exp() + (dt * x)[..., None] * B[:, None]
-    return (state * C[:, None]).sum(-1) + D * x, state
+    state = state * (dt[:, None] * A).exp() + (dt * x)[:, None] * B[..., None]
+    return (state * C[..., None]).sum(1) + D * x, state
 
 
 def selective_recurrence(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """T tokens of one sequence, one after the other: x [T, I], state [I, N], and so on, to [T, I] and the new state."""
+    """T tokens of one sequence, one after the other: x [T, I], state [N, I], and so on, to [T, I] and the new state."""
     ys, states = [], state[None]
     for t in range(len(x)):
         now = slice(t, t + 1)
@@ -170,11 +180,18 @@ def selective_chunk(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `selective_recurrence`, for a chunk, in a number of rounds that is the logarithm of its length."""
-    decay, states = (dt[..., None] * A).exp(), (dt * x)[..., None] * B[:, None]  # [T, I, N]
+    decay, states = (dt[:, None] * A).exp(), (dt * x)[:, None] * B[..., None]  # [T, N, I]
     states[0] += decay[0] * state
     shift = 1
     while shift < len(x):
         states[shift:] = states[shift:] + decay[shift:] * states[:-shift]
         decay[shift:] = decay[shift:] * decay[:-shift]
         shift *= 2
-    return (states * C[:, None]).sum(-1) + D * x, states[-1]
+    return (states * C[..., None]).sum(1) + D * x, states[-1]
+
+
+def selective_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`selective_recurrence` in chunks."""
+    return in_chunks(lambda x, dt, B, C, state: selective_chunk(x, dt, A, B, C, D, state), (x, dt, B, C), state)

@@ -5,19 +5,16 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minivllm.attention.state import MambaSpec, StatePlan, StateView
+from minivllm.attention.state import MambaSpec, Sequences, StatePlan, StateView
 from minivllm.core.config import KVCacheSpec
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, Mixer, MixerSpec, TokenMixerSpec, register_mixer
-from minivllm.models.ops.base import ForwardContext, InPlace
-
-States = tuple[Tensor, ...]
+from minivllm.models.ops.base import ForwardContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +57,8 @@ class StateMixer(Mixer):
 
     Attributes:
         extra: the weights that are no linear layer's, by the last part of their names.
-        steps, scans: each part's recurrence, for one token of many sequences and for many tokens of one.
+        wide: the same in float32, those of a convolution [K, C]; from `process_weights_after_loading` on.
     """
-
-    steps: ClassVar[tuple[Callable, ...]]
-    scans: ClassVar[tuple[Callable, ...]]
 
     spec: StateMixerSpec
     in_proj: Linear
@@ -75,29 +69,14 @@ class StateMixer(Mixer):
         how: dict[str, Any] = {"dtype": builder.dtype, "device": builder.device}
         self._kept: dict[str, Any] = {}
         self.extra = {name: torch.empty(shape, **how) for name, shape in spec.extra_shapes().items()}
+        self.wide = dict[str, Tensor]()
 
     @abstractmethod
-    def mix(self, u: Tensor, states: States, *forms: Callable) -> tuple[Tensor, States]:
-        """From the first matmul to the last, with one form of each recurrence: of `steps`, of `scans`, or of `kernels`."""
+    def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
+        """From the outputs of the first matmul to the inputs of the last, [T, ...], for whole sequences.
 
-    def kernels(self, views: list[StateView]) -> tuple[InPlace | None, ...]:
-        """What runs each recurrence on states where they lie, if the ops have it."""
-        return (None,)
-
-    def step(self, u: Tensor, states: States) -> tuple[Tensor, States]:
-        """One token of each of R sequences.
-
-        Args:
-            u: [R, outputs of `in_proj`]. states: parts, each `[R, *shape]`.
-
-        Returns:
-            [R, inputs of `out_proj`], and the new states.
+        views: where each part of a state is in this layer's cache; changed.
         """
-        return self.mix(u, states, *self.steps)
-
-    def scan(self, u: Tensor, states: States) -> tuple[Tensor, States]:
-        """T tokens of one sequence: u [T, ...], parts without the first dimension."""
-        return self.mix(u, states, *self.scans)
 
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
         """See `Mixer`."""
@@ -105,82 +84,30 @@ class StateMixer(Mixer):
         for name, weight in self.extra.items():
             yield self.spec.prefix + name, weight.copy_
 
+    def process_weights_after_loading(self) -> None:
+        """See `Mixer`."""
+        wide = {name: weight.float() for name, weight in self.extra.items()}
+        self.wide = {name: w[:, 0].T.contiguous() if w.dim() == 3 else w for name, w in wide.items()}
+
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] to the same shape; changes states in this layer's cache."""
         plan = context.plans[self.group]
         assert isinstance(plan, StatePlan), "the group of a state-space layer has a StatePlan"
-        views, kernels = self._places(context.kv_caches[self.cache], plan.spec)
-        u = self.in_proj(x)
+        views, u = self._views(context.kv_caches[self.cache], plan.spec), self.in_proj(x)
+        runs = plan.tokens if self.ops.batch_invariant else plan.runs
+        if len(plan.rows) == len(u) and len(runs) == 1:  # nothing but decodes, in the order of the batch
+            return self.out_proj(self.mix(u, views, plan.decodes))
         y = u.new_empty(len(u), self.out_proj.in_features)
-        if self.ops.batch_invariant:
-            self._run_alone(u, y, views, plan)
-        elif None in kernels:
-            self._run(u, y, views, plan)
-        elif len(plan.rows) == len(u):  # nothing but decodes, in the order of the batch
-            y = self._decode(u, kernels, plan)
-        else:
-            self._run_in_place(u, y, kernels, plan)
+        for rows, where in runs:
+            y[rows] = self.mix(u[rows], views, where)
         return self.out_proj(y)
 
-    def _places(self, cache: Tensor, spec: MambaSpec) -> tuple[list[StateView], tuple[Any, ...]]:
-        """Where this layer's states are in a cache, and what works on them there. Worked out anew for another cache."""
+    def _views(self, cache: Tensor, spec: MambaSpec) -> list[StateView]:
+        """Where this layer's states are in a cache. Worked out anew for another cache."""
         key = cache.data_ptr(), cache.shape, spec
         if self._kept.get("key") != key:
-            views = [StateView(cache, spec, part) for part in range(len(spec.shapes))]
-            self._kept.update(key=key, places=(views, self.kernels(views)))
-        return self._kept["places"]
-
-    def _run(self, u: Tensor, y: Tensor, views: list[StateView], plan: StatePlan) -> None:
-        """Work through a step, into y [T, ...]: decodes together, then pieces."""
-        if len(plan.rows):
-            y[plan.rows], states = self.step(u[plan.rows], tuple(view.read(plan.read) for view in views))
-            for view, state in zip(views, states, strict=True):
-                view.write(plan.write, state)
-        for i, piece in enumerate(plan.pieces):
-            tokens = slice(piece.start, piece.end)
-            y[tokens], states = self.scan(u[tokens], tuple(state[0] for state in self._begin(views, plan, i)))
-            for view, state in zip(views, states, strict=True):
-                view.write(plan.piece_write[i : i + 1], state[None])
-
-    def _decode(self, u: Tensor, kernels: tuple[InPlace, ...], plan: StatePlan) -> Tensor:
-        """The single tokens of a step."""
-        where = {"read": plan.read, "write": plan.write, "begins": torch.arange(len(u) + 1)}
-        return self._mix_in_place(u, kernels, where)
-
-    def _mix_in_place(self, u: Tensor, kernels: tuple[InPlace, ...], where: dict[str, Tensor]) -> Tensor:
-        nothing = (None,) * len(kernels)
-        return self.mix(u, nothing, *(partial(kernel, **where) for kernel in kernels))[0]  # type: ignore[arg-type]
-
-    def _begin(self, views: list[StateView], plan: StatePlan, i: int) -> States:
-        """The states before piece i, as a batch of one; zeros at the beginning of a request, whose block holds anything."""
-        if plan.pieces[i].read < 0:
-            return tuple(torch.zeros((1, *view.shape), dtype=view.dtype, device=plan.rows.device) for view in views)
-        return tuple(view.read(plan.piece_read[i : i + 1]) for view in views)
-
-    def _run_alone(self, u: Tensor, y: Tensor, views: list[StateView], plan: StatePlan) -> None:
-        """As `_run`, every token by itself."""
-        for i, row in enumerate(plan.rows.tolist()):
-            y[row : row + 1], states = self.step(
-                u[row : row + 1], tuple(view.read(plan.read[i : i + 1]) for view in views)
-            )
-            for view, state in zip(views, states, strict=True):
-                view.write(plan.write[i : i + 1], state)
-        for i, piece in enumerate(plan.pieces):
-            states = self._begin(views, plan, i)
-            for t in range(piece.start, piece.end):
-                y[t : t + 1], states = self.step(u[t : t + 1], states)
-            for view, state in zip(views, states, strict=True):
-                view.write(plan.piece_write[i : i + 1], state)
-
-    def _run_in_place(self, u: Tensor, y: Tensor, kernels: tuple[InPlace, ...], plan: StatePlan) -> None:
-        """As `_run`, on states where they lie."""
-        if len(plan.rows):
-            y[plan.rows] = self._decode(u[plan.rows], kernels, plan)
-        for i, piece in enumerate(plan.pieces):
-            begins = torch.tensor([0, piece.end - piece.start])
-            where = {"read": torch.tensor([piece.read]), "write": plan.piece_write[i : i + 1], "begins": begins}
-            tokens = slice(piece.start, piece.end)
-            y[tokens] = self._mix_in_place(u[tokens], kernels, where)
+            self._kept.update(key=key, views=[StateView(cache, spec, part) for part in range(len(spec.shapes))])
+        return self._kept["views"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, Plan
-from minivllm.attention.state import StateView
 from minivllm.core.module import Module
+from minivllm.models.ops.states import StateOps
 from minivllm.models.rope import Rotation
 
 
@@ -42,22 +42,20 @@ class CapturedSteps(Protocol):
         ...
 
 
-InPlace = Callable[..., tuple[Tensor, None]]
-"""A recurrence that runs on states where they lie, see `LayerOps.ssd`."""
-
-
 class LayerOps(Module):
     """What stands between the matmuls of a layer. Chosen once, beside the attention backend; see `make_layer_ops`.
 
     Attributes:
         name: what it is called.
         batch_invariant: a row's result must have the same bits in any batch.
+        states: what layers with states need, see `StateOps`.
     """
 
     name: ClassVar[str]
+    state_ops: ClassVar[type[StateOps]] = StateOps
 
     def __init__(self, batch_invariant: bool = False) -> None:
-        self.batch_invariant = batch_invariant
+        self.batch_invariant, self.states = batch_invariant, self.state_ops()
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -95,22 +93,6 @@ class LayerOps(Module):
         Returns:
             The queries, [T, num_heads, head_dim].
         """
-
-    def ssd(self, states: StateView) -> InPlace | None:
-        """What runs SSD on states where they lie; None to read them, run `ssd_step` or `ssd_scan`, and write them.
-
-        Called as those two, with `read` and `write`, int64 [S] (blocks; -1 to read none), and `begins`, int64 [S + 1], in place of
-        states: sequence s has the tokens from `begins[s]` on.
-        """
-        return None
-
-    def delta(self, states: StateView) -> InPlace | None:
-        """The same for the gated delta rule."""
-        return None
-
-    def conv(self, states: StateView) -> InPlace | None:
-        """The same for a short convolution."""
-        return None
 
     @abstractmethod
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:

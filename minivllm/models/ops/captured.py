@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivllm.attention.backend import Plan
 from minivllm.attention.numba_cpu import NumbaCPUPlan
+from minivllm.attention.state import Sequences, StatePlan
 from minivllm.core.module import capture_problem, generation
 from minivllm.models.ops.base import ForwardContext
 from minivllm.models.rope import Rotation
@@ -88,7 +89,7 @@ MOST_ROWS = 64
 
 @dataclass
 class _Captured:
-    """A program; for each KV cache group, which of its kernels are attention; and the tensor that it writes."""
+    """A program; for each KV cache group, which of its kernels are attention, or None if it has states; the tensor that it writes."""
 
     program: Program
     attentions: list[Any]
@@ -147,11 +148,11 @@ class CapturedCPUSteps:
         if self._generation != generation():
             self.problem, self.refused = capture_problem(self.model), {}
             self._generation, self._bound_to = generation(), []
-        if self.problem is not None or not all(isinstance(plan, NumbaCPUPlan) for plan in plans):
+        if self.problem is not None or not all(_can_replay(plan) for plan in plans):
             return False
         bound_to: list[object] = [torch.get_num_threads()]  # each thread has memory in a program
         bound_to += [cache.data_ptr() for cache in kv_caches]
-        bound_to += [plan.step.kernel for plan in plans]  # type: ignore[attr-defined]
+        bound_to += [plan.step.kernel for plan in plans if isinstance(plan, NumbaCPUPlan)]
         if bound_to != self._bound_to:
             self._bound_to, self._programs = bound_to, {}
             self._make_inputs(len(plans))
@@ -162,6 +163,8 @@ class CapturedCPUSteps:
         with torch.inference_mode(False):  # they are written to later, in that mode or not
             self._stream = torch.empty(MOST_ROWS, model.embedding.shape[1], dtype=model.embedding.dtype)
             self._slots = torch.zeros(groups, MOST_ROWS, dtype=torch.int64)
+            self._blocks = torch.zeros(2, groups, MOST_ROWS, dtype=torch.int64)
+            self._counts = torch.arange(MOST_ROWS + 1)
             self._tables = [
                 None if rope is None else torch.empty(2, MOST_ROWS, 1, rope.spec.dim, dtype=model.embedding.dtype)
                 for rope in model.ropes
@@ -176,7 +179,7 @@ class CapturedCPUSteps:
             if rotation is not None and tables is not None:
                 rotation.cos_sin = (tables[0, :rows], tables[1, :rows])  # filled in by each replay
             rotations.append(rotation)
-        fixed = [replace(plan, slot_mapping=slots[:rows]) for plan, slots in zip(plans, self._slots, strict=True)]
+        fixed = [self._fixed(i, plan, rows) for i, plan in enumerate(plans)]
         context = ForwardContext(rotations, kv_caches, fixed, self._slots[0, :rows])
         stream = self._stream[:rows]
         try:
@@ -187,9 +190,19 @@ class CapturedCPUSteps:
             return None
         program.finalize()
         attentions = [
-            np.ix_(np.flatnonzero(program.args[:, COUNTERS] == plan.step.args[COUNTERS]), STEP_ARGS) for plan in plans
+            np.ix_(np.flatnonzero(program.args[:, COUNTERS] == plan.step.args[COUNTERS]), STEP_ARGS)
+            if isinstance(plan, NumbaCPUPlan)
+            else None
+            for plan in plans
         ]
         return _Captured(program, attentions, result)
+
+    def _fixed(self, group: int, plan: Any, rows: int) -> Plan:
+        """A plan whose tensors are in places that a replay fills in."""
+        if isinstance(plan, StatePlan):
+            read, write = self._blocks[:, group, :rows]
+            return replace(plan, rows=self._counts[:rows], decodes=Sequences(read, write, self._counts[: rows + 1]))
+        return replace(plan, slot_mapping=self._slots[group, :rows])
 
     @torch.no_grad()
     def _replay(self, captured: _Captured, token_ids: Tensor, positions: Tensor, plans: Sequence[Any]) -> Tensor:
@@ -198,8 +211,18 @@ class CapturedCPUSteps:
         for rope, tables in zip(model.ropes, self._tables, strict=True):
             if tables is not None:
                 tables[0, :rows], tables[1, :rows] = rope(positions, model.embedding.dtype)
-        for slots, plan, where in zip(self._slots, plans, captured.attentions, strict=True):
-            slots[:rows] = plan.slot_mapping
+        threads = torch.get_num_threads()
+        for group, (plan, where) in enumerate(zip(plans, captured.attentions, strict=True)):
+            if where is None:
+                self._blocks[0, group, :rows], self._blocks[1, group, :rows] = plan.decodes.read, plan.decodes.write
+                continue
+            self._slots[group, :rows] = plan.slot_mapping
             program.args[where] = [plan.step.args[field] for field in STEP_ARGS]
-        program(min(torch.get_num_threads(), *(plan.step.threads for plan in plans)))  # those a plan has memory for
+            threads = min(threads, plan.step.threads)  # those it has memory for
+        program(threads)
         return captured.result.clone()
+
+
+def _can_replay(plan: Plan) -> bool:
+    """Whether a group's part of a step is kernels alone. Of states only decodes are; a step's pieces depend on each other."""
+    return isinstance(plan, NumbaCPUPlan) or (isinstance(plan, StatePlan) and not plan.pieces)

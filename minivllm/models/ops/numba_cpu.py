@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend
-from minivllm.attention.state import StateView
 from minivllm.core.module import Module
 from minivllm.models.layers import QKNorm
-from minivllm.models.ops.base import CapturedSteps, ForwardContext, InPlace
+from minivllm.models.ops.base import CapturedSteps, ForwardContext
 from minivllm.models.ops.captured import CapturedCPUSteps
+from minivllm.models.ops.states_cpu import NumbaCPUStateOps
 from minivllm.models.ops.torch import TorchOps
 from minivllm.models.rope import Rotation
-from minivllm_kernels.cpu.compile import Kernel, host_lanes, kernel, pack
+from minivllm_kernels.cpu.compile import host_lanes, kernel, pack
 from minivllm_kernels.cpu.program import LAUNCHER
 
 BITS = {torch.float32: 32, torch.bfloat16: 16}
@@ -62,6 +62,7 @@ class NumbaCPUOps(TorchOps):
     """
 
     name: ClassVar[str] = "numba_cpu"
+    state_ops = NumbaCPUStateOps
     capturable = True
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -115,50 +116,6 @@ class NumbaCPUOps(TorchOps):
         _launcher("gated_silu", size, BITS[x.dtype])(10 * rows * size, rows, both.data_ptr(), out.data_ptr(), size)
         return out
 
-    def ssd(self, states: StateView) -> InPlace | None:
-        """See `LayerOps`."""
-        place, (heads, P, N) = _in_place(states), states.shape
-        if place is None:
-            return None
-        which = _scan_kernel("ssd", P, N, _lanes(N))
-
-        def run(x, dt, A, B, C, D, _, *, read: Tensor, write: Tensor, begins: Tensor) -> tuple[Tensor, None]:
-            out, where = torch.empty(x.shape), (read, write, begins)
-            _scan(which, len(read) * heads, [x, dt, A, B, C, D], out, place, where, heads, B.shape[1])
-            return out, None
-
-        return run
-
-    def delta(self, states: StateView) -> InPlace | None:
-        """See `LayerOps`."""
-        place, (heads, K, V) = _in_place(states), states.shape
-        if place is None:
-            return None
-        which = _scan_kernel("delta", K, V, _lanes(V))
-
-        def run(q, k, v, log_decay, beta, _, *, read: Tensor, write: Tensor, begins: Tensor) -> tuple[Tensor, None]:
-            out, where = torch.empty(v.shape), (read, write, begins)
-            _scan(which, len(read) * heads, [q, k, v, log_decay, beta], out, place, where, heads)
-            return out, None
-
-        return run
-
-    def conv(self, states: StateView) -> InPlace | None:
-        """See `LayerOps`."""
-        place, (channels, before) = _in_place(states), states.shape
-        if place is None:
-            return None
-        which, parts = _scan_kernel("conv", before + 1), -(-channels // 512)
-
-        def run(u, _, weight, bias, *, read: Tensor, write: Tensor, begins: Tensor) -> tuple[Tensor, None]:
-            u, weight = u.float(), weight.float().contiguous()
-            bias = torch.empty(0) if bias is None else bias.float()
-            out, where = torch.empty(u.shape), (read, write, begins)
-            _scan(which, len(read) * parts, [u, weight, bias], out, place, where, channels, parts)
-            return out, None
-
-        return run
-
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerOps`. torch's takes several times as long on a CPU, and numpy's uses one core."""
         if logits.dtype != torch.float32:
@@ -170,30 +127,3 @@ class NumbaCPUOps(TorchOps):
     def capture(self, model: Module, run: Callable[[Tensor, ForwardContext], Tensor]) -> CapturedSteps | None:
         """See `LayerOps`."""
         return CapturedCPUSteps(model, run)
-
-
-@functools.cache
-def _scan_kernel(name: str, *params: int) -> Kernel:
-    return kernel(f"minivllm_kernels.cpu.scan:{name}", *params)
-
-
-def _lanes(size: int) -> int:
-    return math.gcd(host_lanes(), size)
-
-
-def _in_place(states: StateView) -> tuple[int, int] | None:
-    """Address of the states of block 0, and numbers from one block to the next; None if a state is in two halves of a layout."""
-    halves, stride, _ = states.pages.stride()
-    half, start = divmod(states.start, states.pages.shape[2])
-    if states.dtype != torch.float32 or stride % 4 or start + states.end - states.start > states.pages.shape[2]:
-        return None
-    return states.pages.data_ptr() + half * halves + start, stride // 4
-
-
-def _scan(
-    which: Kernel, items: int, arrays: list[Tensor], out: Tensor, place: tuple[int, int], where, *sizes: int
-) -> None:
-    """Launch a recurrence. where: blocks that are read and written, and where each sequence begins."""
-    arrays = [x.contiguous() for x in arrays]
-    addresses = (*(x.data_ptr() for x in (*arrays, out)), *place, *(x.data_ptr() for x in where))
-    LAUNCHER.run(which, pack(items, *addresses, *sizes), torch.get_num_threads())

@@ -1,0 +1,353 @@
+"""KV connectors, scheduler side: which blocks are fetched from, and left in, a store beside the cache."""
+
+# Generated from nbs/core/kv_connector.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Container, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+from minivllm.core.config import EngineConfig, KVTransferConfig
+from minivllm.core.output import KVConnectorMetadata, NewRequestData
+from minivllm.core.prefix import extend_block_hashes
+from minivllm.core.request import Request
+
+Key = tuple[int, bytes]
+"""A block's name: its KV cache group and its hash."""
+
+
+class KVConnector:
+    """The scheduler side of a connector. A subclass says where blocks are: `holds`, `place_to_load`, `place_to_save`, `forget`, `clear`.
+
+    Args:
+        config: what the user asked for.
+        block_size: tokens of a block.
+        num_groups: KV cache groups, all of full attention.
+        namespace: differs for blocks that cannot be exchanged (see `namespace_of`).
+
+    Attributes:
+        num_queries, num_hits: tokens that were looked up here, after the prefix cache, and those that were fetched.
+        num_failures: steps in which a load failed.
+    """
+
+    def __init__(self, config: KVTransferConfig, block_size: int, num_groups: int, namespace: str) -> None:
+        self.config, self.block_size, self.num_groups, self.namespace = config, block_size, num_groups, namespace
+        self.num_queries = self.num_hits = self.num_failures = 0
+        self._new: dict[Key, int] = {}  # blocks that this step fills
+        self._admitted: dict[str, tuple[int, list[tuple[Key, int]]]] = {}
+
+    def holds(self, key: Key) -> bool:
+        """Whether a block can be fetched. No side effects."""
+        raise NotImplementedError
+
+    def place_to_load(self, key: Key) -> tuple[Any, ...]:
+        """Where a block that is held lies, for the worker side; it is used now."""
+        raise NotImplementedError
+
+    def place_to_save(self, key: Key) -> tuple[Any, ...] | None:
+        """Where to put a block; None if it is there, or is not to be kept. The first entry tells places apart."""
+        raise NotImplementedError
+
+    def forget(self, key: Key) -> None:
+        """A block could not be loaded."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget all: the weights have changed."""
+        raise NotImplementedError
+
+    def note(self, event: tuple[Any, ...]) -> None:
+        """Hear of an event of blocks (see `core.events`)."""
+        kind = event[0]
+        if kind == "cache" and self.config.is_producer:
+            self._new |= {(event[2], name): block for block, name in zip(event[4], event[5], strict=True)}
+        elif self._new and kind in ("uncache", "evict"):
+            gone = {event[1]} if kind == "evict" else set(event[3])
+            self._new = {key: block for key, block in self._new.items() if block not in gone}
+        elif kind == "reset":
+            self._new.clear()
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens that can be fetched beyond the prefix that is computed, a whole number of blocks. No side effects."""
+        if not self.config.is_consumer or request.skip_reading_prefix_cache:
+            return 0
+        names, first = extend_block_hashes(request, self.block_size), num_computed_tokens // self.block_size
+        end, most = first, (request.num_tokens - 1) // self.block_size
+        while end < most and all(self.holds((group, names[end])) for group in range(self.num_groups)):
+            end += 1
+        return (end - first) * self.block_size
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int, num_external_tokens: int
+    ) -> None:
+        """A request is admitted: blocks for what will be fetched are in its tables, behind those of the prefix hit."""
+        first = num_computed_tokens // self.block_size
+        span = range(first, first + num_external_tokens // self.block_size)
+        names = request.block_hashes
+        loads = [((group, names[i]), table[i]) for group, table in enumerate(block_ids) for i in span]
+        self._admitted[request.request_id] = request.num_tokens - num_computed_tokens, loads
+
+    def build_connector_meta(
+        self, new_requests: Mapping[str, NewRequestData], unsure: Container[int] = ()
+    ) -> KVConnectorMetadata | None:
+        """What the workers do in this step; None if it is nothing.
+
+        Args:
+            new_requests: those admitted in it. What was planned for others was taken back.
+            unsure: blocks that may turn out to be wrong, which are not saved.
+        """
+        loads, saves = [], {}
+        for request_id, (queried, wanted) in self._admitted.items():
+            if request_id in new_requests:
+                loads += [(self.place_to_load(key), block) for key, block in wanted]
+                self.num_queries += queried
+                self.num_hits += len(wanted) // self.num_groups * self.block_size
+        for key, block in self._new.items():
+            if block not in unsure and (place := self.place_to_save(key)) is not None:
+                saves[place[0]] = block, place
+        self._new, self._admitted = {}, {}
+        return KVConnectorMetadata(tuple(loads), tuple(saves.values()), self.num_failures) if loads or saves else None
+
+    def update_connector_output(self, meta: KVConnectorMetadata, invalid_block_ids: set[int]) -> None:
+        """Loads of a step have failed."""
+        self.num_failures += 1
+        for place, block in meta.loads:
+            if block in invalid_block_ids:
+                self.forget(place[-1])
+
+    def gauges(self) -> dict[str, float]:
+        """Counters by the names of vLLM's metrics, in tokens, and steps with failed loads."""
+        return {
+            "external_prefix_cache_queries": self.num_queries,
+            "external_prefix_cache_hits": self.num_hits,
+            "num_kv_load_failures": self.num_failures,
+        }
+
+
+class OffloadPolicy(Protocol):
+    """Which block gives way. `OFFLOAD_POLICIES` names the classes; each is made with the number of slots."""
+
+    def add(self, key: Key) -> None:
+        """A block has come."""
+        ...
+
+    def touch(self, key: Key) -> None:
+        """A block is used, or was computed again."""
+        ...
+
+    def evict(self) -> Key:
+        """Choose a block, and forget it."""
+        ...
+
+    def remove(self, key: Key) -> None:
+        """A block is gone."""
+        ...
+
+
+class LRU:
+    """Least recently used first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._keys: OrderedDict[Key, None] = OrderedDict()
+
+    def add(self, key: Key) -> None:
+        self._keys[key] = None
+
+    def touch(self, key: Key) -> None:
+        self._keys.move_to_end(key)
+
+    def evict(self) -> Key:
+        return self._keys.popitem(last=False)[0]
+
+    def remove(self, key: Key) -> None:
+        self._keys.pop(key, None)
+
+
+class ARC:
+    """Adaptive replacement (Megiddo and Modha, FAST 2003): `once` and `again`, and ghosts, names of what was evicted from each."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.target = capacity, 0.0
+        self._once, self._again, self._once_ghosts, self._again_ghosts = (OrderedDict[Key, None]() for _ in range(4))
+
+    def add(self, key: Key) -> None:
+        once, again = self._once_ghosts, self._again_ghosts
+        if key in once:  # `once` was too short
+            self.target = min(self.capacity, self.target + max(1.0, len(again) / len(once)))
+            del once[key]
+            self._again[key] = None
+        elif key in again:
+            self.target = max(0.0, self.target - max(1.0, len(once) / len(again)))
+            del again[key]
+            self._again[key] = None
+        else:
+            self._once[key] = None
+
+    def touch(self, key: Key) -> None:
+        if self._once.pop(key, 0) is None:
+            self._again[key] = None
+        else:
+            self._again.move_to_end(key)
+
+    def evict(self) -> Key:
+        first = self._once and (len(self._once) > self.target or not self._again)
+        source, ghosts = (self._once, self._once_ghosts) if first else (self._again, self._again_ghosts)
+        key = source.popitem(last=False)[0]
+        ghosts[key] = None
+        while len(ghosts) > self.capacity:
+            ghosts.popitem(last=False)
+        return key
+
+    def remove(self, key: Key) -> None:
+        for table in (self._once, self._again):
+            table.pop(key, None)
+
+
+OFFLOAD_POLICIES: dict[str, type[Any]] = {"lru": LRU, "arc": ARC}
+
+
+def take_extra(config: KVTransferConfig, **defaults: Any) -> dict[str, Any]:
+    """`kv_connector_extra_config` with defaults; `...` stands for one that must be given. Raises ValueError for others."""
+    given = config.kv_connector_extra_config
+    if unknown := sorted(set(given) - set(defaults)):
+        raise ValueError(
+            f"kv_connector_extra_config of {config.kv_connector}: {unknown[0]!r} is unknown; known: {', '.join(defaults)}"
+        )
+    found = defaults | given
+    if missing := next((name for name, value in found.items() if value is ...), None):
+        raise ValueError(f"kv_connector_extra_config of {config.kv_connector} must have {missing!r}")
+    return found
+
+
+class OffloadingConnector(KVConnector):
+    """Blocks in main memory. Extra configuration: `num_cpu_blocks`, `eviction_policy` (a name of `OFFLOAD_POLICIES`)."""
+
+    def __init__(self, config: KVTransferConfig, block_size: int, num_groups: int, namespace: str) -> None:
+        super().__init__(config, block_size, num_groups, namespace)
+        extra = take_extra(config, num_cpu_blocks=..., eviction_policy="lru")
+        count, policy = extra["num_cpu_blocks"], extra["eviction_policy"]
+        if type(count) is not int or count < 1:
+            raise ValueError(f"kv_connector_extra_config: num_cpu_blocks must be at least 1, got {count!r}")
+        if policy not in OFFLOAD_POLICIES:
+            names = ", ".join(OFFLOAD_POLICIES)
+            raise ValueError(f"kv_connector_extra_config: eviction_policy must be one of {names}; got {policy!r}")
+        self._count, self._make = count, OFFLOAD_POLICIES[policy]
+        self.clear()
+
+    def clear(self) -> None:
+        self.policy: OffloadPolicy = self._make(self._count)
+        self.slots: dict[Key, int] = {}
+        self._free = list(range(self._count, 0, -1))  # slot 0 is a null block, as in the cache
+
+    def holds(self, key: Key) -> bool:
+        return key in self.slots
+
+    def place_to_load(self, key: Key) -> tuple[Any, ...]:
+        self.policy.touch(key)
+        return self.slots[key], key
+
+    def place_to_save(self, key: Key) -> tuple[Any, ...] | None:
+        if key in self.slots:
+            self.policy.touch(key)
+            return None
+        slot = self._free.pop() if self._free else self.slots.pop(self.policy.evict())
+        self.slots[key] = slot
+        self.policy.add(key)
+        return slot, key
+
+    def forget(self, key: Key) -> None:
+        if (slot := self.slots.pop(key, None)) is not None:
+            self.policy.remove(key)
+            self._free.append(slot)
+
+
+class SharedStorageConnector(KVConnector):
+    """Blocks in files. Extra configuration: `shared_storage_path`, a folder; `max_bytes` of it all, or null for no limit.
+
+    Each rank has a file of its own for a block, `PATH.RANK`.
+    """
+
+    def __init__(self, config: KVTransferConfig, block_size: int, num_groups: int, namespace: str) -> None:
+        super().__init__(config, block_size, num_groups, namespace)
+        extra = take_extra(config, shared_storage_path=..., max_bytes=None)
+        most = extra["max_bytes"]
+        if most is not None and (type(most) is not int or most < 1):
+            raise ValueError(f"kv_connector_extra_config: max_bytes must be at least 1, got {most!r}")
+        self._root, self._resets, self._bad = str(extra["shared_storage_path"]), 0, set[Key]()
+        self.clear()
+
+    def clear(self) -> None:
+        """Blocks of the weights before stay for other engines; this one reads them no more."""
+        name = self.namespace if not self._resets else f"{self.namespace}-{os.getpid()}-{self._resets}"
+        self.folder = os.path.join(self._root, name)
+        self._resets += 1
+
+    def _path(self, key: Key) -> str:
+        return os.path.join(self.folder, f"{key[1].hex()}-{key[0]}")
+
+    def holds(self, key: Key) -> bool:
+        return key not in self._bad and os.path.exists(self._path(key) + ".0")
+
+    def place_to_load(self, key: Key) -> tuple[Any, ...]:
+        return self._path(key), key
+
+    def place_to_save(self, key: Key) -> tuple[Any, ...] | None:
+        if self.holds(key):
+            return None
+        self._bad.discard(key)
+        return self._path(key), key
+
+    def forget(self, key: Key) -> None:
+        self._bad.add(key)
+
+
+CONNECTORS: dict[str, type[KVConnector]] = {
+    "OffloadingConnector": OffloadingConnector,
+    "SharedStorageConnector": SharedStorageConnector,
+}
+
+
+def namespace_of(config: EngineConfig) -> str:
+    """The same for engines whose blocks are the same bytes: the files of the model, and all that the layout depends on."""
+    args, path = config.args, Path(config.model.path)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    how = (
+        args.load_format,
+        args.seed if args.load_format == "dummy" else 0,
+        args.quantization,
+        args.quantization_config,
+        args.hf_overrides,
+    )
+    layout = (
+        config.dtype,
+        args.kv_cache_dtype,
+        config.attention_backend,
+        args.tensor_parallel_size,
+        args.enable_expert_parallel,
+    )
+    groups = [(repr(group.spec), group.layers) for group in config.kv_cache.groups]
+    return sha256(json.dumps([found, how, layout, groups], default=repr).encode()).hexdigest()[:24]
+
+
+def make_connector(config: EngineConfig) -> KVConnector | None:
+    """The scheduler side of what `kv_transfer_config` asks for; None without.
+
+    Raises:
+        ValueError: no such connector, a wrong extra configuration, or a model whose blocks it cannot fetch.
+    """
+    if (wanted := config.args.kv_transfer) is None:
+        return None
+    if wanted.kv_connector not in CONNECTORS:
+        raise ValueError(f"kv_connector must be one of {', '.join(CONNECTORS)}; got {wanted.kv_connector!r}")
+    groups = config.kv_cache.groups
+    if other := [group.spec.kind for group in groups if group.spec.kind not in ("full", "latent")]:
+        raise ValueError(
+            f"kv_transfer_config is implemented for full attention; {config.model.name!r} has layers of {other[0]!r}"
+        )
+    return CONNECTORS[wanted.kv_connector](wanted, config.cache.block_size, len(groups), namespace_of(config))

@@ -1,0 +1,248 @@
+"""KV connectors, worker side: blocks to and from main memory, and files."""
+
+# Generated from nbs/runtime/kv_connectors.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import contextlib
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.attention.backend import AttentionBackend, as_bytes
+from minivllm.core.config import KVTransferConfig
+from minivllm.core.kv_connector import CONNECTORS, KVConnector, take_extra
+from minivllm.core.output import KVConnectorMetadata
+from minivllm.models.parallel import TensorGroup
+
+logger = logging.getLogger("minivllm.runtime")
+
+
+class ConnectorWorker:
+    """The worker side of a connector. A subclass has `load` and `save`.
+
+    Args:
+        config: what the user asked for.
+        backend: that the caches were made with.
+        kv_caches: of this rank, one for each place in a group.
+        group: the ranks that hold the layers together, or None.
+    """
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        backend: AttentionBackend,
+        kv_caches: Sequence[Tensor],
+        group: TensorGroup | None,
+    ) -> None:
+        self.config, self.backend, self.kv_caches, self.group = config, backend, kv_caches, group
+        self.rank = 0 if group is None else group.share.rank
+        self.failures = 0
+
+    def load(self, loads: Sequence[tuple[tuple[Any, ...], int]]) -> set[int]:
+        """Fill blocks. Returns those that could not be."""
+        raise NotImplementedError
+
+    def save(self, saves: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
+        """Keep blocks. One that cannot be kept is no error: it will be computed again."""
+        raise NotImplementedError
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> set[int]:
+        """Before the layers run. Returns the blocks that could not be filled, on whatever rank."""
+        if not meta.loads:
+            return set()
+        failed = self.load(meta.loads)
+        if self.group is not None:
+            failed = {
+                block
+                for (_, block), bad in zip(
+                    meta.loads, self.group.any_of([b in failed for _, b in meta.loads]), strict=True
+                )
+                if bad
+            }
+        self.failures += bool(failed)
+        return failed
+
+    def wait_for_save(self, meta: KVConnectorMetadata) -> None:
+        """After the layers have run. Saves nothing until the scheduler has heard of every failure."""
+        if meta.saves and self.failures == meta.failures:
+            self.save(meta.saves)
+
+
+class OffloadingWorker(ConnectorWorker):
+    """Blocks in main memory, pinned if the caches are on a GPU; see `OffloadingConnector`."""
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        backend: AttentionBackend,
+        kv_caches: Sequence[Tensor],
+        group: TensorGroup | None,
+    ) -> None:
+        super().__init__(config, backend, kv_caches, group)
+        count = take_extra(config, num_cpu_blocks=..., eviction_policy="lru")["num_cpu_blocks"] + 1
+        self.held: dict[int, Any] = {}
+        self.slots = [self._new_slots(cache, count) for cache in kv_caches]
+
+    def _new_slots(self, cache: Tensor, count: int) -> Tensor:
+        shape = (cache.shape[0], count, *cache.shape[2:])
+        return torch.zeros(shape, dtype=cache.dtype, pin_memory=cache.is_cuda)
+
+    def load(self, loads: Sequence[tuple[tuple[Any, ...], int]]) -> set[int]:
+        pairs = [(slot, block) for (slot, key), block in loads if self.held.get(slot) == key]
+        for cache, slots in zip(self.kv_caches, self.slots, strict=True):
+            self.backend.copy_blocks(slots, cache, pairs)
+        return {block for _, block in loads} - {block for _, block in pairs}
+
+    def save(self, saves: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
+        pairs = [(block, slot) for block, (slot, _) in saves]
+        for cache, slots in zip(self.kv_caches, self.slots, strict=True):
+            self.backend.copy_blocks(cache, slots, pairs)
+        self.held |= dict(place for _, place in saves)
+
+
+_HEAD = struct.Struct("<8sQI")
+_MAGIC = b"minikv1\0"
+
+
+class SharedStorageWorker(ConnectorWorker):
+    """Blocks in files; see `SharedStorageConnector`. With `max_bytes`, the files that were used longest ago are removed."""
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        backend: AttentionBackend,
+        kv_caches: Sequence[Tensor],
+        group: TensorGroup | None,
+    ) -> None:
+        super().__init__(config, backend, kv_caches, group)
+        extra = take_extra(config, shared_storage_path=..., max_bytes=None)
+        self.root, self.max_bytes = Path(extra["shared_storage_path"]), extra["max_bytes"]
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._remove_torn()
+        self._bytes = [cache[:, 0].nbytes for cache in kv_caches]
+
+    def _remove_torn(self) -> None:
+        """Remove what engines that are gone have left half written."""
+        for path in self.root.glob("*/*.tmp-*"):
+            with contextlib.suppress(OSError, ValueError):
+                if not _runs(int(path.name.rpartition("-")[2])):
+                    path.unlink()
+
+    def load(self, loads: Sequence[tuple[tuple[Any, ...], int]]) -> set[int]:
+        found = {block: data for (path, _), block in loads if (data := self._read(f"{path}.{self.rank}")) is not None}
+        if found:
+            where, start = torch.tensor(list(found)), 0
+            data = torch.stack(list(found.values()))
+            for cache, size in zip(self.kv_caches, self._bytes, strict=True):
+                there = as_bytes(cache)
+                rows = data[:, start : start + size].contiguous().view(there.dtype)
+                part = rows.view(len(found), there.shape[0], *there.shape[2:]).transpose(0, 1)
+                there.index_copy_(1, where.to(cache.device), part.to(cache.device))
+                start += size
+        return {block for _, block in loads} - found.keys()
+
+    def _read(self, path: str) -> Tensor | None:
+        try:
+            data = Path(path).read_bytes()
+            os.utime(path)
+        except OSError as error:
+            logger.warning("a KV block cannot be read: %s", error)
+            return None
+        magic, size, checksum = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (b"", 0, 0)
+        if (
+            magic != _MAGIC
+            or not size == sum(self._bytes) == len(data) - _HEAD.size
+            or zlib.crc32(memoryview(data)[_HEAD.size :]) != checksum
+        ):
+            logger.warning("a KV block is damaged and will be computed: %s", path)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            return None
+        return torch.frombuffer(bytearray(memoryview(data)[_HEAD.size :]), dtype=torch.uint8)
+
+    def save(self, saves: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
+        where = [block for block, _ in saves]
+        parts = [
+            as_bytes(cache)
+            .index_select(1, torch.tensor(where, device=cache.device))
+            .transpose(0, 1)
+            .reshape(len(where), -1)
+            .cpu()
+            for cache in self.kv_caches
+        ]
+        for row, (_, (path, _)) in zip(torch.cat(parts, 1).view(torch.uint8), saves, strict=True):
+            try:
+                self._write(f"{path}.{self.rank}", row.numpy().tobytes())
+            except OSError as error:
+                logger.warning("KV blocks are not kept: %s", error)
+                return
+        if self.max_bytes is not None:
+            self._shrink(self.max_bytes)
+
+    def _write(self, path: str, data: bytes) -> None:
+        torn = f"{path}.tmp-{os.getpid()}"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(torn, "wb") as file:
+            file.write(_HEAD.pack(_MAGIC, len(data), zlib.crc32(data)))
+            file.write(data)
+        os.replace(torn, path)
+
+    def _shrink(self, most: int) -> None:
+        """Remove the files that were used longest ago. Another engine may do so at the same time."""
+        found = []
+        for path in self.root.glob("*/*"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                found.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= most:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+            total -= size
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+ConnectorMaker = Callable[[KVTransferConfig, AttentionBackend, Sequence[Tensor], TensorGroup | None], ConnectorWorker]
+_WORKERS: dict[str, ConnectorMaker] = {
+    "OffloadingConnector": OffloadingWorker,
+    "SharedStorageConnector": SharedStorageWorker,
+}
+
+
+def register_kv_connector(name: str, scheduler_side: type[KVConnector], worker_side: ConnectorMaker) -> None:
+    """Let `kv_transfer_config` name a connector. Worker processes know it if a plugin registers it.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in CONNECTORS:
+        raise ValueError(f"KV connector {name!r} exists already")
+    CONNECTORS[name], _WORKERS[name] = scheduler_side, worker_side
+
+
+def make_connector_worker(
+    config: KVTransferConfig | None, backend: AttentionBackend, kv_caches: Sequence[Tensor], group: TensorGroup | None
+) -> ConnectorWorker | None:
+    """The worker side of what `kv_transfer_config` asks for; None without. Raises ValueError if there is no such connector."""
+    if config is None:
+        return None
+    if config.kv_connector not in _WORKERS:
+        raise ValueError(f"kv_connector must be one of {', '.join(_WORKERS)}; got {config.kv_connector!r}")
+    return _WORKERS[config.kv_connector](config, backend, kv_caches, group)

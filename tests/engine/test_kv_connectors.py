@@ -1,0 +1,224 @@
+"""Blocks from main memory, files and another engine: the tokens are the same, and a load that fails costs only work."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from tiny_models import tiny_model_path
+
+from minivllm.core.config import EngineArgs
+from minivllm.core.kv_connector import ARC, LRU
+from minivllm.engine.llm import LLM
+from minivllm.runtime.kv_connectors import SharedStorageWorker, register_kv_connector
+from minivllm.sampling.params import SamplingParams
+
+__all__ = ["tiny_model_path"]
+SIZES = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "attention_backend": "sdpa", "max_num_seqs": 3}
+SMALL = {**SIZES, "num_gpu_blocks": 16, "max_num_batched_tokens": 48}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [f"Number {i}: a text that is long enough to fill several blocks, {i * i}" for i in range(4)]
+
+
+def transfer(connector: str, role: str = "kv_both", **extra) -> dict:
+    return {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}
+
+
+def tokens(llm: LLM, prompts=PROMPTS) -> list[list[int]]:
+    return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+def check_at_rest(llm: LLM) -> None:
+    """No block is held, and no request is known."""
+    scheduler = llm.llm_engine.core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.num_free == pool.num_blocks and not scheduler.requests and not scheduler.connector._admitted
+
+
+def total(trace, kind: str) -> int:
+    return sum(len(getattr(event, "blocks", "x")) for event in trace if event.kind == kind)
+
+
+@pytest.fixture(scope="module")
+def want(tiny_model_path):
+    """Tokens without a connector."""
+    return {name: tokens(LLM(str(tiny_model_path(name)), **SIZES)) for name in ("llama", "deepseek-v3")}
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("slots", [5, 60])
+def test_main_memory_gives_back_what_the_cache_has_evicted(tiny_model_path, want, policy, slots):
+    extra = {"num_cpu_blocks": slots, "eviction_policy": policy}
+    llm = LLM(str(tiny_model_path("llama")), **SMALL, kv_transfer_config=transfer("OffloadingConnector", **extra))
+    with llm.llm_engine.record() as trace:
+        for _ in range(3):
+            assert tokens(llm) == want["llama"]
+    trace.check()
+    metrics, connector = llm.llm_engine.get_metrics(), llm.llm_engine.core.scheduler.connector
+    assert metrics["external_prefix_cache_hits"] == 16 * total(trace, "kv_load") and total(trace, "evict") > 0
+    assert metrics["external_prefix_cache_hits"] > 0 if slots == 60 else len(connector.slots) <= 5
+    assert total(trace, "kv_save") >= len(connector.slots) == min(slots, len(connector.slots))
+    assert metrics["external_prefix_cache_queries"] >= metrics["external_prefix_cache_hits"]
+    check_at_rest(llm)
+    assert llm.llm_engine.reset_prefix_cache() and not connector.slots
+    assert tokens(llm) == want["llama"]
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_one_engine_computes_prompts_and_another_decodes(tiny_model_path, want, tmp_path, name):
+    path = str(tiny_model_path(name))
+    first = LLM(
+        path,
+        **SIZES,
+        kv_transfer_config=transfer("SharedStorageConnector", "kv_producer", shared_storage_path=str(tmp_path)),
+    )
+    second = LLM(
+        path,
+        **SIZES,
+        kv_transfer_config=transfer("SharedStorageConnector", "kv_consumer", shared_storage_path=str(tmp_path)),
+    )
+    one = SamplingParams(temperature=0, max_tokens=1)
+    with first.llm_engine.record() as saved:
+        first.generate(PROMPTS, one, use_tqdm=False)
+    with second.llm_engine.record() as trace:
+        assert tokens(second) == want[name]
+    prompt_blocks = sum((event.num_prompt - 1) // 16 for event in trace if event.kind == "add")
+    assert total(trace, "kv_load") == prompt_blocks == total(saved, "kv_save") and not total(saved, "kv_load")
+    assert second.llm_engine.get_metrics()["external_prefix_cache_hits"] == 16 * prompt_blocks
+    assert not total(trace, "kv_save") and len(list(tmp_path.glob("*/*.0"))) == prompt_blocks
+    check_at_rest(second)
+
+
+def shared(path: str, folder, role: str = "kv_both", **more) -> LLM:
+    return LLM(
+        path,
+        **{**SIZES, **more},
+        kv_transfer_config=transfer("SharedStorageConnector", role, shared_storage_path=str(folder)),
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_whose_blocks_cannot_be_fetched_compute_them(tiny_model_path, tmp_path, monkeypatch, overlap):
+    """Files torn, damaged, and gone between look-up and load; requests that share a prefix with one whose block is bad."""
+    path = str(tiny_model_path("llama"))
+    prompts = [*PROMPTS, PROMPTS[0] + " and more", PROMPTS[1][:40]]
+    first = shared(path, tmp_path)
+    want = tokens(first, prompts)
+    files = sorted(tmp_path.glob("*/*.0"))
+    files[0].write_bytes(files[0].read_bytes()[:-5])
+    data = bytearray(files[1].read_bytes())
+    data[200] ^= 1
+    files[1].write_bytes(data)
+    read, calls = SharedStorageWorker._read, 0
+
+    def lossy(self, path):
+        nonlocal calls
+        calls += 1
+        if calls in (3, 9):
+            os.unlink(path)
+        return read(self, path)
+
+    monkeypatch.setattr(SharedStorageWorker, "_read", lossy)
+    second = shared(path, tmp_path, "kv_consumer", async_scheduling=overlap)
+    with second.llm_engine.record() as trace:
+        assert tokens(second, prompts) == want
+    trace.check()
+    metrics = second.llm_engine.get_metrics()
+    preempted = [event for event in trace if event.kind == "preempt"]
+    assert metrics["num_kv_load_failures"] >= 2 and metrics["external_prefix_cache_hits"] == 16 * total(
+        trace, "kv_load"
+    )
+    assert len(preempted) >= 2 and {event.chosen_by for event in preempted} == {"kv_load_failure"}
+    check_at_rest(second)
+    assert tokens(second, prompts) == want
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[3])
+from test_kv_connectors import GREEDY, PROMPTS, shared
+replace, calls = os.replace, 0
+def killed(*args):
+    global calls
+    calls += 1
+    if calls == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(*args)
+os.replace = killed
+shared(sys.argv[1], sys.argv[2], "kv_producer").generate(PROMPTS, GREEDY, use_tqdm=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_producer_killed_in_the_middle_of_a_block_leaves_whole_blocks(tiny_model_path, want, tmp_path):
+    path, tests = str(tiny_model_path("llama")), [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(tests))
+    command = [sys.executable, "-c", KILLED, path, str(tmp_path), tests[0]]
+    assert subprocess.run(command, check=False, env=env, timeout=300).returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob("*/*.tmp-*"))) == 1
+    llm = shared(path, tmp_path, "kv_consumer")
+    assert not list(tmp_path.glob("*/*.tmp-*")) and len(list(tmp_path.glob("*/*.0"))) == 5
+    assert tokens(llm) == want["llama"]
+    assert 0 < llm.llm_engine.get_metrics()["external_prefix_cache_hits"] <= 5 * 16
+    check_at_rest(llm)
+
+
+def test_files_that_were_used_longest_ago_give_way(tiny_model_path, want, tmp_path):
+    path = str(tiny_model_path("llama"))
+    size = 40_000
+    config = transfer("SharedStorageConnector", shared_storage_path=str(tmp_path), max_bytes=size)
+    llm = LLM(path, **SMALL, kv_transfer_config=config)
+    for _ in range(2):
+        assert tokens(llm) == want["llama"]
+    assert 0 < sum(file.stat().st_size for file in tmp_path.glob("*/*")) <= size
+
+
+def test_what_is_kept():
+    """A scan over new blocks empties `lru`; `arc` keeps what was seen twice."""
+    kept = {}
+    for make in (LRU, ARC):
+        policy, held = make(8), set()
+        for key in [*range(4), *range(4), *range(100, 140), *range(4)]:
+            if key in held:
+                policy.touch(key)
+                continue
+            if len(held) == 8:
+                held.remove(policy.evict())
+            policy.add(key)
+            held.add(key)
+        kept[make] = held
+    assert kept[ARC] >= set(range(4)) and len(kept[LRU]) == len(kept[ARC]) == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kv_role": "kv_both"}, "must be a dict with kv_connector"),
+        ({"kv_connector": "Nixl"}, "kv_connector must be one of OffloadingConnector, SharedStorageConnector"),
+        ({"kv_connector": "OffloadingConnector", "kv_role": "both"}, "kv_role must be one of"),
+        ({"kv_connector": "OffloadingConnector", "kv_load_failure_policy": "fail"}, "kv_load_failure_policy must be"),
+        (transfer("OffloadingConnector"), "must have 'num_cpu_blocks'"),
+        (transfer("OffloadingConnector", num_cpu_blocks=0), "must be at least 1, got 0"),
+        (transfer("OffloadingConnector", num_cpu_blocks=2, eviction_policy="fifo"), "must be one of lru, arc"),
+        (transfer("OffloadingConnector", num_cpu_blocks=2, block_size=2), "'block_size' is unknown"),
+    ],
+)
+def test_what_is_wrong_is_said(tiny_model_path, config, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tiny_model_path("llama")), **SIZES, num_gpu_blocks=10, kv_transfer_config=config)
+
+
+def test_what_does_not_go_together_is_said(tiny_model_path):
+    config = transfer("OffloadingConnector", num_cpu_blocks=4)
+    for changes, message in (
+        ({"enable_prefix_caching": False}, "it needs enable_prefix_caching"),
+        ({"pipeline_parallel_size": 2}, "not implemented with pipeline_parallel_size"),
+        ({"speculative_config": {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}}, "'draft_model'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EngineArgs(kv_transfer_config=config, **changes)
+    with pytest.raises(ValueError, match="has layers of 'sliding_window'"):
+        LLM(str(tiny_model_path("gemma3")), **SIZES, num_gpu_blocks=40, kv_transfer_config=config)
+    with pytest.raises(ValueError, match="exists already"):
+        register_kv_connector("OffloadingConnector", None, None)
