@@ -60,8 +60,8 @@ class Meter:
     def __init__(self, dashboard: Any, engine: Engine, sender: threading.Thread) -> None:
         self.monitor, self.engine, self.sender = dashboard.monitor, engine, sender
         self.looking, self.sent = 0.0, 0
-        look, tell = self.monitor.look, self.monitor._tell
-        self.monitor.look, self.monitor._tell = self._timed(look), self._timed(tell)
+        look, tell = self.monitor.look, self.monitor.on_sample
+        self.monitor.look, self.monitor.on_sample = self._timed(look), self._timed(tell)
         send = dashboard.widget.send
         dashboard.widget.send = lambda message: (send(message), self._count(message))
         self.last = self._now()

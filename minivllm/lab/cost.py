@@ -18,11 +18,6 @@ from minivllm.core.events import FoldReader, read
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.trace import Trace
 
-__all__ = [
-    "DEVICES", "MODELS", "Constant", "CostModel", "Device", "FittedCost", "ModelShape", "Roofline",
-    "Speculative", "StepWork", "features", "timed_steps",
-]  # fmt: skip
-
 
 @dataclass(slots=True)
 class StepWork:
@@ -75,7 +70,23 @@ class CostModel(ABC):
         Raises:
             ValueError: the trace has too few steps that were timed, or no time passed in them.
         """
-        return fit_cost(trace, knots)
+        if sorted(set(knots)) != list(knots) or not knots or knots[0] < 1:
+            raise ValueError(f"knots must be growing numbers of tokens, at least 1, got {list(knots)}")
+        timed = [(work, total) for work, _, total in timed_steps(trace) if total is not None and work.num_tokens]
+        times = np.array([total for _, total in timed])
+        if len(timed) < 20 or not times.sum() > 0:
+            raise ValueError(
+                f"cannot fit a cost model: {len(timed)} steps were timed, {times.sum():.3g} s in all; at least 20 that took time are needed"
+            )
+        largest = max(work.num_tokens for work, _ in timed)
+        used = [k for k in knots if k < largest] or [knots[0]]
+        rows = np.array([features(work, used) for work, _ in timed])
+        even = np.arange(len(rows)) % 2 == 0
+        guess = np.where(even, rows @ _solve(rows[~even], times[~even]), rows @ _solve(rows[even], times[even]))
+        off = np.abs(guess / np.maximum(times, 1e-12) - 1)
+        error = {"median": np.median(off), "p90": np.quantile(off, 0.9), "total": guess.sum() / times.sum() - 1}
+        error = {name: float(value) for name, value in error.items()}
+        return FittedCost(used, _solve(rows, times).tolist(), len(rows), error)
 
 
 @dataclass(frozen=True)
@@ -375,27 +386,6 @@ def features(work: StepWork, knots: Sequence[int]) -> list[float]:
     ramps = [min(1.0, max(0.0, (tokens - low) / (high - low))) for low, high in pairwise(knots)]
     beyond = max(0.0, tokens / knots[-1] - 1.0)
     return [1.0, *ramps, beyond, work.num_sampled, work.decode_context, work.prefill_pairs, work.swapped_tokens]
-
-
-def fit_cost(trace: Trace, knots: Sequence[int]) -> FittedCost:
-    """See `CostModel.fit`."""
-    if sorted(set(knots)) != list(knots) or not knots or knots[0] < 1:
-        raise ValueError(f"knots must be growing numbers of tokens, at least 1, got {list(knots)}")
-    timed = [(work, total) for work, _, total in timed_steps(trace) if total is not None and work.num_tokens]
-    times = np.array([total for _, total in timed])
-    if len(timed) < 20 or not times.sum() > 0:
-        raise ValueError(
-            f"cannot fit a cost model: {len(timed)} steps were timed, {times.sum():.3g} s in all; at least 20 that took time are needed"
-        )
-    largest = max(work.num_tokens for work, _ in timed)
-    used = [k for k in knots if k < largest] or [knots[0]]
-    rows = np.array([features(work, used) for work, _ in timed])
-    even = np.arange(len(rows)) % 2 == 0
-    guess = np.where(even, rows @ _solve(rows[~even], times[~even]), rows @ _solve(rows[even], times[even]))
-    off = np.abs(guess / np.maximum(times, 1e-12) - 1)
-    error = {"median": np.median(off), "p90": np.quantile(off, 0.9), "total": guess.sum() / times.sum() - 1}
-    error = {name: float(value) for name, value in error.items()}
-    return FittedCost(used, _solve(rows, times).tolist(), len(rows), error)
 
 
 def _solve(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
