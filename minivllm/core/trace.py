@@ -32,6 +32,7 @@ class Trace(Recording):
         events: the list that grows while the engine runs.
         tokenizer: what turns token ids into text, if the engine left it here. Not saved to files.
         samples: what the sampler saw, by request id and output position, if the engine was asked to keep it. Not saved to files.
+        pictures: of the requests that were added meanwhile, by identifier (see `MultiModalFeatureSpec`), as PIL images; kept and not saved with `samples`.
     """
 
     SNAPSHOT_EVERY = 256
@@ -40,6 +41,7 @@ class Trace(Recording):
         empty = State.empty(header.num_blocks, header.num_groups, header.num_cpu_blocks)
         super().__init__(header, start or empty, [] if events is None else events)
         self.samples: dict[tuple[str, int], Any] = {}
+        self.pictures: dict[str, Any] = {}
         self.tokenizer: Any = None
         self._snapshots: list[tuple[int, State]] = []
         self._step_starts: list[int] = []

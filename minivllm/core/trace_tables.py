@@ -116,6 +116,7 @@ _BLOCK = ["step", "time", "event", "block_id", "request_id", "group", "position"
 _TOKEN = ["request_id", "position", "token_id", "step", "time"]
 _SPEC_DECODE = ["request_id", "step", "position", "place", "token_id", "outcome", "target_prob", "draft_prob",
                 "sampled_instead", "residual_prob"]  # fmt: skip
+_MEDIA = ["request_id", "modality", "first", "end", "num_embeds", "identifier", "encoded"]
 _EXPERT = ["step", "layer", "expert", "num_tokens"]
 _DECISION = ["step", "request_id", "decision", "num_tokens", "wanted", "reason"]
 
@@ -131,6 +132,7 @@ class _Collector(FoldReader):
         self.decisions: list[tuple[Any, ...]] = []
         self.drafts: list[tuple[Any, ...]] = []
         self.experts: list[tuple[int, ...]] = []
+        self.media: list[list[Any]] = []
 
     def end_step(self) -> None:
         state, free, cached = self.fold.now, len(self.fold.free_blocks), self.fold.num_cached_free
@@ -190,6 +192,15 @@ class _Collector(FoldReader):
                 instead = after if outcome == "rejected" else None
                 self.drafts.append((request, self.number, first + place, place, token, outcome, p, q, instead, rest))
 
+    def _on_attributes(self, request: str, values: dict[str, Any]) -> None:
+        for name, modality, _, first, length, mask, *_ in values.get("mm_features", ()):
+            self.media.append([request, modality, first, first + length, sum(mask) if mask else length, name, None])
+
+    def _on_encode(self, request: str, modality: str, identifier: str, num_embeds: int) -> None:
+        for row in self.media:
+            if row[0] == request and row[5] == identifier and row[6] is None:
+                row[6] = self.number
+
     def _on_experts(self, step: int, loads: Any) -> None:
         for layer, counts in loads:
             self.experts += [(step, layer, expert, n) for expert, n in enumerate(counts)]
@@ -241,6 +252,8 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
         `spec_decode`: one row per draft token that was verified: its `place` in the draft, and the `outcome`: `accepted`, `rejected`, or `not
         reached` behind a rejected one. Of a trace with samples also its probability for the target and for the proposer (1 if it gave
         none), and, where it was rejected, the probability of the token sampled instead in what the target had left.
+        `media`: one row per picture, clip or run of embeddings of a request: its tokens `first` to `end` - 1 of the prompt, the embeddings
+        among them, and the step in which they were `encoded` for it, `<NA>` if the encoder cache or the prefix cache had them.
         `experts`: one row per step, layer with experts, and expert: `num_tokens`, of the step's tokens those that visited it.
     """
     import pandas as pd
@@ -258,6 +271,7 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
         "blocks": blocks.astype({"group": "Int64", "position": "Int64"}),
         "tokens": pd.DataFrame(collector.tokens, columns=_TOKEN),
         "decisions": decisions.astype({"num_tokens": "Int64", "wanted": "Int64"}),
+        "media": pd.DataFrame(collector.media, columns=_MEDIA).astype({"encoded": "Int64"}),
         "experts": pd.DataFrame(collector.experts, columns=_EXPERT),
         "spec_decode": pd.DataFrame(collector.drafts, columns=_SPEC_DECODE).astype(
             {"sampled_instead": "Int64", "target_prob": float, "draft_prob": float, "residual_prob": float}

@@ -292,11 +292,18 @@ class LLMEngine:
     def record(self, samples: bool = False) -> Iterator[Trace]:
         """``with engine.record() as trace:`` records what the scheduler does in the block.
 
-        ``samples``: also keep the logits of every sampled token (a row of the vocabulary each), for `explain`.
+        ``samples``: also keep the logits of every sampled token (a row of the vocabulary each), for `explain`, and the pictures of prompts.
         """
+        media = self.input_processor.media if samples else None
         with self.core.record(samples) as trace:
             trace.tokenizer = self.tokenizer
-            yield trace
+            if media is not None:
+                media.pictures = trace.pictures
+            try:
+                yield trace
+            finally:
+                if media is not None:
+                    media.pictures = None
 
     def explain(self, trace: Trace, request_id: str, step: int, top: int = 5) -> "pd.DataFrame":
         """How the ``step``-th output token of a request (counted from 0) was chosen, stage by stage.

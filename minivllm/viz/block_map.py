@@ -21,8 +21,8 @@ from minivllm.viz.payload import Payload
 from minivllm.viz.view import MADE_UP, TraceSource, TraceView, counted, most_eventful
 
 __all__ = [
-    "BlockMap", "block_states", "group_names", "request_numbers", "request_tokens", "state_groups",
-    "token_texts",
+    "BlockMap", "block_states", "group_names", "media_blocks", "request_media", "request_numbers",
+    "request_tokens", "state_groups", "token_texts",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -244,6 +244,17 @@ def request_tokens(trace: Trace) -> dict[str, list[int]]:
     return tokens
 
 
+def request_media(trace: Trace) -> dict[str, list[tuple[int, int, str]]]:
+    """First token, token behind the last, and modality of each input besides text, of every request that was added while recording."""
+    media: dict[str, list[tuple[int, int, str]]] = {}
+    for event in trace.events:
+        if event[0] == "add":
+            media.pop(event[1], None)
+        elif event[0] == "attributes" and event[2].get("mm_features"):
+            media[event[1]] = [(first, first + n, kind) for _, kind, _, first, n, *_ in event[2]["mm_features"]]
+    return media
+
+
 def token_texts(tokenizer: Any, token_ids: Iterable[int]) -> dict[int, str]:
     """The text of each distinct token, as it reads in the middle of a text: some tokenizers drop a blank at the start."""
     texts = {}
@@ -256,7 +267,8 @@ def token_texts(tokenizer: Any, token_ids: Iterable[int]) -> dict[int, str]:
 class BlockMap(TraceView):
     """Every physical block of the KV cache, step by step: who holds it, what it holds, and its history.
 
-    Colour says which request holds a block (the oldest one, if several do); shape says in which state it is. Click a block to pin it and read its
+    Colour says which request holds a block (the oldest one, if several do); shape says in which state it is; a missing corner, that tokens of a picture
+    or clip are in it. Click a block to pin it and read its
     history; choose a request to see its block table as arrows to the physical blocks. Blocks that the run never touched are folded into one line.
 
     Args:
@@ -299,7 +311,7 @@ class BlockMap(TraceView):
             groups=group_names(self.trace), states=sorted(state_groups(self.trace)), chunks=chunks, shown=payload.add_numbers(np.diff(self.shown, prepend=0)),
             words=payload.add_json({"requests": ids, "names": [self.names[id] for id in ids], "strings": list(stream.strings.of)}),
             origins=payload.add_numbers(stream.packed_origins()), hash_bytes=HASH_BYTES, hashes=payload.add_bytes(short),
-            tokens=self._add_tokens(payload, ids),
+            tokens=self._add_tokens(payload, ids), media=self._add_media(payload, ids),
         )  # fmt: skip
         return payload
 
@@ -321,6 +333,12 @@ class BlockMap(TraceView):
             texts = token_texts(self.tokenizer, (token for tokens in listed for token in tokens))
             parts["texts"] = payload.add_json({str(token): text for token, text in texts.items()})
         return parts
+
+    def _add_media(self, payload: Payload, requests: list[str]) -> int | None:
+        """By the number of a request, its media: see `request_media`. None if there are none."""
+        known = request_media(self.trace)
+        listed = {str(i): known[request] for i, request in enumerate(requests) if request in known}
+        return payload.add_json(listed) if listed else None
 
     def describe(self) -> str:
         stream, total = self.reading, self.trace.header.num_blocks - 1
@@ -344,7 +362,8 @@ class BlockMap(TraceView):
     def draw(self, axes: Axes) -> None:
         step = most_eventful(self.trace) if self._step is None else self._step
         state, count = self.trace.at(step), self.trace.num_steps
-        draw_blocks(axes, state, request_numbers(self.trace), self.shown, state_groups(self.trace))
+        media = media_blocks(self.trace, state)
+        draw_blocks(axes, state, request_numbers(self.trace), self.shown, state_groups(self.trace), media)
         folded = len(state.ref_cnt) - len(self.shown)
         rest = f" ({counted(folded, 'block')} that this run never touched left out)" if folded else ""
         axes.set_title(f"KV cache blocks after step {step % count} of {count - 1}{rest}", loc="left", fontsize=10)
@@ -403,6 +422,17 @@ def block_states(
     return drawn
 
 
+def media_blocks(trace: Trace, state: State) -> frozenset[int]:
+    """The blocks that requests hold for tokens of pictures, clips or given embeddings."""
+    size, states, known = trace.header.block_size, state_groups(trace), request_media(trace)
+    found = set[int]()
+    for request, its in state.requests.items():
+        for group, table in enumerate(its.tables):
+            for first, end, _ in known.get(request, ()) if group not in states else ():
+                found.update(table[first // size : -(-end // size)])
+    return frozenset(found - {0})
+
+
 def _grid(count: int) -> tuple[int, int]:
     """Columns (a power of two) and rows, about twice as wide as high."""
     columns = 2 ** math.ceil(math.log2(max(16.0, math.sqrt(count * 1.8))))
@@ -422,9 +452,11 @@ _MARKS = {
 def draw_blocks(
     axes: Axes, state: State, numbers: dict[str, int], shown: Sequence[int] | None = None,
     states: frozenset[int] = frozenset(),
+    media: frozenset[int] = frozenset(),
 ) -> None:  # fmt: skip
     """Draw a state's blocks as a grid: filled squares are in use, those with a hole are shared, outlines are cached, dots are free, a cross
-    is the null block. `shown`: only these blocks. `states`: KV cache groups whose blocks hold states, drawn as discs.
+    is the null block. `shown`: only these blocks. `states`: KV cache groups whose blocks hold states, drawn as discs. `media`: blocks
+    with tokens of pictures and the like, drawn with a missing corner.
     """
     drawn = block_states(state, numbers, states)
     blocks = range(len(drawn)) if shown is None else shown
@@ -440,6 +472,9 @@ def draw_blocks(
         axes.scatter(x, y, s=(side * size) ** 2, marker=marker, linewidths=line, **inside)
         if kind == "shared":
             axes.scatter(x, y, s=(side * 0.36) ** 2, marker="s", c=LIGHT["panel"], linewidths=0)
+    if marked := [i for i, block in enumerate(blocks) if block in media]:
+        at = [i % columns + 0.28 for i in marked], [i // columns + 0.28 for i in marked]
+        axes.scatter(*at, s=(side * 0.34) ** 2, marker="s", c=LIGHT["panel"], linewidths=0, label="media")
     axes.set(xlim=(-0.7, columns - 0.3), ylim=(rows - 0.3, -0.7), aspect="equal", xticks=[])
     every = max(1, math.ceil(rows / 8))
     axes.set_yticks(range(0, rows, every), [str(blocks[row * columns]) for row in range(0, rows, every)])

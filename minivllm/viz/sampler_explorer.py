@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +16,7 @@ from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import View
 
-__all__ = ["STAGES", "SamplerExplorer", "check_stages", "page_params"]
+__all__ = ["SIDE", "STAGES", "SamplerExplorer", "check_stages", "page_params"]
 
 PRECISIONS = ("float32", "float16")
 
@@ -106,7 +108,7 @@ if TYPE_CHECKING:
 
 
 class SamplerExplorer(View):
-    """The stages of one sampled token, with sliders for the sampling parameters. All logits travel, so the page needs no kernel.
+    """The stages of one sampled token, with sliders for the sampling parameters, and the pictures of the prompt. All logits travel, so the page needs no kernel.
 
     Three ways to say which token:
 
@@ -137,6 +139,7 @@ class SamplerExplorer(View):
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
         self.precision = precision
+        self.media: list[tuple[int, int, Any]] = []  # first token, token behind the last, picture or None
         self.sampler: Any = None
         self.tokenizer, self.grammar = tokenizer, grammar
         if hasattr(source, "logits") and hasattr(source, "params"):
@@ -148,9 +151,12 @@ class SamplerExplorer(View):
             self.tokenizer, self.grammar = source.get_tokenizer(), core.grammar
             (self.sampler,) = core.executor.collective_rpc("get_sampler")
             check_stages(self.sampler)
-            self.record = _generated(source, prompt, params, step) if trace is None else _recorded(trace, request, step)
             if trace is not None:
                 _refuse("a trace", prompt=prompt, params=params)
+            else:
+                trace, request = _generate(source, prompt, params, step)
+            name, self.record = _recorded(trace, request, step)
+            self.media = _media(trace, name)
         else:
             raise TypeError(f"SamplerExplorer shows a SampleRecord or asks an LLM, got {type(source).__name__}")
         self.params = page_params(self.record)
@@ -174,7 +180,13 @@ class SamplerExplorer(View):
             "prompt": payload.add_numbers(self.record.prompt_token_ids),
             "output": payload.add_numbers(self.record.output_token_ids),
         }
+        payload.header["pictures"] = [_thumbnail(picture) for picture in self.pictures]
         return payload
+
+    @property
+    def pictures(self) -> list[Any]:
+        """Those of the prompt, as PIL images."""
+        return [picture for _, _, picture in self.media if picture is not None]
 
     def _place(self) -> str:
         """Where the token stands: the end of the text before it."""
@@ -182,6 +194,8 @@ class SamplerExplorer(View):
         place = f"Output token {len(self.record.output_token_ids)}"
         if self.tokenizer is None:
             return f"{place}, after {len(before)} tokens"
+        inside = {i for first, end, _ in self.media for i in range(first, end)}
+        before = [token for i, token in enumerate(before) if i not in inside]
         text = " ".join(self.tokenizer.decode(before[-48:]).split())
         return f"{place}, after “{'…' if len(text) > 90 else ''}{text[-90:]}”"
 
@@ -192,7 +206,8 @@ class SamplerExplorer(View):
     def describe(self) -> str:
         table = self.explain(top=1)
         stages, last = table.iloc[:-1], table.iloc[-1]
-        lines = [self._place()]
+        sizes = ", ".join(f"{picture.width} x {picture.height}" for picture in self.pictures)
+        lines = [self._place(), *([f"  pictures: {sizes}"] if sizes else [])]
         for row in stages.itertuples():
             best = f"likeliest {row.tokens[0]!r} {row.probabilities[0]:.2%}"
             lines.append(f"  {row.stage:18} {row.kept:>7} tokens, {best}")
@@ -214,6 +229,10 @@ class SamplerExplorer(View):
         axes.set_xlabel("probability")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="lower right")
+        for i, picture in enumerate(self.pictures[:3]):
+            beside = axes.inset_axes((0.78, 0.72 - 0.24 * i, 0.2, 0.22))
+            beside.imshow(np.asarray(picture))
+            beside.set_axis_off()
 
 
 def _refuse(what: str, **given: Any) -> None:
@@ -222,8 +241,8 @@ def _refuse(what: str, **given: Any) -> None:
             raise ValueError(f"SamplerExplorer: {name} does not go with {what}")
 
 
-def _generated(llm: Any, prompt: Any, params: Any, step: int) -> Any:
-    """The record of the `step`-th token of a completion."""
+def _generate(llm: Any, prompt: Any, params: Any, step: int) -> tuple[Any, str]:
+    """The trace of a completion of more than `step` tokens, and its request."""
     if prompt is None:
         raise ValueError("SamplerExplorer: a model needs a prompt, or a trace: SamplerExplorer(llm, prompt, params)")
     params = llm.get_default_sampling_params() if params is None else params
@@ -235,10 +254,38 @@ def _generated(llm: Any, prompt: Any, params: Any, step: int) -> Any:
     length = len(output.outputs[0].token_ids)
     if step >= length:
         raise ValueError(f"SamplerExplorer: the completion ended after {length} tokens; there is no token {step}")
-    return trace.samples[output.request_id, step]
+    return trace, output.request_id
 
 
-def _recorded(trace: Any, request: Any, step: int) -> Any:
+def _media(trace: Any, request: str) -> list[tuple[int, int, Any]]:
+    """First token, token behind the last, and the picture (None for what is none) of each input of a request besides text."""
+    found: list[tuple[int, int, Any]] = []
+    for event in trace.events:
+        if event[0] == "attributes" and event[1] == request:
+            features = event[2].get("mm_features", ())
+            found = [(first, first + n, trace.pictures.get(name)) for name, _, _, first, n, *_ in features]
+    return found
+
+
+SIDE = 160  # pixels of a picture on the page, at most
+
+
+def _thumbnail(picture: Any) -> str:
+    """A picture as a `data:` URL. Small ones are enlarged, so that their pixels are seen."""
+    longest = max(picture.size)
+    if longest > SIDE:
+        small = picture.copy()
+        small.thumbnail((SIDE, SIDE))
+    else:
+        scale = SIDE // longest
+        small = picture.resize((picture.width * scale, picture.height * scale), 0)
+    file = io.BytesIO()
+    small.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _recorded(trace: Any, request: Any, step: int) -> tuple[str, Any]:
+    """A request of a trace, and what was recorded of a token of it."""
     names = sorted({name for name, _ in trace.samples})
     if request is None and len(names) != 1:
         raise ValueError(f"SamplerExplorer: say which request of the trace: {', '.join(names) or 'it has no samples'}")
@@ -246,4 +293,4 @@ def _recorded(trace: Any, request: Any, step: int) -> Any:
     if (name, step) not in trace.samples:
         known = f"samples of {', '.join(names[:5])}" if names else "no samples; record with record(samples=True)"
         raise KeyError(f"output token {step} of request {name!r} is not in this trace: it has {known}")
-    return trace.samples[name, step]
+    return name, trace.samples[name, step]

@@ -35,6 +35,7 @@ def pack_lanes(payload: Payload, data: TimelineData) -> dict[str, Any]:
         "admissions": _columns(data.admissions),
         "waits": _columns(data.waits),
         "drafts": _columns(data.drafts),
+        "media": _columns(data.media),
         "loras": data.loras.T,
         "time": np.rint(time / unit),
         "strips": np.diff(strips, prepend=0, axis=1),
@@ -108,6 +109,8 @@ def describe_lanes(d: TimelineData) -> str:
     text += f"Ended: {ends or 'none'}{open_}. "
     if len(d.preemptions):
         text += f"{counted(len(d.preemptions), 'preemption')} of {counted(len(np.unique(d.preemptions[:, 1])), 'request')}. "
+    if len(d.media):
+        text += f"{counted(int(d.media[:, 2].sum()), 'token')} of media, {counted(int(d.media[:, 3].sum()), 'embedding')} encoded. "
     if len(d.loras):
         slots = counted(len(np.unique(d.loras[:, 0])), "slot")
         text += f"{counted(len(d.loras), 'load')} of {counted(len(d.adapters), 'adapter')} into {slots}. "
@@ -171,6 +174,12 @@ def draw_lanes(ax: Axes, d: TimelineData) -> None:
         at = {"y": request + 0.85, "height": 0.16, "left": step}
         ax.barh(width=0.9, color="none", edgecolor=LIGHT["muted"], linewidth=0.5, **at)
         ax.barh(width=0.9 * accepted / verified, color=LIGHT["decode"], label="drafts accepted", **at)
+    if len(d.media) and not crowded:
+        step, request, seen, encoded = d.media.T
+        for some, face in ((seen > 0, LIGHT["panel"]), (encoded > 0, LIGHT["accent"])):
+            label = "media tokens" if face == LIGHT["panel"] else "encoder runs"
+            at = step[some] + 0.5, request[some] + (0.3 if face == LIGHT["panel"] else 0.7)
+            ax.scatter(*at, s=9, marker="D", c=face, edgecolors=LIGHT["ink"], linewidths=0.5, label=label, zorder=3)
     for name, mark in _MARKS.items():
         mine = d.finish_kind == FINISHES.index(name)
         if mine.any() and not crowded:

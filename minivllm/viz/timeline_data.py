@@ -35,7 +35,7 @@ class TimelineData:
         preemptions: rows of step, request, who needed its blocks, 1 if swapped. [n, 4]
         admissions: rows of step, request, tokens computed already, those of them that were cached at first. [n, 4]
         waits: rows of step, first in the queue, index into `reasons`: from this step on, as long as it waits. [n, 3]
-        drafts: rows of step, request, draft tokens verified, those of them accepted. [n, 4]
+        drafts, media: rows of step, request, and draft tokens verified, those accepted; tokens of media computed, embeddings encoded. [n, 4]
         time: when each step began, and when the last one ended. In seconds. [num_steps + 1]
         step_end: when the result of each step was there; the beginning of the next one if there was none. [num_steps]
         prefill_tokens, decode_tokens, running, waiting: per step; the queues at its end. [num_steps]
@@ -62,6 +62,7 @@ class TimelineData:
     admissions: Ints
     waits: Ints
     drafts: Ints
+    media: Ints
     loras: Ints
     adapters: list[str]
     time: npt.NDArray[np.float64]
@@ -105,6 +106,9 @@ class TimelineReader(FoldReader):
         self.admissions: list[tuple[int, int, int, int]] = []
         self.waits: list[tuple[int, int, int]] = []
         self.drafts: list[tuple[int, int, int, int]] = []
+        self.media: list[tuple[int, int, int, int]] = []
+        self._ranges: dict[str, list[tuple[int, int]]] = {}  # of media, by request
+        self._encoded: dict[str, int] = {}  # embeddings, in this step
         self.loras: list[tuple[int, int, int, int]] = []
         self.adapters: dict[str, int] = {}
         self._slots = {slot: (name, 0) for slot, name in self.fold.now.loras.items()}
@@ -154,6 +158,22 @@ class TimelineReader(FoldReader):
             self._stall({})
         self.steps[-1][2:] = len(now.running), len(now.waiting)
         self._cuts.clear()
+        self._encoded.clear()
+
+    def _on_attributes(self, request: str, values: dict[str, Any]) -> None:
+        if features := values.get("mm_features"):
+            self._ranges[request] = [(first, first + n) for _, _, _, first, n, *_ in features]
+
+    def _on_encode(self, request: str, modality: str, identifier: str, num_embeds: int) -> None:
+        self._encoded[request] = self._encoded.get(request, 0) + num_embeds
+
+    def _mark_media(self, num_scheduled: dict[str, int]) -> None:
+        for name in self._ranges.keys() & num_scheduled.keys():
+            start = self.fold.now.requests[name].num_computed_tokens
+            end = start + num_scheduled[name]
+            seen = sum(max(0, min(end, b) - max(start, a)) for a, b in self._ranges[name])
+            if seen or name in self._encoded:
+                self.media.append((self.step, self.lives[name].number, seen, self._encoded.get(name, 0)))
 
     def _on_schedule(self, num_scheduled: dict[str, int]) -> None:
         self._scheduled, lives, now, decodes, prefill = True, self.lives, self.step, 0, 0
@@ -171,6 +191,8 @@ class TimelineReader(FoldReader):
                 prefill += n
                 self._turn(life, PREFILL, now, n, *self._cuts.get(name, (n, 0)))
         self.steps[-1][:2] = prefill, decodes
+        if self._ranges:
+            self._mark_media(num_scheduled)
         if len(num_scheduled) < len(self.fold.now.running):
             self._stall(num_scheduled)
 
@@ -226,6 +248,7 @@ class TimelineReader(FoldReader):
     def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
         life = self.lives[request]
         self._turn(life, None, self.step + 1)
+        self._ranges.pop(request, None)
         kind = reason if reason in FINISHES else "error"
         self.finishes[life.number] = (self.step, FINISHES.index(kind))
 
@@ -251,7 +274,8 @@ class TimelineReader(FoldReader):
             request=spans[:, 0], start=spans[:, 1], end=spans[:, 2], kind=spans[:, 3].astype(np.uint8),
             tokens=spans[:, 4], wanted=spans[:, 5], reason=spans[:, 6].astype(np.uint8),
             preemptions=as_rows(self.preemptions, 4), admissions=as_rows(self.admissions, 4), waits=as_rows(self.waits, 3),
-            drafts=as_rows(self.drafts, 4), loras=as_rows(sorted(loras), 4), adapters=list(self.adapters),
+            drafts=as_rows(self.drafts, 4), media=as_rows(sorted(self.media), 4),
+            loras=as_rows(sorted(loras), 4), adapters=list(self.adapters),
             time=np.array([*self.starts, last]),
             step_end=np.array([later if end is None else end for end, later in zip(self.ends, following, strict=True)], np.float64),
             prefill_tokens=steps[:, 0], decode_tokens=steps[:, 1], running=steps[:, 2], waiting=steps[:, 3],

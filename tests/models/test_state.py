@@ -159,6 +159,29 @@ def test_a_cpu_kernel_is_the_recurrence_on_states_in_blocks(kind):
         assert close(mine.float(), want.float(), last_bits)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_gpu_kernel_is_the_recurrence_on_states_in_blocks(kind):
+    cuda = pytest.importorskip("minivllm_kernels.cuda.ops")
+    if (reason := cuda.device_unsupported(torch.device("cuda"))) is not None:
+        pytest.skip(reason)
+    from minivllm.models.ops.states_cuda import NumbaCudaStateOps
+
+    shape = SHAPES[kind]
+    spec = MambaSpec(shapes=((2048,), shape), dtypes=(torch.float32,) * 2, block_size=4, dtype=torch.float32)
+    for given in (TOKENS, *PIECES):
+        parts = {name: getattr(given, name).cuda() for name in ("read", "write", "begins")}
+        where, got = replace(given, **parts), []
+        for ops in (StateOps(), NumbaCudaStateOps()):
+            view = StateView(torch.zeros(2, 6, 8192, dtype=torch.uint8, device="cuda"), spec, 1)
+            states = torch.randn(6, *shape, generator=torch.Generator().manual_seed(1)).cuda()
+            view.write(torch.arange(6, device="cuda"), states)
+            y = recurrence(kind, ops, int(given.begins[-1]), torch.float32, "cuda")(view, where)
+            got.append((y, view.read(torch.arange(6, device="cuda"))))
+        (want, after), (mine, there) = got
+        assert close(there, after) and close(mine, want)
+
+
 @pytest.mark.parametrize(("gate_first", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_a_cpu_kernel_gates_and_norms_each_group(gate_first, dtype):
     pytest.importorskip("numba")

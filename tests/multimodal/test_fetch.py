@@ -22,6 +22,7 @@ class Handler(BaseHTTPRequestHandler):
             "/inside": "/picture",
             "/loop": "/loop",
             "/file": "file:///etc/passwd",
+            "/behind": "http://10.0.0.1/picture",
         }
         if self.path in where:
             self.send_response(302)
@@ -100,6 +101,15 @@ def test_http_and_a_redirect_within_the_host(connector, url):
 def test_what_a_host_may_not_do(connector, url, path, words):
     with pytest.raises(MediaError, match=words):
         connector.fetch(url + path)
+
+
+def test_a_redirect_to_a_private_address_is_refused_though_its_name_is_allowed(url, monkeypatch):
+    monkeypatch.setattr(fetch, "is_public", lambda address: address == "127.0.0.1")
+    asked, connect = [], socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda at, **how: asked.append(at[0]) or connect(at, **how))
+    with pytest.raises(MediaError, match="'10.0.0.1' is an address of a private network"):
+        MediaConnector(domains=["127.0.0.1", "10.0.0.1"]).fetch(f"{url}/behind")
+    assert asked == ["127.0.0.1"]
 
 
 def test_hosts_that_were_not_named_are_not_asked(url, monkeypatch):

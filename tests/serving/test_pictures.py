@@ -54,7 +54,7 @@ def server(request, served):
                       limit_mm_per_prompt={"image": 2}, enable_prompt_embeds=True, enable_mm_embeds=True)  # fmt: skip
     options = ServerOptions(
         served_model_name=["tiny"], allowed_local_media_path=str(served[1]), max_image_pixels=100_000,
-        enable_prompt_tokens_details=True,
+        enable_prompt_tokens_details=True, allowed_media_domains=["127.0.0.1"],
     )  # fmt: skip
     with live_server(args, options, engine_in=request.param) as running:
         yield running
@@ -238,6 +238,7 @@ BAD = [
     ((url(saved(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:])),), "2 frames"),
     ((url(saved(Image.new("L", (400, 300)))),), "400 x 300 pixels; at most 100,000"),
     (("http://169.254.169.254/latest/meta-data",), "--allowed-media-domains"),
+    (("http://127.0.0.1:9/x.png",), "an address of a private network"),
     (("file:///etc/passwd",), "not one of the folder"),
     (("x",), "must begin with data:"),
 ]

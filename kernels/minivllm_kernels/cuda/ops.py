@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm_kernels.cuda import cache, decode, lora, pointwise, prefill, prefill_hopper
+from minivllm_kernels.cuda import cache, decode, lora, pointwise, prefill, prefill_hopper, scan
 from minivllm_kernels.cuda.gemv import choose_gemv
 from minivllm_kernels.cuda.launch import compiler_missing, launcher
 from minivllm_kernels.cuda.planning import (
@@ -563,3 +563,65 @@ def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, work: Tensor, ranks: 
     grid = tiles, -(-outputs // (8 * lora.EXPAND_THREADS))
     read = (out.data_ptr(), h.data_ptr(), b.data_ptr(), *shared, part_of.data_ptr())
     run(lora.lora_expand(dtype), device, grid, *read, parts, room, outputs, out.stride(0) // 2)
+
+
+Cache = tuple[int, int]
+"""Address of the states of block 0, float32, and numbers from one block to the next."""
+Whose = tuple[Tensor, Tensor, Tensor]
+"""int64: the blocks that each of S sequences reads (-1: none) and writes, and where it begins [S + 1]."""
+
+
+def _recur(
+    kernel: CudaKernel,
+    blocks: int,
+    inputs: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    cache: Cache,
+    whose: Whose,
+    shape: Any,
+) -> Tensor:
+    """Take sequences through their states by `blocks` blocks each."""
+    out = torch.empty(shape, device=inputs[0].device)
+    inputs = tuple(x.contiguous() for x in inputs)
+    for i, x in enumerate(inputs):
+        check(f"input {i} of {kernel.name}", x, tuple(x.shape), torch.float32, out.device)
+    for name, x in zip(("read", "write", "begins"), whose, strict=True):
+        check(name, x, (None,), torch.int64, out.device)
+        check_contiguous(**{name: x})
+    pointers = (x.data_ptr() for x in (out, *inputs))
+    run(kernel, out.device, (len(whose[0]), blocks), *pointers, *sizes, *cache, *(x.data_ptr() for x in whose))
+    return out
+
+
+def conv(x: Tensor, weight: Tensor, bias: Tensor, cache: Cache, whose: Whose) -> Tensor:
+    """A causal convolution of each channel; x [T, channels], weight [taps, channels]. All float32, here and in what follows."""
+    channels = x.shape[1]
+    return _recur(
+        scan.conv(len(weight)), -(-channels // scan.THREADS), (x, weight, bias), (channels,), cache, whose, x.shape
+    )
+
+
+def takes_ssd(head_dim: int, state_size: int) -> bool:
+    """Whether there are kernels for SSD with states of these sizes."""
+    return head_dim % 8 == 0 and state_size % 32 == 0 and max(head_dim, state_size) <= 256
+
+
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, cache: Cache, whose: Whose, in_chunks: bool
+) -> Tensor:
+    """SSD; x [T, heads, P], dt [T, heads], B and C [T, groups, N]. in_chunks: for sequences of many tokens."""
+    heads, P, (groups, N) = *x.shape[1:], B.shape[1:]
+    kernel = scan.ssd_chunks(P, N) if in_chunks else scan.ssd(P, N)
+    return _recur(kernel, heads, (x, dt, A, B, C, D), (heads, groups), cache, whose, x.shape)
+
+
+def selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, cache: Cache, whose: Whose) -> Tensor:
+    """The selective scan; x and dt [T, channels], A [N, channels], B and C [T, N]."""
+    channels, blocks = x.shape[1], -(-x.shape[1] // scan.THREADS)
+    return _recur(scan.selective(len(A)), blocks, (x, dt, A, B, C, D), (channels,), cache, whose, x.shape)
+
+
+def delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, cache: Cache, whose: Whose) -> Tensor:
+    """The gated delta rule; q and k [T, heads, K], v [T, heads, V], logarithms of decays and shares [T, heads]."""
+    kernel = scan.delta(q.shape[2], v.shape[2])
+    return _recur(kernel, v.shape[1], (q, k, v, decay, beta), (v.shape[1],), cache, whose, v.shape)

@@ -12,6 +12,7 @@ from minivllm.attention.numba_cuda import NumbaCudaBackend
 from minivllm.models.layers import QKNorm
 from minivllm.models.linear.cuda import FewRowsLinear, cuda_kernels
 from minivllm.models.linear.layer import Linear
+from minivllm.models.ops.states_cuda import NumbaCudaStateOps
 from minivllm.models.ops.torch import TorchOps
 from minivllm.models.rope import Rotation
 
@@ -20,6 +21,7 @@ class NumbaCudaOps(TorchOps):
     """See `LayerOps`. What has no kernel is torch's: a norm whose weight is wider than x, another gate than SiLU's."""
 
     name: ClassVar[str] = "numba_cuda"
+    state_ops = NumbaCudaStateOps
     capturable = True
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

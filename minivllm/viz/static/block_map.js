@@ -1,7 +1,7 @@
 // Every physical block, step by step.
 import { Frames, Origins } from "./fold.js";
 import { Grid, Look, layout, mask } from "./block_paint.js";
-import { Lexicon, decision, describe, describeNodes } from "./block_words.js";
+import { Lexicon, decision, describe, describeNodes, mediaIn } from "./block_words.js";
 import { ownerColour, sharpen } from "./theme.js";
 import { button, count, h, makeLegend, makeTooltip, swatch } from "./ui.js";
 
@@ -12,7 +12,9 @@ const LABELS = ["in use, one colour a request", "shared by several", "free, hold
 export async function render(card, data, context) {
   const { header } = data;
   const origins = new Origins(await data.part(header.origins));
-  const lexicon = new Lexicon(header, await data.json(header.words), origins, await data.part(header.hashes));
+  const words = await data.json(header.words);
+  if (header.media !== null) words.media = await data.json(header.media);
+  const lexicon = new Lexicon(header, words, origins, await data.part(header.hashes));
   const frames = new Frames(data, origins);
   const steps = await data.part(header.shown);
   let last = 0;
@@ -65,7 +67,8 @@ class BlockMap {
     const labels = [...LABELS];
     if (this.header.groups.length > 1) labels[kinds.push([Look.ELSEWHERE, "free"]) - 1] = "of another group";
     if (this.header.states.length) labels[kinds.push([Look.STATE, "owner-0"]) - 1] = "a state, overwritten by every step";
-    this.swatches = kinds.map(([look, name]) => swatch(14, 14, (c) => this.paintSwatch(c, look, name)));
+    if (this.header.media !== null) labels[kinds.push([Look.USED, "owner-0", true]) - 1] = "with tokens of a picture or the like";
+    this.swatches = kinds.map(([look, name, media]) => swatch(14, 14, (c) => this.paintSwatch(c, look, name, media)));
     this.legend = makeLegend(this.swatches.map((canvas, i) => ({ label: labels[i], swatch: canvas })));
     this.select = h("select", { class: "mv-select", "aria-label": "request whose block table is shown", onchange: () => this.choose(this.select.value || null), onpointerdown: () => this.fillSelect(), onfocus: () => this.fillSelect() });
     this.about = h("span", { class: "mv-muted" });
@@ -92,9 +95,9 @@ class BlockMap {
     this.card.body.append(this.legend.element, this.layout);
   }
 
-  paintSwatch(c, look, name) {
+  paintSwatch(c, look, name, media) {
     const n = 13;
-    const bits = mask(look, n);
+    const bits = mask(look, n, media);
     c.fillStyle = this.context.colour(name);
     for (let i = 0; i < bits.length; i++) if (bits[i]) c.fillRect(i % n, Math.floor(i / n), 1, 1);
   }
@@ -204,7 +207,8 @@ class BlockMap {
     const { grid, group } = pane;
     const paint = (id) => {
       const [look, name] = lookOf(fold, id, group, header);
-      grid.paint(id, look, name, mine !== null && !mine.has(id) && [Look.USED, Look.SHARED, Look.STATE].includes(look));
+      const media = header.media !== null && ![Look.NULL, Look.ELSEWHERE, Look.STATE].includes(look) && mediaIn(fold, this.lexicon, id) !== "";
+      grid.paint(id, look, name, mine !== null && !mine.has(id) && [Look.USED, Look.SHARED, Look.STATE].includes(look), media);
     };
     if (fold.all) {
       for (const id of pane.shown) paint(id);

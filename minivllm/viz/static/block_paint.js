@@ -3,10 +3,12 @@ import { pixel } from "./theme.js";
 
 export const Look = { FREE: 0, USED: 1, SHARED: 2, CACHED: 3, NULL: 4, ELSEWHERE: 5, STATE: 6 };
 const GHOST = 0.28; // how much is left of the colour of blocks that are not looked at
+const LOOKS = Object.keys(Look).length;
 
 // Which pixels of a square of `n` have the look's colour: used is full, shared has a hole, cached is an outline,
-// free is a dot, the null block a cross, a block of another group two corners, a state a disc.
-export function mask(look, n) {
+// free is a dot, the null block a cross, a block of another group two corners, a state a disc. With tokens of pictures and
+// the like (`media`) the lower right corner is missing.
+export function mask(look, n, media = false) {
   const bits = new Uint8Array(n * n);
   const set = (inside) => {
     for (let y = 0; y < n; y++) for (let x = 0; x < n; x++) if (inside(x, y)) bits[y * n + x] = 1;
@@ -22,6 +24,7 @@ export function mask(look, n) {
   else if (look === Look.NULL) set((x, y) => Math.abs(x - y) < line || Math.abs(n - 1 - x - y) < line);
   else if (look === Look.STATE) set((x, y) => (2 * x + 1 - n) ** 2 + (2 * y + 1 - n) ** 2 <= n * n);
   else if (look === Look.ELSEWHERE) set((x, y) => (x < line || y < line) && x + y < n / 2);
+  if (media) for (let y = 0; y < n; y++) for (let x = 0; x < n; x++) if (x + y > 1.45 * n) bits[y * n + x] = 0;
   return bits;
 }
 
@@ -48,7 +51,7 @@ export class Grid {
     this.context = canvas.getContext("2d");
     this.image = this.context.createImageData(canvas.width, canvas.height);
     this.pixels = new Uint32Array(this.image.data.buffer);
-    this.masks = Object.values(Look).map((look) => mask(look, this.inner));
+    this.masks = [false, true].flatMap((media) => Object.values(Look).map((look) => mask(look, this.inner, media)));
     this.stamps = new Map();
   }
 
@@ -71,11 +74,11 @@ export class Grid {
     return stamp;
   }
 
-  // Paint one block into the image; `show` puts it on the screen.
-  paint(block, look, name, ghost) {
+  // Paint one block into the image; `show` puts it on the screen. media: see `mask`.
+  paint(block, look, name, ghost, media = false) {
     const place = this.place[block];
     if (place < 0) return;
-    const stamp = this.stamp(look, name, ghost);
+    const stamp = this.stamp(look + (media ? LOOKS : 0), name, ghost);
     const { inner, pitch } = this;
     const width = this.columns * pitch;
     let to = Math.floor(place / this.columns) * pitch * width + (place % this.columns) * pitch;

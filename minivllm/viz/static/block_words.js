@@ -14,6 +14,17 @@ export class Lexicon {
     this.numbers = new Map(words.requests.map((id, number) => [id, number]));
     this.ids = null; // token ids of all requests, once they have been loaded
     this.texts = null;
+    this.media = words.media ?? {}; // by request: first token, token behind the last, and kind of pictures and the like
+  }
+
+  // What a block of a request is for, of pictures and the like, in words; "" for nothing.
+  mediaOf(request, position) {
+    const from = position * this.header.block_size;
+    const parts = (this.media[request] ?? []).map(([first, end, kind]) => {
+      const [low, high] = [Math.max(first, from), Math.min(end, from + this.header.block_size)];
+      return low < high ? `${kind}, ${count(high - low, "token")} of ${end - first}` : "";
+    });
+    return parts.filter(Boolean).join("; ");
   }
 
   async loadTokens(data) {
@@ -59,7 +70,7 @@ const stateAfter = (size, { position, filled, end }) => `the state after ${count
 export function look(fold, lexicon, block) {
   const size = lexicon.header.block_size;
   const name = fold.name[block];
-  if (block === 0) return { words: "the null block: never owned, stands for blocks that a window left behind", holders: [], name: -1, tokens: null };
+  if (block === 0) return { words: "the null block: never owned, stands for blocks that a window left behind", holders: [], name: -1, tokens: null, media: "" };
   const group = fold.group[block];
   const isState = lexicon.header.states.includes(group);
   const holders = fold.holders(block).map((request) => {
@@ -71,6 +82,7 @@ export function look(fold, lexicon, block) {
   });
   let words = "free";
   let tokens = null;
+  const media = isState ? "" : mediaIn(fold, lexicon, block);
   if (holders.length) {
     words = holders.length > 1 ? `shared by ${holders.length} requests` : "in use";
     if (isState) words += `, ${stateAfter(size, holders[0])}`;
@@ -79,17 +91,27 @@ export function look(fold, lexicon, block) {
     words = isState ? `free, a checkpoint: ${stateAfter(size, { position: lexicon.origins.position(name), filled: size, end: Infinity })}` : "free, holds cached tokens";
     if (!isState) tokens = lexicon.tokens(lexicon.origins.request(name), lexicon.origins.position(name), size);
   }
-  return { words, holders, name, tokens, group, isState };
+  return { words, holders, name, tokens, group, isState, media };
+}
+
+// What a block is for, of pictures and the like; "" for nothing.
+export function mediaIn(fold, lexicon, block) {
+  if (fold.ref[block]) {
+    const [request] = fold.holders(block);
+    return request === undefined ? "" : lexicon.mediaOf(request, fold.requests.get(request).tables[fold.group[block]].indexOf(block));
+  }
+  const name = fold.name[block];
+  return name < 0 ? "" : lexicon.mediaOf(lexicon.origins.request(name), lexicon.origins.position(name));
 }
 
 export function describe(fold, lexicon, block) {
-  const { words, holders } = look(fold, lexicon, block);
+  const { words, holders, media } = look(fold, lexicon, block);
   const by = holders.slice(0, 3).map(({ request, position }) => `request ${lexicon.names[request]} at position ${position}`).join(", ");
-  return `Block ${block}: ${words}${by ? `, ${by}` : ""}`;
+  return `Block ${block}: ${words}${by ? `, ${by}` : ""}${media ? `, with ${media}` : ""}`;
 }
 
 export function describeNodes(fold, lexicon, block) {
-  const { words, holders, name, tokens, group, isState } = look(fold, lexicon, block);
+  const { words, holders, name, tokens, group, isState, media } = look(fold, lexicon, block);
   const size = lexicon.header.block_size;
   const place = ({ position, filled }) => `position ${position} (tokens ${position * size} to ${position * size + Math.max(filled, 1) - 1}${filled < size ? `, ${filled} of ${size} filled` : ""})`;
   const origin = name >= 0 && !holders.length && lexicon.origins.request(name) >= 0
@@ -107,6 +129,7 @@ export function describeNodes(fold, lexicon, block) {
       ["ref count", String(fold.ref[block])],
       ["hash", name >= 0 ? h("span", { class: "mv-code" }, lexicon.hash(name)) : "none yet: not full, or not reusable"],
       rank >= 0 ? ["reused", rank ? `after ${count(rank, "other free block")}` : "next of all"] : null,
+      media ? ["media", media] : null,
       tokens ? [lexicon.texts ? "text" : "token ids", lexicon.tokenNode(tokens)] : null,
     ].filter((row) => row && !(block === 0))),
   ];

@@ -74,7 +74,10 @@ export async function render(card, data, context) {
   const table = h("div", { class: "mv-odds-scroll", tabindex: 0, role: "region", "aria-label": "probabilities after each stage" });
   const strip = h("div", { class: "mv-draw" });
   const verdict = h("p", { class: "mv-verdict" });
-  card.body.append(h("div", { class: "mv-explorer" }, controls.element, h("div", { class: "mv-explained" }, verdict, table, strip)));
+  const { pictures } = data.header;
+  const shown = pictures.map((src, i) => h("img", { src, alt: pictures.length > 1 ? `picture ${i + 1} of the prompt` : "the picture of the prompt" }));
+  const seen = shown.length ? h("div", { class: "mv-pictures" }, shown) : null;
+  card.body.append(h("div", { class: "mv-explorer" }, controls.element, h("div", { class: "mv-explained" }, seen, verdict, table, strip)));
 
   let due = 0;
   const schedule = () => {

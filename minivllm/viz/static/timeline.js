@@ -36,6 +36,7 @@ class Lanes {
     this.preemptions = this.events(parts.preemptions);
     this.admissions = this.events(parts.admissions);
     this.drafts = this.events(parts.drafts); // draft tokens verified, and accepted
+    this.media = this.events(parts.media); // tokens of pictures and the like computed, embeddings encoded
     const waits = parts.waits.length / 3;
     this.waits = { step: sums(parts.waits, 0, waits), request: parts.waits.subarray(waits, 2 * waits), reason: parts.waits.subarray(2 * waits) };
     this.loras = Array.from({ length: parts.loras.length / 4 }, (_, i) => [0, 1, 2, 3].map((column) => parts.loras[column * parts.loras.length / 4 + i]));
@@ -108,11 +109,19 @@ class Lanes {
     }
     if (this.kind[i] === PREFILL) {
       const n = this.tokens[i];
-      return `prefill, ${n} token${n === 1 ? "" : "s"}${reason ? ` of the ${this.wanted[i]} that it wanted: ${reason}` : ""}`;
+      const media = this.mediaIn(request, step);
+      return `prefill, ${n} token${n === 1 ? "" : "s"}${media}${reason ? ` of the ${this.wanted[i]} that it wanted: ${reason}` : ""}`;
     }
     if (this.kind[i] === STALLED) return "running, but got no tokens";
     const why = this.whyWaiting(request, step, reason);
     return KINDS[this.kind[i]] + (why ? `: ${why}` : "");
+  }
+
+  // What a chunk holds of pictures and the like, in words; "" for nothing.
+  mediaIn(request, step) {
+    const [, , seen, encoded] = (this.media.get(request) ?? []).find((row) => row[0] === step) ?? [0, 0, 0, 0];
+    const runs = encoded ? `, ${encoded} embedding${encoded === 1 ? "" : "s"} encoded` : "";
+    return seen || encoded ? ` (${seen} of media${runs})` : "";
   }
 
   whyWaiting(request, step, reason) {
@@ -294,6 +303,7 @@ function paintRows(context, lanes, { height, top, rowHeight, xAt, from, to, colo
         context.fillRect(x, y, Math.max(1, end - x), bar);
       }
     }
+    if (bar >= 8) paintMedia(context, lanes, row, { y, bar, xAt, from, to, colour });
     if (bar >= 8) paintDrafts(context, lanes, row, { y: y + bar, xAt, from, to, hue });
     if (shapes && lanes.finishKind[row] && lanes.finish[row] >= from - 1 && lanes.finish[row] <= to) {
       const size = Math.min(8, bar - 1);
@@ -313,6 +323,26 @@ function paintDrafts(context, lanes, row, { y, xAt, from, to, hue }) {
     context.strokeRect(x + 0.5, y - 2.5, end - x - 2, 2);
     context.fillRect(x, y - 3, ((end - x - 1) * accepted) / verified, 3);
   }
+}
+
+// A diamond at the top of a chunk that holds tokens of pictures and the like; filled where the encoder ran for it.
+function paintMedia(context, lanes, row, { y, bar, xAt, from, to, colour }) {
+  for (const [step, , , encoded] of lanes.media.get(row) ?? []) {
+    if (step < from || step > to) continue;
+    const size = Math.min(3.5, bar / 4);
+    paintDiamond(context, xAt(step) + 4.5, y + size + 1, size, encoded > 0, colour);
+  }
+}
+
+function paintDiamond(context, x, y, size, filled, colour) {
+  context.beginPath();
+  for (const [dx, dy] of [[0, -1], [1, 0], [0, 1], [-1, 0]]) context.lineTo(x + dx * size, y + dy * size);
+  context.closePath();
+  context.lineWidth = 1;
+  context.fillStyle = filled ? colour("accent") : colour("panel");
+  context.strokeStyle = colour("ink");
+  context.fill();
+  context.stroke();
 }
 
 function label(context, lanes, i, x, y, width, bar, hue) {
@@ -898,7 +928,10 @@ export function legendItems(all, colour) {
   const marks = [1, 2, 3, 4].filter((end) => all.some((lanes) => lanes.finishKind.includes(end))).map((end) => ({
     label: `finished: ${FINISHES[end]}`, swatch: swatch(12, 14, (pen, w, height) => paintEnd(pen, end, w / 2, height / 2, 8, colour)),
   }));
-  return [...bars, ...marks];
+  const seen = all.some((lanes) => lanes.media.size) ? [{
+    label: "tokens of media; filled: encoded", swatch: swatch(12, 14, (pen) => paintDiamond(pen, 6, 7, 3.5, true, colour)),
+  }] : [];
+  return [...bars, ...seen, ...marks];
 }
 
 // What the letters of the lowest strip mean, for those that occur.
