@@ -505,7 +505,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
         "documents": (([],), "not implemented"),
         "echo": ((False,), "not implemented"),
         "best_of": ((1,), "use /v1/completions"),
-        "mm_processor_kwargs": (({},), "the models served here read text only"),
+        "mm_processor_kwargs": (({},), "pictures and clips are processed as the model's own processor says"),
     }
 
     logprobs: bool | None = None
