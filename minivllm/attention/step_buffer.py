@@ -3,6 +3,7 @@
 # Generated from nbs/attention/step_buffer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes: the widest load of the kernels
+MAX_VIEWS = 1024  # that a buffer remembers
 _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 
 
@@ -39,11 +41,15 @@ class StepBuffer:
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._fetched: list[torch.cuda.Event | None] = [None, None]
+        self._views: list[dict[object, tuple[np.ndarray, Tensor, int]]] = [
+            {},
+            {},
+        ]  # most steps reserve what the last did
 
     def begin(self) -> None:
         """Start a step. Waits, if need be, until the arrays of the last step but one were fetched."""
-        self._hosts.reverse()
-        self._fetched.reverse()
+        for pair in (self._hosts, self._fetched, self._views):
+            pair.reverse()
         self.used = 0
         if (event := self._fetched[0]) is not None:
             event.synchronize()
@@ -59,13 +65,21 @@ class StepBuffer:
         Raises:
             BufferFull: it does not fit.
         """
-        kind = np.dtype(dtype)
+        key, views = (self.used, shape, dtype), self._views[0]
+        if key not in views:
+            if len(views) == MAX_VIEWS:
+                views.clear()
+            views[key] = self._view(shape, np.dtype(dtype))
+        host, there, self.used = views[key]
+        return host, there
+
+    def _view(self, shape: tuple[int, ...], kind: np.dtype[Any]) -> tuple[np.ndarray, Tensor, int]:
         size, at = math.prod(shape) * kind.itemsize, self.used
         if at + size > len(self._there):
             raise BufferFull(f"a step's arrays take more than the {len(self._there):,} bytes of the buffer")
-        self.used = at + -(-size // ALIGNMENT) * ALIGNMENT
         host = self._hosts[0][at : at + size].numpy().view(kind).reshape(shape)
-        return host, self._there[at : at + size].view(_TORCH[kind]).view(shape)
+        there = self._there[at : at + size].view(_TORCH[kind]).view(shape)
+        return host, there, at + -(-size // ALIGNMENT) * ALIGNMENT
 
     def put(self, array: np.ndarray) -> Tensor:
         """The tensor that will hold a copy of `array`, int32 or int64, after `send`."""
@@ -79,6 +93,5 @@ class StepBuffer:
         """Copy what was put and reserved since `begin`. The host does not wait."""
         self._there[: self.used].copy_(self._hosts[0][: self.used], non_blocking=True)
         if self.device.type == "cuda":
-            event = torch.cuda.Event()
+            event = self._fetched[0] = self._fetched[0] or torch.cuda.Event()
             event.record()
-            self._fetched[0] = event

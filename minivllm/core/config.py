@@ -1069,11 +1069,11 @@ def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCach
     return specs, decisions, {d.setting: d.value for d in decisions[1:]}
 
 
-def tokens_held(groups: Sequence[KVCacheGroup], num_blocks: int, most: int, max_step_tokens: int) -> int:
-    """The most tokens of one request, at most `most`, that `num_blocks` blocks can hold."""
+def tokens_held(specs: Sequence[KVCacheSpec], num_blocks: int, most: int, max_step_tokens: int) -> int:
+    """The most tokens of one request, at most `most`, that `num_blocks` blocks can hold. specs: one per group."""
 
     def fits(tokens: int) -> bool:
-        return sum(g.spec.rules.max_blocks(g.spec, tokens, max_step_tokens) for g in groups) <= num_blocks
+        return sum(spec.rules.max_blocks(spec, tokens, max_step_tokens) for spec in specs) <= num_blocks
 
     return bisect_left(range(1, most + 1), True, key=lambda tokens: not fits(tokens))
 
@@ -1119,7 +1119,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     useful = max_num_seqs * sum(g.spec.rules.num_blocks(g.spec, max_model_len) for g in groups) + 1
     blocks = choose_num_blocks(args, model, machine, bytes_per_block, useful)
     decisions.append(blocks)
-    holds = tokens_held(groups, blocks.value - 1, max_model_len, budget)
+    holds = tokens_held([g.spec for g in groups], blocks.value - 1, max_model_len, budget)
     if holds < max_model_len:
         if args.max_model_len is not None:
             raise ValueError(

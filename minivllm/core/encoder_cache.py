@@ -89,10 +89,14 @@ class MediaRequest(Protocol):
     mm_features: tuple[MultiModalFeatureSpec, ...]
 
 
+def _inside(features: tuple[MultiModalFeatureSpec, ...], start: int, end: int) -> Iterator[MultiModalFeatureSpec]:
+    """The inputs whose ranges have tokens in `start` to `end` - 1."""
+    return (f for f in features if f.mm_position.offset < end and f.mm_position.end > start)
+
+
 def block_keys(features: tuple[MultiModalFeatureSpec, ...], start: int, end: int) -> list[str]:
     """What distinguishes the tokens `start` to `end` - 1 of a prompt from equal ones: the inputs there, and where they begin."""
-    inside = (f for f in features if f.mm_position.offset < end and f.mm_position.end > start)
-    return [f"{f.identifier}@{f.mm_position.offset - start}" for f in inside]
+    return [f"{f.identifier}@{f.mm_position.offset - start}" for f in _inside(features, start, end)]
 
 
 class EncoderCacheManager:
@@ -120,12 +124,10 @@ class EncoderCacheManager:
 
     def check(self, request: MediaRequest) -> None:
         """Raises ValueError for an input that can never be encoded."""
+        limits = {"encoder_cache_size": self.cache_size, "max_num_encoder_input_tokens": self.max_step}
         for i, feature in enumerate(request.mm_features):
             count = feature.mm_position.num_embeds
-            for name, limit in (
-                ("encoder_cache_size", self.cache_size),
-                ("max_num_encoder_input_tokens", self.max_step),
-            ):
+            for name, limit in limits.items():
                 if count > limit:
                     raise ValueError(f"input {i} ({feature.modality}) takes {count} embeddings; {name}={limit}")
 
@@ -136,7 +138,7 @@ class EncoderCacheManager:
             planned: embeddings that are encoded in this step already.
         """
         need, kept, fresh = 0, set[str](), set[str]()
-        for feature in _inside(request, start, start + n):
+        for feature in _inside(request.mm_features, start, start + n):
             name, count, reason = feature.identifier, feature.mm_position.num_embeds, ""
             if name in self.sizes:
                 kept.add(name)
@@ -162,7 +164,7 @@ class EncoderCacheManager:
     def take(self, request: MediaRequest, start: int, n: int) -> tuple[list[MultiModalFeatureSpec], list[str]]:
         """Hold what these tokens need, which must fit. Returns the inputs to encode, and the outputs that are evicted for them."""
         held = self.held.setdefault(request.request_id, [])
-        wanted = [f for f in _inside(request, start, start + n) if f not in held]
+        wanted = [f for f in _inside(request.mm_features, start, start + n) if f not in held]
         new = list({f.identifier: f for f in wanted if f.identifier not in self.sizes}.values())
         for feature in wanted:
             self.freeable.pop(feature.identifier, None)
@@ -201,8 +203,3 @@ class EncoderCacheManager:
     def reset(self) -> list[str]:
         """Forget the outputs that no request holds, and return their names."""
         return [self._evict() for _ in range(len(self.freeable))]
-
-
-def _inside(request: MediaRequest, start: int, end: int) -> Iterator[MultiModalFeatureSpec]:
-    """The inputs whose ranges have tokens in `start` to `end` - 1."""
-    return (f for f in request.mm_features if f.mm_position.offset < end and f.mm_position.end > start)

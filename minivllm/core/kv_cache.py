@@ -5,11 +5,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
-from typing import Any
 
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.config import CacheConfig, KVCacheConfig, KVCacheRules, KVCacheSpec
@@ -90,18 +88,21 @@ class SingleTypeKVCacheManager:
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Free the blocks that no later token attends to."""
-        table, null = self.tables[request_id], self.block_pool.null_block
         start, end = self.skipped_blocks(num_computed_tokens)
-        start, end = max(start, self.num_skipped[request_id]), min(end, len(table))
-        if end <= start:
-            return
-        skipped = [block for block in reversed(table[start:end]) if block is not null]
-        table[start:end] = [null] * (end - start)
-        self.num_skipped[request_id] = end
-        if skipped:
-            if self.block_pool.trace is not None:
-                self.block_pool.trace(("skip", request_id, self.group, start, end, tuple(b.block_id for b in skipped)))
-            self.block_pool.free(skipped)
+        start, end = max(start, self.num_skipped[request_id]), min(end, len(self.tables[request_id]))
+        if start < end:
+            self.num_skipped[request_id] = end
+            self.drop(request_id, start, end)
+
+    def drop(self, request_id: str, start: int, end: int) -> int:
+        """Free the blocks `start` to `end` - 1 of a table; null blocks take their place. Returns how many were freed."""
+        table, pool = self.tables[request_id], self.block_pool
+        dropped = [block for block in reversed(table[start:end]) if block is not pool.null_block]
+        table[start:end] = [pool.null_block] * (end - start)
+        if dropped and pool.trace is not None:
+            pool.trace(("skip", request_id, self.group, start, end, tuple(block.block_id for block in dropped)))
+        pool.free(dropped)
+        return len(dropped)
 
 
 @dataclass(slots=True)
@@ -160,15 +161,6 @@ class KVCacheManager:
 
     def _forget(self, block: KVCacheBlock) -> None:
         self.groups[block.group].index.remove(block)
-
-    @property
-    def trace(self) -> Callable[[tuple[Any, ...]], None] | None:
-        """Where events go, or None."""
-        return self.block_pool.trace
-
-    @trace.setter
-    def trace(self, trace: Callable[[tuple[Any, ...]], None] | None) -> None:
-        self.block_pool.trace = trace
 
     def get_computed_blocks(self, request: Request) -> CacheHit:
         """Find the longest cached prefix of a request that holds no blocks. Takes nothing.
@@ -256,8 +248,8 @@ class KVCacheManager:
             group.tables[request_id] = list(table)
             group.num_cached[request_id] = len(table)
             group.num_skipped[request_id] = group.skipped_blocks(hit.num_tokens)[1]
-            if table and self.trace is not None:
-                self.trace(("hit", request_id, group.group, tuple(block.block_id for block in table)))
+            if table and self.block_pool.trace is not None:
+                self.block_pool.trace(("hit", request_id, group.group, tuple(block.block_id for block in table)))
             self.block_pool.touch(table)
 
     def _extend(
@@ -306,8 +298,8 @@ class KVCacheManager:
             del group.tables[request_id], group.num_cached[request_id], group.num_skipped[request_id]
             null = self.block_pool.null_block
             blocks = [block for block in reversed(table) if block is not null]
-            if self.trace is not None:
-                self.trace(("free", request_id, group.group, tuple(block.block_id for block in blocks)))
+            if self.block_pool.trace is not None:
+                self.block_pool.trace(("free", request_id, group.group, tuple(block.block_id for block in blocks)))
             self.block_pool.free(blocks)
         request.capacity = 0
         if not keep_cpu_blocks:
@@ -318,8 +310,8 @@ class KVCacheManager:
         tables = self.swapped.pop(request_id, None)
         if tables is not None and self.cpu_pool is not None:
             blocks = [block for table in tables for block in table]
-            if self.trace is not None:
-                self.trace(("free_cpu", request_id, tuple(b.block_id for b in blocks if b.block_id)))
+            if self.block_pool.trace is not None:
+                self.block_pool.trace(("free_cpu", request_id, tuple(b.block_id for b in blocks if b.block_id)))
             self.cpu_pool.free(blocks)
 
     def drop(self, request: Request, start: int, end: int) -> int:
@@ -338,18 +330,7 @@ class KVCacheManager:
         computed = request.num_computed_tokens // self.block_size
         if request.request_id not in self.groups[0].tables or not 0 <= start or end > computed:
             raise ValueError(f"{request!r} has {computed} computed blocks; cannot drop {start} to {end - 1}")
-        count, null = 0, self.block_pool.null_block
-        for group in self.groups if end > start else ():
-            table = group.tables[request.request_id]
-            dropped = [block for block in reversed(table[start:end]) if block is not null]
-            table[start:end] = [null] * (end - start)
-            if dropped and self.trace is not None:
-                self.trace(
-                    ("skip", request.request_id, group.group, start, end, tuple(block.block_id for block in dropped))
-                )
-            self.block_pool.free(dropped)
-            count += len(dropped)
-        return count
+        return sum(group.drop(request.request_id, start, end) for group in self.groups) if end > start else 0
 
     def swap_out(self, request: Request) -> tuple[tuple[int, int], ...] | None:
         """Give back the blocks of a request but keep copies in the CPU pool.
@@ -373,8 +354,8 @@ class KVCacheManager:
             for b, c in zip(table, copy, strict=True)
             if b.block_id
         )
-        if self.trace is not None:
-            self.trace(("swap_out", request_id, pairs))
+        if (trace := self.block_pool.trace) is not None:
+            trace(("swap_out", request_id, pairs))
         self.free(request)
         self.swapped[request_id] = cpu
         return pairs
@@ -404,19 +385,14 @@ class KVCacheManager:
             pairs += [(c.block_id, b.block_id) for c, b in zip(copies, table, strict=True) if c.block_id]
             group.tables[request_id], group.num_cached[request_id] = table, 0
             group.num_skipped[request_id] = next((i for i, c in enumerate(copies) if c.block_id), len(copies))
-            if self.trace is not None:
-                self.trace(("alloc", request_id, group.group, tuple(block.block_id for block in table)))
+            if self.block_pool.trace is not None:
+                self.block_pool.trace(("alloc", request_id, group.group, tuple(block.block_id for block in table)))
         request.capacity = -(-request.num_computed_tokens // self.block_size) * self.block_size
         return tuple(pairs), self.get_block_ids(request_id)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The block tables of a request, one list per group; 0 stands for a block that a window left behind."""
         return tuple([block.block_id for block in group.tables[request_id]] for group in self.groups)
-
-    def blocks_ever_needed(self, num_tokens: int) -> int:
-        """Most blocks that one request of this many tokens holds at any time, over all groups."""
-        specs = [group.spec for group in self.groups]
-        return sum(spec.rules.max_blocks(spec, num_tokens, self.max_step_tokens) for spec in specs)
 
     def reset_prefix_cache(self) -> int:
         """Forget the content of every block. Blocks in use go on being used, and no request that holds some registers more.

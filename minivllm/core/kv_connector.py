@@ -17,8 +17,7 @@ from minivllm.core.output import KVConnectorMetadata, NewRequestData
 from minivllm.core.prefix import extend_block_hashes
 from minivllm.core.request import Request
 
-Key = tuple[int, bytes]
-"""A block's name: its KV cache group and its hash."""
+Key = tuple[int, bytes]  # a block's name: its KV cache group and its hash
 
 
 class KVConnector:

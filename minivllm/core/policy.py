@@ -157,10 +157,8 @@ class BlockView(View):
         return BlockView(value, self._tree) if isinstance(value, KVCacheBlock) else super()._freeze(value)
 
 
-for _name in set(KVCacheBlock.__slots__) - {
-    "prev",
-    "next",
-}:  # plain values, read without a detour: eviction keys are asked for often
+for _name in set(KVCacheBlock.__slots__) - {"prev", "next"}:
+    # plain values, read without a detour: eviction keys are asked for often
     setattr(BlockView, _name, property(attrgetter(f"_target.{_name}")))
 
 
@@ -461,16 +459,10 @@ def combine(
 
 
 POLICIES: dict[str, Callable[..., Policy]] = {
-    "fcfs": FCFS,
-    "priority": Priority,
-    "shortest_first": ShortestFirst,
-    "fair_share": FairShare,
-    "adapter_fair_share": AdapterFairShare,
-    "longest_prefix_match": LongestPrefixMatch,
-    "lru": LRU,
-    "lfu": LFU,
+    "fcfs": FCFS, "priority": Priority, "shortest_first": ShortestFirst, "fair_share": FairShare,
+    "adapter_fair_share": AdapterFairShare, "longest_prefix_match": LongestPrefixMatch, "lru": LRU, "lfu": LFU,
     "deepest_first": DeepestFirst,
-}
+}  # fmt: skip
 """What makes a policy, by the name that `scheduling_policy` has for it."""
 _SHIPPED = frozenset(POLICIES.values())
 

@@ -71,34 +71,24 @@ class Recorder:
             held = request_id in kv.groups[0].tables
             tables = [list(ids) for ids in kv.get_block_ids(request_id)] if held else [[] for _ in kv.groups]
             copies = [block.block_id for table in kv.swapped.get(request_id, ()) for block in table if block.block_id]
-            state.requests[request_id] = RequestSnapshot(
-                r.status.name,
-                r.num_prompt_tokens,
-                r.num_tokens,
-                r.num_computed_tokens,
-                r.num_cached_tokens,
-                tables,
-                copies,
-            )
+            counts = r.num_prompt_tokens, r.num_tokens, r.num_computed_tokens, r.num_cached_tokens
+            state.requests[request_id] = RequestSnapshot(r.status.name, *counts, tables, copies)
         return state
 
     def record(self) -> Trace:
         """Start a new trace from the present state. Ends with `stop_recording`, or with the next `record`."""
         self.stop_recording()
-        settings = {**asdict(self.config), **asdict(self.cache)}
+        groups = self.kv_cache.groups if self.kv_cache else ()
         header = TraceHeader(
             block_size=self.cache.block_size,
             num_blocks=self.cache.num_gpu_blocks,
             num_groups=len(self.kv_cache_manager.groups),
             num_cpu_blocks=self.cache.num_cpu_blocks,
             policy=self.policy.name,
-            settings=settings,
+            settings=asdict(self.config) | asdict(self.cache),
             policy_arguments=arguments_of(self.policy),
             preemption=type(self.preemption).__name__.lower(),
-            groups=[
-                {"spec": asdict(group.spec), "layers": list(group.layers)}
-                for group in (self.kv_cache.groups if self.kv_cache else ())
-            ],
+            groups=[{"spec": asdict(group.spec), "layers": list(group.layers)} for group in groups],
         )
         trace = Trace(header, self.state())
         self._recorder = trace.events.append
@@ -129,7 +119,8 @@ class Recorder:
 
     def _connect(self) -> None:
         self.trace = _to_all(self._sinks)
-        self.kv_cache_manager.trace = _to_all([*(s for s, blocks in self._sinks.items() if blocks), *self._of_blocks])
+        sinks = [*(sink for sink, blocks in self._sinks.items() if blocks), *self._of_blocks]
+        self.kv_cache_manager.block_pool.trace = _to_all(sinks)
 
 
 def _to_all(sinks: Iterable[Sink]) -> Sink | None:

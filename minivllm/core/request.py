@@ -132,11 +132,6 @@ class Request:
         """How many tokens have been sampled."""
         return self.num_tokens - self.num_prompt_tokens
 
-    @property
-    def is_finished(self) -> bool:
-        """True once a finish reason is set."""
-        return self.status is RequestStatus.FINISHED
-
     def append_output_token(self, token_id: int) -> bool:
         """Append one sampled token; set `finish_reason` and `stop_reason` and return True if it ends the request."""
         self.all_token_ids.append(token_id)

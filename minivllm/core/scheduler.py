@@ -10,7 +10,7 @@ from typing import Any
 
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.clock import Clock, WallClock
-from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
+from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig, tokens_held
 from minivllm.core.encoder_cache import EncoderCacheManager, MultiModalFeatureSpec
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.kv_connector import KVConnector
@@ -124,9 +124,7 @@ class Scheduler(Recorder):
             str, int
         ] = {}  # with `waits_for_tokens`, the step in which a request was last scheduled
         self.spec_stats = SpecDecodingStats()
-        self._arrivals = 0
-        self._overtaken = 0
-        self._idle_steps = 0
+        self._arrivals = self._overtaken = self._idle_steps = 0
         self._served: dict[str | None, Served] = {}
         self._listener: Listener | None = None
         self._needed_by: Request | None = None
@@ -137,18 +135,8 @@ class Scheduler(Recorder):
         self._policy_timeout = policy_timeout
         self.waiting = WaitingQueue()
         self.set_policy(policy or POLICIES[config.policy]())
-        self.max_model_len = self._longest_request()
-
-    def _longest_request(self) -> int:
-        """The most tokens of one request that blocks can hold, at most `max_model_len`."""
-        low, high = 0, self.config.max_model_len
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.kv_cache_manager.blocks_ever_needed(middle) <= self.kv_cache_manager.block_pool.num_blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        specs, pool = [group.spec for group in self.kv_cache_manager.groups], self.kv_cache_manager.block_pool
+        self.max_model_len = tokens_held(specs, pool.num_blocks, config.max_model_len, config.max_num_batched_tokens)
 
     @property
     def policy(self) -> Policy:

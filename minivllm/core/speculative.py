@@ -10,18 +10,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 _ANY = ("method", "num_speculative_tokens", "dynamic_length", "rejection_sample_method", "synthetic_acceptance_rate")
-_SUFFIX = (
-    "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
-)  # fmt: skip
+_SUFFIX = ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
 METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
-    "suffix": _SUFFIX,
-    "draft_model": ("model",),
-    "medusa": ("model",),
-    "eagle": ("model",),
-    "mtp": (),
-    "synthetic": (),
+    "suffix": tuple(f"suffix_decoding_{name}" for name in _SUFFIX),
+    **dict.fromkeys(("draft_model", "medusa", "eagle"), ("model",)),
+    **dict.fromkeys(("mtp", "synthetic"), ()),
 }
 PROPOSERS: dict[str, Callable[[SpeculativeConfig], Any]] = {}
 """What makes a proposer of a method that does not ship with minivllm."""

@@ -9,16 +9,7 @@ from os.path import commonprefix
 from typing import Any
 
 from minivllm.core import trace_files, trace_tables, views
-from minivllm.core.events import (
-    SCHEMA,
-    Event,
-    Fold,
-    Recording,
-    State,
-    TraceHeader,
-    by_step,
-    named,
-)
+from minivllm.core.events import SCHEMA, Event, Fold, Recording, State, TraceHeader, by_step, named
 
 __all__ = ["Trace", "TraceError", "find_fault"]
 

@@ -28,7 +28,8 @@ from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
 
 __all__ = [
-    "CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "around", "connect_engine", "logger",
+    "CALLS", "EngineCoreClient", "EngineCoreProc", "EngineProcessError", "RemoteCore", "around",
+    "connect_engine", "logger",
 ]  # fmt: skip
 
 logger = logging.getLogger("minivllm.engine")
@@ -162,7 +163,34 @@ def _as_error(kind: str, text: str) -> Exception:
     return EngineProcessError(f"{kind}: {text}") if known is None else known(text)
 
 
-class EngineCoreClient:
+class RemoteCore:
+    """What engine cores that are elsewhere have in common. ``grammar``: compiles grammars here, to check them."""
+
+    grammar: GrammarCompiler | None = None
+
+    @property
+    def scheduler(self) -> Any:
+        """There is none here. Raises EngineProcessError that says where it is."""
+        raise EngineProcessError('the scheduler is in the engine\'s process; engine_in="thread" has it here')
+
+    def record(self, samples: bool = False) -> Any:
+        raise EngineProcessError(
+            'an engine in another process records with record_to(path); record() needs engine_in="thread"'
+        )
+
+    def compile_grammar(self, params: StructuredOutputsParams) -> PendingGrammar:
+        """See `EngineCore.compile_grammar`. Here it is compiled to be checked; the engine's process does it again."""
+        assert self.grammar is not None
+        return self.grammar.submit(params)
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """There is no need: a file becomes readable, see `fileno`."""
+
+    def check_health(self) -> None:
+        """The next step says it if a process has failed."""
+
+
+class EngineCoreClient(RemoteCore):
     """An engine core in a process of its own, with the methods of `EngineCore`. One thread uses it; `get_stats` is for all.
 
     ``options``: see `LLMEngine.from_engine_args`; objects that would have to cross (policies, transforms) cannot.
@@ -182,7 +210,6 @@ class EngineCoreClient:
                     ' use engine_in="thread"'
                 )
         self.clock = WallClock()
-        self.grammar: GrammarCompiler | None = None
         self._stats: dict[str, float] = {}
         self._sent = 0
         self._born: dict[str, int] = {}
@@ -201,16 +228,6 @@ class EngineCoreClient:
         except BaseException:
             self._end(0.0)
             raise
-
-    @property
-    def scheduler(self) -> Any:
-        """There is none here. Raises EngineProcessError that says where it is."""
-        raise EngineProcessError('the scheduler is in the engine\'s process; engine_in="thread" has it here')
-
-    def record(self, samples: bool = False) -> Any:
-        raise EngineProcessError(
-            'an engine in another process records with record_to(path); record() needs engine_in="thread"'
-        )
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it can never run, or if it brings functions."""
@@ -232,17 +249,6 @@ class EngineCoreClient:
         if alive:
             self._send("abort", alive)
         return alive
-
-    def compile_grammar(self, params: StructuredOutputsParams) -> PendingGrammar:
-        """See `EngineCore.compile_grammar`. Here it is compiled to be checked; the engine's process does it again."""
-        assert self.grammar is not None
-        return self.grammar.submit(params)
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        """There is no need: the channel becomes readable, see `fileno`."""
-
-    def check_health(self) -> None:
-        """The next step says it if the process has failed."""
 
     def fileno(self) -> int | None:
         """The channel: it becomes readable when a step's outputs have come."""

@@ -4,7 +4,7 @@
 
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,7 @@ from minivllm.core.config import EngineArgs
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.request import Request
 from minivllm.core.routing import ROUTERS, PrefixAware, Replica, Router
-from minivllm.engine.core_process import EngineCoreClient
-from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
-from minivllm.sampling.params import StructuredOutputsParams
+from minivllm.engine.core_process import EngineCoreClient, RemoteCore
 
 
 def replica_args(args: EngineArgs, rank: int) -> EngineArgs:
@@ -51,7 +49,7 @@ def replica_environment(args: EngineArgs, rank: int) -> dict[str, str]:
     return added
 
 
-class DataParallelCore:
+class DataParallelCore(RemoteCore):
     """Several engine cores, with the methods of one. See `EngineCoreClient`, which they are.
 
     Args:
@@ -64,7 +62,6 @@ class DataParallelCore:
         self.replicas = [Replica(i) for i in range(len(self.cores))]
         self.config, self.clock = self.cores[0].config, self.cores[0].clock
         self.generation_config = self.cores[0].generation_config
-        self.grammar: GrammarCompiler | None = None
         self._home: dict[str, tuple[Replica, int]] = {}
         self._poll = select.epoll() if hasattr(select, "epoll") else select.kqueue()  # type: ignore[attr-defined]
         for core in self.cores:
@@ -94,15 +91,6 @@ class DataParallelCore:
             kind = ROUTERS[args.data_parallel_router]
             router = PrefixAware(args.block_size) if kind is PrefixAware else kind()
         return cls([future.result() for future in started], router)
-
-    @property
-    def scheduler(self) -> Any:
-        """There is none here; raises EngineProcessError that says where they are."""
-        return self.cores[0].scheduler
-
-    def record(self, samples: bool = False) -> Any:
-        """See `EngineCoreClient.record`."""
-        return self.cores[0].record(samples)
 
     def add_request(self, request: Request) -> None:
         """Queue a request at the replica that the router chooses. Raises ValueError as `EngineCoreClient.add_request`, or for a number that no replica has."""
@@ -158,11 +146,6 @@ class DataParallelCore:
         count = {name: len(stats) if name.endswith("_perc") else 1 for name in names}
         return {name: sum(one.get(name, 0) for one in stats) / count[name] for name in names}
 
-    def compile_grammar(self, params: StructuredOutputsParams) -> PendingGrammar:
-        """See `EngineCoreClient.compile_grammar`."""
-        assert self.grammar is not None
-        return self.grammar.submit(params)
-
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `EngineCore.reset_prefix_cache`; whether all did."""
         done = [core.reset_prefix_cache(reset_running_requests) for core in self.cores]
@@ -192,12 +175,6 @@ class DataParallelCore:
         """See `EngineCore.unpin_lora`."""
         for core in self.cores:
             core.unpin_lora(key)
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        """There is no need: a file becomes readable, see `fileno`."""
-
-    def check_health(self) -> None:
-        """The next step says it if a replica has failed."""
 
     def shutdown(self) -> None:
         """End all replicas. Twice is no error."""

@@ -24,15 +24,8 @@ from minivllm.sampling.transforms import check_extra_args
 
 PromptType = str | Sequence[int] | dict[str, Any]
 
-_PROMPT_FIELDS = (
-    "prompt",
-    "prompt_token_ids",
-    "cache_salt",
-    "prompt_embeds",
-    "token_type_ids",
-    "multi_modal_data",
-    "mm_features",
-)
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "prompt_embeds", "token_type_ids", "multi_modal_data",
+                  "mm_features")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +138,7 @@ class InputProcessor:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        tokenizer: Any | None,
-        generation_config: dict[str, Any] | None = None,
+        self, config: EngineConfig, tokenizer: Any | None, generation_config: dict[str, Any] | None = None
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -364,14 +354,8 @@ class InputProcessor:
             if not 0 <= min(types) <= max(types) < max(1, facts.token_types):
                 raise ValueError(f"token_type_ids: this model has {facts.token_types} token types, got {_brief(types)}")
             ids = [token + vocab_size * int(kind) for token, kind in zip(token_ids, types, strict=True)]
-        request = Request(
-            request_id,
-            ids,
-            max_tokens=1,
-            sampling_params=params,
-            skip_reading_prefix_cache=not params.reads_prefix,
-            **about,
-        )
+        about["skip_reading_prefix_cache"] = not params.reads_prefix
+        request = Request(request_id, ids, max_tokens=1, sampling_params=params, **about)
         return ProcessedInput(prompt.text, token_ids, params, [request], adapter)
 
     def _complete(self, params: SamplingParams) -> SamplingParams:

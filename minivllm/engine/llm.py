@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Message = dict[str, Any]
+Prompts = PromptType | Sequence[PromptType]
+Sampling = SamplingParams | Sequence[SamplingParams] | None
+Pooling = PoolingParams | Sequence[PoolingParams] | None
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -66,12 +70,8 @@ class LLM:
         logits_processors: Sequence[Transform] = (),
         **engine_args: Any,
     ) -> None:
-        self._start(
-            EngineArgs.from_kwargs(model=str(model), **engine_args),
-            policy=policy,
-            preemption=preemption,
-            logits_processors=logits_processors,
-        )
+        options: dict[str, Any] = {"policy": policy, "preemption": preemption, "logits_processors": logits_processors}
+        self._start(EngineArgs.from_kwargs(model=str(model), **engine_args), **options)
 
     def _start(self, args: EngineArgs, **options: Any) -> None:
         self._start_with(LLMEngine.from_engine_args(args, **options))
@@ -106,13 +106,13 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptType | Sequence[PromptType],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: Sampling = None,
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         user: Sequence[str | None] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Complete prompts; the answers come in their order.
 
@@ -130,10 +130,10 @@ class LLM:
     def _process_all(
         self,
         prompts: Sequence[PromptType],
-        sampling_params: SamplingParams | PoolingParams | Sequence[SamplingParams] | Sequence[PoolingParams] | None,
+        sampling_params: Sampling | Pooling,
         priority: Sequence[int] | None = None,
         user: Sequence[str | None] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: Adapters = None,
     ) -> list[tuple[str, ProcessedInput]]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -152,15 +152,8 @@ class LLM:
         for i, prompt in enumerate(prompts):
             request_id = str(next(self._ids))
             try:
-                given = self.llm_engine.process(
-                    request_id,
-                    prompt,
-                    final[id(params[i])],
-                    arrival_time=moment,
-                    priority=priorities[i],
-                    user=users[i],
-                    lora_request=loras[i],
-                )
+                about = {"priority": priorities[i], "user": users[i], "lora_request": loras[i], "arrival_time": moment}
+                given = self.llm_engine.process(request_id, prompt, final[id(params[i])], **about)
             except (TypeError, ValueError) as error:
                 if len(prompts) == 1:
                     raise
@@ -186,11 +179,7 @@ class LLM:
         return [done[request_id] for request_id, _ in requests]
 
     def embed(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        *,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        self, prompts: Prompts, *, pooling_params: Pooling = None, use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt, from the hidden states after the model's last norm; see `PoolingParams`.
 
@@ -204,11 +193,7 @@ class LLM:
         return [_pooled(output, EmbeddingOutput) for output in outputs]
 
     def _pool(
-        self,
-        prompts: Sequence[PromptType],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None,
-        task: str | None,
-        use_tqdm: bool,
+        self, prompts: Sequence[PromptType], pooling_params: Pooling, task: str | None, use_tqdm: bool
     ) -> list[RequestOutput]:
         params = PoolingParams() if pooling_params is None else pooling_params
         for given in params if isinstance(params, (list, tuple)) else [params]:
@@ -222,8 +207,8 @@ class LLM:
 
     def encode(
         self,
-        prompts: PromptType | Sequence[PromptType],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompts: Prompts,
+        pooling_params: Pooling = None,
         *,
         pooling_task: str | None = None,
         use_tqdm: bool = True,
@@ -237,22 +222,14 @@ class LLM:
         return [_pooled(output, PoolingOutput) for output in outputs]
 
     def classify(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        *,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        self, prompts: Prompts, *, pooling_params: Pooling = None, use_tqdm: bool = True
     ) -> list[ClassificationRequestOutput]:
         """A number for each class of a classifier, for each prompt. Raises as `encode`."""
         outputs = self._pool(_as_prompt_list(prompts), pooling_params, "classify", use_tqdm)
         return [_pooled(output, ClassificationOutput) for output in outputs]
 
     def reward(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        *,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        self, prompts: Prompts, *, pooling_params: Pooling = None, use_tqdm: bool = True
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What a reward model gives each token of a prompt; a model that rates the whole text does so with the last. Raises as `encode`."""
         return self.encode(prompts, pooling_params, pooling_task="token_classify", use_tqdm=use_tqdm)
@@ -290,7 +267,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Sampling = None,
         *,
         use_tqdm: bool = True,
         chat_template: str | None = None,
@@ -298,7 +275,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (a list of `{"role": ..., "content": ...}`), or each of a list of conversations.
 
@@ -313,19 +290,15 @@ class LLM:
         prompts: list[PromptType] = []
         for conversation in conversations:
             text, token_ids = apply_chat_template(
-                self.get_tokenizer(),
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
+                self.get_tokenizer(), conversation, chat_template=chat_template, tools=tools,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
-            )
+            )  # fmt: skip
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
-        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: bool = False
+        self, prompts: Prompts, params: BeamSearchParams, *, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
         """The ``params.beam_width`` likeliest continuations of each prompt, best first; `engine.beam_search` has the rules.
 

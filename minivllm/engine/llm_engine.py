@@ -40,14 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minivllm.engine")
 # Fields of a model's generation config, and the names that SamplingParams has for them.
-FROM_GENERATION_CONFIG = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+FROM_GENERATION_CONFIG = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+FROM_GENERATION_CONFIG["max_new_tokens"] = "max_tokens"
 
 
 def load_tokenizer(config: EngineConfig, eos_token_ids: Sequence[int]) -> tuple[Any, GrammarCompiler | None]:
@@ -70,11 +64,7 @@ class LLMEngine:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        core: EngineCore,
-        tokenizer: Any,
-        generation_config: dict[str, Any] | None = None,
+        self, config: EngineConfig, core: EngineCore, tokenizer: Any, generation_config: dict[str, Any] | None = None
     ) -> None:
         self.config, self.core, self.tokenizer = config, core, tokenizer
         self.generation_config = generation_config or {}
@@ -82,10 +72,8 @@ class LLMEngine:
         self.clock = core.clock
         self.input_processor = InputProcessor(config, tokenizer, self.generation_config)
         self.output_processor = OutputProcessor(tokenizer)
-        self.num_prompt_tokens = 0
-        self.num_generation_tokens = 0
-        self._told_about_seeds = False
-        self._closed = False
+        self.num_prompt_tokens = self.num_generation_tokens = 0
+        self._told_about_seeds = self._closed = False
 
     @classmethod
     def from_engine_args(
@@ -282,11 +270,8 @@ class LLMEngine:
 
     def get_metrics(self) -> dict[str, float]:
         """Counters since the start, and gauges of this moment; the names are those of vLLM's metrics."""
-        return {
-            **self.core.get_stats(),
-            "prompt_tokens": self.num_prompt_tokens,
-            "generation_tokens": self.num_generation_tokens,
-        }
+        tokens = {"prompt_tokens": self.num_prompt_tokens, "generation_tokens": self.num_generation_tokens}
+        return self.core.get_stats() | tokens
 
     @contextmanager
     def record(self, samples: bool = False) -> Iterator[Trace]:

@@ -103,7 +103,7 @@ def real_hits(workload: Workload, block_size: int, num_blocks: int, policy: Poli
     guard = PolicyGuard(policy or LRU())
     guard.start(requests, kv.block_pool, block_size)
     guard.choose_victims(kv.block_pool, lambda: SchedulerView(kv, step=kv.block_pool.step, now=float(next(moment))))
-    note = kv.trace = guard.listener.note if guard.listener is not None else None
+    note = kv.block_pool.trace = guard.listener.note if guard.listener is not None else None
     for i, asked in enumerate(workload.unrolled()):
         request = asked.to_request()
         _check_fits(-(-request.num_tokens // block_size), num_blocks)

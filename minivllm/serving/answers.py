@@ -85,10 +85,7 @@ def _only(functions: Sequence[FunctionDefinition], names: Sequence[str]) -> list
 
 
 def structure(
-    asked: dict[str, Any] | None,
-    use: ToolUse | None,
-    reasoning: ReasoningParser | None,
-    tokenizer: Any,
+    asked: dict[str, Any] | None, use: ToolUse | None, reasoning: ReasoningParser | None, tokenizer: Any
 ) -> dict[str, Any] | None:
     """What the text must look like, as fields of StructuredOutputsParams, when calls and thoughts have their places in it.
 

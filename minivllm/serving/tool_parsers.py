@@ -12,15 +12,7 @@ from uuid import uuid4
 
 from minivllm.sampling.grammar import special_token_ids
 from minivllm.serving.protocol import FunctionDefinition
-from minivllm.serving.tools import (
-    CallDelta,
-    CallFormat,
-    Piece,
-    ToolParser,
-    call_rules,
-    literal,
-    register_tool_parser,
-)
+from minivllm.serving.tools import CallDelta, CallFormat, Piece, ToolParser, call_rules, literal, register_tool_parser
 
 __all__ = ["HermesToolParser", "Llama3JsonToolParser", "held_back"]
 

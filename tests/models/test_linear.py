@@ -9,8 +9,10 @@ from minivllm.models.linear import layer as linear_layer
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.linear.layer import QUANTIZED, Linear, linear_method_names, make_linear_method, method_or_torch
 from minivllm.models.linear.unquantized import TorchLinear
+from minivllm_kernels.cpu.matmul import layout
 from minivllm_kernels.cpu.matmul.layout import host_tiles
 
+run = layout.LAUNCHER.run
 CPU = torch.device("cpu")
 
 
@@ -168,3 +170,51 @@ def test_the_choice_is_explained():
     )
     assert explain_linear_method(None, "cpu", torch.float32, CPU, True)[0] == "batch_invariant"
     assert explain_linear_method(None, "torch", torch.float32, CPU, False)[0] == "torch"
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cpu_invariant", torch.bfloat16)]
+)
+@pytest.mark.parametrize("counts", [[3, 0, 40, 1, 0, 0, 9], [0, 0, 2, 0, 0, 0, 0], [70, 300, 0, 65, 1, 1, 64]])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_several_layers_at_once_are_each_by_itself(method, dtype, counts, threads, monkeypatch):
+    """One launch for all layers, of which some have no rows and some more than a launch of one layer takes."""
+    torch.manual_seed(0)
+    weights, x = torch.randn(len(counts), 104, 64).to(dtype), torch.randn(sum(counts), 64).to(dtype)
+    layers = [Linear(64, {"a": 60, "b": 44}, bias=True, dtype=dtype, device=CPU, method=method) for _ in counts]
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.method.weights["weight"].copy_(weight)
+        layer.method.weights["bias"].copy_(torch.randn(104))
+        layer.method.process_weights_after_loading()
+        layer.method.max_rows = 1000  # also where torch is the faster one
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    alone = torch.cat([layer(rows) for layer, rows in zip(layers, x.split(counts), strict=True)])
+    launches = []
+    monkeypatch.setattr(layout.LAUNCHER, "run", lambda *args: launches.append(1) or run(*args))
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    together = layers[0].method.together([layer.method for layer in layers])(x, ends)
+    assert torch.equal(together, alone) and len(launches) == 1
+    for layer, weight, rows, got in zip(layers, weights, x.split(counts), together.split(counts), strict=True):
+        close = 1e-5 if dtype == torch.float32 else 1e-2
+        want = rows.double() @ weight.double().T + layer.bias.double()
+        torch.testing.assert_close(got.double(), want, rtol=close, atol=10 * close)
+
+
+def test_layers_at_once_with_many_rows_are_multiplied_as_each_would_be():
+    torch.manual_seed(0)
+    layers = [loaded(64, {"a": 32}, torch.randn(32, 64)) for _ in range(3)]
+    x, counts = torch.randn(40, 64), [17, 0, 23]  # more than 16: torch is faster
+    got = layers[0].method.together([layer.method for layer in layers])(
+        x, torch.tensor([17, 17, 40], dtype=torch.int32)
+    )
+    assert torch.equal(got, torch.cat([layer(rows) for layer, rows in zip(layers, x.split(counts), strict=True)]))
+
+
+def test_layers_of_other_shapes_or_methods_are_not_multiplied_at_once():
+    one, other, wide = (
+        loaded(64, {"a": n}, torch.randn(n, 64), name) for n, name in ((32, "cpu"), (32, "torch"), (48, "cpu"))
+    )
+    assert one.method.together([one.method, other.method]) is None
+    assert other.method.together([other.method, other.method]) is None
+    with pytest.raises(ValueError, match="the same kernel and sizes"):
+        one.method.together([one.method, wide.method])

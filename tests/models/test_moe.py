@@ -8,12 +8,14 @@ from paged import CPU, PagedDecoder, make_decoder
 from tiny_models import EXPERTS, VOCAB_SIZE, checkpoint, hf_model
 
 from minivllm.attention.select import make_backend
+from minivllm.core.module import ModuleList
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
 from minivllm.models.mixers.base import Builder
 from minivllm.models.mixers.mlp import GatedMLP, GatedMLPSpec
 from minivllm.models.mixers.moe import MoE, MoESpec, RouterSpec, groups_experts, route
 from minivllm.models.ops.torch import TorchOps
+from minivllm_kernels.cpu.program import LAUNCHER
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -211,6 +213,62 @@ def test_a_changed_expert_computes_what_it_is_now(grouped, change):
         calls.clear()
         torch.testing.assert_close(moe(x), before, atol=1e-5, rtol=1e-5)
         assert len(calls) == 2
+
+
+def launches_of(moe: MoE, x: torch.Tensor, monkeypatch) -> tuple[torch.Tensor, list[str]]:
+    """What a block gives, and the kernels that it launched."""
+    names, run = [], LAUNCHER.run
+    with monkeypatch.context() as patch:
+        patch.setattr(LAUNCHER, "run", lambda kernel, *args: names.append(kernel.name) or run(kernel, *args))
+        return moe(x), names
+
+
+def by_single_experts(moe: MoE, x: torch.Tensor, monkeypatch) -> torch.Tensor:
+    with monkeypatch.context() as patch:
+        patch.setattr(MoE, "_grouped_linears", lambda self: [])
+        return moe(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qwen2-moe", torch.float32), ("qwen2-moe", torch.bfloat16), ("gpt-oss", torch.float32)]
+)
+def test_a_cpu_computes_all_experts_by_one_launch_of_each_matmul(name, dtype, monkeypatch):
+    """The same as one expert after the other; and a changed expert is what it is now."""
+    model = hf_model(name)
+    decoder = Decoder(spec_from_config(model.config.to_dict()), make_backend("numba_cpu"), dtype, CPU)
+    decoder.load_weights(checkpoint(model, True).items())
+    moe = moe_of(decoder)
+    size = decoder.spec.hidden_size
+    x = torch.randn(4, size, generator=torch.Generator().manual_seed(0)).to(dtype)  # so few that each kernel takes them
+    want = by_single_experts(moe, x, monkeypatch)
+    got, names = launches_of(moe, x, monkeypatch)
+    shared = 0 if moe.shared is None else 2
+    assert names.count("matmul") == 2 + shared and names.count("weigh") == 1
+    close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
+    torch.testing.assert_close(got, want, **close)
+    chosen = int(moe.route(x)[1][0, 0])
+    remove = moe.experts[chosen].register_forward_hook(lambda module, args, output: 2 * output)
+    hooked, names = launches_of(moe, x, monkeypatch)
+    assert names.count("matmul") > 2 + shared and torch.equal(hooked, by_single_experts(moe, x, monkeypatch))
+    remove()
+    assert torch.equal(moe(x), got) and not torch.allclose(hooked, want, **close)
+
+
+def test_experts_that_a_rank_holds_are_its_part_of_the_sum(monkeypatch):
+    """Ranks by expert, each with half of them; one has no token at all."""
+    model = hf_model("olmoe")
+    decoder = Decoder(spec_from_config(model.config.to_dict()), make_backend("numba_cpu"), torch.float32, CPU)
+    decoder.load_weights(checkpoint(model, True).items())
+    moe, x = moe_of(decoder), torch.randn(5, 72, generator=torch.Generator().manual_seed(0))
+    whole, experts = moe(x), list(moe.experts)
+    parts = []
+    for first in (0, 4):
+        moe.spec, moe.experts = replace(moe.spec, held=(first, 4)), ModuleList(experts[first : first + 4])
+        parts.append(moe(x))
+        assert torch.equal(parts[-1], by_single_experts(moe, x, monkeypatch))
+    torch.testing.assert_close(sum(parts), whole, atol=1e-6, rtol=1e-5)
+    monkeypatch.setattr(moe, "route", lambda x: (torch.ones(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int64)))
+    assert (moe(x) == 0).all()  # all tokens go to expert 0, which the other rank has
 
 
 def test_batch_invariant_experts_are_never_grouped():

@@ -150,6 +150,17 @@ def test_a_row_is_the_same_in_any_company(dtype):
 
 
 @OPS
+@DTYPES
+@pytest.mark.parametrize(("rows", "top"), [(1, 1), (5, 3), (400, 8)])
+@pytest.mark.parametrize("size", [48, 20])
+def test_what_experts_found_is_weighed(ops, dtype, rows, top, size):
+    outputs, weights = torch.randn(rows, top, size).to(dtype), torch.rand(rows, top)
+    order = torch.randperm(rows * top)
+    got = make_layer_ops(ops).weigh(outputs.flatten(0, 1)[order], order, weights)
+    close(got, torch.einsum("tkn,tk->tn", outputs.double(), weights.double()))
+
+
+@OPS
 @pytest.mark.parametrize("size", [3, 16, 1024, 1027])
 def test_argmax_is_the_first_of_equals_or_none(ops, size):
     argmax = make_layer_ops(ops).argmax

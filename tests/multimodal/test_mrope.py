@@ -6,12 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_vlms import vlm
+from tiny_vlms import greedy, picture, save_vlm, vlm
 
+from minivllm import LLM, SamplingParams
+from minivllm.attention.step_buffer import StepBuffer
 from minivllm.core.encoder_cache import MultiModalFeatureSpec, PlaceholderRange
+from minivllm.engine.wire import pack, unpack
 from minivllm.models.families.registry import spec_from_config
 from minivllm.models.rope import RopeSpec
 from minivllm.multimodal.mrope import MRope, mrope_positions
+from minivllm.runtime.model_runner import step_bytes
 
 
 def prompt(rng):
@@ -70,3 +74,24 @@ def test_sections_must_fit_the_head():
         RopeSpec(dim=16, max_position=64, sections=(2, 2, 2))
     with pytest.raises(ValueError, match="not with rope type 'dynamic'"):
         RopeSpec(dim=16, max_position=64, sections=(2, 3, 3), kind="dynamic", factor=2.0)
+
+
+def test_the_arrays_of_a_step_as_on_a_gpu(tmp_path):
+    """The three positions travel with the other arrays of a step."""
+    path = str(save_vlm("qwen2_5_vl", tmp_path))
+    with LLM(path, dtype="float32", max_model_len=128, num_gpu_blocks=40, attention_backend="sdpa") as llm:
+        runner = llm.llm_engine.core.executor.runner
+        runner.buffer = StepBuffer(step_bytes(runner.config), runner.device)
+        runner.planners = [spec.planner(runner.backend, runner.device, runner.buffer) for spec in runner.specs]
+        prompt, image = "see <image> and tell", picture(1, 60, 40)
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        (out,) = llm.generate([{"prompt": prompt, "multi_modal_data": {"image": image}}], params)
+    assert out.outputs[0].token_ids == greedy("qwen2_5_vl", prompt, [image], 6)[1]
+
+
+def test_a_grid_crosses_processes_and_traces():
+    for feature in (
+        prompt(random.Random(1))[1][0],
+        MultiModalFeatureSpec("a", "image", PlaceholderRange(3, 2), whole=True),
+    ):
+        assert unpack(pack(feature)) == MultiModalFeatureSpec.from_tuple(feature.to_tuple()) == feature

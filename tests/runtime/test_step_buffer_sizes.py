@@ -54,7 +54,7 @@ def largest_step(runner):
 def test_the_largest_step_is_replayed(runner):
     step = largest_step(runner)
     assert len(step.token_ids) == (1280 if runner.drafter else 256)
-    hidden, rows, _ = runner._replay(step, runner.buffer)
+    hidden, rows, _ = runner._replay(step, step.positions, runner.buffer)
     assert len(hidden) == len(rows) == len(step.token_ids)
 
 
@@ -63,4 +63,4 @@ def test_a_step_that_does_not_fit_is_not_replayed(runner):
     step, small = largest_step(runner), StepBuffer(100_000, torch.device("cpu"))
     with pytest.raises(BufferFull):
         small.reserve((200_000,), np.int32)
-    assert runner._replay(step, small) is None and runner.graphs is not None
+    assert runner._replay(step, step.positions, small) is None and runner.graphs is not None

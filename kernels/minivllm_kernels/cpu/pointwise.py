@@ -91,6 +91,33 @@ def gated_silu(bits: int, lanes: int) -> Callable[[Any], None]:
     return body
 
 
+(WEIGH_X, WEIGH_PLACES, WEIGH_WEIGHTS, WEIGH_OUT, WEIGH_SIZE, WEIGH_TOP) = range(OWN + 1, OWN + 7)
+"""Arguments of `weigh`: addresses of rows, of the place (int64) and the weight (float32) of each token's choices, and of the result;
+numbers in a row; choices of a token. The work items are tokens."""
+
+
+def weigh(bits: int, lanes: int) -> Callable[[Any], None]:
+    """Body of the kernel for the sum of a token's chosen rows, each times its weight."""
+    L = lanes
+
+    def body(args):
+        x, out, size = floats_at(args[WEIGH_X], bits), floats_at(args[WEIGH_OUT], bits), args[WEIGH_SIZE]
+        top = args[WEIGH_TOP]
+        places, weights = ints_at(args[WEIGH_PLACES], 64), floats_at(args[WEIGH_WEIGHTS], 32)
+        while True:
+            begin = claim(args, NEXT, args[AT_ONCE])
+            if begin >= args[COUNT]:
+                break
+            for row in range(begin, min(begin + args[AT_ONCE], args[COUNT])):
+                for i in range(0, size, L):
+                    value = splat(np.float32(0), L)
+                    for j in range(row * top, row * top + top):
+                        value = fma(load(x, places[j] * size + i, L), splat(weights[j], L), value)
+                    store(out, row * size + i, value)
+
+    return body
+
+
 (ROPE_X, ROPE_COS, ROPE_SIN, ROPE_Q, ROPE_K, ROPE_STRIDE, ROPE_HEADS, ROPE_KV_HEADS, ROPE_NORM) = range(
     OWN + 1, OWN + 10
 )

@@ -5,28 +5,8 @@
 import functools
 from typing import Any
 
-from minivllm_kernels.cuda.simt import (
-    LOG2E,
-    CudaKernel,
-    cuda,
-    device,
-    f32,
-    half_ops,
-    i64,
-    kernel,
-    u32,
-    warp_sum,
-)
-from minivllm_kernels.cuda.warp import (
-    exp2,
-    grid_release,
-    grid_wait,
-    ldg128,
-    ldg128_stream,
-    pack_e4m3,
-    rsqrt,
-    stg128,
-)
+from minivllm_kernels.cuda.simt import LOG2E, CudaKernel, cuda, device, f32, half_ops, i64, kernel, u32, warp_sum
+from minivllm_kernels.cuda.warp import exp2, grid_release, grid_wait, ldg128, ldg128_stream, pack_e4m3, rsqrt, stg128
 
 NORM_SIGNATURE = "u32* u32* u32* u32* f32 i32 i32 i32"
 """out, residual, x, weight; eps; 1 if there is a residual to add; words from one row of x and of out to the next."""

@@ -324,12 +324,7 @@ def exchange(w0, w1, w2, w3, t):
     odd_high = pick(high, k1, r1)
     low = shfl_word(pick(odd, even_low, odd_low), 1)
     up = shfl_word(pick(odd, even_high, odd_high), 1)
-    return (
-        pick(odd, low, even_low),
-        pick(odd, odd_low, low),
-        pick(odd, up, even_high),
-        pick(odd, odd_high, up),
-    )
+    return (pick(odd, low, even_low), pick(odd, odd_low, low), pick(odd, up, even_high), pick(odd, odd_high, up))
 
 
 def row_functions(tile: HopperTile) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import mmap
 import os
 import sys
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -62,6 +62,10 @@ class LinearMethod(Module):
         """Itself, or what a wrapper goes around."""
         return self
 
+    def together(self, methods: "Sequence[LinearMethod]") -> "GroupedLinear | None":
+        """What multiplies with the weights of all `methods`, which are of one shape, in one launch; None if nothing can."""
+        return None
+
     @property
     @abstractmethod
     def weight(self) -> Tensor:
@@ -76,6 +80,10 @@ class LinearMethod(Module):
     def memory(self) -> Tensor | None:
         """What `apply` reads of the weight, in whatever order, if that is one tensor."""
         return self.weights.get("weight")
+
+
+GroupedLinear = Callable[[Tensor, Tensor], Tensor]
+"""Rows sorted by layer, [T, inputs], and the end of each layer's rows, int32 [layers], to [T, outputs]."""
 
 
 def empty_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,15 +6,19 @@ import ctypes
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.models.linear.base import GroupedLinear, LinearMethod
 from minivllm.models.linear.unquantized import TorchLinear
 from minivllm_kernels.cpu.matmul.layout import (
     TILE,
+    GroupedMatmul,
+    Matmul,
     PackedMatmul,
     RowMajorMatmul,
     host_tiles,
@@ -146,7 +150,7 @@ class CPULinear(TorchLinear):
         else:
             self.weights["weight"], bits = weight, BITS[weight.dtype]
             self.out_dtype, self.max_rows = None, self._max_rows(weight.dtype, tiles=False)
-            self._kernel: FewRowsKernel = RowMajorMatmul(
+            self._kernel: Matmul = RowMajorMatmul(
                 weight.data_ptr(), self.outputs, self.inputs, bits, self._bias_address()
             )
 
@@ -176,6 +180,25 @@ class CPULinear(TorchLinear):
             out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.weights.get("bias"), "none", [], "")
             return out.to(self.out_dtype)
         return F.linear(x, self.weights["weight"], self.weights.get("bias"))
+
+    def together(self, methods: Sequence[LinearMethod]) -> GroupedLinear | None:
+        """See `LinearMethod`."""
+        kernels = [method._kernel for method in methods if type(method) is type(self)]
+        if len(kernels) < len(methods):
+            return None
+        grouped, max_rows = GroupedMatmul(kernels), self.max_rows
+
+        def multiply(x: Tensor, ends: Tensor) -> Tensor:
+            counts = np.diff(ends.numpy(), prepend=0).astype(np.int64)
+            if counts.max() > max_rows:
+                parts = zip(methods, x.split(counts.tolist()), strict=True)
+                return torch.cat([method.apply(rows) for method, rows in parts])
+            x = x.contiguous()
+            out = x.new_empty(len(x), self.outputs, dtype=self.out_dtype or x.dtype)
+            grouped(x.data_ptr(), out.data_ptr(), counts, torch.get_num_threads())
+            return out
+
+        return multiply
 
     @property
     def weight(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 # Generated from nbs/models/mixers/mlp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -82,6 +83,10 @@ class GatedMLP(_Activated):
         """[T, hidden_size] to the same shape."""
         return self.down(self.ops.gated_linear(x, self.gate_up, self.activation))
 
+    def compute(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
+        """The same with other matmuls in the places of its own, for instance those of several experts at once."""
+        return down(self.ops.gated_linear(x, gate_up, self.activation))
+
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec(MixerSpec):
@@ -138,6 +143,10 @@ class ClampedMLP(GatedMLP):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
-        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.compute(x, self.gate_up, self.down)
+
+    def compute(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
+        """See `GatedMLP`."""
+        gate, up = gate_up(x).chunk(2, -1)
         limit = self.spec.limit
-        return self.down((up.clamp(-limit, limit) + 1) * self.ops.activate(gate.clamp(max=limit), self.activation))
+        return down((up.clamp(-limit, limit) + 1) * self.ops.activate(gate.clamp(max=limit), self.activation))

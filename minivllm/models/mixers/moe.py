@@ -4,17 +4,19 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minivllm.core.module import ModuleList, capture_problem, generation
+from minivllm.models.linear.base import GroupedLinear
 from minivllm.models.linear.cuda import FewRowsLinear
 from minivllm.models.linear.layer import Linear
 from minivllm.models.linear.unquantized import TorchLinear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, build_mixer, register_mixer
-from minivllm.models.mixers.mlp import GatedMLP, GatedMLPSpec
+from minivllm.models.mixers.mlp import ClampedMLP, GatedMLP, GatedMLPSpec
 from minivllm.models.parallel import Share, SplitBlock
 
 
@@ -184,28 +186,19 @@ class MoE(Mixer):
         self.grouped = groups_experts(builder) and spec.held is None
         self.stacked: list[Tensor] = []
         self.loads: list[Tensor] | None = None
-        self._checked: list[Any] = [
-            -1,
-            False,
-        ]  # at which `generation`, and whether the stack was what the experts compute with
+        self._found: list[Any] = [-1, []]  # at which `generation`, which `_grouped_linears`
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
         weights, ids = self.route(x)
         order = ids.flatten().argsort(stable=True)
         counts = (ids.flatten() == torch.arange(self.spec.num_experts, device=x.device)[:, None]).sum(1)
-        out = x.new_empty(len(order), x.shape[1])
         if self.loads is not None:
             self.loads.append(counts)
-        rows = x[order // ids.shape[1]]
+        rows = x.index_select(0, order // ids.shape[1])
         if self.spec.router.on_input:
             rows, weights = rows * weights.flatten()[order, None].to(x.dtype), torch.ones_like(weights)
-        out[order] = self._by_expert(rows, counts)
-        each = out.view(*ids.shape, -1).unbind(1)
-        total = each[0] * weights[:, :1]
-        for part, weight in zip(each[1:], weights.unbind(1)[1:], strict=True):
-            total += part * weight[:, None]
-        total = total.to(x.dtype)
+        total = self.ops.weigh(self._by_expert(rows, counts), order, weights)
         total = total if self.shared is None else total + self._shared(x)
         return total if self.ranks is None else self.ranks.all_reduce(total)
 
@@ -227,39 +220,41 @@ class MoE(Mixer):
     def _by_expert(self, x: Tensor, counts: Tensor) -> Tensor:
         """The experts' outputs of rows that are sorted by expert. counts: int64 [E], rows of each. Zeros of experts elsewhere."""
         if self.spec.held is not None:
-            return self._by_held_expert(x, counts.tolist(), *self.spec.held)
-        if not self._stack_is_current():
-            segments = zip(self.experts, x.split(counts.tolist()), strict=True)
-            return torch.cat([expert(rows) for expert, rows in segments if len(rows)])
-        ends, (gate_up, down) = counts.cumsum(0, dtype=torch.int32), self.stacked
+            first, count = self.spec.held
+            begin, counts = int(counts[:first].sum()), counts[first : first + count]
+            here, out = slice(begin, begin + int(counts.sum())), torch.zeros_like(x)
+            out[here] = self._by_expert_here(x[here], counts)
+            return out
+        return self._by_expert_here(x, counts)
 
-        def both(rows: Tensor) -> Tensor:
-            return torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
-
-        inner = self.ops.gated_linear(x, both, self.experts[0].activation)
-        return torch._grouped_mm(inner, down.transpose(1, 2), offs=ends)
-
-    def _by_held_expert(self, x: Tensor, counts: list[int], first: int, count: int) -> Tensor:
-        out, start = torch.zeros_like(x), sum(counts[:first])
-        for expert, rows in zip(self.experts, counts[first : first + count], strict=True):
-            if rows:
-                out[start : start + rows] = expert(x[start : start + rows])
-            start += rows
-        return out
+    def _by_expert_here(self, x: Tensor, counts: Tensor) -> Tensor:
+        if grouped := self._grouped_linears():
+            ends = counts.cumsum(0, dtype=torch.int32)
+            gate_up, down = (partial(linear, ends=ends) for linear in grouped)
+            out: Tensor = self.experts[0].compute(x, gate_up, down)
+            return out
+        segments = zip(self.experts, x.split(counts.tolist()), strict=True)
+        return torch.cat([x[:0], *(expert(rows) for expert, rows in segments if len(rows))])
 
     def _whole_weights(self) -> list[tuple[Tensor, Tensor]]:
         """Gate-up and down of each expert, if all are gated MLPs that nothing was added to; else nothing."""
         found = []
-        for expert in self.experts:
-            if type(expert) is not GatedMLP or capture_problem(expert) is not None:
-                return []
-            methods, first = [expert.gate_up.method, expert.down.method], self.experts[0]
+        for expert in self.experts if self._are_alike() else ():
+            methods = [expert.gate_up.method, expert.down.method]
             if any(type(m) not in (TorchLinear, FewRowsLinear) or set(m.weights) != {"weight"} for m in methods):
-                return []
-            if (expert.activation, expert.ops) != (first.activation, self.ops):
                 return []
             found.append((methods[0].weight, methods[1].weight))
         return found
+
+    def _are_alike(self) -> bool:
+        """Whether all experts are the same computation with other weights, and nothing was added to one."""
+        first = self.experts[0]
+        return all(
+            type(expert) is type(first) and type(expert) in (GatedMLP, ClampedMLP) and capture_problem(expert) is None
+            and (expert.activation, expert.ops) == (first.activation, self.ops)
+            and type(expert.gate_up) is type(expert.down) is Linear
+            for expert in self.experts
+        )  # fmt: skip
 
     def process_weights_after_loading(self) -> None:
         """See `Mixer`. Stacks the experts if a grouped matmul can compute them: gated MLPs with whole weights, no bias."""
@@ -270,15 +265,24 @@ class MoE(Mixer):
         for expert, gate_up, down in zip(self.experts, *self.stacked, strict=True):
             expert.gate_up.method.weights["weight"], expert.down.method.weights["weight"] = gate_up, down
 
-    def _stack_is_current(self) -> bool:
-        """Whether the experts compute what the stack says. Looked at again once a part of some model was changed."""
-        if self.stacked and self._checked[0] != generation():
-            views = list(zip(*self.stacked, strict=True))
-            addresses = [
-                [tuple(w.data_ptr() for w in each) for each in all_] for all_ in (views, self._whole_weights())
-            ]
-            self._checked[:] = generation(), addresses[0] == addresses[1]
-        return bool(self.stacked and self._checked[1])
+    def _grouped_linears(self) -> list[GroupedLinear]:
+        """Gate-up and down of all experts at once; none while an expert computes something else. Looked for again once a part
+        of some model was changed."""
+        if self._found[0] != generation():
+            self._found[:] = generation(), self._stacked_linears() if self.stacked else self._linears_together()
+        return self._found[1]
+
+    def _stacked_linears(self) -> list[GroupedLinear]:
+        views = list(zip(*self.stacked, strict=True))
+        now, then = ([tuple(w.data_ptr() for w in each) for each in all_] for all_ in (views, self._whole_weights()))
+        return [partial(_multiply_stacked, weights=each.transpose(1, 2)) for each in self.stacked if now == then]
+
+    def _linears_together(self) -> list[GroupedLinear]:
+        if not self._are_alike():
+            return []
+        linears = ([expert.gate_up.method for expert in self.experts], [expert.down.method for expert in self.experts])
+        found = [methods[0].together(methods) for methods in linears]
+        return [each for each in found if each is not None and None not in found]
 
     def _blocks(self) -> list[Mixer]:
         return [*self.experts, *([] if self.shared is None else [self.shared])]
@@ -293,6 +297,10 @@ class MoE(Mixer):
         if self.spec.router.correction is not None:
             assert self.correction is not None
             yield self.spec.router.correction, self.correction.copy_
+
+
+def _multiply_stacked(rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    return torch._grouped_mm(rows, weights, offs=ends)
 
 
 class ExpertLoads:

@@ -103,6 +103,19 @@ class LayerOps(Module):
         """`activation(x)`, [T, n]."""
 
     @abstractmethod
+    def weigh(self, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        """What each token gets from its experts: the sum of their outputs times their weights, in the order of its choice.
+
+        Args:
+            rows: [T * top_k, size]; row `i` is of token `order[i] // top_k` and its choice `order[i] % top_k`.
+            order: int64 [T * top_k].
+            weights: float32 [T, top_k].
+
+        Returns:
+            [T, size], of the dtype of `rows`, summed in float32.
+        """
+
+    @abstractmethod
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of each row of logits [R, V], of equals the first: int64 [R]; and whether it is finite: bool [R]."""
 

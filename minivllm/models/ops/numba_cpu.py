@@ -116,6 +116,18 @@ class NumbaCPUOps(TorchOps):
         _launcher("gated_silu", size, BITS[x.dtype])(10 * rows * size, rows, both.data_ptr(), out.data_ptr(), size)
         return out
 
+    def weigh(self, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        if rows.dtype not in BITS:
+            return TorchOps.weigh(self, rows, order, weights)
+        (tokens, top_k), size = weights.shape, rows.shape[1]
+        rows, weights, places = rows.contiguous(), weights.contiguous(), torch.empty_like(order)
+        places[order] = torch.arange(len(order))
+        out = rows.new_empty(tokens, size)
+        where = (rows.data_ptr(), places.data_ptr(), weights.data_ptr(), out.data_ptr())
+        _launcher("weigh", size, BITS[rows.dtype])(rows.numel(), tokens, *where, size, top_k)
+        return out
+
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerOps`. torch's takes several times as long on a CPU, and numpy's uses one core."""
         if logits.dtype != torch.float32:

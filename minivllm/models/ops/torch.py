@@ -81,6 +81,16 @@ class TorchOps(LayerOps):
             return torch.stack([function(row) for row in x])
         return function(x)
 
+    def weigh(self, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        chosen = torch.empty_like(rows)
+        chosen[order] = rows
+        first, *others = chosen.view(*weights.shape, -1).unbind(1)
+        total = first * weights[:, :1]
+        for part, weight in zip(others, weights.unbind(1)[1:], strict=True):
+            total += part * weight[:, None]
+        return total.to(rows.dtype)
+
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerOps`."""
         values, ids = logits.max(-1)

@@ -238,12 +238,12 @@ class Workers:
             calls, self._calls = self._calls, {}
         for process in self.processes:
             process.kill()
+        if not self._closing:  # before anyone is told by a future, and closes what a callback needs
+            for callback in self._callbacks:
+                callback()
         for call in calls.values():
             if not call.future.done():
                 call.future.set_exception(error)
-        if not self._closing:
-            for callback in self._callbacks:
-                callback()
 
     def close(self, seconds: float = 10.0) -> None:
         """Let the workers finish, for so long, then kill them. Twice is no error."""

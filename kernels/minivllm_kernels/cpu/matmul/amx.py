@@ -10,7 +10,7 @@ from numba import types
 
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
 from minivllm_kernels.cpu.matmul import layout
-from minivllm_kernels.cpu.matmul.gemv import jit, make_write_row
+from minivllm_kernels.cpu.matmul.gemv import group_of, jit, make_write_row
 from minivllm_kernels.cpu.matmul.layout import ITEM, TILE
 from minivllm_kernels.cpu.simd import I8, I64, Const, Int, call_llvm, claim, floats_at, prefetch, primitive
 
@@ -113,26 +113,30 @@ def matmul(out_bits: int) -> Callable[[Any], None]:
     """Body of the kernel. Arguments: see `layout.PackedMatmul`; inputs are a multiple of `2 * TILE`. ``out_bits``: see `packed.matmul`."""
     one, two, write_row = make_pass(1), make_pass(2), make_write_row(TILE, 16, out_bits)
 
+    @jit
+    def do_item(args, item, sums):
+        rows, block, first = args[layout.ROWS], args[layout.BLOCK], item * ITEM
+        stride, steps = 2 * args[layout.INPUTS], args[layout.INPUTS] // (2 * TILE)
+        weight = args[layout.WEIGHT] + 2 * (first // block * block * args[layout.PADDED] + first % block * 2)
+        for r in range(0, rows, 2 * TILE):
+            left = min(rows - r, 2 * TILE)
+            tiles_begin(args[layout.CONFIGS] + 64 * left)
+            if left <= TILE:
+                one(args[layout.X] + r * stride, stride, weight, 4 * block, steps, sums)
+            else:
+                two(args[layout.X] + r * stride, stride, weight, 4 * block, steps, sums)
+            for i in range(left):
+                outputs = min(args[layout.OUTPUTS] - first, ITEM)
+                write_row(args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, outputs)
+
     def body(args):
         sums = args[layout.SCRATCH] + claim(args, ENTERED, 1) * args[layout.SCRATCH_BYTES]
-        rows, block = args[layout.ROWS], args[layout.BLOCK]
-        stride, steps = 2 * args[layout.INPUTS], args[layout.INPUTS] // (2 * TILE)
         while True:
             item = claim(args, NEXT, 1)
             if item >= args[COUNT]:
                 break
-            first = item * ITEM
-            weight = args[layout.WEIGHT] + 2 * (first // block * block * args[layout.PADDED] + first % block * 2)
-            for r in range(0, rows, 2 * TILE):
-                left = min(rows - r, 2 * TILE)
-                tiles_begin(args[layout.CONFIGS] + 64 * left)
-                if left <= TILE:
-                    one(args[layout.X] + r * stride, stride, weight, 4 * block, steps, sums)
-                else:
-                    two(args[layout.X] + r * stride, stride, weight, 4 * block, steps, sums)
-                for i in range(left):
-                    outputs = min(args[layout.OUTPUTS] - first, ITEM)
-                    write_row(args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, outputs)
+            group, number, _ = group_of(args, item)
+            do_item(group, number, sums)
         tiles_end()
 
     return body

@@ -10,10 +10,12 @@ from numba import njit
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
 from minivllm_kernels.cpu.matmul import layout
 from minivllm_kernels.cpu.matmul.layout import TILE_ROWS, row_stride, tile_outputs
+from minivllm_kernels.cpu.program import Program
 from minivllm_kernels.cpu.simd import (
     as_bf16,
     claim,
     floats_at,
+    ints_at,
     load,
     load_halves,
     load_unzipped,
@@ -25,7 +27,7 @@ from minivllm_kernels.cpu.simd import (
     tile_zeros,
 )
 
-__all__ = ["filled", "jit", "make_take_rows", "make_write_row", "matmul", "matmul_loop"]
+__all__ = ["WIDTH", "filled", "group_of", "jit", "make_take_rows", "make_write_row", "matmul", "matmul_loop"]
 
 """The loop that the CPU's matmuls share, and the matmul by a row-major weight.
 
@@ -34,12 +36,22 @@ bit-identical in any batch.
 """
 
 jit = njit(error_model="numpy")
+WIDTH = Program.WIDTH
 
 
 @jit
 def filled(rows):
     """How many places the tiles for this many rows read."""
     return rows if rows <= 2 else 4 if rows <= 4 else (rows + 7) // 8 * 8
+
+
+@jit
+def group_of(args, item):
+    """The arguments of the group that an item belongs to, the item's number in it, and the first item of the next group."""
+    if args[layout.GROUPS] == 0:
+        return args, item, args[COUNT]
+    group, number = divmod(item, args[layout.ITEMS])
+    return ints_at(args[layout.GROUPS] + 8 * WIDTH * group, 64), number, item - number + args[layout.ITEMS]
 
 
 def make_write_row(lanes: int, bits: int, out_bits: int = 0) -> Any:
@@ -83,27 +95,31 @@ def matmul_loop(find_outputs: Any, take_rows: Any, tiles: Any, write_row: Any, m
     """
     tile1, tile2, tile4, tile8 = tiles
 
+    @jit
+    def do_item(args, item, mine, memory):
+        rows, (begin, end, stride), sums = args[layout.ROWS], find_outputs(args, item), floats_at(memory, 32)
+        for r in range(0, rows, 8):
+            left = rows - r
+            if left == 1:
+                tile1(args, item, mine, r, sums)
+            elif left == 2:
+                tile2(args, item, mine, r, sums)
+            elif left <= 4:
+                tile4(args, item, mine, r, sums)
+            else:
+                tile8(args, item, mine, r, sums)
+            for i in range(min(left, 8)):
+                write_row(args, floats_at(memory + 4 * (i * stride + margin), 32), r + i, begin, end - begin)
+
     def body(args):
         memory = args[layout.SCRATCH] + claim(args, ENTERED, 1) * args[layout.SCRATCH_BYTES]
-        rows, item, sums = args[layout.ROWS], claim(args, NEXT, 1), floats_at(memory, 32)
-        if item >= args[COUNT]:
-            return
-        mine = take_rows(args, memory + 4 * 8 * find_outputs(args, item)[2])
+        item = claim(args, NEXT, 1)
         while item < args[COUNT]:
-            begin, end, stride = find_outputs(args, item)
-            for r in range(0, rows, 8):
-                left = rows - r
-                if left == 1:
-                    tile1(args, item, mine, r, sums)
-                elif left == 2:
-                    tile2(args, item, mine, r, sums)
-                elif left <= 4:
-                    tile4(args, item, mine, r, sums)
-                else:
-                    tile8(args, item, mine, r, sums)
-                for i in range(min(left, 8)):
-                    write_row(args, floats_at(memory + 4 * (i * stride + margin), 32), r + i, begin, end - begin)
-            item = claim(args, NEXT, 1)
+            group, number, after = group_of(args, item)
+            mine = take_rows(group, memory + 4 * 8 * find_outputs(group, number)[2])
+            while item < after:
+                do_item(group, group_of(args, item)[1], mine, memory)
+                item = claim(args, NEXT, 1)
 
     return body
 

@@ -7,6 +7,8 @@ import functools
 import itertools
 import math
 import sys
+from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,14 +22,15 @@ from minivllm_kernels.cpu.compile import (
     kernel,
     pack,
 )
-from minivllm_kernels.cpu.program import LAUNCHER
+from minivllm_kernels.cpu.program import LAUNCHER, Program
 
 """How weights lie in memory for the CPU's matmuls, and an object for each layout that launches its kernel."""
 
-X, OUT, ROWS, SCRATCH, SCRATCH_BYTES, INPUTS, OUTPUTS, WEIGHT, BIAS, SCALES = range(OWN, OWN + 10)
+X, OUT, ROWS, SCRATCH, SCRATCH_BYTES, GROUPS, ITEMS, INPUTS, OUTPUTS, WEIGHT, BIAS, SCALES = range(OWN, OWN + 12)
 """Arguments of every matmul kernel: addresses of the rows and of the results, number of rows; address of the scratch memory and
-its bytes a thread; inputs and outputs; addresses of weight, bias and scales (0: none). Those of one kernel follow at `EXTRA`."""
-EXTRA = OWN + 10
+its bytes a thread; address of the arguments of each group (0: these are the only group) and work items of a group; inputs and
+outputs; addresses of weight, bias and scales (0: none). Those of one kernel follow at `EXTRA`."""
+EXTRA = OWN + 12
 TILE_ROWS = (1, 2, 4, 8)
 """Rows that a tile of registers is made for."""
 ITEM = 32
@@ -51,19 +54,68 @@ class Matmul:
     ) -> None:
         self.kernel, self.inputs, self.outputs = kernel, inputs, outputs
         self.x_bytes, self.out_bytes = x_bits // 8, out_bits // 8
-        self.args = pack(items, 0, 0, 0, 0, 0, inputs, outputs, *own)
+        self.args = pack(items, 0, 0, 0, 0, 0, 0, 0, inputs, outputs, *own)
         self.sum_floats, self.row_floats = 8 * ITEM, inputs  # scratch: sums of eight rows, then each row as float32
 
     def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
         """Launch. `x` and `out` are addresses of contiguous [rows, inputs] and [rows, outputs]. Not thread-safe."""
         args = self.args
+        self.cut(threads)
         for first in range(0, rows, self.ROWS_PER_LAUNCH):
-            n = min(self.ROWS_PER_LAUNCH, rows - first)
-            size = -(-4 * (self.sum_floats + -(-n // 8) * 8 * self.row_floats) // 64) * 64
-            args[SCRATCH], args[SCRATCH_BYTES], args[ROWS] = LAUNCHER.scratch(threads * size), size, n
+            args[ROWS] = min(self.ROWS_PER_LAUNCH, rows - first)
             args[X] = x + first * self.inputs * self.x_bytes
             args[OUT] = out + first * self.outputs * self.out_bytes
+            self.reserve(args, args[ROWS], threads)
             LAUNCHER.run(self.kernel, args, threads)
+
+    def cut(self, threads: int, groups: int = 1) -> None:
+        """Set the work items, for so many threads and groups. Here they are always the same."""
+
+    def reserve(self, args: "array[int]", rows: int, threads: int) -> None:
+        """Give a launch with these arguments the scratch memory for so many rows at most."""
+        size = -(-4 * (self.sum_floats + -(-rows // 8) * 8 * self.row_floats) // 64) * 64
+        args[SCRATCH], args[SCRATCH_BYTES] = LAUNCHER.scratch(threads * size), size
+
+
+class GroupedMatmul:
+    """Matmuls by several weights of one shape, each for rows of its own, in one launch: the experts of a layer.
+
+    Work items are those of all groups, so that threads share them equally however many rows each group has.
+
+    Args:
+        matmuls: one for each group, with the same kernel and sizes.
+
+    Raises:
+        ValueError: their kernels or sizes differ.
+    """
+
+    def __init__(self, matmuls: Sequence[Matmul]) -> None:
+        self._first = first = matmuls[0]
+        for matmul in matmuls:
+            matmul.cut(1)  # what a call before this one may have left
+        self._groups = np.zeros((len(matmuls), Program.WIDTH), np.int64)
+        self._groups[:, : len(first.args)] = [m.args for m in matmuls]
+        same = [INPUTS, OUTPUTS, *range(EXTRA, Program.WIDTH)]
+        if any(m.kernel is not first.kernel for m in matmuls) or (self._groups[:, same] != self._groups[0, same]).any():
+            raise ValueError("the matmuls of a group must have the same kernel and sizes")
+
+    def __call__(self, x: int, out: int, counts: np.ndarray, threads: int) -> None:
+        """Launch. `x` and `out` are addresses of contiguous rows, sorted by group; counts: int64, rows of each group."""
+        first, limit = self._first, Matmul.ROWS_PER_LAUNCH
+        pieces = -(-counts // limit)  # of at most `limit` rows
+        group = np.repeat(np.arange(len(counts)), pieces)
+        before = limit * (np.arange(len(group)) - (pieces.cumsum() - pieces)[group])
+        start = (counts.cumsum() - counts)[group] + before
+        first.cut(threads, len(group))
+        table = self._groups[group]
+        table[:, EXTRA : len(first.args)] = first.args[EXTRA:]
+        table[:, ROWS] = rows = np.minimum(counts[group] - before, limit)
+        table[:, X] = x + start * first.inputs * first.x_bytes
+        table[:, OUT] = out + start * first.outputs * first.out_bytes
+        args = first.args[:]
+        args[ITEMS], args[COUNT], args[GROUPS] = args[COUNT], args[COUNT] * len(group), table.ctypes.data
+        first.reserve(args, int(rows.max(initial=0)), threads)
+        LAUNCHER.run(first.kernel, args, threads)
 
 
 CHUNK = EXTRA
@@ -114,11 +166,10 @@ class RowMajorMatmul(Matmul):
         compiled = kernel("minivllm_kernels.cpu.matmul.gemv:matmul", bits, lanes, host_registers())
         super().__init__(compiled, 0, outputs, inputs, bits, bits, weight, bias, 0, 0)
 
-    def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
+    def cut(self, threads: int, groups: int = 1) -> None:
         """See `Matmul`. The outputs are cut by the number of threads."""
-        chunk = chunk_outputs(self.outputs, threads)
+        chunk = chunk_outputs(self.outputs * groups, threads)
         self.args[COUNT], self.args[CHUNK], self.sum_floats = -(-self.outputs // chunk), chunk, 8 * row_stride(chunk)
-        super().__call__(x, out, rows, threads)
 
 
 PADDED, BLOCK, CONFIGS = range(EXTRA, EXTRA + 3)
