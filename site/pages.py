@@ -28,6 +28,8 @@ MODELS = (
     "What `minivllm models` prints. The last column says what of a small random model of each architecture is compared with `transformers`, in ragged"
     " batches with chunked prompts, prefix hits and preemption; a test refuses a family that is not. Quantized safetensors load into the linear layers"
     " of any family. Any other causal model whose attention `transformers` lets others compute runs by its code there (`model_impl`)."
+    " Left out are Gemma 3n and 4, whose layers are built otherwise than those of any other family, and encoder-decoders such as Whisper, whose error names the"
+    " cross-attention that they need."
 )
 MODELS_HEAD = ("Family", "Architectures", "Checkpoints", "Compared with transformers")
 

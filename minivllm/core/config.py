@@ -16,16 +16,6 @@ from minivllm.core.plugins import load_plugins
 from minivllm.core.policy import POLICIES
 from minivllm.core.speculative import SpeculativeConfig
 
-__all__ = [
-    "GROUP_SIZES", "KV_CACHE_DTYPES", "KV_CACHE_KINDS", "MODEL_IMPLS", "QUANTIZATIONS", "ROUTER_NAMES",
-    "RUNNERS", "STATE_KINDS", "WEIGHT_BITS", "AlignedStateRules", "CacheConfig", "CheckpointedStateRules",
-    "ChunkedLocalRules", "Decision", "EncoderOnlyRules", "EngineArgs", "EngineConfig", "KVCacheConfig",
-    "KVCacheGroup", "KVCacheRules", "KVCacheSpec", "KVTransferConfig", "LatentRules", "MachineFacts",
-    "ModelFacts", "PoolingFacts", "SchedulerConfig", "SlidingWindowRules", "StateRules", "choose_dtype",
-    "choose_state_cache", "make_kv_cache_groups", "pad_states", "register_kv_cache_kind", "resolve",
-    "stage_groups", "stage_layers", "tokens_held", "unify_block_size",
-]  # fmt: skip
-
 
 class KVCacheRules:
     """What the scheduler and the views must know of one kind of KV cache. The base class is full attention.
@@ -904,7 +894,7 @@ def choose_dtype(asked: str, checkpoint_dtype: str, device: str, has_bf16: bool)
 _CPU_KV_CACHE_BYTES = 4 * 2**30
 
 
-def choose_num_blocks(
+def _choose_num_blocks(
     args: EngineArgs, model: ModelFacts, machine: MachineFacts, cache_bytes: int, useful: int
 ) -> Decision:
     """How many physical blocks to allocate.
@@ -1117,7 +1107,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     block_size, groups = specs[0].block_size, make_kv_cache_groups(specs)
     bytes_per_block = _bytes_per_block(groups, model, args.pipeline_parallel_size)
     useful = max_num_seqs * sum(g.spec.rules.num_blocks(g.spec, max_model_len) for g in groups) + 1
-    blocks = choose_num_blocks(args, model, machine, bytes_per_block, useful)
+    blocks = _choose_num_blocks(args, model, machine, bytes_per_block, useful)
     decisions.append(blocks)
     holds = tokens_held([g.spec for g in groups], blocks.value - 1, max_model_len, budget)
     if holds < max_model_len:

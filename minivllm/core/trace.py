@@ -11,8 +11,6 @@ from typing import Any
 from minivllm.core import trace_files, trace_tables, views
 from minivllm.core.events import SCHEMA, Event, Fold, Recording, State, TraceHeader, by_step, named
 
-__all__ = ["Trace", "TraceError", "find_fault"]
-
 
 class Trace(Recording):
     """Everything that happened to a scheduler from one moment on. Iterating gives the events with their fields by name.

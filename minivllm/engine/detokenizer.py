@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 __all__ = [
-    "ByteDetokenizer", "Detokenizer", "DetokenizerFactory", "WindowDetokenizer", "byte_of", "is_byte_level",
+    "ByteDetokenizer", "Detokenizer", "DetokenizerFactory", "WindowDetokenizer", "byte_alphabet", "byte_of",
+    "is_byte_level",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from minivllm.engine.detokenizer import byte_alphabet
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.models.tokenizer import render_chat_template
 from minivllm.multimodal.audio import decode_wav
@@ -220,17 +221,12 @@ def _one(token_id: int, logprob: Any, to_bytes: Any) -> dict[str, Any]:
 
 def token_bytes(tokenizer: Any) -> Any:
     """A function from a token to its bytes: exact for byte-level vocabularies, from the text elsewhere (None for broken characters)."""
-    from tokenizers import pre_tokenizers
-
-    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte alphabet keeps these signs
-    moved = [b for b in range(256) if b not in kept]
-    to_byte = {chr(b): b for b in kept} | {chr(256 + i): b for i, b in enumerate(moved)}
+    to_byte = byte_alphabet()
     special = set(tokenizer.all_special_ids)
 
     def convert(token_id: int, text: str) -> list[int] | None:
         symbols = tokenizer.convert_ids_to_tokens(token_id) or ""
-        if token_id not in special and symbols and set(symbols) <= alphabet:
+        if token_id not in special and symbols and set(symbols) <= to_byte.keys():
             return [to_byte[sign] for sign in symbols]
         return None if "\ufffd" in text else list(text.encode("utf-8", "replace"))
 

@@ -198,7 +198,7 @@ async def _plan_completion(body: CompletionRequest, request: Request, state: Ser
     params = _completion_params(body, state.llm.get_default_sampling_params())
     prompts, embeds = body.prompts(), body.embeds()
     if not prompts and not embeds:
-        raise ApiError(400, "prompt: there is none; give at least one prompt", param="prompt")
+        raise ApiError(400, "prompt is required: give at least one prompt, or prompt_embeds", param="prompt")
     state.check_room((len(embeds) + len(prompts)) * body.n)
     made = await state.llm.run_input(lambda: _read_embeds(body, embeds, state)) if embeds else []
     return Plan(

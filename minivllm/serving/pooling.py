@@ -190,9 +190,8 @@ def pooling_router(state: ServerState) -> APIRouter:
     @router.post("/classify", response_model=None)
     async def create_classify(body: ClassificationRequest, request: Request) -> dict[str, Any] | Response:
         """Class probabilities of each input."""
-        return await answer(
-            request, state, body.model, _plan_inputs(body, request, state, "classify"), ClassificationWriter
-        )
+        plan = _plan_inputs(body, request, state, "classify")
+        return await answer(request, state, body.model, plan, ClassificationWriter)
 
     @router.post("/score", response_model=None)
     @router.post("/v1/score", response_model=None)

@@ -2,6 +2,7 @@
 
 # Generated from nbs/serving/reasoning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -116,8 +117,4 @@ class MistralReasoningParser(ReasoningParser):
 
 def tokens_up_to(mark: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
     """How many tokens it takes until ``mark`` is in their text, which it is in the end."""
-    low, high = 0, len(token_ids)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if mark in decode(token_ids[:middle]) else (middle + 1, high)
-    return low
+    return bisect_left(range(len(token_ids)), True, key=lambda count: mark in decode(token_ids[:count]))

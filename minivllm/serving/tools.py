@@ -190,9 +190,8 @@ class ToolUse:
         form = self.parser.form
         if self.forced or answer is not None:
             if form is None:
-                raise ApiError(
-                    400, f"response_format: {self.parser.__name__} has no form to choose from", param="tools"
-                )
+                message = f"response_format: {self.parser.__name__} has no form to choose from"
+                raise ApiError(400, message, param="tools")
             calls = call_rules(form, self.functions, self.parallel, tokenizer)
             return ["start: calls", *calls] if self.forced else [
                 "start: answer | calls", f"answer: %json {quoted(answer)}", *calls

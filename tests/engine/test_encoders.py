@@ -254,3 +254,13 @@ def test_minilm_is_what_sentence_transformers_computes():
         hidden, mask = model(**given).last_hidden_state, given["attention_mask"][..., None]
     expected = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1))
     np.testing.assert_allclose([o.outputs.embedding for o in outputs], expected, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_minilm_is_what_the_package_itself_computes():
+    package = pytest.importorskip("sentence_transformers")
+    texts = ["The cat sleeps on the warm sofa.", "A kitten dozes.", "Shares fell. " * 30, "x"]
+    with LLM("minilm") as llm:
+        outputs = llm.embed(texts, use_tqdm=False)
+        expected = package.SentenceTransformer(str(llm.model_path), device="cpu").encode(texts)
+    np.testing.assert_allclose([o.outputs.embedding for o in outputs], expected, atol=1e-5)
