@@ -12,6 +12,7 @@ import pytest
 import torch
 from paged import PagedDecoder, make_decoder
 from tiny_models import STATES, VOCAB_SIZE, hf_model, logits_equal, tiny_model_path  # noqa: F401
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import AttentionBatch
@@ -337,10 +338,26 @@ def test_logits_of_a_ragged_batch_in_chunks_of_1_to_64_tokens(name):
                 assert logits_equal(got, want[key][last - len(got) : last])
 
 
-@pytest.mark.parametrize("name", ["mamba2", "lfm2"])
+@cache
+def wide(name: str):
+    """A model of sizes that the matmuls' kernels take, and without experts."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": VOCAB_SIZE}
+    if name == "mamba":
+        config = AutoConfig.for_model("mamba", state_size=16, time_step_rank=16, **sizes)
+    else:
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        dims = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "intermediate_size": 64}
+        types = {"layer_types": ["linear_attention"], "mlp_only_layers": [0]}
+        config = AutoConfig.for_model("qwen3_next", **sizes, **heads, **dims, **types)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "wide mamba", "wide delta"])
 def test_decodes_are_one_launch_and_the_same_to_the_bit(name):
     pytest.importorskip("numba")
-    decoder, found = make_decoder(hf_model(name), "numba_cpu"), []
+    model = wide(name.removeprefix("wide ")) if name.startswith("wide") else hf_model(name)
+    decoder, found = make_decoder(model, "numba_cpu"), []
     for one_launch in (True, False):
         paged = PagedDecoder(decoder)
         if not one_launch:
