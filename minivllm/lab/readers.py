@@ -408,7 +408,7 @@ def read_workload(
     if format is not None and format not in (*_FORMATS, *_READERS):
         raise ValueError(f"format must be one of {', '.join((*_FORMATS, *_READERS))}; got {format!r}")
     kind, size = format or tell_format(path), {} if block_size is None else {"block_size": block_size}
-    hashed = {"mooncake": partial(read_mooncake, **size), "bailian": partial(read_bailian, **size)}
+    hashed = {"mooncake": lambda path: read_mooncake(path, **size), "bailian": lambda path: read_bailian(path, **size)}
     if size and kind not in hashed:
         raise ValueError(f"block_size goes with files of hash ids, and {path.name} is of the format {kind!r}")
     known: dict[str, Callable[[Path], Workload]] = {

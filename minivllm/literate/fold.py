@@ -124,11 +124,11 @@ def method_class(cell: Cell, node: ast.stmt | None) -> str | None:
         raise cell.error("@method takes one argument, the name of a class", call.lineno)
     for inner in ast.walk(node):
         private = getattr(inner, "attr", getattr(inner, "id", ""))
+        line = getattr(inner, "lineno", call.lineno)
         if private.startswith("__") and not private.endswith("__"):
-            line = getattr(inner, "lineno", call.lineno)
             raise cell.error(f"{private} is renamed inside a class but not here: use one underscore", line)
         if private == "super":
-            raise cell.error("super() needs the class body: call the method of the base class by name", inner.lineno)
+            raise cell.error("super() needs the class body: call the method of the base class by name", line)
     return call.args[0].id
 
 

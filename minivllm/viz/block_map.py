@@ -86,7 +86,9 @@ class BlockStream(FoldReader):
         self.origins: list[list[int]] = []
         self.chunks: list[tuple[int, list[int]]] = []
         self.used: list[int] = []
-        numbered = {"needed_by": self.requests, "mode": MODES.index, "chosen_by": self.strings, "reason": self.strings}
+        numbered: dict[str, Callable[[Any], int]] = {
+            "needed_by": self.requests, "mode": MODES.index, "chosen_by": self.strings, "reason": self.strings,
+        }  # fmt: skip
 
         def coder(field: str) -> Callable[[Any], list[int]]:
             if (number := numbered.get(field)) is not None:

@@ -30,7 +30,7 @@ def varints(numbers: Iterable[int] | np.ndarray) -> bytes:
     if wide.size and (wide.min() < -(2**31) or wide.max() >= 2**31):
         raise ValueError(f"numbers must fit in 32 bits with sign, got {wide.min()} to {wide.max()}")
     coded = ((wide << 1) ^ (wide >> 63)).astype(np.uint64)
-    left = coded[:, None] >> np.uint64([0, 7, 14, 21, 28])
+    left = coded[:, None] >> np.arange(0, 35, 7, dtype=np.uint64)
     more = left >= 128
     used = np.concatenate([np.ones((wide.size, 1), bool), more[:, :4]], axis=1)
     return ((left & np.uint64(127)) | more.astype(np.uint64) << np.uint64(7))[used].astype(np.uint8).tobytes()

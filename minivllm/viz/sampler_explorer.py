@@ -168,8 +168,8 @@ class SamplerExplorer(View):
         note = (
             "The logits are rounded to float16, to about one part in two thousand; all that is shown follows from them."
         )
-        note = note if self.precision == "float16" else None
-        payload = Payload({"recorded": self.params, "subtitle": self._place(), "note": note})
+        payload = Payload({"recorded": self.params, "subtitle": self._place()})
+        payload.header["note"] = note if self.precision == "float16" else None
         named = () if self.tokenizer is None else named_tokens(self.record, self.mask)
         texts = {token: self.tokenizer.decode([token]) for token in named}
         payload.header["token"] = {

@@ -178,8 +178,8 @@ def draw_lanes(ax: Axes, d: TimelineData) -> None:
         step, request, seen, encoded = d.media.T
         for some, face in ((seen > 0, LIGHT["panel"]), (encoded > 0, LIGHT["accent"])):
             label = "media tokens" if face == LIGHT["panel"] else "encoder runs"
-            at = step[some] + 0.5, request[some] + (0.3 if face == LIGHT["panel"] else 0.7)
-            ax.scatter(*at, s=9, marker="D", c=face, edgecolors=LIGHT["ink"], linewidths=0.5, label=label, zorder=3)
+            x, y = step[some] + 0.5, request[some] + (0.3 if face == LIGHT["panel"] else 0.7)
+            ax.scatter(x, y, s=9, marker="D", c=face, edgecolors=LIGHT["ink"], linewidths=0.5, label=label, zorder=3)
     for name, mark in _MARKS.items():
         mine = d.finish_kind == FINISHES.index(name)
         if mine.any() and not crowded:
