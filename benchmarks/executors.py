@@ -80,7 +80,11 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for way in args.ways:
         settings = EngineArgs(
-            model=args.model, load_format=args.load_format, max_model_len=256, num_gpu_blocks=need, **WAYS[way]
+            model=args.model,
+            load_format=args.load_format,
+            max_model_len=PROMPT + args.steps,
+            num_gpu_blocks=need,
+            **WAYS[way],
         )
         executor = make_executor(plan_engine(settings))
         row: dict[str, object] = {"executor": way, "empty": empty_ms(executor)}
