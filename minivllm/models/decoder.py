@@ -282,15 +282,17 @@ class Decoder(Module):
                 return hidden
         rotations = [None if rope is None else Rotation(rope, positions, self.dtype) for rope in self.ropes]
         context, stage = ForwardContext(rotations, kv_caches, plans, positions), self.stage
-        if stage.is_first:
-            x = self.embed(token_ids, positions, media=media) if x is None else x
+        if stage.is_first and x is None:
+            x = self.embed(token_ids, positions, media=media)
         if stage.is_first and stage.is_last:
+            assert x is not None
             return self._run_layers(x, context)
         return self._run_stage(x, len(token_ids), context)
 
     def _run_stage(self, x: Tensor | None, tokens: int, context: ForwardContext) -> Tensor:
         """The layers of one stage; hidden states after the last norm in the last one, else what it hands on. x: of the first."""
-        stage, residual = self.stage, None
+        stage = self.stage
+        residual: Tensor | None = None
         if x is None:
             x, residual = stage.receive(tokens, self.embedding)
         for layer in self.layers:

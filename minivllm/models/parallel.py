@@ -74,11 +74,11 @@ class Stage:
         self.before, self.behind = before, behind
         self._sent: tuple[Any, Tensor] | None = None
 
-    def send(self, x: Tensor, residual: Tensor) -> None:
-        """Hand both tensors [T, hidden_size] to the next stage. They are on their way when this returns."""
+    def send(self, x: Tensor, residual: Tensor | None) -> None:
+        """Hand both tensors [T, hidden_size] to the next stage, zeros for no residual. They are on their way when this returns."""
         if self._sent is not None:
             self._sent[0].wait()
-        both = torch.stack((x, residual))
+        both = torch.stack((x, torch.zeros_like(x) if residual is None else residual))
         self._sent = dist.isend(both, self.behind), both  # which must live until it has arrived
 
     def receive(self, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ class TensorGroup:
         on_gpu = dist.get_backend(self._group) == "nccl"
         found = torch.tensor(numbers, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return found.tolist()  # type: ignore[no-any-return]
+        return found.tolist()
 
     def embed(self, rows: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
         """Embeddings [T, hidden_size] of tokens [T], of which each rank holds some rows: it brings zeros for the others."""

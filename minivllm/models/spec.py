@@ -255,7 +255,7 @@ class DecoderSpec:
         if not first and not (last and self.tie_word_embeddings):
             others += (n.embedding,)
         if not last:
-            others += (n.final_norm.removesuffix("weight"), n.head)
+            others += (n.head, *([] if n.final_norm is None else [n.final_norm.removesuffix("weight")]))
         return {name: shape for name, shape in shapes.items() if not name.startswith(others)}
 
     def weight_shapes(self, share: Share | None = None) -> dict[str, tuple[int, ...]]:

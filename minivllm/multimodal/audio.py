@@ -59,13 +59,13 @@ def _to_floats(body: bytes, kind: int, bits: int, channels: int) -> Samples:
     if kind == _FLOAT:
         values = np.frombuffer(body, f"<f{bits // 8}").astype(np.float32)
     elif bits == 8:
-        values = (np.frombuffer(body, np.uint8).astype(np.float32) - 128) / 128
+        values = (np.frombuffer(body, np.uint8).astype(np.float32) - 128) / np.float32(128)
     elif bits == 24:
         wide = np.zeros((len(body) // 3, 4), np.uint8)
         wide[:, 1:] = np.frombuffer(body, np.uint8).reshape(-1, 3)
-        values = wide.view("<i4")[:, 0].astype(np.float32) / 2**31
+        values = wide.view("<i4")[:, 0].astype(np.float32) / np.float32(2**31)
     else:
-        values = np.frombuffer(body, f"<i{bits // 8}").astype(np.float32) / 2 ** (bits - 1)
+        values = np.frombuffer(body, f"<i{bits // 8}").astype(np.float32) / np.float32(2 ** (bits - 1))
     return values.reshape(-1, channels).mean(1)
 
 
@@ -114,7 +114,7 @@ def as_audio(value: Any, rate: int, most: int) -> Samples:
         raise MediaError(
             f"the clip lasts {seconds:.1f} seconds; this model hears at most {most / rate:g}: cut it into several"
         )
-    floats = samples.astype(np.float32) / (2**15 if samples.dtype.kind == "i" else 1)
+    floats = samples.astype(np.float32) / np.float32(2**15 if samples.dtype.kind == "i" else 1)
     if not np.isfinite(floats).all():
         raise MediaError("the clip has samples that are not finite")
     return resample(floats, int(given), rate)

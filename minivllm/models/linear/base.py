@@ -7,8 +7,8 @@ import mmap
 import os
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -82,8 +82,10 @@ class LinearMethod(Module):
         return self.weights.get("weight")
 
 
-GroupedLinear = Callable[[Tensor, Tensor], Tensor]
-"""Rows sorted by layer, [T, inputs], and the end of each layer's rows, int32 [layers], to [T, outputs]."""
+class GroupedLinear(Protocol):
+    """Rows sorted by layer, [T, inputs], and the end of each layer's rows, int32 [layers], to [T, outputs]."""
+
+    def __call__(self, rows: Tensor, ends: Tensor) -> Tensor: ...
 
 
 def empty_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -188,14 +188,14 @@ class CPULinear(TorchLinear):
             return None
         grouped, max_rows = GroupedMatmul(kernels), self.max_rows
 
-        def multiply(x: Tensor, ends: Tensor) -> Tensor:
+        def multiply(rows: Tensor, ends: Tensor) -> Tensor:
             counts = np.diff(ends.numpy(), prepend=0).astype(np.int64)
             if counts.max() > max_rows:
-                parts = zip(methods, x.split(counts.tolist()), strict=True)
-                return torch.cat([method.apply(rows) for method, rows in parts])
-            x = x.contiguous()
-            out = x.new_empty(len(x), self.outputs, dtype=self.out_dtype or x.dtype)
-            grouped(x.data_ptr(), out.data_ptr(), counts, torch.get_num_threads())
+                parts = zip(methods, rows.split(counts.tolist()), strict=True)
+                return torch.cat([method.apply(x) for method, x in parts])
+            rows = rows.contiguous()
+            out = rows.new_empty(len(rows), self.outputs, dtype=self.out_dtype or rows.dtype)
+            grouped(rows.data_ptr(), out.data_ptr(), counts, torch.get_num_threads())
             return out
 
         return multiply
