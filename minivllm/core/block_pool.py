@@ -18,10 +18,10 @@ class KVCacheBlock:
     Attributes:
         block_id: position in the cache tensors.
         ref_cnt: how many block tables hold it.
-        block_hash: key of its content, or None while it is not reusable.
-        num_hits: how often its content was reused.
+        block_hash: key of its content, or None while nothing may hit it.
+        num_hits: how often a request hit its content.
         last_used: the step in which a request last took or freed it.
-        depth: position of the block in the prefix that it holds, counted in blocks.
+        depth: how many blocks come before it in its prefix.
         group: the KV cache group whose layers filled it.
     """
 

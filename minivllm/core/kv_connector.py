@@ -26,8 +26,8 @@ class KVConnector:
     Args:
         config: what the user asked for.
         block_size: tokens of a block.
-        num_groups: KV cache groups, all of full attention.
-        namespace: differs for blocks that cannot be exchanged (see `namespace_of`).
+        num_groups: number of KV cache groups; only groups of full attention are supported.
+        namespace: text that stands for the model and the layout of its blocks; engines share blocks only if it is equal (see `namespace_of`).
 
     Attributes:
         num_queries, num_hits: tokens that were looked up here, after the prefix cache, and those that were fetched.
@@ -45,11 +45,11 @@ class KVConnector:
         raise NotImplementedError
 
     def place_to_load(self, key: Key) -> tuple[Any, ...]:
-        """Where a block that is held lies, for the worker side; it is used now."""
+        """Where a held block lies, for the worker side. Counts as a use, for the order of eviction."""
         raise NotImplementedError
 
     def place_to_save(self, key: Key) -> tuple[Any, ...] | None:
-        """Where to put a block; None if it is there, or is not to be kept. The first entry tells places apart."""
+        """Where to put a block; None if it is stored already or is not to be stored. The first element differs for each place."""
         raise NotImplementedError
 
     def forget(self, key: Key) -> None:
@@ -61,7 +61,7 @@ class KVConnector:
         raise NotImplementedError
 
     def note(self, event: tuple[Any, ...]) -> None:
-        """Hear of an event of blocks (see `core.events`)."""
+        """Follow which blocks are filled, by an event of the cache (see `core.events`)."""
         kind = event[0]
         if kind == "cache" and self.config.is_producer:
             self._new |= {(event[2], name): block for block, name in zip(event[4], event[5], strict=True)}
@@ -97,7 +97,7 @@ class KVConnector:
         """What the workers do in this step; None if it is nothing.
 
         Args:
-            new_requests: those admitted in it. What was planned for others was taken back.
+            new_requests: requests admitted in this step. Loads that were planned for others are dropped.
             unsure: blocks that may turn out to be wrong, which are not saved.
         """
         loads, saves = [], {}
@@ -129,7 +129,7 @@ class KVConnector:
 
 
 class OffloadPolicy(Protocol):
-    """Which block gives way. `OFFLOAD_POLICIES` names the classes; each is made with the number of slots."""
+    """Which block is evicted. `OFFLOAD_POLICIES` names the classes; each is made with the number of slots."""
 
     def add(self, key: Key) -> None:
         """A block has come."""

@@ -21,15 +21,15 @@ from minivllm.models.linear.base import HUGE_PAGE, LinearMethod, empty_weight
 from minivllm.models.linear.layer import Linear
 
 FEW_ROWS = 256
-"""Up to this many rows of a step are for the kernels of a GPU, which a CUDA graph may replay; more, for a grouped matmul of torch."""
+"""Steps of up to this many rows use our GPU kernels, which a CUDA graph can replay; larger ones use a grouped matmul of torch."""
 GROUP = 16
-"""Rows of one adapter that the CPU's tile unit multiplies at once."""
+"""How many rows of one adapter the CPU's tile unit (AMX) multiplies at once."""
 LONG_RUN = 128
-"""Runs of at least this many rows of one adapter (a prompt) go to torch, which is faster there. More rows than are captured."""
+"""Runs of at least this many rows of one adapter (a prompt) go to torch, which is faster there. Captured steps have fewer rows."""
 
 
 class SlotMemory:
-    """Zeros for the slots of all layers, on a CPU from few large mappings: in pages of 2 MiB fewer addresses must be translated."""
+    """Zeros for the slots of all layers. On a CPU they come from few large mappings, so that Linux can use pages of 2 MiB: fewer TLB misses."""
 
     BYTES = 32 * HUGE_PAGE
 
@@ -37,7 +37,7 @@ class SlotMemory:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As `torch.zeros`. A page of a CPU's memory is taken when it is first written."""
+        """As `torch.zeros`. On a CPU memory is committed when a page is first written."""
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
         size = math.prod(shape) * dtype.itemsize
@@ -53,18 +53,18 @@ class LoRABatch:
 
     Args:
         max_rows: most rows of a step.
-        invariant: no runs: a row's result must have the same bits in any batch.
+        invariant: a row's result must have the same bits in any batch, so there are no runs.
 
     Attributes:
         active: whether any row has an adapter.
         runs: (slot, first row, end) of neighbouring rows of one adapter, at least `LONG_RUN` of them; torch multiplies those.
         has_runs: whether there may be any.
-        order: int64 [max_rows], the other rows that have one, sorted by slot; `used[0]` of them.
+        order: int64 [max_rows], the rows that have an adapter and are in no run, sorted by slot; the first `used[0]` are valid.
         slots: int64 [max_rows], the slot of each of those.
-        starts: int64 [max_rows + 1], where each group of them begins, of one slot and at most `GROUP` rows, and where the last ends;
-            `used[1]` groups.
-        memory: of the slots.
-        work: on a GPU, what its kernels read: int32 [1 + FEW_ROWS, 2], how many pairs, then (row, slot), sorted by slot.
+        starts: int64 [max_rows + 1]. `order` is cut into groups of one slot and at most `GROUP` rows; here is where each of the `used[1]` groups
+            begins, and then where the last ends.
+        memory: allocates the slots.
+        work: on a GPU, what its kernels read, int32 [1 + FEW_ROWS, 2]: the number of pairs, then pairs (row, slot), sorted by slot.
     """
 
     def __init__(self, max_rows: int, device: torch.device, invariant: bool = False) -> None:
@@ -81,7 +81,7 @@ class LoRABatch:
             self.work = torch.zeros(1 + FEW_ROWS, 2, dtype=torch.int32, device=device)
 
     def set(self, slots: npt.NDArray[np.int64]) -> None:
-        """slots: of each row, -1 for no adapter."""
+        """Say which slot each row uses, -1 for no adapter. Nothing changes if they are those of the last call."""
         if np.array_equal(slots, self._of_rows):
             return
         self.active = bool((slots >= 0).any())

@@ -452,7 +452,7 @@ _FORMATS = {
     "bitsandbytes": "codes",
     "mxfp4": "codes",
 }
-"""Which module of `models.quantization` has the format of a `quant_method`."""
+"""Which module of `models.quantization` has the format of a `quant_method`; a plugin registers others."""
 
 
 def checkpoint_format(config: dict[str, Any]) -> Format:
@@ -461,14 +461,14 @@ def checkpoint_format(config: dict[str, Any]) -> Format:
     Raises:
         ValueError: a method or a setting that is not implemented; names it.
     """
-    method = config.get("quant_method")
-    if method not in _FORMATS:
-        raise ValueError(
-            f"quantization_config: quant_method={method!r} is not implemented; implemented: {', '.join(_FORMATS)}"
-        )
-    importlib.import_module(f"minivllm.models.quantization.{_FORMATS[method]}")
     from minivllm.models.quantization.formats import FORMATS
 
+    method = config.get("quant_method")
+    if method in _FORMATS:
+        importlib.import_module(f"minivllm.models.quantization.{_FORMATS[method]}")
+    if method not in FORMATS:
+        known = ", ".join({**_FORMATS, **FORMATS})
+        raise ValueError(f"quantization_config: quant_method={method!r} is not implemented; implemented: {known}")
     return FORMATS[method](config)
 
 

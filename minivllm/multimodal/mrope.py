@@ -14,12 +14,12 @@ Int64 = npt.NDArray[np.int64]
 
 
 def mrope_positions(features: Sequence[MultiModalFeatureSpec], num_tokens: int) -> tuple[Int64, int]:
-    """The positions of a prompt, [3, num_tokens], and how far ahead of a later token's place its position is (0 or less).
+    """The positions of a prompt, [3, num_tokens], and what is added to a later token's index to get its position (0 or less).
 
     Args:
-        features: those with a `grid` are pictures; others take positions as text does.
+        features: those with a `grid` are pictures; the tokens of others get positions as text does.
     """
-    positions, done, at = np.empty((3, num_tokens), np.int64), 0, 0  # tokens that have one, and the next position
+    positions, done, at = np.empty((3, num_tokens), np.int64), 0, 0  # next: tokens without one, the next position
     for feature in features:
         if feature.grid is None:
             continue
@@ -35,7 +35,7 @@ def mrope_positions(features: Sequence[MultiModalFeatureSpec], num_tokens: int) 
 
 
 class StepTokens(Protocol):
-    """What is asked of a step (`StepInputs` of the runtime)."""
+    """The fields of a step (`StepInputs` of the runtime) that `MRope` reads."""
 
     @property
     def request_ids(self) -> list[str]: ...
@@ -55,7 +55,7 @@ class MRope:
 
     Attributes:
         prompts: by request, [3, prompt tokens].
-        ahead: by request, what is added to the place of a token behind the prompt.
+        ahead: by request, what is added to the index of a token behind the prompt.
     """
 
     def __init__(self) -> None:

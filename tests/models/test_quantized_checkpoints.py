@@ -1,6 +1,7 @@
 """Quantized checkpoints of every format: logits against float64, memory, damaged files."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from minivllm.lora.linear import LoRAModel
 from minivllm.models.linear.grouped import StoredLinear
 from minivllm.models.linear.scaled import ScaledWeight
 from minivllm.models.loading import CheckpointError, load_model
+from minivllm.models.quantization import formats
 from minivllm.models.quantization.codes import BitsAndBytes
 from minivllm.models.quantization.formats import Parts
 from minivllm.runtime.executor import plan_engine
@@ -111,6 +113,20 @@ def test_the_plan_says_what_is_quantized_and_refuses_to_do_it_twice(folders):
     assert "what the checkpoint quantized (awq) is multiplied as it is" in plan.machine.linear_kernel_why
     with pytest.raises(ValueError, match=r"the checkpoint is quantized already \(awq\): leave out quantization"):
         plan_engine(EngineArgs(model=str(folder), device="cpu", quantization="int8_per_channel_weight_only"))
+
+
+def test_a_plugin_may_add_a_format(folders, tmp_path, monkeypatch):
+    """Under a `quant_method` that no module of the package knows."""
+    monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
+    folder = shutil.copytree(folders("awq")[0], tmp_path / "mine")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "mine"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="quant_method='mine' is not implemented; implemented: gptq, awq"):
+        decoder_of(folder)
+    formats.register_format("mine")(formats.AWQ)
+    got, want = logits_of(decoder_of(folder)), logits_of(decoder_of(folders("awq")[0]))
+    assert all(torch.equal(got[name], want[name]) for name in PROMPTS)
 
 
 def adapted(decoder):

@@ -113,7 +113,7 @@ FORMATS: dict[str, type[Format]] = {}
 
 
 def register_format(*names: str) -> Callable[[type[Format]], type[Format]]:
-    """Register a format under its `quant_method`. A decorator."""
+    """Register a format under its `quant_method`. A decorator, also for plugins."""
 
     def register(cls: type[Format]) -> type[Format]:
         FORMATS.update(dict.fromkeys(names, cls))
