@@ -133,7 +133,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Sequences:
-    """Whose tokens a recurrence takes through which states: S sequences, laid end to end.
+    """Which tokens update which states in a recurrence: S sequences, laid end to end.
 
     Attributes:
         read, write: int64 [S], the blocks of their states, before and after; -1 to read none.

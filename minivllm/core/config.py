@@ -682,7 +682,7 @@ class EngineArgs(_ModelArgs):
     quantization: str | None = _arg(None, "linear layers in fewer bits, made at load (int: on a CPU)", QUANTIZATIONS)
     quantization_config: dict[str, Any] | None = _arg(None, "of int4: group_size 32, 64 or 128 (as JSON)")  # noqa: RUF009
     speculative_config: dict[str, Any] | None = _arg(None, "of draft tokens (as JSON in a flag)")  # noqa: RUF009
-    kv_transfer_config: dict[str, Any] | None = _arg(None, "of a KV connector (as JSON in a flag)")  # noqa: RUF009
+    kv_transfer_config: dict[str, Any] | None = _arg(None, "settings of a KV connector (JSON on the command line)")  # noqa: RUF009
     enable_lora: bool = _arg(False, "let requests bring LoRA adapters")
     max_loras: int = _arg(1, "most different adapters in a step")
     max_lora_rank: int = _arg(16, "largest rank of an adapter")

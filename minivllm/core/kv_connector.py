@@ -211,7 +211,7 @@ OFFLOAD_POLICIES: dict[str, type[Any]] = {"lru": LRU, "arc": ARC}
 
 
 def take_extra(config: KVTransferConfig, **defaults: Any) -> dict[str, Any]:
-    """`kv_connector_extra_config` with defaults; `...` stands for one that must be given. Raises ValueError for others."""
+    """`kv_connector_extra_config` with defaults; a default of `...` marks a required field. Raises ValueError for missing and unknown fields."""
     given = config.kv_connector_extra_config
     if unknown := sorted(set(given) - set(defaults)):
         raise ValueError(
@@ -281,7 +281,7 @@ class SharedStorageConnector(KVConnector):
         self.clear()
 
     def clear(self) -> None:
-        """Blocks of the weights before stay for other engines; this one reads them no more."""
+        """Go on in a new folder. Blocks of the old weights stay for other engines; this one no longer reads them."""
         name = self.namespace if not self._resets else f"{self.namespace}-{os.getpid()}-{self._resets}"
         self.folder = os.path.join(self._root, name)
         self._resets += 1
@@ -312,7 +312,7 @@ CONNECTORS: dict[str, type[KVConnector]] = {
 
 
 def namespace_of(config: EngineConfig) -> str:
-    """The same for engines whose blocks are the same bytes: the files of the model, and all that the layout depends on."""
+    """A name that is equal for engines whose blocks hold the same bytes: a hash of the model's files and of all that the layout depends on."""
     args, path = config.args, Path(config.model.path)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     found = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]

@@ -76,7 +76,7 @@ class Scheduler(Recorder):
         policy: answers to the questions of taste; None for the one that `config.policy` names.
         preemption: `Recompute()` or `Swap(n)`; None takes `Swap` if `cache.num_cpu_blocks` is given.
         clock: where the time comes from.
-        connector: where else blocks may come from, and go to; None for nowhere.
+        connector: fetches blocks from a store beside the cache, and leaves blocks there; None for none.
         policy_timeout: seconds that a policy's answer may take; 0 for no limit, and no thread that watches.
 
     Attributes:
@@ -87,8 +87,8 @@ class Scheduler(Recorder):
         adapters: which LoRA adapter lies in which slot.
         encoder_cache: which encoder outputs are kept.
         trace: None, or a function that takes an event (see `record` and `subscribe`).
-        waits_for_tokens: a request whose newest token is in flight does not run until it is there, and one that was preempted meanwhile
-            is not admitted. Pipeline stages need that: a step begins in a stage that does not sample.
+        waits_for_tokens: a request whose newest token is in flight is not scheduled until that token has arrived, and one that was preempted meanwhile
+            is not admitted. Pipeline stages need this: the first stage does not sample, so it must be given that token before the next step begins.
     """
 
     def __init__(

@@ -311,7 +311,7 @@ REASONS = {
     "no_blocks": "too few KV blocks were free",
     "after_preemption": "a running request had just lost its blocks; nobody is admitted in such a step",
     "max_num_partial_prefills": "as many prompts were half done as max_num_partial_prefills allows",
-    "in_flight": "it was preempted while a step with it was under way, whose token must come first",
+    "in_flight": "it was preempted during a step, and the token of that step has not arrived yet",
     "max_loras": "as many adapters were in use as max_loras allows",
     "encoder_budget": "the encoder had computed as much in this step as max_num_encoder_input_tokens allows",
     "encoder_cache": "the encoder outputs in use left no room for another in encoder_cache_size",

@@ -190,10 +190,10 @@ class EngineCore:
         return outputs
 
     def step_pipelined(self) -> list[EngineCoreOutput]:
-        """Begin one step; if every pipeline stage has one by then, or nothing more can run, wait for the oldest. Raises as `step`.
+        """Begin one step. If then every pipeline stage has a step, or nothing more can run, wait for the oldest one. Raises as `step`.
 
-        A request takes part in one of them at a time, but for chunks of its prompt: its next token is not known. So the requests fall
-        into as many batches as there are stages (vLLM's batch queue).
+        A request is in one step at a time, since its next token is not known earlier; only chunks of a prompt can be in several. So the requests form
+        as many batches as there are stages (vLLM's batch queue).
         """
         if self._compiling.waiting:
             self._admit_compiled()

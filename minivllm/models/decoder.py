@@ -290,7 +290,7 @@ class Decoder(Module):
         return self._run_stage(x, len(token_ids), context)
 
     def _run_stage(self, x: Tensor | None, tokens: int, context: ForwardContext) -> Tensor:
-        """The layers of one stage; hidden states after the last norm in the last one, else what it hands on. x: of the first."""
+        """Run the layers of one stage. Returns hidden states, in the last stage after the final norm. x: the embeddings in the first stage, None in the others."""
         stage = self.stage
         residual: Tensor | None = None
         if x is None:

@@ -117,11 +117,11 @@ class TensorGroup:
         return torch.cat(parts, -1)
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of the flags a rank has set."""
+        """For each flag, whether any rank has set it."""
         return [bool(flag) for flag in self._most(flags)]
 
     def largest(self, number: int) -> int:
-        """The largest that a rank brings."""
+        """The largest of the ranks' numbers."""
         return self._most([number])[0]
 
     def _most(self, numbers: Sequence[int]) -> list[int]:

@@ -28,13 +28,13 @@ def decode_wav(data: bytes) -> tuple[Samples, int]:
     while at + 8 <= len(data):
         name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
         body = data[at + 8 : at + 8 + size]
-        if len(body) < size and (name, size) != (b"data", 0xFFFFFFFF):  # that size is written by who cannot seek
+        if len(body) < size and (name, size) != (b"data", 0xFFFFFFFF):  # else streamed: of unknown size
             raise MediaError("the WAV file is cut off")
         if name == b"fmt ":
             form = _read_form(body)
         if name == b"data":
             if form is None:
-                raise MediaError("the WAV file says nothing of its form")
+                raise MediaError("the WAV file has no format (fmt chunk) before its samples")
             (kind, bits, channels), rate = form
             return _to_floats(body, kind, bits, channels), rate
         at += 8 + size + size % 2
@@ -87,7 +87,7 @@ def as_audio(value: Any, rate: int, most: int) -> Samples:
 
     Args:
         value: an array of floats in -1..1 or of int16, [n]; (array, samples a second); or the path of a WAV file.
-        rate: samples a second that the model hears; those of an array that comes alone.
+        rate: the model's samples a second, also assumed for an array that comes without a rate.
         most: samples at that rate that it can hear.
 
     Raises:

@@ -87,5 +87,5 @@ def decode_tensor(text: str, name: str) -> Tensor:
     if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
         raise ValueError(f"{name} must be one dense tensor, got {type(value).__name__}")
     if value.numel() * value.element_size() > len(data):
-        raise ValueError(f"{name} of shape {list(value.shape)} stands for more numbers than it brings")
+        raise ValueError(f"{name} of shape {list(value.shape)} has more elements than the data that came with it")
     return value

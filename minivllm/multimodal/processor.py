@@ -156,11 +156,11 @@ class MediaProcessor:
         tokenizer: of the model.
         limits: most inputs of a prompt by modality, {"image": n}.
         cache_bytes: of processed inputs to keep.
-        take_embeds: what the encoder gave may come in the place of what it reads.
+        take_embeds: accept embeddings that an encoder has computed already, in place of pictures or clips.
 
     Attributes:
         hits: inputs that were found in the cache.
-        pictures: kept by identifier for who shows them, while it is a dictionary; see `LLMEngine.record`.
+        pictures: the pictures by identifier, for views that show them; None while they are not kept. See `LLMEngine.record`.
     """
 
     def __init__(

@@ -290,7 +290,7 @@ class ModelRunner:
         return pending
 
     def learn(self, tokens: Mapping[str, list[int]]) -> None:
-        """In a pipeline stage before the last: the newest token of each request, which the last stage has sampled."""
+        """Store the newest token of each request, which the last pipeline stage has sampled. For the stages before it."""
         for request_id, new in tokens.items():
             if (row := self.batch.row_of.get(request_id)) is not None:
                 rows = np.array([row])

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 logger = logging.getLogger("minivllm.serving")
 
-_ONE_ANSWER = (
+_NOT_FOR_PREFILL = (
     "stream_options",
     "n",
     "best_of",
@@ -30,7 +30,7 @@ _HOP = {"host", "content-length", "connection", "transfer-encoding", "keep-alive
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
     """The request that computes a prompt and one token, of which nothing is kept but the blocks."""
-    kept = {name: value for name, value in body.items() if name not in _ONE_ANSWER}
+    kept = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
     return kept | {"max_tokens": 1, "stream": False}
 
 
@@ -68,7 +68,7 @@ def _passed_on(request: Request) -> dict[str, str]:
 
 
 async def _prefill(client: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
-    """Have the prompt computed. An error is the decode server's to say, or no error there."""
+    """Have the prompt computed. Errors are only logged: if the request itself is wrong, the decode server will say so."""
     headers = {name: value for name, value in headers.items() if name != "content-type"}
     try:
         answer = await client.post(path, json=body, headers=headers)
@@ -106,10 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--decode", required=True, help="URL of the server that answers")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--prefill-timeout", type=float, default=300.0, help="seconds to wait for a prompt's blocks")
     args = parser.parse_args(argv)
-    waits = httpx.Timeout(None, connect=10.0)
-    clients = [httpx.AsyncClient(base_url=url, timeout=waits) for url in (args.prefill, args.decode)]
-    uvicorn.run(make_proxy(*clients), host=args.host, port=args.port)
+    prefill = httpx.AsyncClient(base_url=args.prefill, timeout=httpx.Timeout(args.prefill_timeout, connect=10.0))
+    decode = httpx.AsyncClient(base_url=args.decode, timeout=httpx.Timeout(None, connect=10.0))
+    uvicorn.run(make_proxy(prefill, decode), host=args.host, port=args.port)
     return 0
 
 

@@ -1,5 +1,6 @@
 """The proxy of disaggregated prefill: what each server is asked, and that the prefill server may be dead."""
 
+import asyncio
 import json
 
 import httpx
@@ -64,6 +65,15 @@ async def test_a_prefill_server_that_fails_costs_no_request(dead):
     async with ask(make_proxy(stub([]), gone)) as client:
         answer = await client.post("/v1/completions", content=json.dumps({"prompt": "x"}))
         assert answer.status_code == 502 and "decode server cannot be reached" in answer.json()["error"]["message"]
+
+
+async def test_a_prefill_server_that_does_not_answer_costs_its_timeout():
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    hung = httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=0.2)
+    asked = []
+    async with ask(make_proxy(hung, stub(asked))) as client:
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200 and len(asked) == 1
+    server.close()
 
 
 @pytest.mark.slow

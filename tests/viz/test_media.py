@@ -74,7 +74,7 @@ def test_a_block_with_media_lacks_a_corner(trace, open_page, tmp_path):
     page.get_by_label("block number to pin").fill(str(tables["one"][3]))
     page.keyboard.press("Enter")
     assert "image, 3 tokens of 10" in page.locator("aside").inner_text()
-    assert "with tokens of a picture or the like" in page.locator(".mv-card").inner_text()
+    assert "holds tokens of a picture or clip" in page.locator(".mv-card").inner_text()
 
 
 def test_chunks_with_media_are_marked_and_told(trace, open_page, tmp_path):

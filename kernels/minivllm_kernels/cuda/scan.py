@@ -15,7 +15,7 @@ THREADS = 128
 
 @device
 def kept(log_decay):
-    """e to the power of it."""
+    """The share of a state that is kept: e**log_decay, by the hardware's exp2."""
     return exp2(log_decay * f32(LOG2E))
 
 

@@ -46,7 +46,7 @@ def read_dt_limit(r: ConfigReader, name: str = "time_step_limit") -> tuple[float
 
 
 def _skip(r: ConfigReader, *names: str) -> None:
-    """Fields that change nothing here: how to initialise, how to round and cut, and what other fields say, too."""
+    """Read fields that change nothing here: initialisation, rounding and clamping, and repeats of other fields."""
     for name in names:
         r.get(name)
 

@@ -63,7 +63,7 @@ class LinearMethod(Module):
         return self
 
     def together(self, methods: "Sequence[LinearMethod]") -> "GroupedLinear | None":
-        """What multiplies with the weights of all `methods`, which are of one shape, in one launch; None if nothing can."""
+        """A function that multiplies with the weights of all `methods` (of one shape) in one launch; None if there is no such kernel."""
         return None
 
     @property
@@ -83,7 +83,7 @@ class LinearMethod(Module):
 
 
 class GroupedLinear(Protocol):
-    """Rows sorted by layer, [T, inputs], and the end of each layer's rows, int32 [layers], to [T, outputs]."""
+    """Multiplies with several weights at once: rows [T, inputs], sorted by weight, and the end of each weight's rows, int32 [weights], to [T, outputs]."""
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor: ...
 

@@ -186,7 +186,7 @@ class MoE(Mixer):
         self.grouped = groups_experts(builder) and spec.held is None
         self.stacked: list[Tensor] = []
         self.loads: list[Tensor] | None = None
-        self._found: list[Any] = [-1, []]  # at which `generation`, which `_grouped_linears`
+        self._found: list[Any] = [-1, []]  # the `generation` of the last look-up, and the `_grouped_linears` found then
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""

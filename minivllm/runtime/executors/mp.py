@@ -229,7 +229,7 @@ class Workers:
         return f"worker {rank} of {self.size} (process {process.pid}) {how}"
 
     def _fail(self, error: BaseException) -> None:
-        """The end: no worker goes on, and nobody waits any longer. Only the first error counts."""
+        """Kill all workers, and give the error to every waiting call. Only the first error counts."""
         self._broadcast.closed = True
         with self._lock:
             if self.failure is not None:
@@ -338,7 +338,7 @@ class MultiprocExecutor:
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
         tokens = dict(self._tokens)
-        self._tokens.clear()  # and not another one: results that are still to come are put into it
+        self._tokens.clear()  # cleared, not replaced: steps in flight will put their tokens into this dict
         future = self.workers.call("execute_model", [output, tokens], ranks=[self.output_rank], fatal=True)
         wait = functools.partial(self.workers.wait, future, "execute_model", self._step_timeout)
         return StepResult(wait, self._log, self._tokens_of_steps())
@@ -348,7 +348,7 @@ class MultiprocExecutor:
 
     @property
     def output_rank(self) -> int:
-        """Sends the results of steps: the first rank of the last stage, of which every rank has them."""
+        """The rank that sends the results of steps: the first one of the last stage (all ranks of that stage have them)."""
         args = self.config.args
         return args.world_size - args.tensor_parallel_size
 

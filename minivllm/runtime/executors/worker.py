@@ -175,7 +175,7 @@ class Worker:
     def execute_model(
         self, output: SchedulerOutput, tokens: Mapping[str, list[int]]
     ) -> tuple[ModelRunnerOutput, SampleLog]:
-        """Execute a step; with what `keep_samples` asked for. tokens: sampled since the last one, for the stages that did not sample."""
+        """Execute a step. Returns its samples too, if `keep_samples` asked for them. tokens: those sampled since the last call, for stages that do not sample."""
         assert self.runner is not None
         if not self.stage.is_last:
             self.runner.learn(tokens)

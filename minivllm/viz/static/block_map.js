@@ -67,7 +67,7 @@ class BlockMap {
     const labels = [...LABELS];
     if (this.header.groups.length > 1) labels[kinds.push([Look.ELSEWHERE, "free"]) - 1] = "of another group";
     if (this.header.states.length) labels[kinds.push([Look.STATE, "owner-0"]) - 1] = "a state, overwritten by every step";
-    if (this.header.media !== null) labels[kinds.push([Look.USED, "owner-0", true]) - 1] = "with tokens of a picture or the like";
+    if (this.header.media !== null) labels[kinds.push([Look.USED, "owner-0", true]) - 1] = "holds tokens of a picture or clip";
     this.swatches = kinds.map(([look, name, media]) => swatch(14, 14, (c) => this.paintSwatch(c, look, name, media)));
     this.legend = makeLegend(this.swatches.map((canvas, i) => ({ label: labels[i], swatch: canvas })));
     this.select = h("select", { class: "mv-select", "aria-label": "request whose block table is shown", onchange: () => this.choose(this.select.value || null), onpointerdown: () => this.fillSelect(), onfocus: () => this.fillSelect() });
