@@ -82,7 +82,7 @@ class Stage:
         self._sent = dist.isend(both, self.behind), both  # which must live until it has arrived
 
     def receive(self, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """What the stage before has sent. like: [*, hidden_size], of the dtype and device."""
+        """What the stage before has sent. like: `[*, hidden_size]`, of the dtype and device."""
         both = like.new_empty(2, tokens, like.shape[-1])
         dist.recv(both, self.before)
         return both[0], both[1]
