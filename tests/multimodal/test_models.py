@@ -80,6 +80,8 @@ CACHE = {
     "idefics3": 20,
     "qwen2_5_vl": 26,
     "qwen2_audio": 26,
+    "llava-siglip": 20,
+    "smolvlm": 20,
 }  # embeddings: room for one input
 BLOCKS = {  # and the longest length that they hold
     "llava": (21, 144),
@@ -87,6 +89,8 @@ BLOCKS = {  # and the longest length that they hold
     "idefics3": (34, 240),
     "qwen2_5_vl": (21, 160),
     "qwen2_audio": (21, 144),
+    "llava-siglip": (21, 144),
+    "smolvlm": (34, 240),
 }
 SETTINGS = {
     "chunks": {"max_num_batched_tokens": 36, "long_prefill_token_threshold": 5},
@@ -103,7 +107,11 @@ LEAST = ("chunks", "a full encoder cache", "preemption")
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [(name, settings) for name in BLOCKS for settings in (LEAST if name.startswith("qwen") else SETTINGS)],
+    [
+        (name, settings)
+        for name in BLOCKS
+        for settings in (SETTINGS if name in ("llava", "gemma3", "idefics3") else LEAST)
+    ],
 )
 def test_however_it_is_scheduled(name, settings, folder):
     changes = dict(SETTINGS[settings])
