@@ -12,6 +12,7 @@ import numpy.typing as npt
 from minivllm.multimodal.images import MediaError
 
 Samples = npt.NDArray[np.float32]
+LOUDEST = 1000  # files of floats may go beyond full scale, but not without end
 RATES = range(1_000, 384_001)  # samples a second that are taken
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 
@@ -115,6 +116,6 @@ def as_audio(value: Any, rate: int, most: int) -> Samples:
             f"the clip lasts {seconds:.1f} seconds; this model hears at most {most / rate:g}: cut it into several"
         )
     floats = samples.astype(np.float32) / np.float32(2**15 if samples.dtype.kind == "i" else 1)
-    if not np.isfinite(floats).all():
-        raise MediaError("the clip has samples that are not finite")
+    if not (np.abs(floats) <= LOUDEST).all():  # nor for NaN
+        raise MediaError(f"the clip has samples that are not finite, or beyond {LOUDEST:,}; full scale is 1")
     return resample(floats, int(given), rate)

@@ -8,6 +8,7 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,14 +114,19 @@ class MediaConnector:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         if not addresses or not all(is_public(str(address)) for address in addresses):
             raise MediaError(f"{host!r} is an address of a private network")
-        connection = http.client.HTTPConnection(host, port)
+        connection, watch = http.client.HTTPConnection(host, port), None
         try:
             sock = socket.create_connection((str(min(addresses, key=str)), port), timeout=_left(deadline))
             connection.sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host) if secure else sock
+            watch = threading.Timer(_left(deadline), sock.shutdown, [socket.SHUT_RDWR])  # a timeout is of one read only
+            watch.daemon = True
+            watch.start()
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", target, headers={"User-Agent": "minivllm", "Accept": "image/*"})
             return self._read(connection, deadline)
         finally:
+            if watch is not None:
+                watch.cancel()
             connection.close()
 
     def _read(self, connection: http.client.HTTPConnection, deadline: float) -> bytes | str:
@@ -138,6 +144,7 @@ class MediaConnector:
             left = _left(deadline)
             if connection.sock is not None:
                 connection.sock.settimeout(left)
+        _left(deadline)  # at which the watch ends the connection, and what has come so far would look whole
         return bytes(data)
 
 

@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import io
+import pickletools
 import zipfile
 from typing import Any
 
@@ -18,6 +19,9 @@ from minivllm.core.encoder_cache import MultiModalFeatureSpec, PlaceholderRange
 PIECE = 256  # rows of a piece, at most
 
 
+MAX_EMBEDDING = 65_504  # the largest float16: a model of any dtype can take it
+
+
 def check_embeds(value: Any, hidden_size: int | None, name: str) -> np.ndarray:
     """Embeddings as float32 [n, hidden_size], in memory of their own.
 
@@ -26,7 +30,7 @@ def check_embeds(value: Any, hidden_size: int | None, name: str) -> np.ndarray:
         name: for messages.
 
     Raises:
-        TypeError, ValueError: it is something else, or not finite.
+        TypeError, ValueError: it is something else, not finite, or beyond `MAX_EMBEDDING`.
     """
     if hasattr(value, "detach"):  # a torch tensor, maybe bfloat16, which numpy does not know
         value = value.detach().cpu()
@@ -38,8 +42,8 @@ def check_embeds(value: Any, hidden_size: int | None, name: str) -> np.ndarray:
     if rows.ndim != 2 or not len(rows) or rows.shape[1] != hidden_size:
         raise ValueError(f"{name} must have shape [at least 1, {hidden_size}], got {list(value.shape)}")
     rows = np.array(rows, np.float32, order="C")
-    if not np.isfinite(rows).all():
-        raise ValueError(f"{name} has values that are not finite")
+    if not (np.abs(rows) <= MAX_EMBEDDING).all():  # nor for NaN
+        raise ValueError(f"{name} has values that are not finite, or beyond {MAX_EMBEDDING:,}")
     return rows
 
 
@@ -63,6 +67,23 @@ def embeds_prompt(
     return [0] * len(rows), tuple(embeds_feature(rows[at : at + size], at, "prompt_embeds") for at in pieces)
 
 
+def _check_pickle(data: bytes) -> None:
+    """Raises ValueError for a name that no plain tensor's pickle has: `weights_only` also allows what takes memory, such as `bytearray`."""
+    for opcode, value, _ in pickletools.genops(data):
+        if opcode.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"):
+            raise ValueError(f"it must be one dense tensor, and its pickle uses {opcode.name}")
+        if opcode.name == "GLOBAL":
+            module, _, name = str(value).partition(" ")
+            known = module == "torch" and (
+                name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype)
+            )
+            if not known and value not in _NAMES:
+                raise ValueError(f"it must be one dense tensor, and its pickle names {module}.{name}")
+
+
+_NAMES = ("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3", "torch.storage UntypedStorage", "collections OrderedDict")  # fmt: skip
+
+
 def decode_tensor(text: str, name: str) -> Tensor:
     """A tensor that `torch.save` wrote, in base64, as vLLM's clients send it. It may come from anyone: nothing in it is run
     (`weights_only`), and no more memory is taken than it brings.
@@ -78,13 +99,17 @@ def decode_tensor(text: str, name: str) -> Tensor:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise ValueError("it is compressed")
+            for entry in archive.infolist():
+                if entry.filename.endswith("data.pkl"):
+                    _check_pickle(archive.read(entry))
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except binascii.Error as error:
         raise ValueError(f"{name} is not base64: {error}") from None
     except Exception as error:  # noqa: BLE001 - what a reader of foreign bytes raises is not ours to know
         why = str(error).partition("\n")[0][:200]
         raise ValueError(f"{name} is no tensor that torch.save wrote: {why}") from None
-    if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+    views = isinstance(value, Tensor) and (value.is_nested or value.is_quantized or value.is_neg() or value.is_conj())
+    if type(value) is not Tensor or views or value.layout is not torch.strided or value.device.type != "cpu":
         raise ValueError(f"{name} must be one dense tensor, got {type(value).__name__}")
     if value.numel() * value.element_size() > len(data):
         raise ValueError(f"{name} of shape {list(value.shape)} has more elements than the data that came with it")

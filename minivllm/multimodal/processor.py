@@ -5,6 +5,7 @@
 import hashlib
 import json
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,6 +138,8 @@ def qwen2_audio_rules(config: dict[str, Any], tokenizer: Any, placeholder: str) 
     return Rules(placeholder, count, lambda data, run: run, lambda run: run, options, inputs)
 
 
+MAX_RATIO = 200  # of the sides of a picture
+
 RULES = {
     "llava": llava_rules,
     "gemma3": gemma3_rules,
@@ -190,6 +193,7 @@ class MediaProcessor:
         settings = json.dumps(self.reader.to_dict(), sort_keys=True, default=str)
         self._salt = hashlib.sha256(f"{path} {settings}".encode()).digest()
         self._cache: OrderedDict[str, Item] = OrderedDict()
+        self._lock = threading.Lock()
         self._room = self._cache_bytes = cache_bytes
 
     def load(self, data: Any) -> list[Item]:
@@ -260,20 +264,28 @@ class MediaProcessor:
             content, how = sound.tobytes(), {"raw_speech": sound, "sampling_rate": rate}
         else:
             picture = as_image(value)
+            if max(picture.size) > MAX_RATIO * min(picture.size):  # a processor may enlarge the short side to hundreds
+                width, height = picture.size
+                raise MediaError(
+                    f"the picture has {width} x {height} pixels; one side may have at most {MAX_RATIO} times the other's"
+                )
             content, how = repr(picture.size).encode() + picture.tobytes(), {"images": [picture]}
         name = hashlib.sha256(self._salt + content).hexdigest()
         if self.pictures is not None and "images" in how:
             self.pictures.setdefault(name, picture)
-        if name in self._cache:
-            self._cache.move_to_end(name)
-            self.hits += 1
-            return self._cache[name]
+        with self._lock:  # requests are read in several threads
+            if name in self._cache:
+                self._cache.move_to_end(name)
+                self.hits += 1
+                return self._cache[name]
         made = self.reader(return_tensors="np", **how, **self.rules.options)
         item = self._made(name, {key: np.asarray(array) for key, array in made.items()})
-        self._cache[name] = item
-        self._room -= item.nbytes
-        while self._room < 0:
-            self._room += self._cache.popitem(last=False)[1].nbytes
+        with self._lock:
+            if name not in self._cache:  # else another thread has had it processed meanwhile
+                self._cache[name] = item
+                self._room -= item.nbytes
+            while self._room < 0:
+                self._room += self._cache.popitem(last=False)[1].nbytes
         return item
 
     def _made(self, name: str, arrays: Mapping[str, np.ndarray]) -> Item:

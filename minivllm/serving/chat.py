@@ -77,11 +77,11 @@ def render_chat(
     template = ""
     if chat_template is not None or tokenizer.chat_template:
         template = str(tokenizer.get_chat_template(chat_template, tools=definitions))
-    plain = _with_media(plain, marker, _uses(template, modality))
     if not _uses(template, "tool_calls"):
         plain = show_calls(plain, form)
     if tools is not None and not _uses(template, "tools"):
         plain, definitions = show_tools(plain, tools, form), None
+    plain = _with_media(plain, marker, _uses(template, modality))
     options = {**options, "chat_template": chat_template, "tools": definitions, **(template_kwargs or {})}
     text = _render(tokenizer, plain, options)
     _log_left_out(tokenizer, plain, options, template, text)
@@ -197,8 +197,11 @@ def render_request(
         return {"prompt": text, "prompt_token_ids": list(encode(text))}
     if given is None:
         raise ApiError(400, "messages: pictures and clips are not supported here", param="messages")
-    items = media.load(given)
-    expanded = media.expand(text, items)
+    try:
+        items = media.load(given)
+        expanded = media.expand(text, items)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from None
     engine.input_processor.check_characters(expanded)
     token_ids = list(encode(expanded))
     return {"prompt": text, "prompt_token_ids": token_ids, "mm_features": media.place(token_ids, items)}
@@ -272,6 +275,9 @@ def fetch_media(body: ChatCompletionRequest, state: ServerState) -> dict[str, li
     )
     if parts and media is None:
         raise ApiError(400, f"{parts[0][1].type}: this model reads text alone", param="messages")
+    if len(parts) > (limit := state.llm.config.scheduler.max_model_len):  # before any is decoded
+        message = f"messages: {len(parts)} pictures and clips are too many for max_model_len={limit}: each has a token at least"
+        raise ApiError(400, message, param="messages", code="context_length_exceeded")
     for kind, most in (media.limits if media is not None else {}).items():
         if (count := sum(part.modality == kind for _, part in parts)) > most:
             raise ApiError(400, f"messages: {count} {kind}s; at most {most} are allowed", param="messages")

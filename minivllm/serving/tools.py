@@ -211,8 +211,16 @@ def show_tools(messages: list[dict[str, Any]], use: ToolUse, form: CallFormat) -
     )
     first = messages[0]
     if first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+        return [{**first, "content": _joined(first["content"], f"\n\n{text}")}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def _joined(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Contents of messages one after the other: text, or parts if one of them has parts."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(map(str, contents))
+    listed = ([{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents)
+    return [part for parts in listed for part in parts]
 
 
 def show_calls(messages: list[dict[str, Any]], form: CallFormat) -> list[dict[str, Any]]:
@@ -222,10 +230,11 @@ def show_calls(messages: list[dict[str, Any]], form: CallFormat) -> list[dict[st
         if message.get("tool_calls"):
             made = [call["function"] for call in message["tool_calls"]]
             text = form.write([Call(f["name"], json.dumps(f["arguments"], ensure_ascii=False)) for f in made])
-            text = "\n".join(part for part in (message["content"], text) if part)
-            shown.append({"role": "assistant", "content": text})
+            content = message["content"]
+            shown.append({"role": "assistant", "content": _joined(content, f"\n{text}") if content else text})
         elif message["role"] == "tool":
-            shown.append({"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"})
+            content = _joined("<tool_response>\n", message["content"], "\n</tool_response>")
+            shown.append({"role": "user", "content": content})
         else:
             shown.append(message)
     return shown

@@ -65,8 +65,9 @@ BAD = {
     "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no picture in one of the formats"),
     "truncated png": (saved(Image.effect_noise((64, 64), 50), "PNG")[:900], "damaged or cut off"),
     "truncated jpeg": (saved(Image.effect_noise((64, 64), 50), "JPEG")[:400], "damaged or cut off"),
-    "animated gif": (saved(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "3 frames"),
-    "animated webp": (saved(FRAMES[0].convert("RGB"), "WEBP", save_all=True, append_images=FRAMES[1:2]), "2 frames"),
+    "animated gif": (saved(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "several frames"),
+    "animated webp": (saved(FRAMES[0].convert("RGB"), "WEBP", save_all=True, append_images=FRAMES[1:2]), "several frames"),
+    "pages": (saved(FRAMES[0], "TIFF", save_all=True, append_images=FRAMES[1:2]), "several frames"),
     "bomb": (bomb(), "too large|40000 x 40000 pixels"),
     "float tiff": (saved(Image.new("F", (2, 2)), "TIFF"), "mode 'F'"),
 }  # fmt: skip
@@ -77,6 +78,23 @@ def test_bad_pictures_are_refused_by_name(name):
     data, words = BAD[name]
     with pytest.raises(MediaError, match=words):
         decode_image(data)
+
+
+def test_the_first_picture_of_a_phones_file_is_the_picture():
+    data = saved(FRAMES[0], "MPO", save_all=True, append_images=FRAMES[1:2])
+    red, green, _ = decode_image(data).getpixel((0, 0))
+    assert red > 200 and green < 50
+
+
+@pytest.mark.parametrize("tag", [256, 259, 282])
+def test_exif_of_the_wrong_kind_is_no_error_of_ours(tag):
+    """A text where a number belongs, and an orientation that wants the picture turned."""
+    entries = struct.pack("<HHI4s", tag, 2, 2, b"a\0\0\0") + struct.pack("<HHIHH", 274, 3, 1, 6, 0)
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + entries + bytes(4)
+    try:
+        assert decode_image(saved(Image.new("RGB", (8, 4)), "JPEG", exif=exif)).size in ((4, 8), (8, 4))
+    except MediaError as error:
+        assert "damaged" in str(error)
 
 
 def test_the_limit_of_pixels_is_checked_before_decoding():

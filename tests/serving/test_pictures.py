@@ -175,6 +175,13 @@ def zipped(value, file):
             new.writestr(entry.filename, old.read(entry))
 
 
+def room(_, file):
+    """A file of some hundred bytes that asks for a gigabyte."""
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02cbuiltins\nbytearray\nJ" + (10**9).to_bytes(4, "little") + b"\x85R.")
+        archive.writestr("a/version", "3")
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -186,9 +193,13 @@ def zipped(value, file):
         (tensor([torch.zeros(3, 64)]), "must be one dense tensor, got list"),
         (tensor(torch.eye(64).to_sparse()), "must be one dense tensor"),
         (tensor(torch.zeros(1, 64, device="meta")), "must be one dense tensor"),
-        (tensor(torch.zeros(1).expand(10**9, 64)), "more numbers than it brings"),
+        (tensor(torch.zeros(1).expand(10**9, 64)), "more elements than the data"),
         (tensor(torch.zeros(3, 64, dtype=torch.int64)), "of floats"),
         (tensor(torch.zeros(3, 8)), "must have shape"),
+        (tensor(b"", room), "pickle names builtins.bytearray"),
+        (tensor(torch._neg_view(torch.ones(3, 64))), "must be one dense tensor"),
+        (tensor(torch.nested.nested_tensor([torch.zeros(3, 64)])), "must be one dense tensor"),
+        (tensor(torch.full((3, 64), 1e5)), "beyond 65,504"),
         (tensor(torch.full((3, 64), torch.nan)), "not finite"),
         (tensor(torch.zeros(257, 64)), "max_model_len=256"),
     ],
@@ -235,8 +246,9 @@ FRAMES = [Image.new("RGB", (4, 4), colour) for colour in ("red", "green")]
 BAD = [
     ((url(b"text"),), "no picture in one of the formats"),
     ((url(saved(picture(0))[:200]),), "damaged or cut off"),
-    ((url(saved(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:])),), "2 frames"),
+    ((url(saved(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:])),), "several frames"),
     ((url(saved(Image.new("L", (400, 300)))),), "400 x 300 pixels; at most 100,000"),
+    ((url(saved(Image.new("L", (1, 4000)))),), "1 x 4000 pixels; one side may have at most 200 times"),
     (("http://169.254.169.254/latest/meta-data",), "--allowed-media-domains"),
     (("http://127.0.0.1:9/x.png",), "an address of a private network"),
     (("file:///etc/passwd",), "not one of the folder"),
@@ -248,7 +260,22 @@ BAD = [
 def test_bad_pictures_get_400_and_nothing_else_happens(server, part, words):
     with pytest.raises(openai.BadRequestError, match=words) as caught:
         ask(server, parts("look", part))
-    assert caught.value.param == "messages[0]"
+    assert caught.value.param.startswith("messages")
+
+
+def test_calls_and_results_are_text_beside_pictures(server):
+    """The template lists parts and knows no tools: calls and results are written as text, pictures in a result stay pictures."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    head = [{"role": "user", "content": "u"}, {"role": "assistant", "tool_calls": [call]}]
+    shown = []
+    for result in ("42", parts("see", (url(saved(picture(0))),))):
+        messages = [*head, {"role": "tool", "tool_call_id": "c", "content": result}]
+        answer = server.client().chat.completions.create(
+            model="tiny", messages=messages, **HOW | {"extra_body": {"return_token_ids": True}}
+        )
+        shown.append(answer.usage.prompt_tokens)
+        assert answer.choices[0].finish_reason == "length"
+    assert shown[1] > shown[0] + 3
 
 
 def test_counts_and_other_media_are_refused_by_name(server):
