@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Mapping
 from hashlib import sha256
@@ -20,7 +21,7 @@ from minivllm.core.request import Request
 Key = tuple[int, bytes]  # a block's name: its KV cache group and its hash
 
 
-class KVConnector:
+class KVConnector(ABC):
     """The scheduler side of a connector. A subclass says where blocks are: `holds`, `place_to_load`, `place_to_save`, `forget`, `clear`.
 
     Args:
@@ -40,25 +41,25 @@ class KVConnector:
         self._new: dict[Key, int] = {}  # blocks that this step fills
         self._admitted: dict[str, tuple[int, list[tuple[Key, int]]]] = {}
 
+    @abstractmethod
     def holds(self, key: Key) -> bool:
         """Whether a block can be fetched. No side effects."""
-        raise NotImplementedError
 
+    @abstractmethod
     def place_to_load(self, key: Key) -> tuple[Any, ...]:
         """Where a held block lies, for the worker side. Counts as a use, for the order of eviction."""
-        raise NotImplementedError
 
+    @abstractmethod
     def place_to_save(self, key: Key) -> tuple[Any, ...] | None:
         """Where to put a block; None if it is stored already or is not to be stored. The first element differs for each place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forget(self, key: Key) -> None:
         """A block could not be loaded."""
-        raise NotImplementedError
 
+    @abstractmethod
     def clear(self) -> None:
         """Forget all: the weights have changed."""
-        raise NotImplementedError
 
     def note(self, event: tuple[Any, ...]) -> None:
         """Follow which blocks are filled, by an event of the cache (see `core.events`)."""
@@ -268,7 +269,7 @@ class OffloadingConnector(KVConnector):
 class SharedStorageConnector(KVConnector):
     """Blocks in files. Extra configuration: `shared_storage_path`, a folder; `max_bytes` of it all, or null for no limit.
 
-    Each rank has a file of its own for a block, `PATH.RANK`.
+    Each rank has its own file for a block, `PATH.RANK`.
     """
 
     def __init__(self, config: KVTransferConfig, block_size: int, num_groups: int, namespace: str) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import struct
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from minivllm.models.parallel import TensorGroup
 logger = logging.getLogger("minivllm.runtime")
 
 
-class ConnectorWorker:
+class ConnectorWorker(ABC):
     """The worker side of a connector. A subclass has `load` and `save`.
 
     Args:
@@ -44,13 +45,13 @@ class ConnectorWorker:
         self.rank = 0 if group is None else group.share.rank
         self.failures = 0
 
+    @abstractmethod
     def load(self, loads: Sequence[tuple[tuple[Any, ...], int]]) -> set[int]:
         """Fill blocks. Returns those that could not be."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save(self, saves: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
         """Keep blocks. One that cannot be kept is no error: it will be computed again."""
-        raise NotImplementedError
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> set[int]:
         """Before the layers run. Returns the blocks that could not be filled, on whatever rank."""

@@ -4,6 +4,7 @@ import base64
 import os
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -39,6 +40,13 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"x")
                 self.wfile.flush()
                 if stop.wait(0.05):
+                    break
+        elif self.path == "/headers":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+            for i in range(90):
+                self.wfile.write(b"X-%d: y\r\n" % i)
+                self.wfile.flush()
+                if stop.wait(0.1):
                     break
         else:
             self.send_error(404)
@@ -81,6 +89,13 @@ def test_data_urls():
     ):
         with pytest.raises(MediaError, match=words):
             connector.fetch(url)
+
+
+def test_the_deadline_holds_for_headers_that_come_one_by_one(connector, url):
+    begin = time.monotonic()
+    with pytest.raises(MediaError, match="cannot be fetched"):
+        connector.fetch(f"{url}/headers")
+    assert time.monotonic() - begin < 6  # all of them take 9 seconds
 
 
 def test_http_and_a_redirect_within_the_host(connector, url):

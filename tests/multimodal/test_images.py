@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from minivllm.multimodal.images import MediaError, as_image, decode_image
 
@@ -78,6 +78,15 @@ def test_bad_pictures_are_refused_by_name(name):
     data, words = BAD[name]
     with pytest.raises(MediaError, match=words):
         decode_image(data)
+
+
+def test_the_pages_of_a_tiff_are_not_counted(monkeypatch):
+    """That takes time which grows with the square of their number."""
+    monkeypatch.setattr(TiffImagePlugin.TiffImageFile, "n_frames", property(lambda self: 1 / 0))
+    with pytest.raises(MediaError, match="several frames"):
+        decode_image(BAD["pages"][0])
+    monkeypatch.undo()
+    assert decode_image(saved(FRAMES[0], "TIFF")).size == (4, 4)
 
 
 def test_the_first_picture_of_a_phones_file_is_the_picture():

@@ -1,6 +1,8 @@
 """Models that read pictures or hear equal transformers' own, whatever the scheduler does with them."""
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -281,3 +283,19 @@ def test_a_model_of_text_alone_says_so(tmp_path):
     llm = LLM(str(save_tiny_model("llama", tmp_path)), dtype="float32", max_model_len=64, num_gpu_blocks=20)
     with pytest.raises(ValueError, match="reads text alone"):
         llm.generate([{"prompt": "a", "multi_modal_data": {"image": Image.new("RGB", (4, 4))}}], PLAIN)
+
+
+def test_two_threads_with_one_picture_keep_it_once(shared, monkeypatch):
+    """Both miss the cache before either has put the picture there."""
+    made = shared("llava").llm_engine.input_processor.media
+    read, both = made.reader, threading.Barrier(2, timeout=10)
+
+    def reader(*args, **options):
+        both.wait()
+        return read(*args, **options)
+
+    monkeypatch.setattr(made, "reader", reader)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda image: made.load({"image": [image]})[0], [picture(77)] * 2)
+    assert first.identifier == second.identifier
+    assert made._room + sum(item.nbytes for item in made._cache.values()) == made._cache_bytes

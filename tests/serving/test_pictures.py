@@ -282,6 +282,8 @@ def test_counts_and_other_media_are_refused_by_name(server):
     one = (url(saved(picture(0))),)
     with pytest.raises(openai.BadRequestError, match="3 images; at most 2"):
         ask(server, parts(one, one, one))
+    with pytest.raises(openai.BadRequestError, match="257 pictures and clips are too many for max_model_len=256"):
+        ask(server, parts(*[one] * 257))
     half = (url(saved(Image.new("L", (250, 250)))),)
     with pytest.raises(openai.BadRequestError, match="at most 37,500"):
         ask(server, parts(half, half))

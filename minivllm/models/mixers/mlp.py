@@ -84,7 +84,7 @@ class GatedMLP(_Activated):
         return self.down(self.ops.gated_linear(x, self.gate_up, self.activation))
 
     def compute(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same with other matmuls in the places of its own, for instance those of several experts at once."""
+        """The same with other matmuls, for instance those of several experts at once."""
         return down(self.ops.gated_linear(x, gate_up, self.activation))
 
 

@@ -69,16 +69,16 @@ class Matmul:
             LAUNCHER.run(self.kernel, args, threads)
 
     def cut(self, threads: int, groups: int = 1) -> None:
-        """Set the work items, for so many threads and groups. Here they are always the same."""
+        """Set the work items, for this many threads and groups. Here they are always the same."""
 
     def reserve(self, args: "array[int]", rows: int, threads: int) -> None:
-        """Give a launch with these arguments the scratch memory for so many rows at most."""
+        """Give a launch with these arguments the scratch memory for at most this many rows."""
         size = -(-4 * (self.sum_floats + -(-rows // 8) * 8 * self.row_floats) // 64) * 64
         args[SCRATCH], args[SCRATCH_BYTES] = LAUNCHER.scratch(threads * size), size
 
 
 class GroupedMatmul:
-    """Matmuls by several weights of one shape, each for rows of its own, in one launch: the experts of a layer.
+    """Matmuls by several weights of one shape, each for its own rows, in one launch: the experts of a layer.
 
     Work items are those of all groups, so that threads share them equally however many rows each group has.
 
