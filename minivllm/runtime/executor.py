@@ -36,6 +36,7 @@ from minivllm.models.pooling import pooling_facts
 from minivllm.multimodal.encoder import TowerEncoder, load_encoder
 from minivllm.runtime.machine import (
     choose_device,
+    choose_sums,
     cpu_quota,
     has_native_bf16,
     limit_threads,
@@ -186,7 +187,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
     linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about, loaded.quantization)
     facts = with_drafter(facts, args, loaded, dtype.value)
-    machine = machine_facts(device, (backend.name, why), linear)
+    machine = machine_facts(device, (backend.name, why), linear, choose_sums(device, args))
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
 

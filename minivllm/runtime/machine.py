@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from minivllm.core.config import MachineFacts
+from minivllm.attention.numba_cuda import cuda_ops
+from minivllm.core.config import EngineArgs, MachineFacts
 from minivllm_kernels.cpu.features import chosen_level
 
 logger = logging.getLogger("minivllm.runtime")
@@ -114,8 +115,26 @@ def choose_device(asked: str) -> str:
     return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def machine_facts(device: str, attention: tuple[str, str], linear: tuple[str, str]) -> MachineFacts:
-    """What `core.config.resolve` wants to know of this machine. ``attention``, ``linear``: what was chosen, and why."""
+def choose_sums(device: str, args: EngineArgs) -> tuple[bool, str]:
+    """Whether the ranks that share a layer add up in each other's memory, and why."""
+    if device != "cuda" or args.tensor_parallel_size == 1:
+        return False, "no ranks on GPUs share a layer"
+    if args.disable_custom_all_reduce:
+        return False, "asked for: NCCL adds up"
+    try:
+        why = cuda_ops().peers_unsupported(args.world_size)
+    except ImportError as error:
+        why = str(error)
+    if why is not None:
+        return False, f"NCCL adds up: {why}"
+    most = cuda_ops().most_summed_bytes(args.tensor_parallel_size)
+    return True, f"the GPUs read each other's memory: one kernel adds up to {most >> 10} KiB, NCCL what is longer"
+
+
+def machine_facts(
+    device: str, attention: tuple[str, str], linear: tuple[str, str], sums: tuple[bool, str] = (False, "default")
+) -> MachineFacts:
+    """What `core.config.resolve` wants to know of this machine. ``attention``, ``linear``, ``sums``: what was chosen, and why."""
     free, total = torch.cuda.mem_get_info() if device == "cuda" else cpu_memory()
     return MachineFacts(
         device=device,
@@ -127,6 +146,8 @@ def machine_facts(device: str, attention: tuple[str, str], linear: tuple[str, st
         attention_backend_why=attention[1],
         linear_kernel=linear[0],
         linear_kernel_why=linear[1],
+        sums_by_peers=sums[0],
+        sums_by_peers_why=sums[1],
     )
 
 
