@@ -29,7 +29,7 @@ from minivllm.models.parallel import Share, Stage, TensorGroup
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import EnginePlan, load_decoder, measure_memory, read_model
 from minivllm.runtime.executors.broadcast import Frames, Ring
-from minivllm.runtime.machine import settle_vector_math
+from minivllm.runtime.machine import keep_freed_memory, settle_vector_math
 from minivllm.runtime.model_runner import ModelRunner
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
@@ -165,6 +165,7 @@ class Worker:
         config = replace(config, kv_cache=local)
         self.plan = replace(self.plan, config=config)
         assert self.plan.decoder is not None, "load_model comes first"
+        keep_freed_memory()  # not before the weights are loaded
         self.runner = ModelRunner(self.plan.decoder, self.plan.backend, config, (), self.grammar)  # type: ignore[arg-type]
 
     def keep_samples(self, on: bool) -> None:
