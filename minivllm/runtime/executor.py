@@ -39,6 +39,7 @@ from minivllm.runtime.machine import (
     choose_sums,
     cpu_quota,
     has_native_bf16,
+    keep_freed_memory,
     limit_threads,
     machine_facts,
     settle_vector_math,
@@ -281,6 +282,7 @@ class UniProcExecutor:
     ) -> None:
         self.config, self.kv_cache_config = plan.config, plan.config.kv_cache
         decoder = plan.decoder or load_decoder(plan)
+        keep_freed_memory()  # not before the weights are loaded
         self._runner: ModelRunner | None = ModelRunner(
             decoder, plan.backend, plan.config, transforms, grammar, make_encoder(plan)
         )

@@ -2,6 +2,7 @@
 
 # Generated from nbs/runtime/machine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import ctypes
 import logging
 import os
 import platform
@@ -73,7 +74,6 @@ def _read_number(path: Path) -> int | None:
 def _installed_memory() -> int:
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    import ctypes
 
     status = (ctypes.c_uint64 * 8)(
         64
@@ -91,6 +91,18 @@ def settle_vector_math() -> None:
         one = torch.ones(1, dtype=dtype)
         for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.tanh, torch.sqrt):
             function(one)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep memory that tensors give back, for those of the next step.
+
+    Otherwise it goes back to the system when many megabytes are free, and each step's first write to each page is a fault. Nothing
+    changes where the C library is not GNU's.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
+        mallopt(trim_threshold, 1 << 30)
+        mallopt(mmap_threshold, 1 << 25)  # the most that it takes
 
 
 _CPU_BF16 = ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16")

@@ -30,7 +30,7 @@ from minivllm.models.parallel import Adder, Share, Stage, TensorGroup
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import EnginePlan, load_decoder, measure_memory, read_model
 from minivllm.runtime.executors.broadcast import Frames, Ring
-from minivllm.runtime.machine import settle_vector_math
+from minivllm.runtime.machine import keep_freed_memory, settle_vector_math
 from minivllm.runtime.model_runner import ModelRunner
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
@@ -161,6 +161,7 @@ class Worker:
         config = replace(config, kv_cache=local)
         self.plan = replace(self.plan, config=config)
         assert self.plan.decoder is not None, "load_model comes first"
+        keep_freed_memory()  # not before the weights are loaded
         self.runner = ModelRunner(self.plan.decoder, self.plan.backend, config, (), self.grammar)  # type: ignore[arg-type]
 
     def _join(self, args: EngineArgs, machine: MachineFacts) -> TensorGroup:
