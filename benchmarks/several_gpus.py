@@ -215,7 +215,7 @@ def conversations(path: Path, most: int) -> list[tuple[list[int], float]]:
 async def serve(args: EngineArgs, asked: list[tuple[list[int], float]], seconds: float) -> dict[str, Any]:
     """Requests at the trace's moments, squeezed into so many seconds."""
     llm = AsyncLLM.from_engine_args(args, engine_in="process", warm=True)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
     begin, last = asked[0][1], asked[-1][1]
     firsts: list[float] = []
 
