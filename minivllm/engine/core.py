@@ -54,6 +54,7 @@ class EngineCore:
             preemption = Swap(config.cache.num_cpu_blocks) if swaps else Recompute()
         self.executor, self.grammar, self.clock = executor, grammar, clock or WallClock()
         self._remote = getattr(executor, "is_remote", False)
+        self._in_step = getattr(executor, "in_step", False)
         self.scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -95,7 +96,7 @@ class EngineCore:
             )
         adapter = None if request.lora_name is None else self._adapters[request.lora_name]
         if getattr(request.sampling_params, "structured_outputs", None) is None and (
-            adapter is None or _is_read(adapter)
+            adapter is None or (_is_read(adapter) and not self._in_step)
         ):
             self.scheduler.add_request(request)
         else:
@@ -240,7 +241,8 @@ class EngineCore:
 
     def _admit_compiled(self) -> None:
         """Let requests whose grammar is compiled join the scheduler; those whose grammar is wrong end."""
-        ready, failed = self._compiling.take_ready(wait=not (self.scheduler.has_requests() or self._in_flight))
+        idle = not (self.scheduler.has_requests() or self._in_flight)
+        ready, failed = self._compiling.take_ready(len(self._compiling.waiting) if self._in_step else int(idle))
         for request in ready:
             try:
                 self.scheduler.add_request(request)
@@ -379,17 +381,17 @@ class GrammarQueue:
         """Forget requests; returns those that were here."""
         return [request_id for request_id in request_ids if self.waiting.pop(request_id, None) is not None]
 
-    def take_ready(self, wait: bool) -> tuple[list[Request], list[EngineCoreOutput]]:
+    def take_ready(self, wait: int) -> tuple[list[Request], list[EngineCoreOutput]]:
         """Requests that have what they wait for, in the order of arrival, and the last outputs of those that cannot get it.
 
-        With ``wait``, when there is nothing else to do, the first one is waited for.
+        The first ``wait`` of them are waited for: one when there is nothing else to do, all if other processes must decide the same.
         """
         ready: list[Request] = []
         failed: list[EngineCoreOutput] = []
         for request_id, (request, pending) in list(self.waiting.items()):
-            if not wait and not all(each.done() for each in pending):
+            if wait <= 0 and not all(each.done() for each in pending):
                 continue
-            wait = False
+            wait -= 1
             del self.waiting[request_id]
             try:
                 for each in pending:
