@@ -66,27 +66,27 @@ def add_norm(bits: int, lanes: int, eps_bits: int) -> Callable[[Any], None]:
     return body
 
 
-(ADD_X, ADD_Y, ADD_OUT, ADD_SIZE, ADD_STRIDE) = range(OWN + 1, OWN + 6)
-"""Arguments of `add_rows`: addresses of x, of y or 0, and of the result; numbers in a row, and from one row of the result to the
+(APART_X, APART_Y, APART_OUT, APART_SIZE, APART_STRIDE) = range(OWN + 1, OWN + 6)
+"""Arguments of `add_apart`: addresses of x, of y or 0, and of the result; numbers in a row, and from one row of the result to the
 next. The work items are rows."""
 
 
-def add_rows(bits: int, lanes: int) -> Callable[[Any], None]:
+def add_apart(bits: int, lanes: int) -> Callable[[Any], None]:
     """Body of the kernel that writes x + y, or x alone, to rows that may lie apart."""
     L = lanes
 
     def body(args):
-        x, y, out = floats_at(args[ADD_X], bits), floats_at(args[ADD_Y], bits), floats_at(args[ADD_OUT], bits)
-        size = args[ADD_SIZE]
+        x, y, out = floats_at(args[APART_X], bits), floats_at(args[APART_Y], bits), floats_at(args[APART_OUT], bits)
+        size = args[APART_SIZE]
         while True:
             begin = claim(args, NEXT, args[AT_ONCE])
             if begin >= args[COUNT]:
                 break
             for row in range(begin, min(begin + args[AT_ONCE], args[COUNT])):
-                at, to = row * size, row * args[ADD_STRIDE]
+                at, to = row * size, row * args[APART_STRIDE]
                 for i in range(0, size, L):
                     value = load(x, at + i, L)
-                    if args[ADD_Y] != 0:
+                    if args[APART_Y] != 0:
                         value = value + load(y, at + i, L)
                     store(out, to + i, value)
 

@@ -82,7 +82,7 @@ class NumbaCPUOps(TorchOps):
             return TorchOps.add_into(self, x, residual, out)
         x, (rows, size) = x.contiguous(), x.shape
         where = (x.data_ptr(), 0 if residual is None else residual.data_ptr(), out.data_ptr())
-        _launcher("add_rows", size, BITS[x.dtype])(rows * size, rows, *where, size, out.stride(0))
+        _launcher("add_apart", size, BITS[x.dtype])(rows * size, rows, *where, size, out.stride(0))
 
     def rope_and_cache(
         self,
