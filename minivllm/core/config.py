@@ -1029,7 +1029,7 @@ def _check_drafts(args: EngineArgs, model: ModelFacts, mode: str) -> None:
     if args.speculative is None:
         return
     method = args.speculative.method
-    if method in ("draft_model", "medusa", "eagle", "mtp"):
+    if method in ("draft_model", "medusa", "eagle", "eagle3", "mtp"):
         raise ValueError(
             f"speculative_config: model {model.name!r} has state-space layers, for which method {method!r} is not implemented;"
             " ngram, suffix, synthetic and objects are"
