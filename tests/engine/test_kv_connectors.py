@@ -197,7 +197,10 @@ def test_what_is_kept():
     ("config", "message"),
     [
         ({"kv_role": "kv_both"}, "must be a dict with kv_connector"),
-        ({"kv_connector": "Nixl"}, "kv_connector must be one of OffloadingConnector, SharedStorageConnector"),
+        (
+            {"kv_connector": "Nixl"},
+            "kv_connector must be one of OffloadingConnector, PeerMemoryConnector, SharedStorageConnector",
+        ),
         ({"kv_connector": "OffloadingConnector", "kv_role": "both"}, "kv_role must be one of"),
         ({"kv_connector": "OffloadingConnector", "kv_load_failure_policy": "fail"}, "kv_load_failure_policy must be"),
         (transfer("OffloadingConnector"), "must have 'num_cpu_blocks'"),
