@@ -314,10 +314,10 @@ def main() -> None:
     for what in args.what or ("quality", "speed", "memory"):
         for name, found in parts[what]().items():
             results[name] = results.get(name, {}) | found
+        if args.output:
+            args.output.write_text(json.dumps(kept | {"formats": results}, indent=1) + "\n")
     print(f"{kept['machine']}, {kept['threads']} threads, {args.model}\n")
     show(results)
-    if args.output:
-        args.output.write_text(json.dumps(kept | {"formats": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

