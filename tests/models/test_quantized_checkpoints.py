@@ -22,6 +22,7 @@ from minivllm.models.linear.scaled import ScaledWeight
 from minivllm.models.loading import CheckpointError, load_model
 from minivllm.models.quantization import formats
 from minivllm.models.quantization.codes import BitsAndBytes
+from minivllm.models.quantization.compressed import CompressedTensors
 from minivllm.models.quantization.formats import Parts
 from minivllm.runtime.executor import plan_engine
 
@@ -220,6 +221,33 @@ def test_weights_that_bitsandbytes_wrote(name):
     parts = Parts("X", {kind: tensor for kind, tensor in own.items() if kind.startswith(".")})
     weight = BitsAndBytes({}).decode(parts)[".weight"]
     assert torch.equal(weight.dequantize().half(), own["=exact"].half())
+
+
+PACKED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+BYTE = PACKED | {"num_bits": 8, "strategy": "channel", "group_size": None}
+FLOAT = {"type": "float"}
+COMPRESSED = {  # as they were given to the library
+    "packed": ("pack-quantized", PACKED),
+    "packed-asym": ("pack-quantized", PACKED | {"symmetric": False}),
+    "packed-8": ("pack-quantized", BYTE),
+    "int8": ("int-quantized", BYTE),
+    "fp8-channel": ("float-quantized", BYTE | FLOAT),
+    "fp8-tensor": ("float-quantized", BYTE | FLOAT | {"strategy": "tensor"}),
+    "fp8-block": ("float-quantized", BYTE | FLOAT | {"strategy": "block", "block_structure": [16, 32]}),
+    "mxfp4": ("mxfp4-pack-quantized", PACKED | FLOAT),
+    "nvfp4": ("nvfp4-pack-quantized", PACKED | FLOAT | {"strategy": "tensor_group", "group_size": 16}),
+}
+COMPRESSORS = load_file(Path(__file__).parent / "compressed_tensors_0_17.safetensors")
+"""Random weights that compressed-tensors 0.17.0 compressed, each with `=exact`, what it made of them again, in bfloat16."""
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_weights_that_compressed_tensors_wrote(name):
+    kind, weights = COMPRESSED[name]
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    tensors = {key.removeprefix(name): t for key, t in COMPRESSORS.items() if key.startswith(f"{name}.")}
+    found = CompressedTensors({"format": kind, "config_groups": {"group_0": group}}).decode(Parts("X", tensors))
+    assert torch.equal(found[".weight"].dequantize().bfloat16(), COMPRESSORS[f"{name}=exact"])
 
 
 PREFIX = "model.layers.1.mlp.down_proj"
