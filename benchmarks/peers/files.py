@@ -33,7 +33,7 @@ def prose() -> str:
     """A calibration text: the words of this book's chapters about the core and the models."""
     chapters = sorted((HERE.parents[1] / "nbs").glob("[cm]o*/*.ipynb"))
     cells = [cell for chapter in chapters for cell in json.loads(chapter.read_text())["cells"]]
-    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")[:80_000]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")[:32_000]
 
 
 def quantized_file(name: str, model: str, folder: Path) -> Path:

@@ -25,7 +25,9 @@ def run_quantize(args: argparse.Namespace, out: TextIO) -> None:
     say_loading(args.model)
     model, target = load_model(args.model), Path(args.output)
     if args.format in COMPRESSED_FORMATS:
-        calibration = None if args.calibration is None else partial(_by_gptq, args.model, args.calibration)
+        longest, calibration = model.spec.max_model_len, None
+        if args.calibration is not None:
+            calibration = partial(_by_gptq, args.model, longest, args.calibration)
         write_compressed(model, target, args.format, args.group_size, calibration)
     else:
         target = target if target.suffix == ".gguf" else target / f"{target.name}.gguf"
@@ -35,28 +37,24 @@ def run_quantize(args: argparse.Namespace, out: TextIO) -> None:
 
 
 TEXT_LENGTH = 512
-"""Tokens of a calibration text that are read together; what is left over is not read."""
+"""Most tokens of a calibration text that are read together; what is left over at its end is not read."""
 
 
-def _by_gptq(model: str, file: Path, group: int) -> Mapping[str, Any]:
-    """The weights of a model, rounded by GPTQ for what it reads in a text."""
+def _by_gptq(model: str, longest: int, file: Path, group: int) -> Mapping[str, Any]:
+    """The weights of a model, which takes texts of so many tokens, rounded by GPTQ for what it reads in a text."""
     from minivllm.engine.llm import LLM
     from minivllm.models.quantization.gptq import calibrate
     from minivllm.sampling.params import SamplingParams
 
-    limits: dict[str, Any] = {
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": TEXT_LENGTH,
-        "max_model_len": TEXT_LENGTH + 1,
-    }
+    length = min(TEXT_LENGTH, longest - 1)
+    limits: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": length, "max_model_len": length + 1}
     plain: dict[str, Any] = {"attention_backend": "sdpa", "enforce_eager": True, "enable_prefix_caching": False}
     with LLM(model, **limits, **plain) as llm:
-        tokens = llm.get_tokenizer()(
-            file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False
-        ).input_ids
-        pieces = [tokens[i : i + TEXT_LENGTH] for i in range(0, len(tokens) - TEXT_LENGTH + 1, TEXT_LENGTH)]
+        text, tokenizer = file.read_text(encoding="utf-8"), llm.get_tokenizer()
+        tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        pieces = [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
         if not pieces:
-            raise ValueError(f"{file} has {len(tokens)} tokens; a calibration text needs at least {TEXT_LENGTH}")
+            raise ValueError(f"{file} has {len(tokens)} tokens; a calibration text needs at least {length}")
         prompts: list[Any] = [{"prompt_token_ids": piece} for piece in pieces]
 
         def read() -> None:

@@ -79,7 +79,7 @@ def gptq(weight: Tensor, hessian: Tensor, group: int, damp: float = 0.01) -> Gro
             errors[i - start] = (w[i] - q[i] * step[i]) / upper[i, i]
             w[i + 1 : end].addr_(upper[i, i + 1 : end], errors[i - start], alpha=-1)
         w[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
-    return symmetric(q[order.argsort()].T, scale, 4)
+    return symmetric(q[order.argsort()].T.contiguous(), scale, 4)
 
 
 def calibrate(decoder: Decoder, read: Callable[[], None], group: int, stages: int = 6) -> dict[str, GroupedWeight]:
